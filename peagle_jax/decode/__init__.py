@@ -1,0 +1,1 @@
+"""Drafting, verifying, and the one jitted program that is a whole generation."""

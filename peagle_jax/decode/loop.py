@@ -1,0 +1,156 @@
+"""A whole generation as one jitted program: prefill, then draft - verify - accept until every row is done.
+
+Plain decoding is the same loop with nothing to draft (K = 0), so the two share every line but the drafter.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from peagle_jax.decode.drafters import Drafter
+from peagle_jax.decode.sampling import draw, probabilities
+from peagle_jax.decode.verify import verify_greedy, verify_sampled
+from peagle_jax.layers import CachedAttention
+from peagle_jax.types import DecodeState, DraftState, Params, SamplingParams, TargetOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The static part of a generation. Two calls with equal programs and shapes share one compiled function."""
+
+    target: nnx.GraphDef
+    target_config: object  # has `empty_cache`
+    drafter: Drafter | None
+    slots: int  # of the target's cache: prompt + new tokens + K
+    sample_drafts: bool  # with a temperature: sample the drafts too (False: argmax drafts, as vLLM's default)
+
+    @property
+    def k(self) -> int:
+        return self.drafter.k if self.drafter else 0
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def run(
+    program: Program,
+    target_params: Params,
+    draft_params: Params | None,
+    prompts: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    limits: Int[Array, " B"],
+    stop_ids: Int[Array, " stops"],
+    sampling: SamplingParams | None,
+) -> DecodeState:
+    """Generates for every row of a padded batch. One call, one device program.
+
+    Args:
+      lengths: real tokens of each prompt, 1..T.
+      limits: new tokens wanted by each row, >= 1; `lengths + limits + K` must fit `program.slots`.
+      stop_ids: a row ends with the first of these; pad with -1.
+      sampling: None decodes greedily.
+    """
+    body = functools.partial(step, program, target_params, draft_params, limits, stop_ids, sampling)
+    start = prefill(program, target_params, draft_params, prompts, lengths, limits, stop_ids, sampling)
+    return jax.lax.while_loop(lambda state: ~state.done.all(), body, start)
+
+
+def prefill(program: Program, target_params, draft_params, prompts, lengths, limits, stop_ids, sampling) -> DecodeState:
+    """Reads the prompts, and commits the first token of every answer."""
+    target = nnx.merge(program.target, target_params)
+    B, T = prompts.shape
+    R = program.k + 1
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    out, cache = target(prompts, positions, CachedAttention(positions), program.target_config.empty_cache(B, program.slots))
+    last = (lengths - 1)[:, None, None]
+    logits = target.unembed(jnp.take_along_axis(out.hidden, last, axis=1)[:, 0])
+    if sampling is None:
+        first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        first = draw(_keys(sampling, 0, 0), probabilities(logits, sampling)).astype(jnp.int32)
+
+    draft = DraftState(None, None)
+    if program.drafter:
+        # rows past K - 1 slots beyond the target's are never read; two K more hold a step's placeholders and padding
+        draft = DraftState(program.drafter.init(B, program.slots + program.k), None)
+        draft = program.drafter.read(draft_params, draft, prompts[:, 1:], out.features[:, :-1], lengths - 1)
+
+    pad = lambda x: jnp.pad(x, [(0, 0), (0, R - 1), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731
+    zero = jnp.zeros(B, jnp.int32)
+    state = DecodeState(
+        cache=dataclasses.replace(cache, length=lengths), draft=draft,
+        tokens=pad(first[:, None]), features=pad(jnp.take_along_axis(out.features, last, axis=1)), count=zero + 1,
+        output=jnp.zeros((B, program.slots), jnp.int32), drafted=jnp.zeros((B, program.slots), bool),
+        emitted=zero, length=zero, done=zero < 0, num_drafts=zero, accepted_at=jnp.zeros((B, program.k), jnp.int32),
+    )  # fmt: skip
+    return _emit(state, state.tokens, jnp.zeros((B, R), bool), zero + 1, limits, stop_ids)
+
+
+def step(program: Program, target_params, draft_params, limits, stop_ids, sampling, state: DecodeState) -> DecodeState:
+    """One draft forward (P-EAGLE), one verify forward, one acceptance scan. Rows that are done stay as they are."""
+    target = nnx.merge(program.target, target_params)
+    last = jnp.take_along_axis(state.tokens, (state.count - 1)[:, None], axis=1)
+    drafts, draft_logits, draft = last[:, :0], None, state.draft
+    if program.drafter:
+        keyed = sampling and program.sample_drafts and dataclasses.replace(sampling, key=_keys(sampling, state.num_drafts, 1))
+        draft = dataclasses.replace(draft, sampling=keyed or None)
+        drafts, draft_logits, draft = program.drafter.step(draft_params, draft, state.tokens, state.features, state.count)
+        draft = dataclasses.replace(draft, sampling=None)
+
+    block = jnp.concatenate([last, drafts], axis=1)
+    positions = state.cache.length[:, None] + jnp.arange(block.shape[1])[None]
+    out, cache = target(block, positions, CachedAttention(positions), state.cache)
+    logits = target.unembed(out.hidden)
+    if sampling is None:
+        tokens, accepted = verify_greedy(drafts, logits)
+    else:
+        fresh = dataclasses.replace(sampling, key=_keys(sampling, state.num_drafts, 2))
+        tokens, accepted = verify_sampled(drafts, draft_logits, logits, fresh)
+    return _commit(program, state, draft, cache, out, tokens.astype(jnp.int32), accepted, limits, stop_ids)
+
+
+def _commit(program, state: DecodeState, draft, cache, out: TargetOutput, tokens, accepted, limits, stop_ids) -> DecodeState:
+    """Rolls both caches to what was accepted, emits it, and hands the drafter its tokens and taps."""
+    going = ~state.done
+    kept = jnp.arange(program.k)[None] < accepted[:, None]
+    new = dataclasses.replace(
+        _emit(state, tokens, jnp.pad(kept, [(0, 0), (0, 1)]), accepted + 1, limits, stop_ids),
+        cache=dataclasses.replace(cache, length=state.cache.length + accepted + 1),
+        draft=draft, tokens=tokens, features=out.features, count=accepted + 1,
+        num_drafts=state.num_drafts + 1, accepted_at=state.accepted_at + kept,
+    )  # fmt: skip
+    choose = lambda new, old: jnp.where(going.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)  # noqa: E731
+    small = ("tokens", "features", "count", "emitted", "length", "done", "num_drafts", "accepted_at")
+    frozen = {name: choose(getattr(new, name), getattr(state, name)) for name in small}
+    # of the caches only the lengths are held back: what a finished row writes lies past its length
+    frozen["cache"] = dataclasses.replace(new.cache, length=choose(new.cache.length, state.cache.length))
+    if draft.cache is not None:
+        frozen["draft"] = dataclasses.replace(
+            draft, cache=dataclasses.replace(draft.cache, length=choose(draft.cache.length, state.draft.cache.length))
+        )
+    return dataclasses.replace(new, **frozen)
+
+
+def _emit(state: DecodeState, tokens: Int[Array, "B R"], drafted: Bool[Array, "B R"], count, limits, stop_ids) -> DecodeState:
+    """Appends `count` tokens to the answers of rows still going, and ends those that reached a stop or their limit."""
+    place = jnp.arange(tokens.shape[1])[None]
+    where = state.emitted[:, None] + place
+    real = (place < count[:, None]) & ~state.done[:, None]
+    index = jnp.where(real, where, state.output.shape[1])
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    stop = real & (where < limits[:, None]) & (tokens[..., None] == stop_ids[None, None]).any(axis=-1)
+    stopped, emitted = stop.any(axis=1), state.emitted + count
+    return dataclasses.replace(
+        state, output=state.output.at[rows, index].set(tokens, mode="drop"),
+        drafted=state.drafted.at[rows, index].set(drafted, mode="drop"), emitted=emitted,
+        length=jnp.where(stopped, state.emitted + stop.argmax(axis=1) + 1, jnp.minimum(emitted, limits)),
+        done=state.done | stopped | (emitted >= limits),
+    )  # fmt: skip
+
+
+def _keys(how: SamplingParams, step, use: int) -> Array:
+    """Fresh keys a row, step and use (0 first token, 1 drafting, 2 verifying): a seed fixes the row's text alone."""
+    step = jnp.broadcast_to(jnp.asarray(step), how.key.shape)
+    return jax.vmap(lambda key, s: jax.random.fold_in(jax.random.fold_in(key, s), use))(how.key, step)

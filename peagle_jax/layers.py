@@ -1,0 +1,204 @@
+"""What targets and draft heads share: norms, projections, rotary embeddings, attention, gated MLP.
+
+Numerics follow transformers' Llama and Qwen3: norms, angles and softmax in float32, everything else in the weights' dtype.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.kernels import attention
+from peagle_jax.types import Attend, InputError, KVCache
+
+# ---------------------------------------------------------------- parameters
+
+
+def _normal(rngs: nnx.Rngs, shape, dtype, scale: float = 0.02) -> nnx.Param:
+    return nnx.Param((scale * jax.random.normal(rngs.params(), shape)).astype(dtype))
+
+
+class Linear(nnx.Module):
+    """`x @ kernel`; the kernel is [in, out], faster than torch's [out, in] on CPU for two rows and more."""
+
+    def __init__(self, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
+        self.kernel = _normal(rngs, (inputs, outputs), dtype)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        y = x @ self.kernel[...]
+        if self.bias is None:
+            return y
+        bias = self.bias[...]
+        return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+
+
+class RMSNorm(nnx.Module):
+    """Normalises in float32, rounds to the input's dtype, then scales (modeling_llama.py, transformers 5.23)."""
+
+    def __init__(self, dim: int, eps: float, *, dtype):
+        self.scale = nnx.Param(jnp.ones(dim, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,)) * y.astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
+        self.table = _normal(rngs, (vocab, dim), dtype)
+
+    def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        return self.table[...][tokens]
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one checkpoint, as the inverse frequencies it comes down to."""
+
+    frequencies: tuple[float, ...]  # radians per token, one for each of the H/2 rotated pairs
+    scale: float = 1.0  # multiplies cos and sin (YaRN's attention factor)
+    source: str = "{}"  # the config it came from, as JSON, so that an export can write it back
+
+    @classmethod
+    def from_hf(cls, config: Mapping, head_dim: int, where: str) -> "Rope":
+        """Reads `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before)."""
+        import json
+
+        spec = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        if "rope_theta" not in spec:
+            if config.get("rope_theta") is None:
+                raise InputError(where, "rope_theta must be given, at top level or in rope_parameters", "none", "add it")
+            spec["rope_theta"] = config["rope_theta"]
+        kind = spec.pop("type", None) or spec.get("rope_type") or "default"
+        spec["rope_type"] = spec.get("rope_type") or kind
+        if kind not in ROPE_KINDS:
+            raise InputError(where, f"rope_type must be one of {', '.join(ROPE_KINDS)}", kind, "use another checkpoint")
+        context = spec.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        plain = spec["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        try:
+            frequencies, scale = ROPE_KINDS[kind](plain, spec, context, head_dim)
+        except KeyError as missing:
+            raise InputError(where, f"rope_type {kind} needs the key {missing}", "none", "add it to rope_parameters") from None
+        return cls(tuple(float(f) for f in frequencies), float(scale), json.dumps(spec, sort_keys=True))
+
+    def __call__(self, x: Float[Array, "B T n H"], positions: Int[Array, "B T"]) -> Float[Array, "B T n H"]:
+        """Half-split rotation; angles in float32, because bfloat16 cannot tell position 257 from 256."""
+        frequencies = jnp.asarray(self.frequencies, jnp.float32)[None, None, None]
+        angle = positions[..., None, None].astype(jnp.float32) * frequencies
+        cos, sin = (self.scale * jnp.cos(angle)).astype(x.dtype), (self.scale * jnp.sin(angle)).astype(x.dtype)
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _default(plain, spec, context, head_dim):
+    return plain, 1.0
+
+
+def _linear(plain, spec, context, head_dim):
+    return plain / spec["factor"], 1.0
+
+
+def _llama3(plain, spec, context, head_dim):
+    """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1; modeling_rope_utils.py)."""
+    low, high, factor = spec["low_freq_factor"], spec["high_freq_factor"], spec["factor"]
+    wavelength = 2 * math.pi / plain
+    blend = np.clip((context / wavelength - low) / (high - low), 0, 1)
+    return (1 - blend) * plain / factor + blend * plain, 1.0
+
+
+def _yarn(plain, spec, context, head_dim):
+    """YaRN (arXiv:2309.00071): interpolate slow pairs, keep fast ones, ramp between; cos and sin are scaled."""
+    factor, theta = spec["factor"], spec["rope_theta"]
+
+    def pair(rotations):  # the pair index that turns so often over the original context
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(spec.get("beta_fast") or 32), pair(spec.get("beta_slow") or 1)
+    if spec.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+
+    def mscale(weight):
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    scale = spec.get("attention_factor")
+    if scale is None:
+        one, all_dims = spec.get("mscale"), spec.get("mscale_all_dim")
+        scale = mscale(one) / mscale(all_dims) if one and all_dims else mscale(1)
+    return plain / factor * ramp + plain * (1 - ramp), scale
+
+
+ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+# ---------------------------------------------------------------- attention and MLP
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedAttention:
+    """Writes this call's keys and values at `positions`, then attends over the whole cache.
+
+    Rows may be followed by padding at later positions: nothing real looks past its own position, and the next call
+    overwrites what padding wrote. Writes outside the cache are dropped.
+    """
+
+    positions: Int[Array, "B T"]
+
+    def __call__(self, layer: int, q, k, v, state: KVCache, window: int | None):
+        g, i = state.find(layer)
+        group = state.groups[g]
+        rows = jnp.arange(q.shape[0])[:, None]
+        keys = group.k[i].at[rows, :, self.positions].set(k.astype(group.k[i].dtype), mode="drop")
+        values = group.v[i].at[rows, :, self.positions].set(v.astype(group.v[i].dtype), mode="drop")
+        y = attention.reference(q, keys, values, self.positions, window)
+        group = dataclasses.replace(
+            group, k=(*group.k[:i], keys, *group.k[i + 1 :]), v=(*group.v[:i], values, *group.v[i + 1 :])
+        )
+        return y, dataclasses.replace(state, groups=(*state.groups[:g], group, *state.groups[g + 1 :]))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; with `qk_norm` each head's q and k are normalised before the rotation (Qwen3)."""
+
+    def __init__(
+        self, inputs: int, dim: int, heads: int, kv_heads: int, head_dim: int, rope: Rope, *,
+        bias: bool, qk_norm: bool, eps: float, window: int | None, dtype, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        self.q = Linear(inputs, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.k = Linear(inputs, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.v = Linear(inputs, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.o = Linear(heads * head_dim, dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(head_dim, eps, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps, dtype=dtype) if qk_norm else None
+        self.head_dim, self.rope, self.window = head_dim, rope, window
+
+    def __call__(self, x: Float[Array, "B T I"], positions: Int[Array, "B T"], layer: int, attend: Attend, state):
+        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        y, state = attend(layer, self.rope(q, positions), self.rope(k, positions), v, state, self.window)
+        return self.o(y.reshape(*x.shape[:2], -1)), state
+
+
+class MLP(nnx.Module):
+    """Gated MLP with SiLU."""
+
+    def __init__(self, dim: int, mlp_dim: int, *, dtype, rngs: nnx.Rngs):
+        self.gate = Linear(dim, mlp_dim, dtype=dtype, rngs=rngs)
+        self.up = Linear(dim, mlp_dim, dtype=dtype, rngs=rngs)
+        self.down = Linear(mlp_dim, dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

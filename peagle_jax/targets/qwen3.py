@@ -1,0 +1,169 @@
+"""Qwen3 dense decoder (arXiv:2505.09388) with taps, as a pure function of (weights, tokens, attention).
+
+Reads top to bottom: config, block, model, weight table. Numerics follow transformers' modeling_qwen3.py (5.23).
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope
+from peagle_jax.types import Attend, InputError, KVCache, TargetOutput
+from peagle_jax.weights import LINEAR, SAME, Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config:
+    """Shape of one Qwen3 checkpoint. Every field is read by the model below."""
+
+    vocab: int
+    layers: int
+    dim: int
+    mlp_dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    norm_eps: float
+    attention_bias: bool
+    tied_embeddings: bool
+    windows: tuple[int | None, ...]  # sliding window of each layer in tokens, or None
+    context: int  # longest sequence the checkpoint was made for, in tokens
+    taps: tuple[int, ...]  # id i is the residual stream BEFORE layer i (vLLM's numbering); 0 is the embedding
+    dtype: DTypeLike
+    stop_ids: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, hf: Mapping, *, taps: tuple[int, ...] | None, dtype: DTypeLike, where: str) -> "Qwen3Config":
+        """Builds the config from a checkpoint's config.json; `taps` None means vLLM's choice, (2, L//2, L-3).
+
+        Raises:
+          InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
+        """
+        try:
+            heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+            eos = hf.get("eos_token_id")
+            config = cls(
+                vocab=hf["vocab_size"], layers=layers, dim=hf["hidden_size"], mlp_dim=hf["intermediate_size"],
+                heads=heads, kv_heads=hf["num_key_value_heads"], head_dim=hf["head_dim"],
+                rope=Rope.from_hf(hf, hf["head_dim"], where), norm_eps=hf["rms_norm_eps"],
+                # transformers writes only what differs from these class defaults (configuration_qwen3.py)
+                attention_bias=hf.get("attention_bias", False), tied_embeddings=hf.get("tie_word_embeddings", False),
+                windows=_windows(hf), context=hf["max_position_embeddings"],
+                taps=default_taps(layers) if taps is None else tuple(taps), dtype=dtype,
+                stop_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            )  # fmt: skip
+        except KeyError as missing:
+            raise InputError(where, f"a Qwen3 config needs the key {missing}", "none", "take the checkpoint's own config") from None
+        if config.heads % config.kv_heads:
+            raise InputError(where, "num_attention_heads must be a multiple of num_key_value_heads",
+                             f"{config.heads} and {config.kv_heads}", "mend the config")  # fmt: skip
+        if hf.get("hidden_act", "silu") != "silu":
+            raise InputError(where, "hidden_act must be silu", hf["hidden_act"], "use another checkpoint")
+        if bad := [t for t in config.taps if not 0 <= t <= layers]:
+            raise InputError(where, f"tap ids must lie in 0..{layers} (0 is the embedding)", bad, "choose other taps")
+        return config
+
+    def empty_cache(self, batch: int, slots: int) -> KVCache:
+        return KVCache.empty(self.layers, batch, slots, self.kv_heads, self.head_dim, self.dtype)
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high layer, as vLLM and speculators choose them."""
+    return (min(2, layers), layers // 2, max(layers - 3, 0))
+
+
+def _windows(hf: Mapping) -> tuple[int | None, ...]:
+    """Sliding only with `use_sliding_window`, and from layer `max_window_layers` on unless `layer_types` says which."""
+    layers = hf["num_hidden_layers"]
+    if not hf.get("use_sliding_window", False) or hf.get("sliding_window") is None:
+        return (None,) * layers
+    first = hf.get("max_window_layers", 28)
+    kinds = hf.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return tuple(hf["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
+
+
+class Block(nnx.Module):
+    def __init__(self, cfg: Qwen3Config, layer: int, *, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+        self.attn = Attention(
+            cfg.dim, cfg.dim, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.rope, bias=cfg.attention_bias, qk_norm=True,
+            eps=cfg.norm_eps, window=cfg.windows[layer], dtype=cfg.dtype, rngs=rngs,
+        )  # fmt: skip
+        self.mlp_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+        self.mlp = MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
+
+    def __call__(self, x, positions, layer: int, attend: Attend, state):
+        y, state = self.attn(self.attn_norm(x), positions, layer, attend, state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class Qwen3(nnx.Module):
+    def __init__(self, cfg: Qwen3Config, *, rngs: nnx.Rngs):
+        self.taps = cfg.taps
+        self.embed = Embedding(cfg.vocab, cfg.dim, dtype=cfg.dtype, rngs=rngs)
+        self.blocks = nnx.List([Block(cfg, i, rngs=rngs) for i in range(cfg.layers)])
+        self.norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+        self.head = None if cfg.tied_embeddings else Linear(cfg.dim, cfg.vocab, dtype=cfg.dtype, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, state):
+        """Returns (TargetOutput, attention state). Taps are part of the forward; jit drops those nobody reads."""
+        x = self.embed(tokens)
+        stream = [x]
+        for i, block in enumerate(self.blocks):
+            x, state = block(x, positions, i, attend, state)
+            stream.append(x)
+        features = jnp.concatenate([stream[t] for t in self.taps], axis=-1) if self.taps else x[..., :0]
+        return TargetOutput(self.norm(x), features), state
+
+    def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        return hidden @ self.output_weight()
+
+    def output_weight(self) -> Float[Array, "D V"]:
+        return self.embed.table[...].T if self.head is None else self.head.kernel[...]
+
+
+def table(cfg: Qwen3Config) -> Table:
+    """Checkpoint name -> (our path, layout): the one list that loading, exporting and completeness checks read."""
+    names = {"model.embed_tokens.weight": ("embed.table", SAME), "model.norm.weight": ("norm.scale", SAME)}
+    if not cfg.tied_embeddings:
+        names["lm_head.weight"] = ("head.kernel", LINEAR)
+    for i in range(cfg.layers):
+        theirs, ours = f"model.layers.{i}", f"blocks.{i}"
+        names |= {
+            f"{theirs}.input_layernorm.weight": (f"{ours}.attn_norm.scale", SAME),
+            f"{theirs}.post_attention_layernorm.weight": (f"{ours}.mlp_norm.scale", SAME),
+            f"{theirs}.self_attn.q_norm.weight": (f"{ours}.attn.q_norm.scale", SAME),
+            f"{theirs}.self_attn.k_norm.weight": (f"{ours}.attn.k_norm.scale", SAME),
+        }
+        for p in "qkvo":
+            names[f"{theirs}.self_attn.{p}_proj.weight"] = (f"{ours}.attn.{p}.kernel", LINEAR)
+            if cfg.attention_bias:
+                names[f"{theirs}.self_attn.{p}_proj.bias"] = (f"{ours}.attn.{p}.bias", SAME)
+        for p in ("gate", "up", "down"):
+            names[f"{theirs}.mlp.{p}_proj.weight"] = (f"{ours}.mlp.{p}.kernel", LINEAR)
+    return names
+
+
+def to_hf(cfg: Qwen3Config, dtype_name: str) -> dict:
+    """The config.json of an exported folder: `from_hf` reads back what this writes."""
+    sliding = next((w for w in cfg.windows if w is not None), None)
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": cfg.vocab,
+        "num_hidden_layers": cfg.layers, "hidden_size": cfg.dim, "intermediate_size": cfg.mlp_dim,
+        "num_attention_heads": cfg.heads, "num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_dim,
+        "rms_norm_eps": cfg.norm_eps, "rope_parameters": json.loads(cfg.rope.source),
+        "attention_bias": cfg.attention_bias, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02,
+        "tie_word_embeddings": cfg.tied_embeddings, "max_position_embeddings": cfg.context, "use_cache": True,
+        "use_sliding_window": sliding is not None, "sliding_window": sliding,
+        "max_window_layers": cfg.windows.index(sliding) if sliding is not None else cfg.layers,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in cfg.windows],
+        "bos_token_id": None, "eos_token_id": list(cfg.stop_ids) if len(cfg.stop_ids) > 1 else next(iter(cfg.stop_ids), None),
+        "pad_token_id": None, "dtype": dtype_name,
+    }  # fmt: skip
