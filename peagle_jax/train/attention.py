@@ -1,0 +1,124 @@
+"""Training attention: a causal prefix part and a short chain part, merged by log-sum-exp.
+
+Element (a, d) sees every depth-0 element of its document with anchor <= a, and its own chain (a, 1) .. (a, d): exactly
+what the runtime shows it. No packed-by-packed mask exists, and the cost is packed * context, not packed^2.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from peagle_jax.kernels.attention import MASKED
+
+QUERY_CHUNK = 2048  # queries whose scores exist at one time: bounds memory at long context
+
+
+def prefix(q, k, v, anchor: Int[Array, "B P"], reach: Int[Array, "B P"], q_doc: Int[Array, "B P"], k_doc: Int[Array, "B n"], window: int | None):
+    """Attention of P packed queries over n depth-0 keys.
+
+    Args:
+      q, k, v: [B P N H], [B n G H], [B n G H].
+      anchor: last key each query sees.
+      reach: position of each query; with a window it sees keys after `reach - window`.
+      q_doc, k_doc: document of every query and key; -1 sees nothing and is seen by nothing.
+
+    Returns:
+      Output [B P N H], and the log-sum-exp of its scores [B P N] (about -1e30 where nothing was seen).
+    """
+
+    def chunk(args):
+        q, anchor, reach, q_doc = args
+        B, P, N, H = q.shape
+        G, n = k.shape[2], k.shape[1]
+        scores = jnp.einsum("BPGRH,BnGH->BGRPn", q.reshape(B, P, G, N // G, H), k, preferred_element_type=jnp.float32) * H**-0.5
+        slot = jnp.arange(n)[None, None]
+        seen = (slot <= anchor[..., None]) & (q_doc[..., None] == k_doc[:, None]) & (q_doc[..., None] >= 0)
+        if window is not None:
+            seen &= slot > reach[..., None] - window
+        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        y = jnp.einsum("BGRPn,BnGH->BPGRH", jnp.exp(scores - lse[..., None]).astype(v.dtype), v)
+        return y.reshape(B, P, N, H), jnp.moveaxis(lse, 3, 1).reshape(B, P, N)
+
+    P = q.shape[1]
+    if P <= QUERY_CHUNK:
+        return chunk((q, anchor, reach, q_doc))
+    parts = -(-P // QUERY_CHUNK)
+    pad = lambda x: jnp.pad(x, [(0, 0), (0, parts * QUERY_CHUNK - P), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731
+    split = lambda x: jnp.moveaxis(pad(x).reshape(x.shape[0], parts, QUERY_CHUNK, *x.shape[2:]), 1, 0)  # noqa: E731
+    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(q.shape[0], -1, *x.shape[3:])[:, :P]  # noqa: E731
+    y, lse = jax.lax.map(jax.checkpoint(chunk), tuple(split(x) for x in (q, anchor, reach, q_doc)))
+    return join(y), join(lse)
+
+
+def merge_chain(q, y, lse, chain: list[tuple[Float[Array, "B P G H"], Float[Array, "B P G H"], Bool[Array, "B P"]]]):
+    """Adds a few keys a query has of its own to attention already done over the prefix.
+
+    Args:
+      q: [B P N H].
+      y, lse: what `prefix` returned.
+      chain: (key, value, whether it is seen), one a chain step, aligned with the queries.
+    """
+    if not chain:
+        return y
+    B, P, N, H = q.shape
+    G = chain[0][0].shape[2]
+    grouped = q.reshape(B, P, G, N // G, H)
+    scores = [
+        jnp.where(seen[..., None, None], jnp.einsum("BPGRH,BPGH->BPGR", grouped, k, preferred_element_type=jnp.float32) * H**-0.5, MASKED)
+        for k, _, seen in chain
+    ]
+    lse = lse.reshape(B, P, G, N // G)
+    total = jax.nn.logsumexp(jnp.stack([lse, *scores]), axis=0)
+    out = y.reshape(grouped.shape) * jnp.exp(lse - total)[..., None].astype(y.dtype)
+    for score, (_, v, _) in zip(scores, chain, strict=True):
+        out += jnp.exp(score - total)[..., None].astype(y.dtype) * v[:, :, :, None]
+    return out.reshape(B, P, N, H)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedCausal:
+    """Causal attention within documents, for whole rows: the target's, and depth 0 of a head's."""
+
+    document: Int[Array, "B T"]
+
+    def __call__(self, layer: int, q, k, v, state, window: int | None):
+        here = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
+        return prefix(q, k, v, here, here, self.document, self.document, window)[0], state
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixChain:
+    """Attention over [n depth-0 rows, M packed depth >= 1 rows].
+
+    The packed rows are ordered by (anchor, depth), so the chain of row m is the rows m-depth+1 .. m: a band, read by
+    shifting the keys. No gather, and no scatter in the backward pass.
+    """
+
+    anchor: Int[Array, "B M"]
+    depth: Int[Array, "B M"]
+    document: Int[Array, "B n"]  # of the depth-0 rows
+    depths: int  # K
+
+    def __call__(self, layer: int, q, k, v, state, window: int | None):
+        n = self.document.shape[1]
+        here = jnp.broadcast_to(jnp.arange(n)[None], self.document.shape)
+        anchor = jnp.concatenate([here, self.anchor], axis=1)
+        reach = jnp.concatenate([here, self.anchor + self.depth], axis=1)
+        doc = jnp.concatenate([self.document, jnp.take_along_axis(self.document, self.anchor, axis=1)], axis=1)
+        y, lse = prefix(q, k[:, :n], v[:, :n], anchor, reach, doc, self.document, window)
+        chain = []
+        for back in range(self.depths - 1):
+            seen = self.depth > back
+            if window is not None:
+                seen &= back < window
+            chain.append((_shift(k[:, n:], back), _shift(v[:, n:], back), seen))
+        packed = merge_chain(q[:, n:], y[:, n:], lse[:, n:], chain)
+        return jnp.concatenate([y[:, :n], packed], axis=1), state
+
+
+def _shift(x: Float[Array, "B M G H"], back: int) -> Float[Array, "B M G H"]:
+    """Row m becomes row m - back; the first rows become zeros."""
+    return jnp.pad(x, [(0, 0), (back, 0), (0, 0), (0, 0)])[:, : x.shape[1]]

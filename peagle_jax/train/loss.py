@@ -1,0 +1,58 @@
+"""Distillation loss on the draft vocabulary, in chunks: [packed, W] logits never exist for a whole batch."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+ROWS = 2048  # packed elements whose logits exist at one time
+
+
+def forward_kl(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+    """KL(teacher || student) of logits, in nats: speculators' default loss."""
+    log_q, log_p = jax.nn.log_softmax(student.astype(jnp.float32)), jax.nn.log_softmax(teacher.astype(jnp.float32))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def distill(
+    logits: Callable[[Float[Array, "c D"]], Float[Array, "c W"]],
+    hidden: Float[Array, "P D"],
+    teacher_weight: Float[Array, "E W"],
+    teacher_hidden: Float[Array, "n E"],
+    where: Int[Array, " P"],
+    weight: Float[Array, " P"],
+    depth: Int[Array, " P"],
+    depths: int,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, " K"]]]:
+    """Weighted sum of the elements' losses, and how often the head's argmax is the target's, by depth.
+
+    Args:
+      logits: hidden state -> draft logits; closes over the head's norm and lm_head.
+      hidden: of every packed element.
+      teacher_weight: the target's output matrix, its columns restricted to the draft vocabulary.
+      teacher_hidden: the target's final hidden states, one a shifted position.
+      where: row of `teacher_hidden` that each element learns from.
+      weight: 0 for padding and unsupervised elements.
+
+    Returns:
+      sum(weight * loss), {"correct": weighted hits, "total": weights} by depth.
+    """
+    P = hidden.shape[0]
+    parts = max(1, -(-P // ROWS))
+    size = -(-P // parts)
+    pad = lambda x: jnp.pad(x, [(0, parts * size - P), *[(0, 0)] * (x.ndim - 1)]).reshape(parts, size, *x.shape[1:])  # noqa: E731
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+    def part(total, xs):
+        hidden, where, weight, depth = xs
+        student, teacher = logits(hidden), jax.lax.stop_gradient(teacher_hidden[where] @ teacher_weight)
+        loss = jnp.sum(weight * forward_kl(student, teacher))
+        hit = weight * (jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1))
+        by_depth = lambda x: jnp.zeros(depths).at[depth].add(x)  # noqa: E731
+        return total + loss, (by_depth(hit), by_depth(weight))
+
+    xs = tuple(pad(x) for x in (hidden, where, weight, depth))
+    loss, (correct, total) = jax.lax.scan(part, jnp.zeros(()), xs)
+    return loss, {"correct": correct.sum(axis=0), "total": total.sum(axis=0)}

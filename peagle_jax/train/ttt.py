@@ -1,0 +1,62 @@
+"""EAGLE-3's loss on one batch: test-time training (arXiv:2503.01840, section 3.2).
+
+The head is unrolled as it will draft: at step j every row reads the true token j places on, and its own hidden state of
+step j-1 in the place of the feature. A row of step j sees the step-0 rows up to itself, and itself at steps 1 .. j.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.draft.head import DraftHead
+from peagle_jax.train.attention import merge_chain, prefix
+from peagle_jax.train.features import Rows
+from peagle_jax.train.loss import distill
+from peagle_jax.train.step import teacher_columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrolled:
+    """Causal attention over step 0, plus the diagonals of later steps. State: the (k, v) of each layer and step."""
+
+    document: Int[Array, "B n"]
+    step: int
+
+    def __call__(self, layer: int, q, k, v, state: dict, window: int | None):
+        state = {**state, (layer, self.step): (k, v)}
+        here = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
+        first_k, first_v = state[layer, 0]
+        y, lse = prefix(q, first_k, first_v, here, here + self.step, self.document, self.document, window)
+        chain = []
+        for step in range(1, self.step + 1):
+            seen = jnp.full(here.shape, window is None or self.step - step < window)
+            chain.append((*state[layer, step], seen))
+        return merge_chain(q, y, lse, chain), state
+
+
+def eagle3_loss(head: DraftHead, rows: Rows, steps: int, decay: float, output_weight: Float[Array, "E V"]):
+    """Sum over steps of decay**j times the mean KL of step j, each over its own supervised rows, as speculators does.
+
+    Returns:
+      loss in nats, {"correct", "total"} by step.
+    """
+    B, n = rows.tokens.shape
+    here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
+    feature, state, loss, correct, total = head.fuse(rows.taps), {}, 0.0, [], []
+    columns = teacher_columns(head, output_weight)
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    for step in range(steps):
+        tokens = jnp.pad(rows.tokens[:, step:], [(0, 0), (0, step)])
+        hidden, state = head(tokens, feature, here + step, Unrolled(rows.document, step), state)
+        feature = head.feedback(hidden)
+        # row i of this step learns position i + step, if that still lies in row i's document
+        ahead = lambda x, fill: jnp.pad(x[:, step:], [(0, 0), (0, step)], constant_values=fill)  # noqa: B023, E731
+        learns = ahead(rows.supervised, False) & (ahead(rows.document, -2) == rows.document)
+        weight = learns.astype(jnp.float32)
+        where = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
+        part, by_depth = distill(head.logits, flat(hidden), columns, flat(rows.teacher), flat(where), flat(weight),
+                                 jnp.zeros(B * n, jnp.int32), 1)  # fmt: skip
+        loss += decay**step * part / jnp.maximum(weight.sum(), 1)
+        correct, total = [*correct, by_depth["correct"]], [*total, by_depth["total"]]
+    return loss, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}
