@@ -1,0 +1,189 @@
+"""Run configurations: YAML into frozen dataclasses. An unknown or missing key is an error, never a default."""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+
+import yaml
+
+from peagle_jax.train.cod import Cod
+from peagle_jax.types import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    source: str | None  # folder or JSONL; null: this machine's Python standard library
+    max_chars: int | None  # a random choice of about so many characters; null: all
+    held_out: float  # share of documents never trained on
+    length: int  # tokens a row
+    batch: int  # rows a step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW with linear warm-up and cosine decay to a tenth."""
+
+    steps: int
+    peak_lr: float
+    warmup: int  # steps
+    weight_decay: float
+    clip: float  # global gradient norm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LmShape:
+    vocab: int
+    layers: int
+    dim: int
+    mlp_dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    context: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LmRun:
+    """Trains a Qwen3 target from scratch, tokenizer included."""
+
+    task: typing.Literal["lm"]
+    out: str
+    seed: int
+    model: LmShape
+    data: Data
+    optimizer: Optimizer
+    log_every: int
+    save_every: int
+    max_seconds: float | None  # stop after so long even if steps remain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """A draft head. Null takes the target's value."""
+
+    layers: int
+    dim: int | None
+    mlp_dim: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    draft_vocab: int | None  # null: the whole vocabulary
+    taps: tuple[int, ...] | None
+    qk_norm: bool
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    mask_token: int | None  # null: the tokenizer's mask token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ttt:
+    steps: int
+    decay: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeagleRun:
+    task: typing.Literal["peagle"]
+    target: str
+    out: str
+    seed: int
+    head: HeadShape
+    cod: Cod
+    train_embedding: bool
+    train_lm_head: bool
+    data: Data
+    optimizer: Optimizer
+    log_every: int
+    save_every: int
+    max_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Run:
+    task: typing.Literal["eagle3"]
+    target: str
+    out: str
+    seed: int
+    head: HeadShape
+    ttt: Ttt
+    train_embedding: bool
+    train_lm_head: bool
+    data: Data
+    optimizer: Optimizer
+    log_every: int
+    save_every: int
+    max_seconds: float | None
+
+
+HeadRun = PeagleRun | Eagle3Run
+TASKS = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
+
+
+def load_run(path: Path) -> LmRun | HeadRun:
+    """Reads a run's YAML.
+
+    Raises:
+      InputError: not YAML, an unknown or missing key, or a value of the wrong kind.
+    """
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(path, "this file must exist", "nothing", "check the name; configs/train/ has examples") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(path, "must be UTF-8 YAML", " ".join(str(error).split()), "mend the file") from None
+    if not isinstance(raw, dict) or raw.get("task") not in TASKS:
+        got = raw.get("task") if isinstance(raw, dict) else type(raw).__name__
+        raise InputError(path, f"the key task must be one of {', '.join(TASKS)}", got, "set it")
+    return build(TASKS[raw["task"]], raw, str(path))
+
+
+def build(cls: type, raw: typing.Any, where: str):
+    """A dataclass from a mapping, strictly."""
+    if not isinstance(raw, dict):
+        raise InputError(where, "must be a mapping of keys", type(raw).__name__, f"give {', '.join(f.name for f in dataclasses.fields(cls))}")
+    hints = typing.get_type_hints(cls)
+    if unknown := sorted(map(str, raw.keys() - hints.keys())):
+        raise InputError(where, f"known keys are {', '.join(hints)}", f"unknown {', '.join(unknown)}", "remove or rename it")
+    if missing := [name for name in hints if name not in raw]:
+        raise InputError(where, "every key must be given", f"no {', '.join(missing)}", "add it")
+    try:
+        return cls(**{name: _value(hints[name], raw[name], f"{where}: {name}") for name in hints})
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(where, "the values must make sense together", error, "mend them") from None
+
+
+def _value(hint, raw, where: str):
+    if dataclasses.is_dataclass(hint):
+        return build(hint, raw, where)
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return None if raw is None else _value(next(o for o in options if o is not type(None)), raw, where)
+    if origin is typing.Literal:
+        fits = raw in options
+    elif origin is tuple:
+        fits = isinstance(raw, list) and all(isinstance(x, options[0]) for x in raw)
+        raw = tuple(raw) if fits else raw
+    elif hint is float:
+        fits = isinstance(raw, int | float) and not isinstance(raw, bool)
+        raw = float(raw) if fits else raw
+    else:
+        fits = isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool))
+    if not fits:
+        raise InputError(where, f"must be {getattr(hint, '__name__', hint)}", repr(raw), "mend the value (write 1e-3 as 1.0e-3)")
+    return raw
+
+
+def dump(run) -> str:
+    return yaml.safe_dump(_plain(dataclasses.asdict(run)), sort_keys=False)
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value

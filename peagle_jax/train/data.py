@@ -1,0 +1,54 @@
+"""Packed training rows, in an order that (seed, step) alone decides: a resumed run reads what it would have read."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from peagle_jax.types import Batch, InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """All rows of a corpus, [rows, T]; documents are numbered within the corpus, -1 is padding."""
+
+    tokens: np.ndarray
+    document: np.ndarray
+    supervised: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, size: int, seed: int, step: int) -> Batch:
+        """The rows of one step: every epoch a new permutation, cut into batches without regard to epoch ends."""
+        picks = []
+        for i in range(step * size, (step + 1) * size):
+            epoch, place = divmod(i, len(self))
+            picks.append(_permutation(len(self), seed, epoch)[place])
+        return Batch(self.tokens[picks], self.document[picks], self.supervised[picks])
+
+
+_CACHE: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+
+
+def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """Of the epoch at hand; the last one of each (n, seed) is kept, since a batch asks for it row by row."""
+    if _CACHE.get((n, seed), (None,))[0] != epoch:
+        _CACHE[n, seed] = (epoch, np.random.default_rng([seed, epoch]).permutation(n))
+    return _CACHE[n, seed][1]
+
+
+def pack(documents: Sequence[tuple[np.ndarray, np.ndarray]], length: int, where="corpus") -> PackedRows:
+    """Documents one after another, cut into rows of `length` tokens; the last row is padded.
+
+    Args:
+      documents: (token ids, supervised) of each.
+    """
+    if not documents:
+        raise InputError(where, "at least one document is needed", "none", "use a larger corpus")
+    tokens = np.concatenate([t for t, _ in documents])
+    supervised = np.concatenate([s for _, s in documents])
+    number = np.repeat(np.arange(len(documents), dtype=np.int32), [len(t) for t, _ in documents])
+    short = -len(tokens) % length
+    cut = lambda x, fill: np.pad(x, (0, short), constant_values=fill).reshape(-1, length)  # noqa: E731
+    return PackedRows(cut(tokens, 0), cut(number, -1), cut(supervised, False))

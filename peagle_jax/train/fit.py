@@ -1,0 +1,121 @@
+"""The training loop that every task shares: resume, step, log, save. What a step does comes in as a function."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from peagle_jax.train.checkpoint import Checkpoints
+from peagle_jax.train.config import Optimizer, dump
+from peagle_jax.types import InputError, Params
+
+Loss = Callable[[Params, Any], tuple[jax.Array, dict]]  # (trained parameters, batch) -> loss, metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    params: Params
+    step: int
+    seconds: float  # of this session's training steps, without compilation
+    tokens: int  # of this session's training steps, likewise
+
+
+def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
+    warmup = min(cfg.warmup, max(cfg.steps - 1, 0))
+    schedule = optax.warmup_cosine_decay_schedule(0, cfg.peak_lr, warmup, max(cfg.steps, warmup + 1), cfg.peak_lr / 10)
+    decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731  norms and vectors are not decayed
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.clip), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=cfg.weight_decay, mask=decayed)
+    )
+
+
+def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any, on_log: Callable[[int, dict], None] | None = None) -> Fitted:
+    """Trains `params` for `run.optimizer.steps` steps, resuming from what `run.out` holds.
+
+    Args:
+      run: a configuration of `train.config`; its `out` gets metrics.jsonl, config.yaml and checkpoints.
+      loss: (params, batch, fixed) -> scalar, metrics. Pure.
+      batch_at: step -> batch, on the host; the same step gives the same batch.
+      fixed: arrays that `loss` reads and nobody trains (a target's weights).
+      on_log: called with the step and the metrics just written.
+    """
+    out = Path(run.out)
+    checkpoints = Checkpoints(out / "checkpoints")
+    _same_run(run, out / "config.yaml", checkpoints.latest())
+    optimizer = make_optimizer(run.optimizer)
+
+    def update(state, batch, fixed):
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state["params"], batch, fixed)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        metrics = {"loss": value, "grad_norm": optax.global_norm(grads), **metrics}
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "step": state["step"] + 1}, metrics
+
+    params = jax.tree.map(jnp.copy, params)  # the update donates its state
+    state = {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+    if (latest := checkpoints.latest()) is not None:
+        state = checkpoints.restore(latest, state)
+    first = step = int(state["step"])
+    _truncate(out / "metrics.jsonl", first)
+    update = jax.jit(update, donate_argnums=0)
+    start = warm = time.perf_counter()
+    tokens = 0
+    with _progress() as bar, (out / "metrics.jsonl").open("a", encoding="utf-8") as log:
+        task = bar.add_task(run.task, total=run.optimizer.steps, completed=step, loss="")
+        while step < run.optimizer.steps:
+            batch = batch_at(step)  # while the device still works on the step before
+            state, metrics = update(state, batch, fixed)
+            step += 1
+            if step == first + 1:
+                jax.block_until_ready(state)
+                warm = time.perf_counter()
+            else:
+                tokens += run.data.batch * run.data.length
+            over = run.max_seconds is not None and time.perf_counter() - start > run.max_seconds
+            if step % run.log_every == 0 or step == run.optimizer.steps or over:
+                row = {"step": step, "seconds": round(time.perf_counter() - start, 3), **_plain(jax.device_get(metrics))}
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                bar.update(task, completed=step, loss=f"loss {row['loss']:.4f}")
+                if on_log:
+                    on_log(step, row)
+            if step % run.save_every == 0 and step < run.optimizer.steps:
+                checkpoints.save(step, state)
+            if over:
+                break
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - warm
+    if step > first:
+        checkpoints.save(step, state)
+    checkpoints.close()
+    return Fitted(state["params"], step, seconds, tokens)
+
+
+def _same_run(run, path: Path, latest: int | None) -> None:
+    """A folder holds one run: another configuration must not continue it by accident."""
+    text = dump(run)
+    if latest is not None and path.exists() and path.read_text(encoding="utf-8") != text:
+        raise InputError(path.parent, "a run is resumed only with the configuration it began with", "another one", "choose another out folder")
+    path.write_text(text, encoding="utf-8")
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Drops metric rows past the step that is resumed from: they will be written again."""
+    if path.exists():
+        rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+        path.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+
+
+def _plain(metrics: dict) -> dict:
+    return {k: np.round(v, 6).tolist() for k, v in metrics.items()}
+
+
+def _progress() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())

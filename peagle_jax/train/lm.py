@@ -1,0 +1,110 @@
+"""Trains a small Qwen3 target from scratch on a corpus, and saves an ordinary Hugging Face folder."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from peagle_jax import text
+from peagle_jax.layers import Rope
+from peagle_jax.targets import qwen3, save_target
+from peagle_jax.train.attention import PackedCausal
+from peagle_jax.train.config import LmRun
+from peagle_jax.train.data import pack
+from peagle_jax.train.fit import fit
+from peagle_jax.types import Batch, Model
+
+ROWS = 2048  # tokens whose logits exist at one time
+
+
+@dataclasses.dataclass(frozen=True)
+class LmResult:
+    folder: Path
+    parameters: int
+    step: int
+    bits_per_byte: float  # on held-out documents
+    tokens_per_second: float | None
+
+
+def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
+    """Tokenizer, training, held-out bits per byte, export to `run.out`/model."""
+    documents = text.read_corpus(run.data.source)
+    train, held_out = text.split(documents, run.data.held_out)
+    train = text.limit(train, run.data.max_chars, run.seed)
+    held_out = text.limit(held_out, run.data.max_chars and run.data.max_chars // 20, run.seed)
+    tokenizer = text.train_tokenizer((d.text or json.dumps(d.messages) for d in train), run.model.vocab)
+    rows = pack(text.encode(tokenizer, train), run.data.length, run.data.source)
+    say(f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; {len(held_out)} held out; vocabulary {len(tokenizer)}")
+
+    config = _config(run, len(tokenizer), tokenizer.eos_token_id)
+    model = Model.of(qwen3.Qwen3(config, rngs=nnx.Rngs(run.seed)), config)
+    loss = functools.partial(_loss, model)
+    done = fit(run, model.params, loss, lambda step: rows.batch(run.data.batch, run.seed, step), None)
+    trained = dataclasses.replace(model, params=done.params)
+    bits = held_out_bits(trained, tokenizer, held_out, run.data.length)
+    folder = Path(run.out) / "model"
+    tokenizer_folder = Path(run.out) / "tokenizer"
+    tokenizer.save_pretrained(tokenizer_folder)
+    save_target(trained, folder, tokenizer_from=tokenizer_folder, metadata={"source": f"peagle train, step {done.step}"})
+    parameters = sum(x.size for x in jax.tree.leaves(done.params))
+    return LmResult(folder, parameters, done.step, bits, done.tokens / done.seconds if done.tokens else None)
+
+
+def _config(run: LmRun, vocab: int, stop: int) -> qwen3.Qwen3Config:
+    m = run.model
+    return qwen3.Qwen3Config(
+        vocab=vocab, layers=m.layers, dim=m.dim, mlp_dim=m.mlp_dim, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim,
+        rope=Rope.from_hf({"rope_theta": m.rope_theta}, m.head_dim, "model"), norm_eps=1e-6, attention_bias=False,
+        tied_embeddings=False, windows=(None,) * m.layers, context=m.context, taps=(), dtype=jnp.float32, stop_ids=(stop,),
+    )  # fmt: skip
+
+
+def _loss(model: Model, params, batch: Batch, fixed):
+    total, count = next_token_loss(model.bind(params), batch)
+    return total / jnp.maximum(count, 1), {}
+
+
+def next_token_loss(target, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Summed cross entropy in nats over supervised tokens that follow one of their own document, and their number."""
+    B, T = batch.tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    out, _ = target(batch.tokens, positions, PackedCausal(batch.document), None)
+    same = (batch.document[:, 1:] == batch.document[:, :-1]) & (batch.document[:, 1:] >= 0)
+    weight = jnp.pad((same & batch.supervised[:, 1:]).astype(jnp.float32), [(0, 0), (0, 1)]).reshape(-1)
+    wanted = jnp.pad(batch.tokens[:, 1:], [(0, 0), (0, 1)]).reshape(-1)
+    hidden = out.hidden.reshape(B * T, -1)
+    parts = max(1, -(-B * T // ROWS))
+    split = lambda x: jnp.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)]).reshape(parts, -1, *x.shape[1:])  # noqa: E731
+
+    @jax.checkpoint
+    def part(total, xs):
+        hidden, wanted, weight = xs
+        logits = jax.nn.log_softmax(target.unembed(hidden).astype(jnp.float32))
+        return total - jnp.sum(weight * jnp.take_along_axis(logits, wanted[:, None], axis=1)[:, 0]), None
+
+    total, _ = jax.lax.scan(part, jnp.zeros(()), (split(hidden), split(wanted), split(weight)))
+    return total, weight.sum()
+
+
+def held_out_bits(model: Model, tokenizer, documents, length: int, most_rows: int = 64) -> float:
+    """Bits per byte of held-out text, on at most `most_rows` packed rows."""
+    if not documents:
+        return float("nan")
+    rows = pack(text.encode(tokenizer, documents), length)
+    measure = jax.jit(lambda params, batch: next_token_loss(model.bind(params), batch))
+    nats = count = 0.0
+    for start in range(0, min(len(rows), most_rows), 8):
+        pick = slice(start, start + 8)
+        if len(rows.tokens[pick]) < 8 and start:
+            break  # one compiled shape is enough
+        total, n = measure(model.params, Batch(rows.tokens[pick], rows.document[pick], rows.supervised[pick]))
+        nats, count = nats + float(total), count + float(n)
+    characters = sum(len((d.text or "").encode()) for d in documents)
+    tokens = int((rows.document >= 0).sum())
+    return nats / np.log(2) / count * tokens / characters
