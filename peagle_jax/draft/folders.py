@@ -191,6 +191,8 @@ def save_drafter(
     cfg = head.config
     dtype = np.dtype(cfg.dtype if dtype is None else dtype)
     k = k or cfg.depths
+    if list(cfg.taps) != sorted(set(cfg.taps)):
+        raise InputError(path, "vLLM collects taps once each and in layer order: tap ids must ascend", list(cfg.taps), "train with ascending taps")
     if layout == "speculators":
         if lost := [o for o in ("fc_norm", "norm_output") if getattr(cfg, o)] if cfg.parallel else []:
             raise InputError(path, "vLLM's reading of a speculators peagle folder ignores some options", ", ".join(lost), "use --to vllm")

@@ -74,8 +74,14 @@ class Qwen3Config:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """A low, a middle and a high layer, as vLLM and speculators choose them."""
-    return (min(2, layers), layers // 2, max(layers - 3, 0))
+    """A low, a middle and a high layer, as vLLM and speculators choose them: (2, L//2, L-3).
+
+    Below 7 layers those coincide or change order, and vLLM collects taps once each and in layer order; so there three
+    ascending layers are spread out instead.
+    """
+    if layers >= 7:
+        return (2, layers // 2, layers - 3)
+    return tuple(sorted({min(1, layers // 3), layers // 2, layers - 1}))
 
 
 def _windows(hf: Mapping) -> tuple[int | None, ...]:

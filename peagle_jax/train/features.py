@@ -29,10 +29,12 @@ class Rows:
 def shifted(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """(document, supervised) of the shifted rows, on the host: what COD sampling reads.
 
-    Supervision follows the token that a row READS. A row joins x[i] and x[i+1], so both must be of one document.
+    Supervision follows the token that a row READS. A row joins x[i] and x[i+1], so both must be of one document; and
+    nothing is learned after a document's last token, where the target predicts what nobody will decode.
     """
     document = np.where(batch.document[:, 1:] == batch.document[:, :-1], batch.document[:, 1:], -1)
-    return document, batch.supervised[:, 1:] & (document >= 0)
+    last = np.pad(batch.document[:, 2:] != batch.document[:, 1:-1], [(0, 0), (0, 1)])
+    return document, batch.supervised[:, 1:] & (document >= 0) & ~last
 
 
 def extract(target, batch: Batch) -> tuple[Float[Array, "B T A"], Float[Array, "B T E"]]:
@@ -42,7 +44,7 @@ def extract(target, batch: Batch) -> tuple[Float[Array, "B T A"], Float[Array, "
     return out.features, out.hidden
 
 
-def training_rows(target, batch: Batch) -> Rows:
+def training_rows(target, batch: Batch, document: Int[Array, "B n"], supervised: Bool[Array, "B n"]) -> Rows:
+    """`document` and `supervised` are those of `shifted`."""
     taps, hidden = jax.lax.stop_gradient(extract(target, batch))
-    document = jnp.where(batch.document[:, 1:] == batch.document[:, :-1], batch.document[:, 1:], -1)
-    return Rows(batch.tokens[:, 1:], taps[:, :-1], hidden[:, 1:], document, batch.supervised[:, 1:] & (document >= 0))
+    return Rows(batch.tokens[:, 1:], taps[:, :-1], hidden[:, 1:], document, supervised)

@@ -1,0 +1,1 @@
+"""The few places that use training and decoding together."""

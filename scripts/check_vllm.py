@@ -1,0 +1,94 @@
+"""Does real vLLM agree? Same tokens, same counters, for every head given, in float32 and greedily.
+
+    scripts/install_vllm.sh .venv-vllm
+    .venv/bin/python scripts/check_vllm.py --vllm .venv-vllm --target DIR --drafter DIR [--drafter DIR ...] [-k 4] \
+        --prompts FILE.jsonl [--max-new-tokens 64]
+
+A prompt whose first differing token is a near tie of the target (top two logits within 1e-4) is counted apart.
+Exit code 0: all agree. 1: something differs. 2: bad arguments.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from peagle_jax import bench, text
+from peagle_jax.decode.generate import generate
+from peagle_jax.draft.folders import load_drafter
+from peagle_jax.targets import load_target
+from peagle_jax.types import InputError
+
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")
+
+
+def by_vllm(env: Path, job: dict) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        ask, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
+        ask.write_text(json.dumps(job))
+        script = Path(__file__).with_name("vllm_generate.py")
+        done = subprocess.run([env / "bin/python", script, ask, answer], capture_output=True, text=True)
+        if done.returncode:
+            print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
+            raise SystemExit(f"vLLM failed on {job['drafter']}")
+        return json.loads(answer.read_text())
+
+
+def ours(target, head, prompts, k: int, new: int):
+    answers = generate(target, head, prompts, k=k, max_new_tokens=new, stop_ids=())
+    return [a.output_token_ids for a in answers], {
+        "num_drafts": sum(a.num_drafts for a in answers), "num_draft_tokens": sum(a.num_draft_tokens for a in answers),
+        "num_accepted_tokens": sum(a.num_accepted_tokens for a in answers),
+        "accepted_per_position": np.sum([a.accepted_per_position for a in answers], axis=0).tolist(),
+    }  # fmt: skip
+
+
+def check(args) -> bool:
+    prompts = text.read_prompts(args.prompts, text.load_tokenizer(args.target))
+    table = Table("drafter", "k", "same tokens", "near ties", "counters (drafts, drafted, accepted)", "per position", "agrees")
+    agrees = True
+    for folder in args.drafter:
+        embedding = load_target(args.target).params["embed"]["table"]
+        head = load_drafter(folder, dtype=np.float32, embedding=embedding)
+        target = load_target(args.target, taps=head.config.taps)
+        mine, counted = ours(target, head, prompts, args.k, args.max_new_tokens)
+        theirs = by_vllm(args.vllm, {
+            "target": str(args.target), "drafter": str(folder), "k": args.k, "parallel": head.config.parallel,
+            "prompts": prompts, "max_new_tokens": args.max_new_tokens,
+        })  # fmt: skip
+        seen = bench.compare(target, prompts, mine, theirs["outputs"])
+        # counters are only comparable where the texts are the same
+        good = seen.lossless and (seen.near_ties > 0 or all(counted[c] == theirs[c] for c in COUNTERS))
+        agrees &= good
+        numbers = "/".join(str(counted[c]) for c in COUNTERS[:3])
+        if not good:
+            numbers += " against vLLM's " + "/".join(str(theirs[c]) for c in COUNTERS[:3])
+        table.add_row(Path(folder).name, str(args.k), f"{seen.same}/{len(prompts)}", str(seen.near_ties), numbers,
+                      " ".join(map(str, theirs["accepted_per_position"])), "yes" if good else "NO")  # fmt: skip
+    Console().print(table)
+    return agrees
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, required=True, help="environment made by scripts/install_vllm.sh")
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path, action="append", required=True)
+    parser.add_argument("-k", type=int, default=4)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    try:
+        return 0 if check(parser.parse_args()) else 1
+    except InputError as error:
+        print(f"check_vllm: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
