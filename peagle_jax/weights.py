@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 from peagle_jax.types import InputError, Model, Params
@@ -30,6 +32,24 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 INDEX = "model.safetensors.index.json"
 
 # ---------------------------------------------------------------- reading
+
+
+def find_folder(name: str | Path) -> Path:
+    """A local folder, or a Hugging Face hub id, which is fetched (or found in the cache when offline).
+
+    Raises:
+      InputError: neither is to be had.
+    """
+    path = Path(name)
+    if path.exists() or len(path.parts) != 2 or path.is_absolute() or ".." in path.parts:
+        if not path.is_dir():
+            raise InputError(path, "this folder must exist", "nothing" if not path.exists() else "a file", "check the name")
+        return path
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = f"{type(error).__name__} from the hub"
+        raise InputError(name, "must be a local folder, or a hub id that is online or cached", reason, "check the name and the network") from None
 
 
 def read_json(path: Path) -> dict:

@@ -53,7 +53,7 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike | None = None, embedding:
     folder = Path(path)
     where = folder / "config.json"
     raw = weights.read_json(where)
-    tensors = {_plain(name): t for name, t in weights.open_folder(folder).items()}
+    tensors = {plain_name(name): t for name, t in weights.open_folder(folder).items()}
     tensors = {name: t for name, t in tensors.items() if name not in NOT_OURS}
     if "embed_tokens.weight" not in tensors:
         if embedding is None:
@@ -73,7 +73,7 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike | None = None, embedding:
     return weights.load(lambda: DraftHead(config, rngs=nnx.Rngs(0)), config, tensors, table(config), folder)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 

@@ -13,6 +13,7 @@ from peagle_jax import text
 from peagle_jax.decode.generate import acceptance_length, generate
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.pipelines.convert import start_run
 from peagle_jax.targets import load_target
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
@@ -55,6 +56,7 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     say(f"head: {sum(x.size for x in jax.tree.leaves(head.params)):,} parameters, taps {list(target.config.taps)}")
 
     trained, frozen = _split(run, head)
+    start_run(head, frozen, Path(run.out))
     loss = functools.partial(_loss, run, target, head)
     done = fit(run, trained, loss, functools.partial(_batch, run, rows), (target.params, frozen))
     head = dataclasses.replace(head, params={**done.params, **frozen})
