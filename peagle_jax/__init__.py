@@ -1,0 +1,31 @@
+"""P-EAGLE (parallel-drafting EAGLE-3 speculative decoding, arXiv:2602.01469) in JAX and Flax.
+
+    target = peagle_jax.load_target("TARGET", taps=head.config.taps)
+    head = peagle_jax.load_drafter("HEAD")
+    answers = peagle_jax.generate(target, head, [[1, 2, 3]], k=7, max_new_tokens=64)
+
+The names below are the public ones; they are imported when first used, so that `import peagle_jax` is quick.
+"""
+
+import importlib
+
+_PUBLIC = {
+    "load_target": "targets", "save_target": "targets",
+    "load_drafter": "draft.folders", "save_drafter": "draft.folders", "HeadConfig": "draft.head", "DraftHead": "draft.head",
+    "generate": "decode.generate", "Generation": "decode.generate", "acceptance_length": "decode.generate",
+    "Drafter": "decode.drafters",
+    "Cod": "train.cod", "cod_sample": "train.cod", "load_run": "train.config", "train_lm": "train.lm",
+    "train_head": "pipelines.train_head", "convert": "pipelines.convert",
+    "Model": "types", "InputError": "types",
+}  # fmt: skip
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'peagle_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"peagle_jax.{_PUBLIC[name]}"), name)
+
+
+def __dir__():
+    return __all__

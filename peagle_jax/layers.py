@@ -27,7 +27,7 @@ class Linear(nnx.Module):
     """`x @ kernel`; the kernel is [in, out], faster than torch's [out, in] on CPU for two rows and more."""
 
     def __init__(self, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
-        self.kernel = _normal(rngs, (inputs, outputs), dtype)
+        self.kernel = _normal(rngs, (inputs, outputs), dtype, inputs**-0.5)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:

@@ -1,7 +1,15 @@
+"""Strict settings, and one compilation cache for all runs."""
+
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-import jax
+sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py
+
+import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "peagle_jax" / "xla-tests"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

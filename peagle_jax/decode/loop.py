@@ -5,6 +5,7 @@ Plain decoding is the same loop with nothing to draft (K = 0), so the two share 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class Program:
 def run(
     program: Program,
     target_params: Params,
-    draft_params: Params | None,
+    draft_params: Any,
     prompts: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     limits: Int[Array, " B"],

@@ -85,6 +85,8 @@ class DraftLayer(nnx.Module):
 
 
 class DraftHead(nnx.Module):
+    """The whole head. Attention is an argument, so one module serves cached drafting and packed training."""
+
     def __init__(self, cfg: HeadConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.embed = Embedding(cfg.vocab, cfg.dim, dtype=cfg.dtype, rngs=rngs)

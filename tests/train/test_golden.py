@@ -62,8 +62,8 @@ def test_peagle(name, gradients, tmp_path):
     assert head.config.depths == 5 and isinstance(head.bind(head.params), DraftHead)
     anchor, depth = data["anchor"][data["depth"] > 0], data["depth"][data["depth"] > 0]
     order = np.lexsort((depth, anchor))
-    pad = lambda x: np.pad(x[order], (0, 6))[None].astype(np.int32)  # noqa: E731
-    cod = CodSample(pad(anchor), pad(depth), np.arange(len(anchor) + 6)[None] < len(anchor))
+    pad = lambda x: jnp.asarray(np.pad(x[order], (0, 6))[None], jnp.int32)  # noqa: E731
+    cod = CodSample(pad(anchor), pad(depth), jnp.arange(len(anchor) + 6)[None] < len(anchor))
     (loss, by_depth), grads = split(head, lambda h: peagle_loss(h, rows, cod, 5, output))
     np.testing.assert_allclose(loss, data["loss"], rtol=RELATIVE)
     np.testing.assert_array_equal(by_depth["correct"], data["correct"])

@@ -1,0 +1,129 @@
+"""Speculation must not change the text: any drafter, at any K, gives the plain greedy output, up to the cache's last slot."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.decode.generate import generate
+from peagle_jax.types import DraftState, InputError, KVCache
+
+NEW = 24
+PROMPTS = [[3, 14, 15], [9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 23], [8], [4, 6, 2, 6, 4, 33, 8]]
+ADVERSARIES = ("right", "wrong", "constant", "random", "right_then_wrong")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+    """Drafts what a table [B, position] says: one compiled program serves every adversary, whose table is a parameter."""
+
+    k: int
+
+    def init(self, batch, slots):
+        return KVCache((), jnp.zeros(batch, jnp.int32))
+
+    def read(self, params, state, tokens, features, count):
+        return self._advance(state, count)
+
+    def step(self, params, state, tokens, features, count):
+        last = state.cache.length + count  # position of the newest committed token
+        where = last[:, None] + 1 + jnp.arange(self.k)[None]
+        return jnp.take_along_axis(params, where, axis=1), None, self._advance(state, count)
+
+    @staticmethod
+    def _advance(state, count):
+        return DraftState(KVCache((), state.cache.length + count), state.sampling)
+
+
+@functools.cache
+def truth():
+    return [tiny.greedy(tuple(p), NEW + 17) for p in PROMPTS]
+
+
+def script(name: str) -> np.ndarray:
+    table = np.zeros((len(PROMPTS), 80), np.int32)
+    for row, prompt, text in zip(table, PROMPTS, truth(), strict=True):
+        row[len(prompt) : len(prompt) + len(text)] = text
+    rng = np.random.default_rng(3)
+    if name == "wrong":
+        return (table + 1) % 41
+    if name == "constant":
+        return np.full_like(table, 7)
+    if name == "random":
+        return rng.integers(0, 41, table.shape).astype(np.int32)
+    if name == "right_then_wrong":
+        return np.where(rng.random(table.shape) < 0.7, table, (table + 5) % 41).astype(np.int32)
+    return table
+
+
+def expected_steps(table: np.ndarray, k: int) -> list[tuple[int, list[int]]]:
+    """(drafts, accepted per position) of each row by the slowest loop: compare with the true text position by position."""
+    out = []
+    for row, prompt, text in zip(table, PROMPTS, truth(), strict=True):
+        emitted, steps, accepted = 1, 0, [0] * k
+        while emitted < NEW:
+            kept = 0
+            while kept < k and row[len(prompt) + emitted + kept] == text[emitted + kept]:
+                accepted[kept] += 1
+                kept += 1
+            emitted, steps = emitted + kept + 1, steps + 1
+        out.append((steps, accepted))
+    return out
+
+
+@pytest.mark.parametrize("k", range(1, 17))
+def test_adversaries(k):
+    for name in ADVERSARIES:
+        table = script(name)
+        answers = generate(tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(table))
+        for answer, text in zip(answers, truth(), strict=True):
+            assert answer.output_token_ids == text[:NEW], name
+        assert [(a.num_drafts, a.accepted_per_position) for a in answers] == expected_steps(table, k), name
+        assert all(a.num_draft_tokens == k * a.num_drafts and len(a.drafted) == NEW for a in answers)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("name", ["right", "wrong"])
+def test_up_to_the_last_slot(k, name):
+    """The longest prompt fits with no slot to spare; one slot less is refused."""
+    slots = max(map(len, PROMPTS)) + NEW + k
+    answers = generate(tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(script(name)), slots=slots)
+    assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
+    with pytest.raises(InputError, match=f"must fit the cache of {slots - 1} slots"):
+        generate(tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(script(name)), slots=slots - 1)
+
+
+def test_plain_decoding_is_greedy():
+    answers = generate(tiny.target(), None, PROMPTS, max_new_tokens=NEW)
+    assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
+    assert all(a.num_drafts == 0 and a.acceptance_length is None and not any(a.drafted) for a in answers)
+
+
+@pytest.mark.parametrize("name", ["right", "random"])
+def test_stop_tokens(name):
+    """A row ends with its first stop token, even in the middle of an accepted block; others go on."""
+    stop = truth()[1][9]
+    answers = generate(tiny.target(), Scripted(5), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(script(name)), stop_ids=[stop, 40])
+    for answer, text in zip(answers, truth(), strict=True):
+        ends = [i for i, t in enumerate(text[:NEW]) if t in (stop, 40)]
+        assert answer.output_token_ids == text[: ends[0] + 1 if ends else NEW]
+        assert answer.finish_reason == ("stop" if ends else "length")
+    assert any(a.finish_reason == "stop" for a in answers)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_shortest_answers(new):
+    answers = generate(tiny.target(), Scripted(4), PROMPTS, max_new_tokens=new, draft_params=jnp.asarray(script("right")))
+    assert [a.output_token_ids for a in answers] == [t[:new] for t in truth()]
+    assert [a.num_drafts for a in answers] == [new - 1] * len(PROMPTS)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    head = tiny.head()
+    together = generate(tiny.target(), head, PROMPTS, k=4, max_new_tokens=NEW)
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        alone = generate(tiny.target(), head, [prompt], k=4, max_new_tokens=NEW)[0]
+        assert (alone.output_token_ids, alone.accepted_per_position) == (answer.output_token_ids, answer.accepted_per_position)

@@ -1,0 +1,134 @@
+"""Qwen3 against transformers: tiny random models, no downloads, both directions, every special thing unlike its default."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax import weights
+from peagle_jax.layers import CachedAttention
+from peagle_jax.targets import load_target, qwen3, save_target
+from peagle_jax.types import InputError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 2e-5  # float32, on logits and taps of size 1 to 10 (house.md)
+V, T = 97, 21
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 777.0},
+    "linear": {"rope_type": "linear", "rope_theta": 777.0, "factor": 3.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 777.0, "factor": 5.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
+               "original_max_position_embeddings": 30},
+    "yarn": {"rope_type": "yarn", "rope_theta": 777.0, "factor": 3.0, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False,
+             "original_max_position_embeddings": 40},
+}  # fmt: skip
+CASES = {
+    "plain": {}, "tied": {"tie_word_embeddings": True}, "one_kv_head": {"num_key_value_heads": 1}, "bias": {"attention_bias": True},
+    "sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+    **{name: {"rope_parameters": rope} for name, rope in ROPES.items() if name != "default"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory):
+    """(transformers' model, its folder)"""
+    torch.manual_seed(0)
+    config = dict(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, tie_word_embeddings=False, max_position_embeddings=64, rms_norm_eps=3e-3, rope_parameters=ROPES["default"],
+        eos_token_id=11,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**config, **CASES[request.param]})).eval()
+    for name, p in model.named_parameters():
+        p.data.uniform_(0.5, 1.5) if "norm" in name else p.data.normal_(0, 0.15)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def run(target, tokens, positions, cache):
+    @jax.jit
+    def go(params, tokens, positions, cache):
+        module = target.bind(params)
+        out, cache = module(tokens, positions, CachedAttention(positions), cache)
+        return module.unembed(out.hidden), out.features, cache
+
+    return go(target.params, tokens, positions, cache)
+
+
+def test_logits_taps_and_cache(pair):
+    theirs, folder = pair
+    taps = (0, 1, 4)
+    target = load_target(folder, taps=taps)
+    assert target.config.stop_ids == (11,)
+    tokens = np.random.default_rng(0).integers(0, V, (2, T))
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens), output_hidden_states=True)
+    positions = jnp.broadcast_to(jnp.arange(T), (2, T))
+    logits, features, _ = run(target, jnp.asarray(tokens), positions, target.config.empty_cache(2, T))
+    np.testing.assert_allclose(logits, want.logits.numpy(), atol=TOLERANCE, rtol=0)
+    states = np.concatenate([want.hidden_states[t].numpy() for t in taps], axis=-1)
+    np.testing.assert_allclose(features, states, atol=TOLERANCE, rtol=0)
+
+    # rows of different length, block by block, in a cache with room to spare
+    cache, seen = target.config.empty_cache(2, 40), []
+    for start in range(0, T, 7):
+        logits, _, cache = run(target, jnp.asarray(tokens[:, start : start + 7]), positions[:, start : start + 7], cache)
+        seen.append(logits)
+    np.testing.assert_allclose(np.concatenate(seen, 1), want.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+def test_exported_folder_is_what_transformers_wrote(pair, tmp_path):
+    theirs, folder = pair
+    save_target(load_target(folder), tmp_path / "out")
+    ours, want = weights.open_folder(tmp_path / "out"), weights.open_folder(folder)
+    assert ours.keys() == want.keys()
+    assert all(np.array_equal(ours[n], want[n]) for n in want)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens = torch.arange(T)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_reads_the_old_rope_spelling(pair, tmp_path):
+    _, folder = pair
+    raw = json.loads((folder / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope.pop("rope_type")}
+    old = qwen3.Qwen3Config.from_hf(raw, taps=(), dtype=jnp.float32, where="old")
+    assert old.rope.frequencies == load_target(folder, taps=()).config.rope.frequencies
+
+
+@pytest.mark.parametrize("layers, taps", [(3, (1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4)), (36, (2, 18, 33))])
+def test_default_taps_ascend(layers, taps):
+    assert qwen3.default_taps(layers) == taps
+
+
+def test_every_misfit_is_named_at_once(pair, tmp_path):
+    _, folder = pair
+    tensors = dict(weights.open_folder(folder))
+    tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
+    tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((3, 4), np.float32)
+    weights.write_folder(tmp_path, json.loads((folder / "config.json").read_text()), tensors, {})
+    with pytest.raises(InputError, match=r"missing: model.norm.weight; unknown: model.norm.bias; wrong shape: model.layers.0.mlp.up_proj"):
+        load_target(tmp_path)
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("model_type", "bert", "model_type must be one of qwen3; got bert"), ("head_dim", ..., "needs the key 'head_dim'"),
+    ("rope_parameters", {"rope_type": "magic", "rope_theta": 1.0}, "got magic"), ("hidden_act", "gelu", "got gelu"),
+    ("rope_parameters", {"rope_type": "linear", "rope_theta": 1.0}, "needs the key 'factor'"), ("num_key_value_heads", 3, "multiple"),
+])  # fmt: skip
+def test_bad_configs(pair, tmp_path, key, value, words):
+    _, folder = pair
+    raw = json.loads((folder / "config.json").read_text())
+    raw[key] = value
+    if value is ...:
+        del raw[key]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=words):
+        load_target(tmp_path)

@@ -1,0 +1,89 @@
+"""Tiny random models and heads, unlike every default, shared by the tests."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.layers import Rope
+from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config
+from peagle_jax.types import Model
+
+TAPS = (1, 2, 3)
+
+
+def shake(params, seed: int, scale: float = 0.4):
+    """Random weights in the place of the initial ones; norm scales in 0.5..1.5."""
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+
+    def draw(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        value = rng.uniform(0.5, 1.5, x.shape) if x.ndim == 1 else rng.normal(0, scale, x.shape)
+        return jnp.asarray(value, x.dtype)
+
+    return jax.tree.unflatten(tree, [draw(x) for x in leaves])
+
+
+def target_config(**changes) -> Qwen3Config:
+    config = Qwen3Config(
+        vocab=41, layers=4, dim=24, mlp_dim=40, heads=4, kv_heads=2, head_dim=12, rope=Rope.from_hf({"rope_theta": 777.0}, 12, ""),
+        norm_eps=3e-3, attention_bias=False, tied_embeddings=False, windows=(None,) * 4, context=96, taps=TAPS, dtype=jnp.float32,
+        stop_ids=(),
+    )  # fmt: skip
+    if "head_dim" in changes:
+        changes = {"rope": Rope.from_hf({"rope_theta": 777.0}, changes["head_dim"], ""), **changes}
+    return dataclasses.replace(config, **changes)
+
+
+@functools.cache
+def target(seed: int = 0, **changes) -> Model:
+    config = target_config(**changes)
+    model = Model.of(Qwen3(config, rngs=nnx.Rngs(0)), config)
+    return dataclasses.replace(model, params=shake(model.params, seed))
+
+
+def head_config(**changes) -> HeadConfig:
+    config = HeadConfig(
+        vocab=41, draft_vocab=41, dim=20, layers=2, mlp_dim=36, heads=4, kv_heads=2, head_dim=10,
+        rope=Rope.from_hf({"rope_theta": 555.0}, 10, ""), norm_eps=2e-3, context=96, target_dim=24, taps=TAPS, mask_token=5, depths=6,
+        qk_norm=False, attention_bias=False, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+        windows=(None, None), dtype=jnp.float32,
+    )  # fmt: skip
+    return dataclasses.replace(config, **changes)
+
+
+@functools.cache
+def head(seed: int = 1, **changes) -> Model:
+    config = head_config(**changes)
+    model = Model.of(DraftHead(config, rngs=nnx.Rngs(0)), config)
+    params = shake(model.params, seed)
+    if config.draft_vocab != config.vocab:
+        ids = np.sort(np.random.default_rng(seed).permutation(config.vocab)[: config.draft_vocab])
+        params["d2t"] = jnp.asarray(ids - np.arange(config.draft_vocab), jnp.int32)
+    return dataclasses.replace(model, params=params)
+
+
+@functools.cache
+def greedy(prompt: tuple[int, ...], new: int, seed: int = 0) -> list[int]:
+    """Plain greedy decoding without a cache, a loop or a while_loop: the oracle of losslessness."""
+    model = target(seed)
+    from peagle_jax.train.attention import PackedCausal
+
+    @jax.jit
+    def last(params, tokens, length):
+        module = model.bind(params)
+        positions = jnp.arange(tokens.shape[1])[None]
+        out, _ = module(tokens, positions, PackedCausal(jnp.zeros(tokens.shape, jnp.int32)), None)
+        return jnp.argmax(module.unembed(out.hidden[0, length - 1]))
+
+    tokens = np.zeros((1, len(prompt) + new), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    for i in range(len(prompt), len(prompt) + new):
+        tokens[0, i] = last(model.params, tokens, i)
+    return tokens[0, len(prompt) :].tolist()
