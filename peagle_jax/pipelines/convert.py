@@ -113,7 +113,7 @@ def read_run(src: Path) -> Model:
     if (src / FROZEN).exists():
         with ocp.StandardCheckpointer() as reader:
             params = {**params, **reader.restore((src / FROZEN).absolute())}
-    tensors = dict(weights.flat(params))
+    tensors = {path: np.asarray(leaf) for path, leaf in weights.flat(params)}
     same = {path: (path, weights.SAME) for path, _ in folders.table(config).values()}
     return weights.load(lambda: DraftHead(config, rngs=nnx.Rngs(0)), config, tensors, same, src)
 

@@ -35,12 +35,12 @@ class Budget:
 BUDGETS = {
     "smoke": Budget(
         LmShape(vocab=1024, layers=4, dim=128, mlp_dim=384, heads=4, kv_heads=2, head_dim=32, rope_theta=1e4, context=2048),
-        max_chars=4_000_000, length=128, lm=(240, 8), peagle=(120, 4), eagle3=(80, 4), peagle_layers=2, depths=5, ks=(1, 4),
+        max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 4), eagle3=(150, 4), peagle_layers=2, depths=5, ks=(1, 4),
         batches=(1,), new_tokens=64, repeats=3,
     ),
     "small": Budget(
         LmShape(vocab=2048, layers=6, dim=192, mlp_dim=576, heads=6, kv_heads=2, head_dim=32, rope_theta=1e4, context=4096),
-        max_chars=20_000_000, length=256, lm=(1000, 8), peagle=(500, 4), eagle3=(300, 4), peagle_layers=2, depths=8, ks=(1, 3, 5, 7, 11),
+        max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(500, 4), eagle3=(250, 4), peagle_layers=2, depths=8, ks=(1, 3, 5, 7, 11),
         batches=(1, 8), new_tokens=128, repeats=5,
     ),
 }  # fmt: skip

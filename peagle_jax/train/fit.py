@@ -55,7 +55,7 @@ def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: 
     def update(state, batch, fixed):
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state["params"], batch, fixed)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        metrics = {"loss": value, "grad_norm": optax.global_norm(grads), **metrics}
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "step": state["step"] + 1}, metrics
 
     params = jax.tree.map(jnp.copy, params)  # the update donates its state

@@ -1,0 +1,78 @@
+"""Prefix + chain attention equals dense masked attention, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax.train import attention
+from peagle_jax.train.attention import PackedCausal, PrefixChain
+from peagle_jax.train.cod import Cod, cod_sample
+
+B, n, N, G, H, K = 2, 26, 4, 2, 8, 5
+TOLERANCE = 1e-6
+
+
+def inputs():
+    document = np.stack([np.repeat([0, 1, 2], [9, 13, 4]), np.where(np.arange(n) < 23, 0, -1)])
+    supervised = (np.random.default_rng(0).random((B, n)) < 0.85) & (document >= 0)
+    cod = cod_sample(supervised, document, Cod(depths=K, ratio=0.8, floor=0.2), 3)
+    P = n + cod.anchor.shape[1]
+    keys = jax.random.split(jax.random.key(1), 4)
+    shape = lambda heads: (B, P, heads, H)  # noqa: E731
+    q, k, v, weight = (jax.random.normal(key, shape(heads)) for key, heads in zip(keys, (N, G, G, N), strict=True))
+    return document, cod, q, k, v, weight
+
+
+def dense(document, cod, q, k, v, window):
+    """The mask written out, [P, P]: peagle.md section 4, 'Attention'."""
+    here = np.broadcast_to(np.arange(n), (B, n))
+    anchor, depth = np.concatenate([here, cod.anchor], 1), np.concatenate([0 * here, cod.depth], 1)
+    doc = np.take_along_axis(document, anchor, 1)
+    real = np.concatenate([document >= 0, cod.real], 1)
+    qa, ka, qd, kd = anchor[:, :, None], anchor[:, None], depth[:, :, None], depth[:, None]
+    seen = ((kd == 0) & (ka <= qa)) | ((ka == qa) & (kd <= qd))
+    seen &= (doc[:, :, None] == doc[:, None]) & real[:, None] & real[:, :, None]
+    if window is not None:
+        seen &= ka + kd > qa + qd - window
+    k, v = (jnp.repeat(x, N // G, axis=2) for x in (k, v))
+    scores = jnp.einsum("BPNH,BQNH->BNPQ", q, k) * H**-0.5
+    scores = jnp.where(seen[:, None], scores, -1e30)
+    return jnp.einsum("BNPQ,BQNH->BPNH", jax.nn.softmax(scores, -1), v), real
+
+
+@pytest.mark.parametrize("window", [None, 3, 7])
+@pytest.mark.parametrize("chunk", [16, 2048])  # 16: the queries go through in parts
+def test_equals_dense(window, chunk, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_CHUNK", chunk)
+    document, cod, q, k, v, weight = inputs()
+    attend = PrefixChain(jnp.asarray(cod.anchor), jnp.asarray(cod.depth), jnp.asarray(document), K)
+    _, real = dense(document, cod, q, k, v, window)
+    mask = jnp.asarray(real)[:, :, None, None] * weight  # padding gives numbers that nobody reads
+
+    def value(f):
+        out, grads = jax.value_and_grad(lambda *x: (f(*x) * mask).sum(), argnums=(0, 1, 2))(q, k, v)
+        return (f(q, k, v) * (mask != 0), out, *grads)
+
+    ours = value(lambda q, k, v: attend(0, q, k, v, None, window)[0])
+    theirs = value(lambda q, k, v: dense(document, cod, q, k, v, window)[0])
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=TOLERANCE * np.abs(b).max(), rtol=0)
+
+
+def test_the_worked_example():
+    """n = 4, kept (1,1) and (1,2): element (1,2) sees (0,0), (1,0), (1,1), (1,2), and not (2,0)."""
+    q = k = jnp.zeros((1, 6, 1, 8))  # equal scores: the output is the mean of the values seen
+    v = jnp.eye(6, 8)[None, :, None]
+    attend = PrefixChain(jnp.array([[1, 1]]), jnp.array([[1, 2]]), jnp.zeros((1, 4), jnp.int32), 3)
+    out, _ = attend(0, q, k, v, None, None)
+    np.testing.assert_allclose(out[0, 5, 0], [0.25, 0.25, 0, 0, 0.25, 0.25, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(out[0, 4, 0], [1 / 3, 1 / 3, 0, 0, 1 / 3, 0, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(out[0, 2, 0], [1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 0, 0], atol=1e-6)
+
+
+def test_documents_do_not_see_each_other():
+    document, _, q, k, v, _ = inputs()
+    f = lambda v: PackedCausal(jnp.asarray(document))(0, q[:, :n], k[:, :n], v, None, None)[0][0, 9:22].sum()  # noqa: E731
+    seen = np.abs(np.asarray(jax.grad(f)(v[:, :n]))).sum((2, 3))[0] > 0
+    assert np.array_equal(seen, document[0] == 1)

@@ -1,0 +1,129 @@
+"""Whole training runs: exact resume after SIGKILL, learning, refusals. One small target serves all."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from peagle_jax import weights
+from peagle_jax.cli import main
+from peagle_jax.train.config import TASKS, load_run
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs" / "train"
+STEPS = 120  # of the runs that are killed: long enough to be caught in the middle
+CORPUS = ["def f{0}(x):\n    return x + {0}\n", "class C{0}:\n    value = {0}\n\n    def get(self):\n        return self.value\n"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(60):
+        (folder / f"m{i}.py").write_text("".join(CORPUS[(i + j) % 2].format(i * j) for j in range(12)))
+    return folder
+
+
+def config(task: str, corpus: Path, out: Path, target: Path | None = None, **changes) -> dict:
+    raw = yaml.safe_load((CONFIGS / f"{task}_stdlib.yaml").read_text())
+    raw |= {"out": str(out), "log_every": 2, "save_every": 4}
+    raw["data"] |= {"source": str(corpus), "max_chars": None, "held_out": 0.1, "length": 48, "batch": 4}
+    raw["optimizer"] |= {"steps": 12, "warmup": 2}
+    if task == "lm":
+        raw["model"] |= {"vocab": 320, "layers": 4, "dim": 32, "mlp_dim": 48, "heads": 2, "kv_heads": 1, "head_dim": 16}
+    else:
+        raw |= {"target": str(target)}
+        raw["cod" if task == "peagle" else "ttt"] |= {"depths": 3} if task == "peagle" else {"steps": 3}
+    return {**raw, **changes}
+
+
+def write(path: Path, raw: dict) -> Path:
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("target")
+    raw = config("lm", corpus, out / "run")
+    raw["optimizer"]["steps"] = 40
+    assert main(["train", str(write(out / "lm.yaml", raw))]) == 0
+    return out / "run" / "model"
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(a: Path, b: Path) -> bool:
+    x, y = weights.open_folder(a), weights.open_folder(b)
+    return x.keys() == y.keys() and all(np.array_equal(x[n], y[n]) for n in x)
+
+
+def test_target_learns_and_is_a_hugging_face_folder(target):
+    losses = [r["loss"] for r in rows(target.parent)]
+    assert losses[-1] < 0.75 * losses[0]
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoConfig.from_pretrained(target).model_type == "qwen3"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    assert tokenizer.decode(tokenizer("def fé(x):")["input_ids"]) == "def fé(x):"
+    assert tokenizer.mask_token_id not in tokenizer("<|draft_mas k|> def")["input_ids"]
+
+
+@pytest.mark.parametrize("task", ["peagle", "eagle3"])
+def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
+    """SIGKILL while it trains, twice; then the same command finishes it: same weights to the bit, same metrics."""
+    def run_file(name: str) -> Path:
+        raw = config(task, corpus, tmp_path / name, target)
+        raw["optimizer"]["steps"] = STEPS
+        return write(tmp_path / f"{name}.yaml", raw)
+
+    assert main(["train", str(run_file("whole"))]) == 0
+    killed = run_file("killed")
+    log = tmp_path / "killed" / "metrics.jsonl"
+    for least in (4, 20):  # metric rows there when it is killed: steps 8 and 40, with a save every 4 steps
+        process = subprocess.Popen([sys.executable, "-m", "peagle_jax.cli", "train", str(killed)],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= least):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    saved = [int(p.name) for p in (tmp_path / "killed" / "checkpoints").glob("[0-9]*") if p.name.isdigit()]
+    assert saved and max(saved) < STEPS
+    assert main(["train", str(killed)]) == 0
+    assert same(tmp_path / "killed" / "head", tmp_path / "whole" / "head")
+    strip = lambda out: [{k: v for k, v in r.items() if k != "seconds"} for r in rows(out)]  # noqa: E731
+    assert strip(tmp_path / "killed") == strip(tmp_path / "whole")
+    assert [r["step"] for r in rows(tmp_path / "whole")] == list(range(2, STEPS + 1, 2))
+    assert len(rows(tmp_path / "whole")[0]["accuracy"]) == 3
+
+
+def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_path, capsys):
+    path = write(tmp_path / "run.yaml", config("eagle3", corpus, tmp_path / "run", target))
+    assert main(["train", str(path), "--optimizer.steps", "2"]) == 0
+    assert rows(tmp_path / "run")[-1]["step"] == 2
+    assert main(["train", str(path)]) == 2
+    assert "resumed only with the configuration it began with" in capsys.readouterr().err
+
+
+def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
+    raw = config("peagle", corpus, tmp_path / "run", target, train_embedding=False, train_lm_head=False)
+    raw["head"] |= {"draft_vocab": 100, "qk_norm": True, "fc_norm": True}
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+    head, model = weights.open_folder(tmp_path / "run" / "head"), weights.open_folder(target)
+    assert np.array_equal(head["embed_tokens.weight"], model["model.embed_tokens.weight"])
+    ids = np.arange(100) + head["d2t"]
+    assert head["d2t"].dtype == np.int64 and np.array_equal(np.flatnonzero(head["t2d"]), ids)
+    assert np.array_equal(head["lm_head.weight"], model["lm_head.weight"][ids])
+    # the run itself, trained and frozen parts together, converts to the same folder
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "again"), "--to", "vllm"]) == 0
+    assert same(tmp_path / "again", tmp_path / "run" / "head")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_configs_load(path):
+    assert isinstance(load_run(path), tuple(TASKS.values()))
