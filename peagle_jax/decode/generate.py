@@ -12,6 +12,7 @@ from peagle_jax.decode.loop import Program, run
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.types import InputError, Model
 
+MOST_DEPTHS = 7  # K where nobody names one, and the head was trained for more (AWS: best K of P-EAGLE)
 BUCKET = 64  # tokens; prompts and caches are padded to multiples, so that similar requests share a compiled program
 
 
@@ -74,7 +75,7 @@ def generate(
     drafter: Model | Drafter | None,
     prompts: Sequence[Sequence[int]],
     *,
-    k: int = 7,
+    k: int | None = None,
     method: str | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -92,7 +93,7 @@ def generate(
       target: from `load_target`, with the drafter's taps.
       drafter: a head from `load_drafter`, a custom `Drafter` (with `draft_params`), or None for plain decoding.
       prompts: token ids, at least one each.
-      k: tokens drafted a step.
+      k: tokens drafted a step; None takes what the head was trained for, but at most 7, the best K published heads have.
       method: "peagle", "eagle3" or None (what the head was made for).
       max_new_tokens: a row's limit.
       temperature, top_k, top_p: sampling; temperature 0 is greedy.
@@ -102,13 +103,14 @@ def generate(
       slots: size of the cache in tokens; None makes it fit.
 
     Raises:
-      InputError: a prompt is empty, holds an unknown id, or does not fit the cache; K < 1; a drafter that does not fit.
+      InputError: a prompt is empty, holds an unknown id, or does not fit the context or the cache; K < 1; a drafter that does not fit.
     """
     if isinstance(drafter, Model):
         check_fit(target, drafter)
+        k = min(drafter.config.depths or MOST_DEPTHS, MOST_DEPTHS) if k is None else k
         draft_params, drafter = drafter.params, make_drafter(drafter, k, method)
     depth = drafter.k if drafter else 0
-    _check_prompts(prompts, target.config.vocab, max_new_tokens, depth, slots)
+    _check_prompts(prompts, target.config, max_new_tokens, depth, slots)
     lengths = np.array([len(p) for p in prompts], np.int32)
     width = _round_up(int(lengths.max()))
     if slots is None:
@@ -143,7 +145,7 @@ def _collect(prompts, state, depth: int, stops: set[int]) -> list[Generation]:
     return answers
 
 
-def _check_prompts(prompts, vocab: int, new: int, depth: int, slots: int | None) -> None:
+def _check_prompts(prompts, config, new: int, depth: int, slots: int | None) -> None:
     if not prompts:
         raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
     if new < 1:
@@ -151,8 +153,11 @@ def _check_prompts(prompts, vocab: int, new: int, depth: int, slots: int | None)
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise InputError(f"prompt {i}", "must have at least one token", "an empty one", "give it text, or a start token")
-        if bad := [t for t in prompt if not 0 <= t < vocab]:
-            raise InputError(f"prompt {i}", f"token ids must lie in 0..{vocab - 1}", bad[0], "use the target's own tokenizer")
+        if bad := [t for t in prompt if not 0 <= t < config.vocab]:
+            raise InputError(f"prompt {i}", f"token ids must lie in 0..{config.vocab - 1}", bad[0], "use the target's own tokenizer")
+        if len(prompt) + new > config.context:
+            raise InputError(f"prompt {i}", f"prompt + new tokens must fit the target's context of {config.context} tokens",
+                             f"{len(prompt)} + {new}", "shorten it, or ask for fewer tokens")  # fmt: skip
         if slots is not None and len(prompt) + new + depth > slots:
             raise InputError(f"prompt {i}", f"prompt + new tokens + K must fit the cache of {slots} slots",
                              f"{len(prompt)} + {new} + {depth}", "shorten it, ask for fewer tokens, or raise the cache")  # fmt: skip

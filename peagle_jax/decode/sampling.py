@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.types import SamplingParams
+from peagle_jax.types import InputError, SamplingParams
 
 
 def sampling_params(batch: int, temperature: float, top_k: int, top_p: float, seeds: Sequence[int]) -> SamplingParams | None:
     """The same rule for every row, a seed for each; None (greedy) at temperature 0.
 
     Raises:
-      ValueError: a value is out of range.
+      InputError: a value is out of range.
     """
     if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
-        raise ValueError(f"need temperature >= 0, 0 < top_p <= 1, top_k >= 0; got {temperature}, {top_p}, {top_k}")
+        raise InputError("sampling", "needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0", f"{temperature}, {top_p}, {top_k}", "mend it")
     if temperature == 0:
         return None
     full = lambda value, dtype: jnp.full(batch, value, dtype)  # noqa: E731

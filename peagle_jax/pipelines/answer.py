@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from peagle_jax.decode.generate import Generation, generate
 from peagle_jax.types import Model
 
-MOST_DEPTHS = 7  # K where nobody says: what the head was trained for, but not more than served heads use (AWS: 7)
-
 
 def answer_prompts(target: Model, head: Model | None, tokenizer, prompts: Sequence[Sequence[int]], how) -> list[dict]:
     """One row a prompt, in order.
@@ -15,14 +13,11 @@ def answer_prompts(target: Model, head: Model | None, tokenizer, prompts: Sequen
       how: the options of `peagle generate`: k, method, max_new_tokens, temperature, top_k, top_p, seed, greedy_drafts,
         ignore_eos, batch_size. Prompt i samples with seed + i, whatever its batch.
     """
-    k = how.k
-    if head is not None and k is None:
-        k = min(head.config.depths or MOST_DEPTHS, MOST_DEPTHS)
     rows = []
     for start in range(0, len(prompts), how.batch_size):
         batch = prompts[start : start + how.batch_size]
         answers = generate(
-            target, head, batch, k=k, method=how.method, max_new_tokens=how.max_new_tokens, temperature=how.temperature,
+            target, head, batch, k=how.k, method=how.method, max_new_tokens=how.max_new_tokens, temperature=how.temperature,
             top_k=how.top_k, top_p=how.top_p, seed=[how.seed + start + i for i in range(len(batch))],
             sample_drafts=not how.greedy_drafts, stop_ids=() if how.ignore_eos else None,
         )  # fmt: skip

@@ -1,0 +1,32 @@
+# make demo: the main job on this machine's own Python source.   make test: everything a stranger should run.
+# Both create their environment in .venv; no other step is needed.
+
+# the first of these that runs; 3.11 first, because torch has a small CPU build for it more often
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
+BUDGET ?= small
+OUT ?= runs/demo-$(BUDGET)
+
+.PHONY: demo test test-long lint
+
+demo: .venv/ready
+	.venv/bin/peagle demo --out $(OUT) --budget $(BUDGET)
+
+test: .venv/ready-dev
+	.venv/bin/python -m pytest -m "not long and not vllm"
+
+test-long: .venv/ready-dev
+	.venv/bin/python -m pytest -m "not vllm"
+
+lint: .venv/ready-dev
+	.venv/bin/ruff check .
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --disable-pip-version-check -q -e .
+	touch $@
+
+# torch is the tests' oracle; 2.13.0 by its exact number, before anything that would ask for it more loosely
+.venv/ready-dev: .venv/ready
+	.venv/bin/python -m pip install --disable-pip-version-check -q torch==2.13.0
+	.venv/bin/python -m pip install --disable-pip-version-check -q -e ".[dev]"
+	touch $@

@@ -1,0 +1,145 @@
+"""Draft-head folders: every layout read and written, bit for bit; what cannot be expressed is refused by name."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax import weights
+from peagle_jax.draft import folders
+from peagle_jax.draft.folders import load_drafter, save_drafter
+from peagle_jax.layers import Rope
+from peagle_jax.pipelines.convert import convert, read_run
+from peagle_jax.types import InputError
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 555.0, "factor": 5.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
+          "original_max_position_embeddings": 30}  # fmt: skip
+HEADS = {
+    "llama": {}, "qwen3": {"qk_norm": True}, "reduced": {"draft_vocab": 17}, "bias": {"attention_bias": True},
+    "before_fc": {"norm_before_fc": True, "norm_before_residual": True}, "window": {"windows": (None, 7)},
+    "llama3": {"rope": Rope.from_hf({"rope_parameters": LLAMA3}, 10, "")}, "eagle3": {"mask_token": None, "layers": 1, "windows": (None,)},
+    "fc_norm": {"fc_norm": True, "norm_output": True},
+}  # fmt: skip
+VLLM_ONLY = ("fc_norm",)
+
+
+def make(name):
+    changes = dict(HEADS[name])
+    if changes.get("mask_token", 5) is None:
+        changes["dim"] = 24  # speculators' loader wants the target's width
+    return tiny.head(**changes)
+
+
+def equal(a, b):
+    x, y = dict(weights.flat(a.params)), dict(weights.flat(b.params))
+    assert x.keys() == y.keys()
+    for path in x:
+        assert x[path].dtype == y[path].dtype and np.array_equal(np.asarray(x[path]), np.asarray(y[path])), path
+    assert {**vars(a.config), "dtype": 0} == {**vars(b.config), "dtype": 0}
+    assert np.dtype(a.config.dtype) == np.dtype(b.config.dtype)
+
+
+def files_equal(a, b):
+    x, y = weights.open_folder(a), weights.open_folder(b)
+    assert x.keys() == y.keys()
+    assert all(x[n].dtype == y[n].dtype and x[n].tobytes() == y[n].tobytes() for n in x)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("layout", folders.LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_there_and_back(name, layout, dtype, tmp_path):
+    if layout == "speculators" and name in VLLM_ONLY:
+        with pytest.raises(InputError, match="ignores some options; got fc_norm, norm_output"):
+            save_drafter(make(name), tmp_path / "a", layout=layout)
+        assert not list(tmp_path.iterdir())
+        return
+    save_drafter(make(name), tmp_path / "a", layout=layout, dtype=dtype, target="TARGET")
+    head = load_drafter(tmp_path / "a")
+    if dtype == "float32":
+        equal(head, make(name))
+    else:
+        assert all(t.dtype in (ml_dtypes.bfloat16, np.int64, np.bool_) for t in weights.open_folder(tmp_path / "a").values())
+    save_drafter(head, tmp_path / "b", layout=layout, target="TARGET")
+    files_equal(tmp_path / "a", tmp_path / "b")
+    assert weights.read_json(tmp_path / "a/config.json") == weights.read_json(tmp_path / "b/config.json")
+
+
+@pytest.mark.parametrize("name", ["llama", "reduced", "bias"])
+def test_vllm_speculators_orbax_vllm(name, tmp_path):
+    save_drafter(make(name), tmp_path / "a", dtype="bfloat16")
+    for source, to in (("a", "speculators"), ("speculators", "orbax"), ("orbax", "vllm")):
+        convert(tmp_path / source, tmp_path / to, to=to)
+    files_equal(tmp_path / "a", tmp_path / "vllm")
+    equal(read_run(tmp_path / "orbax"), load_drafter(tmp_path / "a"))
+
+
+def test_what_vllm_reads(tmp_path):
+    """Names and keys that vLLM 0.32 looks for (checkpoints.md, A)."""
+    save_drafter(tiny.head(draft_vocab=17, attention_bias=True), tmp_path / "a", k=9)
+    tensors, raw = weights.open_folder(tmp_path / "a"), weights.read_json(tmp_path / "a/config.json")
+    assert tensors["mask_hidden"].shape == (1, 1, 72) and tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (40, 40) and "midlayer.self_attn.o_proj.bias" in tensors
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["ptd_token_id"] == raw["mask_token_id"] == 5
+    assert raw["eagle_aux_hidden_state_layer_ids"] == raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert (raw["draft_vocab_size"], raw["target_hidden_size"], raw["num_depths"]) == (17, 24, 9)
+
+
+def rewrite(folder, out, tensors=None, **changes):
+    """A copy of a folder with other names or keys; a value of ... removes the key."""
+    raw = {**weights.read_json(folder / "config.json"), **changes}
+    out.mkdir()
+    old = {n: np.asarray(t) for n, t in weights.open_folder(folder).items()}
+    weights.write_folder(out, {k: v for k, v in raw.items() if v is not ...}, (tensors or (lambda t: t))(old), {})
+    return out
+
+
+def test_other_spellings(tmp_path):
+    """Automodel's `model.`, `layers.0.` for midlayer, each mask-token key, taps at one place only, d2t of zeros, no embedding."""
+    want = tiny.head()
+    save_drafter(want, tmp_path / "a")
+    prefixed = lambda t: {"model." + n.replace("midlayer", "layers.0"): x for n, x in t.items()} | {"d2t": np.zeros(41, np.int64)}  # noqa: E731
+    for i, key in enumerate(("mask_token_id", "pard_token", "ptd_token_id")):
+        where = {"mask_token_id": ..., "ptd_token_id": ..., key: 5, ("eagle_config" if i else "eagle_aux_hidden_state_layer_ids"): ...}
+        equal(load_drafter(rewrite(tmp_path / "a", tmp_path / key, prefixed, **where)), want)
+    without = rewrite(tmp_path / "a", tmp_path / "shared", lambda t: {n: x for n, x in t.items() if n != "embed_tokens.weight"})
+    with pytest.raises(InputError, match="needs embed_tokens.weight, or the target's embedding"):
+        load_drafter(without)
+    equal(load_drafter(without, embedding=want.params["embed"]["table"]), want)
+
+
+@pytest.mark.parametrize("tensors, changes, words", [
+    (None, {"mask_token_id": ..., "ptd_token_id": ...}, "needs one of mask_token_id, pard_token, ptd_token_id"),
+    (None, {"mask_token_id": 41}, "must lie in 0..40; got 41"),
+    (None, {"hidden_size": ...}, "needs the key 'hidden_size'"),
+    (None, {"num_hidden_layers": 3}, "missing: layers.2"),
+    (None, {"draft_vocab_size": 40}, "missing: d2t; wrong shape: lm_head.weight"),
+    (lambda t: {n: x for n, x in t.items() if n != "fc.weight"}, {}, "needs fc.weight"),
+    (lambda t: t | {"extra.weight": np.zeros(3, np.float32)}, {}, "unknown: extra.weight"),
+    (lambda t: t | {"mask_hidden": np.zeros((1, 1, 71), np.float32)}, {}, "wrong shape: mask_hidden"),
+    (lambda t: t | {"d2t": np.arange(41)}, {}, "identity"),
+    (None, {"hidden_act": "gelu"}, "hidden_act must be silu; got gelu"),
+])  # fmt: skip
+def test_bad_heads(tensors, changes, words, tmp_path):
+    save_drafter(tiny.head(), tmp_path / "a")
+    with pytest.raises(InputError, match=words):
+        load_drafter(rewrite(tmp_path / "a", tmp_path / "b", tensors, **changes))
+
+
+def test_d2t_outside_the_vocabulary(tmp_path):
+    save_drafter(tiny.head(draft_vocab=17), tmp_path / "a")
+    with pytest.raises(InputError, match="must name 17 different ids in 0..40"):
+        load_drafter(rewrite(tmp_path / "a", tmp_path / "b", lambda t: t | {"d2t": np.full(17, 30, np.int64)}))
+
+
+def test_taps_that_vllm_would_reorder(tmp_path):
+    with pytest.raises(InputError, match=r"must ascend; got \[2, 2, 1\]"):
+        save_drafter(tiny.head(taps=(2, 2, 1)), tmp_path / "a")
+
+
+def test_serving_flags_are_json():
+    flags = json.loads(folders.serving_flags(tiny.head_config(), "my head", 7))
+    assert flags == {"method": "eagle3", "model": "my head", "num_speculative_tokens": 7, "parallel_drafting": True}
+    assert "parallel_drafting" not in json.loads(folders.serving_flags(tiny.head_config(mask_token=None), "h", 7))
