@@ -97,7 +97,9 @@ def median_seconds(call: Callable[[], object], repeats: int) -> float:
 # ---------------------------------------------------------------- end to end
 
 
-def measure(target: Model, head: Model | None, prompts, *, k: int, method: str | None, new_tokens: int, repeats: int = 3) -> tuple[dict, list[Generation]]:
+def measure(
+    target: Model, head: Model | None, prompts, *, k: int, method: str | None, new_tokens: int, repeats: int = 3
+) -> tuple[dict, list[Generation]]:
     """Tokens per second of greedy decoding of one batch, whole call, and what was accepted.
 
     Returns:

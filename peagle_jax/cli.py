@@ -140,7 +140,9 @@ def _train(args, rest: list[str]) -> int:
         try:
             run = tyro.cli(type(run), default=run, args=rest, console_outputs=False)
         except SystemExit:
-            raise InputError(args.config, "overrides must be keys of the config, as --optimizer.steps 100", " ".join(rest), "check the names") from None
+            raise InputError(
+                args.config, "overrides must be keys of the config, as --optimizer.steps 100", " ".join(rest), "check the names"
+            ) from None
     result = train_lm(run, CONSOLE.print) if isinstance(run, LmRun) else train_head(run, CONSOLE.print)
     _print_facts(vars(result))
     return 0

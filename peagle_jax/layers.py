@@ -163,9 +163,7 @@ class CachedAttention:
         keys = group.k[i].at[rows, :, self.positions].set(k.astype(group.k[i].dtype), mode="drop")
         values = group.v[i].at[rows, :, self.positions].set(v.astype(group.v[i].dtype), mode="drop")
         y = attention.reference(q, keys, values, self.positions, window)
-        group = dataclasses.replace(
-            group, k=(*group.k[:i], keys, *group.k[i + 1 :]), v=(*group.v[:i], values, *group.v[i + 1 :])
-        )
+        group = dataclasses.replace(group, k=(*group.k[:i], keys, *group.k[i + 1 :]), v=(*group.v[:i], values, *group.v[i + 1 :]))
         return y, dataclasses.replace(state, groups=(*state.groups[:g], group, *state.groups[g + 1 :]))
 
 

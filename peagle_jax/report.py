@@ -47,13 +47,19 @@ class Records:
 
 def one_line(r: dict) -> str:
     length = f", acceptance length {r['acceptance_length']:.2f}" if r["acceptance_length"] else ""
-    return f"{NAMES[r['method']]:>14}  K={r['k']:<2} batch {r['batch']:<2} {r['tokens_per_second']:8.1f} tokens/s  {r['speedup']:.2f}x{length}"
+    return (
+        f"{NAMES[r['method']]:>14}  K={r['k']:<2} batch {r['batch']:<2} {r['tokens_per_second']:8.1f} tokens/s  {r['speedup']:.2f}x{length}"
+    )
 
 
 def cells(r: dict) -> list[str]:
     milli = lambda key: f"{1e3 * r[key]:.2f}" if key in r else ""  # noqa: E731
     plain = r["method"] == "none"
-    lossless = "" if plain else ("yes" if r["lossless"] else f"NO: {r['different']} differ") + (f" ({r['near_ties']} near ties)" if r["near_ties"] else "")
+    lossless = (
+        ""
+        if plain
+        else ("yes" if r["lossless"] else f"NO: {r['different']} differ") + (f" ({r['near_ties']} near ties)" if r["near_ties"] else "")
+    )
     return [
         NAMES[r["method"]], str(r["k"] or ""), str(r["batch"]), f"{r['tokens_per_second']:.1f}", f"{r['speedup']:.2f}",
         f"{r['acceptance_length']:.2f}" if r["acceptance_length"] else "", " ".join(f"{100 * a:.0f}" for a in r["accepted_per_position"]),
@@ -69,7 +75,9 @@ def table(records: Sequence[dict]) -> Table:
     return out
 
 
-def write_report(out: Path, records: Sequence[dict], *, sample: Sequence[tuple[str, bool]] | None, runs: Sequence[tuple[str, dict]], prompt: str = "") -> Path:
+def write_report(
+    out: Path, records: Sequence[dict], *, sample: Sequence[tuple[str, bool]] | None, runs: Sequence[tuple[str, dict]], prompt: str = ""
+) -> Path:
     """report.html: the table, what its columns mean, the training runs, a text with accepted drafts marked.
 
     Args:

@@ -99,7 +99,9 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         raise InputError(path, "must be a file", "a folder", "name a file in it") from None
     except UnicodeDecodeError as error:
-        raise InputError(path, "must be UTF-8 text", f"byte {error.object[error.start]:#04x} at {error.start}", "convert or remove it") from None
+        raise InputError(
+            path, "must be UTF-8 text", f"byte {error.object[error.start]:#04x} at {error.start}", "convert or remove it"
+        ) from None
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict]]:
@@ -208,7 +210,7 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[
             raise InputError(f"{path}:{number}", "a prompt needs prompt_token_ids, prompt or turns", sorted(row), "mend the line")
         prompts.append(encode_prompt(text, tokenizer, chat="turns" in row, where=f"{path}:{number}"))
     if not prompts:
-        raise InputError(path, "at least one prompt is needed", "an empty file", "add a line like {\"prompt\": \"def main\"}")
+        raise InputError(path, "at least one prompt is needed", "an empty file", 'add a line like {"prompt": "def main"}')
     return prompts
 
 

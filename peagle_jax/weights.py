@@ -49,7 +49,9 @@ def find_folder(name: str | Path) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = f"{type(error).__name__} from the hub"
-        raise InputError(name, "must be a local folder, or a hub id that is online or cached", reason, "check the name and the network") from None
+        raise InputError(
+            name, "must be a local folder, or a hub id that is online or cached", reason, "check the name and the network"
+        ) from None
 
 
 def read_json(path: Path) -> dict:
@@ -173,7 +175,9 @@ def load(make: Callable[[], nnx.Module], config, tensors: Mapping[str, np.ndarra
             continue
         array, want = layout.to_jax(tensors[name]), expected[path]
         if array.shape != want.shape:
-            misshapen.append(f"{name} {list(tensors[name].shape)} where the config says {list(layout.to_torch(np.empty(want.shape)).shape)}")
+            misshapen.append(
+                f"{name} {list(tensors[name].shape)} where the config says {list(layout.to_torch(np.empty(want.shape)).shape)}"
+            )
             continue
         filled[path] = jnp.asarray(array, want.dtype)
     if missing or unknown or misshapen:

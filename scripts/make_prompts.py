@@ -1,6 +1,6 @@
 """Held-out prompts as token ids, for `peagle bench` and scripts/check_vllm.py.
 
-    .venv/bin/python scripts/make_prompts.py TARGET OUT.jsonl [COUNT]     (8 prompts of 48 tokens from held-out library source)
+.venv/bin/python scripts/make_prompts.py TARGET OUT.jsonl [COUNT]     (8 prompts of 48 tokens from held-out library source)
 """
 
 import json

@@ -24,7 +24,12 @@ def main(job_file: str, out_file: str) -> None:
         job = json.load(file)
     speculative = None
     if job["drafter"]:
-        speculative = {"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": job["k"], "parallel_drafting": job["parallel"]}
+        speculative = {
+            "method": "eagle3",
+            "model": job["drafter"],
+            "num_speculative_tokens": job["k"],
+            "parallel_drafting": job["parallel"],
+        }
     llm = LLM(
         model=job["target"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_num_seqs=8, disable_log_stats=False,
         max_model_len=max(map(len, job["prompts"])) + job["max_new_tokens"] + 64, speculative_config=speculative,

@@ -85,14 +85,18 @@ def test_inspect_and_serve_config(folders, capsys):
     code, out, _ = run(capsys, "inspect", folders / "peagle", "--json")
     facts = json.loads(out)
     assert code == 0 and facts["kind"] == "draft head" and facts["layout"] == "vllm" and facts["mask token"] == 5
-    assert facts["taps, vLLM numbering (input of layer i)"] == [1, 2, 3] and facts["missing tensors"] == "none" and facts["trained for K"] == 6
+    assert (
+        facts["taps, vLLM numbering (input of layer i)"] == [1, 2, 3] and facts["missing tensors"] == "none" and facts["trained for K"] == 6
+    )
     assert json.loads(run(capsys, "inspect", folders / "target", "--json")[1])["kind"] == "target"
     assert "one by one (EAGLE-3)" in run(capsys, "inspect", folders / "eagle3")[1]
     for engine in ("vllm", "sagemaker"):
         words = shlex.split(run(capsys, "serve-config", folders / "peagle", "--engine", engine, "--k", 4)[1])
         flags = json.loads(words[-1].removeprefix("SM_VLLM_SPECULATIVE_CONFIG="))
         assert flags == {"method": "eagle3", "model": str(folders / "peagle"), "num_speculative_tokens": 4, "parallel_drafting": True}
-    assert json.loads(shlex.split(run(capsys, "serve-config", folders / "peagle", "--engine", "vllm")[1])[-1])["num_speculative_tokens"] == 6
+    assert (
+        json.loads(shlex.split(run(capsys, "serve-config", folders / "peagle", "--engine", "vllm")[1])[-1])["num_speculative_tokens"] == 6
+    )
 
 
 def test_bench_records_and_reports(folders, capsys, tmp_path):
@@ -128,7 +132,7 @@ def bad_cases(folders, tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (cut / name).write_bytes((target / name).read_bytes())
     (cut / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes()[:-100])
-    raw = (folders.parent / "run.yaml")
+    raw = folders.parent / "run.yaml"
     raw.write_text("task: lm\nout: x\nspeed: 3\n")
     lacking = folders.parent / "lacking.yaml"
     lacking.write_text("task: lm\nout: x\n")
@@ -184,7 +188,9 @@ def test_every_mistake_is_one_line(folders, capsys, tmp_path):
 
 def test_as_a_program(folders):
     """The installed entry point, in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "peagle_jax.cli", "generate", "--target", "nowhere", "--prompt", "x"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "peagle_jax.cli", "generate", "--target", "nowhere", "--prompt", "x"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 

@@ -34,7 +34,11 @@ def test_shards(tmp_path):
     index = {"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}
     (tmp_path / weights.INDEX).write_text(json.dumps(index))
     assert {n: t.tolist() for n, t in weights.open_folder(tmp_path).items()} == {"a": [1, 1, 1], "b": [0, 0]}
-    for where, words in (("../x", "lie in the folder itself"), ("x-3.safetensors", "this file must exist"), ("x-1.safetensors", "must hold b")):
+    for where, words in (
+        ("../x", "lie in the folder itself"),
+        ("x-3.safetensors", "this file must exist"),
+        ("x-1.safetensors", "must hold b"),
+    ):
         (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": {"a": "x-1.safetensors", "b": where}}))
         with pytest.raises(InputError, match=words):
             weights.open_folder(tmp_path)

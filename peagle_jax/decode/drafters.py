@@ -28,7 +28,9 @@ class Drafter(Protocol):
         """An empty cache for `slots` committed tokens."""
         ...
 
-    def read(self, params: Any, state: DraftState, tokens: Int[Array, "B T"], features: Float[Array, "B T A"], count: Int[Array, " B"]) -> DraftState:
+    def read(
+        self, params: Any, state: DraftState, tokens: Int[Array, "B T"], features: Float[Array, "B T A"], count: Int[Array, " B"]
+    ) -> DraftState:
         """Takes in the prompt: row i of `tokens` is the token after the one that gave row i of `features`."""
         ...
 

@@ -65,7 +65,9 @@ def check_fit(target: Model, head: Model, where="drafter") -> None:
     if h.target_dim != t.dim:
         raise InputError(where, f"the head must read taps of the target's width {t.dim}", h.target_dim, "use the target it was trained on")
     if h.vocab != t.vocab:
-        raise InputError(where, f"the head's vocabulary must be the target's, {t.vocab} tokens", h.vocab, "use the target it was trained on")
+        raise InputError(
+            where, f"the head's vocabulary must be the target's, {t.vocab} tokens", h.vocab, "use the target it was trained on"
+        )
     if tuple(h.taps) != tuple(t.taps):
         raise InputError(where, f"the target must be loaded with the head's taps {list(h.taps)}", list(t.taps), "pass them to load_target")
 
@@ -138,8 +140,13 @@ def _collect(prompts, state, depth: int, stops: set[int]) -> list[Generation]:
         steps = int(drafts[i]) if depth else 0
         answers.append(
             Generation(
-                list(prompt), ids, "stop" if ids[-1] in stops else "length", drafted[i, : length[i]].tolist(),
-                steps, steps * depth, accepted[i].tolist(),
+                list(prompt),
+                ids,
+                "stop" if ids[-1] in stops else "length",
+                drafted[i, : length[i]].tolist(),
+                steps,
+                steps * depth,
+                accepted[i].tolist(),
             )  # fmt: skip
         )
     return answers

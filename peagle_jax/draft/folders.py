@@ -66,7 +66,9 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike | None = None, embedding:
     d2t = tensors.get("d2t")
     if d2t is not None and config.draft_vocab == config.vocab:
         if np.any(d2t):
-            raise InputError(folder, "d2t must be the identity (all zero) at full vocabulary", "another map", "reorder lm_head and drop d2t")
+            raise InputError(
+                folder, "d2t must be the identity (all zero) at full vocabulary", "another map", "reorder lm_head and drop d2t"
+            )
         del tensors["d2t"]
     if d2t is not None:
         _check_d2t(np.asarray(d2t), config, folder)
@@ -118,7 +120,9 @@ def read_config(raw: Mapping, tensors: Mapping[str, np.ndarray], where: str) -> 
     if shape.get("hidden_act", "silu") != "silu":
         raise InputError(where, "hidden_act must be silu", shape["hidden_act"], "use another head")
     if config.heads % config.kv_heads:
-        raise InputError(where, "num_attention_heads must be a multiple of num_key_value_heads", f"{config.heads} and {config.kv_heads}", "mend it")
+        raise InputError(
+            where, "num_attention_heads must be a multiple of num_key_value_heads", f"{config.heads} and {config.kv_heads}", "mend it"
+        )
     if mask_token is not None and not 0 <= mask_token < config.vocab:
         raise InputError(where, f"the mask token must lie in 0..{config.vocab - 1}", mask_token, "mend the config")
     return config
@@ -192,7 +196,9 @@ def save_drafter(
     dtype = np.dtype(cfg.dtype if dtype is None else dtype)
     k = k or cfg.depths
     if list(cfg.taps) != sorted(set(cfg.taps)):
-        raise InputError(path, "vLLM collects taps once each and in layer order: tap ids must ascend", list(cfg.taps), "train with ascending taps")
+        raise InputError(
+            path, "vLLM collects taps once each and in layer order: tap ids must ascend", list(cfg.taps), "train with ascending taps"
+        )
     if layout == "speculators":
         if lost := [o for o in ("fc_norm", "norm_output") if getattr(cfg, o)] if cfg.parallel else []:
             raise InputError(path, "vLLM's reading of a speculators peagle folder ignores some options", ", ".join(lost), "use --to vllm")

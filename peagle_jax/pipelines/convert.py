@@ -38,14 +38,22 @@ def convert(src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str |
         raise InputError("--k", "at least one token must be drafted a step", k, "use --k 1 or more")
     metadata = {"source": f"{Path(src).name}, by peagle convert --to {to}"}
     if to == "hf":
-        save_target(load_target(src, dtype=dtype or _stored_dtype(src)), dst, dtype=dtype or _stored_dtype(src), tokenizer_from=src, metadata=metadata)
+        save_target(
+            load_target(src, dtype=dtype or _stored_dtype(src)),
+            dst,
+            dtype=dtype or _stored_dtype(src),
+            tokenizer_from=src,
+            metadata=metadata,
+        )
         return
     head = read_head(src, target)
     if to == "orbax":
         with weights.new_folder(dst) as work:
             write_run(head if dtype is None else _cast(head, dtype), work)
         return
-    architecture = (weights.read_json(target / "config.json").get("architectures") or ["Qwen3ForCausalLM"])[0] if target else "Qwen3ForCausalLM"
+    architecture = (
+        (weights.read_json(target / "config.json").get("architectures") or ["Qwen3ForCausalLM"])[0] if target else "Qwen3ForCausalLM"
+    )
     folders.save_drafter(head, dst, layout=to, dtype=dtype, target=str(target) if target else None,
                          target_architecture=architecture, k=k, metadata=metadata)  # fmt: skip
 
@@ -127,6 +135,8 @@ def read_serving(folder: Path) -> HeadConfig:
     """The shape of a servable head folder, without loading its weights."""
     raw = weights.read_json(folder / "config.json")
     if not folders.is_drafter(raw):
-        raise InputError(folder, "must be a draft head's folder", raw.get("architectures"), "convert the run first: peagle convert --to vllm")
+        raise InputError(
+            folder, "must be a draft head's folder", raw.get("architectures"), "convert the run first: peagle convert --to vllm"
+        )
     tensors = {folders.plain_name(name): t for name, t in weights.open_folder(folder).items()}
     return folders.read_config(raw, tensors, str(folder / "config.json"))

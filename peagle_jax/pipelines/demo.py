@@ -79,7 +79,9 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print) -> Demo
         convert(result.folder, out / f"{name}-vllm", to="vllm", target=lm.folder)
         convert(result.folder, out / f"{name}-speculators", to="speculators", target=lm.folder)
     runs = [("Target", vars(lm)), *((report.NAMES[name], vars(result)) for name, result in trained.items())]
-    page = report.write_report(out, suite.records, sample=_pieces(tokenizer, suite.sample), runs=runs, prompt=_prompt(tokenizer, suite.sample))
+    page = report.write_report(
+        out, suite.records, sample=_pieces(tokenizer, suite.sample), runs=runs, prompt=_prompt(tokenizer, suite.sample)
+    )
     say(report.table(suite.records))
     return DemoResult(page, suite.lossless, suite.records)
 

@@ -12,6 +12,9 @@ from peagle_jax.targets import TARGETS
 from peagle_jax.types import InputError
 
 
+OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+
+
 def describe(folder: Path) -> dict:
     """Facts about a folder, in the order to print them.
 
@@ -39,7 +42,9 @@ def describe(folder: Path) -> dict:
             | {"missing tensors": sorted(lost) or "none", "target named": _named_target(raw)}
         )  # fmt: skip
     known = raw.get("model_type") in TARGETS
-    shape = {key: raw.get(key) for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings")}
+    shape = {
+        key: raw.get(key) for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
+    }
     return {"kind": "target" if known else "target of a family that is not supported"} | shape | size | {
         "tokenizer": (folder / "tokenizer.json").exists(), "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
     }  # fmt: skip
@@ -58,7 +63,7 @@ def _head(config) -> dict:
         "mask token": config.mask_token if config.parallel else "none", "trained for K": config.depths or "not recorded",
         "draft vocabulary": f"{config.draft_vocab} of {config.vocab}",
         "fits targets of": f"width {config.target_dim}, vocabulary {config.vocab}, more than {max(config.taps)} layers",
-        "options": [o for o in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias") if getattr(config, o)] or "none",
+        "options": [o for o in OPTIONS if getattr(config, o)] or "none",
         "rope": json.loads(config.rope.source)["rope_type"],
     }  # fmt: skip
 

@@ -45,7 +45,9 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     """
     tokenizer = text.load_tokenizer(run.target)
     if tokenizer is None:
-        raise InputError(run.target, "training on text needs the target's tokenizer", "no tokenizer.json", "copy it into the target's folder")
+        raise InputError(
+            run.target, "training on text needs the target's tokenizer", "no tokenizer.json", "copy it into the target's folder"
+        )
     target = load_target(run.target, taps=run.head.taps)
     documents = text.read_corpus(run.data.source)
     train, held_out = text.split(documents, run.data.held_out)

@@ -31,7 +31,9 @@ def load_target(path: str | Path, *, taps: Sequence[int] | None = None, dtype: D
     folder = Path(path)
     hf = weights.read_json(folder / "config.json")
     if hf.get("model_type") not in TARGETS:
-        raise InputError(folder / "config.json", f"model_type must be one of {', '.join(TARGETS)}", hf.get("model_type"), "use another target")
+        raise InputError(
+            folder / "config.json", f"model_type must be one of {', '.join(TARGETS)}", hf.get("model_type"), "use another target"
+        )
     make_config, module, table, _ = TARGETS[hf["model_type"]]
     taps = None if taps is None else tuple(taps)
     config = make_config.from_hf(hf, taps=taps, dtype=dtype, where=str(folder / "config.json"))
@@ -41,7 +43,9 @@ def load_target(path: str | Path, *, taps: Sequence[int] | None = None, dtype: D
     return weights.load(lambda: module(config, rngs=nnx.Rngs(0)), config, tensors, table(config), folder)
 
 
-def save_target(target: Model, path: str | Path, *, dtype: DTypeLike = jnp.float32, tokenizer_from: Path | None = None, metadata=None) -> None:
+def save_target(
+    target: Model, path: str | Path, *, dtype: DTypeLike = jnp.float32, tokenizer_from: Path | None = None, metadata=None
+) -> None:
     """Writes a folder that transformers and vLLM load; appears whole or not at all."""
     _, _, table, to_hf = next(t for t in TARGETS.values() if isinstance(target.config, t[0]))
     tensors = weights.cast(weights.export(target.params, table(target.config)), np.dtype(dtype))

@@ -15,7 +15,9 @@ from peagle_jax.kernels.attention import MASKED
 QUERY_CHUNK = 2048  # queries whose scores exist at one time: bounds memory at long context
 
 
-def prefix(q, k, v, anchor: Int[Array, "B P"], reach: Int[Array, "B P"], q_doc: Int[Array, "B P"], k_doc: Int[Array, "B n"], window: int | None):
+def prefix(
+    q, k, v, anchor: Int[Array, "B P"], reach: Int[Array, "B P"], q_doc: Int[Array, "B P"], k_doc: Int[Array, "B n"], window: int | None
+):
     """Attention of P packed queries over n depth-0 keys.
 
     Args:

@@ -144,7 +144,9 @@ def load_run(path: Path) -> LmRun | HeadRun:
 def build(cls: type, raw: typing.Any, where: str):
     """A dataclass from a mapping, strictly."""
     if not isinstance(raw, dict):
-        raise InputError(where, "must be a mapping of keys", type(raw).__name__, f"give {', '.join(f.name for f in dataclasses.fields(cls))}")
+        raise InputError(
+            where, "must be a mapping of keys", type(raw).__name__, f"give {', '.join(f.name for f in dataclasses.fields(cls))}"
+        )
     hints = typing.get_type_hints(cls)
     if unknown := sorted(map(str, raw.keys() - hints.keys())):
         raise InputError(where, f"known keys are {', '.join(hints)}", f"unknown {', '.join(unknown)}", "remove or rename it")

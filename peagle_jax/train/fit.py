@@ -37,7 +37,9 @@ def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
     )
 
 
-def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any, on_log: Callable[[int, dict], None] | None = None) -> Fitted:
+def fit(
+    run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any, on_log: Callable[[int, dict], None] | None = None
+) -> Fitted:
     """Trains `params` for `run.optimizer.steps` steps, resuming from what `run.out` holds.
 
     Args:
@@ -102,7 +104,9 @@ def _same_run(run, path: Path, latest: int | None) -> None:
     """A folder holds one run: another configuration must not continue it by accident."""
     text = dump(run)
     if latest is not None and path.exists() and path.read_text(encoding="utf-8") != text:
-        raise InputError(path.parent, "a run is resumed only with the configuration it began with", "another one", "choose another out folder")
+        raise InputError(
+            path.parent, "a run is resumed only with the configuration it began with", "another one", "choose another out folder"
+        )
     path.write_text(text, encoding="utf-8")
 
 
@@ -118,4 +122,6 @@ def _plain(metrics: dict) -> dict:
 
 
 def _progress() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn()
+    )

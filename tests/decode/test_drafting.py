@@ -55,7 +55,9 @@ class Plain:
         return drafts
 
 
-@pytest.mark.parametrize("name, method, k", [(n, m, 5) for n in OPTIONS for m in ("peagle", "eagle3")] + [("llama", m, 1) for m in ("peagle", "eagle3")])
+@pytest.mark.parametrize(
+    "name, method, k", [(n, m, 5) for n in OPTIONS for m in ("peagle", "eagle3")] + [("llama", m, 1) for m in ("peagle", "eagle3")]
+)
 def test_every_draft_of_every_step(name, method, k):
     head = tiny.head(**OPTIONS[name])
     rng = np.random.default_rng(8)
@@ -74,7 +76,9 @@ def test_every_draft_of_every_step(name, method, k):
         real = np.arange(k + 1)[None] < counts[:, None]
         tokens = np.stack([texts[b, n : n + k + 1] for b, n in enumerate(lengths)])
         features = np.stack([taps[b, n - 1 : n + k] for b, n in enumerate(lengths)])
-        drafts, logits, state = step(head.params, state, jnp.asarray(garbage(tokens, real)), jnp.asarray(garbage(features, real)), jnp.asarray(counts))
+        drafts, logits, state = step(
+            head.params, state, jnp.asarray(garbage(tokens, real)), jnp.asarray(garbage(features, real)), jnp.asarray(counts)
+        )
         assert logits is None
         lengths = lengths + counts
         for b, n in enumerate(lengths):
@@ -112,7 +116,9 @@ def test_what_cannot_be_drafted():
         make_drafter(eagle3, 0)
 
 
-@pytest.mark.parametrize("prompts, words", [([], "at least one prompt"), ([[1], []], "prompt 1: must have at least one token"), ([[41]], r"0..40; got 41")])
+@pytest.mark.parametrize(
+    "prompts, words", [([], "at least one prompt"), ([[1], []], "prompt 1: must have at least one token"), ([[41]], r"0..40; got 41")]
+)
 def test_bad_prompts(prompts, words):
     with pytest.raises(InputError, match=words):
         generate(tiny.target(), None, prompts)

@@ -39,8 +39,9 @@ def test_rules(case):
 
 def test_a_chain_may_start_at_an_unsupervised_anchor():
     """Depth 0 keeps every position, so (0, 1) exists although position 0 teaches nothing."""
-    draw = lambda seed: sample_row(np.array([False, True, True]), np.zeros(3, int), Cod(depths=2, ratio=1.0, floor=0.0), np.random.default_rng(seed))  # noqa: E731
-    assert {draw(seed)[0].item() for seed in range(20)} == {0, 1}
+    cod, supervised, document = Cod(depths=2, ratio=1.0, floor=0.0), np.array([False, True, True]), np.zeros(3, int)
+    anchors = {sample_row(supervised, document, cod, np.random.default_rng(seed))[0].item() for seed in range(20)}
+    assert anchors == {0, 1}
 
 
 def test_position_zero_is_nobodys_child():

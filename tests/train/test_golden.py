@@ -31,7 +31,9 @@ def read(name, tmp_path):
     teacher = jnp.asarray(data["teacher"])
     normed = teacher * jax.lax.rsqrt((teacher**2).mean(-1, keepdims=True) + head.config.norm_eps)
     normed *= tensors["verifier_norm.weight"][None, None]
-    rows = Rows(jnp.asarray(data["tokens"]), jnp.asarray(data["taps"]), normed, jnp.asarray(data["document"]), jnp.asarray(data["supervised"]))
+    rows = Rows(
+        jnp.asarray(data["tokens"]), jnp.asarray(data["taps"]), normed, jnp.asarray(data["document"]), jnp.asarray(data["supervised"])
+    )
     # our losses take the target's whole output matrix; the columns outside the draft vocabulary are never read
     output = np.full((head.config.dim, head.config.vocab), np.nan, np.float32)
     ids = np.asarray(head.bind(head.params).target_ids())

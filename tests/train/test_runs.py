@@ -77,6 +77,7 @@ def test_target_learns_and_is_a_hugging_face_folder(target):
 @pytest.mark.parametrize("task", ["peagle", "eagle3"])
 def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
     """SIGKILL while it trains, twice; then the same command finishes it: same weights to the bit, same metrics."""
+
     def run_file(name: str) -> Path:
         raw = config(task, corpus, tmp_path / name, target)
         raw["optimizer"]["steps"] = STEPS
