@@ -38,7 +38,8 @@ def ours(shape: dict, steps: int) -> list[float]:
         vocab=s["vocab"], draft_vocab=s["vocab"], dim=s["dim"], layers=s["layers"], mlp_dim=s["mlp_dim"], heads=s["heads"],
         kv_heads=s["kv_heads"], head_dim=s["head_dim"], rope=Rope.from_hf({"rope_theta": 1e4}, s["head_dim"], ""), norm_eps=1e-6,
         context=4096, target_dim=s["dim"], taps=(1, 3, 5), mask_token=1, depths=s["depths"], qk_norm=False, attention_bias=False,
-        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, windows=(None,) * s["layers"], dtype=jnp.float32,
+        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, windows=(None,) * s["layers"],
+        dtype=jnp.float32,
     )  # fmt: skip
     head = Model.of(DraftHead(config, rngs=nnx.Rngs(0)), config)
     normal = lambda *size: jnp.asarray(rng.normal(size=size), jnp.float32)  # noqa: E731

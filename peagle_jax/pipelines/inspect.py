@@ -11,7 +11,6 @@ from peagle_jax.pipelines.convert import HEAD_FILE, head_config_from_json
 from peagle_jax.targets import TARGETS
 from peagle_jax.types import InputError
 
-
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
 
 
