@@ -137,16 +137,18 @@ def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
 # ---------------------------------------------------------------- the parts of a step
 
 
-def drafting_seconds(head: Model, drafter: Drafter, *, batch: int, context: int, repeats: int = 5, steps: int = 20) -> float:
+def drafting_seconds(
+    head: Model, drafter: Drafter, *, batch: int, context: int, committed: int = 2, repeats: int = 5, steps: int = 20
+) -> float:  # fmt: skip
     """Seconds to draft K tokens once, by `steps` drafts in one jitted loop, with a cache that holds `context` tokens.
 
-    Every step commits two tokens, a common case, and rolls its cache back, so all steps cost the same.
+    Every step takes in `committed` tokens (two: a common case) and rolls its cache back, so all steps cost the same.
     """
     slots = context + 4 * drafter.k + 8
     width = len(head.config.taps) * head.config.target_dim
     tokens = jnp.ones((batch, drafter.k + 1), jnp.int32)
     features = jnp.ones((batch, drafter.k + 1, width), head.config.dtype)
-    count = jnp.full(batch, 2, jnp.int32)
+    count = jnp.full(batch, committed, jnp.int32)
 
     @jax.jit
     def loop(params, cache):
