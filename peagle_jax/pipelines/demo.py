@@ -40,7 +40,7 @@ BUDGETS = {
     ),
     "small": Budget(
         LmShape(vocab=2048, layers=6, dim=192, mlp_dim=576, heads=6, kv_heads=2, head_dim=32, rope_theta=1e4, context=4096),
-        max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(500, 4), eagle3=(250, 4), peagle_layers=2, depths=8, ks=(1, 3, 5, 7, 11),
+        max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(400, 4), eagle3=(200, 4), peagle_layers=2, depths=8, ks=(1, 3, 5, 7, 11),
         batches=(1, 8), new_tokens=128, repeats=5,
     ),
 }  # fmt: skip
@@ -131,7 +131,7 @@ def _head(layers: int, before_residual: bool) -> HeadShape:
 
 def peagle_run(b: Budget, out: Path, seed: int) -> PeagleRun:
     steps, rows = b.peagle
-    how = Optimizer(steps=steps, peak_lr=2e-3, warmup=steps // 20, weight_decay=0.01, clip=1.0)
+    how = Optimizer(steps=steps, peak_lr=5e-3, warmup=steps // 20, weight_decay=0.01, clip=1.0)
     return PeagleRun(
         task="peagle", target=str(out / "target" / "model"), out=str(out / "peagle"), seed=seed, head=_head(b.peagle_layers, False),
         cod=Cod(depths=b.depths, ratio=0.8, floor=0.2), train_embedding=True, train_lm_head=True, data=_data(b, rows), optimizer=how,
