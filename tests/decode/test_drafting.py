@@ -121,4 +121,4 @@ def test_what_cannot_be_drafted():
 )
 def test_bad_prompts(prompts, words):
     with pytest.raises(InputError, match=words):
-        generate(tiny.target(), None, prompts)
+        generate(tiny.target(), None, prompts, max_new_tokens=4)
