@@ -12,10 +12,10 @@ demo: .venv/ready
 	.venv/bin/peagle demo --out $(OUT) --budget $(BUDGET)
 
 test: .venv/ready-dev
-	.venv/bin/python -m pytest -m "not long and not vllm"
+	.venv/bin/python -m pytest -m "not long"
 
 test-long: .venv/ready-dev
-	.venv/bin/python -m pytest -m "not vllm"
+	.venv/bin/python -m pytest
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

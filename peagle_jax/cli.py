@@ -1,6 +1,8 @@
 """`peagle ...`: parse, call one function, print. Exit codes: 0 done, 1 the job failed, 2 bad arguments or bad input."""
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -89,7 +91,7 @@ def _parser() -> Parser:
     p = add("bench", _bench, "tokens per second, acceptance and exactness of plain and speculative decoding, in one run")
     p.add_argument("--target", required=True)
     p.add_argument("--drafter", action="append", required=True, help="once or twice: a P-EAGLE and an EAGLE-3 head")
-    p.add_argument("--prompts", type=Path, required=True)
+    p.add_argument("--prompts", type=Path, help="default: 8 prompts of held-out standard-library source")
     p.add_argument("--k", default="1,3,5,7,11")
     p.add_argument("--concurrency", default="1")
     p.add_argument("--max-new-tokens", type=int, default=128)
@@ -138,7 +140,8 @@ def _train(args, rest: list[str]) -> int:
     run = load_run(args.config)
     if rest:
         try:
-            run = tyro.cli(type(run), default=run, args=rest, console_outputs=False)
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                run = tyro.cli(type(run), default=run, args=rest, console_outputs=False, config=(tyro.conf.FlagConversionOff,))
         except SystemExit:
             raise InputError(
                 args.config, "overrides must be keys of the config, as --optimizer.steps 100", " ".join(rest), "check the names"
@@ -172,6 +175,8 @@ def _generate(args) -> int:
 
     if args.drafter is None and args.method not in (None, "none"):
         raise InputError("--method", f"{args.method} needs a draft head", "no --drafter", "name one, or use --method none")
+    if args.out is not None:
+        _check_writable(args.out)
     if args.batch_size < 1:
         raise InputError("--batch-size", "must be 1 or more", args.batch_size, "raise it")
     folder, target, head = _load(args.target, None if args.method == "none" else args.drafter, args.dtype)
@@ -193,26 +198,43 @@ def _generate(args) -> int:
 
 
 def _bench(args) -> int:
-    from peagle_jax import report, text
+    from peagle_jax import report
     from peagle_jax.bench import run_suite
+    from peagle_jax.decode.generate import check_fit, check_prompts
     from peagle_jax.draft.folders import load_drafter
 
     ks, batches = _numbers("--k", args.k), _numbers("--concurrency", args.concurrency)
+    _numbers("--repeats", str(args.repeats))
     folder, target, head = _load(args.target, args.drafter[0], args.dtype)
     heads = {}
     for name in args.drafter:
         head = load_drafter(weights.find_folder(name), dtype=head.config.dtype, embedding=target.params["embed"]["table"])
-        if tuple(head.config.taps) != tuple(target.config.taps):
-            raise InputError(name, "heads measured together must read the same taps", list(head.config.taps), "measure them apart")
-        heads["peagle" if head.config.parallel else "eagle3"] = head
-    prompts = text.read_prompts(args.prompts, text.load_tokenizer(folder))
+        check_fit(target, head, name)
+        method = "peagle" if head.config.parallel else "eagle3"
+        if method in heads:
+            raise InputError(name, "one P-EAGLE and one EAGLE-3 head are measured together", f"two for {method}", "measure them apart")
+        heads[method] = head
+    prompts = _bench_prompts(args.prompts, folder)
+    check_prompts(prompts, target.config, args.max_new_tokens, max(ks), None)
     records_file = report.Records(args.out)
     suite = run_suite(target, heads, prompts, ks=ks, batches=batches, new_tokens=args.max_new_tokens, repeats=args.repeats,
                       on_record=lambda r: (records_file.add(r), CONSOLE.print(report.one_line(r))))  # fmt: skip
     page = report.write_report(args.out, suite.records, sample=None, runs=[])
     CONSOLE.print(report.table(suite.records))
     CONSOLE.print(f"report: {page}")
-    return 0 if suite.lossless else 1
+    return 0 if suite.lossless or args.dtype != "float32" else 1  # exactness is a float32 rule
+
+
+def _bench_prompts(path: Path | None, folder: Path) -> list[list[int]]:
+    from peagle_jax import text
+    from peagle_jax.pipelines.demo import standard_prompts
+
+    tokenizer = text.load_tokenizer(folder)
+    if path is not None:
+        return text.read_prompts(path, tokenizer)
+    if tokenizer is None:
+        raise InputError("--prompts", "a target without tokenizer needs prompts as token ids", "none", "give prompt_token_ids in a JSONL")
+    return standard_prompts(tokenizer)
 
 
 def _convert(args) -> int:
@@ -237,7 +259,7 @@ def _serve_config(args) -> int:
     from peagle_jax.pipelines.convert import read_serving
 
     config = read_serving(weights.find_folder(args.dir))
-    k = args.k or config.depths
+    k = config.depths if args.k is None else args.k
     if k is None or k < 1:
         raise InputError(args.dir, "K must be 1 or more, and the folder does not say what it was trained for", k, "give it with --k")
     flags = serving_flags(config, args.dir, k)
@@ -268,6 +290,12 @@ def _print_facts(facts: dict) -> None:
     for key, value in facts.items():
         table.add_row(key.replace("_", " "), printable(value))
     CONSOLE.print(table)
+
+
+def _check_writable(path: Path) -> None:
+    """Before hours of work, not after."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InputError(path, "the output file must be writable", "a folder, or none to hold it", "choose another place")
 
 
 def _write_lines(path: Path, rows: list[dict]) -> None:

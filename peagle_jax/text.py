@@ -33,6 +33,11 @@ class Document:
     text: str | None
     messages: tuple[dict, ...] = ()
 
+    @property
+    def plain(self) -> str:
+        """The text, or what the conversation's messages say."""
+        return self.text if self.text is not None else "\n".join(str(m.get("content") or "") for m in self.messages)
+
 
 def read_corpus(source: str | Path | None) -> list[Document]:
     """Documents of a corpus, in a fixed order, without exact duplicates.
@@ -98,6 +103,8 @@ def read_text(path: Path) -> str:
         raise InputError(path, "this file must exist", "nothing", "check the name") from None
     except IsADirectoryError:
         raise InputError(path, "must be a file", "a folder", "name a file in it") from None
+    except OSError as error:
+        raise InputError(path, "this file must be readable", error.strerror, "check the name") from None
     except UnicodeDecodeError as error:
         raise InputError(
             path, "must be UTF-8 text", f"byte {error.object[error.start]:#04x} at {error.start}", "convert or remove it"
@@ -105,7 +112,7 @@ def read_text(path: Path) -> str:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict]]:
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -133,7 +140,7 @@ def limit(documents: Sequence[Document], characters: int | None, seed: int) -> l
         if total >= characters:
             break
         kept.append(documents[i])
-        total += len(documents[i].text or "") + sum(len(m["content"]) for m in documents[i].messages)
+        total += len(documents[i].plain)
     return kept
 
 
@@ -162,12 +169,22 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
     """The folder's tokenizer, or None where it has none."""
     if not (Path(folder) / "tokenizer.json").exists() and not (Path(folder) / "tokenizer_config.json").exists():
         return None
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (Path(folder) / name).exists():
+            try:
+                json.loads(read_text(Path(folder) / name))
+            except json.JSONDecodeError as error:
+                raise InputError(Path(folder) / name, "must be JSON", error, "restore the file") from None
     return AutoTokenizer.from_pretrained(str(folder))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
     """(token ids, supervised) of each document: text whole with an end token, conversations on the assistant's part."""
     plain = [d for d in documents if d.text is not None]
+    if plain and tokenizer.eos_token_id is None:
+        raise InputError("tokenizer", "needs an end-of-sequence token to separate texts", "none", "set eos_token in tokenizer_config.json")
+    if len(plain) < len(documents) and not tokenizer.chat_template:
+        raise InputError("tokenizer", "conversations need a chat template", "none", "add chat_template.jinja to the target's folder")
     ids = iter(tokenizer([d.text for d in plain], add_special_tokens=False)["input_ids"] if plain else [])
     encoded = []
     for document in documents:
@@ -203,9 +220,15 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[
     prompts = []
     for number, row in read_jsonl(path):
         if "prompt_token_ids" in row:
-            prompts.append([int(t) for t in row["prompt_token_ids"]])
+            ids = row["prompt_token_ids"]
+            if not isinstance(ids, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
+                raise InputError(
+                    f"{path}:{number}", "prompt_token_ids must be a list of whole numbers", json.dumps(ids)[:60], "mend the line"
+                )
+            prompts.append(ids)
             continue
-        text = row.get("prompt") or (row.get("turns") or [None])[0]
+        turns = row.get("turns")
+        text = row.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
         if not isinstance(text, str):
             raise InputError(f"{path}:{number}", "a prompt needs prompt_token_ids, prompt or turns", sorted(row), "mend the line")
         prompts.append(encode_prompt(text, tokenizer, chat="turns" in row, where=f"{path}:{number}"))

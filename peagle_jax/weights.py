@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 from peagle_jax.types import InputError, Model, Params
@@ -30,6 +30,17 @@ DTYPES = {
 }  # fmt: skip
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 INDEX = "model.safetensors.index.json"
+# what the writers of this package put into a folder: only a folder of these alone is replaced
+OURS = (
+    "config.json",
+    "model.safetensors",
+    "head.json",
+    "checkpoints",
+    "tokenizer",
+    "special_tokens_map",
+    "chat_template",
+    "generation_config",
+)
 
 # ---------------------------------------------------------------- reading
 
@@ -47,11 +58,19 @@ def find_folder(name: str | Path) -> Path:
         return path
     try:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = f"{type(error).__name__} from the hub"
         raise InputError(
             name, "must be a local folder, or a hub id that is online or cached", reason, "check the name and the network"
         ) from None
+
+
+def check_positive(raw: Mapping, keys: tuple[str, ...], where) -> None:
+    """Raises InputError where a key is there and is not a whole number of 1 or more."""
+    for key in keys:
+        value = raw.get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(where, f"{key} must be a whole number of 1 or more", repr(value), "mend the config")
 
 
 def read_json(path: Path) -> dict:
@@ -83,6 +102,8 @@ def open_safetensors(path: Path) -> dict[str, np.ndarray]:
         raise InputError(path, "this file must exist", "nothing", "fetch it, or check the folder's name") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(path, "the header must be UTF-8 JSON", error, "fetch it again") from None
+    if not isinstance(header, dict):
+        raise InputError(path, "the header must be a JSON object", type(header).__name__, "fetch it again")
     header.pop("__metadata__", None)
     data = np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else np.zeros(0, np.uint8)
     return {name: _view(path, data, name, spec) for name, spec in header.items()}
@@ -90,7 +111,9 @@ def open_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 def _view(path: Path, data: np.ndarray, name: str, spec: Mapping) -> np.ndarray:
     try:
-        (start, end), shape, kind = spec["data_offsets"], tuple(spec["shape"]), spec["dtype"]
+        (start, end), shape, kind = map(int, spec["data_offsets"]), tuple(map(int, spec["shape"])), spec["dtype"]
+        if min(shape, default=0) < 0:
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise InputError(path, f"tensor {name} needs dtype, shape and data_offsets", spec, "fetch it again") from None
     if kind not in DTYPES:
@@ -113,7 +136,9 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
         if pickles := [p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"}]:
             raise InputError(folder, "weights must be safetensors (pickles can run code)", pickles[0], "convert it with safetensors")
         raise InputError(folder, f"must hold model.safetensors or {INDEX}", "neither", "check the folder's name")
-    where: dict[str, str] = read_json(index).get("weight_map", {})
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise InputError(index, "weight_map must name the shard of each tensor", type(where).__name__, "restore the index")
     if bad := [f for f in set(where.values()) if Path(f).name != f]:
         raise InputError(index, "shards must lie in the folder itself", bad[0], "restore the index")
     shards = {file: open_safetensors(folder / file) for file in sorted(set(where.values()))}
@@ -207,16 +232,21 @@ def new_folder(path: Path) -> "FolderWriter":
 
 
 class FolderWriter:
-    """Context manager: yields a temporary folder; on success it replaces `path`, on failure nothing is left."""
+    """Context manager: yields a temporary folder; on success it takes the place of `path`, on failure nothing is left.
+
+    An existing folder is replaced only if it holds nothing but what these writers write.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path = path.resolve()
 
     def __enter__(self) -> Path:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and not self.path.is_dir():
                 raise InputError(self.path, "the output must be a folder", "a file", "choose another name")
+            if foreign := [p.name for p in self.path.glob("*") if not p.name.startswith(OURS)]:
+                raise InputError(self.path, "only a checkpoint folder is replaced", f"one that holds {foreign[0]}", "choose another name")
             self.work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
         except OSError as error:
             raise InputError(self.path, "the output folder must be writable", error.strerror, "choose another place") from None

@@ -1,4 +1,4 @@
-"""Held-out prompts as token ids, for `peagle bench` and scripts/check_vllm.py.
+"""Held-out prompts as token ids, for scripts/check_vllm.py.
 
 .venv/bin/python scripts/make_prompts.py TARGET OUT.jsonl [COUNT]     (8 prompts of 48 tokens from held-out library source)
 """
@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 from peagle_jax import text
-from peagle_jax.pipelines.demo import HELD_OUT, PROMPT_TOKENS
-from peagle_jax.pipelines.train_head import held_out_prompts
+from peagle_jax.pipelines.demo import standard_prompts
 
 
 def main(target: str, out: str, count: str = "8") -> None:
-    _, held_out = text.split(text.read_corpus(None), HELD_OUT)
-    prompts = held_out_prompts(text.load_tokenizer(target), held_out, int(count), PROMPT_TOKENS)
+    prompts = standard_prompts(text.load_tokenizer(target), int(count))
     Path(out).write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in prompts), encoding="utf-8")
 
 

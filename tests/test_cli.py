@@ -127,6 +127,8 @@ def bad_cases(folders, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     (tmp_path / "file").write_text("")
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": ["a"]}\n')
+    (tmp_path / "turns.jsonl").write_text('{"turns": "hello"}\n')
     cut = tmp_path / "cut"
     cut.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -158,6 +160,17 @@ def bad_cases(folders, tmp_path):
         "no new tokens": ([*ask, "--prompt", "x", "--max-new-tokens", 0], ["max_new_tokens", "got 0"]),
         "empty prompt": ([*ask, "--prompt", ""], ["at least one token"]),
         "temperature below 0": ([*ask, "--prompt", "x", "--temperature", -1], ["temperature", "-1"]),
+        "temperature not a number": ([*ask, "--prompt", "x", "--temperature", "nan"], ["temperature", "nan"]),
+        "seed below 0": ([*ask, "--prompt", "x", "--temperature", 1, "--seed", -1], ["--seed", "-1"]),
+        "token ids of another kind": ([*ask, "--prompts", tmp_path / "ids.jsonl"], ["ids.jsonl:1", "whole numbers"]),
+        "turns of another kind": ([*ask, "--prompts", tmp_path / "turns.jsonl"], ["turns.jsonl:1", "turns"]),
+        "prompts below a file": ([*ask, "--prompts", tmp_path / "file" / "x"], ["file/x", "readable"]),
+        "output is a folder": ([*ask, "--prompt", "x", "--out", cut], ["cut", "writable"]),
+        "over a folder of runs": (["convert", peagle, folders, "--to", "vllm"], ["only a checkpoint folder is replaced"]),
+        "serve with K of 0": (["serve-config", peagle, "--engine", "vllm", "--k", 0], ["K must be 1"]),
+        "no repeats": (["bench", "--target", target, "--drafter", peagle, "--repeats", 0, "--out", tmp_path / "b"], ["--repeats", "0"]),
+        "two heads of a kind": (["bench", "--target", target, "--drafter", peagle, "--drafter", peagle, "--out", tmp_path / "b"], ["two for peagle"]),
+        "config is a folder": (["train", tmp_path], ["readable"]),
         "empty prompt file": ([*ask, "--prompts", tmp_path / "empty.jsonl"], ["empty.jsonl", "at least one prompt"]),
         "not UTF-8": ([*ask, "--prompts", tmp_path / "latin.jsonl"], ["latin.jsonl", "UTF-8", "0xe9"]),
         "no prompt file": ([*ask, "--prompts", tmp_path / "no.jsonl"], ["no.jsonl", "must exist"]),

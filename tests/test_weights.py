@@ -12,7 +12,7 @@ from peagle_jax import weights
 from peagle_jax.types import InputError
 
 
-def container(header: dict, data: bytes = b"") -> bytes:
+def container(header, data: bytes = b"") -> bytes:
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -53,6 +53,8 @@ SPEC = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     (container({"a": {**SPEC, "shape": [3]}}, b"\0" * 8), "needs 12 of the 8"), (container({"a": {**SPEC, "dtype": "F31"}}, b"\0" * 8), "got F31"),
     (container({"a": {**SPEC, "data_offsets": [4, -4]}}, b"\0" * 8), "truncated or damaged"), (container({"a": {"dtype": "F32"}}), "needs dtype, shape"),
     ((8).to_bytes(8, "little") + b"not json", "must be UTF-8 JSON"),
+    (container([1]), "header must be a JSON object"),
+    (container({"a": {**SPEC, "shape": [-1, -2]}}, b"\0" * 8), "needs dtype, shape"),
 ])  # fmt: skip
 def test_damage(content, words, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -72,15 +74,26 @@ def test_missing_and_pickles(tmp_path):
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     out = tmp_path / "deep" / "out"
     with weights.new_folder(out) as work:
-        (work / "a").write_text("1")
+        (work / "config.json").write_text("1")
         assert not out.exists()
     with pytest.raises(RuntimeError), weights.new_folder(out) as work:
         (work / "b").write_text("2")
         raise RuntimeError
-    assert [p.name for p in out.iterdir()] == ["a"] and [p.name for p in out.parent.iterdir()] == ["out"]
+    assert [p.name for p in out.iterdir()] == ["config.json"] and [p.name for p in out.parent.iterdir()] == ["out"]
     with weights.new_folder(out) as work:
         (work / "c").write_text("3")
     assert [p.name for p in out.iterdir()] == ["c"] and [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_only_a_checkpoint_folder_is_replaced(tmp_path):
+    """A mistyped output must not cost a training run or a folder of runs."""
+    (tmp_path / "runs" / "peagle").mkdir(parents=True)
+    with (
+        pytest.raises(InputError, match="only a checkpoint folder is replaced; got one that holds peagle"),
+        weights.new_folder(tmp_path / "runs"),
+    ):
+        pass
+    assert (tmp_path / "runs" / "peagle").is_dir() and len(list(tmp_path.iterdir())) == 1
 
 
 def test_output_that_cannot_be(tmp_path):
@@ -91,7 +104,7 @@ def test_output_that_cannot_be(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "/not/here", "nobody/no-such-model"])
+@pytest.mark.parametrize("name", ["nowhere", "/not/here", "nobody/no-such-model", "no/my model"])
 def test_folders_that_are_not_there(name):
     with pytest.raises(InputError, match="must (exist|be a local folder)"):
         weights.find_folder(name)

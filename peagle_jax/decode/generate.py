@@ -112,7 +112,7 @@ def generate(
         k = min(drafter.config.depths or MOST_DEPTHS, MOST_DEPTHS) if k is None else k
         draft_params, drafter = drafter.params, make_drafter(drafter, k, method)
     depth = drafter.k if drafter else 0
-    _check_prompts(prompts, target.config, max_new_tokens, depth, slots)
+    check_prompts(prompts, target.config, max_new_tokens, depth, slots)
     lengths = np.array([len(p) for p in prompts], np.int32)
     width = _round_up(int(lengths.max()))
     if slots is None:
@@ -152,7 +152,8 @@ def _collect(prompts, state, depth: int, stops: set[int]) -> list[Generation]:
     return answers
 
 
-def _check_prompts(prompts, config, new: int, depth: int, slots: int | None) -> None:
+def check_prompts(prompts, config, new: int, depth: int, slots: int | None) -> None:
+    """Raises InputError where a request cannot be served by a target of this `config`."""
     if not prompts:
         raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
     if new < 1:

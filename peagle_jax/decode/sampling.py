@@ -15,7 +15,9 @@ def sampling_params(batch: int, temperature: float, top_k: int, top_p: float, se
     Raises:
       InputError: a value is out of range.
     """
-    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+    if bad := [s for s in seeds if not 0 <= s < 2**32]:
+        raise InputError("--seed", "a seed must lie in 0..2^32-1", bad[0], "choose another")
+    if not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or top_k < 0:
         raise InputError("sampling", "needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0", f"{temperature}, {top_p}, {top_k}", "mend it")
     if temperature == 0:
         return None

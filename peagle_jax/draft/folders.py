@@ -24,6 +24,7 @@ from peagle_jax.weights import LINEAR, SAME, Layout, Table
 LAYOUTS = ("vllm", "speculators")
 MASK_HIDDEN = Layout("mask_hidden", lambda t: t.reshape(-1), lambda t: t.reshape(1, 1, -1))
 NOT_OURS = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")  # the target's; t2d follows from d2t
+SHAPE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 
 # ---------------------------------------------------------------- reading
@@ -93,6 +94,7 @@ def read_config(raw: Mapping, tensors: Mapping[str, np.ndarray], where: str) -> 
     eagle = raw.get("eagle_config") or {}
     speculators = detect_layout(raw) == "speculators"
     option = lambda key, default=False: bool(eagle.get(key, raw.get(key, default)))  # noqa: E731
+    weights.check_positive(shape, (*SHAPE_KEYS, "head_dim", "num_key_value_heads") if shape.get("head_dim") else SHAPE_KEYS, where)
     try:
         dim, heads = shape["hidden_size"], shape["num_attention_heads"]
         head_dim = shape.get("head_dim") or dim // heads

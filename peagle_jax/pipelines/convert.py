@@ -104,7 +104,7 @@ def start_run(head: Model, frozen: dict, out: Path) -> None:
     """What `read_run` needs beside the checkpoints: the head's shape, and the parts that are not trained."""
     out.mkdir(parents=True, exist_ok=True)
     (out / HEAD_FILE).write_text(head_json(head.config), encoding="utf-8")
-    if frozen and not (out / FROZEN).exists():
+    if frozen:
         _save(out / FROZEN, frozen)
 
 
@@ -120,7 +120,7 @@ def read_run(src: Path) -> Model:
     _, params = restore_params(src / "checkpoints")
     if (src / FROZEN).exists():
         with ocp.StandardCheckpointer() as reader:
-            params = {**params, **reader.restore((src / FROZEN).absolute())}
+            params = {**reader.restore((src / FROZEN).absolute()), **params}
     tensors = {path: np.asarray(leaf) for path, leaf in weights.flat(params)}
     same = {path: (path, weights.SAME) for path, _ in folders.table(config).values()}
     return weights.load(lambda: DraftHead(config, rngs=nnx.Rngs(0)), config, tensors, same, src)
@@ -128,7 +128,7 @@ def read_run(src: Path) -> Model:
 
 def _save(path: Path, tree) -> None:
     with ocp.StandardCheckpointer() as writer:
-        writer.save(path.absolute(), tree)
+        writer.save(path.absolute(), tree, force=True)
 
 
 def read_serving(folder: Path) -> HeadConfig:

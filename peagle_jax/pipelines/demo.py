@@ -58,7 +58,6 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print) -> Demo
     """Everything under `out`: target/, peagle/, eagle3/, exported folders, results.jsonl, report.html. Resumes."""
     b, seed = BUDGETS[budget], 0
     records = report.Records(out)
-    records.path.write_text("", encoding="utf-8")
     say(f"[bold]1/4 target[/bold]: a Qwen3 of {b.model.layers} layers, width {b.model.dim}, from scratch")
     lm = train_lm(lm_run(b, out, seed), say)
     say(f"held out: {lm.bits_per_byte:.3f} bits per byte")
@@ -66,8 +65,7 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print) -> Demo
     trained = {"peagle": train_head(peagle_run(b, out, seed), say), "eagle3": train_head(eagle3_run(b, out, seed), say)}
     say("[bold]3/4 decoding[/bold] held-out prompts, three ways")
     tokenizer = text.load_tokenizer(lm.folder)
-    _, held_out = text.split(text.read_corpus(None), HELD_OUT)
-    prompts = held_out_prompts(tokenizer, held_out, PROMPTS, PROMPT_TOKENS)
+    prompts = standard_prompts(tokenizer)
     heads = {name: load_drafter(result.folder) for name, result in trained.items()}
     target = load_target(lm.folder, taps=heads["peagle"].config.taps)
     suite = bench.run_suite(
@@ -84,6 +82,12 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print) -> Demo
     )
     say(report.table(suite.records))
     return DemoResult(page, suite.lossless, suite.records)
+
+
+def standard_prompts(tokenizer, count: int = PROMPTS) -> list[list[int]]:
+    """Prompts from files of the standard library that no demo is trained on."""
+    _, held_out = text.split(text.read_corpus(None), HELD_OUT)
+    return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
 
 
 def _pieces(tokenizer, sample) -> Sequence[tuple[str, bool]] | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax import text
+from peagle_jax import text, weights
 from peagle_jax.decode.generate import acceptance_length, generate
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig
@@ -19,7 +19,7 @@ from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.features import shifted, training_rows
-from peagle_jax.train.fit import fit
+from peagle_jax.train.fit import claim, fit
 from peagle_jax.train.step import peagle_loss
 from peagle_jax.train.ttt import eagle3_loss
 from peagle_jax.types import InputError, Model
@@ -43,12 +43,14 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     Raises:
       InputError: the target cannot be read, has no tokenizer, or does not fit the head's configuration.
     """
-    tokenizer = text.load_tokenizer(run.target)
+    claim(run)
+    folder = weights.find_folder(run.target)
+    tokenizer = text.load_tokenizer(folder)
     if tokenizer is None:
         raise InputError(
             run.target, "training on text needs the target's tokenizer", "no tokenizer.json", "copy it into the target's folder"
         )
-    target = load_target(run.target, taps=run.head.taps)
+    target = load_target(folder, taps=run.head.taps)
     documents = text.read_corpus(run.data.source)
     train, held_out = text.split(documents, run.data.held_out)
     encoded = text.encode(tokenizer, text.limit(train, run.data.max_chars, run.seed))
@@ -96,6 +98,10 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
     mask_token = pick(h.mask_token, mask_token)
     if parallel and mask_token is None:
         raise InputError(run.target, "P-EAGLE needs a mask token", "a tokenizer without one", "set head.mask_token to an unused id")
+    if parallel and not 0 <= mask_token < t.vocab:
+        raise InputError("head.mask_token", f"must lie in 0..{t.vocab - 1}", mask_token, "mend the config")
+    if list(t.taps) != sorted(set(t.taps)):
+        raise InputError("head.taps", "must ascend, as vLLM collects them", list(t.taps), "mend the config")
     if h.draft_vocab is not None and not 1 <= h.draft_vocab <= t.vocab:
         raise InputError("head.draft_vocab", f"must lie in 1..{t.vocab}", h.draft_vocab, "mend the config")
     return HeadConfig(

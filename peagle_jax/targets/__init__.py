@@ -1,5 +1,6 @@
 """Target models: one file per family, chosen by `model_type` in the checkpoint's config.json."""
 
+import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,10 @@ def load_target(path: str | Path, *, taps: Sequence[int] | None = None, dtype: D
     make_config, module, table, _ = TARGETS[hf["model_type"]]
     taps = None if taps is None else tuple(taps)
     config = make_config.from_hf(hf, taps=taps, dtype=dtype, where=str(folder / "config.json"))
+    if (folder / "generation_config.json").exists():  # chat models list further stop tokens there, which vLLM honours
+        more = weights.read_json(folder / "generation_config.json").get("eos_token_id")
+        more = more if isinstance(more, list) else [] if more is None else [more]
+        config = dataclasses.replace(config, stop_ids=(*config.stop_ids, *(t for t in more if t not in config.stop_ids)))
     tensors = weights.open_folder(folder)
     if config.tied_embeddings:  # some writers store the tied matrix twice
         tensors = {n: t for n, t in tensors.items() if n != "lm_head.weight"}

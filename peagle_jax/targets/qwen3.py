@@ -14,7 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope
 from peagle_jax.types import Attend, InputError, KVCache, TargetOutput
-from peagle_jax.weights import LINEAR, SAME, Table
+from peagle_jax.weights import LINEAR, SAME, Table, check_positive
+
+SHAPE_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,7 @@ class Qwen3Config:
         Raises:
           InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
         """
+        check_positive(hf, SHAPE_KEYS, where)
         try:
             heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
             eos = hf.get("eos_token_id")
@@ -65,6 +71,8 @@ class Qwen3Config:
                              f"{config.heads} and {config.kv_heads}", "mend the config")  # fmt: skip
         if hf.get("hidden_act", "silu") != "silu":
             raise InputError(where, "hidden_act must be silu", hf["hidden_act"], "use another checkpoint")
+        if len(config.windows) != layers:
+            raise InputError(where, f"layer_types must name all {layers} layers", len(config.windows), "mend the config")
         if bad := [t for t in config.taps if not 0 <= t <= layers]:
             raise InputError(where, f"tap ids must lie in 0..{layers} (0 is the embedding)", bad, "choose other taps")
         return config

@@ -19,6 +19,10 @@ class Data:
     length: int  # tokens a row
     batch: int  # rows a step
 
+    def __post_init__(self):
+        if self.length < 4 or self.batch < 1 or not 0 <= self.held_out < 1 or (self.max_chars is not None and self.max_chars < 1):
+            raise ValueError(f"data needs length >= 4, batch >= 1, 0 <= held_out < 1, max_chars >= 1; got {self}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -29,6 +33,20 @@ class Optimizer:
     warmup: int  # steps
     weight_decay: float
     clip: float  # global gradient norm
+
+    def __post_init__(self):
+        if self.steps < 1 or self.warmup < 0 or self.peak_lr <= 0 or self.clip <= 0:
+            raise ValueError(f"optimizer needs steps >= 1, warmup >= 0, peak_lr > 0, clip > 0; got {self}")
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    if kv_heads < 1 or heads < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
+        raise ValueError(f"heads must be a multiple of kv_heads, head_dim even; got {heads}, {kv_heads}, {head_dim}")
+
+
+def _check_rhythm(run) -> None:
+    if run.log_every < 1 or run.save_every < 1:
+        raise ValueError(f"log_every and save_every must be 1 or more; got {run.log_every} and {run.save_every}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +60,11 @@ class LmShape:
     head_dim: int
     rope_theta: float
     context: int
+
+    def __post_init__(self):
+        _check_heads(self.heads, self.kv_heads, self.head_dim)
+        if min(self.vocab - 259, self.layers, self.dim, self.mlp_dim, self.context) < 1 or self.rope_theta <= 0:
+            raise ValueError(f"model needs vocab >= 260 (bytes and special tokens) and positive sizes; got {self}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +80,9 @@ class LmRun:
     log_every: int
     save_every: int
     max_seconds: float | None  # stop after so long even if steps remain
+
+    def __post_init__(self):
+        _check_rhythm(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +104,23 @@ class HeadShape:
     norm_output: bool
     mask_token: int | None  # null: the tokenizer's mask token
 
+    def __post_init__(self):
+        if self.heads is not None and self.kv_heads is not None:
+            _check_heads(self.heads, self.kv_heads, self.head_dim or 2)
+        if min(size for size in (self.layers, self.dim, self.mlp_dim, 1) if size is not None) < 1:
+            raise ValueError(f"head needs positive sizes; got {self}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ttt:
     steps: int
     decay: float
+
+    def __post_init__(self):
+        if self.steps < 1 or self.decay <= 0:
+            raise ValueError(f"ttt needs steps >= 1 and decay > 0; got {self}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +139,9 @@ class PeagleRun:
     save_every: int
     max_seconds: float | None
 
+    def __post_init__(self):
+        _check_rhythm(self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Run:
@@ -118,6 +159,9 @@ class Eagle3Run:
     save_every: int
     max_seconds: float | None
 
+    def __post_init__(self):
+        _check_rhythm(self)
+
 
 HeadRun = PeagleRun | Eagle3Run
 TASKS = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
@@ -133,6 +177,8 @@ def load_run(path: Path) -> LmRun | HeadRun:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(path, "this file must exist", "nothing", "check the name; configs/train/ has examples") from None
+    except OSError as error:
+        raise InputError(path, "this file must be readable", error.strerror, "check the name") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(path, "must be UTF-8 YAML", " ".join(str(error).split()), "mend the file") from None
     if not isinstance(raw, dict) or raw.get("task") not in TASKS:

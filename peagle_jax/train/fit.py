@@ -37,9 +37,7 @@ def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
     )
 
 
-def fit(
-    run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any, on_log: Callable[[int, dict], None] | None = None
-) -> Fitted:
+def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any) -> Fitted:
     """Trains `params` for `run.optimizer.steps` steps, resuming from what `run.out` holds.
 
     Args:
@@ -47,11 +45,10 @@ def fit(
       loss: (params, batch, fixed) -> scalar, metrics. Pure.
       batch_at: step -> batch, on the host; the same step gives the same batch.
       fixed: arrays that `loss` reads and nobody trains (a target's weights).
-      on_log: called with the step and the metrics just written.
     """
     out = Path(run.out)
+    claim(run)
     checkpoints = Checkpoints(out / "checkpoints")
-    _same_run(run, out / "config.yaml", checkpoints.latest())
     optimizer = make_optimizer(run.optimizer)
 
     def update(state, batch, fixed):
@@ -86,8 +83,6 @@ def fit(
                 log.write(json.dumps(row) + "\n")
                 log.flush()
                 bar.update(task, completed=step, loss=f"loss {row['loss']:.4f}")
-                if on_log:
-                    on_log(step, row)
             if step % run.save_every == 0 and step < run.optimizer.steps:
                 checkpoints.save(step, state)
             if over:
@@ -100,14 +95,23 @@ def fit(
     return Fitted(state["params"], step, seconds, tokens)
 
 
-def _same_run(run, path: Path, latest: int | None) -> None:
-    """A folder holds one run: another configuration must not continue it by accident."""
-    text = dump(run)
-    if latest is not None and path.exists() and path.read_text(encoding="utf-8") != text:
-        raise InputError(
-            path.parent, "a run is resumed only with the configuration it began with", "another one", "choose another out folder"
-        )
-    path.write_text(text, encoding="utf-8")
+def claim(run) -> None:
+    """Makes `run.out` this run's folder. To be called before anything else is read or written: it is the cheapest refusal.
+
+    Raises:
+      InputError: the folder cannot be written, or holds checkpoints of another configuration.
+    """
+    out = Path(run.out)
+    path, text = out / "config.yaml", dump(run)
+    try:
+        saved = any((out / "checkpoints").glob("[0-9]*"))
+        if saved and path.exists() and path.read_text(encoding="utf-8") != text:
+            rule = "a run is resumed only with the configuration it began with"
+            raise InputError(out, rule, "another one", "choose another out folder")
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(out, "the output folder must be writable", error.strerror, "choose another place") from None
 
 
 def _truncate(path: Path, step: int) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from peagle_jax.targets import qwen3, save_target
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
-from peagle_jax.train.fit import fit
+from peagle_jax.train.fit import claim, fit
 from peagle_jax.types import Batch, Model
 
 ROWS = 2048  # tokens whose logits exist at one time
@@ -28,17 +27,18 @@ class LmResult:
     folder: Path
     parameters: int
     step: int
-    bits_per_byte: float  # on held-out documents
+    bits_per_byte: float | None  # on held-out texts; None where there is none
     tokens_per_second: float | None
 
 
 def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     """Tokenizer, training, held-out bits per byte, export to `run.out`/model."""
+    claim(run)
     documents = text.read_corpus(run.data.source)
     train, held_out = text.split(documents, run.data.held_out)
     train = text.limit(train, run.data.max_chars, run.seed)
     held_out = text.limit(held_out, run.data.max_chars and run.data.max_chars // 20, run.seed)
-    tokenizer = text.train_tokenizer((d.text or json.dumps(d.messages) for d in train), run.model.vocab)
+    tokenizer = text.train_tokenizer((d.plain for d in train), run.model.vocab)
     rows = pack(text.encode(tokenizer, train), run.data.length, run.data.source)
     say(f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; {len(held_out)} held out; vocabulary {len(tokenizer)}")
 
@@ -92,10 +92,11 @@ def next_token_loss(target, batch: Batch) -> tuple[jax.Array, jax.Array]:
     return total, weight.sum()
 
 
-def held_out_bits(model: Model, tokenizer, documents, length: int, most_rows: int = 64) -> float:
-    """Bits per byte of held-out text, on at most `most_rows` packed rows."""
+def held_out_bits(model: Model, tokenizer, documents, length: int, most_rows: int = 64) -> float | None:
+    """Bits per byte of held-out texts (conversations do not count), on at most `most_rows` packed rows."""
+    documents = [d for d in documents if d.text is not None]
     if not documents:
-        return float("nan")
+        return None
     rows = pack(text.encode(tokenizer, documents), length)
     measure = jax.jit(lambda params, batch: next_token_loss(model.bind(params), batch))
     nats = count = 0.0
@@ -105,6 +106,6 @@ def held_out_bits(model: Model, tokenizer, documents, length: int, most_rows: in
             break  # one compiled shape is enough
         total, n = measure(model.params, Batch(rows.tokens[pick], rows.document[pick], rows.supervised[pick]))
         nats, count = nats + float(total), count + float(n)
-    characters = sum(len((d.text or "").encode()) for d in documents)
+    size = sum(len(d.text.encode()) for d in documents)
     tokens = int((rows.document >= 0).sum())
-    return nats / np.log(2) / count * tokens / characters
+    return nats / np.log(2) / count * tokens / size

@@ -12,7 +12,7 @@ from peagle_jax.types import DraftState, InputError
 
 WIDTH, B = 48, 3
 START = (4, 11, 1)  # tokens of each row's prompt
-STEPS = ((1, 1, 1), (3, 1, 6), (2, 6, 1), (6, 2, 4))  # tokens committed before each drafting, up to K+1
+STEPS = ((1, 1, 1), (3, 1, 6), (2, 4, 3), (5, 2, 1), (6, 2, 4))  # tokens committed before each drafting, up to K+1
 OPTIONS = {
     "llama": {}, "qwen3": {"qk_norm": True, "layers": 3, "windows": (None,) * 3}, "residual": {"norm_before_residual": True},
     "before_fc": {"norm_before_fc": True}, "fc_norm": {"fc_norm": True, "layers": 1, "windows": (None,)},

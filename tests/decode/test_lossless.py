@@ -59,18 +59,19 @@ def script(name: str) -> np.ndarray:
     return table
 
 
-def expected_steps(table: np.ndarray, k: int) -> list[tuple[int, list[int]]]:
-    """(drafts, accepted per position) of each row by the slowest loop: compare with the true text position by position."""
+def expected_steps(table: np.ndarray, k: int) -> list[tuple[int, list[int], list[bool]]]:
+    """(drafts, accepted per position, which tokens were drafted) of each row by the slowest loop: compare with the true text position by position."""
     out = []
     for row, prompt, text in zip(table, PROMPTS, truth(), strict=True):
-        emitted, steps, accepted = 1, 0, [0] * k
+        emitted, steps, accepted, drafted = 1, 0, [0] * k, [False]
         while emitted < NEW:
             kept = 0
             while kept < k and row[len(prompt) + emitted + kept] == text[emitted + kept]:
                 accepted[kept] += 1
                 kept += 1
             emitted, steps = emitted + kept + 1, steps + 1
-        out.append((steps, accepted))
+            drafted += [True] * kept + [False]
+        out.append((steps, accepted, drafted[:NEW]))
     return out
 
 
@@ -81,7 +82,7 @@ def test_adversaries(k):
         answers = generate(tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(table))
         for answer, text in zip(answers, truth(), strict=True):
             assert answer.output_token_ids == text[:NEW], name
-        assert [(a.num_drafts, a.accepted_per_position) for a in answers] == expected_steps(table, k), name
+        assert [(a.num_drafts, a.accepted_per_position, a.drafted) for a in answers] == expected_steps(table, k), name
         assert all(a.num_draft_tokens == k * a.num_drafts and len(a.drafted) == NEW for a in answers)
 
 
@@ -127,3 +128,33 @@ def test_a_row_does_not_depend_on_its_neighbours():
     for prompt, answer in zip(PROMPTS, together, strict=True):
         alone = generate(tiny.target(), head, [prompt], k=4, max_new_tokens=NEW)[0]
         assert (alone.output_token_ids, alone.accepted_per_position) == (answer.output_token_ids, answer.accepted_per_position)
+
+
+@pytest.mark.parametrize("method, k", [("peagle", 6), ("peagle", 16), ("eagle3", 6)])
+def test_real_heads_up_to_the_last_slot(method, k):
+    """A head with its own cache, past the width of the narrow drafting forward, with no slot to spare."""
+    slots = max(map(len, PROMPTS)) + NEW + k
+    answers = generate(tiny.target(), tiny.head(), PROMPTS, k=k, method=method, max_new_tokens=NEW, slots=slots)
+    assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("k", range(1, 17))
+def test_real_heads_at_every_k(method, k):
+    """Several heads, so that some drafts are accepted by luck; every K, both ways of drafting."""
+    for seed in range(4):
+        answers = generate(tiny.target(), tiny.head(seed=seed), PROMPTS, k=k, method=method, max_new_tokens=NEW)
+        assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
+
+
+def test_defaults():
+    """K: what the head was trained for, at most 7. Seeds: one a row, counted on from the first."""
+    for depths, k in ((6, 6), (11, 7), (None, 7)):
+        answer = generate(tiny.target(), tiny.head(depths=depths), PROMPTS[:1], max_new_tokens=4)[0]
+        assert len(answer.accepted_per_position) == k
+
+    def ask(seed):
+        return [a.output_token_ids for a in generate(tiny.target(), None, [[3], [3]], max_new_tokens=12, temperature=1.0, seed=seed)]
+
+    assert ask(4) == ask([4, 5]) and ask(4)[0] != ask(4)[1]

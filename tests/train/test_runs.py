@@ -128,3 +128,44 @@ def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configs_load(path):
     assert isinstance(load_run(path), tuple(TASKS.values()))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"out": "FILE/x"}, "output folder must be writable"),
+        ({"log_every": 0}, "log_every and save_every must be 1 or more"),
+        ({"data.length": 0}, "length >= 4"),
+        ({"optimizer.steps": 0}, "steps >= 1"),
+        ({"cod.depths": 0}, "COD needs depths >= 1"),
+        ({"head.taps": [3, 2, 1]}, "head.taps: must ascend"),
+        ({"head.mask_token": 99999}, "head.mask_token: must lie in 0.."),
+        ({"head.heads": 3, "head.kv_heads": 2}, "multiple of kv_heads"),
+        ({"target": "nowhere"}, "nowhere"),
+        ({"seed": "four"}, "seed: must be int"),
+    ],
+)
+def test_bad_values_are_refused_before_training(change, words, corpus, target, tmp_path, capsys):
+    (tmp_path / "FILE").write_text("")
+    raw = config("peagle", corpus, tmp_path / "run", target)
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        node = raw
+        for p in parents:
+            node = node[p]
+        node[last] = str(tmp_path / value) if key == "out" else value
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_refused_run_leaves_the_old_one_alone(corpus, target, tmp_path, capsys):
+    raw = config("eagle3", corpus, tmp_path / "run", target)
+    raw["optimizer"]["steps"] = 2
+    path = write(tmp_path / "run.yaml", raw)
+    assert main(["train", str(path)]) == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert main(["train", str(path), "--head.norm_before_residual", "True"]) == 2
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+    capsys.readouterr()
