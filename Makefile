@@ -2,7 +2,8 @@
 # Both create their environment in .venv; no other step is needed.
 
 # the first of these that runs; 3.11 first, because torch has a small CPU build for it more often
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
+KNOWN = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "$(KNOWN)" 2>/dev/null && echo $$p && break; done)
 BUDGET ?= small
 OUT ?= runs/demo-$(BUDGET)
 
@@ -21,6 +22,7 @@ lint: .venv/ready-dev
 	.venv/bin/ruff check .
 
 .venv/ready: pyproject.toml
+	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 to 3.13 is needed and none was found; name one: make PYTHON=/path/to/python" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --disable-pip-version-check -q -e .
 	touch $@
@@ -28,5 +30,5 @@ lint: .venv/ready-dev
 # torch is the tests' oracle; 2.13.0 by its exact number, before anything that would ask for it more loosely
 .venv/ready-dev: .venv/ready
 	.venv/bin/python -m pip install --disable-pip-version-check -q torch==2.13.0
-	.venv/bin/python -m pip install --disable-pip-version-check -q -e ".[dev]"
+	.venv/bin/python -m pip install --disable-pip-version-check -q -e ".[dev,parity]"
 	touch $@

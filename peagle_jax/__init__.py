@@ -1,7 +1,7 @@
 """P-EAGLE (parallel-drafting EAGLE-3 speculative decoding, arXiv:2602.01469) in JAX and Flax.
 
-    target = peagle_jax.load_target("TARGET", taps=head.config.taps)
     head = peagle_jax.load_drafter("HEAD")
+    target = peagle_jax.load_target("TARGET", taps=head.config.taps)
     answers = peagle_jax.generate(target, head, [[1, 2, 3]], k=7, max_new_tokens=64)
 
 The names below are the public ones; they are imported when first used, so that `import peagle_jax` is quick.

@@ -2,7 +2,7 @@
 
     scripts/install_vllm.sh .venv-vllm
     .venv/bin/python scripts/check_vllm.py --vllm .venv-vllm --target DIR --drafter DIR [--drafter DIR ...] [-k 4] \
-        --prompts FILE.jsonl [--max-new-tokens 64]
+        --prompts FILE.jsonl [--max-new-tokens 64] [--out results/vllm_agreement.jsonl]
 
 A prompt whose first differing token is a near tie of the target (top two logits within 1e-4) is counted apart.
 Exit code 0: all agree. 1: something differs. 2: bad arguments.
@@ -52,7 +52,7 @@ def ours(target, head, prompts, k: int, new: int):
 def check(args) -> bool:
     prompts = text.read_prompts(args.prompts, text.load_tokenizer(args.target))
     table = Table("drafter", "k", "same tokens", "near ties", "counters (drafts, drafted, accepted)", "per position", "agrees")
-    agrees = True
+    agrees, rows = True, []
     for folder in args.drafter:
         embedding = load_target(args.target).params["embed"]["table"]
         head = load_drafter(folder, dtype=np.float32, embedding=embedding)
@@ -63,6 +63,10 @@ def check(args) -> bool:
             "prompts": prompts, "max_new_tokens": args.max_new_tokens,
         })  # fmt: skip
         seen = bench.compare(target, prompts, mine, theirs["outputs"])
+        rows.append(bench.provenance("python scripts/check_vllm.py " + " ".join(sys.argv[1:])) | {
+            "name": "vllm_agreement", "drafter": Path(folder).name, "k": args.k, "prompts": len(prompts), "same": seen.same,
+            "near_ties": seen.near_ties, "different": seen.different, "ours": counted, "vllm": {c: theirs[c] for c in COUNTERS},
+        })  # fmt: skip
         # counters are only comparable where the texts are the same
         good = seen.lossless and (seen.near_ties > 0 or all(counted[c] == theirs[c] for c in COUNTERS))
         agrees &= good
@@ -71,7 +75,10 @@ def check(args) -> bool:
             numbers += " against vLLM's " + "/".join(str(theirs[c]) for c in COUNTERS[:3])
         table.add_row(Path(folder).name, str(args.k), f"{seen.same}/{len(prompts)}", str(seen.near_ties), numbers,
                       " ".join(map(str, theirs["accepted_per_position"])), "yes" if good else "NO")  # fmt: skip
-    Console().print(table)
+    Console(width=130).print(table)
+    if args.out:
+        with args.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     return agrees
 
 
@@ -83,6 +90,7 @@ def main() -> int:
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="append a record for each head")
     try:
         return 0 if check(parser.parse_args()) else 1
     except InputError as error:
