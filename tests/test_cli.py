@@ -178,6 +178,8 @@ def bad_cases(folders, tmp_path):
         "unwritable folder": (["convert", peagle, tmp_path / "file" / "x", "--to", "vllm"], ["file/x", "writable"]),
         "output is a file": (["convert", peagle, tmp_path / "file", "--to", "vllm"], ["file", "must be a folder"]),
         "unwritable demo": (["demo", "--out", tmp_path / "file" / "x"], ["file/x", "writable"]),
+        "K for a target": (["convert", target, tmp_path / "x", "--to", "hf", "--k", 3], ["--k", "carries no K"]),
+        "target for a target": (["convert", target, tmp_path / "x", "--to", "hf", "--target", target], ["--target", "by itself"]),
         "onto itself": (["convert", peagle, peagle, "--to", "vllm"], ["another folder"]),
         "unknown flag": ([*ask, "--prompt", "x", "--speed", 9], ["--speed 9"]),
         "unknown choice": (["convert", peagle, tmp_path / "x", "--to", "onnx"], ["onnx", "--help"]),

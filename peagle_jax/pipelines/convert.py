@@ -36,6 +36,10 @@ def convert(src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str |
         raise InputError(dst, "the output must be another folder than the input", src, "choose another name")
     if k is not None and k < 1:
         raise InputError("--k", "at least one token must be drafted a step", k, "use --k 1 or more")
+    if k is not None and to in ("orbax", "hf"):
+        raise InputError("--k", f"--to {to} carries no K", k, "leave it out")
+    if target is not None and to == "hf":
+        raise InputError("--target", "a target is converted by itself", target, "leave it out")
     metadata = {"source": f"{Path(src).name}, by peagle convert --to {to}"}
     if to == "hf":
         save_target(
