@@ -46,7 +46,7 @@ def _quiet() -> None:
     import jax
 
     logging.getLogger("absl").setLevel(logging.ERROR)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install PyTorch, which nothing here needs
     warnings.filterwarnings("ignore", module="orbax")
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "peagle_jax" / "xla"))
     jax.config.update("jax_compilation_cache_dir", cache)
