@@ -265,7 +265,7 @@ def speculators_config(cfg: HeadConfig, dtype: str, k: int, target: str | None, 
     if cfg.target_dim == cfg.dim:
         options["target_hidden_size"] = None  # speculators writes it only where the widths differ
     return {
-        "architectures": ["PEagleDraftModel" if cfg.parallel else "Eagle3DraftModel"], "model_type": "speculator_model",
+        "architectures": ["PEagleDraftModel" if cfg.parallel else "Eagle3DraftModel"],
         "speculators_model_type": algorithm, "speculators_version": "0.9.0", "dtype": dtype, "tie_word_embeddings": False,
         "transformer_layer_config": shape, "embed_requires_grad": cfg.parallel, **options,
         "speculators_config": {

@@ -1,6 +1,7 @@
 """Draft-head folders: every layout read and written, bit for bit; what cannot be expressed is refused by name."""
 
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -85,6 +86,16 @@ def test_what_vllm_reads(tmp_path):
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["ptd_token_id"] == raw["mask_token_id"] == 5
     assert raw["eagle_aux_hidden_state_layer_ids"] == raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     assert (raw["draft_vocab_size"], raw["target_hidden_size"], raw["num_depths"]) == (17, 24, 9)
+
+
+def test_speculators_config_has_the_keys_of_speculators_own(tmp_path):
+    """Key for key what speculators 0.9 itself saved (tests/golden); vLLM fails on a top-level model_type."""
+    golden = json.loads(str(np.load(Path(__file__).parent.parent / "golden" / "peagle_llama.npz")["config"]))
+    save_drafter(tiny.head(norm_before_fc=True), tmp_path / "a", layout="speculators", target="TARGET")
+    ours = weights.read_json(tmp_path / "a/config.json")
+    assert ours.keys() == golden.keys() - {"auto_map", "transformers_version"}
+    assert ours["speculators_config"].keys() == golden["speculators_config"].keys()
+    assert ours["speculators_config"]["verifier"]["name_or_path"] == "TARGET"
 
 
 def rewrite(folder, out, tensors=None, **changes):
