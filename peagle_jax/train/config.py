@@ -44,11 +44,6 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
         raise ValueError(f"heads must be a multiple of kv_heads, head_dim even; got {heads}, {kv_heads}, {head_dim}")
 
 
-def _check_rhythm(run) -> None:
-    if run.log_every < 1 or run.save_every < 1:
-        raise ValueError(f"log_every and save_every must be 1 or more; got {run.log_every} and {run.save_every}")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LmShape:
     vocab: int
@@ -68,13 +63,11 @@ class LmShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LmRun:
-    """Trains a Qwen3 target from scratch, tokenizer included."""
+class Run:
+    """What every run says."""
 
-    task: typing.Literal["lm"]
     out: str
     seed: int
-    model: LmShape
     data: Data
     optimizer: Optimizer
     log_every: int
@@ -82,7 +75,16 @@ class LmRun:
     max_seconds: float | None  # stop after so long even if steps remain
 
     def __post_init__(self):
-        _check_rhythm(self)
+        if self.log_every < 1 or self.save_every < 1:
+            raise ValueError(f"log_every and save_every must be 1 or more; got {self.log_every} and {self.save_every}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LmRun(Run):
+    """Trains a Qwen3 target from scratch, tokenizer included."""
+
+    task: typing.Literal["lm"]
+    model: LmShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,50 +126,31 @@ class Ttt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PeagleRun:
-    task: typing.Literal["peagle"]
+class HeadRun(Run):
+    """What runs of both kinds of head say."""
+
     target: str
-    out: str
-    seed: int
     head: HeadShape
-    cod: Cod
     train_embedding: bool
     train_lm_head: bool
-    data: Data
-    optimizer: Optimizer
-    log_every: int
-    save_every: int
-    max_seconds: float | None
-
-    def __post_init__(self):
-        _check_rhythm(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Run:
+class PeagleRun(HeadRun):
+    task: typing.Literal["peagle"]
+    cod: Cod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Run(HeadRun):
     task: typing.Literal["eagle3"]
-    target: str
-    out: str
-    seed: int
-    head: HeadShape
     ttt: Ttt
-    train_embedding: bool
-    train_lm_head: bool
-    data: Data
-    optimizer: Optimizer
-    log_every: int
-    save_every: int
-    max_seconds: float | None
-
-    def __post_init__(self):
-        _check_rhythm(self)
 
 
-HeadRun = PeagleRun | Eagle3Run
 TASKS = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
 
 
-def load_run(path: Path) -> LmRun | HeadRun:
+def load_run(path: Path) -> Run:
     """Reads a run's YAML.
 
     Raises:
