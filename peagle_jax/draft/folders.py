@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -280,21 +279,3 @@ def serving_flags(cfg: HeadConfig, path: str, k: int) -> str:
     """vLLM's --speculative-config (also SageMaker's SM_VLLM_SPECULATIVE_CONFIG), as JSON."""
     config = {"method": "eagle3", "model": path, "num_speculative_tokens": k}
     return json.dumps(config | ({"parallel_drafting": True} if cfg.parallel else {}))
-
-
-def random_head(config: HeadConfig, *, seed: int, embedding: jax.Array, output: jax.Array, ids: np.ndarray | None) -> Model:
-    """A head to train: random layers, the target's embedding and output rows where the widths agree.
-
-    Args:
-      embedding: of the target [V E]; copied when E is the head's width.
-      output: the target's output matrix [E V], likewise, its columns restricted to the draft vocabulary.
-      ids: target ids of a reduced draft vocabulary; None at full vocabulary.
-    """
-    head = Model.of(DraftHead(config, rngs=nnx.Rngs(seed)), config)
-    params = dict(head.params)
-    if ids is not None:
-        params["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
-    if embedding.shape[1] == config.dim:
-        params["embed"] = {"table": jnp.asarray(embedding, config.dtype)}
-        params["lm_head"] = {"kernel": jnp.asarray(output if ids is None else output[:, ids], config.dtype)}
-    return dataclasses.replace(head, params=params)

@@ -7,13 +7,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope
-from peagle_jax.types import Attend, KVCache
+from peagle_jax.types import Attend, KVCache, Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,3 +129,21 @@ class DraftHead(nnx.Module):
         """The target's token id of every draft id."""
         ids = jnp.arange(self.cfg.draft_vocab)
         return ids if self.d2t is None else ids + self.d2t[...]
+
+
+def random_head(config: HeadConfig, *, seed: int, embedding: jax.Array, output: jax.Array, ids: np.ndarray | None) -> Model:
+    """A head to train: random layers, the target's embedding and output rows where the widths agree.
+
+    Args:
+      embedding: of the target [V E]; copied when E is the head's width.
+      output: the target's output matrix [E V], likewise, its columns restricted to the draft vocabulary.
+      ids: target ids of a reduced draft vocabulary; None at full vocabulary.
+    """
+    head = Model.of(DraftHead(config, rngs=nnx.Rngs(seed)), config)
+    params = dict(head.params)
+    if ids is not None:
+        params["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
+    if embedding.shape[1] == config.dim:
+        params["embed"] = {"table": jnp.asarray(embedding, config.dtype)}
+        params["lm_head"] = {"kernel": jnp.asarray(output if ids is None else output[:, ids], config.dtype)}
+    return dataclasses.replace(head, params=params)

@@ -12,7 +12,7 @@ import numpy as np
 from peagle_jax import text, weights
 from peagle_jax.decode.generate import acceptance_length, generate
 from peagle_jax.draft import folders, vocab
-from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.pipelines.convert import start_run
 from peagle_jax.targets import load_target
 from peagle_jax.train.cod import cod_sample
@@ -87,7 +87,7 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> tuple[
         ids = vocab.choose(counts, config.draft_vocab)
     module = target.bind(target.params)
     embedding, output = module.embed.table[...], module.output_weight()
-    return folders.random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids), ids
+    return random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids), ids
 
 
 def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConfig:
