@@ -34,15 +34,20 @@ def prefix(
         q, anchor, reach, q_doc = args
         B, P, N, H = q.shape
         G, n = k.shape[2], k.shape[1]
-        scores = jnp.einsum("BPGRH,BnGH->BGRPn", q.reshape(B, P, G, N // G, H), k, preferred_element_type=jnp.float32) * H**-0.5
+        R = N // G
         slot = jnp.arange(n)[None, None]
         seen = (slot <= anchor[..., None]) & (q_doc[..., None] == k_doc[:, None]) & (q_doc[..., None] >= 0)
         if window is not None:
             seen &= slot > reach[..., None] - window
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        # one matrix product a (row, KV head), its queries grouped: half the time of one einsum over all axes on CPU (LOG.md)
+        grouped = q.reshape(B, P, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B * G, R * P, H)
+        keys, values = k.transpose(0, 2, 3, 1).reshape(B * G, H, n), v.transpose(0, 2, 1, 3).reshape(B * G, n, H)
+        scores = jnp.matmul(grouped, keys, preferred_element_type=jnp.float32) * H**-0.5
+        scores = jnp.where(seen[:, None, None], scores.reshape(B, G, R, P, n), MASKED)
         lse = jax.nn.logsumexp(scores, axis=-1)
-        y = jnp.einsum("BGRPn,BnGH->BPGRH", jnp.exp(scores - lse[..., None]).astype(v.dtype), v)
-        return y.reshape(B, P, N, H), jnp.moveaxis(lse, 3, 1).reshape(B, P, N)
+        weights = jnp.exp(scores - lse[..., None]).astype(v.dtype).reshape(B * G, R * P, n)
+        y = jnp.matmul(weights, values).reshape(B, G, R, P, H)
+        return y.transpose(0, 3, 1, 2, 4).reshape(B, P, N, H), lse.transpose(0, 3, 1, 2).reshape(B, P, N)
 
     P = q.shape[1]
     if P <= QUERY_CHUNK:
