@@ -20,7 +20,8 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from peagle_jax import bench
+from peagle_jax.bench import parts
+from peagle_jax.bench.origin import provenance
 from peagle_jax.decode.drafters import SHORT
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.head import DraftHead, HeadConfig
@@ -56,10 +57,10 @@ def machine(repeats: int) -> tuple[float, float]:
     matrices = [jax.random.normal(jax.random.key(i), (1024, 2048)) for i in range(16)]  # 134 MB: larger than the caches
     x = jax.random.normal(jax.random.key(99), (1, 1024))
     read = jax.jit(lambda x, ws: sum((x @ w).sum() for w in ws))
-    bandwidth = sum(w.nbytes for w in matrices) / bench.median_seconds(functools.partial(read, x, matrices), repeats)
+    bandwidth = sum(w.nbytes for w in matrices) / parts.median_seconds(functools.partial(read, x, matrices), repeats)
     square = jax.random.normal(jax.random.key(1), (1536, 1536))
     product = jax.jit(lambda a: a @ a)
-    return bandwidth, 2 * 1536**3 / bench.median_seconds(functools.partial(product, square), repeats)
+    return bandwidth, 2 * 1536**3 / parts.median_seconds(functools.partial(product, square), repeats)
 
 
 def matmul_weights(head: Model) -> tuple[int, int, int]:
@@ -76,7 +77,7 @@ def floor(head: Model, k: int, bandwidth: float, flops: float) -> dict:
     return {"bytes": size, "flop": arithmetic, "bytes_seconds": size / bandwidth, "flop_seconds": arithmetic / flops}
 
 
-def parts(head: Model, k: int, repeats: int) -> dict:
+def products(head: Model, k: int, repeats: int) -> dict:
     """Seconds of the matrix products alone, at the rows that drafting gives them: fusion, layers, lm_head."""
     taken = SHORT if k > SHORT else k + 1
     kernels = lambda tree: [x for x in jax.tree.leaves(tree) if x.ndim == 2]  # noqa: E731
@@ -90,7 +91,7 @@ def parts(head: Model, k: int, repeats: int) -> dict:
 
         return jax.lax.fori_loop(0, STEPS, body, 0.0)
 
-    return {name: bench.median_seconds(functools.partial(multiply, ws, rows), repeats) / STEPS for name, (rows, ws) in work.items()}
+    return {name: parts.median_seconds(functools.partial(multiply, ws, rows), repeats) / STEPS for name, (rows, ws) in work.items()}
 
 
 def main() -> None:
@@ -103,13 +104,13 @@ def main() -> None:
     target = make_target(args.layers, args.dim)
     heads = {"peagle": make_head(target, 2, True), "eagle3": make_head(target, 1, False)}
     bandwidth, flops = machine(args.repeats)
-    plain = bench.verifying_seconds(target, 0, batch=1, context=CONTEXT, repeats=args.repeats, steps=STEPS)
-    where = bench.provenance(f"python -m experiments.drafting_time --layers {args.layers} --dim {args.dim} --repeats {args.repeats}")
+    plain = parts.verifying_seconds(target, 0, batch=1, context=CONTEXT, repeats=args.repeats, steps=STEPS)
+    where = provenance(f"python -m experiments.drafting_time --layers {args.layers} --dim {args.dim} --repeats {args.repeats}")
     rows, first = [], {}
     for k in KS:
-        verify = bench.verifying_seconds(target, k, batch=1, context=CONTEXT, repeats=args.repeats, steps=STEPS)
+        verify = parts.verifying_seconds(target, k, batch=1, context=CONTEXT, repeats=args.repeats, steps=STEPS)
         for method, head in heads.items():
-            seconds = bench.drafting_seconds(
+            seconds = parts.drafting_seconds(
                 head, make_drafter(head, k, method), batch=1, context=CONTEXT, repeats=args.repeats, steps=STEPS
             )
             first.setdefault(method, seconds)
@@ -117,10 +118,10 @@ def main() -> None:
                    "verify_seconds": verify, "plain_step_seconds": plain, "break_even": (seconds + verify) / plain}  # fmt: skip
             if method == "peagle":
                 drafter = make_drafter(head, k, method)
-                row["draft_seconds_after_all_accepted"] = bench.drafting_seconds(
+                row["draft_seconds_after_all_accepted"] = parts.drafting_seconds(
                     head, drafter, batch=1, context=CONTEXT, committed=k + 1, repeats=args.repeats, steps=STEPS
                 )
-                row |= {"floor": floor(head, k, bandwidth, flops), "matmul_seconds": parts(head, k, args.repeats)}
+                row |= {"floor": floor(head, k, bandwidth, flops), "matmul_seconds": products(head, k, args.repeats)}
             rows.append(where | row | {"bandwidth": bandwidth, "flops": flops, **_shape(target)})
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a", encoding="utf-8") as file:

@@ -30,10 +30,13 @@ DTYPES = {
 }  # fmt: skip
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 INDEX = "model.safetensors.index.json"
+HEADER, HEADER_LINE = 4096, 256  # bytes a shard's header may take, at first and for each tensor
 # what the writers of this package put into a folder: only a folder of these alone is replaced
 OURS = (
     "config.json",
     "model.safetensors",
+    "model-0",
+    "README.md",
     "head.json",
     "checkpoints",
     "tokenizer",
@@ -247,6 +250,8 @@ class FolderWriter:
                 raise InputError(self.path, "the output must be a folder", "a file", "choose another name")
             if foreign := [p.name for p in self.path.glob("*") if not p.name.startswith(OURS)]:
                 raise InputError(self.path, "only a checkpoint folder is replaced", f"one that holds {foreign[0]}", "choose another name")
+            if (self.path / "README.md").exists() and not (self.path / "config.json").exists():
+                raise InputError(self.path, "only a checkpoint folder is replaced", "one without config.json", "choose another name")
             self.work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
         except OSError as error:
             raise InputError(self.path, "the output folder must be writable", error.strerror, "choose another place") from None
@@ -266,10 +271,35 @@ class FolderWriter:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def write_folder(folder: Path, config: Mapping, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes config.json and model.safetensors into an existing folder."""
+def write_folder(
+    folder: Path, config: Mapping, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], max_shard_bytes: int | None = None
+) -> None:
+    """Writes config.json and the weights into an existing folder: model.safetensors, or shards with an index where that is too large.
+
+    Shards are filled in the order of the names, as transformers and huggingface_hub do; a tensor larger than the limit
+    has a file to itself.
+    """
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt", **metadata})
+    shards: list[dict] = [{}]
+    held = HEADER
+    for name, tensor in tensors.items():
+        if max_shard_bytes is not None and shards[-1] and held + tensor.nbytes + HEADER_LINE > max_shard_bytes:
+            shards.append({})
+            held = HEADER
+        shards[-1][name] = tensor
+        held += tensor.nbytes + HEADER_LINE
+    metadata = {"format": "pt", **metadata}
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata=metadata)
+        return
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / file, metadata=metadata)
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def cast(tensors: Mapping[str, np.ndarray], dtype) -> dict[str, np.ndarray]:

@@ -19,7 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from peagle_jax import bench, text
+from peagle_jax import text
+from peagle_jax.bench.exact import compare
+from peagle_jax.bench.origin import provenance
 from peagle_jax.decode.generate import generate
 from peagle_jax.draft.folders import load_drafter
 from peagle_jax.targets import load_target
@@ -62,8 +64,8 @@ def check(args) -> bool:
             "target": str(args.target), "drafter": str(folder), "k": args.k, "parallel": head.config.parallel,
             "prompts": prompts, "max_new_tokens": args.max_new_tokens,
         })  # fmt: skip
-        seen = bench.compare(target, prompts, mine, theirs["outputs"])
-        rows.append(bench.provenance("python scripts/check_vllm.py " + " ".join(sys.argv[1:])) | {
+        seen = compare(target, prompts, mine, theirs["outputs"])
+        rows.append(provenance("python scripts/check_vllm.py " + " ".join(sys.argv[1:])) | {
             "name": "vllm_agreement", "drafter": Path(folder).name, "k": args.k, "prompts": len(prompts), "same": seen.same,
             "near_ties": seen.near_ties, "different": seen.different, "ours": counted, "vllm": {c: theirs[c] for c in COUNTERS},
         })  # fmt: skip

@@ -105,7 +105,7 @@ def test_bench_records_and_reports(folders, capsys, tmp_path):
                          "--out", tmp_path / "out")  # fmt: skip
     assert code == 0, err
     records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [(r["method"], r["k"]) for r in records] == [("none", 0), ("peagle", 1), ("peagle", 3), ("eagle3", 1), ("eagle3", 3)]
+    assert [(r["method"], r["k"]) for r in records] == [("none", 0), ("eagle3", 1), ("eagle3", 3), ("peagle", 1), ("peagle", 3)]
     assert all(r["lossless"] and r["draft_seconds"] > 0 and r["break_even"] > 0 for r in records[1:])
     assert {"commit", "command", "device", "jax", "time"} <= records[0].keys()
     assert "EAGLE-3" in (tmp_path / "out" / "report.html").read_text()

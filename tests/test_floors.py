@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 FLOORS = [  # lowest first
     {"types"},
-    {"kernels", "text", "weights"},
+    {"kernels", "corpus", "weights"},
+    {"text"},
     {"layers"},
     {"targets", "draft"},
     {"decode", "train"},

@@ -104,6 +104,25 @@ def test_output_that_cannot_be(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_shards_of_a_limited_size_are_read_back(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {f"t{i}": rng.normal(size=(n, 100)).astype(np.float32) for i, n in enumerate((10, 40, 1, 200, 30))}  # 4, 16, 0.4, 80, 12 kB
+    weights.write_folder(tmp_path, {}, tensors, {"source": "x"}, max_shard_bytes=30_000)
+    files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 2
+    sizes = {file: (tmp_path / file).stat().st_size for file in files}
+    where = json.loads((tmp_path / weights.INDEX).read_text())
+    assert all(size <= 30_000 for file, size in sizes.items() if file != where["weight_map"]["t3"])  # one tensor alone is larger
+    assert [file for file in where["weight_map"].values()].count(where["weight_map"]["t3"]) == 1
+    assert where["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    read = weights.open_folder(tmp_path)
+    assert list(read) == list(tensors) and all(np.array_equal(read[n], tensors[n]) for n in tensors)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    weights.write_folder(whole, {}, tensors, {}, max_shard_bytes=10**9)
+    assert (whole / "model.safetensors").exists() and not (whole / weights.INDEX).exists()
+
+
 @pytest.mark.parametrize("name", ["nowhere", "/not/here", "nobody/no-such-model", "no/my model"])
 def test_folders_that_are_not_there(name):
     with pytest.raises(InputError, match="must (exist|be a local folder)"):

@@ -177,6 +177,7 @@ def table(cfg: HeadConfig) -> Table:
 def save_drafter(
     head: Model, path: str | Path, *, layout: str = "vllm", dtype: DTypeLike | None = None, target: str | None = None,
     target_architecture: str = "Qwen3ForCausalLM", k: int | None = None, metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int | None = None,
 ) -> None:  # fmt: skip
     """Writes a folder that vLLM (>= 0.16) or speculators loads; it appears whole or not at all.
 
@@ -187,6 +188,7 @@ def save_drafter(
       target_architecture: of the target, likewise.
       k: tokens to draft a step; None takes what the head was trained for.
       metadata: provenance, into the safetensors header.
+      max_shard_bytes: split the weights into files of at most so many bytes; None writes one file.
 
     Raises:
       InputError: the layout cannot express the head.
@@ -215,7 +217,7 @@ def save_drafter(
     else:
         config = speculators_config(cfg, dtype.name, k, target, target_architecture)
     with weights.new_folder(Path(path)) as folder:
-        weights.write_folder(folder, config, tensors, metadata or {})
+        weights.write_folder(folder, config, tensors, metadata or {}, max_shard_bytes)
 
 
 def _shape(cfg: HeadConfig, dtype: str) -> dict:

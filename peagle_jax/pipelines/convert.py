@@ -20,7 +20,10 @@ from peagle_jax.types import InputError, Model
 HEAD_FILE, FROZEN = "head.json", "frozen"  # beside `checkpoints` in a run's folder
 
 
-def convert(src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str | None = None, target: Path | None = None) -> None:
+def convert(
+    src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str | None = None, target: Path | None = None,
+    max_shard_bytes: int | None = None,
+) -> None:  # fmt: skip
     """Reads any form, writes another; `dst` appears whole or not at all.
 
     Args:
@@ -28,6 +31,7 @@ def convert(src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str |
       k: tokens to draft a step, where the layout carries it.
       dtype: of the floating tensors; None keeps them.
       target: for a head that shares the target's embedding, and for speculators' layout, which names its target.
+      max_shard_bytes: split safetensors into files of at most so many bytes.
 
     Raises:
       InputError: `src` is none of these, or `dst` cannot express it.
@@ -38,6 +42,8 @@ def convert(src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str |
         raise InputError("--k", "at least one token must be drafted a step", k, "use --k 1 or more")
     if k is not None and to in ("orbax", "hf"):
         raise InputError("--k", f"--to {to} carries no K", k, "leave it out")
+    if max_shard_bytes is not None and to == "orbax":
+        raise InputError("--max-shard-size", "--to orbax has its own files", max_shard_bytes, "leave it out")
     if target is not None and to == "hf":
         raise InputError("--target", "a target is converted by itself", target, "leave it out")
     metadata = {"source": f"{Path(src).name}, by peagle convert --to {to}"}
@@ -48,6 +54,7 @@ def convert(src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str |
             dtype=dtype or _stored_dtype(src),
             tokenizer_from=src,
             metadata=metadata,
+            max_shard_bytes=max_shard_bytes,
         )
         return
     head = read_head(src, target)
@@ -59,7 +66,7 @@ def convert(src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str |
         (weights.read_json(target / "config.json").get("architectures") or ["Qwen3ForCausalLM"])[0] if target else "Qwen3ForCausalLM"
     )
     folders.save_drafter(head, dst, layout=to, dtype=dtype, target=str(target) if target else None,
-                         target_architecture=architecture, k=k, metadata=metadata)  # fmt: skip
+                         target_architecture=architecture, k=k, metadata=metadata, max_shard_bytes=max_shard_bytes)  # fmt: skip
 
 
 def read_head(src: Path, target: Path | None = None) -> Model:

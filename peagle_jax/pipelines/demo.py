@@ -1,50 +1,40 @@
-"""The main job end to end, on text that every machine has: train a target and two heads, decode, check, export, report."""
+"""The main job end to end, on text that every machine has: models, exactness, speed, training, export, report."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peagle_jax import bench, report, text
+import jax
+import jax.numpy as jnp
+
+from peagle_jax import corpus, text
+from peagle_jax.bench.origin import provenance
+from peagle_jax.bench.suite import Suite, run_suite
+from peagle_jax.decode.generate import Generation
 from peagle_jax.draft.folders import load_drafter
+from peagle_jax.pipelines import budgets
+from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget
 from peagle_jax.pipelines.convert import convert
-from peagle_jax.pipelines.train_head import held_out_prompts, train_head
+from peagle_jax.pipelines.inspect import describe
+from peagle_jax.pipelines.train_head import HeadResult, held_out_prompts, train_head
+from peagle_jax.report import plots, records
+from peagle_jax.report.method import draw_method
+from peagle_jax.report.page import write_report
 from peagle_jax.targets import load_target
-from peagle_jax.train.cod import Cod
-from peagle_jax.train.config import Data, Eagle3Run, HeadShape, LmRun, LmShape, Optimizer, PeagleRun, Ttt
 from peagle_jax.train.lm import train_lm
+
+ASSETS = Path(__file__).parent.parent / "assets"  # target/, peagle/, eagle3/: ordinary folders, with their cards
+PROMPT_TOKENS, SEED = 48, 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
-    """How much of everything a demo does."""
+class Models:
+    """Folders of a target and its heads, and the metrics their training wrote."""
 
-    model: LmShape
-    max_chars: int
-    length: int
-    lm: tuple[int, int]  # steps, rows a step
-    peagle: tuple[int, int]
-    eagle3: tuple[int, int]
-    peagle_layers: int
-    depths: int  # K in training
-    ks: tuple[int, ...]
-    batches: tuple[int, ...]
-    new_tokens: int
-    repeats: int
-
-
-BUDGETS = {
-    "smoke": Budget(
-        LmShape(vocab=1024, layers=4, dim=128, mlp_dim=384, heads=4, kv_heads=2, head_dim=32, rope_theta=1e4, context=2048),
-        max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 4), eagle3=(150, 4), peagle_layers=2, depths=5, ks=(1, 4),
-        batches=(1,), new_tokens=64, repeats=3,
-    ),
-    "small": Budget(
-        LmShape(vocab=2048, layers=6, dim=192, mlp_dim=576, heads=6, kv_heads=2, head_dim=32, rope_theta=1e4, context=4096),
-        max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(400, 4), eagle3=(200, 4), peagle_layers=2, depths=8, ks=(1, 3, 5, 7, 11),
-        batches=(1, 8), new_tokens=128, repeats=5,
-    ),
-}  # fmt: skip
-HELD_OUT, PROMPTS, PROMPT_TOKENS = 0.05, 8, 48
+    target: Path
+    heads: dict[str, Path]
+    curves: dict[str, list[dict]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,46 +44,142 @@ class DemoResult:
     records: list[dict]
 
 
-def run_demo(out: Path, budget: str, say: Callable[[str], None] = print) -> DemoResult:
-    """Everything under `out`: target/, peagle/, eagle3/, exported folders, results.jsonl, report.html. Resumes."""
-    b, seed = BUDGETS[budget], 0
-    records = report.Records(out)
-    say(f"[bold]1/4 target[/bold]: a Qwen3 of {b.model.layers} layers, width {b.model.dim}, from scratch")
-    lm = train_lm(lm_run(b, out, seed), say)
-    say(f"held out: {lm.bits_per_byte:.3f} bits per byte")
-    say("[bold]2/4 heads[/bold]: P-EAGLE, then EAGLE-3")
-    trained = {"peagle": train_head(peagle_run(b, out, seed), say), "eagle3": train_head(eagle3_run(b, out, seed), say)}
-    say("[bold]3/4 decoding[/bold] held-out prompts, three ways")
-    tokenizer = text.load_tokenizer(lm.folder)
-    prompts = standard_prompts(tokenizer)
-    heads = {name: load_drafter(result.folder) for name, result in trained.items()}
-    target = load_target(lm.folder, taps=heads["peagle"].config.taps)
-    suite = bench.run_suite(
-        target, heads, prompts, ks=b.ks, batches=b.batches, new_tokens=b.new_tokens, repeats=b.repeats,
-        on_record=lambda r: (records.add(r | {"name": f"demo/{budget}"}), say(report.one_line(r))),
+def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from_scratch: bool = False) -> DemoResult:
+    """Everything under `out`: results.jsonl, report.html and its pictures, a trained head, exported folders. Resumes stage by stage."""
+    b = BUDGETS[budget]
+    results = records.Records(out)
+    scratch = from_scratch or b.needs_scratch
+    say(f"[bold]1/5 models[/bold]: {'trained here, from scratch' if scratch else f'those that come with the package ({ASSETS})'}")
+    models = _trained(b, out, say) if scratch else _packaged()
+    tokenizer = text.load_tokenizer(models.target)
+    prompts = standard_prompts(tokenizer, b.prompts)
+    say(f"[bold]2/5 decoding[/bold] {len(prompts)} excerpts of held-out files: plain, EAGLE-3, P-EAGLE; greedy texts are compared")
+    name = f"demo/{budget}{'/from-scratch' if from_scratch else ''}"
+    suite = _decode(b, models, prompts, out, name, results, say)
+    fresh = _fresh(b, models, out, scratch, say)
+    say("[bold]4/5 export[/bold] for vLLM and speculators")
+    for method, folder in models.heads.items():
+        convert(folder, out / f"{method}-vllm", to="vllm", target=models.target)
+        convert(folder, out / f"{method}-speculators", to="speculators", target=models.target)
+    say("[bold]5/5 report[/bold]")
+    pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, read_metrics(out / "fresh") if fresh else [])]
+    facts = [(title, _printable(folder)) for title, folder in _named(models)]
+    facts += [("The head trained in this run", vars(fresh))] if fresh else []
+    sample = suite.sample
+    page = write_report(
+        out, suite.records, pictures=pictures, sample=sample and _pieces(tokenizer, sample), runs=facts,
+        prompt=tokenizer.decode(sample.prompt_token_ids) if sample else "",
     )  # fmt: skip
-    say("[bold]4/4 export[/bold] for vLLM and speculators")
-    for name, result in trained.items():
-        convert(result.folder, out / f"{name}-vllm", to="vllm", target=lm.folder)
-        convert(result.folder, out / f"{name}-speculators", to="speculators", target=lm.folder)
-    runs = [("Target", vars(lm)), *((report.NAMES[name], vars(result)) for name, result in trained.items())]
-    page = report.write_report(
-        out, suite.records, sample=_pieces(tokenizer, suite.sample), runs=runs, prompt=_prompt(tokenizer, suite.sample)
-    )
-    say(report.table(suite.records))
+    say(records.table(suite.records))
+    for line in records.headline(suite.records):
+        say(line)
     return DemoResult(page, suite.lossless, suite.records)
 
 
-def standard_prompts(tokenizer, count: int = PROMPTS) -> list[list[int]]:
+def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str]]:
+    """What `run_demo` would do: (stage, what, whether it is there already)."""
+    b, s = BUDGETS[budget], BUDGETS[budget].scratch
+    done = lambda path: "done" if (out / path).exists() else "to do"  # noqa: E731
+    stages = []
+    if from_scratch or b.needs_scratch:
+        tokens = lambda how: f"{how[0]} steps of {how[1]} x {s.length} tokens"  # noqa: E731
+        stages += [
+            ("target", f"{s.model.layers} layers, width {s.model.dim}, vocabulary {s.model.vocab}; {tokens(s.lm)}", done("target/model")),
+            ("P-EAGLE head", f"{s.peagle_layers} layers, K = {s.depths}; {tokens(s.peagle)}", done("peagle/head")),
+            ("EAGLE-3 head", f"1 layer, {s.depths} unrolled steps; {tokens(s.eagle3)}", done("eagle3/head")),
+        ]
+    else:
+        stages.append(("models", f"from {ASSETS}", "done"))
+    ks = ", ".join(map(str, b.ks))
+    what = f"{b.prompts} prompts x {b.new_tokens} tokens, K = {ks}, batch {', '.join(map(str, b.batches))}, {b.repeats} rounds, {b.dtype}"
+    stages.append(("decoding", what, done("suite.json")))
+    if b.fresh and not from_scratch:
+        stages.append(("a fresh P-EAGLE head", f"{b.fresh[0]} steps of {b.fresh[1]} x {s.length} tokens", done("fresh/head")))
+    return [*stages, ("export and report", "both heads to vLLM and speculators; report.html", done("report.html"))]
+
+
+# ---------------------------------------------------------------- stages
+
+
+def _packaged() -> Models:
+    heads = {method: ASSETS / method for method in ("peagle", "eagle3")}
+    return Models(ASSETS / "target", heads, {method: read_metrics(folder, "training.jsonl") for method, folder in heads.items()})
+
+
+def _trained(b: Budget, out: Path, say) -> Models:
+    s = b.scratch
+    lm = train_lm(budgets.lm_run(s, out, SEED), say)
+    say(f"target, held out: {lm.bits_per_byte:.3f} bits per byte")
+    heads = {
+        "peagle": train_head(budgets.peagle_run(s, lm.folder, out / "peagle", SEED, *s.peagle), say).folder,
+        "eagle3": train_head(budgets.eagle3_run(s, lm.folder, out / "eagle3", SEED, *s.eagle3), say).folder,
+    }
+    return Models(lm.folder, heads, {method: read_metrics(out / method) for method in heads})
+
+
+def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: records.Records, say) -> Suite:
+    """The table of decoders. What an earlier call with the same code and options measured is kept."""
+    kept, origin = out / "suite.json", provenance()
+    key = {"name": name, "commit": origin["commit"], "device": origin["device"], "jax": origin["jax"]}
+    if kept.exists() and (saved := json.loads(kept.read_text(encoding="utf-8")))["key"] == key:
+        say("measured already; delete suite.json to measure again")
+        return Suite(saved["records"], saved["lossless"], Generation(**saved["sample"]) if saved["sample"] else None)
+
+    def load(dtype):
+        heads = {method: load_drafter(folder, dtype=dtype) for method, folder in models.heads.items()}
+        return load_target(models.target, taps=heads["peagle"].config.taps, dtype=dtype), heads
+
+    def on_record(record: dict) -> None:
+        results.add(record)
+        say(records.one_line(record))
+
+    options = {"ks": b.ks, "batches": b.batches, "new_tokens": b.new_tokens, "repeats": b.repeats, "sampled_k": b.sampled_k}
+    label = {"name": name, "dtype": b.dtype, "seed": SEED}
+    exact = True
+    if b.dtype != "float32":  # exactness is a float32 rule: products in full precision, few tokens, no timing worth keeping
+        say("exactness, in float32")
+        with jax.default_matmul_precision("highest"):
+            less = options | {"batches": b.batches[:1], "new_tokens": min(64, b.new_tokens), "repeats": 1, "sampled_k": None}
+            checked = run_suite(*load(jnp.float32), prompts, **less, on_record=on_record,
+                                label=label | {"name": f"{name}/exactness", "dtype": "float32"})  # fmt: skip
+            exact = checked.lossless
+    suite = run_suite(*load(jnp.dtype(b.dtype)), prompts, **options, on_record=on_record, label=label)
+    suite = dataclasses.replace(suite, lossless=exact and (suite.lossless or b.dtype != "float32"))
+    body = {"key": key, "records": suite.records, "lossless": suite.lossless, "sample": suite.sample and vars(suite.sample)}
+    work = kept.with_name(".suite.json.tmp")
+    work.write_text(json.dumps(body), encoding="utf-8")
+    work.replace(kept)
+    return suite
+
+
+def _fresh(b: Budget, models: Models, out: Path, scratch: bool, say) -> HeadResult | None:
+    if b.fresh is None or scratch:
+        say("[bold]3/5 training[/bold]: done above")
+        return None
+    say(f"[bold]3/5 training[/bold] a fresh P-EAGLE head for {b.fresh[0]} steps, to show training")
+    return train_head(budgets.peagle_run(b.scratch, models.target, out / "fresh", SEED, *b.fresh), say)
+
+
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [row for _, row in corpus.read_jsonl(folder / name)]
+
+
+def standard_prompts(tokenizer, count: int = 8) -> list[list[int]]:
     """Prompts from files of the standard library that no demo is trained on."""
-    _, held_out = text.split(text.read_corpus(None), HELD_OUT)
+    _, held_out = corpus.split(corpus.read_corpus(None), HELD_OUT)
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
 
 
-def _pieces(tokenizer, sample) -> Sequence[tuple[str, bool]] | None:
+def _named(models: Models) -> list[tuple[str, Path]]:
+    return [("Target", models.target), *((f"{records.NAMES[method]} head", folder) for method, folder in models.heads.items())]
+
+
+def _printable(folder: Path) -> dict:
+    return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in describe(folder).items()}
+
+
+def _pieces(tokenizer, sample: Generation) -> Sequence[tuple[str, bool]]:
     """The sample's text in pieces, each accepted draft or not; byte-level tokens that split a character stay whole runs."""
-    if sample is None:
-        return None
     pieces: list[tuple[str, bool]] = []
     run: list[int] = []
     for i, token in enumerate(sample.output_token_ids):
@@ -103,51 +189,3 @@ def _pieces(tokenizer, sample) -> Sequence[tuple[str, bool]] | None:
             pieces.append((tokenizer.decode(run), sample.drafted[i]))
             run = []
     return pieces
-
-
-def _prompt(tokenizer, sample) -> str:
-    return "" if sample is None else tokenizer.decode(sample.prompt_token_ids)
-
-
-# ---------------------------------------------------------------- the runs
-
-
-def _data(b: Budget, rows: int) -> Data:
-    return Data(source=None, max_chars=b.max_chars, held_out=HELD_OUT, length=b.length, batch=rows)
-
-
-def _often(steps: int) -> dict:
-    return {"log_every": max(1, steps // 20), "save_every": max(1, steps // 2), "max_seconds": None}
-
-
-def lm_run(b: Budget, out: Path, seed: int) -> LmRun:
-    steps, rows = b.lm
-    how = Optimizer(steps=steps, peak_lr=4e-3, warmup=steps // 20, weight_decay=0.1, clip=1.0)
-    return LmRun(task="lm", out=str(out / "target"), seed=seed, model=b.model, data=_data(b, rows), optimizer=how, **_often(steps))
-
-
-def _head(layers: int, before_residual: bool) -> HeadShape:
-    return HeadShape(
-        layers=layers, dim=None, mlp_dim=None, heads=None, kv_heads=None, head_dim=None, draft_vocab=None, taps=None, qk_norm=False,
-        norm_before_residual=before_residual, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None,
-    )  # fmt: skip
-
-
-def peagle_run(b: Budget, out: Path, seed: int) -> PeagleRun:
-    steps, rows = b.peagle
-    how = Optimizer(steps=steps, peak_lr=5e-3, warmup=steps // 20, weight_decay=0.01, clip=1.0)
-    return PeagleRun(
-        task="peagle", target=str(out / "target" / "model"), out=str(out / "peagle"), seed=seed, head=_head(b.peagle_layers, False),
-        cod=Cod(depths=b.depths, ratio=0.8, floor=0.2), train_embedding=True, train_lm_head=True, data=_data(b, rows), optimizer=how,
-        **_often(steps),
-    )  # fmt: skip
-
-
-def eagle3_run(b: Budget, out: Path, seed: int) -> Eagle3Run:
-    steps, rows = b.eagle3
-    how = Optimizer(steps=steps, peak_lr=2e-3, warmup=steps // 20, weight_decay=0.01, clip=1.0)
-    return Eagle3Run(
-        task="eagle3", target=str(out / "target" / "model"), out=str(out / "eagle3"), seed=seed, head=_head(1, False),
-        ttt=Ttt(steps=b.depths, decay=1.0), train_embedding=False, train_lm_head=True, data=_data(b, rows), optimizer=how,
-        **_often(steps),
-    )  # fmt: skip

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax import text, weights
+from peagle_jax import corpus, text, weights
+from peagle_jax.bench.suite import repeated_share
 from peagle_jax.decode.generate import acceptance_length, generate
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
@@ -19,12 +20,12 @@ from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.features import shifted, training_rows
-from peagle_jax.train.fit import claim, fit
+from peagle_jax.train.fit import claim, fit, write_result
 from peagle_jax.train.step import peagle_loss
 from peagle_jax.train.ttt import eagle3_loss
 from peagle_jax.types import InputError, Model
 
-HELD_OUT_PROMPTS, PROMPT, ANSWER = 8, 48, 64  # what the closing measurement decodes: prompts, tokens each
+PROMPT = 48  # tokens of an excerpt that the head is measured on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,9 @@ class HeadResult:
     step: int
     acceptance_length: float | None  # greedy, on held-out prompts, at the trained K
     accepted_per_position: list[float]  # share of drafts accepted at each position
+    repeated_4grams: float  # share of the decoded text's 4-grams that it had written before
     tokens_per_second: float | None  # of training
+    minutes: float  # of training, all sessions together
 
 
 def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
@@ -51,9 +54,9 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
             run.target, "training on text needs the target's tokenizer", "no tokenizer.json", "copy it into the target's folder"
         )
     target = load_target(folder, taps=run.head.taps)
-    documents = text.read_corpus(run.data.source)
-    train, held_out = text.split(documents, run.data.held_out)
-    encoded = text.encode(tokenizer, text.limit(train, run.data.max_chars, run.seed))
+    documents = corpus.read_corpus(run.data.source)
+    train, held_out = corpus.split(documents, run.data.held_out)
+    encoded = text.encode(tokenizer, corpus.limit(train, run.data.max_chars, run.seed))
     rows = pack(encoded, run.data.length, run.data.source)
     say(f"corpus: {len(encoded)} documents, {rows.tokens.size:,} tokens; {len(held_out)} documents held out")
     head, ids = new_head(run, target, rows, tokenizer)
@@ -62,16 +65,25 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     trained, frozen = _split(run, head)
     start_run(head, frozen, Path(run.out))
     loss = functools.partial(_loss, run, target, head)
-    done = fit(run, trained, loss, functools.partial(_batch, run, rows), (target.params, frozen))
-    head = dataclasses.replace(head, params={**done.params, **frozen})
+    prompts = measured_prompts(run, tokenizer, held_out)
+    whole = lambda params: dataclasses.replace(head, params={**params, **frozen})  # noqa: E731
+
+    def probe(step: int, params) -> dict | None:
+        if run.measure.every is None or not prompts or step % run.measure.every:
+            return None
+        return acceptance(target, whole(params), prompts, depths(run), run.measure.new_tokens)
+
+    done = fit(run, trained, loss, functools.partial(_batch, run, rows), (target.params, frozen), probe)
+    head = whole(done.params)
     folder = Path(run.out) / "head"
     source = f"peagle train, task {run.task}, step {done.step}, seed {run.seed}, target {Path(run.target).name}"
     folders.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
-    answers = held_out_answers(target, head, tokenizer, held_out, depths(run))
-    accepted = np.sum([a.accepted_per_position for a in answers], axis=0) / max(sum(a.num_drafts for a in answers), 1)
+    found = acceptance(target, head, prompts, depths(run), run.measure.new_tokens)
     parameters = sum(x.size for x in jax.tree.leaves(head.params))
-    return HeadResult(folder, parameters, done.step, acceptance_length(answers), np.round(accepted, 4).tolist(),
-                      done.tokens / done.seconds if done.tokens else None)  # fmt: skip
+    speed = done.tokens / done.seconds if done.tokens else None
+    result = HeadResult(folder, parameters, done.step, **found, tokens_per_second=speed, minutes=done.minutes)
+    write_result(run, vars(result))
+    return result
 
 
 def depths(run: HeadRun) -> int:
@@ -140,17 +152,27 @@ def _loss(run: HeadRun, target: Model, head: Model, params, batch, fixed):
 
 
 def held_out_prompts(tokenizer, documents, count: int, length: int) -> list[list[int]]:
-    """The first tokens after a quarter of each of the first long enough held-out documents, where code is under way."""
-    prompts = []
-    for document in documents:
-        ids = [] if document.text is None else tokenizer(document.text, add_special_tokens=False)["input_ids"]
-        if len(ids) >= 4 * length:
-            prompts.append(ids[len(ids) // 4 :][:length])
-        if len(prompts) == count:
-            break
-    return prompts
+    """The first tokens after a quarter of `count` long enough documents, spread over the corpus; there code is under way."""
+    texts = [d.text for d in documents if d.text is not None and len(d.text) >= 4 * length]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    encoded = [ids for ids in encoded if len(ids) >= 4 * length]
+    picks = [encoded[i * len(encoded) // count] for i in range(count)] if len(encoded) >= count else encoded
+    return [list(ids[len(ids) // 4 :][:length]) for ids in picks]
 
 
-def held_out_answers(target: Model, head: Model, tokenizer, documents, k: int):
-    prompts = held_out_prompts(tokenizer, documents, HELD_OUT_PROMPTS, PROMPT)
-    return generate(target, head, prompts, k=k, max_new_tokens=ANSWER, stop_ids=()) if prompts else []
+def measured_prompts(run: HeadRun, tokenizer, held_out) -> list[list[int]]:
+    if run.measure.prompts is not None:
+        return text.read_prompts(Path(run.measure.prompts), tokenizer)[: run.measure.count]
+    return held_out_prompts(tokenizer, held_out, run.measure.count, PROMPT)
+
+
+def acceptance(target: Model, head: Model, prompts, k: int, new_tokens: int) -> dict:
+    """Acceptance length, share of drafts accepted at each position, and how much the text repeats itself; greedy, one batch."""
+    if not prompts:
+        return {"acceptance_length": None, "accepted_per_position": [], "repeated_4grams": 0.0}
+    answers = generate(target, head, prompts, k=k, max_new_tokens=new_tokens, stop_ids=())
+    accepted = np.sum([a.accepted_per_position for a in answers], axis=0) / max(sum(a.num_drafts for a in answers), 1)
+    return {
+        "acceptance_length": acceptance_length(answers), "accepted_per_position": np.round(accepted, 4).tolist(),
+        "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
+    }  # fmt: skip

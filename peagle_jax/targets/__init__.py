@@ -49,13 +49,14 @@ def load_target(path: str | Path, *, taps: Sequence[int] | None = None, dtype: D
 
 
 def save_target(
-    target: Model, path: str | Path, *, dtype: DTypeLike = jnp.float32, tokenizer_from: Path | None = None, metadata=None
-) -> None:
-    """Writes a folder that transformers and vLLM load; appears whole or not at all."""
+    target: Model, path: str | Path, *, dtype: DTypeLike = jnp.float32, tokenizer_from: Path | None = None, metadata=None,
+    max_shard_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """Writes a folder that transformers and vLLM load; appears whole or not at all. One file, or shards of at most `max_shard_bytes`."""
     _, _, table, to_hf = next(t for t in TARGETS.values() if isinstance(target.config, t[0]))
     tensors = weights.cast(weights.export(target.params, table(target.config)), np.dtype(dtype))
     with weights.new_folder(Path(path)) as folder:
-        weights.write_folder(folder, to_hf(target.config, np.dtype(dtype).name), tensors, metadata or {})
+        weights.write_folder(folder, to_hf(target.config, np.dtype(dtype).name), tensors, metadata or {}, max_shard_bytes)
         for name in TOKENIZER_FILES:
             if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
                 shutil.copy(Path(tokenizer_from) / name, folder / name)

@@ -13,7 +13,7 @@ from peagle_jax.types import InputError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    source: str | None  # folder or JSONL; null: this machine's Python standard library
+    source: str | None  # folder or JSONL; "installed"; null: this machine's Python standard library (corpus.read_corpus)
     max_chars: int | None  # a random choice of about so many characters; null: all
     held_out: float  # share of documents never trained on
     length: int  # tokens a row
@@ -126,6 +126,20 @@ class Ttt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Greedy decoding with the head as it is: what `metrics.jsonl` and the closing table say about acceptance."""
+
+    every: int | None  # steps; null: only when training is done. Its seconds do not count as training
+    prompts: str | None  # JSONL; null: excerpts of the corpus's held-out documents
+    count: int  # prompts, decoded as one batch
+    new_tokens: int
+
+    def __post_init__(self):
+        if min(self.every or 1, self.count, self.new_tokens) < 1:
+            raise ValueError(f"measure needs every, count and new_tokens of 1 or more; got {self}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadRun(Run):
     """What runs of both kinds of head say."""
 
@@ -133,6 +147,7 @@ class HeadRun(Run):
     head: HeadShape
     train_embedding: bool
     train_lm_head: bool
+    measure: Measure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

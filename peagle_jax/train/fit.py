@@ -18,6 +18,7 @@ from peagle_jax.train.config import Optimizer, dump
 from peagle_jax.types import InputError, Params
 
 Loss = Callable[[Params, Any], tuple[jax.Array, dict]]  # (trained parameters, batch) -> loss, metrics
+Probe = Callable[[int, Params], dict | None]  # (step, trained parameters) -> what to log of it, if anything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Fitted:
     step: int
     seconds: float  # of this session's training steps, without compilation
     tokens: int  # of this session's training steps, likewise
+    minutes: float  # of all sessions, compilation included
 
 
 def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
@@ -37,7 +39,7 @@ def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
     )
 
 
-def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any) -> Fitted:
+def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any, probe: Probe | None = None) -> Fitted:
     """Trains `params` for `run.optimizer.steps` steps, resuming from what `run.out` holds.
 
     Args:
@@ -45,6 +47,7 @@ def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: 
       loss: (params, batch, fixed) -> scalar, metrics. Pure.
       batch_at: step -> batch, on the host; the same step gives the same batch.
       fixed: arrays that `loss` reads and nobody trains (a target's weights).
+      probe: asked after every step; its seconds are not counted. What it returns becomes a row of metrics.jsonl.
     """
     out = Path(run.out)
     claim(run)
@@ -62,10 +65,11 @@ def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: 
     if (latest := checkpoints.latest()) is not None:
         state = checkpoints.restore(latest, state)
     first = step = int(state["step"])
-    _truncate(out / "metrics.jsonl", first)
+    spent = _truncate(out / "metrics.jsonl", first)  # seconds of the sessions before this one
     update = jax.jit(update, donate_argnums=0)
     start = warm = time.perf_counter()
     tokens = 0
+    seconds = lambda: round(spent + time.perf_counter() - start, 3)  # noqa: E731
     with _progress() as bar, (out / "metrics.jsonl").open("a", encoding="utf-8") as log:
         task = bar.add_task(run.task, total=run.optimizer.steps, completed=step, loss="")
         while step < run.optimizer.steps:
@@ -79,20 +83,26 @@ def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: 
                 tokens += run.data.batch * run.data.length
             over = run.max_seconds is not None and time.perf_counter() - start > run.max_seconds
             if step % run.log_every == 0 or step == run.optimizer.steps or over:
-                row = {"step": step, "seconds": round(time.perf_counter() - start, 3), **_plain(jax.device_get(metrics))}
-                log.write(json.dumps(row) + "\n")
-                log.flush()
+                jax.block_until_ready(state)
+                row = {"step": step, "seconds": seconds(), **_plain(jax.device_get(metrics))}
+                _log(log, row)
                 bar.update(task, completed=step, loss=f"loss {row['loss']:.4f}")
+            if probe is not None:
+                before = time.perf_counter()
+                if (found := probe(step, state["params"])) is not None:
+                    aside = time.perf_counter() - before
+                    start, warm = start + aside, warm + aside
+                    _log(log, {"step": step, "seconds": seconds(), **found})
             if step % run.save_every == 0 and step < run.optimizer.steps:
                 checkpoints.save(step, state)
             if over:
                 break
     jax.block_until_ready(state)
-    seconds = time.perf_counter() - warm
+    trained = time.perf_counter() - warm
     if step > first:
         checkpoints.save(step, state)
     checkpoints.close()
-    return Fitted(state["params"], step, seconds, tokens)
+    return Fitted(state["params"], step, trained, tokens, round(seconds() / 60, 2))
 
 
 def claim(run) -> None:
@@ -114,11 +124,26 @@ def claim(run) -> None:
         raise InputError(out, "the output folder must be writable", error.strerror, "choose another place") from None
 
 
-def _truncate(path: Path, step: int) -> None:
-    """Drops metric rows past the step that is resumed from: they will be written again."""
-    if path.exists():
-        rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
-        path.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+def write_result(run, result: dict) -> None:
+    """result.json in `run.out`: what the run came to, for cards and reports."""
+    work = Path(run.out) / ".result.json.tmp"
+    work.write_text(json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in result.items()}, indent=2) + "\n", encoding="utf-8")
+    work.replace(Path(run.out) / "result.json")
+
+
+def _truncate(path: Path, step: int) -> float:
+    """Drops metric rows past the step that is resumed from: they will be written again. Returns the seconds spent until then."""
+    if not path.exists():
+        return 0.0
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    kept = [row for row in rows if row["step"] <= step]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    return max((row["seconds"] for row in kept), default=0.0)
+
+
+def _log(file, row: dict) -> None:
+    file.write(json.dumps(row) + "\n")
+    file.flush()
 
 
 def _plain(metrics: dict) -> dict:

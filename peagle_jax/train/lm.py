@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from peagle_jax import text
+from peagle_jax import corpus, text
 from peagle_jax.layers import Rope
 from peagle_jax.targets import qwen3, save_target
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
-from peagle_jax.train.fit import claim, fit
+from peagle_jax.train.fit import claim, fit, write_result
 from peagle_jax.types import Batch, Model
 
 ROWS = 2048  # tokens whose logits exist at one time
@@ -29,15 +29,16 @@ class LmResult:
     step: int
     bits_per_byte: float | None  # on held-out texts; None where there is none
     tokens_per_second: float | None
+    minutes: float  # of training, all sessions together
 
 
 def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     """Tokenizer, training, held-out bits per byte, export to `run.out`/model."""
     claim(run)
-    documents = text.read_corpus(run.data.source)
-    train, held_out = text.split(documents, run.data.held_out)
-    train = text.limit(train, run.data.max_chars, run.seed)
-    held_out = text.limit(held_out, run.data.max_chars and run.data.max_chars // 20, run.seed)
+    documents = corpus.read_corpus(run.data.source)
+    train, held_out = corpus.split(documents, run.data.held_out)
+    train = corpus.limit(train, run.data.max_chars, run.seed)
+    held_out = corpus.limit(held_out, run.data.max_chars and run.data.max_chars // 20, run.seed)
     tokenizer = text.train_tokenizer((d.plain for d in train), run.model.vocab)
     rows = pack(text.encode(tokenizer, train), run.data.length, run.data.source)
     say(f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; {len(held_out)} held out; vocabulary {len(tokenizer)}")
@@ -53,7 +54,9 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     tokenizer.save_pretrained(tokenizer_folder)
     save_target(trained, folder, tokenizer_from=tokenizer_folder, metadata={"source": f"peagle train, step {done.step}"})
     parameters = sum(x.size for x in jax.tree.leaves(done.params))
-    return LmResult(folder, parameters, done.step, bits, done.tokens / done.seconds if done.tokens else None)
+    result = LmResult(folder, parameters, done.step, bits, done.tokens / done.seconds if done.tokens else None, done.minutes)
+    write_result(run, vars(result))
+    return result
 
 
 def _config(run: LmRun, vocab: int, stop: int) -> qwen3.Qwen3Config:

@@ -81,6 +81,7 @@ def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
     def run_file(name: str) -> Path:
         raw = config(task, corpus, tmp_path / name, target)
         raw["optimizer"]["steps"] = STEPS
+        raw["measure"] |= {"every": 30, "count": 2, "new_tokens": 6}
         return write(tmp_path / f"{name}.yaml", raw)
 
     assert main(["train", str(run_file("whole"))]) == 0
@@ -99,8 +100,15 @@ def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
     assert same(tmp_path / "killed" / "head", tmp_path / "whole" / "head")
     strip = lambda out: [{k: v for k, v in r.items() if k != "seconds"} for r in rows(out)]  # noqa: E731
     assert strip(tmp_path / "killed") == strip(tmp_path / "whole")
-    assert [r["step"] for r in rows(tmp_path / "whole")] == list(range(2, STEPS + 1, 2))
+    assert [r["step"] for r in rows(tmp_path / "whole") if "loss" in r] == list(range(2, STEPS + 1, 2))
     assert len(rows(tmp_path / "whole")[0]["accuracy"]) == 3
+    measured = [r for r in rows(tmp_path / "whole") if "acceptance_length" in r]
+    assert [r["step"] for r in measured] == [30, 60, 90, 120] and len(measured[0]["accepted_per_position"]) == 3
+    for name in ("whole", "killed"):  # time goes on where it stopped
+        seconds = [r["seconds"] for r in rows(tmp_path / name)]
+        assert seconds == sorted(seconds)
+    result = json.loads((tmp_path / "killed" / "result.json").read_text())
+    assert result["step"] == STEPS and result["acceptance_length"] == measured[-1]["acceptance_length"]
 
 
 def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_path, capsys):
@@ -143,6 +151,8 @@ def test_shipped_configs_load(path):
         ({"head.heads": 3, "head.kv_heads": 2}, "multiple of kv_heads"),
         ({"target": "nowhere"}, "nowhere"),
         ({"seed": "four"}, "seed: must be int"),
+        ({"measure.count": 0}, "measure needs every, count and new_tokens of 1 or more"),
+        ({"measure.prompts": "nowhere.jsonl"}, "nowhere.jsonl: this file must exist"),
     ],
 )
 def test_bad_values_are_refused_before_training(change, words, corpus, target, tmp_path, capsys):

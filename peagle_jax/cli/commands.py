@@ -1,10 +1,10 @@
-"""`peagle ...`: parse, call one function, print. Exit codes: 0 done, 1 the job failed, 2 bad arguments or bad input."""
+"""One function a command: it calls into the library, prints, and returns the exit code."""
 
-import argparse
 import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -18,119 +18,22 @@ from peagle_jax.types import InputError
 CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise InputError(self.prog, "arguments must be as --help says", message, f"run {self.prog} --help")
+def demo(args) -> int:
+    from peagle_jax.pipelines.budgets import BUDGETS
+    from peagle_jax.pipelines.demo import plan, run_demo
 
-
-def main(argv: list[str] | None = None) -> int:
-    _quiet()
-    try:
-        args, rest = _parser().parse_known_args(argv)
-        if rest and args.command is not _train:
-            raise InputError(f"peagle {args.name}", "every argument must be known", " ".join(rest), f"run peagle {args.name} --help")
-        return args.command(args, rest) if args.command is _train else args.command(args)
-    except InputError as error:
-        print(f"peagle: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("peagle: interrupted; a training run resumes with the same command", file=sys.stderr)
-        return 1
-
-
-def _quiet() -> None:
-    """Libraries' chatter stays out of the way of one-line errors; compiled programs are kept between runs."""
-    import logging
-    import warnings
-
-    import jax
-
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install PyTorch, which nothing here needs
-    warnings.filterwarnings("ignore", module="orbax")
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "peagle_jax" / "xla"))
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="peagle", description="P-EAGLE in JAX: train draft heads, decode losslessly, export to vLLM.")
-    commands = parser.add_subparsers(dest="name", required=True, parser_class=Parser)
-
-    def add(name, function, text):
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=function)
-        return sub
-
-    p = add("demo", _demo, "trains a small target and both heads on this machine's Python source, decodes, exports, reports")
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--budget", choices=("smoke", "small"), default="small")
-
-    p = add("train", _train, "trains a head or a small target from a YAML config; --a.b.c VALUE overrides; resumes by itself")
-    p.add_argument("config", type=Path)
-
-    p = add("generate", _generate, "continues prompts with a target, alone or with a draft head")
-    p.add_argument("--target", required=True)
-    p.add_argument("--drafter")
-    p.add_argument("--method", choices=("peagle", "eagle3", "none"))
-    p.add_argument("-k", type=int, default=None, help="tokens drafted a step (default: what the head was trained for, at most 7)")
-    source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt")
-    source.add_argument("--prompts", type=Path)
-    p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--top-k", type=int, default=0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--greedy-drafts", action="store_true", help="with a temperature, draft argmaxes instead of samples")
-    p.add_argument("--ignore-eos", action="store_true")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument("--batch-size", type=int, default=8)
-    p.add_argument("--out", type=Path)
-
-    p = add("bench", _bench, "tokens per second, acceptance and exactness of plain and speculative decoding, in one run")
-    p.add_argument("--target", required=True)
-    p.add_argument("--drafter", action="append", required=True, help="once or twice: a P-EAGLE and an EAGLE-3 head")
-    p.add_argument("--prompts", type=Path, help="default: 8 prompts of held-out standard-library source")
-    p.add_argument("--k", default="1,3,5,7,11")
-    p.add_argument("--concurrency", default="1")
-    p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    p.add_argument("--out", type=Path, required=True)
-
-    p = add("convert", _convert, "a head folder or training run -> vllm, speculators or orbax; a target -> hf")
-    p.add_argument("src")
-    p.add_argument("dst", type=Path)
-    p.add_argument("--to", choices=("vllm", "speculators", "orbax", "hf"), required=True)
-    p.add_argument("--k", type=int)
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    p.add_argument("--target")
-
-    p = add("inspect", _inspect, "what a folder is, its shapes, sizes and taps, and what it can be used with")
-    p.add_argument("dir")
-    p.add_argument("--json", action="store_true")
-
-    p = add("serve-config", _serve_config, "the flag or variable that makes vLLM or SageMaker serve a head")
-    p.add_argument("dir")
-    p.add_argument("--engine", choices=("vllm", "sagemaker"), required=True)
-    p.add_argument("--k", type=int)
-    p.add_argument("--target", default="TARGET")
-    return parser
-
-
-# ---------------------------------------------------------------- commands
-
-
-def _demo(args) -> int:
-    from peagle_jax.pipelines.demo import run_demo
-
-    result = run_demo(args.out, args.budget, CONSOLE.print)
+    if args.dry_run:
+        table = Table("stage", "what", "state", title=f"budget {args.budget}, minutes: {BUDGETS[args.budget].minutes}")
+        for row in plan(args.budget, args.out, args.from_scratch):
+            table.add_row(*row)
+        CONSOLE.print(table)
+        return 0
+    result = run_demo(args.out, args.budget, CONSOLE.print, from_scratch=args.from_scratch)
     CONSOLE.print(f"report: {result.report}")
     return 0 if result.lossless else 1
 
 
-def _train(args, rest: list[str]) -> int:
+def train(args, rest: list[str]) -> int:
     import tyro
 
     from peagle_jax.pipelines.train_head import train_head
@@ -148,6 +51,23 @@ def _train(args, rest: list[str]) -> int:
             ) from None
     result = train_lm(run, CONSOLE.print) if isinstance(run, LmRun) else train_head(run, CONSOLE.print)
     _print_facts(vars(result))
+    return 0
+
+
+def regenerate(args) -> int:
+    from peagle_jax.pipelines.regenerate import Regeneration, regenerate
+
+    for flag in ("answers", "prompt_tokens", "new_tokens", "batch_size"):
+        _numbers(f"--{flag.replace('_', '-')}", str(getattr(args, flag)))
+    if not 0 <= args.held_out < 1 or min(args.temperature) < 0:
+        got = f"{args.held_out}, {args.temperature}"
+        raise InputError("peagle regenerate", "--held-out must lie in 0..1 and no --temperature below 0", got, "mend them")
+    how = Regeneration(
+        source=args.source, held_out=args.held_out, answers=args.answers, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
+        temperatures=tuple(args.temperature), batch_size=args.batch_size, seed=args.seed,
+    )  # fmt: skip
+    tokens = regenerate(weights.find_folder(args.target), how, args.out, CONSOLE.print)
+    CONSOLE.print(f"{args.out}: {args.answers:,} answers, {tokens:,} tokens")
     return 0
 
 
@@ -169,7 +89,7 @@ def _load(target: str, drafter: str | None, dtype: str):
     return folder, loaded, head
 
 
-def _generate(args) -> int:
+def generate(args) -> int:
     from peagle_jax import text
     from peagle_jax.pipelines.answer import answer_prompts
 
@@ -197,11 +117,12 @@ def _generate(args) -> int:
     return 0
 
 
-def _bench(args) -> int:
-    from peagle_jax import report
-    from peagle_jax.bench import run_suite
+def bench(args) -> int:
+    from peagle_jax.bench.suite import run_suite
     from peagle_jax.decode.generate import check_fit, check_prompts
     from peagle_jax.draft.folders import load_drafter
+    from peagle_jax.report import plots, records
+    from peagle_jax.report.page import write_report
 
     ks, batches = _numbers("--k", args.k), _numbers("--concurrency", args.concurrency)
     _numbers("--repeats", str(args.repeats))
@@ -216,11 +137,12 @@ def _bench(args) -> int:
         heads[method] = head
     prompts = _bench_prompts(args.prompts, folder)
     check_prompts(prompts, target.config, args.max_new_tokens, max(ks), None)
-    records_file = report.Records(args.out)
+    records_file = records.Records(args.out)
     suite = run_suite(target, heads, prompts, ks=ks, batches=batches, new_tokens=args.max_new_tokens, repeats=args.repeats,
-                      on_record=lambda r: (records_file.add(r), CONSOLE.print(report.one_line(r))))  # fmt: skip
-    page = report.write_report(args.out, suite.records, sample=None, runs=[])
-    CONSOLE.print(report.table(suite.records))
+                      on_record=lambda r: (records_file.add(r), CONSOLE.print(records.one_line(r))))  # fmt: skip
+    pictures = plots.draw(args.out, suite.records, {}, [])
+    page = write_report(args.out, suite.records, pictures=pictures, sample=None, runs=[])
+    CONSOLE.print(records.table(suite.records))
     CONSOLE.print(f"report: {page}")
     return 0 if suite.lossless or args.dtype != "float32" else 1  # exactness is a float32 rule
 
@@ -237,16 +159,17 @@ def _bench_prompts(path: Path | None, folder: Path) -> list[list[int]]:
     return standard_prompts(tokenizer)
 
 
-def _convert(args) -> int:
+def convert(args) -> int:
     from peagle_jax.pipelines.convert import convert
 
     target = weights.find_folder(args.target) if args.target else None
-    convert(weights.find_folder(args.src), args.dst, to=args.to, k=args.k, dtype=args.dtype, target=target)
+    size = None if args.max_shard_size is None else _bytes("--max-shard-size", args.max_shard_size)
+    convert(weights.find_folder(args.src), args.dst, to=args.to, k=args.k, dtype=args.dtype, target=target, max_shard_bytes=size)
     CONSOLE.print(f"{args.src} -> {args.dst} ({args.to})")
     return 0
 
 
-def _inspect(args) -> int:
+def inspect(args) -> int:
     from peagle_jax.pipelines.inspect import describe
 
     facts = describe(weights.find_folder(args.dir))
@@ -254,7 +177,7 @@ def _inspect(args) -> int:
     return 0
 
 
-def _serve_config(args) -> int:
+def serve_config(args) -> int:
     from peagle_jax.draft.folders import serving_flags
     from peagle_jax.pipelines.convert import read_serving
 
@@ -283,6 +206,14 @@ def _numbers(flag: str, value: str) -> list[int]:
     return numbers
 
 
+def _bytes(flag: str, value: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", value, re.IGNORECASE)
+    if not found or (size := int(float(found[1]) * units[found[2].upper()])) < 1:
+        raise InputError(flag, f"must be a number and one of {', '.join(units)}", value, "write it as 5GB")
+    return size
+
+
 def _print_facts(facts: dict) -> None:
     from peagle_jax.pipelines.inspect import printable
 
@@ -305,7 +236,3 @@ def _write_lines(path: Path, rows: list[dict]) -> None:
         work.replace(path)
     except OSError as error:
         raise InputError(path, "the output file must be writable", error.strerror, "choose another place") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measuring: exactness, whole decodings, the parts of a step, and where a number comes from."""

@@ -1,0 +1,5 @@
+import sys
+
+from peagle_jax.cli import main
+
+sys.exit(main())

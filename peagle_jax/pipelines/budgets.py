@@ -1,0 +1,124 @@
+"""How much of everything a demo does, and the training runs that follow from it."""
+
+import dataclasses
+from pathlib import Path
+
+from peagle_jax.corpus import INSTALLED
+from peagle_jax.train.cod import Cod
+from peagle_jax.train.config import Data, Eagle3Run, HeadShape, LmRun, LmShape, Measure, Optimizer, PeagleRun, Ttt
+
+HELD_OUT = 0.05  # share of files, by name, that no model of a demo is trained on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """Models trained by the demo itself, instead of those that come with the package."""
+
+    model: LmShape
+    source: str | None
+    max_chars: int | None
+    length: int
+    lm: tuple[int, int]  # steps, rows a step
+    peagle: tuple[int, int]
+    eagle3: tuple[int, int]
+    peagle_layers: int
+    depths: int  # K in training
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    minutes: str  # what to expect, for --dry-run
+    scratch: Scratch
+    needs_scratch: bool  # whether the models that come with the package are not meant for it
+    fresh: tuple[int, int] | None  # steps, rows a step of the head trained to show training; None where heads are trained anyway
+    ks: tuple[int, ...]
+    batches: tuple[int, ...]
+    sampled_k: int | None
+    prompts: int
+    new_tokens: int
+    repeats: int
+    dtype: str  # of decoding; exactness is always checked in float32
+
+
+def _lm(vocab: int, layers: int, dim: int, mlp_dim: int, heads: int, kv_heads: int, head_dim: int, context: int) -> LmShape:
+    return LmShape(
+        vocab=vocab, layers=layers, dim=dim, mlp_dim=mlp_dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e4,
+        context=context,
+    )  # fmt: skip
+
+
+BUDGETS = {
+    "smoke": Budget(
+        minutes="2 on 2 CPU cores", needs_scratch=False, fresh=(16, 2), ks=(1, 4), batches=(1,), sampled_k=None, prompts=4, new_tokens=48,
+        repeats=3, dtype="float32",
+        scratch=Scratch(
+            model=_lm(1024, 4, 128, 384, 4, 2, 32, 2048), source=None, max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 4),
+            eagle3=(150, 4), peagle_layers=2, depths=5,
+        ),
+    ),
+    "small": Budget(
+        minutes="10 on 2 CPU cores; 30 with --from-scratch", needs_scratch=False, fresh=(150, 4), ks=(1, 3, 5, 7, 11), batches=(1, 8),
+        sampled_k=7, prompts=8, new_tokens=128, repeats=5, dtype="float32",
+        scratch=Scratch(
+            model=_lm(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(600, 4),
+            eagle3=(300, 4), peagle_layers=2, depths=8,
+        ),
+    ),
+    "full": Budget(
+        minutes="8 on one H200 (estimated)", needs_scratch=True, fresh=None, ks=(1, 3, 5, 7, 11, 16), batches=(1, 8), sampled_k=7,
+        prompts=16, new_tokens=256, repeats=5, dtype="bfloat16",
+        scratch=Scratch(
+            model=_lm(8192, 12, 768, 2304, 12, 4, 64, 4096), source=INSTALLED, max_chars=None, length=512, lm=(1500, 32), peagle=(900, 32),
+            eagle3=(600, 32), peagle_layers=4, depths=8,
+        ),
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- the runs
+
+
+def lm_run(s: Scratch, out: Path, seed: int) -> LmRun:
+    steps, rows = s.lm
+    rate = 4e-3 if s.model.dim < 256 else 2e-3
+    how = Optimizer(steps=steps, peak_lr=rate, warmup=steps // 20, weight_decay=0.1, clip=1.0)
+    return LmRun(task="lm", out=str(out / "target"), seed=seed, model=s.model, data=_data(s, rows), optimizer=how, **_often(steps))
+
+
+def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> PeagleRun:
+    return PeagleRun(
+        task="peagle", target=str(target), out=str(out), seed=seed, head=_head(s.peagle_layers),
+        cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), train_embedding=True, train_lm_head=True, measure=_measure(steps),
+        data=_data(s, rows), optimizer=_head_optimizer(steps), **_often(steps),
+    )  # fmt: skip
+
+
+def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> Eagle3Run:
+    return Eagle3Run(
+        task="eagle3", target=str(target), out=str(out), seed=seed, head=_head(1), ttt=Ttt(steps=s.depths, decay=1.0),
+        train_embedding=False, train_lm_head=True, measure=_measure(steps), data=_data(s, rows), optimizer=_head_optimizer(steps),
+        **_often(steps),
+    )  # fmt: skip
+
+
+def _data(s: Scratch, rows: int) -> Data:
+    return Data(source=s.source, max_chars=s.max_chars, held_out=HELD_OUT, length=s.length, batch=rows)
+
+
+def _often(steps: int) -> dict:
+    return {"log_every": max(1, steps // 40), "save_every": max(1, steps // 2), "max_seconds": None}
+
+
+def _measure(steps: int) -> Measure:
+    return Measure(every=max(1, steps // 4), prompts=None, count=8, new_tokens=64)
+
+
+def _head_optimizer(steps: int) -> Optimizer:
+    return Optimizer(steps=steps, peak_lr=2e-3, warmup=max(1, steps // 20), weight_decay=0.01, clip=1.0)
+
+
+def _head(layers: int) -> HeadShape:
+    return HeadShape(
+        layers=layers, dim=None, mlp_dim=None, heads=None, kv_heads=None, head_dim=None, draft_vocab=None, taps=None, qk_norm=False,
+        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Records of measurements -> JSONL, tables, pictures, and one self-contained page."""

@@ -1,0 +1,77 @@
+"""A suite's records: every case decodes every prompt, exactness is noticed, ratios are of the same round."""
+
+import dataclasses
+
+import pytest
+
+from peagle_jax.bench import suite as suites
+from peagle_jax.bench.exact import compare
+from peagle_jax.bench.suite import Case, Decoding, repeated_share, run_suite
+from tests import tiny
+
+PROMPTS = [[3, 9, 4], [7, 1, 2], [8, 8, 5]]
+
+
+@pytest.fixture(scope="module")
+def suite():
+    heads = {"peagle": tiny.head(0), "eagle3": tiny.head(1, mask_token=None)}
+    seen = []
+    made = run_suite(tiny.target(), heads, PROMPTS, ks=(2,), batches=(1, 2), new_tokens=6, repeats=3, on_record=seen.append, sampled_k=3,
+                     label={"name": "x"})  # fmt: skip
+    assert seen == made.records
+    return made
+
+
+def test_every_case_is_there_in_order(suite):
+    cases = [(r["method"], r["k"], r["batch"], r["temperature"]) for r in suite.records]
+    greedy = [(m, k, b, 0.0) for b in (1, 2) for m, k in (("none", 0), ("eagle3", 2), ("peagle", 2))]
+    assert cases == [*greedy, ("none", 0, 2, 1.0), ("eagle3", 3, 2, 1.0), ("peagle", 3, 2, 1.0)]
+    assert all(r["name"] == "x" and r["commit"] for r in suite.records)
+
+
+def test_all_prompts_are_decoded_at_every_batch_size(suite):
+    assert [r["prompts"] for r in suite.records if r["temperature"] == 0] == [3, 3, 3, 2, 2, 2]  # batches of 2 leave one of three out
+    assert suite.lossless and all(r["lossless"] and r["different"] == 0 for r in suite.records if r["k"] and r["temperature"] == 0)
+    assert not any("lossless" in r for r in suite.records if r["temperature"])  # sampled texts differ: nothing to compare
+    for r in suite.records:
+        assert len(r["seconds"]) == 3 and len(r["accepted_per_position"]) == r["k"]
+        if r["k"]:
+            assert r["acceptance_length"] == pytest.approx(1 + sum(r["accepted_per_position"]))
+
+
+def test_speedups_are_medians_of_the_rounds_own_ratios():
+    """Rounds of 1, 10 and 2 seconds for plain decoding: a slow moment of the machine hits both sides."""
+    plain, fast = (Decoding(Case(m, 0, 1, 0.0), tiny.target(), None, PROMPTS, 4) for m in ("none", "none"))
+    plain.seconds, fast.seconds = [1.0, 10.0, 2.0], [0.5, 4.0, 1.0]
+    assert suites._speedup(fast, plain) == 2.0
+
+
+def test_parts_and_break_even(suite):
+    plain, eagle3, peagle = suite.records[:3]
+    assert plain["draft_seconds"] == 0 and plain["break_even"] == 1
+    for r in (eagle3, peagle):
+        assert r["break_even"] == pytest.approx((r["draft_seconds"] + r["verify_seconds"]) / plain["verify_seconds"])
+
+
+def test_a_wrong_text_is_noticed():
+    target = tiny.target()
+    run = Decoding(Case("none", 0, 1, 0.0), target, None, PROMPTS, 6)
+    run.run(timed=True)
+    right = [a.output_token_ids for a in run.answers]
+    wrong = [list(ids) for ids in right]
+    wrong[1][2] = (wrong[1][2] + 1) % target.config.vocab
+    assert compare(target, PROMPTS, right, right).lossless
+    found = compare(target, PROMPTS, wrong, right)
+    assert not found.lossless and found.different == 1 and found.same == 2
+
+
+def test_a_batch_larger_than_the_prompts_repeats_them():
+    run = Decoding(Case("none", 0, 8, 0.0), tiny.target(), None, PROMPTS, 2)
+    assert [len(g) for g in run.groups] == [8] and run.groups[0][:4] == [*PROMPTS, PROMPTS[0]]
+    assert dataclasses.asdict(run.case)["batch"] == 8
+
+
+def test_repeated_share():
+    assert repeated_share([[1, 2, 3, 4, 5]]) == 0
+    assert repeated_share([[1, 2, 3, 4, 1, 2, 3, 4]]) == pytest.approx(1 / 5)  # 5 four-grams, the last one again
+    assert repeated_share([[1, 2]]) == 0

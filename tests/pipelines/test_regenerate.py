@@ -1,0 +1,95 @@
+"""A target's own answers as training data: from the training side of the split, resumable, read back as they were written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from peagle_jax import corpus, text
+from peagle_jax.cli import main
+from peagle_jax.decode.generate import generate
+from peagle_jax.pipelines.regenerate import Regeneration, excerpts_of, regenerate
+from peagle_jax.targets import load_target, save_target
+from peagle_jax.types import InputError
+from tests import tiny
+
+HOW = Regeneration(source="", held_out=0.3, answers=6, prompt_tokens=3, new_tokens=5, temperatures=(0.0, 0.7), batch_size=2, seed=4)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("regenerate")
+    (folder / "corpus").mkdir()
+    for i in range(20):
+        (folder / "corpus" / f"m{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 3)
+    tokenizer = text.train_tokenizer(["def f(x):\n    return x\n" * 50], 300)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    save_target(tiny.target(vocab=len(tokenizer)), folder / "target", tokenizer_from=folder / "tokenizer")
+    return folder
+
+
+def how(place, **changes):
+    return Regeneration(**{**vars(HOW), "source": str(place / "corpus"), **changes})
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_the_targets_own(place, tmp_path):
+    regenerate(place / "target", how(place), tmp_path / "a.jsonl", lambda s: None)
+    target = load_target(place / "target", taps=())
+    got = rows(tmp_path / "a.jsonl")
+    prompts = [r["prompt_token_ids"] for r in got]
+    assert len(got) == 6 and all(len(r["output_token_ids"]) == 5 for r in got)
+    greedy = [a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5, stop_ids=())]
+    warm = [a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5, stop_ids=(), temperature=0.7, seed=[4 + i for i in range(6)])]
+    assert [r["output_token_ids"] for r in got] == [*greedy[:2], *warm[2:4], *greedy[4:]]  # batches of two take the temperatures in turn
+
+
+def test_a_cut_file_is_completed_to_the_same_answers(place, tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    regenerate(place / "target", how(place), whole, lambda s: None)
+    cut.write_text(whole.read_text()[: len(whole.read_text()) // 2])  # in the middle of a line
+    regenerate(place / "target", how(place), cut, lambda s: None)
+    assert cut.read_text() == whole.read_text()
+    with pytest.raises(InputError, match="answers of 7 tokens"):
+        regenerate(place / "target", how(place, new_tokens=7), cut, lambda s: None)
+    assert cut.read_text() == whole.read_text()
+
+
+def test_no_excerpt_is_of_a_held_out_file(place):
+    tokenizer = text.load_tokenizer(place / "target")
+    train, held_out = corpus.split(corpus.read_corpus(place / "corpus"), 0.3)
+    assert held_out
+    found = excerpts_of(tokenizer, train, how(place, answers=200))
+    texts = [tokenizer.decode(ids) for ids in found]
+    assert all(len(ids) == 3 for ids in found) and len(set(texts)) > 20
+    assert all(any(t in d.text for d in train) for t in texts)
+    with pytest.raises(InputError, match="more than 99999 tokens"):
+        excerpts_of(tokenizer, train, how(place, prompt_tokens=99999))
+
+
+def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
+    code = main(["regenerate", "--target", str(place / "target"), "--source", str(place / "corpus"), "--answers", "2", "--prompt-tokens", "3",
+                 "--new-tokens", "5", "--temperature", "0", "--out", str(tmp_path / "a.jsonl")])  # fmt: skip
+    assert code == 0
+    tokenizer = text.load_tokenizer(place / "target")
+    documents = corpus.read_corpus(tmp_path / "a.jsonl")
+    (ids, supervised), _ = text.encode(tokenizer, documents)
+    first = rows(tmp_path / "a.jsonl")[0]
+    assert ids.tolist() == first["prompt_token_ids"] + first["output_token_ids"]
+    np.testing.assert_array_equal(supervised, [False] * 3 + [True] * 5)
+    foreign = corpus.Document("x", None, (), (1,), (len(tokenizer),))
+    with pytest.raises(InputError, match="token ids must lie in"):
+        text.encode(tokenizer, [foreign])
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--answers", "0"], "--answers"), (["--temperature", "-1"], "no --temperature below 0"), (["--held-out", "1"], "--held-out must lie in"),
+    (["--source", "nowhere"], "nowhere"), (["--prompt-tokens", "90", "--new-tokens", "20"], "fit the target's context"),
+])  # fmt: skip
+def test_refusals(place, tmp_path, capsys, flags, words):
+    base = ["regenerate", "--target", str(place / "target"), "--source", str(place / "corpus"), "--out", str(tmp_path / "a.jsonl")]
+    assert main([*base, *flags]) == 2
+    assert words in capsys.readouterr().err
