@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.types import Model
 
-PARTS = ("mask", "self", "layers", "fc", "small")
+PARTS = ("mask", "self", "half", "layers", "l0f", "fc", "small")
 
 
 def warm_start(head: Model, target: Model, taps: Float[Array, " A"], parts) -> Model:

@@ -88,7 +88,7 @@ def lm_run(s: Scratch, out: Path, seed: int) -> LmRun:
 def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> PeagleRun:
     return PeagleRun(
         task="peagle", target=str(target), out=str(out), seed=seed, head=_head(s.peagle_layers),
-        cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), train_embedding=True, train_lm_head=True, measure=_measure(steps),
+        cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), train_embedding=True, train_lm_head=True, start=(), measure=_measure(steps),
         data=_data(s, rows), optimizer=_head_optimizer(steps), **_often(steps),
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows:
 def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> Eagle3Run:
     return Eagle3Run(
         task="eagle3", target=str(target), out=str(out), seed=seed, head=_head(1), ttt=Ttt(steps=s.depths, decay=1.0),
-        train_embedding=False, train_lm_head=True, measure=_measure(steps), data=_data(s, rows), optimizer=_head_optimizer(steps),
+        train_embedding=False, train_lm_head=True, start=(), measure=_measure(steps), data=_data(s, rows), optimizer=_head_optimizer(steps),
         **_often(steps),
     )  # fmt: skip
 

@@ -14,17 +14,19 @@ from peagle_jax.bench.suite import repeated_share
 from peagle_jax.decode.generate import acceptance_length, generate
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
+from peagle_jax.draft.start import warm_start
 from peagle_jax.pipelines.convert import start_run
 from peagle_jax.targets import load_target
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows, pack
-from peagle_jax.train.features import shifted, training_rows
+from peagle_jax.train.features import extract, shifted, training_rows
 from peagle_jax.train.fit import claim, fit, write_result
 from peagle_jax.train.step import peagle_loss
 from peagle_jax.train.ttt import eagle3_loss
 from peagle_jax.types import InputError, Model
 
+START_ROWS = 4  # rows whose mean features a head may start from
 PROMPT = 48  # tokens of an excerpt that the head is measured on
 
 
@@ -99,7 +101,12 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> tuple[
         ids = vocab.choose(counts, config.draft_vocab)
     module = target.bind(target.params)
     embedding, output = module.embed.table[...], module.output_weight()
-    return random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids), ids
+    head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
+    if run.start:
+        batch = rows.batch(min(START_ROWS, len(rows)), run.seed, 0)
+        taps, _ = extract(module, jax.tree.map(jnp.asarray, batch))
+        head = warm_start(head, target, jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None]), run.start)
+    return head, ids
 
 
 def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConfig:

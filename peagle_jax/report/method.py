@@ -41,7 +41,7 @@ def _x(column: float | int) -> float:
 def _cell(axis, column: int, y: float, text: str, colour: str, *, bold=False) -> None:
     shape = "round,pad=0,rounding_size=0.09"
     axis.add_patch(FancyBboxPatch((_x(column), y), WIDTH, HEIGHT, boxstyle=shape, fc=colour, ec="#8d99a8", lw=0.8))
-    axis.text(_x(column) + WIDTH / 2, y + HEIGHT / 2, text, ha="center", va="center", fontsize=11, color=INK,
+    axis.text(_x(column) + WIDTH / 2, y + HEIGHT / 2, text, ha="center", va="center", fontsize=11 if len(text) < 9 else 10, color=INK,
               fontweight="bold" if bold else None)  # fmt: skip
 
 

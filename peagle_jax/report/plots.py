@@ -196,7 +196,7 @@ def _fresh(rows):
     for depth in range(depths):
         shade = plt.get_cmap("viridis")(0.9 * depth / max(depths - 1, 1))
         axes[1].plot(seconds, [100 * r["accuracy"][depth] for r in rows], color=shade, label=f"{depth}")
-    axes[1].set(title="Agreement with the target's argmax, by depth", xlabel="seconds of training", ylabel="%", ylim=(0, 100))
+    axes[1].set(title="Argmax as the target's, by depth", xlabel="seconds of training", ylabel="%", ylim=(0, 100))
     axes[1].legend(title="depth", fontsize=8, ncols=2)
     return figure, (
         "The head that this run trained from scratch, to show training: depth 0 sees a real token and feature, deeper rows placeholders."

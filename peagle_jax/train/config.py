@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from peagle_jax.draft.start import PARTS
 from peagle_jax.train.cod import Cod
 from peagle_jax.types import InputError
 
@@ -145,9 +146,15 @@ class HeadRun(Run):
 
     target: str
     head: HeadShape
+    start: tuple[str, ...]  # parts that do not begin at random: draft/start.py
     train_embedding: bool
     train_lm_head: bool
     measure: Measure
+
+    def __post_init__(self):
+        super().__post_init__()
+        if unknown := [part for part in self.start if part not in PARTS]:
+            raise ValueError(f"start must name parts of {', '.join(PARTS)}; got {', '.join(unknown)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

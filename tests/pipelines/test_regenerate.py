@@ -87,7 +87,7 @@ def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
 
 @pytest.mark.parametrize("flags, words", [
     (["--answers", "0"], "--answers"), (["--temperature", "-1"], "no --temperature below 0"), (["--held-out", "1"], "--held-out must lie in"),
-    (["--source", "nowhere"], "nowhere"), (["--prompt-tokens", "90", "--new-tokens", "20"], "fit the target's context"),
+    (["--source", "nowhere"], "nowhere"), (["--prompt-tokens", "20", "--new-tokens", "90"], "fit the target's context"),
 ])  # fmt: skip
 def test_refusals(place, tmp_path, capsys, flags, words):
     base = ["regenerate", "--target", str(place / "target"), "--source", str(place / "corpus"), "--out", str(tmp_path / "a.jsonl")]
