@@ -289,12 +289,14 @@ def write_folder(
         shards[-1][name] = tensor
         held += tensor.nbytes + HEADER_LINE
     metadata = {"format": "pt", **metadata}
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata=metadata)
-        return
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata=metadata)
+        (folder / file).chmod(0o644)  # the library leaves it readable by its owner alone
+    if len(shards) == 1:
+        return
     index = {
         "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
         "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},

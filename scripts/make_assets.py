@@ -55,14 +55,16 @@ def card(kind: str, out: Path, config: str, settings: dict, result: dict) -> str
     origin = provenance(f"peagle train {config}")
     path = out.relative_to(ASSETS.parent.parent)
     facts = {key: printable(value) for key, value in describe(out).items()}
-    numbers = {key: value for key, value in result.items() if key != "folder"}
-    numbers["hours"] = round(numbers.pop("minutes") / 60, 2)
+    numbers = {key: round(value, 3) if isinstance(value, float) else printable(value) for key, value in result.items() if value is not None}
+    numbers = {key: value for key, value in numbers.items() if key != "folder"} | {"hours": round(result["minutes"] / 60, 2)}
     table = lambda rows: "".join(f"| {key.replace('_', ' ')} | {value} |\n" for key, value in rows.items())  # noqa: E731
     regenerated = settings["data"]["source"]
     source = "a random choice of it" if settings["data"]["max_chars"] else "all of it"
     corpus = CORPUS.format(python=origin["python"], source=source)
     if regenerated:
         corpus = f"What the target itself wrote after excerpts of its own corpus (`{regenerated}`, made as {config} says). " + corpus
+    if settings.get("start_from"):
+        corpus += f"\n\nIt began as `{settings['start_from']}`, whose own training is the command before it in {config}."
     return (
         f"---\nlicense: apache-2.0\nlibrary_name: peagle_jax\n---\n# {TITLES[kind]}\n\n"
         f"Trained by `peagle train {config}`, seed {settings['seed']}, on {origin['device']};\n"

@@ -9,7 +9,7 @@ import jax
 import pytest
 import tiny
 
-from peagle_jax import report, text
+from peagle_jax import text
 from peagle_jax.cli import main
 from peagle_jax.decode import generate as generate_module
 from peagle_jax.draft.folders import save_drafter
@@ -115,11 +115,6 @@ def test_convert_a_target(folders, capsys, tmp_path):
     assert run(capsys, "convert", folders / "target", tmp_path / "t", "--to", "hf", "--dtype", "bfloat16")[0] == 0
     facts = json.loads(run(capsys, "inspect", tmp_path / "t", "--json")[1])
     assert facts["dtypes"] == ["bfloat16"] and facts["tokenizer"]
-
-
-def test_report_escapes_and_marks(tmp_path):
-    page = report.write_report(tmp_path, [], sample=[("a<b", True), ("c", False)], runs=[("x", {"y": 1})], prompt="p")
-    assert "<mark>a&lt;b</mark>c" in page.read_text()
 
 
 def bad_cases(folders, tmp_path):

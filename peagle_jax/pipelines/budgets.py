@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from peagle_jax import weights
 from peagle_jax.corpus import INSTALLED
 from peagle_jax.train.cod import Cod
 from peagle_jax.train.config import Data, Eagle3Run, HeadShape, LmRun, LmShape, Measure, Optimizer, PeagleRun, Ttt
@@ -49,19 +50,19 @@ def _lm(vocab: int, layers: int, dim: int, mlp_dim: int, heads: int, kv_heads: i
 
 BUDGETS = {
     "smoke": Budget(
-        minutes="2 on 2 CPU cores", needs_scratch=False, fresh=(16, 2), ks=(1, 4), batches=(1,), sampled_k=None, prompts=4, new_tokens=48,
+        minutes="2 on 2 CPU cores", needs_scratch=False, fresh=(60, 1), ks=(1, 4), batches=(1,), sampled_k=None, prompts=4, new_tokens=48,
         repeats=3, dtype="float32",
         scratch=Scratch(
-            model=_lm(1024, 4, 128, 384, 4, 2, 32, 2048), source=None, max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 4),
-            eagle3=(150, 4), peagle_layers=2, depths=5,
+            model=_lm(1024, 4, 128, 384, 4, 2, 32, 2048), source=None, max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 1),
+            eagle3=(150, 1), peagle_layers=2, depths=5,
         ),
     ),
     "small": Budget(
-        minutes="10 on 2 CPU cores; 30 with --from-scratch", needs_scratch=False, fresh=(150, 4), ks=(1, 3, 5, 7, 11), batches=(1, 8),
+        minutes="10 on 2 CPU cores; 30 with --from-scratch", needs_scratch=False, fresh=(300, 1), ks=(1, 3, 5, 7, 11), batches=(1, 8),
         sampled_k=7, prompts=8, new_tokens=128, repeats=5, dtype="float32",
         scratch=Scratch(
-            model=_lm(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(600, 4),
-            eagle3=(300, 4), peagle_layers=2, depths=8,
+            model=_lm(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(700, 1),
+            eagle3=(400, 1), peagle_layers=2, depths=8,
         ),
     ),
     "full": Budget(
@@ -87,17 +88,17 @@ def lm_run(s: Scratch, out: Path, seed: int) -> LmRun:
 
 def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> PeagleRun:
     return PeagleRun(
-        task="peagle", target=str(target), out=str(out), seed=seed, head=_head(s.peagle_layers),
-        cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), train_embedding=True, train_lm_head=True, start=(), measure=_measure(steps),
-        data=_data(s, rows), optimizer=_head_optimizer(steps), **_often(steps),
+        task="peagle", target=str(target), out=str(out), seed=seed, head=_head(s.peagle_layers, target),
+        cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), start="target", start_from=None, train_embedding=True, train_lm_head=False,
+        measure=_measure(steps), data=_data(s, rows), optimizer=_head_optimizer(steps), **_often(steps),
     )  # fmt: skip
 
 
 def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> Eagle3Run:
     return Eagle3Run(
-        task="eagle3", target=str(target), out=str(out), seed=seed, head=_head(1), ttt=Ttt(steps=s.depths, decay=1.0),
-        train_embedding=False, train_lm_head=True, start=(), measure=_measure(steps), data=_data(s, rows), optimizer=_head_optimizer(steps),
-        **_often(steps),
+        task="eagle3", target=str(target), out=str(out), seed=seed, head=_head(1, target), ttt=Ttt(steps=s.depths, decay=1.0),
+        start="target", start_from=None, train_embedding=False, train_lm_head=False, measure=_measure(steps), data=_data(s, rows),
+        optimizer=_head_optimizer(steps), **_often(steps),
     )  # fmt: skip
 
 
@@ -113,12 +114,18 @@ def _measure(steps: int) -> Measure:
     return Measure(every=max(1, steps // 4), prompts=None, count=8, new_tokens=64)
 
 
+def _taps(target: Path) -> tuple[int, ...]:
+    """A low layer, one at two thirds, and the last layer's input: in a shallow target the usual L-3 comes too early."""
+    layers = weights.read_json(target / "config.json")["num_hidden_layers"]
+    return tuple(sorted({1 if layers < 6 else 2, 2 * layers // 3, layers - 1}))
+
+
 def _head_optimizer(steps: int) -> Optimizer:
-    return Optimizer(steps=steps, peak_lr=2e-3, warmup=max(1, steps // 20), weight_decay=0.01, clip=1.0)
+    return Optimizer(steps=steps, peak_lr=3e-3, warmup=max(1, steps // 20), weight_decay=0.01, clip=1.0)
 
 
-def _head(layers: int) -> HeadShape:
+def _head(layers: int, target: Path) -> HeadShape:
     return HeadShape(
-        layers=layers, dim=None, mlp_dim=None, heads=None, kv_heads=None, head_dim=None, draft_vocab=None, taps=None, qk_norm=False,
+        layers=layers, dim=None, mlp_dim=None, heads=None, kv_heads=None, head_dim=None, draft_vocab=None, taps=_taps(target), qk_norm=True,
         norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None,
     )  # fmt: skip

@@ -50,19 +50,19 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from
     results = records.Records(out)
     scratch = from_scratch or b.needs_scratch
     say(f"[bold]1/5 models[/bold]: {'trained here, from scratch' if scratch else f'those that come with the package ({ASSETS})'}")
-    models = _trained(b, out, say) if scratch else _packaged()
+    models = _models(b, out, scratch, say)
     tokenizer = text.load_tokenizer(models.target)
     prompts = standard_prompts(tokenizer, b.prompts)
     say(f"[bold]2/5 decoding[/bold] {len(prompts)} excerpts of held-out files: plain, EAGLE-3, P-EAGLE; greedy texts are compared")
     name = f"demo/{budget}{'/from-scratch' if from_scratch else ''}"
     suite = _decode(b, models, prompts, out, name, results, say)
-    fresh = _fresh(b, models, out, scratch, say)
+    fresh = _fresh(b, models, out, say)
     say("[bold]4/5 export[/bold] for vLLM and speculators")
     for method, folder in models.heads.items():
         convert(folder, out / f"{method}-vllm", to="vllm", target=models.target)
         convert(folder, out / f"{method}-speculators", to="speculators", target=models.target)
     say("[bold]5/5 report[/bold]")
-    pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, read_metrics(out / "fresh") if fresh else [])]
+    pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, read_metrics(out / ("fresh" if fresh else "peagle")))]
     facts = [(title, _printable(folder)) for title, folder in _named(models)]
     facts += [("The head trained in this run", vars(fresh))] if fresh else []
     sample = suite.sample
@@ -81,19 +81,20 @@ def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str
     b, s = BUDGETS[budget], BUDGETS[budget].scratch
     done = lambda path: "done" if (out / path).exists() else "to do"  # noqa: E731
     stages = []
-    if from_scratch or b.needs_scratch:
-        tokens = lambda how: f"{how[0]} steps of {how[1]} x {s.length} tokens"  # noqa: E731
-        stages += [
-            ("target", f"{s.model.layers} layers, width {s.model.dim}, vocabulary {s.model.vocab}; {tokens(s.lm)}", done("target/model")),
-            ("P-EAGLE head", f"{s.peagle_layers} layers, K = {s.depths}; {tokens(s.peagle)}", done("peagle/head")),
-            ("EAGLE-3 head", f"1 layer, {s.depths} unrolled steps; {tokens(s.eagle3)}", done("eagle3/head")),
-        ]
-    else:
-        stages.append(("models", f"from {ASSETS}", "done"))
+    scratch = from_scratch or b.needs_scratch
+    tokens = lambda how: f"{how[0]} steps of {how[1]} x {s.length} tokens"  # noqa: E731
+    models = (
+        ("target", f"{s.model.layers} layers, width {s.model.dim}, vocabulary {s.model.vocab}; {tokens(s.lm)}", "target/model"),
+        ("peagle", f"{s.peagle_layers} layers, K = {s.depths}; {tokens(s.peagle)}", "peagle/head"),
+        ("eagle3", f"1 layer, {s.depths} unrolled steps; {tokens(s.eagle3)}", "eagle3/head"),
+    )
+    for name, what, place in models:
+        packaged = not scratch and _is_packaged(name)
+        stages.append((name, "comes with the package", "done") if packaged else (name, f"trained: {what}", done(place)))
     ks = ", ".join(map(str, b.ks))
     what = f"{b.prompts} prompts x {b.new_tokens} tokens, K = {ks}, batch {', '.join(map(str, b.batches))}, {b.repeats} rounds, {b.dtype}"
     stages.append(("decoding", what, done("suite.json")))
-    if b.fresh and not from_scratch:
+    if b.fresh and not scratch and _is_packaged("peagle"):
         stages.append(("a fresh P-EAGLE head", f"{b.fresh[0]} steps of {b.fresh[1]} x {s.length} tokens", done("fresh/head")))
     return [*stages, ("export and report", "both heads to vLLM and speculators; report.html", done("report.html"))]
 
@@ -101,20 +102,26 @@ def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str
 # ---------------------------------------------------------------- stages
 
 
-def _packaged() -> Models:
-    heads = {method: ASSETS / method for method in ("peagle", "eagle3")}
-    return Models(ASSETS / "target", heads, {method: read_metrics(folder, "training.jsonl") for method, folder in heads.items()})
+def _is_packaged(name: str) -> bool:
+    return (ASSETS / name / "config.json").exists()
 
 
-def _trained(b: Budget, out: Path, say) -> Models:
-    s = b.scratch
-    lm = train_lm(budgets.lm_run(s, out, SEED), say)
-    say(f"target, held out: {lm.bits_per_byte:.3f} bits per byte")
-    heads = {
-        "peagle": train_head(budgets.peagle_run(s, lm.folder, out / "peagle", SEED, *s.peagle), say).folder,
-        "eagle3": train_head(budgets.eagle3_run(s, lm.folder, out / "eagle3", SEED, *s.eagle3), say).folder,
-    }
-    return Models(lm.folder, heads, {method: read_metrics(out / method) for method in heads})
+def _models(b: Budget, out: Path, scratch: bool, say) -> Models:
+    """The package's target and heads; what does not come with it, or all of them from scratch, is trained here."""
+    s, target = b.scratch, ASSETS / "target"
+    if scratch:
+        lm = train_lm(budgets.lm_run(s, out, SEED), say)
+        say(f"target, held out: {lm.bits_per_byte:.3f} bits per byte")
+        target = lm.folder
+    heads, curves = {}, {}
+    for method, make, how in (("peagle", budgets.peagle_run, s.peagle), ("eagle3", budgets.eagle3_run, s.eagle3)):
+        if not scratch and _is_packaged(method):
+            heads[method], curves[method] = ASSETS / method, read_metrics(ASSETS / method, "training.jsonl")
+        else:
+            say(f"training the {records.NAMES[method]} head, which does not come with this target")
+            heads[method] = train_head(make(s, target, out / method, SEED, *how), say).folder
+            curves[method] = read_metrics(out / method)
+    return Models(target, heads, curves)
 
 
 def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: records.Records, say) -> Suite:
@@ -152,8 +159,8 @@ def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: r
     return suite
 
 
-def _fresh(b: Budget, models: Models, out: Path, scratch: bool, say) -> HeadResult | None:
-    if b.fresh is None or scratch:
+def _fresh(b: Budget, models: Models, out: Path, say) -> HeadResult | None:
+    if b.fresh is None or models.heads["peagle"].is_relative_to(out):
         say("[bold]3/5 training[/bold]: done above")
         return None
     say(f"[bold]3/5 training[/bold] a fresh P-EAGLE head for {b.fresh[0]} steps, to show training")

@@ -14,7 +14,7 @@ from peagle_jax.bench.suite import repeated_share
 from peagle_jax.decode.generate import acceptance_length, generate
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
-from peagle_jax.draft.start import warm_start
+from peagle_jax.draft.start import start_from_head, start_from_target
 from peagle_jax.pipelines.convert import start_run
 from peagle_jax.targets import load_target
 from peagle_jax.train.cod import cod_sample
@@ -102,10 +102,13 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> tuple[
     module = target.bind(target.params)
     embedding, output = module.embed.table[...], module.output_weight()
     head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
-    if run.start:
+    if run.start == "target":
         batch = rows.batch(min(START_ROWS, len(rows)), run.seed, 0)
         taps, _ = extract(module, jax.tree.map(jnp.asarray, batch))
-        head = warm_start(head, target, jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None]), run.start)
+        head = start_from_target(head, target, jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None]))
+    if run.start_from is not None:
+        trained = folders.load_drafter(weights.find_folder(run.start_from), dtype=config.dtype, embedding=embedding)
+        head = start_from_head(head, trained, run.start_from)
     return head, ids
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import yaml
 
-from peagle_jax.draft.start import PARTS
 from peagle_jax.train.cod import Cod
 from peagle_jax.types import InputError
 
@@ -146,15 +145,11 @@ class HeadRun(Run):
 
     target: str
     head: HeadShape
-    start: tuple[str, ...]  # parts that do not begin at random: draft/start.py
+    start: typing.Literal["random", "target"]  # layers at random, or the target's last one (draft/start.py)
+    start_from: str | None  # folder of a trained head, whose parameters then replace those of the same name and shape
     train_embedding: bool
     train_lm_head: bool
     measure: Measure
-
-    def __post_init__(self):
-        super().__post_init__()
-        if unknown := [part for part in self.start if part not in PARTS]:
-            raise ValueError(f"start must name parts of {', '.join(PARTS)}; got {', '.join(unknown)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
