@@ -41,6 +41,7 @@ TITLES = {
 def main(kind: str, run: str, config: str) -> None:
     run, out = Path(run), ASSETS / kind
     result = json.loads((run / "result.json").read_text())
+    shutil.rmtree(out, ignore_errors=True)
     if kind == "target":
         convert(run / "model", out, to="hf", dtype="bfloat16", max_shard_bytes=SHARD)
     else:

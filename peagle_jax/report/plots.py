@@ -109,8 +109,8 @@ def _break_even(records):
     axes[0, 0].set_ylabel("acceptance length")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure, (
-        "Break-even. Dashed: the acceptance length at which a speculative step costs as much per token as plain decoding (drafting + "
-        "verifying, over a plain step). Solid: what the head reached. A method gains where its solid line lies above its dashed one."
+        "Break-even. Dashed: the acceptance length at which a speculative step costs as much per token as plain decoding, by the measured "
+        "cost of whole calls. Solid: what the head reached. A method gains where its solid line lies above its dashed one."
     )
 
 
@@ -131,13 +131,14 @@ def _step(records):
             axis.bar(x, draft, width * 0.92, color=COLOURS[method], label=f"{NAMES[method]} drafts" if first else None)
             axis.bar(x, verify, width * 0.92, bottom=draft, color=PALE[method], label="target verifies" if first else None)
             axis.bar(x, rest, width * 0.92, bottom=draft + verify, color="#eef1f4", edgecolor="#c9cfd6", lw=0.6,
-                     label="rest: acceptance, caches, prompt" if first and i == 0 else None)  # fmt: skip
+                     label="rest: cold caches, prompt, acceptance" if first and i == 0 else None)  # fmt: skip
     axis.axhline(1e3 * plain["step_seconds"], color=COLOURS["none"], ls="--", label="plain decoding, one token")
     axis.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
     axis.set(title=f"Where a step's time goes, batch {batch}", ylabel="ms a step")
     axis.legend(fontsize=9, ncols=2)
     return figure, (
-        "Left bar EAGLE-3, right bar P-EAGLE. Drafting and verifying were timed by themselves; the rest is what a whole step takes more."
+        "Left bar EAGLE-3, right bar P-EAGLE. Drafting and verifying were timed each in its own loop, where part of the weights stays in "
+        "the processor's cache; the rest is what a whole step takes more: head and target push each other out, and the prompt is read."
     )
 
 
