@@ -28,9 +28,10 @@ STEPS = 600
 
 
 def base() -> PeagleRun:
-    run = load_run(ROOT / "configs" / "train" / "demo_peagle_1.yaml")
+    run = load_run(ROOT / "configs" / "train" / "demo_peagle.yaml")
     return dataclasses.replace(
-        run, target=str(ROOT / run.target), data=dataclasses.replace(run.data, max_chars=20_000_000),
+        run, target=str(ROOT / run.target), grow=(), cod=Cod(depths=1, ratio=0.8, floor=0.2),
+        data=dataclasses.replace(run.data, max_chars=20_000_000),
         optimizer=dataclasses.replace(run.optimizer, steps=STEPS, warmup=STEPS // 20, peak_lr=2e-3),
         measure=dataclasses.replace(run.measure, every=None), log_every=20,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 from peagle_jax import weights
 from peagle_jax.corpus import INSTALLED
 from peagle_jax.train.cod import Cod
-from peagle_jax.train.config import Data, Eagle3Run, HeadShape, LmRun, LmShape, Measure, Optimizer, PeagleRun, Ttt
+from peagle_jax.train.config import Data, Eagle3Run, Grow, HeadShape, LmRun, LmShape, Measure, Optimizer, PeagleRun, Ttt
 
 HELD_OUT = 0.05  # share of files, by name, that no model of a demo is trained on
 
@@ -88,40 +88,46 @@ def lm_run(s: Scratch, out: Path, seed: int) -> LmRun:
 
 def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> PeagleRun:
     return PeagleRun(
-        task="peagle", target=str(target), out=str(out), seed=seed, head=_head(s.peagle_layers, target),
-        cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), start="target", start_from=None, train_embedding=True, train_lm_head=False,
-        measure=_measure(steps), data=_data(s, rows), optimizer=_head_optimizer(steps), **_often(steps),
+        task="peagle", head=_head(s.peagle_layers, target), cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), train_embedding=True,
+        **_head_run(s, target, out, seed, steps, rows),
     )  # fmt: skip
 
 
 def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> Eagle3Run:
     return Eagle3Run(
-        task="eagle3", target=str(target), out=str(out), seed=seed, head=_head(1, target), ttt=Ttt(steps=s.depths, decay=1.0),
-        start="target", start_from=None, train_embedding=False, train_lm_head=False, measure=_measure(steps), data=_data(s, rows),
-        optimizer=_head_optimizer(steps), **_often(steps),
+        task="eagle3", head=_head(1, target), ttt=Ttt(steps=s.depths, decay=1.0), train_embedding=False,
+        **_head_run(s, target, out, seed, steps, rows),
     )  # fmt: skip
+
+
+def _head_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> dict:
+    """What both heads' runs share: the recipe of LOG.md, 2026-11-20."""
+    return {
+        "target": str(target), "out": str(out), "seed": seed, "start": "target", "start_from": None, "grow": _grow(steps, s.depths),
+        "train_lm_head": False, "data": _data(s, rows), **_often(steps),
+        "measure": Measure(every=max(1, steps // 4), prompts=None, count=8, new_tokens=64),
+        "optimizer": Optimizer(steps=steps, peak_lr=3e-3, warmup=max(1, steps // 20), weight_decay=0.01, clip=1.0),
+    }  # fmt: skip
 
 
 def _data(s: Scratch, rows: int) -> Data:
     return Data(source=s.source, max_chars=s.max_chars, held_out=HELD_OUT, length=s.length, batch=rows)
 
 
+def _grow(steps: int, depths: int) -> tuple[Grow, ...]:
+    """A third of the steps for depth 0 alone, then twice as many depths at a time."""
+    some = [d for d in (1, 2, 4) if d < depths]
+    return tuple(Grow(until=steps // 3 + i * (2 * steps // 3) // len(some), depths=d) for i, d in enumerate(some)) if steps >= 30 else ()
+
+
 def _often(steps: int) -> dict:
     return {"log_every": max(1, steps // 40), "save_every": max(1, steps // 2), "max_seconds": None}
-
-
-def _measure(steps: int) -> Measure:
-    return Measure(every=max(1, steps // 4), prompts=None, count=8, new_tokens=64)
 
 
 def _taps(target: Path) -> tuple[int, ...]:
     """A low layer, one at two thirds, and the last layer's input: in a shallow target the usual L-3 comes too early."""
     layers = weights.read_json(target / "config.json")["num_hidden_layers"]
     return tuple(sorted({1 if layers < 6 else 2, 2 * layers // 3, layers - 1}))
-
-
-def _head_optimizer(steps: int) -> Optimizer:
-    return Optimizer(steps=steps, peak_lr=3e-3, warmup=max(1, steps // 20), weight_decay=0.01, clip=1.0)
 
 
 def _head(layers: int, target: Path) -> HeadShape:

@@ -73,14 +73,14 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     def probe(step: int, params) -> dict | None:
         if run.measure.every is None or not prompts or step % run.measure.every:
             return None
-        return acceptance(target, whole(params), prompts, depths(run), run.measure.new_tokens)
+        return acceptance(target, whole(params), prompts, run.most_depths, run.measure.new_tokens)
 
     done = fit(run, trained, loss, functools.partial(_batch, run, rows), (target.params, frozen), probe)
     head = whole(done.params)
     folder = Path(run.out) / "head"
     source = f"peagle train, task {run.task}, step {done.step}, seed {run.seed}, target {Path(run.target).name}"
     folders.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
-    found = acceptance(target, head, prompts, depths(run), run.measure.new_tokens)
+    found = acceptance(target, head, prompts, run.most_depths, run.measure.new_tokens)
     parameters = sum(x.size for x in jax.tree.leaves(head.params))
     speed = done.tokens / done.seconds if done.tokens else None
     result = HeadResult(folder, parameters, done.step, **found, tokens_per_second=speed, minutes=done.minutes)
@@ -88,8 +88,12 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     return result
 
 
-def depths(run: HeadRun) -> int:
-    return run.cod.depths if isinstance(run, PeagleRun) else run.ttt.steps
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Depths:
+    """How many depths a batch trains: static, so that a step is compiled once for each number."""
+
+    k: int = dataclasses.field(metadata={"static": True})
 
 
 def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> tuple[Model, np.ndarray | None]:
@@ -130,7 +134,7 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         vocab=t.vocab, draft_vocab=pick(h.draft_vocab, t.vocab), dim=pick(h.dim, t.dim), layers=h.layers,
         mlp_dim=pick(h.mlp_dim, t.mlp_dim), heads=pick(h.heads, t.heads), kv_heads=pick(h.kv_heads, t.kv_heads),
         head_dim=pick(h.head_dim, t.head_dim), rope=t.rope, norm_eps=t.norm_eps, context=t.context, target_dim=t.dim,
-        taps=t.taps, mask_token=mask_token if parallel else None, depths=depths(run), qk_norm=h.qk_norm,
+        taps=t.taps, mask_token=mask_token if parallel else None, depths=run.most_depths, qk_norm=h.qk_norm,
         attention_bias=False, norm_before_residual=h.norm_before_residual, norm_before_fc=h.norm_before_fc,
         fc_norm=h.fc_norm, norm_output=h.norm_output, windows=(None,) * h.layers, dtype=jnp.float32,
     )  # fmt: skip
@@ -145,19 +149,21 @@ def _split(run: HeadRun, head: Model) -> tuple[dict, dict]:
 def _batch(run: HeadRun, rows: PackedRows, step: int):
     batch = rows.batch(run.data.batch, run.seed, step)
     document, supervised = shifted(batch)
-    cod = cod_sample(supervised, document, run.cod, [run.seed, step]) if isinstance(run, PeagleRun) else None
-    return batch, document, supervised, cod
+    depths, cod = Depths(run.depths_at(step)), None
+    if isinstance(run, PeagleRun):
+        cod = cod_sample(supervised, document, dataclasses.replace(run.cod, depths=depths.k), [run.seed, step])
+    return batch, document, supervised, cod, depths
 
 
 def _loss(run: HeadRun, target: Model, head: Model, params, batch, fixed):
-    batch, document, supervised, cod = batch
+    batch, document, supervised, cod, depths = batch
     target_params, frozen = fixed
     module, reader = head.bind({**params, **frozen}), target.bind(target_params)
     rows = training_rows(reader, batch, document, supervised)
     if isinstance(run, PeagleRun):
-        loss, by_depth = peagle_loss(module, rows, cod, run.cod.depths, reader.output_weight())
+        loss, by_depth = peagle_loss(module, rows, cod, depths.k, reader.output_weight())
     else:
-        loss, by_depth = eagle3_loss(module, rows, run.ttt.steps, run.ttt.decay, reader.output_weight())
+        loss, by_depth = eagle3_loss(module, rows, depths.k, run.ttt.decay, reader.output_weight())
     return loss, {"accuracy": by_depth["correct"] / jnp.maximum(by_depth["total"], 1)}
 
 

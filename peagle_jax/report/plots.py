@@ -193,10 +193,11 @@ def _fresh(rows):
     seconds = [r["seconds"] for r in rows]
     axes[0].plot(seconds, [r["loss"] for r in rows], color=COLOURS["peagle"])
     axes[0].set(title="Loss (KL to the target)", xlabel="seconds of training", ylabel="nats", ylim=(0, None))
-    depths = len(rows[0]["accuracy"])
+    depths = max(len(r["accuracy"]) for r in rows)  # depths may be trained one after the other
     for depth in range(depths):
         shade = plt.get_cmap("viridis")(0.9 * depth / max(depths - 1, 1))
-        axes[1].plot(seconds, [100 * r["accuracy"][depth] for r in rows], color=shade, label=f"{depth}")
+        seen = [r for r in rows if depth < len(r["accuracy"])]
+        axes[1].plot([r["seconds"] for r in seen], [100 * r["accuracy"][depth] for r in seen], color=shade, label=f"{depth}")
     axes[1].set(title="Argmax as the target's, by depth", xlabel="seconds of training", ylabel="%", ylim=(0, 100))
     axes[1].legend(title="depth", fontsize=8, ncols=2)
     return figure, (

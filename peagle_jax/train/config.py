@@ -126,6 +126,14 @@ class Ttt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Grow:
+    """Until step `until`, train only this many depths (P-EAGLE) or unrolled steps (EAGLE-3)."""
+
+    until: int
+    depths: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measure:
     """Greedy decoding with the head as it is: what `metrics.jsonl` and the closing table say about acceptance."""
 
@@ -147,9 +155,25 @@ class HeadRun(Run):
     head: HeadShape
     start: typing.Literal["random", "target"]  # layers at random, or the target's last one (draft/start.py)
     start_from: str | None  # folder of a trained head, whose parameters then replace those of the same name and shape
+    grow: tuple[Grow, ...]  # depths one after the other: placeholders learn little before depth 0 has (LOG.md); empty: all at once
     train_embedding: bool
     train_lm_head: bool
     measure: Measure
+
+    def __post_init__(self):
+        super().__post_init__()
+        untils, depths = [0, *(g.until for g in self.grow)], [0, *(g.depths for g in self.grow), self.most_depths]
+        if untils != sorted(set(untils)) or depths != sorted(set(depths)):
+            raise ValueError(f"grow must ascend in until and in depths, and end below {self.most_depths} depths; got {self.grow}")
+
+    @property
+    def most_depths(self) -> int:
+        """K: the depths, or unrolled steps, of the finished head."""
+        raise NotImplementedError
+
+    def depths_at(self, step: int) -> int:
+        """How many depths the step trains."""
+        return next((g.depths for g in self.grow if step < g.until), self.most_depths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +181,19 @@ class PeagleRun(HeadRun):
     task: typing.Literal["peagle"]
     cod: Cod
 
+    @property
+    def most_depths(self) -> int:
+        return self.cod.depths
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Run(HeadRun):
     task: typing.Literal["eagle3"]
     ttt: Ttt
+
+    @property
+    def most_depths(self) -> int:
+        return self.ttt.steps
 
 
 TASKS = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
@@ -214,6 +246,8 @@ def _value(hint, raw, where: str):
         return None if raw is None else _value(next(o for o in options if o is not type(None)), raw, where)
     if origin is typing.Literal:
         fits = raw in options
+    elif origin is tuple and dataclasses.is_dataclass(options[0]) and isinstance(raw, list):
+        return tuple(build(options[0], item, f"{where}[{i}]") for i, item in enumerate(raw))
     elif origin is tuple:
         fits = isinstance(raw, list) and all(isinstance(x, options[0]) for x in raw)
         raw = tuple(raw) if fits else raw
@@ -223,7 +257,8 @@ def _value(hint, raw, where: str):
     else:
         fits = isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool))
     if not fits:
-        raise InputError(where, f"must be {getattr(hint, '__name__', hint)}", repr(raw), "mend the value (write 1e-3 as 1.0e-3)")
+        kind = f"one of {', '.join(map(str, options))}" if origin is typing.Literal else getattr(hint, "__name__", hint)
+        raise InputError(where, f"must be {kind}", repr(raw), "mend the value (write 1e-3 as 1.0e-3)")
     return raw
 
 

@@ -82,6 +82,7 @@ def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
         raw = config(task, corpus, tmp_path / name, target)
         raw["optimizer"]["steps"] = STEPS
         raw["measure"] |= {"every": 30, "count": 2, "new_tokens": 6}
+        raw["grow"] = [{"until": 10, "depths": 1}, {"until": 60, "depths": 2}]
         return write(tmp_path / f"{name}.yaml", raw)
 
     assert main(["train", str(run_file("whole"))]) == 0
@@ -101,7 +102,8 @@ def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
     strip = lambda out: [{k: v for k, v in r.items() if k != "seconds"} for r in rows(out)]  # noqa: E731
     assert strip(tmp_path / "killed") == strip(tmp_path / "whole")
     assert [r["step"] for r in rows(tmp_path / "whole") if "loss" in r] == list(range(2, STEPS + 1, 2))
-    assert len(rows(tmp_path / "whole")[0]["accuracy"]) == 3
+    depths = {r["step"]: len(r["accuracy"]) for r in rows(tmp_path / "whole") if "accuracy" in r}
+    assert (depths[10], depths[12], depths[60], depths[62]) == (1, 2, 2, 3)
     measured = [r for r in rows(tmp_path / "whole") if "acceptance_length" in r]
     assert [r["step"] for r in measured] == [30, 60, 90, 120] and len(measured[0]["accepted_per_position"]) == 3
     for name in ("whole", "killed"):  # time goes on where it stopped
@@ -117,6 +119,18 @@ def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_p
     assert rows(tmp_path / "run")[-1]["step"] == 2
     assert main(["train", str(path)]) == 2
     assert "resumed only with the configuration it began with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["peagle", "eagle3"])
+def test_growing_depths_begin_as_a_run_of_fewer(task, corpus, target, tmp_path):
+    """While only depth 0 is trained, losses are those of a run that never has more; then they differ. Overrides still work."""
+    grown = config(task, corpus, tmp_path / "grown", target, log_every=1, grow=[{"until": 4, "depths": 1}])
+    fewer = config(task, corpus, tmp_path / "fewer", target, log_every=1)
+    fewer["cod" if task == "peagle" else "ttt"] |= {"depths": 1} if task == "peagle" else {"steps": 1}
+    for raw in (grown, fewer):
+        assert main(["train", str(write(tmp_path / "run.yaml", raw)), "--optimizer.steps", "6"]) == 0
+    a, b = ([r["loss"] for r in rows(tmp_path / name)] for name in ("grown", "fewer"))
+    assert a[:4] == b[:4] and a[4] != b[4] and len(a) == 6
 
 
 def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
@@ -151,6 +165,12 @@ def test_shipped_configs_load(path):
         ({"head.heads": 3, "head.kv_heads": 2}, "multiple of kv_heads"),
         ({"target": "nowhere"}, "nowhere"),
         ({"seed": "four"}, "seed: must be int"),
+        ({"grow": [{"until": 5, "depths": 3}]}, "grow must ascend"),
+        ({"grow": [{"until": 5, "depths": 1}, {"until": 5, "depths": 2}]}, "grow must ascend"),
+        ({"grow": [{"until": 5}]}, "grow[0]: every key must be given; got no depths"),
+        ({"start": "lukewarm"}, "start: must be one of random, target"),
+        ({"start": "target", "head.mlp_dim": 20}, "the head's mlp_dim must be the target's"),
+        ({"start_from": "nowhere"}, "nowhere"),
         ({"measure.count": 0}, "measure needs every, count and new_tokens of 1 or more"),
         ({"measure.prompts": "nowhere.jsonl"}, "nowhere.jsonl: this file must exist"),
     ],
