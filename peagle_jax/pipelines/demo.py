@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from rich.status import Status
 
 from peagle_jax import corpus, text
 from peagle_jax.bench.origin import provenance
@@ -150,7 +151,8 @@ def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: r
             checked = run_suite(*load(jnp.float32), prompts, **less, on_record=on_record,
                                 label=label | {"name": f"{name}/exactness", "dtype": "float32"})  # fmt: skip
             exact = checked.lossless
-    suite = run_suite(*load(jnp.dtype(b.dtype)), prompts, **options, on_record=on_record, label=label)
+    with Status("decoding") as status:  # compiling takes most of it: some 20 programs
+        suite = run_suite(*load(jnp.dtype(b.dtype)), prompts, **options, on_record=on_record, label=label, progress=status.update)
     suite = dataclasses.replace(suite, lossless=exact and (suite.lossless or b.dtype != "float32"))
     body = {"key": key, "records": suite.records, "lossless": suite.lossless, "sample": suite.sample and vars(suite.sample)}
     work = kept.with_name(".suite.json.tmp")
