@@ -14,6 +14,7 @@ from peagle_jax.types import InputError
 SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h", ".js", ".ts", ".java", ".go", ".rs", ".json", ".html", ".csv", ".tex"}
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 
+
 @dataclasses.dataclass(frozen=True)
 class Document:
     """One text, one conversation, or one answer in tokens; `name` decides on which side of the held-out split it falls."""

@@ -63,9 +63,7 @@ def card(kind: str, out: Path, config: str, settings: dict, result: dict) -> str
     source = "a random choice of it" if settings["data"]["max_chars"] else "all of it"
     corpus = CORPUS.format(python=origin["python"], source=source)
     if regenerated:
-        corpus = f"What the target itself wrote after excerpts of its own corpus (`{regenerated}`, made as {config} says). " + corpus
-    if settings.get("start_from"):
-        corpus += f"\n\nIt began as `{settings['start_from']}`, whose own training is the command before it in {config}."
+        corpus = f"What the target itself wrote after excerpts of its own corpus (`{regenerated}`, by `peagle regenerate`). " + corpus
     return (
         f"---\nlicense: apache-2.0\nlibrary_name: peagle_jax\n---\n# {TITLES[kind]}\n\n"
         f"Trained by `peagle train {config}`, seed {settings['seed']}, on {origin['device']};\n"

@@ -58,7 +58,7 @@ BUDGETS = {
         ),
     ),
     "small": Budget(
-        minutes="10 on 2 CPU cores; 30 with --from-scratch", needs_scratch=False, fresh=(300, 1), ks=(1, 3, 5, 7, 11), batches=(1, 8),
+        minutes="10 on 2 CPU cores; --from-scratch was not timed", needs_scratch=False, fresh=(300, 1), ks=(1, 3, 5, 7, 11), batches=(1, 8),
         sampled_k=7, prompts=8, new_tokens=128, repeats=5, dtype="float32",
         scratch=Scratch(
             model=_lm(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(700, 1),
@@ -66,7 +66,7 @@ BUDGETS = {
         ),
     ),
     "full": Budget(
-        minutes="8 on one H200 (estimated)", needs_scratch=True, fresh=None, ks=(1, 3, 5, 7, 11, 16), batches=(1, 8), sampled_k=7,
+        minutes="8 on one H200? never run", needs_scratch=True, fresh=None, ks=(1, 3, 5, 7, 11, 16), batches=(1, 8), sampled_k=7,
         prompts=16, new_tokens=256, repeats=5, dtype="bfloat16",
         scratch=Scratch(
             model=_lm(8192, 12, 768, 2304, 12, 4, 64, 4096), source=INSTALLED, max_chars=None, length=512, lm=(1500, 32), peagle=(900, 32),

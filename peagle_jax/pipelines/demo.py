@@ -17,7 +17,7 @@ from peagle_jax.draft.folders import load_drafter
 from peagle_jax.pipelines import budgets
 from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget
 from peagle_jax.pipelines.convert import convert
-from peagle_jax.pipelines.inspect import describe
+from peagle_jax.pipelines.inspect import describe, printable
 from peagle_jax.pipelines.train_head import HeadResult, held_out_prompts, train_head
 from peagle_jax.report import plots, records
 from peagle_jax.report.method import draw_method
@@ -64,7 +64,7 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from
         convert(folder, out / f"{method}-speculators", to="speculators", target=models.target)
     say("[bold]5/5 report[/bold]")
     pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, read_metrics(out / ("fresh" if fresh else "peagle")))]
-    facts = [(title, _printable(folder)) for title, folder in _named(models)]
+    facts = [(title, {key: printable(value) for key, value in describe(folder).items()}) for title, folder in _named(models)]
     facts += [("The head trained in this run", vars(fresh))] if fresh else []
     sample = suite.sample
     page = write_report(
@@ -181,10 +181,6 @@ def standard_prompts(tokenizer, count: int = 8) -> list[list[int]]:
 
 def _named(models: Models) -> list[tuple[str, Path]]:
     return [("Target", models.target), *((f"{records.NAMES[method]} head", folder) for method, folder in models.heads.items())]
-
-
-def _printable(folder: Path) -> dict:
-    return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in describe(folder).items()}
 
 
 def _pieces(tokenizer, sample: Generation) -> Sequence[tuple[str, bool]]:

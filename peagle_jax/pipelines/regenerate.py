@@ -13,6 +13,8 @@ from peagle_jax.decode.generate import check_prompts, generate
 from peagle_jax.targets import load_target
 from peagle_jax.types import InputError
 
+ANSWER = '{"prompt_token_ids": ['  # how every line of an output file begins
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Regeneration:
@@ -85,9 +87,20 @@ def _whole_lines(out: Path, how: Regeneration) -> int:
         except OSError as error:
             raise InputError(out, "the output file must be writable", error.strerror, "choose another place") from None
         return 0
-    lines = [line for line in corpus.read_text(out).split("\n") if line.endswith("}")]
-    if lines and len(json.loads(lines[0]).get("output_token_ids", [])) != how.new_tokens:
-        raise InputError(out, f"answers of {how.new_tokens} tokens are appended", "a file of others", "choose another file")
+    *lines, cut = corpus.read_text(out).split("\n")
+    ours = all(_is_answer(line, how.new_tokens) for line in lines) and cut.startswith(ANSWER[: len(cut)])
+    if not ours:
+        raise InputError(out, f"answers of {how.new_tokens} tokens are appended", "a file of something else", "choose another file")
     kept = min(len(lines) // how.batch_size * how.batch_size, how.answers)
-    out.write_text("".join(line + "\n" for line in lines[: kept or 0]), encoding="utf-8")
+    work = out.with_name(f".{out.name}.tmp")
+    work.write_text("".join(line + "\n" for line in lines[:kept]), encoding="utf-8")
+    work.replace(out)
     return kept
+
+
+def _is_answer(line: str, tokens: int) -> bool:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(row, dict) and "prompt_token_ids" in row and len(row.get("output_token_ids", ())) == tokens

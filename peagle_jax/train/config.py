@@ -169,7 +169,7 @@ class HeadRun(Run):
     @property
     def most_depths(self) -> int:
         """K: the depths, or unrolled steps, of the finished head."""
-        raise NotImplementedError
+        return self.cod.depths if isinstance(self, PeagleRun) else self.ttt.steps
 
     def depths_at(self, step: int) -> int:
         """How many depths the step trains."""
@@ -181,19 +181,11 @@ class PeagleRun(HeadRun):
     task: typing.Literal["peagle"]
     cod: Cod
 
-    @property
-    def most_depths(self) -> int:
-        return self.cod.depths
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Run(HeadRun):
     task: typing.Literal["eagle3"]
     ttt: Ttt
-
-    @property
-    def most_depths(self) -> int:
-        return self.ttt.steps
 
 
 TASKS = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}

@@ -58,6 +58,14 @@ def test_a_cut_file_is_completed_to_the_same_answers(place, tmp_path):
     assert cut.read_text() == whole.read_text()
 
 
+@pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"a": 1}\n', "[1]\n"])
+def test_a_file_of_something_else_is_left_alone(content, place, tmp_path):
+    (tmp_path / "notes").write_text(content)
+    with pytest.raises(InputError, match="a file of something else"):
+        regenerate(place / "target", how(place), tmp_path / "notes", lambda s: None)
+    assert (tmp_path / "notes").read_text() == content
+
+
 def test_no_excerpt_is_of_a_held_out_file(place):
     tokenizer = text.load_tokenizer(place / "target")
     train, held_out = corpus.split(corpus.read_corpus(place / "corpus"), 0.3)
