@@ -17,22 +17,23 @@ def start_from_target(head: Model, target: Model, mean_taps: Float[Array, " A"])
     """A head that begins as the target's last layer reading the last tap, which learns several times faster (LOG.md).
 
     Every layer gets the target's last MLP, norm and attention; the first one, whose attention is twice as wide, on its
-    feature half. `fc` passes the last tap on. The final norm is the target's. Placeholders begin as what is most ordinary:
-    the mean token embedding and `mean_taps`.
+    feature half. A narrower MLP gets the neurons of largest weights. `fc` passes the last tap on. The final norm is the
+    target's. Placeholders begin as what is most ordinary: the mean token embedding and `mean_taps`.
 
     Args:
       head: from `random_head`; what is not named above stays as it is.
       mean_taps: mean of the target's taps over some text.
 
     Raises:
-      InputError: the head's layers have another shape than the target's.
+      InputError: the head's layers have another shape than the target's, or a wider MLP.
     """
     cfg, last = head.config, target.params["blocks"][max(target.params["blocks"])]
     _check_shapes(cfg, target.config)
     attention = {name: last["attn"][name] for name in (*"qkvo", *(("q_norm", "k_norm") if cfg.qk_norm else ()))}
+    mlp = _largest_neurons(last["mlp"], cfg.mlp_dim)
     params = jax.tree.map(lambda x: x, head.params)  # a copy of the containers
     for index, layer in params["layers"].items():
-        layer |= {"mlp": last["mlp"], "mlp_norm": last["mlp_norm"]}
+        layer |= {"mlp": mlp, "mlp_norm": last["mlp_norm"]}
         if index > 0:
             layer |= {"attn": {**layer["attn"], **attention}, "input_norm": last["attn_norm"]}
             continue
@@ -53,10 +54,21 @@ def start_from_target(head: Model, target: Model, mean_taps: Float[Array, " A"])
 
 
 def _check_shapes(cfg: HeadConfig, target) -> None:
-    for name in ("dim", "mlp_dim", "heads", "kv_heads", "head_dim", "attention_bias"):
+    for name in ("dim", "heads", "kv_heads", "head_dim", "attention_bias"):
         mine, theirs = getattr(cfg, name), getattr(target, name)
         if mine != theirs:
             raise InputError("start: target", f"the head's {name} must be the target's, {theirs}", mine, "use start: random")
+    if cfg.mlp_dim > target.mlp_dim:
+        rule = f"the head's mlp_dim must be at most the target's, {target.mlp_dim}"
+        raise InputError("start: target", rule, cfg.mlp_dim, "use start: random")
+
+
+def _largest_neurons(mlp: Params, count: int) -> Params:
+    """The `count` neurons of a gated MLP whose three weight vectors have the largest product of norms, in their order."""
+    norm = lambda name, axis: jnp.linalg.norm(mlp[name]["kernel"].astype(jnp.float32), axis=axis)  # noqa: E731
+    kept = jnp.sort(jax.lax.top_k(norm("gate", 0) * norm("up", 0) * norm("down", 1), count)[1])
+    take = lambda name, axis: {"kernel": jnp.take(mlp[name]["kernel"], kept, axis=axis)}  # noqa: E731
+    return {"gate": take("gate", 1), "up": take("up", 1), "down": take("down", 0)}
 
 
 def _as(like: Params, params: Params) -> Params:
