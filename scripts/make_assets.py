@@ -45,7 +45,8 @@ def main(kind: str, run: str, config: str) -> None:
     if kind == "target":
         convert(run / "model", out, to="hf", dtype="bfloat16", max_shard_bytes=SHARD)
     else:
-        convert(run / "head", out, to="vllm", dtype="bfloat16", target=ASSETS / "target", max_shard_bytes=SHARD)
+        shared = kind == "eagle3"  # its training leaves the target's embedding alone; P-EAGLE's has the mask token's row to learn
+        convert(run / "head", out, to="vllm", dtype="bfloat16", target=ASSETS / "target", max_shard_bytes=SHARD, share_embedding=shared)
     shutil.copy(run / "metrics.jsonl", out / "training.jsonl")
     (out / "README.md").write_text(card(kind, out, config, yaml.safe_load((run / "config.yaml").read_text()), result), encoding="utf-8")
     size = sum(p.stat().st_size for p in ASSETS.rglob("*") if p.is_file())

@@ -164,7 +164,8 @@ def convert(args) -> int:
 
     target = weights.find_folder(args.target) if args.target else None
     size = None if args.max_shard_size is None else _bytes("--max-shard-size", args.max_shard_size)
-    convert(weights.find_folder(args.src), args.dst, to=args.to, k=args.k, dtype=args.dtype, target=target, max_shard_bytes=size)
+    convert(weights.find_folder(args.src), args.dst, to=args.to, k=args.k, dtype=args.dtype, target=target, max_shard_bytes=size,
+            share_embedding=args.share_embedding)  # fmt: skip
     CONSOLE.print(f"{args.src} -> {args.dst} ({args.to})")
     return 0
 

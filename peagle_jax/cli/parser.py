@@ -80,6 +80,7 @@ def make_parser(commands: Mapping[str, Callable]) -> Parser:
     p.add_argument("--k", type=int)
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     p.add_argument("--target")
+    p.add_argument("--share-embedding", action="store_true", help="leave out an embedding that is the target's; vLLM then shares it")
     p.add_argument("--max-shard-size", help="split the weights into files of at most so much, as 5GB or 12MB (default: one file)")
 
     p = add("inspect", "what a folder is, its shapes, sizes and taps, and what it can be used with")

@@ -177,7 +177,7 @@ def table(cfg: HeadConfig) -> Table:
 def save_drafter(
     head: Model, path: str | Path, *, layout: str = "vllm", dtype: DTypeLike | None = None, target: str | None = None,
     target_architecture: str = "Qwen3ForCausalLM", k: int | None = None, metadata: Mapping[str, str] | None = None,
-    max_shard_bytes: int | None = None,
+    max_shard_bytes: int | None = None, own_embedding: bool = True,
 ) -> None:  # fmt: skip
     """Writes a folder that vLLM (>= 0.16) or speculators loads; it appears whole or not at all.
 
@@ -189,6 +189,7 @@ def save_drafter(
       k: tokens to draft a step; None takes what the head was trained for.
       metadata: provenance, into the safetensors header.
       max_shard_bytes: split the weights into files of at most so many bytes; None writes one file.
+      own_embedding: False leaves `embed_tokens` out: vLLM and `load_drafter` then share the target's, as published EAGLE-3 heads do.
 
     Raises:
       InputError: the layout cannot express the head.
@@ -208,6 +209,8 @@ def save_drafter(
         if k is None:
             raise InputError(path, "speculators' layout carries K", "none", "give it with --k")
     tensors = weights.cast(weights.export(head.params, table(cfg)), dtype)
+    if not own_embedding:
+        del tensors["embed_tokens.weight"]
     if "d2t" in tensors:
         ids = np.arange(cfg.draft_vocab) + tensors["d2t"]
         tensors["d2t"], tensors["t2d"] = draft_vocab.tables(ids, cfg.vocab)

@@ -22,7 +22,7 @@ HEAD_FILE, FROZEN = "head.json", "frozen"  # beside `checkpoints` in a run's fol
 
 def convert(
     src: Path, dst: Path, *, to: str, k: int | None = None, dtype: str | None = None, target: Path | None = None,
-    max_shard_bytes: int | None = None,
+    max_shard_bytes: int | None = None, share_embedding: bool = False,
 ) -> None:  # fmt: skip
     """Reads any form, writes another; `dst` appears whole or not at all.
 
@@ -32,6 +32,7 @@ def convert(
       dtype: of the floating tensors; None keeps them.
       target: for a head that shares the target's embedding, and for speculators' layout, which names its target.
       max_shard_bytes: split safetensors into files of at most so many bytes.
+      share_embedding: leave out the head's embedding, which must be the target's (vllm layout).
 
     Raises:
       InputError: `src` is none of these, or `dst` cannot express it.
@@ -46,6 +47,9 @@ def convert(
         raise InputError("--max-shard-size", "--to orbax has its own files", max_shard_bytes, "leave it out")
     if target is not None and to == "hf":
         raise InputError("--target", "a target is converted by itself", target, "leave it out")
+    if share_embedding and (to != "vllm" or target is None):
+        got = f"--to {to}, {'a' if target else 'no'} target"
+        raise InputError("--share-embedding", "needs --to vllm and --target", got, "give both, or leave it out")
     metadata = {"source": f"{Path(src).name}, by peagle convert --to {to}"}
     if to == "hf":
         save_target(
@@ -57,7 +61,10 @@ def convert(
             max_shard_bytes=max_shard_bytes,
         )
         return
-    head = read_head(src, target)
+    embedding = load_target(target).params["embed"]["table"] if target else None
+    head = read_head(src, embedding)
+    if share_embedding and not np.array_equal(head.params["embed"]["table"], embedding.astype(head.config.dtype)):
+        raise InputError(src, "--share-embedding needs a head whose embedding is the target's", "one trained further", "leave it out")
     if to == "orbax":
         with weights.new_folder(dst) as work:
             write_run(head if dtype is None else _cast(head, dtype), work)
@@ -66,16 +73,14 @@ def convert(
         (weights.read_json(target / "config.json").get("architectures") or ["Qwen3ForCausalLM"])[0] if target else "Qwen3ForCausalLM"
     )
     folders.save_drafter(head, dst, layout=to, dtype=dtype, target=str(target) if target else None,
-                         target_architecture=architecture, k=k, metadata=metadata, max_shard_bytes=max_shard_bytes)  # fmt: skip
+                         target_architecture=architecture, k=k, metadata=metadata, max_shard_bytes=max_shard_bytes,
+                         own_embedding=not share_embedding)  # fmt: skip
 
 
-def read_head(src: Path, target: Path | None = None) -> Model:
-    """A head from a folder of any layout, or from a training run."""
+def read_head(src: Path, embedding: jax.Array | None = None) -> Model:
+    """A head from a folder of any layout, or from a training run; `embedding` is for one that shares its target's."""
     src = Path(src)
-    if (src / HEAD_FILE).exists():
-        return read_run(src)
-    embedding = load_target(target).params["embed"]["table"] if target else None
-    return folders.load_drafter(src, embedding=embedding)
+    return read_run(src) if (src / HEAD_FILE).exists() else folders.load_drafter(src, embedding=embedding)
 
 
 def _stored_dtype(src: Path) -> np.dtype:

@@ -16,7 +16,7 @@ from peagle_jax.decode.generate import Generation
 from peagle_jax.draft.folders import load_drafter
 from peagle_jax.pipelines import budgets
 from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget
-from peagle_jax.pipelines.convert import convert
+from peagle_jax.pipelines.convert import convert, read_serving
 from peagle_jax.pipelines.inspect import describe, printable
 from peagle_jax.pipelines.train_head import HeadResult, held_out_prompts, train_head
 from peagle_jax.report import plots, records
@@ -134,8 +134,9 @@ def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: r
         return Suite(saved["records"], saved["lossless"], Generation(**saved["sample"]) if saved["sample"] else None)
 
     def load(dtype):
-        heads = {method: load_drafter(folder, dtype=dtype) for method, folder in models.heads.items()}
-        return load_target(models.target, taps=heads["peagle"].config.taps, dtype=dtype), heads
+        target = load_target(models.target, taps=read_serving(models.heads["peagle"]).taps, dtype=dtype)
+        embedding = target.params["embed"]["table"]  # for a head that shares it
+        return target, {m: load_drafter(folder, dtype=dtype, embedding=embedding) for m, folder in models.heads.items()}
 
     def on_record(record: dict) -> None:
         results.add(record)

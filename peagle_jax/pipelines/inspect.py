@@ -36,9 +36,12 @@ def describe(folder: Path) -> dict:
             raise InputError(folder, "a draft head needs fc.weight", "no such tensor", "check that this is an EAGLE-3 or P-EAGLE head")
         config = folders.read_config(raw, plain, str(folder / "config.json"))
         lost = folders.table(config).keys() - plain.keys()
+        shared = "embed_tokens.weight" in lost
+        lost -= {"embed_tokens.weight"}
         return (
             {"kind": "draft head", "layout": folders.detect_layout(raw)} | _head(config) | size
-            | {"missing tensors": sorted(lost) or "none", "target named": _named_target(raw)}
+            | {"embedding": "the target's, shared" if shared else "its own", "missing tensors": sorted(lost) or "none"}
+            | {"target named": _named_target(raw)}
         )  # fmt: skip
     known = raw.get("model_type") in TARGETS
     shape = {

@@ -1,5 +1,6 @@
 """Draft-head folders: every layout read and written, bit for bit; what cannot be expressed is refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from peagle_jax.draft import folders
 from peagle_jax.draft.folders import load_drafter, save_drafter
 from peagle_jax.layers import Rope
 from peagle_jax.pipelines.convert import convert, read_run
+from peagle_jax.pipelines.inspect import describe
+from peagle_jax.targets import save_target
 from peagle_jax.types import InputError
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 555.0, "factor": 5.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
@@ -119,6 +122,28 @@ def test_other_spellings(tmp_path):
     with pytest.raises(InputError, match="needs embed_tokens.weight, or the target's embedding"):
         load_drafter(without)
     equal(load_drafter(without, embedding=want.params["embed"]["table"]), want)
+
+
+def test_sharing_the_targets_embedding(tmp_path):
+    """Left out only where it is the target's to the bit, in the dtype of the head; then any loader finds the target's."""
+    target = tiny.target()
+    save_target(target, tmp_path / "target")
+    head = tiny.head(**{**HEADS["eagle3"], "dim": 24})
+    own = dataclasses.replace(head, params={**head.params, "embed": {"table": target.params["embed"]["table"]}})
+    save_drafter(own, tmp_path / "own")
+    save_drafter(head, tmp_path / "other")
+    convert(tmp_path / "own", tmp_path / "shared", to="vllm", target=tmp_path / "target", share_embedding=True)
+    left = weights.open_folder(tmp_path / "own").keys() - weights.open_folder(tmp_path / "shared").keys()
+    assert left == {"embed_tokens.weight"} and describe(tmp_path / "shared")["embedding"] == "the target's, shared"
+    equal(load_drafter(tmp_path / "shared", embedding=target.params["embed"]["table"]), own)
+    for src, how, words in (
+        ("other", {"to": "vllm", "target": tmp_path / "target"}, "one trained further"),
+        ("own", {"to": "speculators", "target": tmp_path / "target"}, "--to speculators, a target"),
+        ("own", {"to": "vllm"}, "--to vllm, no target"),
+    ):
+        with pytest.raises(InputError, match=words):
+            convert(tmp_path / src, tmp_path / "refused", share_embedding=True, **how)
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("tensors, changes, words", [
