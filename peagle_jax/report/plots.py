@@ -1,4 +1,4 @@
-"""Pictures of a suite's records: one function a picture, each drawing what its file name says. No number is computed here."""
+"""Pictures of a suite's records: one function a picture, each drawing what its file name says. Only running means are computed here."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -190,16 +190,27 @@ def _training(curves):
 def _fresh(rows):
     rows = [r for r in rows if "accuracy" in r]
     figure, axes = plt.subplots(1, 2, figsize=(9.8, 3.5), layout="constrained")
-    seconds = [r["seconds"] for r in rows]
-    axes[0].plot(seconds, [r["loss"] for r in rows], color=COLOURS["peagle"])
+    losses = [r["loss"] for r in rows]
+    axes[0].plot([r["seconds"] for r in rows], losses, color=PALE["peagle"], lw=1, label="one batch")
+    axes[0].plot([r["seconds"] for r in rows], _running_mean(losses), color=COLOURS["peagle"], label="running mean")
+    axes[0].legend(fontsize=8)
     axes[0].set(title="Loss (KL to the target)", xlabel="seconds of training", ylabel="nats", ylim=(0, None))
     depths = max(len(r["accuracy"]) for r in rows)  # depths may be trained one after the other
     for depth in range(depths):
         shade = plt.get_cmap("viridis")(0.9 * depth / max(depths - 1, 1))
         seen = [r for r in rows if depth < len(r["accuracy"])]
-        axes[1].plot([r["seconds"] for r in seen], [100 * r["accuracy"][depth] for r in seen], color=shade, label=f"{depth}")
+        axes[1].plot([r["seconds"] for r in seen], _running_mean([100 * r["accuracy"][depth] for r in seen]), color=shade, label=f"{depth}")
     axes[1].set(title="Argmax as the target's, by depth", xlabel="seconds of training", ylabel="%", ylim=(0, 100))
     axes[1].legend(title="depth", fontsize=8, ncols=2)
     return figure, (
-        "The head that this run trained from scratch, to show training: depth 0 sees a real token and feature, deeper rows placeholders."
+        "The head that this run trained from scratch, to show training: depth 0 sees a real token and feature, deeper rows placeholders. "
+        "Batches are one row of text each; accuracies are running means."
     )
+
+
+def _running_mean(values: Sequence[float], weight: float = 0.25) -> list[float]:
+    """Each value with `weight`, those before it with the rest: single batches of one row are noisy."""
+    out: list[float] = []
+    for value in values:
+        out.append(value if not out else weight * value + (1 - weight) * out[-1])
+    return out

@@ -66,12 +66,18 @@ def best(records: Sequence[dict], method: str, batch: int) -> dict | None:
 
 
 def headline(records: Sequence[dict]) -> list[str]:
-    """What the table says, in words: one line a batch size, and one on exactness."""
+    """What the table says, in words: one line a batch size, one on the two heads at the same K, and one on exactness."""
     lines = []
     for batch in sorted({r["batch"] for r in records if r["temperature"] == 0}):
         found = {m: r for m in ("peagle", "eagle3") if (r := best(records, m, batch))}
         said = [f"{NAMES[m]} at its best K ({r['k']}) runs at {r['speedup']:.2f} times plain decoding" for m, r in found.items()]
         lines.append(f"Batch {batch}: " + "; ".join(said) + ".")
+        if found and max(r["speedup"] for r in found.values()) < 1:
+            r = max(found.values(), key=lambda r: r["speedup"])
+            costs, emits = f"{r['break_even']:.2f}", f"{r['acceptance_length']:.2f}"
+            lines[-1] += f" Nothing pays here: a step at K = {r['k']} costs {costs} plain tokens and emits {emits}."
+    if pairs := _pairs(records):
+        lines.append("P-EAGLE over EAGLE-3 at the same K, batch 1: " + ", ".join(f"K = {k}: {ratio:.2f}" for k, ratio in pairs) + ".")
     checked = [r for r in records if "lossless" in r]
     if checked:
         wrong = sum(r["different"] for r in checked)
@@ -80,6 +86,12 @@ def headline(records: Sequence[dict]) -> list[str]:
         exact = "every one equals plain greedy decoding token for token" if not wrong + ties else f"{wrong} differ, {ties} at near ties"
         lines.append(f"Lossless: {texts} speculative texts were compared; {exact}.")
     return lines
+
+
+def _pairs(records: Sequence[dict]) -> list[tuple[int, float]]:
+    """(K, P-EAGLE's tokens a second over EAGLE-3's), greedy, at batch 1."""
+    speed = {(r["method"], r["k"]): r["tokens_per_second"] for r in records if r["batch"] == 1 and r["temperature"] == 0}
+    return [(k, rate / speed["eagle3", k]) for (method, k), rate in sorted(speed.items()) if method == "peagle" and ("eagle3", k) in speed]
 
 
 def table(records: Sequence[dict]) -> Table:

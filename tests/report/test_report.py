@@ -55,10 +55,16 @@ def test_one_method_alone_and_no_records(tmp_path):
 def test_headline_tells_losses_too():
     lines = headline(RECORDS)
     assert lines[0] == "Batch 1: P-EAGLE at its best K (3) runs at 1.40 times plain decoding; EAGLE-3 at its best K (1) runs at 1.20 times plain decoding."
-    assert "0.80 times" in lines[1] and lines[2].startswith("Lossless: 24 speculative texts") and "every one equals" in lines[2]
+    assert "0.80 times" in lines[1] and lines[1].endswith("a step at K = 3 costs 1.30 plain tokens and emits 1.90.") and "Nothing" not in lines[0]
+    assert lines[2] == "P-EAGLE over EAGLE-3 at the same K, batch 1: K = 1: 0.83, K = 3: 1.27."
+    assert lines[3].startswith("Lossless: 24 speculative texts") and "every one equals" in lines[3]
     broken = [*RECORDS, record("peagle", 7, lossless=False, different=2, near_ties=1)]
     assert "2 differ, 1 at near ties" in headline(broken)[-1]
     assert best(RECORDS, "peagle", 1)["k"] == 3 and best(RECORDS, "peagle", 4) is None
+
+
+def test_running_mean():
+    assert plots._running_mean([4.0, 0.0, 8.0], 0.5) == [4.0, 2.0, 5.0] and plots._running_mean([]) == []
 
 
 @pytest.mark.parametrize("key", ["acceptance_length", "break_even", "tokens_per_second"])
