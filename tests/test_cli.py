@@ -207,6 +207,6 @@ def test_as_a_program(folders):
 def test_overrides_must_be_keys(folders, capsys, tmp_path):
     from pathlib import Path
 
-    config = Path(__file__).parent.parent / "configs" / "train" / "lm_stdlib.yaml"
+    config = Path(__file__).parent.parent / "configs" / "train" / "demo_target.yaml"
     code, _, err = run(capsys, "train", config, "--optimizer.speed", "3")
     assert code == 2 and "--optimizer.speed 3" in err and err.count("\n") == 1

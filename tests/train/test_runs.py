@@ -29,14 +29,16 @@ def corpus(tmp_path_factory):
 
 
 def config(task: str, corpus: Path, out: Path, target: Path | None = None, **changes) -> dict:
-    raw = yaml.safe_load((CONFIGS / f"{task}_stdlib.yaml").read_text())
+    raw = yaml.safe_load((CONFIGS / f"demo_{'target' if task == 'lm' else task}.yaml").read_text())
     raw |= {"out": str(out), "log_every": 2, "save_every": 4}
     raw["data"] |= {"source": str(corpus), "max_chars": None, "held_out": 0.1, "length": 48, "batch": 4}
     raw["optimizer"] |= {"steps": 12, "warmup": 2}
     if task == "lm":
         raw["model"] |= {"vocab": 320, "layers": 4, "dim": 32, "mlp_dim": 48, "heads": 2, "kv_heads": 1, "head_dim": 16}
     else:
-        raw |= {"target": str(target)}
+        raw |= {"target": str(target), "start": "random", "grow": [], "train_lm_head": True}
+        raw["head"] |= {"layers": 2 if task == "peagle" else 1, "mlp_dim": None, "taps": None, "qk_norm": False}
+        raw["measure"] |= {"every": 250, "prompts": None, "count": 8, "new_tokens": 64}
         raw["cod" if task == "peagle" else "ttt"] |= {"depths": 3} if task == "peagle" else {"steps": 3}
     return {**raw, **changes}
 
