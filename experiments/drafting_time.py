@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.bench import parts
-from peagle_jax.bench.origin import provenance
 from peagle_jax.decode.drafters import SHORT
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.layers import Rope
+from peagle_jax.origin import provenance
 from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config, default_taps
 from peagle_jax.types import Model
 

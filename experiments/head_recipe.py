@@ -19,7 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from peagle_jax.bench.origin import provenance
+from peagle_jax.origin import provenance
+from peagle_jax.pipelines.budgets import HELD_OUT
 from peagle_jax.pipelines.train_head import train_head
 from peagle_jax.train.cod import Cod
 from peagle_jax.train.config import PeagleRun, load_run
@@ -32,9 +33,10 @@ def base() -> PeagleRun:
     run = load_run(ROOT / "configs" / "train" / "demo_peagle.yaml")
     return dataclasses.replace(
         run, target=str(ROOT / run.target), grow=(), cod=Cod(depths=1, ratio=0.8, floor=0.2),
-        data=dataclasses.replace(run.data, max_chars=20_000_000),
+        head=dataclasses.replace(run.head, layers=2, mlp_dim=None),
+        data=dataclasses.replace(run.data, source=None, max_chars=20_000_000, held_out=HELD_OUT),
         optimizer=dataclasses.replace(run.optimizer, steps=STEPS, warmup=STEPS // 20, peak_lr=2e-3),
-        measure=dataclasses.replace(run.measure, every=None), log_every=20,
+        measure=dataclasses.replace(run.measure, every=None, prompts=None), log_every=20,
     )  # fmt: skip
 
 

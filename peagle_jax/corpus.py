@@ -84,8 +84,8 @@ def _python(root: Path, paths) -> Iterator[Document]:
     for path in sorted(paths):
         try:
             yield Document(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            continue  # the library tests itself on files in other encodings
+        except (UnicodeDecodeError, OSError):
+            continue  # the library tests itself on files in other encodings; an installation may hold broken links
 
 
 def _folder(root: Path) -> Iterator[Document]:

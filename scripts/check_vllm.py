@@ -21,9 +21,9 @@ from rich.table import Table
 
 from peagle_jax import text
 from peagle_jax.bench.exact import compare
-from peagle_jax.bench.origin import provenance
 from peagle_jax.decode.generate import generate
 from peagle_jax.draft.folders import load_drafter
+from peagle_jax.origin import provenance
 from peagle_jax.targets import load_target
 from peagle_jax.types import InputError
 

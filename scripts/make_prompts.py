@@ -13,6 +13,7 @@ from peagle_jax.pipelines.demo import standard_prompts
 
 def main(target: str, out: str, count: str = "8") -> None:
     prompts = standard_prompts(text.load_tokenizer(target), int(count))
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in prompts), encoding="utf-8")
 
 

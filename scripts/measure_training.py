@@ -123,7 +123,7 @@ def main() -> None:
         return
     if args.speculators is None:
         parser.error("--speculators ENV is needed: scripts/install_speculators.sh ENV")
-    from peagle_jax.bench.origin import provenance
+    from peagle_jax.origin import provenance
 
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
     for _ in range(args.rounds):

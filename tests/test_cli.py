@@ -175,6 +175,9 @@ def bad_cases(folders, tmp_path):
         "unwritable demo": (["demo", "--out", tmp_path / "file" / "x"], ["file/x", "writable"]),
         "K for a target": (["convert", target, tmp_path / "x", "--to", "hf", "--k", 3], ["--k", "carries no K"]),
         "target for a target": (["convert", target, tmp_path / "x", "--to", "hf", "--target", target], ["--target", "by itself"]),
+        "sharing without a target": (["convert", peagle, tmp_path / "x", "--to", "vllm", "--share-embedding"], ["--share-embedding", "no target"]),
+        "shards without a unit": (["convert", peagle, tmp_path / "x", "--to", "vllm", "--max-shard-size", "12"], ["--max-shard-size", "5GB"]),
+        "one new token": (["bench", "--target", target, "--drafter", peagle, "--max-new-tokens", 1, "--out", tmp_path / "b"], ["ask for 2 or more"]),
         "onto itself": (["convert", peagle, peagle, "--to", "vllm"], ["another folder"]),
         "unknown flag": ([*ask, "--prompt", "x", "--speed", 9], ["--speed 9"]),
         "unknown choice": (["convert", peagle, tmp_path / "x", "--to", "onnx"], ["onnx", "--help"]),
@@ -210,3 +213,5 @@ def test_overrides_must_be_keys(folders, capsys, tmp_path):
     config = Path(__file__).parent.parent / "configs" / "train" / "demo_target.yaml"
     code, _, err = run(capsys, "train", config, "--optimizer.speed", "3")
     assert code == 2 and "--optimizer.speed 3" in err and err.count("\n") == 1
+    code, _, err = run(capsys, "train", config.with_name("demo_peagle.yaml"), "--out", tmp_path / "x", "--optimizer.steps", "4000")
+    assert code == 2 and err.count("\n") == 1 and not (tmp_path / "x").exists(), err

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from peagle_jax.bench.exact import compare
-from peagle_jax.bench.origin import provenance
 from peagle_jax.bench.parts import drafting_seconds, verifying_seconds
-from peagle_jax.decode.generate import Generation, acceptance_length, generate, make_drafter
+from peagle_jax.decode.generate import Generation, acceptance_length, generate, make_drafter, slots_for
+from peagle_jax.origin import provenance
 from peagle_jax.types import Model
 
 METHODS = ("eagle3", "peagle")
@@ -29,8 +29,9 @@ class Case:
 @dataclasses.dataclass(frozen=True)
 class Suite:
     records: list[dict]
-    lossless: bool
-    sample: Generation | None  # a P-EAGLE answer, for the report
+    lossless: bool  # every greedy float32 text was plain decoding's
+    sample: Generation | None  # a P-EAGLE answer, for the report: of the largest K up to 7, the one with the longest steps
+    sample_k: int | None = None
 
 
 class Decoding:
@@ -41,30 +42,37 @@ class Decoding:
         spread = [prompts[i % len(prompts)] for i in range(max(len(prompts), case.batch))]  # a batch larger than the prompts repeats them
         self.groups = [spread[i : i + case.batch] for i in range(0, len(spread) // case.batch * case.batch, case.batch)]
         self.seconds: list[float] = []
+        self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
 
     def run(self, *, timed: bool) -> None:
         start = time.perf_counter()
-        self.answers = [answer for i, group in enumerate(self.groups) for answer in self._decode(group, i * self.case.batch)]
+        self.answers = [a for i, group in enumerate(self.groups) for a in self._decode(group, i * self.case.batch, self.new_tokens)]
+        middle = time.perf_counter()
+        for group in self.groups:  # the same program, for the one token that the prompt alone gives
+            self._decode(group, 0, 1)
         if timed:
-            self.seconds.append(time.perf_counter() - start)
+            self.seconds.append(middle - start)
+            self.prompt_seconds.append(time.perf_counter() - middle)
 
-    def _decode(self, group, first: int) -> list[Generation]:
+    def _decode(self, group, first: int, new_tokens: int) -> list[Generation]:
         return generate(
             self.target, self.head, group, k=self.case.k or None, method=self.case.method if self.head else None,
-            max_new_tokens=self.new_tokens, stop_ids=(), temperature=self.case.temperature, seed=[first + i for i in range(len(group))],
+            max_new_tokens=new_tokens, stop_ids=(), temperature=self.case.temperature, seed=[first + i for i in range(len(group))],
+            slots=slots_for(group, self.new_tokens, self.case.k),
         )  # fmt: skip
 
     def record(self) -> dict:
-        """What was measured, without provenance. Seconds are of whole calls, prompts included."""
+        """What was measured, without provenance. `seconds` are of whole calls, prompts included; `step_seconds` are without them."""
         answers, case = self.answers, self.case
         drafts = sum(a.num_drafts for a in answers)
-        steps = sum(max(a.num_drafts if self.head else self.new_tokens for a in answers[i : i + case.batch])
+        steps = sum(max(a.num_drafts if self.head else self.new_tokens - 1 for a in answers[i : i + case.batch])
                     for i in range(0, len(answers), case.batch))  # fmt: skip
-        median = statistics.median(self.seconds)
+        median, prompt = statistics.median(self.seconds), statistics.median(self.prompt_seconds)
         return dataclasses.asdict(case) | {
             "prompts": len(answers), "new_tokens": self.new_tokens, "seconds": self.seconds,
-            "tokens_per_second": sum(len(a.output_token_ids) for a in answers) / median, "step_seconds": median / steps,
+            "tokens_per_second": sum(len(a.output_token_ids) for a in answers) / median, "prompt_seconds": prompt,
+            "step_seconds": (median - prompt) / steps,
             "acceptance_length": acceptance_length(answers), "num_drafts": drafts,
             "accepted_per_position": (np.sum([a.accepted_per_position for a in answers], axis=0) / drafts).tolist() if drafts else [],
             "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
@@ -103,6 +111,7 @@ def run_suite(
     sets = [(batch, 0.0, [(m, k) for m in order for k in ks]) for batch in batches]
     sets += [(max(batches), 1.0, [(m, sampled_k) for m in order])] if sampled_k else []
     where, records, lossless, sample = provenance() | (label or {}), [], True, None
+    sample_k = None
     context = max(map(len, prompts)) + new_tokens // 2
     for batch, temperature, cases in sets:
         runs = [Decoding(Case(m, k, batch, temperature), target, heads.get(m), prompts, new_tokens) for m, k in [("none", 0), *cases]]
@@ -113,9 +122,10 @@ def run_suite(
             progress(f"batch {batch}, temperature {temperature:g}: round {number + 1} of {repeats}")
             for run in runs:
                 run.run(timed=True)
-        exact = temperature == 0
+        greedy = temperature == 0
+        exact = greedy and np.dtype(target.config.dtype) == np.float32  # in fewer bits nobody promises equal texts
         verifying = {}
-        if exact:
+        if greedy:
             progress(f"batch {batch}: the parts of a step")
             ks_here = sorted({run.case.k for run in runs})
             verifying = {k: verifying_seconds(target, k, batch=batch, context=context, repeats=repeats) for k in ks_here}
@@ -123,14 +133,16 @@ def run_suite(
             record = where | run.record() | {"speedup": _speedup(run, runs[0])}
             # the acceptance length from which such a step would pay, as whole calls cost here
             record["break_even"] = (record["acceptance_length"] or 1.0) / record["speedup"]
-            if exact:
-                record |= _parts(run, verifying, context, repeats) | (_exactness(target, run, runs[0]) if run.head else {})
-                lossless &= record.get("lossless", True)
-            if run.case.method == "peagle" and exact and (sample is None or run.case.k <= 7):
-                sample = max(run.answers, key=lambda a: a.num_accepted_tokens / max(a.num_drafts, 1))
+            if greedy:
+                record |= _parts(run, verifying, context, repeats)
+            if exact and run.head:
+                record |= _exactness(target, run, runs[0])
+                lossless &= record["lossless"]
+            if run.case.method == "peagle" and greedy and (sample is None or run.case.k <= 7):
+                sample, sample_k = max(run.answers, key=lambda a: a.num_accepted_tokens / max(a.num_drafts, 1)), run.case.k
             records.append(record)
             on_record(record)
-    return Suite(records, lossless, sample)
+    return Suite(records, lossless, sample, sample_k)
 
 
 def _speedup(run: Decoding, plain: Decoding) -> float:

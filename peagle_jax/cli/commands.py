@@ -49,6 +49,8 @@ def train(args, rest: list[str]) -> int:
             raise InputError(
                 args.config, "overrides must be keys of the config, as --optimizer.steps 100", " ".join(rest), "check the names"
             ) from None
+        except ValueError as error:
+            raise InputError(args.config, "overrides must make sense with the rest of the config", error, "mend them") from None
     result = train_lm(run, CONSOLE.print) if isinstance(run, LmRun) else train_head(run, CONSOLE.print)
     _print_facts(vars(result))
     return 0
@@ -59,9 +61,9 @@ def regenerate(args) -> int:
 
     for flag in ("answers", "prompt_tokens", "new_tokens", "batch_size"):
         _numbers(f"--{flag.replace('_', '-')}", str(getattr(args, flag)))
-    if not 0 <= args.held_out < 1 or min(args.temperature) < 0:
-        got = f"{args.held_out}, {args.temperature}"
-        raise InputError("peagle regenerate", "--held-out must lie in 0..1 and no --temperature below 0", got, "mend them")
+    if not 0 <= args.held_out < 1 or min(*args.temperature, args.seed) < 0:
+        got = f"{args.held_out}, {args.temperature}, {args.seed}"
+        raise InputError("peagle regenerate", "--held-out must lie in 0..1, and no --temperature or --seed below 0", got, "mend them")
     how = Regeneration(
         source=args.source, held_out=args.held_out, answers=args.answers, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
         temperatures=tuple(args.temperature), batch_size=args.batch_size, seed=args.seed,
@@ -126,11 +128,15 @@ def bench(args) -> int:
 
     ks, batches = _numbers("--k", args.k), _numbers("--concurrency", args.concurrency)
     _numbers("--repeats", str(args.repeats))
-    folder, target, head = _load(args.target, args.drafter[0], args.dtype)
+    if args.max_new_tokens < 2:
+        raise InputError("--max-new-tokens", "the first token needs no draft: ask for 2 or more", args.max_new_tokens, "raise it")
+    folder, target, first = _load(args.target, args.drafter[0], args.dtype)
     heads = {}
-    for name in args.drafter:
-        head = load_drafter(weights.find_folder(name), dtype=head.config.dtype, embedding=target.params["embed"]["table"])
-        check_fit(target, head, name)
+    for i, name in enumerate(args.drafter):
+        head = first
+        if i:
+            head = load_drafter(weights.find_folder(name), dtype=first.config.dtype, embedding=target.params["embed"]["table"])
+            check_fit(target, head, name)
         method = "peagle" if head.config.parallel else "eagle3"
         if method in heads:
             raise InputError(name, "one P-EAGLE and one EAGLE-3 head are measured together", f"two for {method}", "measure them apart")
@@ -138,7 +144,9 @@ def bench(args) -> int:
     prompts = _bench_prompts(args.prompts, folder)
     check_prompts(prompts, target.config, args.max_new_tokens, max(ks), None)
     records_file = records.Records(args.out)
-    suite = run_suite(target, heads, prompts, ks=ks, batches=batches, new_tokens=args.max_new_tokens, repeats=args.repeats,
+    names = {"target": Path(args.target).name, "drafters": [Path(d).name for d in args.drafter]}
+    label = {"name": "bench", **names, "dtype": args.dtype, "seed": 0}
+    suite = run_suite(target, heads, prompts, ks=ks, batches=batches, new_tokens=args.max_new_tokens, repeats=args.repeats, label=label,
                       on_record=lambda r: (records_file.add(r), CONSOLE.print(records.one_line(r))))  # fmt: skip
     pictures = plots.draw(args.out, suite.records, {}, [])
     page = write_report(args.out, suite.records, pictures=pictures, sample=None, runs=[])

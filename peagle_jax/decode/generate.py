@@ -116,7 +116,7 @@ def generate(
     lengths = np.array([len(p) for p in prompts], np.int32)
     width = _round_up(int(lengths.max()))
     if slots is None:
-        slots = _round_up(width + max_new_tokens + depth)
+        slots = slots_for(prompts, max_new_tokens, depth)
     padded = np.zeros((len(prompts), min(width, slots)), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -125,9 +125,17 @@ def generate(
     sampling = sampling_params(len(prompts), temperature, top_k, top_p, seeds)
     program = Program(target.graph, target.config, drafter, slots, sample_drafts and sampling is not None)
     limits = np.full(len(prompts), max_new_tokens, np.int32)
-    state = run(program, target.params, draft_params, jnp.asarray(padded), jnp.asarray(lengths), jnp.asarray(limits),
-                jnp.asarray(stops if len(stops) else [-1], jnp.int32), sampling)  # fmt: skip
+    # on GPUs float32 products have 10 bits of mantissa unless asked for more, and losslessness is a float32 rule
+    precision = "highest" if jnp.dtype(target.config.dtype) == jnp.float32 else None
+    with jax.default_matmul_precision(precision):
+        state = run(program, target.params, draft_params, jnp.asarray(padded), jnp.asarray(lengths), jnp.asarray(limits),
+                    jnp.asarray(stops if len(stops) else [-1], jnp.int32), sampling)  # fmt: skip
     return _collect(prompts, state, depth, set(stops.tolist()))
+
+
+def slots_for(prompts: Sequence[Sequence[int]], max_new_tokens: int, k: int) -> int:
+    """Size of the cache that `generate` makes when none is named: calls of equal size share a compiled program."""
+    return _round_up(_round_up(max(map(len, prompts))) + max_new_tokens + k)
 
 
 def _collect(prompts, state, depth: int, stops: set[int]) -> list[Generation]:

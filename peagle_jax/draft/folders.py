@@ -57,7 +57,7 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike | None = None, embedding:
     tensors = {name: t for name, t in tensors.items() if name not in NOT_OURS}
     if "embed_tokens.weight" not in tensors:
         if embedding is None:
-            raise InputError(folder, "needs embed_tokens.weight, or the target's embedding", "neither", "name the target with --target")
+            raise InputError(folder, "needs embed_tokens.weight, or the target's embedding", "neither", "give --target or embedding=")
         tensors["embed_tokens.weight"] = np.asarray(embedding)
     if "fc.weight" not in tensors:
         raise InputError(folder, "a draft head needs fc.weight", "no such tensor", "check that this is an EAGLE-3 or P-EAGLE head")
@@ -209,6 +209,8 @@ def save_drafter(
         if k is None:
             raise InputError(path, "speculators' layout carries K", "none", "give it with --k")
     tensors = weights.cast(weights.export(head.params, table(cfg)), dtype)
+    if not own_embedding and layout != "vllm":
+        raise InputError(path, "speculators' layout has its own embedding", "a shared one", "use --to vllm")
     if not own_embedding:
         del tensors["embed_tokens.weight"]
     if "d2t" in tensors:

@@ -23,6 +23,7 @@ class Scratch:
     peagle: tuple[int, int]
     eagle3: tuple[int, int]
     peagle_layers: int
+    peagle_mlp: int | None  # width of its MLPs; None: the target's
     depths: int  # K in training
 
 
@@ -54,7 +55,7 @@ BUDGETS = {
         repeats=3, dtype="float32",
         scratch=Scratch(
             model=_lm(1024, 4, 128, 384, 4, 2, 32, 2048), source=None, max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 1),
-            eagle3=(150, 1), peagle_layers=2, depths=5,
+            eagle3=(150, 1), peagle_layers=2, peagle_mlp=None, depths=5,
         ),
     ),
     "small": Budget(
@@ -62,7 +63,7 @@ BUDGETS = {
         sampled_k=7, prompts=8, new_tokens=128, repeats=5, dtype="float32",
         scratch=Scratch(
             model=_lm(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(700, 1),
-            eagle3=(400, 1), peagle_layers=2, depths=8,
+            eagle3=(400, 1), peagle_layers=2, peagle_mlp=None, depths=8,
         ),
     ),
     "full": Budget(
@@ -70,7 +71,7 @@ BUDGETS = {
         prompts=16, new_tokens=256, repeats=5, dtype="bfloat16",
         scratch=Scratch(
             model=_lm(8192, 12, 768, 2304, 12, 4, 64, 4096), source=INSTALLED, max_chars=None, length=512, lm=(1500, 32), peagle=(900, 32),
-            eagle3=(600, 32), peagle_layers=4, depths=8,
+            eagle3=(600, 32), peagle_layers=4, peagle_mlp=1152, depths=8,
         ),
     ),
 }  # fmt: skip
@@ -88,14 +89,14 @@ def lm_run(s: Scratch, out: Path, seed: int) -> LmRun:
 
 def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> PeagleRun:
     return PeagleRun(
-        task="peagle", head=_head(s.peagle_layers, target), cod=Cod(depths=s.depths, ratio=0.8, floor=0.2), train_embedding=True,
-        **_head_run(s, target, out, seed, steps, rows),
+        task="peagle", head=_head(s.peagle_layers, s.peagle_mlp, target), cod=Cod(depths=s.depths, ratio=0.8, floor=0.2),
+        train_embedding=True, **_head_run(s, target, out, seed, steps, rows),
     )  # fmt: skip
 
 
 def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> Eagle3Run:
     return Eagle3Run(
-        task="eagle3", head=_head(1, target), ttt=Ttt(steps=s.depths, decay=1.0), train_embedding=False,
+        task="eagle3", head=_head(1, None, target), ttt=Ttt(steps=s.depths, decay=1.0), train_embedding=False,
         **_head_run(s, target, out, seed, steps, rows),
     )  # fmt: skip
 
@@ -130,8 +131,8 @@ def _taps(target: Path) -> tuple[int, ...]:
     return tuple(sorted({1 if layers < 6 else 2, 2 * layers // 3, layers - 1}))
 
 
-def _head(layers: int, target: Path) -> HeadShape:
+def _head(layers: int, mlp_dim: int | None, target: Path) -> HeadShape:
     return HeadShape(
-        layers=layers, dim=None, mlp_dim=None, heads=None, kv_heads=None, head_dim=None, draft_vocab=None, taps=_taps(target), qk_norm=True,
-        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None,
+        layers=layers, dim=None, mlp_dim=mlp_dim, heads=None, kv_heads=None, head_dim=None, draft_vocab=None,
+        taps=_taps(target), qk_norm=True, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None,
     )  # fmt: skip

@@ -1,19 +1,19 @@
 """The main job end to end, on text that every machine has: models, exactness, speed, training, export, report."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from rich.status import Status
 
 from peagle_jax import corpus, text
-from peagle_jax.bench.origin import provenance
 from peagle_jax.bench.suite import Suite, run_suite
 from peagle_jax.decode.generate import Generation
 from peagle_jax.draft.folders import load_drafter
+from peagle_jax.origin import provenance
 from peagle_jax.pipelines import budgets
 from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget
 from peagle_jax.pipelines.convert import convert, read_serving
@@ -25,7 +25,8 @@ from peagle_jax.report.page import write_report
 from peagle_jax.targets import load_target
 from peagle_jax.train.lm import train_lm
 
-ASSETS = Path(__file__).parent.parent / "assets"  # target/, peagle/, eagle3/: ordinary folders, with their cards
+PACKAGE = Path(__file__).parent.parent
+ASSETS = PACKAGE / "assets"  # target/, peagle/, eagle3/: ordinary folders, with their cards
 PROMPT_TOKENS, SEED = 48, 0
 
 
@@ -65,10 +66,10 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from
     say("[bold]5/5 report[/bold]")
     pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, read_metrics(out / ("fresh" if fresh else "peagle")))]
     facts = [(title, {key: printable(value) for key, value in describe(folder).items()}) for title, folder in _named(models)]
-    facts += [("The head trained in this run", vars(fresh))] if fresh else []
+    facts += [("The head trained in this run", {key: _rounded(value) for key, value in vars(fresh).items()})] if fresh else []
     sample = suite.sample
     page = write_report(
-        out, suite.records, pictures=pictures, sample=sample and _pieces(tokenizer, sample), runs=facts,
+        out, suite.records, pictures=pictures, sample=sample and _pieces(tokenizer, sample), sample_k=suite.sample_k, runs=facts,
         prompt=tokenizer.decode(sample.prompt_token_ids) if sample else "",
     )  # fmt: skip
     say(records.table(suite.records))
@@ -127,11 +128,11 @@ def _models(b: Budget, out: Path, scratch: bool, say) -> Models:
 
 def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: records.Records, say) -> Suite:
     """The table of decoders. What an earlier call with the same code and options measured is kept."""
-    kept, origin = out / "suite.json", provenance()
-    key = {"name": name, "commit": origin["commit"], "device": origin["device"], "jax": origin["jax"]}
+    kept, key = out / "suite.json", _suite_key(b, models, name)
     if kept.exists() and (saved := json.loads(kept.read_text(encoding="utf-8")))["key"] == key:
         say("measured already; delete suite.json to measure again")
-        return Suite(saved["records"], saved["lossless"], Generation(**saved["sample"]) if saved["sample"] else None)
+        del saved["key"]
+        return Suite(**{**saved, "sample": saved["sample"] and Generation(**saved["sample"])})
 
     def load(dtype):
         target = load_target(models.target, taps=read_serving(models.heads["peagle"]).taps, dtype=dtype)
@@ -145,21 +146,30 @@ def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: r
     options = {"ks": b.ks, "batches": b.batches, "new_tokens": b.new_tokens, "repeats": b.repeats, "sampled_k": b.sampled_k}
     label = {"name": name, "dtype": b.dtype, "seed": SEED}
     exact = True
-    if b.dtype != "float32":  # exactness is a float32 rule: products in full precision, few tokens, no timing worth keeping
+    if b.dtype != "float32":  # exactness is a float32 rule: few tokens, no timing worth keeping
         say("exactness, in float32")
-        with jax.default_matmul_precision("highest"):
-            less = options | {"batches": b.batches[:1], "new_tokens": min(64, b.new_tokens), "repeats": 1, "sampled_k": None}
-            checked = run_suite(*load(jnp.float32), prompts, **less, on_record=on_record,
-                                label=label | {"name": f"{name}/exactness", "dtype": "float32"})  # fmt: skip
-            exact = checked.lossless
+        less = options | {"batches": b.batches[:1], "new_tokens": min(64, b.new_tokens), "repeats": 1, "sampled_k": None}
+        exact = run_suite(*load(jnp.float32), prompts, **less, on_record=on_record,
+                          label=label | {"name": f"{name}/exactness", "dtype": "float32"}).lossless  # fmt: skip
+        say(f"{'every text is as plain decoding writes it' if exact else 'TEXTS DIFFER'}; rows in {results.path.name}")
     with Status("decoding") as status:  # compiling takes most of it: some 20 programs
         suite = run_suite(*load(jnp.dtype(b.dtype)), prompts, **options, on_record=on_record, label=label, progress=status.update)
-    suite = dataclasses.replace(suite, lossless=exact and (suite.lossless or b.dtype != "float32"))
-    body = {"key": key, "records": suite.records, "lossless": suite.lossless, "sample": suite.sample and vars(suite.sample)}
+    suite = dataclasses.replace(suite, lossless=exact and suite.lossless)
+    body = {"key": key, **vars(suite), "sample": suite.sample and vars(suite.sample)}
     work = kept.with_name(".suite.json.tmp")
     work.write_text(json.dumps(body), encoding="utf-8")
     work.replace(kept)
     return suite
+
+
+def _suite_key(b: Budget, models: Models, name: str) -> dict:
+    """What the numbers depend on: budget, code, weights, machine."""
+    digest = hashlib.sha256()
+    folders = (models.target, *models.heads.values())
+    for path in [*sorted(PACKAGE.rglob("*.py")), *(p for folder in folders for p in sorted(folder.glob("*.safetensors")))]:
+        digest.update(path.read_bytes())
+    origin = provenance()
+    return {"name": name, "budget": repr(b), "digest": digest.hexdigest(), "device": origin["device"], "jax": origin["jax"]}
 
 
 def _fresh(b: Budget, models: Models, out: Path, say) -> HeadResult | None:
@@ -180,18 +190,23 @@ def standard_prompts(tokenizer, count: int = 8) -> list[list[int]]:
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
 
 
+def _rounded(value):
+    return [_rounded(v) for v in value] if isinstance(value, list) else round(value, 3) if isinstance(value, float) else value
+
+
 def _named(models: Models) -> list[tuple[str, Path]]:
     return [("Target", models.target), *((f"{records.NAMES[method]} head", folder) for method, folder in models.heads.items())]
 
 
 def _pieces(tokenizer, sample: Generation) -> Sequence[tuple[str, bool]]:
-    """The sample's text in pieces, each accepted draft or not; byte-level tokens that split a character stay whole runs."""
+    """The sample's text in pieces, each accepted draft or not; a character in bytes of both kinds counts as its last byte."""
     pieces: list[tuple[str, bool]] = []
     run: list[int] = []
     for i, token in enumerate(sample.output_token_ids):
         run.append(token)
         last = i + 1 == len(sample.output_token_ids)
-        if last or sample.drafted[i + 1] != sample.drafted[i]:
-            pieces.append((tokenizer.decode(run), sample.drafted[i]))
+        piece = tokenizer.decode(run)
+        if last or sample.drafted[i + 1] != sample.drafted[i] and not piece.endswith("\N{REPLACEMENT CHARACTER}"):
+            pieces.append((piece, sample.drafted[i]))
             run = []
     return pieces

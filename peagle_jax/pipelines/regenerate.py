@@ -44,11 +44,12 @@ def regenerate(target_folder: Path, how: Regeneration, out: Path, say: Callable[
     tokenizer = text.load_tokenizer(target_folder)
     if tokenizer is None:
         raise InputError(target_folder, "excerpts of text need the target's tokenizer", "no tokenizer.json", "copy it into the folder")
+    _check_appendable(out)
     target = load_target(target_folder, taps=())
-    done = _whole_lines(out, how)
     train, _ = corpus.split(corpus.read_corpus(how.source), how.held_out)
     excerpts = excerpts_of(tokenizer, train, how)
     check_prompts(excerpts, target.config, how.new_tokens, 0, None)
+    done = _whole_lines(out, how, excerpts)
     say(f"{how.answers} answers of {how.new_tokens} tokens, {done} there already")
     bar = Progress(TextColumn("regenerate"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with bar, out.open("a", encoding="utf-8") as file:
@@ -72,26 +73,33 @@ def excerpts_of(tokenizer, documents: Sequence[corpus.Document], how: Regenerati
     encoded = [ids for ids in encoded if len(ids) > how.prompt_tokens]
     if not encoded:
         raise InputError(how.source, f"a document of more than {how.prompt_tokens} tokens is needed", "none", "use a larger corpus")
-    rng = np.random.default_rng(how.seed)
+    which, where = np.random.default_rng([how.seed, 0]), np.random.default_rng([how.seed, 1])  # more answers begin with the same ones
     sizes = np.array([len(ids) - how.prompt_tokens for ids in encoded], np.float64)
-    picks = rng.choice(len(encoded), how.answers, p=sizes / sizes.sum())
-    starts = [int(rng.integers(len(encoded[i]) - how.prompt_tokens)) for i in picks]
+    picks = which.choice(len(encoded), how.answers, p=sizes / sizes.sum())
+    starts = [int(where.integers(len(encoded[i]) - how.prompt_tokens)) for i in picks]
     return [encoded[i][start : start + how.prompt_tokens].tolist() for i, start in zip(picks, starts, strict=True)]
 
 
-def _whole_lines(out: Path, how: Regeneration) -> int:
-    """Answers already there, in whole batches; a line that a kill cut short is dropped."""
-    if not out.exists():
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(out, "the output file must be writable", error.strerror, "choose another place") from None
-        return 0
+def _check_appendable(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise InputError(out, "the output file must be writable", error.strerror, "choose another place") from None
+
+
+def _whole_lines(out: Path, how: Regeneration, excerpts: list[list[int]]) -> int:
+    """Answers already there, in whole batches; a batch that a kill cut short is dropped, and nothing else ever is."""
     *lines, cut = corpus.read_text(out).split("\n")
     ours = all(_is_answer(line, how.new_tokens) for line in lines) and cut.startswith(ANSWER[: len(cut)])
     if not ours:
         raise InputError(out, f"answers of {how.new_tokens} tokens are appended", "a file of something else", "choose another file")
-    kept = min(len(lines) // how.batch_size * how.batch_size, how.answers)
+    if any(json.loads(line)["prompt_token_ids"] != excerpt for line, excerpt in zip(lines, excerpts, strict=False)):
+        rule = "answers are appended to those of the same target, corpus, seed and sizes"
+        raise InputError(out, rule, "answers to other excerpts", "repeat the options it was begun with, or choose another file")
+    if len(lines) >= how.answers:
+        return how.answers
+    kept = len(lines) // how.batch_size * how.batch_size
     work = out.with_name(f".{out.name}.tmp")
     work.write_text("".join(line + "\n" for line in lines[:kept]), encoding="utf-8")
     work.replace(out)

@@ -11,7 +11,7 @@ import numpy as np
 
 from peagle_jax import corpus, text, weights
 from peagle_jax.bench.suite import repeated_share
-from peagle_jax.decode.generate import acceptance_length, generate
+from peagle_jax.decode.generate import acceptance_length, check_prompts, generate
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.draft.start import start_from_head, start_from_target
@@ -61,13 +61,17 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     encoded = text.encode(tokenizer, corpus.limit(train, run.data.max_chars, run.seed))
     rows = pack(encoded, run.data.length, run.data.source)
     say(f"corpus: {len(encoded)} documents, {rows.tokens.size:,} tokens; {len(held_out)} documents held out")
-    head, ids = new_head(run, target, rows, tokenizer)
+    head = new_head(run, target, rows, tokenizer)
     say(f"head: {sum(x.size for x in jax.tree.leaves(head.params)):,} parameters, taps {list(target.config.taps)}")
 
     trained, frozen = _split(run, head)
-    start_run(head, frozen, Path(run.out))
     loss = functools.partial(_loss, run, target, head)
     prompts = measured_prompts(run, tokenizer, held_out)
+    if prompts:
+        check_prompts(prompts, target.config, run.measure.new_tokens, run.most_depths, None)
+    else:
+        say("no held-out text is long enough for a prompt: acceptance is not measured (measure.prompts names some)")
+    start_run(head, frozen, Path(run.out))
     whole = lambda params: dataclasses.replace(head, params={**params, **frozen})  # noqa: E731
 
     def probe(step: int, params) -> dict | None:
@@ -96,8 +100,8 @@ class Depths:
     k: int = dataclasses.field(metadata={"static": True})
 
 
-def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> tuple[Model, np.ndarray | None]:
-    """The head to train, and the target ids of its draft vocabulary (None: all of them)."""
+def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
+    """The head to train, as it starts."""
     config = head_config(run, target, tokenizer.mask_token_id)
     ids = None
     if config.draft_vocab != config.vocab:
@@ -113,7 +117,7 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> tuple[
     if run.start_from is not None:
         trained = folders.load_drafter(weights.find_folder(run.start_from), dtype=config.dtype, embedding=embedding)
         head = start_from_head(head, trained, run.start_from)
-    return head, ids
+    return head
 
 
 def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConfig:

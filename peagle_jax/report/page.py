@@ -23,13 +23,13 @@ dd { margin: 0 0 .3rem 1.2rem } .scroll { overflow-x: auto } .big { font-size: 1
 
 def write_report(
     out: Path, records: Sequence[dict], *, pictures: Sequence[tuple[str, str]], sample: Sequence[tuple[str, bool]] | None,
-    runs: Sequence[tuple[str, dict]], prompt: str = "",
+    runs: Sequence[tuple[str, dict]], prompt: str = "", sample_k: int | None = None,
 ) -> Path:  # fmt: skip
     """Writes `out`/report.html, whole or not at all.
 
     Args:
       pictures: (PNG in `out`, caption); a picture named method.png comes first.
-      sample: (text piece, whether it was an accepted draft), in order.
+      sample: (text piece, whether it was an accepted draft), in order; decoded with `sample_k` drafts a step after `prompt`.
       runs: (title, facts) of each model or training run.
     """
     first = [p for p in pictures if p[0] == "method.png"]
@@ -37,7 +37,7 @@ def write_report(
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>P-EAGLE in JAX</title>",
         f"<style>{STYLE}</style><h1>P-EAGLE in JAX</h1>", *(f"<p class=big>{html.escape(line)}</p>" for line in headline(records)),
         *(_figure(out, *p) for p in first), *_table(records), *(_figure(out, *p) for p in pictures if p not in first),
-        *_text(sample, prompt), *_facts(runs), _origin(records),
+        *_text(sample, prompt, sample_k), *_facts(runs), _origin(records),
     ]  # fmt: skip
     page = out / "report.html"
     work = page.with_name(".report.html.tmp")
@@ -64,13 +64,14 @@ def _table(records: Sequence[dict]) -> list[str]:
     return [*parts, f"<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>"] if parts else []
 
 
-def _text(sample, prompt: str) -> list[str]:
+def _text(sample, prompt: str, k: int | None) -> list[str]:
     if not sample:
         return []
     marked = "".join(f"<mark>{html.escape(text)}</mark>" if drafted else html.escape(text) for text, drafted in sample)
     return [
-        "<h2>A text, as it was written</h2><p class=note>Grey: the prompt, from a file nobody was trained on. Blue: drafted by the P-EAGLE "
-        "head and accepted. Plain: the target's own tokens, one a step.</p>",
+        "<h2>A text, as it was written</h2>"
+        f"<p class=note>K = {k}, greedy; of all prompts the one with the longest steps. Grey: the prompt. "
+        "Blue: drafted by the P-EAGLE head and accepted. Plain: the target's own tokens, one a step.</p>",
         f"<pre><span class=prompt>{html.escape(prompt)}</span>{marked}</pre>",
     ]
 
@@ -86,6 +87,9 @@ def _facts(runs) -> list[str]:
 def _origin(records: Sequence[dict]) -> str:
     if not records:
         return ""
-    keys = ("time", "device", "python", "jax", "flax", "commit", "dirty", "command")
-    facts = {key: records[0].get(key) for key in keys} | {"records": "results.jsonl, beside this page"}
+    keys = (
+        "time", "device", "python", "peagle_jax", "jax", "flax", "commit", "dirty", "command",
+        "name", "target", "drafters", "dtype", "seed",
+    )  # fmt: skip
+    facts = {key: records[0][key] for key in keys if records[0].get(key) is not None} | {"records": "results.jsonl, beside this page"}
     return _facts([("Where the numbers come from", facts)])[0]

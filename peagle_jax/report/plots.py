@@ -131,14 +131,14 @@ def _step(records):
             axis.bar(x, draft, width * 0.92, color=COLOURS[method], label=f"{NAMES[method]} drafts" if first else None)
             axis.bar(x, verify, width * 0.92, bottom=draft, color=PALE[method], label="target verifies" if first else None)
             axis.bar(x, rest, width * 0.92, bottom=draft + verify, color="#eef1f4", edgecolor="#c9cfd6", lw=0.6,
-                     label="rest: cold caches, prompt, acceptance" if first and i == 0 else None)  # fmt: skip
+                     label="rest: cold caches, acceptance" if first and i == 0 else None)  # fmt: skip
     axis.axhline(1e3 * plain["step_seconds"], color=COLOURS["none"], ls="--", label="plain decoding, one token")
     axis.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
     axis.set(title=f"Where a step's time goes, batch {batch}", ylabel="ms a step")
     axis.legend(fontsize=9, ncols=2)
     return figure, (
-        "Left bar EAGLE-3, right bar P-EAGLE. Drafting and verifying were timed each in its own loop, where part of the weights stays in "
-        "the processor's cache; the rest is what a whole step takes more: head and target push each other out, and the prompt is read."
+        "Drafting and verifying were timed each in its own loop, where part of the weights stays in "
+        "the processor's cache; the rest is what a whole step takes more: head and target push each other out."
     )
 
 
@@ -164,7 +164,7 @@ def _per_position(records):
         axis.legend(fontsize=9)
     axes[0, 0].set_ylabel("drafts accepted, %")
     return figure, (
-        "Share of steps in which the draft at each position was accepted, on excerpts of files that neither target nor heads have seen."
+        "Share of steps in which the draft at each position was accepted."
     )
 
 
@@ -203,8 +203,8 @@ def _fresh(rows):
     axes[1].set(title="Argmax as the target's, by depth", xlabel="seconds of training", ylabel="%", ylim=(0, 100))
     axes[1].legend(title="depth", fontsize=8, ncols=2)
     return figure, (
-        "The head that this run trained from scratch, to show training: depth 0 sees a real token and feature, deeper rows placeholders. "
-        "Batches are one row of text each; accuracies are running means."
+        "The head that this run trained, to show training; it starts as a copy of the target's last layer. Depth 0 sees a real token and "
+        "feature, deeper rows placeholders, which join one depth after the other. Accuracies are running means over batches."
     )
 
 

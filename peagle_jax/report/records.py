@@ -16,7 +16,7 @@ COLUMNS = (  # title, what it means
     ("acceptance length", "tokens emitted a target forward, pooled: 1 + accepted/drafts"),
     ("break-even", "acceptance length from which such a step pays: the one reached over the speedup reached"),
     ("accepted per position", "share of drafts accepted at each position, %"), ("draft ms", "one drafting of K tokens, by itself"),
-    ("verify ms", "one target forward over K+1 tokens, by itself"), ("step ms", "a whole call over its steps"),
+    ("verify ms", "one target forward over K+1 tokens, by itself"), ("step ms", "a whole call without its prompt, over its steps"),
     ("repeated", "4-grams that the text had written before, %: looping text flatters a drafter"),
     ("lossless", "greedy output equals plain decoding's, token for token"),
 )  # fmt: skip

@@ -77,6 +77,8 @@ class Run:
     def __post_init__(self):
         if self.log_every < 1 or self.save_every < 1:
             raise ValueError(f"log_every and save_every must be 1 or more; got {self.log_every} and {self.save_every}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or more; got {self.seed}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,8 @@ class HeadRun(Run):
         untils, depths = [0, *(g.until for g in self.grow)], [0, *(g.depths for g in self.grow), self.most_depths]
         if untils != sorted(set(untils)) or depths != sorted(set(depths)):
             raise ValueError(f"grow must ascend in until and in depths, and end below {self.most_depths} depths; got {self.grow}")
+        if untils[-1] >= self.optimizer.steps:
+            raise ValueError(f"grow must end before the last of {self.optimizer.steps} steps, or the head is never trained for its K")
 
     @property
     def most_depths(self) -> int:

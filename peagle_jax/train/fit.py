@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from peagle_jax.origin import provenance
 from peagle_jax.train.checkpoint import Checkpoints
 from peagle_jax.train.config import Optimizer, dump
 from peagle_jax.types import InputError, Params
@@ -64,7 +65,8 @@ def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: 
     state = {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
     if (latest := checkpoints.latest()) is not None:
         state = checkpoints.restore(latest, state)
-    first = step = int(state["step"])
+    step = int(state["step"])
+    first, kind = step, None
     spent = _truncate(out / "metrics.jsonl", first)  # seconds of the sessions before this one
     update = jax.jit(update, donate_argnums=0)
     start = warm = time.perf_counter()
@@ -74,11 +76,12 @@ def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: 
         task = bar.add_task(run.task, total=run.optimizer.steps, completed=step, loss="")
         while step < run.optimizer.steps:
             batch = batch_at(step)  # while the device still works on the step before
+            before, last, kind = time.perf_counter(), kind, jax.tree.structure(batch)
             state, metrics = update(state, batch, fixed)
             step += 1
-            if step == first + 1:
+            if kind != last:  # compiles: the first step, and the first one of more depths: not counted
                 jax.block_until_ready(state)
-                warm = time.perf_counter()
+                warm += time.perf_counter() - before
             else:
                 tokens += run.data.batch * run.data.length
             over = run.max_seconds is not None and time.perf_counter() - start > run.max_seconds
@@ -114,21 +117,36 @@ def claim(run) -> None:
     out = Path(run.out)
     path, text = out / "config.yaml", dump(run)
     try:
-        saved = any((out / "checkpoints").glob("[0-9]*"))
+        saved = has_checkpoints(run)
         if saved and path.exists() and path.read_text(encoding="utf-8") != text:
             rule = "a run is resumed only with the configuration it began with"
             raise InputError(out, rule, "another one", "choose another out folder")
         out.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if not saved or not path.exists():  # the machine, versions and commit that began the run: what its card will say
+            _write(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
+            _write(path, text)
     except OSError as error:
         raise InputError(out, "the output folder must be writable", error.strerror, "choose another place") from None
 
 
+def has_checkpoints(run) -> bool:
+    return any((Path(run.out) / "checkpoints").glob("[0-9]*"))
+
+
 def write_result(run, result: dict) -> None:
     """result.json in `run.out`: what the run came to, for cards and reports."""
-    work = Path(run.out) / ".result.json.tmp"
-    work.write_text(json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in result.items()}, indent=2) + "\n", encoding="utf-8")
-    work.replace(Path(run.out) / "result.json")
+    path = Path(run.out) / "result.json"
+    result = {k: str(v) if isinstance(v, Path) else v for k, v in result.items()}
+    if result["tokens_per_second"] is None and path.exists():  # nothing was trained in this session
+        result["tokens_per_second"] = json.loads(path.read_text(encoding="utf-8"))["tokens_per_second"]
+    _write(path, json.dumps(result, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    work = path.with_name(f".{path.name}.tmp")
+    work.write_text(text, encoding="utf-8")
+    work.replace(path)
 
 
 def _truncate(path: Path, step: int) -> float:
@@ -137,7 +155,7 @@ def _truncate(path: Path, step: int) -> float:
         return 0.0
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     kept = [row for row in rows if row["step"] <= step]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    _write(path, "".join(json.dumps(row) + "\n" for row in kept))
     return max((row["seconds"] for row in kept), default=0.0)
 
 

@@ -16,7 +16,7 @@ from peagle_jax.targets import qwen3, save_target
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
-from peagle_jax.train.fit import claim, fit, write_result
+from peagle_jax.train.fit import claim, fit, has_checkpoints, write_result
 from peagle_jax.types import Batch, Model
 
 ROWS = 2048  # tokens whose logits exist at one time
@@ -39,7 +39,11 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     train, held_out = corpus.split(documents, run.data.held_out)
     train = corpus.limit(train, run.data.max_chars, run.seed)
     held_out = corpus.limit(held_out, run.data.max_chars and run.data.max_chars // 20, run.seed)
-    tokenizer = text.train_tokenizer((d.plain for d in train), run.model.vocab)
+    tokenizer_folder = Path(run.out) / "tokenizer"
+    tokenizer = text.load_tokenizer(tokenizer_folder) if has_checkpoints(run) else None
+    if tokenizer is None:  # saved before the first step: a resumed run must not get another one, were its corpus to change
+        tokenizer = text.train_tokenizer((d.plain for d in train), run.model.vocab)
+        tokenizer.save_pretrained(tokenizer_folder)
     rows = pack(text.encode(tokenizer, train), run.data.length, run.data.source)
     say(f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; {len(held_out)} held out; vocabulary {len(tokenizer)}")
 
@@ -50,8 +54,6 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     trained = dataclasses.replace(model, params=done.params)
     bits = held_out_bits(trained, tokenizer, held_out, run.data.length)
     folder = Path(run.out) / "model"
-    tokenizer_folder = Path(run.out) / "tokenizer"
-    tokenizer.save_pretrained(tokenizer_folder)
     save_target(trained, folder, tokenizer_from=tokenizer_folder, metadata={"source": f"peagle train, step {done.step}"})
     parameters = sum(x.size for x in jax.tree.leaves(done.params))
     result = LmResult(folder, parameters, done.step, bits, done.tokens / done.seconds if done.tokens else None, done.minutes)

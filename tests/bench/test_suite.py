@@ -55,6 +55,23 @@ def test_parts_and_break_even(suite):
             assert r["temperature"] or min(r["draft_seconds"], r["verify_seconds"]) > 0
 
 
+def test_step_and_speed_follow_from_the_rounds():
+    """3 prompts x 4 tokens one at a time: 9 steps after the prompts; a batch's steps are those of its slowest row."""
+    run = Decoding(Case("none", 0, 1, 0.0), tiny.target(), None, PROMPTS, 4)
+    run.run(timed=True)
+    run.seconds, run.prompt_seconds = [2.0, 9.0, 1.0], [0.5, 0.2, 0.8]
+    record = run.record()
+    assert record["step_seconds"] == pytest.approx((2.0 - 0.5) / 9) and record["tokens_per_second"] == 12 / 2.0
+    head = Decoding(Case("peagle", 2, 3, 0.0), tiny.target(), tiny.head(0), PROMPTS, 4)
+    head.run(timed=True)
+    head.seconds, head.prompt_seconds = [2.0], [0.5]
+    assert head.record()["step_seconds"] == pytest.approx(1.5 / max(a.num_drafts for a in head.answers))
+
+
+def test_the_sample_is_the_best_answer_of_the_largest_k(suite):
+    assert suite.sample_k == 2 and suite.sample.prompt_token_ids in PROMPTS
+
+
 def test_a_wrong_text_is_noticed():
     target = tiny.target()
     run = Decoding(Case("none", 0, 1, 0.0), target, None, PROMPTS, 6)

@@ -3,19 +3,21 @@
 import pytest
 
 from peagle_jax import text, weights
+from peagle_jax.bench.exact import compare
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import acceptance_length, check_fit, generate
 from peagle_jax.draft.folders import load_drafter
+from peagle_jax.pipelines.convert import read_serving
 from peagle_jax.pipelines.demo import ASSETS, read_metrics, standard_prompts
 from peagle_jax.targets import load_target
 
-KINDS = sorted(p.name for p in ASSETS.iterdir())  # heads join the target when they are trained long enough
-HEADS = [kind for kind in KINDS if kind != "target"]
+KINDS = ("target", "peagle", "eagle3")
+HEADS = KINDS[1:]
 
 
 def test_sizes():
     shards = list(ASSETS.rglob("*.safetensors"))
-    assert "target" in KINDS and set(KINDS) <= {"target", "peagle", "eagle3"}
+    assert {p.name for p in ASSETS.iterdir()} == set(KINDS)
     assert shards and all(p.stat().st_size <= 12_000_000 for p in shards)
     assert sum(p.stat().st_size for p in ASSETS.rglob("*") if p.is_file()) <= 48_000_000
     assert {str(t.dtype) for kind in KINDS for t in weights.open_folder(ASSETS / kind).values()} == {"bfloat16"}
@@ -46,15 +48,15 @@ def test_transformers_computes_the_same():
 @pytest.mark.parametrize("kind", HEADS)
 def test_heads_fit_and_draft_well(kind):
     """Greedy text with the head is the target's own, and the head is worth having; trained heads, real text, bf16 files read as float32."""
-    head = load_drafter(ASSETS / kind, dtype="float32")
-    target = load_target(ASSETS / "target", taps=head.config.taps)
+    target = load_target(ASSETS / "target", taps=read_serving(ASSETS / kind).taps)
+    head = load_drafter(ASSETS / kind, dtype="float32", embedding=target.params["embed"]["table"])
     check_fit(target, head)
     assert head.config.parallel == (kind == "peagle") and head.config.depths >= 5
     prompts = standard_prompts(text.load_tokenizer(ASSETS / "target"), 4)
     answers = generate(target, head, prompts, k=4, max_new_tokens=48, stop_ids=())
     plain = generate(target, None, prompts, max_new_tokens=48, stop_ids=())
-    assert [a.output_token_ids for a in answers] == [a.output_token_ids for a in plain]
-    assert acceptance_length(answers) > 1.8
+    assert compare(target, prompts, [a.output_token_ids for a in answers], [a.output_token_ids for a in plain]).lossless
+    assert acceptance_length(answers) > 2.2
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -58,6 +58,22 @@ def test_a_cut_file_is_completed_to_the_same_answers(place, tmp_path):
     assert cut.read_text() == whole.read_text()
 
 
+def test_a_longer_file_is_kept_and_a_shorter_one_goes_on(place, tmp_path):
+    """Fewer answers delete nothing; more answers begin with the same ones; other excerpts are refused."""
+    short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
+    regenerate(place / "target", how(place, answers=4), short, lambda s: None)
+    regenerate(place / "target", how(place, answers=8), long, lambda s: None)
+    before = long.read_text()
+    assert before.startswith(short.read_text())
+    regenerate(place / "target", how(place, answers=4), long, lambda s: None)
+    assert long.read_text() == before
+    regenerate(place / "target", how(place, answers=8), short, lambda s: None)
+    assert short.read_text() == before
+    with pytest.raises(InputError, match="answers to other excerpts"):
+        regenerate(place / "target", how(place, seed=5), long, lambda s: None)
+    assert long.read_text() == before
+
+
 @pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"a": 1}\n', "[1]\n"])
 def test_a_file_of_something_else_is_left_alone(content, place, tmp_path):
     (tmp_path / "notes").write_text(content)
@@ -94,8 +110,8 @@ def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--answers", "0"], "--answers"), (["--temperature", "-1"], "no --temperature below 0"), (["--held-out", "1"], "--held-out must lie in"),
-    (["--source", "nowhere"], "nowhere"), (["--prompt-tokens", "20", "--new-tokens", "90"], "fit the target's context"),
+    (["--answers", "0"], "--answers"), (["--temperature", "-1"], "no --temperature or --seed below 0"), (["--seed", "-1"], "no --temperature or --seed below 0"), (["--held-out", "1"], "--held-out must lie in"),
+    (["--source", "nowhere"], "nowhere"), (["--out", "/proc/x"], "must be writable"), (["--prompt-tokens", "20", "--new-tokens", "90"], "fit the target's context"),
 ])  # fmt: skip
 def test_refusals(place, tmp_path, capsys, flags, words):
     base = ["regenerate", "--target", str(place / "target"), "--source", str(place / "corpus"), "--out", str(tmp_path / "a.jsonl")]

@@ -1,12 +1,15 @@
 """Whole training runs: exact resume after SIGKILL, learning, refusals. One small target serves all."""
 
+import functools
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -149,6 +152,55 @@ def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
     assert same(tmp_path / "again", tmp_path / "run" / "head")
 
 
+def test_the_assets_recipe(corpus, target, tmp_path, capsys):
+    """Own answers as data, prompts from a file, layers from the target with a narrower MLP, depths growing, a second run that goes on."""
+    model = weights.open_folder(target)
+    rng = np.random.default_rng(0)
+    answers = [{"prompt_token_ids": rng.integers(4, 300, 5).tolist(), "output_token_ids": rng.integers(4, 300, 40).tolist()} for _ in range(20)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [9, 8, 7, 30]}\n{"prompt_token_ids": [50, 60]}\n')
+    raw = config("peagle", corpus, tmp_path / "first", target, start="target", train_lm_head=False, grow=[{"until": 5, "depths": 1}])
+    raw["head"] |= {"mlp_dim": 20, "qk_norm": True, "taps": [1, 2, 3]}
+    raw["data"] |= {"source": str(tmp_path / "answers.jsonl")}
+    raw["measure"] |= {"every": 6, "prompts": str(tmp_path / "prompts.jsonl"), "new_tokens": 5}
+    raw["optimizer"]["peak_lr"] = 1e-7  # so small that the start can still be seen
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+    head = weights.open_folder(tmp_path / "first" / "head")
+    near = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    near(head["midlayer.self_attn.o_proj.weight"], model["model.layers.3.self_attn.o_proj.weight"])
+    near(head["midlayer.self_attn.q_proj.weight"][:, 32:], model["model.layers.3.self_attn.q_proj.weight"])
+    assert head["layers.1.mlp.gate_proj.weight"].shape == (20, 32) and np.array_equal(head["lm_head.weight"], model["lm_head.weight"])
+    measured = [r for r in rows(tmp_path / "first") if "acceptance_length" in r]
+    assert [r["step"] for r in measured] == [6, 12]
+    origin = json.loads((tmp_path / "first" / "origin.json").read_text())
+    assert origin["jax"] == jax.__version__ and origin["device"]
+    raw |= {"out": str(tmp_path / "second"), "start_from": str(tmp_path / "first" / "head"), "grow": []}
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+    second = weights.open_folder(tmp_path / "second" / "head")
+    for name in head.keys() - {"d2t", "t2d"}:
+        np.testing.assert_allclose(second[name], head[name], atol=1e-5, err_msg=name)
+    raw |= {"out": str(tmp_path / "third")}
+    raw["measure"] |= {"prompts": None}
+    capsys.readouterr()
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0  # answers have no text to take prompts from: said, not hidden
+    assert "acceptance is not measured" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_resumed_target_keeps_its_tokenizer(corpus, tmp_path):
+    """More documents on the second call; the tokenizer of the first one stays."""
+    source = tmp_path / "corpus"
+    shutil.copytree(corpus, source)
+    raw = config("lm", source, tmp_path / "run", max_seconds=0.0)
+    path = write(tmp_path / "lm.yaml", raw)
+    assert main(["train", str(path)]) == 0
+    before = (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text()
+    for i in range(40):
+        (source / f"new{i}.py").write_text(f"zebra_{i} = quagga_{i}\n" * 20)
+    assert main(["train", str(path)]) == 0
+    assert (tmp_path / "run" / "model" / "tokenizer.json").read_text() == before
+    assert rows(tmp_path / "run")[-1]["step"] == 2
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configs_load(path):
     assert isinstance(load_run(path), tuple(TASKS.values()))
@@ -167,11 +219,14 @@ def test_shipped_configs_load(path):
         ({"head.heads": 3, "head.kv_heads": 2}, "multiple of kv_heads"),
         ({"target": "nowhere"}, "nowhere"),
         ({"seed": "four"}, "seed: must be int"),
+        ({"seed": -1}, "seed must be 0 or more"),
+        ({"measure.new_tokens": 5000}, "must fit the target's context"),
         ({"grow": [{"until": 5, "depths": 3}]}, "grow must ascend"),
         ({"grow": [{"until": 5, "depths": 1}, {"until": 5, "depths": 2}]}, "grow must ascend"),
         ({"grow": [{"until": 5}]}, "grow[0]: every key must be given; got no depths"),
         ({"start": "lukewarm"}, "start: must be one of random, target"),
-        ({"start": "target", "head.mlp_dim": 20}, "the head's mlp_dim must be the target's"),
+        ({"start": "target", "head.mlp_dim": 64}, "the head's mlp_dim must be at most the target's, 48"),
+        ({"grow": [{"until": 12, "depths": 1}]}, "grow must end before the last of 12 steps"),
         ({"start_from": "nowhere"}, "nowhere"),
         ({"measure.count": 0}, "measure needs every, count and new_tokens of 1 or more"),
         ({"measure.prompts": "nowhere.jsonl"}, "nowhere.jsonl: this file must exist"),
