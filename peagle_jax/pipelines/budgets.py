@@ -134,5 +134,6 @@ def _taps(target: Path) -> tuple[int, ...]:
 def _head(layers: int, mlp_dim: int | None, target: Path) -> HeadShape:
     return HeadShape(
         layers=layers, dim=None, mlp_dim=mlp_dim, heads=None, kv_heads=None, head_dim=None, draft_vocab=None,
-        taps=_taps(target), qk_norm=True, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None,
+        taps=_taps(target), qk_norm=True, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+        mask_token=None,
     )  # fmt: skip

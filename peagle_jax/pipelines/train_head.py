@@ -70,7 +70,7 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     if prompts:
         check_prompts(prompts, target.config, run.measure.new_tokens, run.most_depths, None)
     else:
-        say("no held-out text is long enough for a prompt: acceptance is not measured (measure.prompts names some)")
+        say("nothing is held out that could be a prompt: acceptance is not measured (data.held_out, or measure.prompts)")
     start_run(head, frozen, Path(run.out))
     whole = lambda params: dataclasses.replace(head, params={**params, **frozen})  # noqa: E731
 
@@ -183,7 +183,8 @@ def held_out_prompts(tokenizer, documents, count: int, length: int) -> list[list
 def measured_prompts(run: HeadRun, tokenizer, held_out) -> list[list[int]]:
     if run.measure.prompts is not None:
         return text.read_prompts(Path(run.measure.prompts), tokenizer)[: run.measure.count]
-    return held_out_prompts(tokenizer, held_out, run.measure.count, PROMPT)
+    answers = [list(d.prompt_ids) for d in held_out if d.prompt_ids]
+    return answers[: run.measure.count] or held_out_prompts(tokenizer, held_out, run.measure.count, PROMPT)
 
 
 def acceptance(target: Model, head: Model, prompts, k: int, new_tokens: int) -> dict:

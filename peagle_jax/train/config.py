@@ -140,7 +140,7 @@ class Measure:
     """Greedy decoding with the head as it is: what `metrics.jsonl` and the closing table say about acceptance."""
 
     every: int | None  # steps; null: only when training is done. Its seconds do not count as training
-    prompts: str | None  # JSONL; null: excerpts of the corpus's held-out documents
+    prompts: str | None  # JSONL; null: excerpts of held-out documents, or the prompts of held-out answers
     count: int  # prompts, decoded as one batch
     new_tokens: int
 

@@ -179,11 +179,14 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     second = weights.open_folder(tmp_path / "second" / "head")
     for name in head.keys() - {"d2t", "t2d"}:
         np.testing.assert_allclose(second[name], head[name], atol=1e-5, err_msg=name)
-    raw |= {"out": str(tmp_path / "third")}
     raw["measure"] |= {"prompts": None}
-    capsys.readouterr()
-    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0  # answers have no text to take prompts from: said, not hidden
-    assert "acceptance is not measured" in " ".join(capsys.readouterr().out.split())
+    for name, held_out in (("third", 0.3), ("fourth", 0.0)):  # prompts of held-out answers; none: said, not hidden
+        raw |= {"out": str(tmp_path / name)}
+        raw["data"] |= {"held_out": held_out}
+        capsys.readouterr()
+        assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+        assert ("acceptance is not measured" in " ".join(capsys.readouterr().out.split())) == (held_out == 0)
+        assert (json.loads((tmp_path / name / "result.json").read_text())["acceptance_length"] is None) == (held_out == 0)
 
 
 def test_a_resumed_target_keeps_its_tokenizer(corpus, tmp_path):
