@@ -1,6 +1,11 @@
-"""What lets a small draft head learn in minutes: steps or tokens, a random or a borrowed start, all depths at once or one by one?
+"""What lets a small draft head learn in minutes: steps or tokens, which start, all depths at once or one by one, whose text?
 
     python -m experiments.head_recipe [--only NAME ...] [--out results/head_recipe.jsonl]
+
+The two variants on own answers read runs/assets/{greedy,sampled,prompts}.jsonl, made by
+
+    peagle regenerate --target peagle_jax/assets/target --temperature 0 --answers 2048 --out runs/assets/greedy.jsonl      (sampled: 1)
+    python scripts/make_prompts.py peagle_jax/assets/target runs/assets/prompts.jsonl 16
 
 Every variant is a P-EAGLE head of 2 layers on the packaged target, about 150,000 tokens of its corpus and one seed, measured by
 greedy decoding of 16 held-out excerpts. They differ from `borrowed` in what their line below says.
@@ -55,6 +60,17 @@ def head(run: PeagleRun, **changes) -> PeagleRun:
     return dataclasses.replace(run, head=dataclasses.replace(run.head, **changes))
 
 
+def two_depths() -> PeagleRun:
+    return dataclasses.replace(base(), cod=Cod(depths=2, ratio=0.8, floor=0.2))
+
+
+def answers(run: PeagleRun, kind: str) -> PeagleRun:
+    """The target's own answers instead of the corpus; the prompts that measure it stay the same."""
+    data = dataclasses.replace(run.data, source=str(ROOT / "runs" / "assets" / f"{kind}.jsonl"), max_chars=None, held_out=0.0)
+    measure = dataclasses.replace(run.measure, prompts=str(ROOT / "runs" / "assets" / "prompts.jsonl"))
+    return dataclasses.replace(run, data=data, measure=measure)
+
+
 VARIANTS = {
     "borrowed": base,
     "rows4": lambda: rows(base(), 4),
@@ -66,7 +82,9 @@ VARIANTS = {
     "embedding-frozen": lambda: dataclasses.replace(base(), train_embedding=False),
     "norm-before-residual": lambda: head(base(), norm_before_residual=True),
     "usual-taps": lambda: head(base(), taps=(2, 4, 5)),
-    "two-depths": lambda: dataclasses.replace(base(), cod=Cod(depths=2, ratio=0.8, floor=0.2)),
+    "two-depths": lambda: two_depths(),
+    "two-depths-sampled": lambda: answers(two_depths(), "sampled"),
+    "two-depths-greedy": lambda: answers(two_depths(), "greedy"),
     "all-depths": lambda: dataclasses.replace(base(), cod=Cod(depths=8, ratio=0.8, floor=0.2)),
 }
 
@@ -84,7 +102,7 @@ def main() -> None:
         result = train_head(run, lambda line: None)
         seen = [json.loads(line) for line in (args.work / name / "metrics.jsonl").read_text().splitlines()][-5:]
         right = sum(row["accuracy"][0] for row in seen) / len(seen)  # of the last five logged batches
-        record = provenance("python -m experiments.head_recipe") | {
+        record = provenance(f"python -m experiments.head_recipe --only {name}") | {
             "name": "head_recipe", "variant": name, "seed": run.seed, "steps": run.optimizer.steps, "rows": run.data.batch,
             "acceptance_length": result.acceptance_length, "accepted_per_position": result.accepted_per_position,
             "repeated_4grams": result.repeated_4grams, "depth0_right": right, "minutes": result.minutes,
