@@ -1,8 +1,8 @@
 """Training runs -> the folders of peagle_jax/assets: bf16, shards of at most 12 MB, model cards.
 
     .venv/bin/python scripts/make_assets.py target configs/train/demo_target.yaml
-    .venv/bin/python scripts/make_assets.py peagle configs/train/demo_peagle.yaml configs/train/demo_peagle_greedy.yaml
-    .venv/bin/python scripts/make_assets.py eagle3 configs/train/demo_eagle3.yaml configs/train/demo_eagle3_greedy.yaml
+    .venv/bin/python scripts/make_assets.py peagle configs/train/demo_peagle{,_greedy,_deep}.yaml
+    .venv/bin/python scripts/make_assets.py eagle3 configs/train/demo_eagle3{,_greedy}.yaml
 
 Of several configurations each began where the one before had stopped. The target first: heads are trained on its folder here, whose
 weights bf16 has rounded. The card says what trained the model, on what, for how long, and what was measured on files held out; the

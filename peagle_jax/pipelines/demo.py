@@ -12,7 +12,7 @@ from rich.status import Status
 from peagle_jax import corpus, text
 from peagle_jax.bench.suite import Suite, run_suite
 from peagle_jax.decode.generate import Generation
-from peagle_jax.draft.folders import load_drafter
+from peagle_jax.draft.folders import LAYOUTS, load_drafter
 from peagle_jax.origin import provenance
 from peagle_jax.pipelines import budgets
 from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget
@@ -43,7 +43,6 @@ class Models:
 class DemoResult:
     report: Path
     lossless: bool
-    records: list[dict]
 
 
 def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from_scratch: bool = False) -> DemoResult:
@@ -60,9 +59,9 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from
     suite = _decode(b, models, prompts, out, name, results, say)
     fresh = _fresh(b, models, out, say)
     say("[bold]4/5 export[/bold] for vLLM and speculators")
-    for method, folder in models.heads.items():
-        convert(folder, out / f"{method}-vllm", to="vllm", target=models.target)
-        convert(folder, out / f"{method}-speculators", to="speculators", target=models.target)
+    for name, folder in {**models.heads, **({"fresh": fresh.folder} if fresh else {})}.items():
+        for layout in LAYOUTS:
+            convert(folder, out / f"{name}-{layout}", to=layout, target=models.target)
     say("[bold]5/5 report[/bold]")
     pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, read_metrics(out / ("fresh" if fresh else "peagle")))]
     facts = [(title, {key: printable(value) for key, value in describe(folder).items()}) for title, folder in _named(models)]
@@ -75,7 +74,7 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from
     say(records.table(suite.records))
     for line in records.headline(suite.records):
         say(line)
-    return DemoResult(page, suite.lossless, suite.records)
+    return DemoResult(page, suite.lossless)
 
 
 def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str]]:
