@@ -66,7 +66,7 @@ def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: 
     if (latest := checkpoints.latest()) is not None:
         state = checkpoints.restore(latest, state)
     step = int(state["step"])
-    first, kind = step, None
+    first, kind = step, jax.tree.structure(None)
     spent = _truncate(out / "metrics.jsonl", first)  # seconds of the sessions before this one
     update = jax.jit(update, donate_argnums=0)
     start = warm = time.perf_counter()
