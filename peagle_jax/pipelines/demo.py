@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from rich.status import Status
 
-from peagle_jax import corpus, text
+from peagle_jax import corpus, text, weights
 from peagle_jax.bench.suite import Suite, run_suite
 from peagle_jax.decode.generate import Generation
 from peagle_jax.draft.folders import LAYOUTS, load_drafter
@@ -164,9 +165,11 @@ def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: r
 def _suite_key(b: Budget, models: Models, name: str) -> dict:
     """What the numbers depend on: budget, code, weights, machine."""
     digest = hashlib.sha256()
-    folders = (models.target, *models.heads.values())
-    for path in [*sorted(PACKAGE.rglob("*.py")), *(p for folder in folders for p in sorted(folder.glob("*.safetensors")))]:
+    for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
+    for folder in (models.target, *models.heads.values()):
+        for _, tensor in sorted(weights.open_folder(folder).items()):  # not the files: their headers come in any order
+            digest.update(np.asarray(tensor).tobytes())
     origin = provenance()
     return {"name": name, "budget": repr(b), "digest": digest.hexdigest(), "device": origin["device"], "jax": origin["jax"]}
 
