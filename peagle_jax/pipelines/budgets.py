@@ -8,6 +8,7 @@ from peagle_jax.corpus import INSTALLED
 from peagle_jax.train.cod import Cod
 from peagle_jax.train.config import Data, Eagle3Run, Grow, HeadShape, LmRun, LmShape, Measure, Optimizer, PeagleRun, Ttt
 
+FRESH_DEPTHS = 2  # of the head trained to show training: in minutes, deeper placeholders show nothing
 HELD_OUT = 0.05  # share of files, by name, that no model of a demo is trained on
 
 
@@ -60,7 +61,7 @@ BUDGETS = {
     ),
     "small": Budget(
         minutes="10 on 2 CPU cores; --from-scratch was not timed", needs_scratch=False, fresh=(300, 1), ks=(1, 3, 5, 7, 11), batches=(1, 8),
-        sampled_k=7, prompts=8, new_tokens=128, repeats=5, dtype="float32",
+        sampled_k=7, prompts=8, new_tokens=128, repeats=3, dtype="float32",
         scratch=Scratch(
             model=_lm(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(700, 1),
             eagle3=(400, 1), peagle_layers=2, peagle_mlp=None, depths=8,
@@ -92,6 +93,11 @@ def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows:
         task="peagle", head=_head(s.peagle_layers, s.peagle_mlp, target), cod=Cod(depths=s.depths, ratio=0.8, floor=0.2),
         train_embedding=True, **_head_run(s, target, out, seed, steps, rows),
     )  # fmt: skip
+
+
+def fresh_run(b: Budget, target: Path, out: Path, seed: int) -> PeagleRun:
+    """The head that a demo with packaged models trains to show training."""
+    return peagle_run(dataclasses.replace(b.scratch, depths=FRESH_DEPTHS), target, out, seed, *b.fresh)
 
 
 def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> Eagle3Run:

@@ -179,7 +179,7 @@ def _fresh(b: Budget, models: Models, out: Path, say) -> HeadResult | None:
         say("[bold]3/5 training[/bold]: done above")
         return None
     say(f"[bold]3/5 training[/bold] a fresh P-EAGLE head for {b.fresh[0]} steps, to show training")
-    return train_head(budgets.peagle_run(b.scratch, models.target, out / "fresh", SEED, *b.fresh), say)
+    return train_head(budgets.fresh_run(b, models.target, out / "fresh", SEED), say)
 
 
 def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:

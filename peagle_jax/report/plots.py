@@ -204,7 +204,7 @@ def _fresh(rows):
     axes[1].legend(title="depth", fontsize=8, ncols=2)
     return figure, (
         "The head that this run trained, to show training; it starts as a copy of the target's last layer. Depth 0 sees a real token and "
-        "feature, deeper rows placeholders, which join one depth after the other. Accuracies are running means over batches."
+        "feature, deeper rows placeholders, which join later and raise the mean loss. Accuracies are running means."
     )
 
 
