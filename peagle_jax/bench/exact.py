@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from peagle_jax.decode.generate import full_precision
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import Model
 
@@ -44,6 +45,7 @@ def _gap(target: Model, context: list[int]) -> float:
     """Difference of the target's two largest logits after `context`."""
     positions = jnp.arange(len(context))[None]
     module = target.bind(target.params)
-    out, _ = module(jnp.asarray([context]), positions, CachedAttention(positions), target.config.empty_cache(1, len(context)))
-    second, first = np.sort(np.asarray(module.unembed(out.hidden[0, -1:])[0]))[-2:]
+    with full_precision(target):
+        out, _ = module(jnp.asarray([context]), positions, CachedAttention(positions), target.config.empty_cache(1, len(context)))
+        second, first = np.sort(np.asarray(module.unembed(out.hidden[0, -1:])[0]))[-2:]
     return float(first - second)

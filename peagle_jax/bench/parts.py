@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax.decode.drafters import Drafter
+from peagle_jax.decode.generate import full_precision
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, Model
 
@@ -50,7 +51,8 @@ def drafting_seconds(
 
     cache = drafter.init(batch, slots)
     cache = dataclasses.replace(cache, length=jnp.full(batch, context, jnp.int32))
-    return median_seconds(functools.partial(loop, head.params, cache), repeats) / steps
+    with full_precision(head):
+        return median_seconds(functools.partial(loop, head.params, cache), repeats) / steps
 
 
 def verifying_seconds(target: Model, k: int, *, batch: int, context: int, repeats: int = 5, steps: int = 20) -> float:
@@ -71,4 +73,5 @@ def verifying_seconds(target: Model, k: int, *, batch: int, context: int, repeat
 
     cache = target.config.empty_cache(batch, slots)
     cache = dataclasses.replace(cache, length=jnp.full(batch, context, jnp.int32))
-    return median_seconds(functools.partial(loop, target.params, cache), repeats) / steps
+    with full_precision(target):
+        return median_seconds(functools.partial(loop, target.params, cache), repeats) / steps

@@ -125,12 +125,18 @@ def generate(
     sampling = sampling_params(len(prompts), temperature, top_k, top_p, seeds)
     program = Program(target.graph, target.config, drafter, slots, sample_drafts and sampling is not None)
     limits = np.full(len(prompts), max_new_tokens, np.int32)
-    # on GPUs float32 products have 10 bits of mantissa unless asked for more, and losslessness is a float32 rule
-    precision = "highest" if jnp.dtype(target.config.dtype) == jnp.float32 else None
-    with jax.default_matmul_precision(precision):
+    with full_precision(target):
         state = run(program, target.params, draft_params, jnp.asarray(padded), jnp.asarray(lengths), jnp.asarray(limits),
                     jnp.asarray(stops if len(stops) else [-1], jnp.int32), sampling)  # fmt: skip
     return _collect(prompts, state, depth, set(stops.tolist()))
+
+
+def full_precision(model: Model):
+    """A context in which float32 products are float32: on GPUs they have 10 bits of mantissa unless asked for more.
+
+    Losslessness is a float32 rule; a model in fewer bits is computed as JAX does by default.
+    """
+    return jax.default_matmul_precision("highest" if jnp.dtype(model.config.dtype) == jnp.float32 else None)
 
 
 def slots_for(prompts: Sequence[Sequence[int]], max_new_tokens: int, k: int) -> int:

@@ -61,7 +61,9 @@ def convert(
             max_shard_bytes=max_shard_bytes,
         )
         return
-    embedding = load_target(target).params["embed"]["table"] if target else None
+    embedding = None
+    if target is not None and (share_embedding or not _has_embedding(src)):
+        embedding = load_target(target).params["embed"]["table"]
     head = read_head(src, embedding)
     if share_embedding and not np.array_equal(head.params["embed"]["table"], embedding.astype(head.config.dtype)):
         raise InputError(src, "--share-embedding needs a head whose embedding is the target's", "one trained further", "leave it out")
@@ -81,6 +83,10 @@ def read_head(src: Path, embedding: jax.Array | None = None) -> Model:
     """A head from a folder of any layout, or from a training run; `embedding` is for one that shares its target's."""
     src = Path(src)
     return read_run(src) if (src / HEAD_FILE).exists() else folders.load_drafter(src, embedding=embedding)
+
+
+def _has_embedding(src: Path) -> bool:
+    return (Path(src) / HEAD_FILE).exists() or "embed_tokens.weight" in map(folders.plain_name, weights.open_folder(src))
 
 
 def _stored_dtype(src: Path) -> np.dtype:

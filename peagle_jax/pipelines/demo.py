@@ -98,7 +98,7 @@ def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str
     stages.append(("decoding", what, done("suite.json")))
     if b.fresh and not scratch and _is_packaged("peagle"):
         stages.append(("a fresh P-EAGLE head", f"{b.fresh[0]} steps of {b.fresh[1]} x {s.length} tokens", done("fresh/head")))
-    return [*stages, ("export and report", "both heads to vLLM and speculators; report.html", done("report.html"))]
+    return [*stages, ("export and report", "all heads to vLLM and speculators; report.html", done("report.html"))]
 
 
 # ---------------------------------------------------------------- stages

@@ -33,6 +33,8 @@ class Regeneration:
 def regenerate(target_folder: Path, how: Regeneration, out: Path, say: Callable[[str], None] = print) -> int:
     """Appends answers to `out`, a JSONL of `prompt_token_ids` and `output_token_ids`, until it holds `how.answers`. Resumes.
 
+    Other excerpts are refused; target, temperatures and batch size are not in the file, and must be what they were.
+
     Answers run through end-of-sequence tokens: a head is trained on rows of equal length.
 
     Returns:
@@ -95,7 +97,7 @@ def _whole_lines(out: Path, how: Regeneration, excerpts: list[list[int]]) -> int
     if not ours:
         raise InputError(out, f"answers of {how.new_tokens} tokens are appended", "a file of something else", "choose another file")
     if any(json.loads(line)["prompt_token_ids"] != excerpt for line, excerpt in zip(lines, excerpts, strict=False)):
-        rule = "answers are appended to those of the same target, corpus, seed and sizes"
+        rule = "answers are appended to those of the same corpus, seed and prompt length"
         raise InputError(out, rule, "answers to other excerpts", "repeat the options it was begun with, or choose another file")
     if len(lines) >= how.answers:
         return how.answers
