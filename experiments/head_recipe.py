@@ -11,8 +11,8 @@ Every variant is a P-EAGLE head of 2 layers on the packaged target, about 150,00
 greedy decoding of 16 held-out excerpts. They differ from `borrowed` in what their line below says.
 Expects: about a minute each on 2 cores; `borrowed` some 50 to 60 % of first drafts accepted, `rows4` and `random` 30 to 40 %,
 `all-depths` under 30 %.
-Result:  not run as this command yet; what it expects was measured by a scratch script (LOG.md, 2026-11-20, "what lets a head learn in
-minutes").
+Result:  `two-depths-sampled` and `two-depths-greedy` 38 8 % and 41 9 % (results/head_recipe.jsonl, 2026-11-21). The others were not run as
+this command yet; what it expects was measured by a scratch script (LOG.md, 2026-11-20, "what lets a head learn in minutes").
 """
 
 import argparse
