@@ -16,6 +16,14 @@ def test_standard_library_is_the_default_corpus():
     assert len(documents) > 500 and "json/decoder.py" in names and not any("site-packages" in n for n in names)
 
 
+def test_broken_links_and_other_encodings_are_passed_over(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "c.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "d.py").mkdir()
+    assert [d.name for d in corpus._python(tmp_path, tmp_path.rglob("*.py"))] == ["a.py"]
+
+
 def test_a_folder_and_each_kind_of_line(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "b.md").write_text("x = 1\n")  # the same text twice

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 FLOORS = [  # lowest first
     {"types"},
-    {"kernels", "corpus", "weights", "origin"},
+    {"kernels", "corpus", "weights", "origin", "files"},
     {"text"},
     {"layers"},
     {"targets", "draft"},

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import weights
+from peagle_jax.files import write_whole
 from peagle_jax.types import InputError
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
@@ -239,9 +240,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _write_lines(path: Path, rows: list[dict]) -> None:
-    work = path.with_name(f".{path.name}.tmp")
     try:
-        work.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        work.replace(path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         raise InputError(path, "the output file must be writable", error.strerror, "choose another place") from None

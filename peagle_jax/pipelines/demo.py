@@ -14,12 +14,13 @@ from peagle_jax import corpus, text, weights
 from peagle_jax.bench.suite import Suite, run_suite
 from peagle_jax.decode.generate import Generation
 from peagle_jax.draft.folders import LAYOUTS, load_drafter
+from peagle_jax.files import write_whole
 from peagle_jax.origin import provenance
 from peagle_jax.pipelines import budgets
 from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget
 from peagle_jax.pipelines.convert import convert, read_serving
 from peagle_jax.pipelines.inspect import describe, printable
-from peagle_jax.pipelines.train_head import HeadResult, held_out_prompts, train_head
+from peagle_jax.pipelines.train_head import PROMPT_TOKENS, HeadResult, held_out_prompts, train_head
 from peagle_jax.report import plots, records
 from peagle_jax.report.method import draw_method
 from peagle_jax.report.page import write_report
@@ -28,7 +29,7 @@ from peagle_jax.train.lm import train_lm
 
 PACKAGE = Path(__file__).parent.parent
 ASSETS = PACKAGE / "assets"  # target/, peagle/, eagle3/: ordinary folders, with their cards
-PROMPT_TOKENS, SEED = 48, 0
+SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,9 @@ def run_demo(out: Path, budget: str, say: Callable[[str], None] = print, *, from
     suite = _decode(b, models, prompts, out, name, results, say)
     fresh = _fresh(b, models, out, say)
     say("[bold]4/5 export[/bold] for vLLM and speculators")
-    for name, folder in {**models.heads, **({"fresh": fresh.folder} if fresh else {})}.items():
+    for kind, folder in {**models.heads, **({"fresh": fresh.folder} if fresh else {})}.items():
         for layout in LAYOUTS:
-            convert(folder, out / f"{name}-{layout}", to=layout, target=models.target)
+            convert(folder, out / f"{kind}-{layout}", to=layout, target=models.target)
     say("[bold]5/5 report[/bold]")
     pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, read_metrics(out / ("fresh" if fresh else "peagle")))]
     facts = [(title, {key: printable(value) for key, value in describe(folder).items()}) for title, folder in _named(models)]
@@ -156,9 +157,7 @@ def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: r
         suite = run_suite(*load(jnp.dtype(b.dtype)), prompts, **options, on_record=on_record, label=label, progress=status.update)
     suite = dataclasses.replace(suite, lossless=exact and suite.lossless)
     body = {"key": key, **vars(suite), "sample": suite.sample and vars(suite.sample)}
-    work = kept.with_name(".suite.json.tmp")
-    work.write_text(json.dumps(body), encoding="utf-8")
-    work.replace(kept)
+    write_whole(kept, json.dumps(body))
     return suite
 
 

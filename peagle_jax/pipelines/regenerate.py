@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from peagle_jax import corpus, text
 from peagle_jax.decode.generate import check_prompts, generate
+from peagle_jax.files import write_whole
 from peagle_jax.targets import load_target
 from peagle_jax.types import InputError
 
@@ -102,9 +103,7 @@ def _whole_lines(out: Path, how: Regeneration, excerpts: list[list[int]]) -> int
     if len(lines) >= how.answers:
         return how.answers
     kept = len(lines) // how.batch_size * how.batch_size
-    work = out.with_name(f".{out.name}.tmp")
-    work.write_text("".join(line + "\n" for line in lines[:kept]), encoding="utf-8")
-    work.replace(out)
+    write_whole(out, "".join(line + "\n" for line in lines[:kept]))
     return kept
 
 

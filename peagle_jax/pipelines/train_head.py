@@ -27,7 +27,7 @@ from peagle_jax.train.ttt import eagle3_loss
 from peagle_jax.types import InputError, Model
 
 START_ROWS = 4  # rows whose mean features a head may start from
-PROMPT = 48  # tokens of an excerpt that the head is measured on
+PROMPT_TOKENS = 48  # tokens of an excerpt that the head is measured on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ def measured_prompts(run: HeadRun, tokenizer, held_out) -> list[list[int]]:
     if run.measure.prompts is not None:
         return text.read_prompts(Path(run.measure.prompts), tokenizer)[: run.measure.count]
     answers = [list(d.prompt_ids) for d in held_out if d.prompt_ids]
-    return answers[: run.measure.count] or held_out_prompts(tokenizer, held_out, run.measure.count, PROMPT)
+    return answers[: run.measure.count] or held_out_prompts(tokenizer, held_out, run.measure.count, PROMPT_TOKENS)
 
 
 def acceptance(target: Model, head: Model, prompts, k: int, new_tokens: int) -> dict:

@@ -5,6 +5,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from peagle_jax.files import write_whole
 from peagle_jax.report.records import COLUMNS, cells, headline
 
 STYLE = """
@@ -40,9 +41,7 @@ def write_report(
         *_text(sample, prompt, sample_k), *_facts(runs), _origin(records),
     ]  # fmt: skip
     page = out / "report.html"
-    work = page.with_name(".report.html.tmp")
-    work.write_text("\n".join(parts) + "\n", encoding="utf-8")
-    work.replace(page)
+    write_whole(page, "\n".join(parts) + "\n")
     return page
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from peagle_jax.files import write_whole
 from peagle_jax.origin import provenance
 from peagle_jax.train.checkpoint import Checkpoints
 from peagle_jax.train.config import Optimizer, dump
@@ -123,8 +124,8 @@ def claim(run) -> None:
             raise InputError(out, rule, "another one", "choose another out folder")
         out.mkdir(parents=True, exist_ok=True)
         if not saved or not path.exists():  # the machine, versions and commit that began the run: what its card will say
-            _write(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
-            _write(path, text)
+            write_whole(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
+            write_whole(path, text)
     except OSError as error:
         raise InputError(out, "the output folder must be writable", error.strerror, "choose another place") from None
 
@@ -139,14 +140,7 @@ def write_result(run, result: dict) -> None:
     result = {k: str(v) if isinstance(v, Path) else v for k, v in result.items()}
     if result["tokens_per_second"] is None and path.exists():  # nothing was trained in this session
         result["tokens_per_second"] = json.loads(path.read_text(encoding="utf-8"))["tokens_per_second"]
-    _write(path, json.dumps(result, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    work = path.with_name(f".{path.name}.tmp")
-    work.write_text(text, encoding="utf-8")
-    work.replace(path)
+    write_whole(path, json.dumps(result, indent=2) + "\n")
 
 
 def _truncate(path: Path, step: int) -> float:
@@ -155,7 +149,7 @@ def _truncate(path: Path, step: int) -> float:
         return 0.0
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     kept = [row for row in rows if row["step"] <= step]
-    _write(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
     return max((row["seconds"] for row in kept), default=0.0)
 
 

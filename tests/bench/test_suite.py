@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from peagle_jax.bench import suite as suites
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.suite import Case, Decoding, repeated_share, run_suite
+from peagle_jax.decode import generate as generate_module
+from peagle_jax.decode.generate import full_precision
 from tests import tiny
 
 PROMPTS = [[3, 9, 4], [7, 1, 2], [8, 8, 5]]
@@ -70,6 +73,19 @@ def test_step_and_speed_follow_from_the_rounds():
 
 def test_the_sample_is_the_best_answer_of_the_largest_k(suite):
     assert suite.sample_k == 2 and suite.sample.prompt_token_ids in PROMPTS
+
+
+def test_float32_is_decoded_and_judged_in_full_precision(monkeypatch):
+    """GPUs round float32 products unless told otherwise; conftest.py tells them for all tests, so this looks at what the program asks."""
+    asked = []
+    spy = lambda *args, **kwargs: asked.append(jax.config.jax_default_matmul_precision) or run(*args, **kwargs)  # noqa: E731
+    run = generate_module.run
+    monkeypatch.setattr(generate_module, "run", spy)
+    with jax.default_matmul_precision("default"):
+        generate_module.generate(tiny.target(), None, PROMPTS, max_new_tokens=4)
+        with full_precision(dataclasses.replace(tiny.target(), config=tiny.target_config(dtype="bfloat16"))):
+            asked.append(jax.config.jax_default_matmul_precision)
+    assert asked == ["highest", None]
 
 
 def test_a_wrong_text_is_noticed():

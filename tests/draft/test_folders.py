@@ -143,6 +143,8 @@ def test_sharing_the_targets_embedding(tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             convert(tmp_path / src, tmp_path / "refused", share_embedding=True, **how)
+    with pytest.raises(InputError, match="has its own embedding"):
+        save_drafter(own, tmp_path / "refused", layout="speculators", own_embedding=False)
     assert not (tmp_path / "refused").exists()
 
 

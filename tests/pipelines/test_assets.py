@@ -1,5 +1,10 @@
 """The models that come with the package: sizes, cards, and that target and heads fit each other."""
 
+import importlib.util
+import json
+import types
+from pathlib import Path
+
 import pytest
 
 from peagle_jax import text, weights
@@ -65,6 +70,22 @@ def test_training_curves_come_along(kind):
     measured = [r for r in rows if "acceptance_length" in r]
     assert len(measured) >= 5 and all(len(r["accepted_per_position"]) >= 5 for r in measured)
     assert [r["seconds"] for r in rows] == sorted(r["seconds"] for r in rows)
+
+
+def test_runs_that_follow_each_other_make_one_curve(tmp_path):
+    """What a run did after its last checkpoint is left out, as the next one began there; steps and seconds go on."""
+    script = Path(__file__).parents[2] / "scripts" / "make_assets.py"
+    made = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("make_assets", script))
+    spec.loader.exec_module(made)
+    runs = []
+    for name, steps, checkpoints in (("a", (2, 4, 6), (2, 4)), ("b", (2, 4), (4,))):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": s, "seconds": 10.0 * s}) for s in steps]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        for step in checkpoints:
+            (tmp_path / name / "checkpoints" / str(step)).mkdir(parents=True)
+        runs.append(types.SimpleNamespace(out=str(tmp_path / name)))
+    assert [(r["step"], r["seconds"]) for r in made.training(runs)] == [(2, 20), (4, 40), (6, 60), (8, 80)]
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -172,6 +172,10 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     assert head["layers.1.mlp.gate_proj.weight"].shape == (20, 32) and np.array_equal(head["lm_head.weight"], model["lm_head.weight"])
     measured = [r for r in rows(tmp_path / "first") if "acceptance_length" in r]
     assert [r["step"] for r in measured] == [6, 12]
+    result = json.loads((tmp_path / "first" / "result.json").read_text())
+    assert result["tokens_per_second"] > 0
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0  # nothing left to train: what was measured stays
+    assert json.loads((tmp_path / "first" / "result.json").read_text())["tokens_per_second"] == result["tokens_per_second"]
     origin = json.loads((tmp_path / "first" / "origin.json").read_text())
     assert origin["jax"] == jax.__version__ and origin["device"]
     raw |= {"out": str(tmp_path / "second"), "start_from": str(tmp_path / "first" / "head"), "grow": []}
