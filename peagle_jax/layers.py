@@ -4,6 +4,7 @@ Numerics follow transformers' Llama and Qwen3: norms, angles and softmax in floa
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 
@@ -74,18 +75,20 @@ class Rope:
     @classmethod
     def from_hf(cls, config: Mapping, head_dim: int, where: str) -> "Rope":
         """Reads `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before)."""
-        import json
-
-        spec = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        spec = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(spec, Mapping):
+            raise InputError(where, "rope_parameters and rope_scaling must be objects", repr(spec)[:80], "mend the config")
+        spec = {key: value for key, value in spec.items() if value is not None}
         if "rope_theta" not in spec:
             if config.get("rope_theta") is None:
                 raise InputError(where, "rope_theta must be given, at top level or in rope_parameters", "none", "add it")
             spec["rope_theta"] = config["rope_theta"]
         kind = spec.pop("type", None) or spec.get("rope_type") or "default"
         spec["rope_type"] = spec.get("rope_type") or kind
-        if kind not in ROPE_KINDS:
+        if not isinstance(kind, str) or kind not in ROPE_KINDS:
             raise InputError(where, f"rope_type must be one of {', '.join(ROPE_KINDS)}", kind, "use another checkpoint")
         context = spec.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        _check_rope(spec, context, head_dim, where)
         plain = spec["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         try:
             frequencies, scale = ROPE_KINDS[kind](plain, spec, context, head_dim)
@@ -100,6 +103,23 @@ class Rope:
         cos, sin = (self.scale * jnp.cos(angle)).astype(x.dtype), (self.scale * jnp.sin(angle)).astype(x.dtype)
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _check_rope(spec: Mapping, context, head_dim: int, where: str) -> None:
+    amounts = {key: value for key, value in spec.items() if key not in ("rope_type", "truncate")}
+    for key, value in (amounts | {"max_position_embeddings": context or 0}).items():
+        if type(value) not in (int, float) or not 0 <= value < 1e300:
+            raise InputError(where, f"{key} of the rotary embedding must be a number of 0 or more", repr(value)[:80], "mend the config")
+    low, high = spec.get("low_freq_factor", 0), spec.get("high_freq_factor", 1)
+    if spec["rope_theta"] <= (spec["rope_type"] == "yarn") or spec.get("factor", 1) <= 0 or low >= high or head_dim % 2:
+        got = f"{spec['rope_theta']}, {spec.get('factor')}, {low} and {high}, {head_dim}"
+        rule = "rope_theta must be above 0 (YaRN: 1), factor above 0, low_freq_factor below high_freq_factor, and head_dim even"
+        raise InputError(where, rule, got, "mend the config")
+    if spec.get("partial_rotary_factor", 1) != 1:
+        rule = "partial_rotary_factor must be 1: all of a head is rotated here"
+        raise InputError(where, rule, spec["partial_rotary_factor"], "use another checkpoint")
+    if spec["rope_type"] == "yarn" and not context:
+        raise InputError(where, "YaRN needs original_max_position_embeddings or max_position_embeddings", "neither", "mend the config")
 
 
 def _default(plain, spec, context, head_dim):

@@ -22,6 +22,11 @@ def provenance(command: str | None = None) -> dict:
     }  # fmt: skip
 
 
+def versions() -> str:
+    """One line for the metadata of a file."""
+    return ", ".join(f"{name.replace('-', '_')} {version(name)}" for name in ("peagle-jax", "jax", "flax"))
+
+
 def _git(*args: str) -> str:
     """Empty where there is no git, or where this package is not run from its own checkout."""
     root = Path(__file__).parents[1]

@@ -22,7 +22,14 @@ class InputError(ValueError):
     """A mistake a user can make and mend. The command line prints it as one line and exits with 2."""
 
     def __init__(self, where, rule: str, got, next_step: str):
-        super().__init__(f"{where}: {rule}; got {got}; {next_step}")
+        # names and values may come from a damaged file: one printable line, of a length that can be read
+        rule, got = (text if len(text) <= 400 else text[:400] + " ..." for text in (str(rule), str(got)))
+        line = f"{where}: {rule}; got {got}; {next_step}"
+        super().__init__("".join(c if c.isprintable() else " " for c in line))
+
+
+class WeightsWarning(UserWarning):
+    """Weights that can be used but look wrong: NaN, infinity."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from peagle_jax.cli import commands
 from peagle_jax.cli.parser import make_parser
-from peagle_jax.types import InputError
+from peagle_jax.types import InputError, WeightsWarning
 
 COMMANDS = {
     "demo": commands.demo,
@@ -45,6 +45,8 @@ def _quiet() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install PyTorch, which nothing here needs
     warnings.filterwarnings("ignore", module="orbax")
+    warnings.filterwarnings("always", category=WeightsWarning)
+    warnings.showwarning = lambda message, *_, **__: print(f"peagle: warning: {' '.join(str(message).split())}", file=sys.stderr)
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "peagle_jax" / "xla"))
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from peagle_jax import weights
@@ -77,19 +78,24 @@ def regenerate(args) -> int:
 def _load(target: str, drafter: str | None, dtype: str):
     import jax.numpy as jnp
 
-    from peagle_jax.decode.generate import check_fit
-    from peagle_jax.draft.folders import load_drafter
-    from peagle_jax.pipelines.convert import read_serving
     from peagle_jax.targets import load_target
 
     folder = weights.find_folder(target)
     if drafter is None:
         return folder, load_target(folder, taps=(), dtype=jnp.dtype(dtype)), None
-    head_folder = weights.find_folder(drafter)
-    loaded = load_target(folder, taps=read_serving(head_folder).taps, dtype=jnp.dtype(dtype))
-    head = load_drafter(head_folder, dtype=jnp.dtype(dtype), embedding=loaded.params["embed"]["table"])
-    check_fit(loaded, head, drafter)
-    return folder, loaded, head
+    from peagle_jax.pipelines.convert import read_serving
+
+    loaded = load_target(folder, taps=read_serving(drafter, folder).config.taps, dtype=jnp.dtype(dtype))
+    return folder, loaded, _load_head(drafter, loaded, jnp.dtype(dtype))
+
+
+def _load_head(drafter: str, target, dtype):
+    from peagle_jax.decode.generate import check_fit
+    from peagle_jax.draft.folders import load_drafter
+
+    head = load_drafter(drafter, dtype=dtype, embedding=target.params["embed"]["table"], target_layers=target.config.layers)
+    check_fit(target, head, drafter)
+    return head
 
 
 def generate(args) -> int:
@@ -122,8 +128,7 @@ def generate(args) -> int:
 
 def bench(args) -> int:
     from peagle_jax.bench.suite import run_suite
-    from peagle_jax.decode.generate import check_fit, check_prompts
-    from peagle_jax.draft.folders import load_drafter
+    from peagle_jax.decode.generate import check_prompts
     from peagle_jax.report import plots, records
     from peagle_jax.report.page import write_report
 
@@ -134,10 +139,7 @@ def bench(args) -> int:
     folder, target, first = _load(args.target, args.drafter[0], args.dtype)
     heads = {}
     for i, name in enumerate(args.drafter):
-        head = first
-        if i:
-            head = load_drafter(weights.find_folder(name), dtype=first.config.dtype, embedding=target.params["embed"]["table"])
-            check_fit(target, head, name)
+        head = _load_head(name, target, first.config.dtype) if i else first
         method = "peagle" if head.config.parallel else "eagle3"
         if method in heads:
             raise InputError(name, "one P-EAGLE and one EAGLE-3 head are measured together", f"two for {method}", "measure them apart")
@@ -171,33 +173,39 @@ def _bench_prompts(path: Path | None, folder: Path) -> list[list[int]]:
 def convert(args) -> int:
     from peagle_jax.pipelines.convert import convert
 
-    target = weights.find_folder(args.target) if args.target else None
     size = None if args.max_shard_size is None else _bytes("--max-shard-size", args.max_shard_size)
-    convert(weights.find_folder(args.src), args.dst, to=args.to, k=args.k, dtype=args.dtype, target=target, max_shard_bytes=size,
-            share_embedding=args.share_embedding)  # fmt: skip
-    CONSOLE.print(f"{args.src} -> {args.dst} ({args.to})")
+    convert(args.src, args.dst, to=args.to, k=args.k, dtype=args.dtype, target=args.target, max_shard_bytes=size,
+            share_embedding=args.share_embedding, mask_token=args.mask_token, tap_numbering=args.tap_numbering,
+            identity_d2t=args.identity_d2t, command=_command())  # fmt: skip
+    CONSOLE.print(f"{args.src} -> {args.dst} ({args.to})", highlight=False, soft_wrap=True)
     return 0
+
+
+def _command() -> str:
+    """What was typed, with the names of local folders alone: a checkpoint need not tell where somebody's files lie."""
+    words = [Path(word).name if word.startswith(("/", "~", ".")) else word for word in sys.argv[1:]]
+    return shlex.join(["peagle", *words])
 
 
 def inspect(args) -> int:
     from peagle_jax.pipelines.inspect import describe
 
-    facts = describe(weights.find_folder(args.dir))
+    facts = describe(args.dir, args.target)
     print(json.dumps(facts, indent=2)) if args.json else _print_facts(facts)
     return 0
 
 
 def serve_config(args) -> int:
-    from peagle_jax.draft.folders import serving_flags
+    from peagle_jax.draft.config_writing import serving_flags
     from peagle_jax.pipelines.convert import read_serving
 
-    config = read_serving(weights.find_folder(args.dir))
-    k = config.depths if args.k is None else args.k
+    head = read_serving(args.dir)
+    k = head.config.depths if args.k is None else args.k
     if k is None or k < 1:
         raise InputError(args.dir, "K must be 1 or more, and the folder does not say what it was trained for", k, "give it with --k")
-    flags = serving_flags(config, args.dir, k)
+    flags = serving_flags(head.config, args.dir, k)
     if args.engine == "vllm":
-        print(f"vllm serve {shlex.quote(args.target)} --speculative-config {shlex.quote(flags)}")
+        print(f"vllm serve {shlex.quote(args.target or head.target or 'TARGET')} --speculative-config {shlex.quote(flags)}")
     else:
         print(f"SM_VLLM_SPECULATIVE_CONFIG={shlex.quote(flags)}")
     return 0
@@ -229,7 +237,7 @@ def _print_facts(facts: dict) -> None:
 
     table = Table(show_header=False)
     for key, value in facts.items():
-        table.add_row(key.replace("_", " "), printable(value))
+        table.add_row(escape(key.replace("_", " ")), escape(printable(value)))
     CONSOLE.print(table)
 
 

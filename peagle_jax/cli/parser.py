@@ -79,17 +79,21 @@ def make_parser(commands: Mapping[str, Callable]) -> Parser:
     p.add_argument("--to", choices=("vllm", "speculators", "orbax", "hf"), required=True)
     p.add_argument("--k", type=int)
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    p.add_argument("--target")
+    p.add_argument("--target", help="the head's target: speculators' layout names it, and some folders leave things to it")
     p.add_argument("--share-embedding", action="store_true", help="leave out an embedding that is the target's; vLLM then shares it")
+    p.add_argument("--mask-token", type=int, help="id of the mask token, where the head's config does not name it")
+    p.add_argument("--tap-numbering", choices=("input", "output"), help="what the source's tap ids count (default: by its layout)")
+    p.add_argument("--identity-d2t", action="store_true", help="put back the d2t of zeros that the source had; vLLM refuses the folder")
     p.add_argument("--max-shard-size", help="split the weights into files of at most so much, as 5GB or 12MB (default: one file)")
 
     p = add("inspect", "what a folder is, its shapes, sizes and taps, and what it can be used with")
     p.add_argument("dir")
+    p.add_argument("--target", help="the head's target, for a head whose config names no taps")
     p.add_argument("--json", action="store_true")
 
     p = add("serve-config", "the flag or variable that makes vLLM or SageMaker serve a head")
     p.add_argument("dir")
     p.add_argument("--engine", choices=("vllm", "sagemaker"), required=True)
     p.add_argument("--k", type=int)
-    p.add_argument("--target", default="TARGET")
+    p.add_argument("--target", help="the target's name (default: what the folder says)")
     return parser

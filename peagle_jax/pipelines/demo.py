@@ -136,7 +136,7 @@ def _decode(b: Budget, models: Models, prompts, out: Path, name: str, results: r
         return Suite(**{**saved, "sample": saved["sample"] and Generation(**saved["sample"])})
 
     def load(dtype):
-        target = load_target(models.target, taps=read_serving(models.heads["peagle"]).taps, dtype=dtype)
+        target = load_target(models.target, taps=read_serving(models.heads["peagle"]).config.taps, dtype=dtype)
         embedding = target.params["embed"]["table"]  # for a head that shares it
         return target, {m: load_drafter(folder, dtype=dtype, embedding=embedding) for m, folder in models.heads.items()}
 

@@ -1,73 +1,114 @@
-"""What a folder is: a target, a draft head, or a training run; shapes, sizes, taps, and what it can be used with."""
+"""What a folder is: a target, a draft head, or a training run; shapes, sizes, taps, what is missing, and what it can be used with."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from peagle_jax import weights
-from peagle_jax.draft import folders
-from peagle_jax.pipelines.convert import HEAD_FILE, head_config_from_json
-from peagle_jax.targets import TARGETS
-from peagle_jax.types import InputError
+from peagle_jax.draft import config_reading, names
+from peagle_jax.draft.config_reading import TAPS, detect_layout, is_drafter
+from peagle_jax.draft.head import HeadConfig
+from peagle_jax.pipelines import runs
+from peagle_jax.targets import TARGETS, read_facts
 
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+LAYOUTS = {"vllm": "A, vLLM and AWS", "speculators": "B, speculators", "automodel": "C, NeMo Automodel", "specforge": "D, SpecForge"}
+# (width, vocabulary) -> targets that heads were published for; from their config.json
+KNOWN = {
+    (2880, 201088): "openai/gpt-oss-20b (24 layers), openai/gpt-oss-120b (36)", (2048, 151936): "Qwen/Qwen3-Coder-30B-A3B-Instruct (48)",
+    (5376, 262144): "google/gemma-4-31B-it (60)", (4096, 151936): "Qwen/Qwen3-8B (36)",
+    (4096, 128256): "meta-llama/Llama-3.1-8B-Instruct (32)",
+}  # fmt: skip
 
 
-def describe(folder: Path) -> dict:
-    """Facts about a folder, in the order to print them.
+def describe(path: str | Path, target: str | Path | None = None) -> dict:
+    """Facts about a folder or hub id, in the order to print them. Reads no weights but the vocabulary's tables.
+
+    Args:
+      target: folder of the target, for a head whose config names no taps.
 
     Raises:
       InputError: it is none of the three, or damaged.
     """
-    if (folder / HEAD_FILE).exists():
-        return {"kind": "training run of a draft head (Orbax)"} | _head(head_config_from_json(folder / HEAD_FILE)) | {
-            "checkpoints": sorted(p.name for p in (folder / "checkpoints").glob("[0-9]*"))
+    folder = weights.find_folder(path)
+    if runs.is_run(folder):
+        return {"kind": "training run of a draft head (Orbax)"} | _head(runs.config_from_json(folder / runs.HEAD_FILE)) | {
+            "checkpoints": sorted((p.name for p in (folder / "checkpoints").glob("[0-9]*")), key=len)
         }  # fmt: skip
     raw = weights.read_json(folder / "config.json")
     tensors = weights.open_folder(folder)
+    metadata = weights.read_metadata(folder)
     size = {
-        "tensors": len(tensors), "parameters": sum(int(t.size) for n, t in tensors.items() if n not in ("d2t", "t2d")),
+        "tensors": len(tensors), "parameters": sum(int(t.size) for n, t in tensors.items() if _is_parameter(n)),
         "bytes": sum(int(t.nbytes) for t in tensors.values()), "dtypes": sorted({str(t.dtype) for t in tensors.values()}),
+        "files": len(list(folder.glob("*.safetensors"))),
     }  # fmt: skip
-    if folders.is_drafter(raw):
-        plain = {folders.plain_name(name): t for name, t in tensors.items()}
-        if "fc.weight" not in plain:
-            raise InputError(folder, "a draft head needs fc.weight", "no such tensor", "check that this is an EAGLE-3 or P-EAGLE head")
-        config = folders.read_config(raw, plain, str(folder / "config.json"))
-        lost = folders.table(config).keys() - plain.keys()
-        shared = "embed_tokens.weight" in lost
-        lost -= {"embed_tokens.weight"}
-        return (
-            {"kind": "draft head", "layout": folders.detect_layout(raw)} | _head(config) | size
-            | {"embedding": "the target's, shared" if shared else "its own", "missing tensors": sorted(lost) or "none"}
-            | {"target named": _named_target(raw)}
-        )  # fmt: skip
+    origin = {f"file says: {key}": value for key, value in metadata.items() if key != "format"}
+    if is_drafter(raw):
+        return _drafter(folder, raw, tensors, None if target is None else read_facts(target).layers) | size | origin
     known = raw.get("model_type") in TARGETS
     shape = {
         key: raw.get(key) for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
     }
     return {"kind": "target" if known else "target of a family that is not supported"} | shape | size | {
         "tokenizer": (folder / "tokenizer.json").exists(), "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+    } | origin  # fmt: skip
+
+
+def _is_parameter(name: str) -> bool:
+    return name not in ("d2t", "t2d") and not name.endswith(("_scale", "_scale_inv"))
+
+
+def _drafter(folder: Path, raw: Mapping, stored: Mapping, target_layers: int | None) -> dict:
+    where = str(folder / "config.json")
+    fp8 = weights.dequantise({names.plain(name): t for name, t in stored.items()}, raw, folder)
+    open_points, numbers = [], {}
+    if not raw.get(TAPS) and not (raw.get("eagle_config") or {}).get(TAPS) and target_layers is None:
+        open_points.append(f"{TAPS}: vLLM then takes (2, L//2, L-3) of its target's L layers; inspect with --target")
+        numbers["target_layers"] = 8  # any: only the number of taps is used
+    if "mask_hidden" in fp8.tensors and all(raw.get(key) is None for key in config_reading.MASK_TOKEN_KEYS):
+        if not (raw.get("dflash_config") or {}).get("mask_token_id"):
+            open_points.append("the mask token's id: convert with --mask-token")
+            numbers["mask_token"] = 0
+    config = config_reading.read_config(raw, fp8.tensors, where, **{"target_layers": target_layers, **numbers})
+    facts = _head(config)
+    if "target_layers" in numbers:
+        facts |= {key: "not named" for key in facts if key.startswith("taps")} | {"fits targets of": _fits(config, taps=False)}
+    if "mask_token" in numbers:
+        facts["mask token"] = "not named"
+    lost = names.table(config).keys() - fp8.tensors.keys()
+    if "d2t" in lost and "t2d" in fp8.tensors:
+        lost -= {"d2t"}
+    shared, lost = names.EMBEDDING in lost, sorted(lost - {names.EMBEDDING, *(n for n in lost if n.endswith("o_proj.bias"))})
+    layout = detect_layout(raw)
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    return {
+        "kind": "draft head", "layout": layout, "layout is": LAYOUTS[layout], **facts,
+        "embedding": "the target's, shared" if shared else "its own", "fp8 matrices": len(fp8.quantised),
+        "vocabulary tables": sorted({"d2t", "t2d"} & fp8.tensors.keys()) or "none", "missing tensors": lost or "none",
+        "open": open_points or "nothing", "target named": verifier.get("name_or_path") or "none",
     }  # fmt: skip
 
 
-def _named_target(raw: dict) -> str:
-    return ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path") or "none"
-
-
-def _head(config) -> dict:
+def _head(config: HeadConfig) -> dict:
     return {
         "drafts": "in parallel (P-EAGLE) or one by one" if config.parallel else "one by one (EAGLE-3)", "layers": config.layers,
-        "width": config.dim, "style": "qwen3" if config.qk_norm else "llama",
+        "width": config.dim, "heads": f"{config.heads}, {config.kv_heads} of keys and values, {config.head_dim} wide",
+        "style": "qwen3" if config.qk_norm else "llama",
         "taps, vLLM numbering (input of layer i)": list(config.taps),
         "taps, SpecForge numbering (output of layer i)": [t - 1 for t in config.taps],
         "mask token": config.mask_token if config.parallel else "none", "trained for K": config.depths or "not recorded",
-        "draft vocabulary": f"{config.draft_vocab} of {config.vocab}",
-        "fits targets of": f"width {config.target_dim}, vocabulary {config.vocab}, more than {max(config.taps)} layers",
+        "draft vocabulary": f"{config.draft_vocab} of {config.vocab}", "fits targets of": _fits(config),
+        "as have": KNOWN.get((config.target_dim, config.vocab), "none that heads were published for"),
         "options": [o for o in OPTIONS if getattr(config, o)] or "none",
-        "rope": json.loads(config.rope.source)["rope_type"],
+        "sliding windows": list(config.windows) if any(config.windows) else "none", "rope": json.loads(config.rope.source)["rope_type"],
     }  # fmt: skip
+
+
+def _fits(config: HeadConfig, taps: bool = True) -> str:
+    return f"width {config.target_dim}, vocabulary {config.vocab}" + (f", more than {max(config.taps)} layers" if taps else "")
 
 
 def printable(value) -> str:

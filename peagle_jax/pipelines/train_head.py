@@ -15,7 +15,7 @@ from peagle_jax.decode.generate import acceptance_length, check_prompts, generat
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.draft.start import start_from_head, start_from_target
-from peagle_jax.pipelines.convert import start_run
+from peagle_jax.pipelines.runs import start_run
 from peagle_jax.targets import load_target
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
@@ -115,7 +115,7 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
         taps, _ = extract(module, jax.tree.map(jnp.asarray, batch))
         head = start_from_target(head, target, jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None]))
     if run.start_from is not None:
-        trained = folders.load_drafter(weights.find_folder(run.start_from), dtype=config.dtype, embedding=embedding)
+        trained = folders.load_drafter(run.start_from, dtype=config.dtype, embedding=embedding)
         head = start_from_head(head, trained, run.start_from)
     return head
 

@@ -14,12 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope
 from peagle_jax.types import Attend, InputError, KVCache, TargetOutput
-from peagle_jax.weights import LINEAR, SAME, Table, check_positive
-
-SHAPE_KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings",
-)  # fmt: skip
+from peagle_jax.weights import LINEAR, SAME, Fields, Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,27 +45,24 @@ class Qwen3Config:
         Raises:
           InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
         """
-        check_positive(hf, SHAPE_KEYS, where)
-        try:
-            heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-            eos = hf.get("eos_token_id")
-            config = cls(
-                vocab=hf["vocab_size"], layers=layers, dim=hf["hidden_size"], mlp_dim=hf["intermediate_size"],
-                heads=heads, kv_heads=hf["num_key_value_heads"], head_dim=hf["head_dim"],
-                rope=Rope.from_hf(hf, hf["head_dim"], where), norm_eps=hf["rms_norm_eps"],
-                # transformers writes only what differs from these class defaults (configuration_qwen3.py)
-                attention_bias=hf.get("attention_bias", False), tied_embeddings=hf.get("tie_word_embeddings", False),
-                windows=_windows(hf), context=hf["max_position_embeddings"],
-                taps=default_taps(layers) if taps is None else tuple(taps), dtype=dtype,
-                stop_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            )  # fmt: skip
-        except KeyError as missing:
-            raise InputError(where, f"a Qwen3 config needs the key {missing}", "none", "take the checkpoint's own config") from None
-        if config.heads % config.kv_heads:
-            raise InputError(where, "num_attention_heads must be a multiple of num_key_value_heads",
-                             f"{config.heads} and {config.kv_heads}", "mend the config")  # fmt: skip
-        if hf.get("hidden_act", "silu") != "silu":
-            raise InputError(where, "hidden_act must be silu", hf["hidden_act"], "use another checkpoint")
+        f = Fields(hf, where, "a Qwen3 config")
+        heads, layers, kv_heads, head_dim = (
+            f.whole(key) for key in ("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim")
+        )
+        if heads % kv_heads:
+            raise InputError(where, "num_attention_heads must be a multiple of num_key_value_heads", f"{heads} and {kv_heads}", "mend it")
+        f.only("hidden_act", "silu", "the MLP is gated by SiLU")
+        eos = hf.get("eos_token_id")
+        config = cls(
+            vocab=f.whole("vocab_size"), layers=layers, dim=f.whole("hidden_size"), mlp_dim=f.whole("intermediate_size"),
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=Rope.from_hf(hf, head_dim, where),
+            norm_eps=float(f.number("rms_norm_eps")),
+            # transformers writes only what differs from these class defaults (configuration_qwen3.py)
+            attention_bias=f.flag("attention_bias", False), tied_embeddings=f.flag("tie_word_embeddings", False),
+            windows=_windows(f, layers), context=f.whole("max_position_embeddings"),
+            taps=default_taps(layers) if taps is None else tuple(taps), dtype=dtype,
+            stop_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        )  # fmt: skip
         if len(config.windows) != layers:
             raise InputError(where, f"layer_types must name all {layers} layers", len(config.windows), "mend the config")
         if bad := [t for t in config.taps if not 0 <= t <= layers]:
@@ -92,14 +84,14 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(1, layers // 3), layers // 2, layers - 1}))
 
 
-def _windows(hf: Mapping) -> tuple[int | None, ...]:
+def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     """Sliding only with `use_sliding_window`, and from layer `max_window_layers` on unless `layer_types` says which."""
-    layers = hf["num_hidden_layers"]
-    if not hf.get("use_sliding_window", False) or hf.get("sliding_window") is None:
+    window = f.whole("sliding_window", None)
+    if not f.flag("use_sliding_window", False) or window is None:
         return (None,) * layers
-    first = hf.get("max_window_layers", 28)
-    kinds = hf.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return tuple(hf["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
+    first = f.whole("max_window_layers", 28, least=0)
+    kinds = f.texts("layer_types", None) or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class Block(nnx.Module):

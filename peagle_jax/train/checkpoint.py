@@ -1,11 +1,14 @@
 """Training state on disk, by Orbax: parameters, optimizer, step. The data's position follows from the step."""
 
+import functools
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from peagle_jax.types import InputError
+from peagle_jax.weights import Lazy, flat
 
 
 class Checkpoints:
@@ -35,13 +38,37 @@ class Checkpoints:
         self.manager.close()
 
 
-def restore_params(folder: Path):
-    """The newest parameters of a run, as a pure dict of NumPy-restorable arrays; what `peagle convert` reads."""
-    folder = Path(folder).absolute()
-    manager = ocp.CheckpointManager(folder)
+def newest(folder: Path) -> Path:
+    """The newest finished state under a run's `checkpoints`.
+
+    Raises:
+      InputError: there is none.
+    """
+    manager = ocp.CheckpointManager(Path(folder).absolute())
     step = manager.latest_step()
+    manager.close()
     if step is None:
         raise InputError(folder, "must hold a finished Orbax checkpoint", "none", "let the run save once")
-    state = manager.restore(step, args=ocp.args.StandardRestore())
-    manager.close()
-    return step, state["params"]
+    return Path(folder).absolute() / str(step) / "default"
+
+
+def open_tree(path: Path, *inside: str) -> dict[str, Lazy]:
+    """Dotted path -> array, each read from disk when it is asked for, of one saved tree (or of a part `inside` it).
+
+    A training state is three times its parameters, and a head need not fit the memory twice to be converted.
+    """
+    reader = ocp.PyTreeCheckpointer()
+    try:
+        tree = reader.metadata(path.absolute()).item_metadata.tree
+        for key in inside:
+            tree = tree[key]
+    except (AttributeError, KeyError, FileNotFoundError, ValueError) as error:
+        raise InputError(path, "must be a finished Orbax checkpoint of this package", error, "let the run save once") from None
+
+    def read(keys: list[str]):
+        around = lambda leaf: functools.reduce(lambda tree, key: {key: tree}, reversed([*inside, *keys]), leaf)  # noqa: E731
+        how = ocp.args.PyTreeRestore(item=around(0), restore_args=around(ocp.RestoreArgs(restore_type=np.ndarray)), partial_restore=True)
+        tree = reader.restore(path.absolute(), args=how)
+        return functools.reduce(lambda tree, key: tree[key], [*inside, *keys], tree)
+
+    return {name: Lazy(tuple(leaf.shape), np.dtype(leaf.dtype), functools.partial(read, name.split("."))) for name, leaf in flat(tree)}

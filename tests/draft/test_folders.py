@@ -11,9 +11,11 @@ import tiny
 
 from peagle_jax import weights
 from peagle_jax.draft import folders
+from peagle_jax.draft.config_writing import serving_flags
 from peagle_jax.draft.folders import load_drafter, save_drafter
 from peagle_jax.layers import Rope
-from peagle_jax.pipelines.convert import convert, read_run
+from peagle_jax.pipelines.convert import convert
+from peagle_jax.pipelines.runs import read_run
 from peagle_jax.pipelines.inspect import describe
 from peagle_jax.targets import save_target
 from peagle_jax.types import InputError
@@ -138,13 +140,17 @@ def test_sharing_the_targets_embedding(tmp_path):
     equal(load_drafter(tmp_path / "shared", embedding=target.params["embed"]["table"]), own)
     for src, how, words in (
         ("other", {"to": "vllm", "target": tmp_path / "target"}, "one trained further"),
-        ("own", {"to": "speculators", "target": tmp_path / "target"}, "--to speculators, a target"),
-        ("own", {"to": "vllm"}, "--to vllm, no target"),
+        ("own", {"to": "vllm"}, "needs the --target whose embedding is shared"),
     ):
         with pytest.raises(InputError, match=words):
             convert(tmp_path / src, tmp_path / "refused", share_embedding=True, **how)
-    with pytest.raises(InputError, match="has its own embedding"):
-        save_drafter(own, tmp_path / "refused", layout="speculators", own_embedding=False)
+    convert(tmp_path / "shared", tmp_path / "there", to="speculators")  # stays shared without being asked, in both layouts
+    convert(tmp_path / "there", tmp_path / "back", to="vllm")
+    files_equal(tmp_path / "shared", tmp_path / "back")
+    with pytest.raises(InputError, match="needs embed_tokens.weight, or the target's"):
+        convert(tmp_path / "shared", tmp_path / "refused", to="orbax")
+    convert(tmp_path / "shared", tmp_path / "run", to="orbax", target=tmp_path / "target")
+    equal(read_run(tmp_path / "run"), own)
     assert not (tmp_path / "refused").exists()
 
 
@@ -154,11 +160,11 @@ def test_sharing_the_targets_embedding(tmp_path):
     (None, {"hidden_size": ...}, "needs the key 'hidden_size'"),
     (None, {"num_hidden_layers": 3}, "missing: layers.2"),
     (None, {"draft_vocab_size": 40}, "missing: d2t; wrong shape: lm_head.weight"),
-    (lambda t: {n: x for n, x in t.items() if n != "fc.weight"}, {}, "needs fc.weight"),
+    (lambda t: {n: x for n, x in t.items() if n != "fc.weight"}, {}, "needs the matrix fc.weight"),
     (lambda t: t | {"extra.weight": np.zeros(3, np.float32)}, {}, "unknown: extra.weight"),
     (lambda t: t | {"mask_hidden": np.zeros((1, 1, 71), np.float32)}, {}, "wrong shape: mask_hidden"),
-    (lambda t: t | {"d2t": np.arange(41)}, {}, "identity"),
-    (None, {"hidden_act": "gelu"}, "hidden_act must be silu; got gelu"),
+    (lambda t: t | {"d2t": np.r_[1, -1, np.zeros(39, int)]}, {}, "identity"),
+    (None, {"hidden_act": "gelu"}, "hidden_act must be silu.*got gelu"),
 ])  # fmt: skip
 def test_bad_heads(tensors, changes, words, tmp_path):
     save_drafter(tiny.head(), tmp_path / "a")
@@ -178,6 +184,6 @@ def test_taps_that_vllm_would_reorder(tmp_path):
 
 
 def test_serving_flags_are_json():
-    flags = json.loads(folders.serving_flags(tiny.head_config(), "my head", 7))
+    flags = json.loads(serving_flags(tiny.head_config(), "my head", 7))
     assert flags == {"method": "eagle3", "model": "my head", "num_speculative_tokens": 7, "parallel_drafting": True}
-    assert "parallel_drafting" not in json.loads(folders.serving_flags(tiny.head_config(mask_token=None), "h", 7))
+    assert "parallel_drafting" not in json.loads(serving_flags(tiny.head_config(mask_token=None), "h", 7))

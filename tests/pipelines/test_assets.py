@@ -53,7 +53,7 @@ def test_transformers_computes_the_same():
 @pytest.mark.parametrize("kind", HEADS)
 def test_heads_fit_and_draft_well(kind):
     """Greedy text with the head is the target's own, and the head is worth having; trained heads, real text, bf16 files read as float32."""
-    target = load_target(ASSETS / "target", taps=read_serving(ASSETS / kind).taps)
+    target = load_target(ASSETS / "target", taps=read_serving(ASSETS / kind).config.taps)
     head = load_drafter(ASSETS / kind, dtype="float32", embedding=target.params["embed"]["table"])
     check_fit(target, head)
     assert head.config.parallel == (kind == "peagle") and head.config.depths >= 5

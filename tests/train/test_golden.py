@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from peagle_jax import weights
-from peagle_jax.draft import folders
+from peagle_jax.draft import folders, names
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.train.features import Rows
 from peagle_jax.train.step import peagle_loss
@@ -43,7 +43,7 @@ def read(name, tmp_path):
 
 def check_gradients(data, head, grads, count):
     """Our gradients, under speculators' tensor names, beside theirs."""
-    ours = weights.export(grads, {n: t for n, t in folders.table(head.config).items() if n != "d2t"})
+    ours = weights.export(grads, {n: t for n, t in names.table(head.config).items() if n != "d2t"})
     theirs = {k[2:]: v for k, v in data.items() if k.startswith("g/")}
     assert len(theirs) == count and theirs.keys() <= ours.keys()
     for name, want in theirs.items():

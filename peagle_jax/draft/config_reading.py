@@ -1,0 +1,133 @@
+"""Any layout's config.json of a draft head -> HeadConfig. docs/checkpoints.md has the layouts as tables."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from peagle_jax.draft.head import HeadConfig
+from peagle_jax.layers import Rope
+from peagle_jax.types import InputError
+from peagle_jax.weights import Fields, Tensor
+
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order, after dflash_config.mask_token_id
+TAPS = "eagle_aux_hidden_state_layer_ids"
+NUMBERINGS = ("input", "output")  # an id names the layer whose input is tapped (vLLM, speculators), or whose output is
+COUNTS_OUTPUTS = ("automodel", "specforge")
+
+
+def detect_layout(raw: Mapping) -> str:
+    """ "speculators", "automodel", "specforge", or "vllm", by what their writers alone write."""
+    names = _architectures(raw)
+    if "speculators_model_type" in raw:
+        return "speculators"
+    return "automodel" if "LlamaEagle3DraftModel" in names else "specforge" if "PEagleDraftModel" in names else "vllm"
+
+
+def is_drafter(raw: Mapping) -> bool:
+    """Whether a config.json describes a draft head rather than a target."""
+    return "speculators_model_type" in raw or any("agle" in name for name in _architectures(raw)) or "draft_vocab_size" in raw
+
+
+def _architectures(raw: Mapping) -> list[str]:
+    names = raw.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def read_config(
+    raw: Mapping, tensors: Mapping[str, Tensor], where: str, *, target_layers: int | None = None, mask_token: int | None = None,
+    numbering: str | None = None,
+) -> HeadConfig:  # fmt: skip
+    """HeadConfig from any layout's config.json; what a config may leave out is read off the tensors.
+
+    Args:
+      tensors: by plain names (`names.plain`), scales of FP8 already applied.
+      target_layers: of the target, for a folder that names no taps: vLLM then takes (2, L//2, L-3).
+      mask_token: for a folder that does not name it.
+      numbering: of the tap ids, "input" or "output"; None takes what the layout's writers use.
+
+    Raises:
+      InputError: a key is missing or wrong, or asks for what this head does not compute.
+    """
+    layout = detect_layout(raw)
+    top, eagle = Fields(raw, where), Fields(raw, where).inner("eagle_config")
+    shape = top.inner("transformer_layer_config") if layout == "speculators" else top
+    if "fc.weight" not in tensors or len(tensors["fc.weight"].shape) != 2:
+        raise InputError(where, "a draft head needs the matrix fc.weight", "none", "check that this is an EAGLE-3 or P-EAGLE head")
+    _refuse_what_is_not_computed(top, shape, eagle)
+    dim, heads, layers, vocab = (shape.whole(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"))
+    kv_heads, head_dim = shape.whole("num_key_value_heads", heads), shape.whole("head_dim", None) or dim // heads
+    if heads % kv_heads:
+        raise InputError(where, "num_attention_heads must be a multiple of num_key_value_heads", f"{heads} and {kv_heads}", "mend it")
+    if layers > len(tensors):  # before a table of so many layers is made
+        raise InputError(where, "num_hidden_layers must be what the weights hold", f"{layers} with {len(tensors)} tensors", "mend it")
+    taps = _taps(top, eagle, layout, target_layers, numbering)
+    width = tensors["fc.weight"].shape[1]
+    target_dim = top.whole("target_hidden_size", None) or width // len(taps)
+    if top.whole("num_aux_hidden_states", shape.whole("num_aux_hidden_states", len(taps))) != len(taps) or width != target_dim * len(taps):
+        got = f"{len(taps)} taps of {target_dim} and fc.weight over {width}"
+        raise InputError(where, "fc.weight must read all taps", got, f"mend {TAPS} or target_hidden_size")
+    return HeadConfig(
+        vocab=vocab, draft_vocab=top.whole("draft_vocab_size", vocab), dim=dim, layers=layers, mlp_dim=shape.whole("intermediate_size"),
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=Rope.from_hf(shape.raw, head_dim, where),
+        norm_eps=float(shape.number("rms_norm_eps")), context=shape.whole("max_position_embeddings"), target_dim=target_dim, taps=taps,
+        mask_token=_mask_token(top, tensors, vocab, mask_token), depths=_depths(top),
+        qk_norm="layers.0.self_attn.q_norm.weight" in tensors, attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        # an absent norm_before_residual means True in speculators' EAGLE-3 alone
+        norm_before_residual=top.flag("norm_before_residual", raw.get("speculators_model_type") == "eagle3"),
+        norm_before_fc=eagle.flag("norm_before_fc", top.flag("norm_before_fc", False)), fc_norm=top.flag("fc_norm", False),
+        norm_output=top.flag("norm_output", False), windows=_windows(shape, layers), dtype=np.float32,
+    )  # fmt: skip
+
+
+def _refuse_what_is_not_computed(top: Fields, shape: Fields, eagle: Fields) -> None:
+    shape.only("mlp_bias", False, "the MLP has no biases here")
+    shape.only("hidden_act", "silu", "the MLP is gated by SiLU")
+    shape.only("hidden_activation", "silu", "the MLP is gated by SiLU")
+    shape.only("partial_rotary_factor", 1.0, "all of a head is rotated")
+    top.only("logit_scale", 1.0, "logits are not scaled")
+    eagle.only("use_aux_hidden_state", True, "a head reads its target's taps (EAGLE-1 and -2 do not)")
+
+
+def _taps(top: Fields, eagle: Fields, layout: str, target_layers: int | None, numbering: str | None) -> tuple[int, ...]:
+    """In vLLM's numbering: id i is the input of layer i."""
+    ids, nested = top.wholes(TAPS, None), eagle.wholes(TAPS, None)
+    if ids and nested and ids != nested:
+        raise InputError(top.where, f"{TAPS} must be the same at top level and in eagle_config", f"{ids} and {nested}", "mend one")
+    ids = ids or nested
+    if not ids:
+        if target_layers is None:
+            raise InputError(top.where, f"a folder without {TAPS} needs its target, for the number of layers", "none", "give --target")
+        return (2, target_layers // 2, target_layers - 3)  # vLLM's; Automodel and SpecForge write the same as outputs 1, L//2-1, L-4
+    outputs = numbering == "output" or numbering is None and layout in COUNTS_OUTPUTS
+    return tuple(i + 1 for i in ids) if outputs else tuple(ids)
+
+
+def _mask_token(top: Fields, tensors: Mapping[str, Tensor], vocab: int, given: int | None) -> int | None:
+    if "mask_hidden" not in tensors:
+        return None  # a head that only drafts one by one
+    token = top.inner("dflash_config").whole("mask_token_id", None, least=0)
+    for key in MASK_TOKEN_KEYS:
+        token = top.whole(key, None, least=0) if token is None else token
+    token = given if token is None else token
+    if token is None:
+        rule = f"a head with mask_hidden needs one of {', '.join(MASK_TOKEN_KEYS)}"
+        raise InputError(top.where, rule, "none", "add it to the config, or convert with --mask-token")
+    if token >= vocab:
+        raise InputError(top.where, f"the mask token must lie in 0..{vocab - 1}", token, "mend the config")
+    return token
+
+
+def _depths(top: Fields) -> int | None:
+    """K: Automodel's and our `num_depths`, or the first proposal of speculators."""
+    methods = top.inner("speculators_config").get("proposal_methods", None) or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], dict):
+        raise InputError(top.where, "proposal_methods must be a list of objects", repr(methods)[:80], "mend the config")
+    return top.whole("num_depths", Fields(methods[0], top.where, "the proposal method").whole("speculative_tokens", None))
+
+
+def _windows(shape: Fields, layers: int) -> tuple[int | None, ...]:
+    """As vLLM's draft models: `layer_types` says which layers slide, and without it none does."""
+    kinds = shape.texts("layer_types", [])
+    sliding = [i < len(kinds) and kinds[i] == "sliding_attention" for i in range(layers)]
+    window = shape.whole("sliding_window") if any(sliding) else None
+    return tuple(window if s else None for s in sliding)

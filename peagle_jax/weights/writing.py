@@ -1,0 +1,133 @@
+"""safetensors folders out: tensor by tensor, so that no more than one is in memory, and whole or not at all."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from peagle_jax.types import InputError
+from peagle_jax.weights.reading import INDEX, SINGLE
+from peagle_jax.weights.tensors import NAMES, Tensor, blocks, finite, warn_unless_finite
+
+# what the writers of this package put into a folder: only a folder of these alone is replaced
+OURS = (
+    "config.json",
+    "model.safetensors",
+    "model-0",
+    "README.md",
+    "head.json",
+    "checkpoints",
+    "tokenizer",
+    "special_tokens_map",
+    "added_tokens",
+    "vocab.json",
+    "merges.txt",
+    "chat_template",
+    "generation_config",
+)
+
+
+def new_folder(path: Path) -> "FolderWriter":
+    """A folder that appears whole or not at all: written beside its place, renamed at the end."""
+    return FolderWriter(Path(path))
+
+
+class FolderWriter:
+    """Context manager: yields a temporary folder; on success it takes the place of `path`, on failure nothing is left.
+
+    An existing folder is replaced only if it holds nothing but what these writers write. A full disk is an InputError.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path.resolve()
+
+    def __enter__(self) -> Path:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not self.path.is_dir():
+                raise InputError(self.path, "the output must be a folder", "a file", "choose another name")
+            if foreign := [p.name for p in self.path.glob("*") if not p.name.startswith(OURS)]:
+                raise InputError(self.path, "only a checkpoint folder is replaced", f"one that holds {foreign[0]}", "choose another name")
+            if (self.path / "README.md").exists() and not (self.path / "config.json").exists():
+                raise InputError(self.path, "only a checkpoint folder is replaced", "one without config.json", "choose another name")
+            self.work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+        except OSError as error:
+            raise InputError(self.path, "the output folder must be writable", error.strerror, "choose another place") from None
+        self.work.chmod(0o755)
+        return self.work
+
+    def __exit__(self, kind, error, trace):
+        if kind is not None:
+            shutil.rmtree(self.work, ignore_errors=True)
+            if isinstance(error, OSError):  # the disk is full, or gone
+                next_step = "make room; what lay there before is untouched"
+                raise InputError(self.path, "the output must be written to the end", error.strerror or error, next_step) from None
+            return
+        old = None
+        if self.path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.old.", dir=self.path.parent))
+            self.path.rename(old / "was")
+        self.work.rename(self.path)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def write_folder(
+    folder: Path, config: Mapping, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], max_shard_bytes: int | None = None
+) -> None:
+    """Writes config.json and the weights into an existing folder: model.safetensors, or shards with an index where that is too large.
+
+    Shards are filled in the order of the names, as transformers and huggingface_hub do; a tensor larger than the limit
+    has a file to itself. Tensors with NaN or infinity are written and warned of.
+    """
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    metadata = {"format": "pt", **metadata}
+    start = 64 + len(json.dumps(metadata).encode())
+    shards: list[dict[str, Tensor]] = [{}]
+    held = start
+    for name, tensor in tensors.items():
+        more = tensor.nbytes + 128 + len(json.dumps(name).encode())  # its bytes, and its line in the header
+        if max_shard_bytes is not None and shards[-1] and held + more > max_shard_bytes:
+            shards.append({})
+            held = start
+        shards[-1][name] = tensor
+        held += more
+    files = [SINGLE]
+    if len(shards) > 1:
+        files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(folder / file, shard, metadata)
+    if len(shards) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """One file. The library's writer copies all tensors into memory first; this one holds one at a time.
+
+    Data goes by falling size of the element, as the library orders it, so that every tensor is aligned.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    ends, at = {}, 0
+    for name in order:
+        at += tensors[name].nbytes
+        ends[name] = at
+    header = {"__metadata__": dict(metadata)} | {
+        name: {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [ends[name] - t.nbytes, ends[name]]}
+        for name, t in tensors.items()
+    }  # fmt: skip
+    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    content += b" " * (-len(content) % 8)
+    with path.open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        for name in order:
+            good = True
+            for block in blocks(tensors[name]):
+                good = good and finite(block, tensors[name].dtype)
+                file.write(block)
+            warn_unless_finite(path.name, name, good)

@@ -1,0 +1,193 @@
+"""The folder writer: what it writes the library reads, one tensor in memory at a time, and nothing is ever half-written."""
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import warnings
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from peagle_jax import weights
+from peagle_jax.types import InputError, WeightsWarning
+from peagle_jax.weights import tensors as tensors_module
+from peagle_jax.weights.tensors import DTYPES, blocks, finite
+
+
+def test_the_library_reads_what_is_written(tmp_path):
+    rng = np.random.default_rng(3)
+    tensors = {"t2d": rng.random(7) < 0.5, "d2t": rng.integers(-9, 9, 5), "bf16": rng.normal(size=(3, 5)).astype(ml_dtypes.bfloat16),
+               "f16": rng.normal(size=(2, 1, 3)).astype(np.float16), "f32": rng.normal(size=(4, 3)).astype(np.float32).T,
+               "scalar": np.array(2.5, np.float32), "empty": np.zeros((0, 3), np.float32), "u8": np.arange(3, dtype=np.uint8)}  # fmt: skip
+    weights.write_safetensors(tmp_path / "x.safetensors", tensors, {"format": "pt", "wörds": "\u2713 \x01"})
+    read = safetensors.numpy.load_file(tmp_path / "x.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, want in tensors.items():
+        assert read[name].dtype == want.dtype and np.array_equal(read[name], want), name
+    with safetensors.safe_open(tmp_path / "x.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt", "wörds": "\u2713 \x01"}
+    ours = weights.open_safetensors(tmp_path / "x.safetensors")
+    assert list(ours) == list(tensors) and all(t.flags.aligned for t in ours.values())
+
+
+def test_float8_is_written_too(tmp_path):
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    with pytest.warns(WeightsWarning, match="x.safetensors: t holds NaN"):
+        weights.write_safetensors(tmp_path / "x.safetensors", {"t": every}, {})
+    assert weights.open_safetensors(tmp_path / "x.safetensors")["t"].tobytes() == every.tobytes()
+
+
+def test_one_tensor_at_a_time(tmp_path):
+    """Every tensor is gone before the next is read."""
+    seen, most = [], []
+
+    class Counted(np.ndarray):
+        pass
+
+    def read(i):
+        gc.collect()
+        most.append(sum(array() is not None for array in seen))
+        array = np.full((50, 10), i, np.float32).view(Counted)
+        seen.append(weakref.ref(array))
+        return array
+
+    tensors = {f"t{i}": weights.Lazy((50, 10), np.dtype(np.float32), lambda i=i: read(i)) for i in range(6)}
+    weights.write_folder(tmp_path, {}, tensors, {})
+    assert most == [0] * 6 and [t[0, 0] for t in weights.open_folder(tmp_path).values()] == list(range(6))
+
+
+def test_casting_a_large_tensor_gives_its_pages_back(tmp_path, monkeypatch):
+    """Blocks leave the process as they are written; the test is that release is called on the mapped file, block by block."""
+    weights.write_safetensors(tmp_path / "x.safetensors", {"t": np.arange(1000, dtype=np.float32)}, {})
+    monkeypatch.setattr(tensors_module, "BLOCK", 1024)
+    released = []
+    monkeypatch.setattr(tensors_module, "release", lambda array: released.append(type(array)))
+    tensor = weights.open_safetensors(tmp_path / "x.safetensors")["t"]
+    assert b"".join(map(bytes, blocks(tensor))) == np.arange(1000, dtype=np.float32).tobytes()
+    assert released == [np.memmap] * 4
+    monkeypatch.undo()
+    tensors_module.release(tensor)
+    assert tensor[-1] == 999  # still readable
+
+
+@pytest.mark.parametrize("kind", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
+def test_finite_is_isfinite(kind):
+    """Every bit pattern of the small dtypes, a million of the large ones, and each border."""
+    dtype = np.dtype(DTYPES[kind])
+    bits = np.dtype(f"u{dtype.itemsize}")
+    most = 2 ** (8 * dtype.itemsize)
+    rng = np.random.default_rng(0)
+    patterns = np.arange(most, dtype=bits) if dtype.itemsize < 4 else rng.integers(0, most, 1000, dtype=bits)
+    for value in patterns.view(dtype)[:: max(1, patterns.size // 2000)]:
+        assert finite(np.array([value]).view(np.uint8), dtype) == bool(np.isfinite(value.astype(np.float64))), value
+    top = ml_dtypes.finfo(dtype).max
+    good = np.full(200_000, -top, dtype)
+    assert finite(good.view(np.uint8), dtype)
+    good[-1] = np.nan
+    assert not finite(good.view(np.uint8), dtype)
+
+
+def test_nan_and_overflow_are_warned_of_and_written(tmp_path):
+    tensors = {"good": np.ones(3, np.float32), "bad": np.array([1, np.nan], np.float32), "large": np.array([1e5], np.float32)}
+    with pytest.warns(WeightsWarning) as seen:
+        weights.write_safetensors(tmp_path / "x.safetensors", weights.cast(tensors, np.float16), {})
+    assert [str(w.message) for w in seen] == [f"x.safetensors: {n} holds NaN or infinite numbers" for n in ("bad", "large")]
+    assert np.isnan(weights.open_safetensors(tmp_path / "x.safetensors")["bad"][1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights.write_safetensors(tmp_path / "y.safetensors", {"good": tensors["good"], "ids": np.array([-1])}, {})
+
+
+def test_cast_leaves_tables_alone():
+    tensors = {"d2t": np.array([2**40]), "t2d": np.array([True]), "w": np.ones(2, ml_dtypes.bfloat16), "same": np.ones(2, np.float16)}
+    out = weights.cast(tensors, np.float16)
+    assert out["d2t"] is tensors["d2t"] and out["t2d"] is tensors["t2d"] and out["same"] is tensors["same"]
+    assert out["w"].dtype == np.float16 and np.asarray(out["w"]).dtype == np.float16
+
+
+# ---------------------------------------------------------------- whole or not at all
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    out = tmp_path / "deep" / "out"
+    with weights.new_folder(out) as work:
+        (work / "config.json").write_text("1")
+        assert not out.exists()
+    with pytest.raises(RuntimeError), weights.new_folder(out) as work:
+        (work / "b").write_text("2")
+        raise RuntimeError
+    assert [p.name for p in out.iterdir()] == ["config.json"] and [p.name for p in out.parent.iterdir()] == ["out"]
+    with weights.new_folder(out) as work:
+        (work / "c").write_text("3")
+    assert [p.name for p in out.iterdir()] == ["c"] and [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_only_a_checkpoint_folder_is_replaced(tmp_path):
+    """A mistyped output must not cost a training run or a folder of runs."""
+    (tmp_path / "runs" / "peagle").mkdir(parents=True)
+    with (
+        pytest.raises(InputError, match="only a checkpoint folder is replaced; got one that holds peagle"),
+        weights.new_folder(tmp_path / "runs"),
+    ):
+        pass
+    assert (tmp_path / "runs" / "peagle").is_dir() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_output_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(InputError, match="output"), weights.new_folder(bad):
+            pass
+    assert os.listdir(tmp_path) == ["file"]
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # a write beyond is refused half-way, as by a full disk
+import numpy as np
+from peagle_jax import weights
+from peagle_jax.types import InputError
+try:
+    with weights.new_folder(sys.argv[1]) as folder:
+        weights.write_folder(folder, {}, {f"t{i}": np.ones(40_000, np.float32) for i in range(4)}, {})
+except InputError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+def test_a_disk_that_is_full_half_way(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("before")
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(out)], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "must be written to the end" in done.stdout and "what lay there before is untouched" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (out / "config.json").read_text() == "before"
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 300_000
+
+
+def test_shards_of_a_limited_size_are_read_back(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {f"t{i}": rng.normal(size=(n, 100)).astype(np.float32) for i, n in enumerate((10, 40, 1, 200, 30))}  # 4, 16, 0.4, 80, 12 kB
+    weights.write_folder(tmp_path, {}, tensors, {"source": "x" * 3000}, max_shard_bytes=30_000)
+    files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 2
+    sizes = {file: (tmp_path / file).stat().st_size for file in files}
+    where = json.loads((tmp_path / weights.INDEX).read_text())
+    assert all(size <= 30_000 for file, size in sizes.items() if file != where["weight_map"]["t3"])  # one tensor alone is larger
+    assert [file for file in where["weight_map"].values()].count(where["weight_map"]["t3"]) == 1
+    assert where["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    read = weights.open_folder(tmp_path)
+    assert list(read) == list(tensors) and all(np.array_equal(read[n], tensors[n]) for n in tensors)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    weights.write_folder(whole, {}, tensors, {}, max_shard_bytes=10**9)
+    assert (whole / "model.safetensors").exists() and not (whole / weights.INDEX).exists()
