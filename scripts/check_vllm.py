@@ -30,16 +30,19 @@ from peagle_jax.types import InputError
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")
 
 
-def by_vllm(env: Path, job: dict) -> dict:
+def by_vllm(env: Path, jobs: list[dict]) -> list[dict]:
+    """vLLM's answers to the jobs of vllm_generate.py, in their order; a job that vLLM refuses gives {"error"}."""
     with tempfile.TemporaryDirectory() as folder:
-        ask, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
-        ask.write_text(json.dumps(job))
+        ask, answer = Path(folder) / "jobs.json", Path(folder) / "answers.jsonl"
+        ask.write_text(json.dumps(jobs))
         script = Path(__file__).with_name("vllm_generate.py")
         done = subprocess.run([env / "bin/python", script, ask, answer], capture_output=True, text=True)
-        if done.returncode:
+        lines = answer.read_text().splitlines() if answer.exists() else []
+        if done.returncode or len(lines) != len(jobs) or any("error" in json.loads(line) for line in lines):
             print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-            raise SystemExit(f"vLLM failed on {job['drafter']}")
-        return json.loads(answer.read_text())
+        if len(lines) != len(jobs):
+            raise SystemExit(f"vLLM ended after {len(lines)} of {len(jobs)} jobs")
+        return [json.loads(line) for line in lines]
 
 
 def ours(target, head, prompts, k: int, new: int):
@@ -55,15 +58,18 @@ def check(args) -> bool:
     prompts = text.read_prompts(args.prompts, text.load_tokenizer(args.target))
     table = Table("drafter", "k", "same tokens", "near ties", "counters (drafts, drafted, accepted)", "per position", "agrees")
     agrees, rows = True, []
-    for folder in args.drafter:
-        embedding = load_target(args.target).params["embed"]["table"]
-        head = load_drafter(folder, dtype=np.float32, embedding=embedding)
+    embedding, layers = load_target(args.target).params["embed"]["table"], load_target(args.target).config.layers
+    heads = [load_drafter(folder, dtype=np.float32, embedding=embedding, target_layers=layers) for folder in args.drafter]
+    jobs = [
+        {"target": str(args.target), "drafter": str(folder), "k": args.k, "parallel": head.config.parallel, "prompts": prompts,
+         "max_new_tokens": args.max_new_tokens}
+        for folder, head in zip(args.drafter, heads, strict=True)
+    ]  # fmt: skip
+    for folder, head, theirs in zip(args.drafter, heads, by_vllm(args.vllm, jobs), strict=True):
+        if "error" in theirs:
+            raise SystemExit(f"vLLM failed on {folder}: {theirs['error']}")
         target = load_target(args.target, taps=head.config.taps)
         mine, counted = ours(target, head, prompts, args.k, args.max_new_tokens)
-        theirs = by_vllm(args.vllm, {
-            "target": str(args.target), "drafter": str(folder), "k": args.k, "parallel": head.config.parallel,
-            "prompts": prompts, "max_new_tokens": args.max_new_tokens,
-        })  # fmt: skip
         seen = compare(target, prompts, mine, theirs["outputs"])
         rows.append(provenance("python scripts/check_vllm.py " + " ".join(sys.argv[1:])) | {
             "name": "vllm_agreement", "drafter": Path(folder).name, "k": args.k, "prompts": len(prompts), "same": seen.same,

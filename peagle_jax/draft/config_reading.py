@@ -79,6 +79,13 @@ def read_config(
     )  # fmt: skip
 
 
+def read_target(raw: Mapping, where) -> tuple[str | None, str | None]:
+    """Name and architecture of the target, which speculators' layout carries."""
+    verifier = Fields(raw, where).inner("speculators_config").inner("verifier")
+    architectures = verifier.texts("architectures", None) or [None]
+    return verifier.text("name_or_path", None), architectures[0]
+
+
 def _refuse_what_is_not_computed(top: Fields, shape: Fields, eagle: Fields) -> None:
     shape.only("mlp_bias", False, "the MLP has no biases here")
     shape.only("hidden_act", "silu", "the MLP is gated by SiLU")

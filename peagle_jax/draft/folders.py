@@ -92,13 +92,12 @@ def read_head(
     metadata = weights.read_metadata(folder)
     if "peagle_jax" in metadata.get("writer", ""):  # what an earlier conversion left out
         left_out += [name for name in metadata.get("left_out", "").split() if name not in left_out]
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    architectures = verifier.get("architectures") or [None]
+    target, architecture = config_reading.read_target(raw, where)
     return HeadTensors(
         config=dataclasses.replace(config, dtype=functools.reduce(jnp.promote_types, plain, plain[0]) if plain else np.dtype(np.float32)),
         tensors=tensors, layout=detect_layout(raw), source=short_name(path), left_out=tuple(left_out),
-        quantised=bool(fp8.quantised), target=verifier.get("name_or_path") or metadata.get("target"),
-        target_architecture=architectures[0] or metadata.get("target_architecture"),
+        quantised=bool(fp8.quantised), target=target or metadata.get("target"),
+        target_architecture=architecture or metadata.get("target_architecture"),
     )  # fmt: skip
 
 
@@ -227,7 +226,7 @@ def write_head(
     if layout not in LAYOUTS:
         raise InputError("--to", f"must be one of {', '.join(LAYOUTS)}", layout, "choose one of them")
     cfg, k = head.config, k or head.config.depths
-    _refuse(head, path, layout, k, dtype)
+    _refuse(head, path, layout, k, dtype, own_embedding)
     head.check()
     tensors = dict(head.tensors) if dtype is None else weights.cast(head.tensors, dtype)
     if not own_embedding:
@@ -252,7 +251,7 @@ def write_head(
         (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _refuse(head: HeadTensors, path, layout: str, k: int | None, dtype) -> None:
+def _refuse(head: HeadTensors, path, layout: str, k: int | None, dtype, own_embedding: bool) -> None:
     cfg = head.config
     if list(cfg.taps) != sorted(set(cfg.taps)):
         raise InputError(
@@ -265,6 +264,8 @@ def _refuse(head: HeadTensors, path, layout: str, k: int | None, dtype) -> None:
             raise InputError(path, "vLLM's reading of a speculators peagle folder ignores some options", ", ".join(lost), "use --to vllm")
         if k is None:
             raise InputError(path, "speculators' layout carries K", "none", "give it with --k")
+        if head.shares_embedding or not own_embedding:  # speculators 0.9 reads such a folder with an embedding of zeros
+            raise InputError(path, "speculators' layout has its own embedding", "a shared one", "give --target, or use --to vllm")
 
 
 def _tables(head: HeadTensors, identity_d2t: bool) -> dict[str, np.ndarray]:

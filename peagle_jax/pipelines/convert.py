@@ -25,7 +25,7 @@ class Options:
       target: a folder or hub id: for a head that shares its target's embedding or names no taps, and for speculators' layout,
         which names its target.
       max_shard_bytes: split safetensors into files of at most so many bytes.
-      share_embedding: leave out the head's embedding, which must be the target's.
+      share_embedding: leave out the head's embedding, which must be the target's (vllm layout).
       mask_token: for a head whose config does not name it.
       tap_numbering: of the source's tap ids: "input" or "output" of the layer; None takes what its layout uses.
       identity_d2t: put an identity `d2t` (and `t2d`) of the source back in; vLLM refuses such a folder.
@@ -45,6 +45,7 @@ class Options:
     def __post_init__(self):
         unused = {
             "orbax": ("k", "max_shard_bytes", "share_embedding", "identity_d2t"),
+            "speculators": ("share_embedding",),
             "hf": ("k", "target", "share_embedding", "mask_token", "tap_numbering", "identity_d2t"),
         }.get(self.to, ())
         flags = {"max_shard_bytes": "--max-shard-size"}
@@ -82,6 +83,9 @@ def convert(src: str | Path, dst: str | Path, *, to: str, **options) -> None:
         with weights.new_folder(dst) as work:
             runs.write_run(head, folders.to_model(head, dtype=how.dtype, embedding=embedding), work)
         return
+    if to == "speculators" and head.shares_embedding and how.target is not None:
+        own = targets.load_embedding(how.target)
+        head = dataclasses.replace(head, tensors=weights.cast({EMBEDDING: own}, head.config.dtype) | head.tensors)
     if how.share_embedding:
         _check_shared(src, head, how.target)
     folders.write_head(head, dst, layout=to, dtype=how.dtype, k=how.k, metadata=metadata, max_shard_bytes=how.max_shard_bytes,

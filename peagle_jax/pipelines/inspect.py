@@ -65,11 +65,12 @@ def _drafter(folder: Path, raw: Mapping, stored: Mapping, target_layers: int | N
     where = str(folder / "config.json")
     fp8 = weights.dequantise({names.plain(name): t for name, t in stored.items()}, raw, folder)
     open_points, numbers = [], {}
-    if not raw.get(TAPS) and not (raw.get("eagle_config") or {}).get(TAPS) and target_layers is None:
+    fields = weights.Fields(raw, where)
+    if not fields.get(TAPS, None) and not fields.inner("eagle_config").get(TAPS, None) and target_layers is None:
         open_points.append(f"{TAPS}: vLLM then takes (2, L//2, L-3) of its target's L layers; inspect with --target")
         numbers["target_layers"] = 8  # any: only the number of taps is used
     if "mask_hidden" in fp8.tensors and all(raw.get(key) is None for key in config_reading.MASK_TOKEN_KEYS):
-        if not (raw.get("dflash_config") or {}).get("mask_token_id"):
+        if fields.inner("dflash_config").get("mask_token_id", None) is None:
             open_points.append("the mask token's id: convert with --mask-token")
             numbers["mask_token"] = 0
     config = config_reading.read_config(raw, fp8.tensors, where, **{"target_layers": target_layers, **numbers})
@@ -83,12 +84,11 @@ def _drafter(folder: Path, raw: Mapping, stored: Mapping, target_layers: int | N
         lost -= {"d2t"}
     shared, lost = names.EMBEDDING in lost, sorted(lost - {names.EMBEDDING, *(n for n in lost if n.endswith("o_proj.bias"))})
     layout = detect_layout(raw)
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     return {
         "kind": "draft head", "layout": layout, "layout is": LAYOUTS[layout], **facts,
         "embedding": "the target's, shared" if shared else "its own", "fp8 matrices": len(fp8.quantised),
         "vocabulary tables": sorted({"d2t", "t2d"} & fp8.tensors.keys()) or "none", "missing tensors": lost or "none",
-        "open": open_points or "nothing", "target named": verifier.get("name_or_path") or "none",
+        "open": open_points or "nothing", "target named": config_reading.read_target(raw, where)[0] or "none",
     }  # fmt: skip
 
 

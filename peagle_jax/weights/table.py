@@ -88,7 +88,7 @@ def load(make: Callable[[], nnx.Module], config, tensors: Mapping[str, Tensor], 
         array = np.asarray(tensors[name])
         good = finite(np.ascontiguousarray(array).reshape(-1).view(np.uint8), array.dtype)
         warn_unless_finite(where, name, good)
-        filled[path] = jnp.asarray(layout.to_jax(array), expected[path].dtype)
+        filled[path] = jnp.array(layout.to_jax(array), expected[path].dtype)  # a copy: the file may change
     return Model(config, graph, nest(filled))
 
 

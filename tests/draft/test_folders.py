@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from draft.folder_edits import edit, equal, files_equal
 
 from peagle_jax import weights
 from peagle_jax.draft import folders
@@ -15,8 +16,8 @@ from peagle_jax.draft.config_writing import serving_flags
 from peagle_jax.draft.folders import load_drafter, save_drafter
 from peagle_jax.layers import Rope
 from peagle_jax.pipelines.convert import convert
-from peagle_jax.pipelines.runs import read_run
 from peagle_jax.pipelines.inspect import describe
+from peagle_jax.pipelines.runs import read_run
 from peagle_jax.targets import save_target
 from peagle_jax.types import InputError
 
@@ -36,21 +37,6 @@ def make(name):
     if changes.get("mask_token", 5) is None:
         changes["dim"] = 24  # speculators' loader wants the target's width
     return tiny.head(**changes)
-
-
-def equal(a, b):
-    x, y = dict(weights.flat(a.params)), dict(weights.flat(b.params))
-    assert x.keys() == y.keys()
-    for path in x:
-        assert x[path].dtype == y[path].dtype and np.array_equal(np.asarray(x[path]), np.asarray(y[path])), path
-    assert {**vars(a.config), "dtype": 0} == {**vars(b.config), "dtype": 0}
-    assert np.dtype(a.config.dtype) == np.dtype(b.config.dtype)
-
-
-def files_equal(a, b):
-    x, y = weights.open_folder(a), weights.open_folder(b)
-    assert x.keys() == y.keys()
-    assert all(x[n].dtype == y[n].dtype and x[n].tobytes() == y[n].tobytes() for n in x)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -103,15 +89,6 @@ def test_speculators_config_has_the_keys_of_speculators_own(tmp_path):
     assert ours["speculators_config"]["verifier"]["name_or_path"] == "TARGET"
 
 
-def rewrite(folder, out, tensors=None, **changes):
-    """A copy of a folder with other names or keys; a value of ... removes the key."""
-    raw = {**weights.read_json(folder / "config.json"), **changes}
-    out.mkdir()
-    old = {n: np.asarray(t) for n, t in weights.open_folder(folder).items()}
-    weights.write_folder(out, {k: v for k, v in raw.items() if v is not ...}, (tensors or (lambda t: t))(old), {})
-    return out
-
-
 def test_other_spellings(tmp_path):
     """Automodel's `model.`, `layers.0.` for midlayer, each mask-token key, taps at one place only, d2t of zeros, no embedding."""
     want = tiny.head()
@@ -119,8 +96,8 @@ def test_other_spellings(tmp_path):
     prefixed = lambda t: {"model." + n.replace("midlayer", "layers.0"): x for n, x in t.items()} | {"d2t": np.zeros(41, np.int64)}  # noqa: E731
     for i, key in enumerate(("mask_token_id", "pard_token", "ptd_token_id")):
         where = {"mask_token_id": ..., "ptd_token_id": ..., key: 5, ("eagle_config" if i else "eagle_aux_hidden_state_layer_ids"): ...}
-        equal(load_drafter(rewrite(tmp_path / "a", tmp_path / key, prefixed, **where)), want)
-    without = rewrite(tmp_path / "a", tmp_path / "shared", lambda t: {n: x for n, x in t.items() if n != "embed_tokens.weight"})
+        equal(load_drafter(edit(tmp_path / "a", tmp_path / key, prefixed, **where)), want)
+    without = edit(tmp_path / "a", tmp_path / "shared", lambda t: {n: x for n, x in t.items() if n != "embed_tokens.weight"})
     with pytest.raises(InputError, match="needs embed_tokens.weight, or the target's embedding"):
         load_drafter(without)
     equal(load_drafter(without, embedding=want.params["embed"]["table"]), want)
@@ -144,9 +121,16 @@ def test_sharing_the_targets_embedding(tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             convert(tmp_path / src, tmp_path / "refused", share_embedding=True, **how)
-    convert(tmp_path / "shared", tmp_path / "there", to="speculators")  # stays shared without being asked, in both layouts
-    convert(tmp_path / "there", tmp_path / "back", to="vllm")
-    files_equal(tmp_path / "shared", tmp_path / "back")
+    convert(tmp_path / "shared", tmp_path / "again", to="vllm")  # stays shared without being asked
+    files_equal(tmp_path / "shared", tmp_path / "again")
+    with pytest.raises(InputError, match="has its own embedding; got a shared one"):
+        convert(tmp_path / "shared", tmp_path / "refused", to="speculators")
+    convert(tmp_path / "shared", tmp_path / "filled", to="speculators", target=tmp_path / "target")
+    equal(load_drafter(tmp_path / "filled"), own)
+    with pytest.raises(InputError, match="--to speculators has no use for it"):
+        convert(tmp_path / "own", tmp_path / "refused", to="speculators", target=tmp_path / "target", share_embedding=True)
+    with pytest.raises(InputError, match="has its own embedding"):
+        save_drafter(own, tmp_path / "refused", layout="speculators", own_embedding=False)
     with pytest.raises(InputError, match="needs embed_tokens.weight, or the target's"):
         convert(tmp_path / "shared", tmp_path / "refused", to="orbax")
     convert(tmp_path / "shared", tmp_path / "run", to="orbax", target=tmp_path / "target")
@@ -169,13 +153,13 @@ def test_sharing_the_targets_embedding(tmp_path):
 def test_bad_heads(tensors, changes, words, tmp_path):
     save_drafter(tiny.head(), tmp_path / "a")
     with pytest.raises(InputError, match=words):
-        load_drafter(rewrite(tmp_path / "a", tmp_path / "b", tensors, **changes))
+        load_drafter(edit(tmp_path / "a", tmp_path / "b", tensors, **changes))
 
 
 def test_d2t_outside_the_vocabulary(tmp_path):
     save_drafter(tiny.head(draft_vocab=17), tmp_path / "a")
     with pytest.raises(InputError, match="must name 17 different ids in 0..40"):
-        load_drafter(rewrite(tmp_path / "a", tmp_path / "b", lambda t: t | {"d2t": np.full(17, 30, np.int64)}))
+        load_drafter(edit(tmp_path / "a", tmp_path / "b", lambda t: t | {"d2t": np.full(17, 30, np.int64)}))
 
 
 def test_taps_that_vllm_would_reorder(tmp_path):

@@ -1,0 +1,117 @@
+"""The reader on damaged bytes: it raises its own error, or reads exactly what the library reads. Never anything else."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from weights.files import container
+
+from peagle_jax import weights
+from peagle_jax.types import InputError
+from peagle_jax.weights.tensors import DTYPES
+
+NAMES = {v: k for k, v in DTYPES.items()}
+numbers = st.one_of(st.integers(-3, 40), st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.none(), st.text(max_size=3))
+anything = st.recursive(numbers, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)
+names = st.one_of(st.sampled_from(["a", "b", "lm_head.weight", "__metadata__", "", "\u202e", "a\nb", "\ud800"]), st.text(max_size=5))
+
+
+@st.composite
+def files(draw) -> bytes:
+    """A well-formed file, of which something may then be broken."""
+    header, at = {}, 0
+    for name in draw(st.lists(names, max_size=4, unique=True)):
+        kind, shape = draw(st.sampled_from(list(DTYPES))), draw(st.lists(st.integers(0, 4), max_size=3))
+        size = int(np.prod(shape, dtype=int)) * np.dtype(DTYPES[kind]).itemsize
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+    data = draw(st.binary(min_size=at, max_size=at))
+    how = draw(st.sampled_from(["whole", "value", "key", "offsets", "bytes", "cut", "grow", "length", "twice", "text"]))
+    entry = draw(st.sampled_from(sorted(header) or ["x"]))
+    spec = header.get(entry)
+    if how == "value" and isinstance(spec, dict):
+        spec[draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))] = draw(anything)
+    elif how == "key" and isinstance(spec, dict) and spec:
+        spec.pop(draw(st.sampled_from(sorted(spec))))
+    elif how == "offsets" and isinstance(spec, dict) and "data_offsets" in spec:
+        spec["data_offsets"] = [draw(st.integers(-2, at + 2)), draw(st.integers(-2, at + 2))]
+    elif how == "text":
+        header[entry] = draw(anything)
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    if how == "twice" and header:
+        text = text[:-1] + b"," + text[1:]
+    content = container(text, data)
+    if how == "cut":
+        content = content[: draw(st.integers(0, len(content)))]
+    elif how == "grow":
+        content += draw(st.binary(max_size=9))
+    elif how == "length":
+        content = struct.pack("<Q", draw(st.integers(0, 2**64 - 1) | st.integers(0, 200))) + content[8:]
+    elif how == "bytes":
+        place = draw(st.integers(0, len(content) - 1))
+        content = content[:place] + draw(st.binary(min_size=1, max_size=3)) + content[place + 1 :]
+    return content
+
+
+def by_library(content: bytes) -> dict | None:
+    try:
+        tensors = safetensors.deserialize(content)
+    except Exception:  # it refuses with errors of several kinds
+        return None
+    return {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in tensors}
+
+
+# what is well-formed to the library and refused here, each for a reason of its own
+STRICTER = ("printable name", "must be one of", "twice", "axes")
+
+
+def read(folder, content: bytes) -> dict | InputError:
+    path = folder / "model.safetensors"
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+    try:
+        return weights.open_folder(folder)
+    except InputError as error:
+        assert str(error).isprintable() and str(path) in str(error) and len(str(error)) < 2000
+        return error
+
+
+def check(folder, content: bytes) -> None:
+    ours, theirs = read(folder, content), by_library(content)
+    if isinstance(ours, InputError):
+        assert theirs is None or any(word in str(ours) for word in STRICTER), ours
+        return
+    assert theirs is not None and ours.keys() == theirs.keys()
+    for name, (kind, shape, data) in theirs.items():
+        assert list(ours[name].shape) == shape and ours[name].tobytes() == data
+        assert NAMES[ours[name].dtype.type] == kind or ours[name].dtype == np.dtype(ml_dtypes.bfloat16)
+
+
+ORDINARY = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(ORDINARY, max_examples=20_000)
+
+
+@ORDINARY
+@given(content=files() | st.binary(max_size=60))
+def test_damaged_files(tmp_path_factory, content):
+    check(folder_of(tmp_path_factory), content)
+
+
+@pytest.mark.long
+@LONG
+@given(content=files() | st.binary(max_size=60))
+def test_damaged_files_at_length(tmp_path_factory, content):
+    check(folder_of(tmp_path_factory), content)
+
+
+def folder_of(factory, kept=[]):  # noqa: B006  one folder for all examples
+    if not kept:
+        kept.append(factory.mktemp("fuzz"))
+    return kept[0]
