@@ -4,8 +4,8 @@
     .venv/bin/python scripts/check_matrix.py --vllm .venv-vllm --speculators .venv-speculators --out runs/matrix \
         [--only NAME,...] [--record results/checkpoint_matrix.jsonl]
 
-vLLM serves layout A by the flag with `parallel_drafting`, and layout B by nothing but the folder's name; same tokens and same counters as
-our own decoding of the same folder. speculators loads layout B and gives our logits. Heads that speculators trained and saved are read back.
+vLLM serves layout A by the flag with `parallel_drafting`, and layout B by nothing but the folder's name: same tokens and same counters as
+our own decoding of the same folder. speculators loads layout B and gives our logits; heads that it trained and saved are read back.
 Exit code 0: all agree. 1: something differs.
 """
 
@@ -41,11 +41,13 @@ TARGET = ASSETS / "target"
 K, NEW, LENGTH = 4, 64, 96
 B_CANNOT = ("fc_norm_output",)  # what vLLM's reading of a speculators peagle folder ignores
 ROUTES = {  # how the head comes into our hands: who wrote the first folder, in which dtype, in how many files
-    "plain": ("orbax", "bfloat16", 3_000_000), "reduced": ("automodel", "float32", None), "own_kv_heads": ("specforge", "bfloat16", None),
-    "llama": ("fp8", "bfloat16", None), "llama3": ("automodel", "float16", 5_000_000), "two_layers": ("fp8", "float32", None),
-    "norm_before_fc": ("specforge", "float32", None), "eagle3_llama": ("automodel", "bfloat16", None), "four_taps": ("orbax", "float16", None),
+    "plain": ("orbax", "bfloat16", 3_000_000), "llama": ("fp8", "bfloat16", None), "two_layers": ("fp8", "float32", None),
+    "reduced": ("automodel", "float32", None), "llama3": ("automodel", "float16", 5_000_000), "eagle3_llama": ("automodel", "bfloat16", None),
+    "norm_before_fc": ("specforge", "float32", None), "own_kv_heads": ("specforge", "bfloat16", None), "four_taps": ("orbax", "float16", None),
 }  # fmt: skip
-TRAINED = {"spec_peagle_qwen3": "plain", "spec_peagle_llama": "llama_bias", "spec_eagle3_qwen3": "eagle3", "spec_eagle3_llama": "eagle3_llama"}
+TRAINED = {  # heads that speculators goes on training
+    "spec_peagle_qwen3": "plain", "spec_peagle_llama": "llama_bias", "spec_eagle3_qwen3": "eagle3", "spec_eagle3_llama": "eagle3_llama",
+}  # fmt: skip
 LOGITS = 1e-5  # largest difference, relative to the largest logit
 
 

@@ -43,6 +43,7 @@ def call(data, parallel: bool, i: int = 0) -> dict:
 
 
 def logits(folder: str, inputs: str, out: str) -> None:
+    torch.set_num_threads(1)  # with two, torch 2.13's matrix products differ from run to run by up to 1e-4 of the largest logit
     model, parallel = read(folder)
     data = dict(np.load(inputs))
     if parallel:

@@ -4,8 +4,8 @@
 
 JOBS: a list of {"target", "drafter" or null, "k", "parallel", "prompts": [[ids]], "max_new_tokens", "alone"}. `alone`: vLLM gets nothing
 but the drafter's folder, as in `vllm serve FOLDER`, and finds target, method and K in it.
-OUT: a line a job, as it is done: {"outputs", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "seconds"}, or
-{"error"}. One process for all: importing vLLM takes longer than a job.
+OUT: a line a job, as it is done: {"outputs", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position",
+"seconds"}, or {"error"}. One process for all: importing vLLM takes longer than a job.
 """
 
 import gc
@@ -37,7 +37,8 @@ def count(llm) -> dict:
 def run(job: dict) -> dict:
     speculative = None
     if job["drafter"] and not job.get("alone"):
-        speculative = {"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": job["k"], "parallel_drafting": job["parallel"]}
+        speculative = {"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": job["k"]}
+        speculative["parallel_drafting"] = job["parallel"]
     llm = LLM(
         model=job["drafter"] if job.get("alone") else job["target"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
         max_num_seqs=8, disable_log_stats=False, max_model_len=max(map(len, job["prompts"])) + job["max_new_tokens"] + 64,

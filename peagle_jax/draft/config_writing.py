@@ -10,8 +10,8 @@ from peagle_jax.types import InputError
 def _shape(cfg: HeadConfig, dtype: str) -> dict:
     rope = json.loads(cfg.rope.source)
     sliding = next((w for w in cfg.windows if w is not None), None)
-    if len({w for w in cfg.windows if w is not None}) > 1:
-        raise InputError("drafter", "a config.json has one sliding window for all layers", cfg.windows, "train it with one")
+    if len(set(cfg.windows)) > 1:  # "All drafting layers should belong to the same kv cache group" (0.32)
+        raise InputError("drafter", "vLLM drafts with one cache: all layers have one sliding window, or none", cfg.windows, "train it so")
     shape = {
         "model_type": "qwen3" if cfg.qk_norm else "llama", "vocab_size": cfg.vocab, "hidden_size": cfg.dim,
         "intermediate_size": cfg.mlp_dim, "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.heads,

@@ -27,7 +27,7 @@ KEYS = ("eagle_config", "dflash_config", "quantization_config", "speculators_mod
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("heads")
-    head = tiny.head(draft_vocab=17, windows=(None, 9), norm_before_fc=True, rope=Rope.from_hf({"rope_parameters": YARN}, 10, ""))
+    head = tiny.head(draft_vocab=17, windows=(9, 9), norm_before_fc=True, rope=Rope.from_hf({"rope_parameters": YARN}, 10, ""))
     for layout in ("vllm", "speculators"):
         save_drafter(head, root / layout, layout=layout, target="TARGET")
     for name, architecture in (("automodel", "LlamaEagle3DraftModel"), ("specforge", "PEagleDraftModel")):

@@ -25,7 +25,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 555.0, "factor": 5.0, "low_freq_f
           "original_max_position_embeddings": 30}  # fmt: skip
 HEADS = {
     "llama": {}, "qwen3": {"qk_norm": True}, "reduced": {"draft_vocab": 17}, "bias": {"attention_bias": True},
-    "before_fc": {"norm_before_fc": True, "norm_before_residual": True}, "window": {"windows": (None, 7)},
+    "before_fc": {"norm_before_fc": True, "norm_before_residual": True}, "window": {"windows": (7, 7)},
     "llama3": {"rope": Rope.from_hf({"rope_parameters": LLAMA3}, 10, "")}, "eagle3": {"mask_token": None, "layers": 1, "windows": (None,)},
     "fc_norm": {"fc_norm": True, "norm_output": True},
 }  # fmt: skip
@@ -160,6 +160,19 @@ def test_d2t_outside_the_vocabulary(tmp_path):
     save_drafter(tiny.head(draft_vocab=17), tmp_path / "a")
     with pytest.raises(InputError, match="must name 17 different ids in 0..40"):
         load_drafter(edit(tmp_path / "a", tmp_path / "b", lambda t: t | {"d2t": np.full(17, 30, np.int64)}))
+
+
+@pytest.mark.parametrize("windows", [(None, 7), (7, None), (7, 8)])
+def test_windows_that_vllm_cannot_draft_with(windows, tmp_path):
+    with pytest.raises(InputError, match="all layers have one sliding window, or none"):
+        save_drafter(tiny.head(windows=windows), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_some_layers_that_slide_are_read(tmp_path):
+    save_drafter(tiny.head(windows=(7, 7)), tmp_path / "a")
+    mixed = edit(tmp_path / "a", tmp_path / "b", layer_types=["full_attention", "sliding_attention"])
+    assert load_drafter(mixed).config.windows == (None, 7)
 
 
 def test_taps_that_vllm_would_reorder(tmp_path):

@@ -1,6 +1,5 @@
 """A -> ours -> A, B -> ours -> B, A -> B -> A: every tensor bit for bit, for every option that both ends can express."""
 
-import itertools
 import json
 
 import ml_dtypes
@@ -25,12 +24,12 @@ ROPES = {
 }  # fmt: skip
 HEADS = {
     "plain": {}, "qwen3": {"qk_norm": True}, "reduced": {"draft_vocab": 17}, "bias": {"attention_bias": True}, "norms": {"norm_before_fc": True, "norm_before_residual": True},
-    "window": {"windows": (7, None)}, "width": {"dim": 28, "head_dim": 6, "kv_heads": 4}, "taps": {"taps": (1, 4)}, "eagle3": {"mask_token": None, "layers": 1, "windows": (None,)},
+    "window": {"windows": (7, 7)}, "width": {"dim": 28, "head_dim": 6, "kv_heads": 4}, "taps": {"taps": (1, 4)}, "eagle3": {"mask_token": None, "layers": 1, "windows": (None,)},
     "eagle3_options": {"mask_token": None, "layers": 1, "windows": (None,), "fc_norm": True, "norm_output": True, "draft_vocab": 23},
     "fc_norm": {"fc_norm": True, "norm_output": True},
 } | {name: {"rope": Rope.from_hf({"rope_parameters": spec, "max_position_embeddings": 96}, 10, "")} for name, spec in ROPES.items()}  # fmt: skip
 VLLM_ONLY = ("fc_norm",)
-DTYPES = ("float32", "bfloat16", "float16")
+FORMS = (("float32", None), ("bfloat16", 9000), ("float16", 20_000))
 
 
 def same(a, b):
@@ -41,8 +40,8 @@ def same(a, b):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_round_trips(name, tmp_path):
-    """Three dtypes; one file and shards in turn, so that every step also changes how the tensors are split."""
-    for dtype, shards in itertools.product(DTYPES, (None, 9000)):
+    """Three dtypes, one file and shards; on the way back from B every time in shards of another size."""
+    for dtype, shards in FORMS:
         root = tmp_path / f"{dtype}{shards}"
         save_drafter(tiny.head(**HEADS[name]), root / "A", dtype=dtype, k=9, max_shard_bytes=shards)
         convert(root / "A", root / "run", to="orbax")
