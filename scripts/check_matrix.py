@@ -41,10 +41,16 @@ TARGET = ASSETS / "target"
 K, NEW, LENGTH = 4, 64, 96
 B_CANNOT = ("fc_norm_output",)  # what vLLM's reading of a speculators peagle folder ignores
 ROUTES = {  # how the head comes into our hands: who wrote the first folder, in which dtype, in how many files
-    "plain": ("orbax", "bfloat16", 3_000_000), "llama": ("fp8", "bfloat16", None), "two_layers": ("fp8", "float32", None),
-    "reduced": ("automodel", "float32", None), "llama3": ("automodel", "float16", 5_000_000), "eagle3_llama": ("automodel", "bfloat16", None),
-    "norm_before_fc": ("specforge", "float32", None), "own_kv_heads": ("specforge", "bfloat16", None), "four_taps": ("orbax", "float16", None),
-}  # fmt: skip
+    "plain": ("orbax", "bfloat16", 3_000_000),
+    "four_taps": ("orbax", "float16", None),
+    "llama": ("fp8", "bfloat16", None),
+    "two_layers": ("fp8", "float32", None),
+    "reduced": ("automodel", "float32", None),
+    "llama3": ("automodel", "float16", 5_000_000),
+    "eagle3_llama": ("automodel", "bfloat16", None),
+    "norm_before_fc": ("specforge", "float32", None),
+    "own_kv_heads": ("specforge", "bfloat16", None),
+}
 TRAINED = {  # heads that speculators goes on training
     "spec_peagle_qwen3": "plain", "spec_peagle_llama": "llama_bias", "spec_eagle3_qwen3": "eagle3", "spec_eagle3_llama": "eagle3_llama",
 }  # fmt: skip

@@ -9,6 +9,7 @@ resident set beyond what the imports take, and the part of it that is its own (a
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -138,6 +139,7 @@ def main() -> None:
         found: dict[str, list] = {name: [] for name in ways}
         for _ in range(args.rounds):
             for name, way in ways.items():
+                os.sync()  # so that nobody writes back what another wrote
                 found[name].append(way(source, out))
                 shutil.rmtree(out)
         plain = statistics.median(seconds for seconds, _, _ in found["copy"])

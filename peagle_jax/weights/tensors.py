@@ -20,7 +20,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FLOATING = tuple(np.dtype(DTYPES[name]) for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
-BLOCK = 16 << 20  # bytes copied at a time
+BLOCK = 1 << 20  # bytes copied at a time
 SCANNED = 1 << 16  # elements looked at together: they stay in the processor's cache
 
 
@@ -48,6 +48,18 @@ class Lazy:
 Tensor = np.ndarray | jax.Array | Lazy
 
 
+@dataclasses.dataclass(frozen=True)
+class Cast(Lazy):
+    """A tensor in another dtype: the writer converts it piece by piece, and so never holds the whole of it."""
+
+    source: Tensor = dataclasses.field(kw_only=True)
+
+
+def _convert(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):  # the writer says which tensor became infinite
+        return array.astype(dtype)
+
+
 def apply(function: Callable[[np.ndarray], np.ndarray], tensor: Tensor, shape: tuple[int, ...], dtype) -> Lazy:
     """`function(tensor)`, of that shape and dtype, once it is asked for."""
 
@@ -62,17 +74,16 @@ def apply(function: Callable[[np.ndarray], np.ndarray], tensor: Tensor, shape: t
 def cast(tensors: Mapping[str, Tensor], dtype) -> dict[str, Tensor]:
     """Floating-point tensors in `dtype`, lazily; integers and booleans (`d2t`, `t2d`) as they are."""
     dtype = np.dtype(dtype)
-
-    def convert(array: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):  # the writer says which tensor became infinite
-            return array.astype(dtype)
-
-    other = lambda t: t.dtype in FLOATING and t.dtype != dtype  # noqa: E731
-    return {name: apply(convert, t, t.shape, dtype) if other(t) else t for name, t in tensors.items()}
+    make = lambda t: Cast(tuple(t.shape), dtype, lambda: _convert(np.asarray(t), dtype), source=t)  # noqa: E731
+    return {name: make(t) if t.dtype in FLOATING and t.dtype != dtype else t for name, t in tensors.items()}
 
 
 def blocks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of a tensor in order, at most BLOCK at a time; pages of a mapped file are given back behind them."""
+    """The bytes of a tensor in order, some MB at a time; pages of a mapped file are given back behind them."""
+    if isinstance(tensor, Cast):
+        for block in blocks(tensor.source):
+            yield _convert(block.view(tensor.source.dtype), tensor.dtype).view(np.uint8)
+        return
     array = np.ascontiguousarray(tensor)
     data = array.reshape(-1).view(np.uint8)
     for start in range(0, data.size, BLOCK):
