@@ -16,6 +16,8 @@ test: .venv/ready-dev
 	.venv/bin/python -m pytest -m "not long"
 
 test-long: .venv/ready-dev
+	scripts/install_vllm.sh .venv-vllm
+	scripts/install_speculators.sh .venv-speculators
 	.venv/bin/python -m pytest
 
 lint: .venv/ready-dev

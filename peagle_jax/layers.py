@@ -83,10 +83,11 @@ class Rope:
             if config.get("rope_theta") is None:
                 raise InputError(where, "rope_theta must be given, at top level or in rope_parameters", "none", "add it")
             spec["rope_theta"] = config["rope_theta"]
-        kind = spec.pop("type", None) or spec.get("rope_type") or "default"
-        spec["rope_type"] = spec.get("rope_type") or kind
-        if not isinstance(kind, str) or kind not in ROPE_KINDS:
-            raise InputError(where, f"rope_type must be one of {', '.join(ROPE_KINDS)}", kind, "use another checkpoint")
+        old, kind = spec.pop("type", None), spec.pop("rope_type", None)
+        kind = spec["rope_type"] = kind or old or "default"
+        if not isinstance(kind, str) or kind not in ROPE_KINDS or old not in (None, kind):
+            got = kind if old is None else f"{kind} and {old}"
+            raise InputError(where, f"rope_type must be one of {', '.join(ROPE_KINDS)}", got, "use another checkpoint")
         context = spec.get("original_max_position_embeddings") or config.get("max_position_embeddings")
         _check_rope(spec, context, head_dim, where)
         plain = spec["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -108,18 +109,20 @@ class Rope:
 def _check_rope(spec: Mapping, context, head_dim: int, where: str) -> None:
     amounts = {key: value for key, value in spec.items() if key not in ("rope_type", "truncate")}
     for key, value in (amounts | {"max_position_embeddings": context or 0}).items():
-        if type(value) not in (int, float) or not 0 <= value < 1e300:
+        if type(value) not in (int, float) or not (value == 0 or 1e-30 < value < 1e30):
             raise InputError(where, f"{key} of the rotary embedding must be a number of 0 or more", repr(value)[:80], "mend the config")
     low, high = spec.get("low_freq_factor", 0), spec.get("high_freq_factor", 1)
-    if spec["rope_theta"] <= (spec["rope_type"] == "yarn") or spec.get("factor", 1) <= 0 or low >= high or head_dim % 2:
-        got = f"{spec['rope_theta']}, {spec.get('factor')}, {low} and {high}, {head_dim}"
-        rule = "rope_theta must be above 0 (YaRN: 1), factor above 0, low_freq_factor below high_freq_factor, and head_dim even"
+    theta, factor = spec["rope_theta"], spec.get("factor", 1)
+    if theta <= (spec["rope_type"] == "yarn") or factor <= 0 or low >= high or head_dim % 2 or not 0 < head_dim <= 65_536:
+        got = f"{theta}, {factor}, {low} and {high}, {head_dim}"
+        rule = "rope_theta must be above 0 (YaRN: 1), factor above 0, low_freq_factor below high_freq_factor, head_dim even, to 65,536"
         raise InputError(where, rule, got, "mend the config")
     if spec.get("partial_rotary_factor", 1) != 1:
         rule = "partial_rotary_factor must be 1: all of a head is rotated here"
         raise InputError(where, rule, spec["partial_rotary_factor"], "use another checkpoint")
-    if spec["rope_type"] == "yarn" and not context:
-        raise InputError(where, "YaRN needs original_max_position_embeddings or max_position_embeddings", "neither", "mend the config")
+    if spec["rope_type"] in ("yarn", "llama3") and not context:
+        rule = "llama3 and YaRN need original_max_position_embeddings or max_position_embeddings"
+        raise InputError(where, rule, "neither", "mend the config")
 
 
 def _default(plain, spec, context, head_dim):

@@ -252,6 +252,8 @@ def as_automodel(source: Path, out: Path) -> Path:
     def config(raw):
         ids = [i - 1 for i in raw["eagle_aux_hidden_state_layer_ids"]]
         raw = {k: v for k, v in raw.items() if k not in ("eagle_config", "ptd_token_id")}
+        # its config is a copy of the target's: with as many layers as that has, and windows that the head does not read
+        raw |= {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 16}
         return raw | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "eagle_aux_hidden_state_layer_ids": ids}
 
     return rewrite(source, out, rename, config)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 import tiny
 
@@ -109,6 +110,35 @@ def test_bench_records_and_reports(folders, capsys, tmp_path):
     assert all(r["lossless"] and r["draft_seconds"] > 0 and r["break_even"] > 0 for r in records[1:])
     assert {"commit", "command", "device", "jax", "time"} <= records[0].keys()
     assert "EAGLE-3" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_convert_what_a_folder_leaves_open(folders, capsys, tmp_path):
+    """Flags for what a config does not say, a warning of one line for NaN, and the command in the metadata without anybody's paths."""
+    from draft.folder_edits import edit
+
+    from peagle_jax import weights
+
+    def change(tensors):
+        vocab = len(tensors["embed_tokens.weight"])
+        norm = tensors["norm.weight"].copy()
+        norm[3] = float("nan")
+        return tensors | {"d2t": np.zeros(vocab, np.int64), "norm.weight": norm}
+
+    edit(folders / "peagle", tmp_path / "a", change, mask_token_id=..., ptd_token_id=...)
+    code, out, err = run(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "vllm", "--mask-token", 7, "--tap-numbering", "output",
+                         "--identity-d2t", "--k", 3)  # fmt: skip
+    assert code == 0 and err == "peagle: warning: model.safetensors: norm.weight holds NaN or infinite numbers\n" and "-> " in out
+    facts = json.loads(run(capsys, "inspect", tmp_path / "b", "--json")[1])
+    assert facts["mask token"] == 7 and facts["taps, vLLM numbering (input of layer i)"] == [2, 3, 4] and facts["trained for K"] == 3
+    assert facts["vocabulary tables"] == ["d2t"] and facts["file says: source"] == "a"
+    assert weights.read_metadata(tmp_path / "b")["command"].startswith("peagle ") and str(tmp_path) not in str(weights.read_metadata(tmp_path / "b"))
+
+
+def test_serve_config_names_what_the_folder_names(folders, capsys, tmp_path):
+    assert run(capsys, "convert", folders / "peagle", tmp_path / "b", "--to", "speculators", "--target", folders / "target")[0] == 0
+    assert f"vllm serve {folders / 'target'} --spec" in run(capsys, "serve-config", tmp_path / "b", "--engine", "vllm")[1]
+    assert "vllm serve other --spec" in run(capsys, "serve-config", tmp_path / "b", "--engine", "vllm", "--target", "other")[1]
+    assert "vllm serve TARGET --spec" in run(capsys, "serve-config", folders / "peagle", "--engine", "vllm")[1]
 
 
 def test_convert_a_target(folders, capsys, tmp_path):

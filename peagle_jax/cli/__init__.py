@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     _quiet()
     try:
         args, rest = make_parser(COMMANDS).parse_known_args(argv)
+        args.argv = sys.argv[1:] if argv is None else argv
         if rest and args.command is not commands.train:
             raise InputError(f"peagle {args.name}", "every argument must be known", " ".join(rest), f"run peagle {args.name} --help")
         return args.command(args, rest) if args.command is commands.train else args.command(args)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 
 from peagle_jax import weights
@@ -78,14 +79,14 @@ def regenerate(args) -> int:
 def _load(target: str, drafter: str | None, dtype: str):
     import jax.numpy as jnp
 
-    from peagle_jax.targets import load_target
+    from peagle_jax.targets import load_target, read_facts
 
     folder = weights.find_folder(target)
     if drafter is None:
         return folder, load_target(folder, taps=(), dtype=jnp.dtype(dtype)), None
     from peagle_jax.pipelines.convert import read_serving
 
-    loaded = load_target(folder, taps=read_serving(drafter, folder).config.taps, dtype=jnp.dtype(dtype))
+    loaded = load_target(folder, taps=read_serving(drafter, read_facts(folder).layers).config.taps, dtype=jnp.dtype(dtype))
     return folder, loaded, _load_head(drafter, loaded, jnp.dtype(dtype))
 
 
@@ -174,16 +175,21 @@ def convert(args) -> int:
     from peagle_jax.pipelines.convert import convert
 
     size = None if args.max_shard_size is None else _bytes("--max-shard-size", args.max_shard_size)
-    convert(args.src, args.dst, to=args.to, k=args.k, dtype=args.dtype, target=args.target, max_shard_bytes=size,
-            share_embedding=args.share_embedding, mask_token=args.mask_token, tap_numbering=args.tap_numbering,
-            identity_d2t=args.identity_d2t, command=_command())  # fmt: skip
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), disable=not sys.stderr.isatty(),
+                  console=Console(stderr=True), transient=True) as bar:  # fmt: skip
+        task = bar.add_task(Path(args.dst).name, total=None)
+        convert(args.src, args.dst, to=args.to, k=args.k, dtype=args.dtype, target=args.target, max_shard_bytes=size,
+                share_embedding=args.share_embedding, mask_token=args.mask_token, tap_numbering=args.tap_numbering,
+                identity_d2t=args.identity_d2t, command=_command(args.argv),
+                on_bytes=lambda done, total: bar.update(task, completed=done, total=total))  # fmt: skip
     CONSOLE.print(f"{args.src} -> {args.dst} ({args.to})", highlight=False, soft_wrap=True)
     return 0
 
 
-def _command() -> str:
+def _command(argv: list[str]) -> str:
     """What was typed, with the names of local folders alone: a checkpoint need not tell where somebody's files lie."""
-    words = [Path(word).name if word.startswith(("/", "~", ".")) else word for word in sys.argv[1:]]
+    bare = lambda word: Path(word).name if word.startswith(("/", "~", ".")) else word  # noqa: E731
+    words = [flag + equals + bare(value) for flag, equals, value in (word.rpartition("=") for word in argv)]
     return shlex.join(["peagle", *words])
 
 
@@ -197,13 +203,19 @@ def inspect(args) -> int:
 
 def serve_config(args) -> int:
     from peagle_jax.draft.config_writing import serving_flags
+    from peagle_jax.draft.folders import LAYOUTS
     from peagle_jax.pipelines.convert import read_serving
+    from peagle_jax.pipelines.inspect import ANY_LAYERS
 
-    head = read_serving(args.dir)
+    # of a head that names no taps vLLM takes its own choice: the flag is the same whatever the number of layers
+    head = read_serving(args.dir, target_layers=ANY_LAYERS)
+    if head.layout not in LAYOUTS:
+        raise InputError(args.dir, f"vLLM serves the layouts {', '.join(LAYOUTS)}", head.layout, "peagle convert --to vllm first")
     k = head.config.depths if args.k is None else args.k
     if k is None or k < 1:
         raise InputError(args.dir, "K must be 1 or more, and the folder does not say what it was trained for", k, "give it with --k")
-    flags = serving_flags(head.config, args.dir, k)
+    name, revision = weights.split_revision(args.dir)
+    flags = serving_flags(head.config, name, k, revision)
     if args.engine == "vllm":
         print(f"vllm serve {shlex.quote(args.target or head.target or 'TARGET')} --speculative-config {shlex.quote(flags)}")
     else:

@@ -16,13 +16,14 @@ def head_card(
 ) -> str:
     """README.md of a folder in layout "vllm" or "speculators". `facts` is the metadata of its safetensors."""
     kind = "P-EAGLE" if cfg.parallel else "EAGLE-3"
-    target, k = facts.get("target") or "TARGET", k or 3
+    target, known, k = facts.get("target") or "TARGET", k, k or 3
     vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(serving_flags(cfg, name, k))}"
     alone = f"\nor, since the folder names its target and K:\n\n```\nvllm serve {shlex.quote(name)}\n```\n"
     rows = {
         "layout": layout, "dtype": dtype, "layers": cfg.layers, "width": cfg.dim, "taps (inputs of the target's layers)": list(cfg.taps),
         "width of a tap": cfg.target_dim, "vocabulary": cfg.vocab, "draft vocabulary": cfg.draft_vocab,
-        "mask token": cfg.mask_token if cfg.parallel else "none", "K": k, "embedding": "its own" if own_embedding else "the target's",
+        "mask token": cfg.mask_token if cfg.parallel else "none", "K": known or "not recorded",
+        "embedding": "its own" if own_embedding else "the target's",
     }  # fmt: skip
     table = lambda pairs: "".join(f"| {key} | {value} |\n" for key, value in pairs.items())  # noqa: E731
     origin = {word: f"`{facts[key]}`" for key, word in ORIGIN.items() if key in facts}

@@ -55,7 +55,9 @@ def read_config(
         raise InputError(where, "a draft head needs the matrix fc.weight", "none", "check that this is an EAGLE-3 or P-EAGLE head")
     _refuse_what_is_not_computed(top, shape, eagle)
     dim, heads, layers, vocab = (shape.whole(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"))
-    kv_heads, head_dim = shape.whole("num_key_value_heads", heads), shape.whole("head_dim", None) or dim // heads
+    if layout == "automodel":  # whose config is its target's: as many layers, and windows that the head does not have
+        layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) or layers
+    kv_heads, head_dim = shape.whole("num_key_value_heads", heads), shape.whole("head_dim", None) or dim // heads or 1
     if heads % kv_heads:
         raise InputError(where, "num_attention_heads must be a multiple of num_key_value_heads", f"{heads} and {kv_heads}", "mend it")
     if layers > len(tensors):  # before a table of so many layers is made
@@ -75,7 +77,8 @@ def read_config(
         # an absent norm_before_residual means True in speculators' EAGLE-3 alone
         norm_before_residual=top.flag("norm_before_residual", raw.get("speculators_model_type") == "eagle3"),
         norm_before_fc=eagle.flag("norm_before_fc", top.flag("norm_before_fc", False)), fc_norm=top.flag("fc_norm", False),
-        norm_output=top.flag("norm_output", False), windows=_windows(shape, layers), dtype=np.float32,
+        norm_output=top.flag("norm_output", False), dtype=np.float32,
+        windows=(None,) * layers if layout == "automodel" else _windows(shape, layers),
     )  # fmt: skip
 
 
@@ -101,6 +104,8 @@ def _taps(top: Fields, eagle: Fields, layout: str, target_layers: int | None, nu
     if ids and nested and ids != nested:
         raise InputError(top.where, f"{TAPS} must be the same at top level and in eagle_config", f"{ids} and {nested}", "mend one")
     ids = ids or nested
+    if not ids and numbering is not None:
+        raise InputError("--tap-numbering", "the config names no taps whose numbering could be said", numbering, "leave it out")
     if not ids:
         if target_layers is None:
             raise InputError(top.where, f"a folder without {TAPS} needs its target, for the number of layers", "none", "give --target")
@@ -110,11 +115,15 @@ def _taps(top: Fields, eagle: Fields, layout: str, target_layers: int | None, nu
 
 
 def _mask_token(top: Fields, tensors: Mapping[str, Tensor], vocab: int, given: int | None) -> int | None:
-    if "mask_hidden" not in tensors:
-        return None  # a head that only drafts one by one
+    if "mask_hidden" not in tensors:  # a head that only drafts one by one
+        if given is not None:
+            raise InputError("--mask-token", "a head without mask_hidden has no mask token", given, "leave it out")
+        return None
     token = top.inner("dflash_config").whole("mask_token_id", None, least=0)
     for key in MASK_TOKEN_KEYS:
         token = top.whole(key, None, least=0) if token is None else token
+    if token is not None and given is not None:
+        raise InputError("--mask-token", "the config names the mask token itself", token, "leave it out")
     token = given if token is None else token
     if token is None:
         rule = f"a head with mask_hidden needs one of {', '.join(MASK_TOKEN_KEYS)}"
@@ -133,8 +142,14 @@ def _depths(top: Fields) -> int | None:
 
 
 def _windows(shape: Fields, layers: int) -> tuple[int | None, ...]:
-    """As vLLM's draft models: `layer_types` says which layers slide, and without it none does."""
+    """As vLLM's draft models: `layer_types` says which layers slide, and without it none does; but a Qwen3 config slides only with
+    `use_sliding_window`, and then without `layer_types` from `max_window_layers` on (configuration_qwen3.py)."""
     kinds = shape.texts("layer_types", [])
+    if shape.text("model_type", None) == "qwen3":
+        first = shape.whole("max_window_layers", 28, least=0)
+        if not shape.flag("use_sliding_window", False):
+            return (None,) * layers
+        kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     sliding = [i < len(kinds) and kinds[i] == "sliding_attention" for i in range(layers)]
     window = shape.whole("sliding_window") if any(sliding) else None
     return tuple(window if s else None for s in sliding)

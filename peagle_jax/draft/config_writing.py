@@ -47,7 +47,7 @@ def vllm_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
     return config | ({"num_depths": k} if k else {})
 
 
-def speculators_config(cfg: HeadConfig, dtype: str, k: int, target: str | None, target_architecture: str) -> dict:
+def speculators_config(cfg: HeadConfig, dtype: str, k: int, target: str | None, target_architecture: str | None) -> dict:
     algorithm = "peagle" if cfg.parallel else "eagle3"
     options = _options(cfg)
     if cfg.target_dim == cfg.dim:
@@ -59,12 +59,12 @@ def speculators_config(cfg: HeadConfig, dtype: str, k: int, target: str | None, 
         "speculators_config": {
             "algorithm": algorithm, "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target, "architectures": [target_architecture]},
+            "verifier": {"name_or_path": target, "architectures": [target_architecture] if target_architecture else []},
         },
     }  # fmt: skip
 
 
-def serving_flags(cfg: HeadConfig, path: str, k: int) -> str:
-    """vLLM's --speculative-config (also SageMaker's SM_VLLM_SPECULATIVE_CONFIG), as JSON."""
-    config = {"method": "eagle3", "model": path, "num_speculative_tokens": k}
+def serving_flags(cfg: HeadConfig, path: str, k: int, revision: str | None = None) -> str:
+    """vLLM's --speculative-config (also SageMaker's SM_VLLM_SPECULATIVE_CONFIG), as JSON. `revision` is a hub id's."""
+    config = {"method": "eagle3", "model": path} | ({"revision": revision} if revision else {}) | {"num_speculative_tokens": k}
     return json.dumps(config | ({"parallel_drafting": True} if cfg.parallel else {}))

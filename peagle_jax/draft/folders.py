@@ -5,7 +5,7 @@ Read: "vllm" (AWS and vLLM), "speculators", "automodel" (NeMo), "specforge". Wri
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -46,6 +46,11 @@ class HeadTensors:
     @property
     def shares_embedding(self) -> bool:
         return names.EMBEDDING not in self.tensors
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the floating tensors are of several dtypes."""
+        return len({t.dtype for t in self.tensors.values() if t.dtype in weights.FLOATING}) > 1
 
     def check(self) -> None:
         """Raises InputError unless the tensors are those of the config, exactly."""
@@ -214,11 +219,13 @@ def save_drafter(
 def write_head(
     head: HeadTensors, path: str | Path, *, layout: str, dtype: DTypeLike | None = None, k: int | None = None,
     metadata: Mapping[str, str] | None = None, max_shard_bytes: int | None = None, own_embedding: bool = True, identity_d2t: bool = False,
+    on_bytes: Callable[[int, int], None] | None = None,
 ) -> None:  # fmt: skip
     """A head in a layout, tensor by tensor: see `save_drafter`.
 
     Args:
       identity_d2t: put the `d2t` and `t2d` that the source had at full vocabulary back in; vLLM refuses such a folder.
+      on_bytes: told of the bytes written so far, and of all.
 
     Raises:
       InputError: the layout cannot express the head, or its tensors are not those of its config.
@@ -232,12 +239,15 @@ def write_head(
     if not own_embedding:
         tensors.pop(names.EMBEDDING, None)
     tensors |= _tables(head, identity_d2t)
+    if "mask_hidden" in tensors:  # [1, A] and [A] are read; speculators loads [1, 1, A] alone
+        shape = (1, 1, tensors["mask_hidden"].size)
+        tensors["mask_hidden"] = weights.apply(lambda t: t.reshape(shape), tensors["mask_hidden"], shape, tensors["mask_hidden"].dtype)
     name = np.dtype(cfg.dtype if dtype is None else dtype).name
     if layout == "vllm":
         tensors = {("midlayer." + n.removeprefix("layers.0.") if n.startswith("layers.0.") else n): t for n, t in tensors.items()}
         config = config_writing.vllm_config(cfg, name, k)
     else:
-        config = config_writing.speculators_config(cfg, name, k, head.target, head.target_architecture or "Qwen3ForCausalLM")
+        config = config_writing.speculators_config(cfg, name, k, head.target, head.target_architecture)
     left_out = () if identity_d2t else head.left_out
     facts = {
         "source": head.source, "source_layout": head.layout, "target": head.target, "target_architecture": head.target_architecture,
@@ -245,7 +255,7 @@ def write_head(
     }  # fmt: skip
     facts = {key: value for key, value in facts.items() if value}
     with weights.new_folder(Path(path)) as folder:
-        weights.write_folder(folder, config, tensors, facts, max_shard_bytes)
+        weights.write_folder(folder, config, tensors, facts, max_shard_bytes, on_bytes)
         own = names.EMBEDDING in tensors
         text = card.head_card(cfg, name=Path(path).name, layout=layout, dtype=name, k=k, own_embedding=own, facts=facts)
         (folder / "README.md").write_text(text, encoding="utf-8")
@@ -259,7 +269,11 @@ def _refuse(head: HeadTensors, path, layout: str, k: int | None, dtype, own_embe
         )
     if head.quantised and dtype is None:
         raise InputError(path, "an FP8 head is written in a dtype of your choice", "none", "give --dtype bfloat16 or float32")
+    if not cfg.qk_norm and cfg.dim % cfg.heads:
+        raise InputError(path, "transformers' LlamaConfig wants a width that its heads divide", f"{cfg.dim} and {cfg.heads}", "retrain it")
     if layout == "speculators":
+        if cfg.norm_before_fc and cfg.fc_norm:
+            raise InputError(path, "speculators takes norm_before_fc or fc_norm, not both", "both", "use --to vllm")
         if lost := [o for o in ("fc_norm", "norm_output") if getattr(cfg, o)] if cfg.parallel else []:
             raise InputError(path, "vLLM's reading of a speculators peagle folder ignores some options", ", ".join(lost), "use --to vllm")
         if k is None:

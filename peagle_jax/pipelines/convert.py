@@ -1,6 +1,7 @@
 """Checkpoints from one form to another: head folders, training runs (Orbax), targets."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ class Options:
     tap_numbering: str | None = None
     identity_d2t: bool = False
     command: str | None = None  # that is recorded with the result
+    on_bytes: Callable[[int, int], None] | None = None  # told of the bytes written so far, and of all
 
     def __post_init__(self):
         unused = {
@@ -75,21 +77,26 @@ def convert(src: str | Path, dst: str | Path, *, to: str, **options) -> None:
     metadata = {"command": how.command} if how.command else {}
     if to == "hf":
         targets.convert_folder(folder, dst, dtype=how.dtype, metadata=metadata | {"source": folders.short_name(src)},
-                               max_shard_bytes=how.max_shard_bytes)  # fmt: skip
+                               max_shard_bytes=how.max_shard_bytes, on_bytes=how.on_bytes)  # fmt: skip
         return
     head = _open(src, folder, how)
     if to == "orbax":
+        if how.dtype is None and (head.quantised or head.mixed):
+            got = "an FP8 head" if head.quantised else "several dtypes"
+            raise InputError(src, "a training run has one dtype", got, "give --dtype, as float32, which holds every other exactly")
         embedding = targets.load_embedding(how.target) if head.shares_embedding and how.target is not None else None
+        model = folders.to_model(head, dtype=how.dtype, embedding=embedding)
         with weights.new_folder(dst) as work:
-            runs.write_run(head, folders.to_model(head, dtype=how.dtype, embedding=embedding), work)
+            runs.write_run(head, model, work)
         return
     if to == "speculators" and head.shares_embedding and how.target is not None:
         own = targets.load_embedding(how.target)
-        head = dataclasses.replace(head, tensors=weights.cast({EMBEDDING: own}, head.config.dtype) | head.tensors)
+        own = weights.cast({EMBEDDING: own}, head.config.dtype if how.dtype is None else how.dtype)
+        head = dataclasses.replace(head, tensors=own | head.tensors)
     if how.share_embedding:
         _check_shared(src, head, how.target)
     folders.write_head(head, dst, layout=to, dtype=how.dtype, k=how.k, metadata=metadata, max_shard_bytes=how.max_shard_bytes,
-                       own_embedding=not how.share_embedding, identity_d2t=how.identity_d2t)  # fmt: skip
+                       own_embedding=not how.share_embedding, identity_d2t=how.identity_d2t, on_bytes=how.on_bytes)  # fmt: skip
 
 
 def _open(src, folder: Path, how: Options) -> HeadTensors:
@@ -105,7 +112,7 @@ def _open(src, folder: Path, how: Options) -> HeadTensors:
     if target is None:
         return head
     # a local folder by its whole path: vLLM looks the target up from wherever it is started
-    name = str(Path(how.target).resolve()) if Path(how.target).exists() else str(how.target)
+    name = str(Path(how.target).resolve()) if Path(how.target).exists() else weights.split_revision(str(how.target))[0]
     return dataclasses.replace(head, target=name, target_architecture=target.architecture)
 
 
@@ -117,7 +124,7 @@ def _check_shared(src, head: HeadTensors, target) -> None:
         raise InputError(src, "--share-embedding needs a head whose embedding is the target's", "one trained further", "leave it out")
 
 
-def read_serving(path: str | Path, target: str | Path | None = None) -> HeadTensors:
+def read_serving(path: str | Path, target_layers: int | None = None) -> HeadTensors:
     """A servable head folder, without its weights being read.
 
     Raises:
@@ -129,4 +136,4 @@ def read_serving(path: str | Path, target: str | Path | None = None) -> HeadTens
     raw = weights.read_json(folder / "config.json")
     if not is_drafter(raw):
         raise InputError(folder, "must be a draft head's folder", raw.get("architectures"), "name a head, not a target")
-    return folders.read_head(path, target_layers=None if target is None else targets.read_facts(target).layers)
+    return folders.read_head(path, target_layers=target_layers)

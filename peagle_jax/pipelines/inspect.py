@@ -9,11 +9,14 @@ import numpy as np
 from peagle_jax import weights
 from peagle_jax.draft import config_reading, names
 from peagle_jax.draft.config_reading import TAPS, detect_layout, is_drafter
+from peagle_jax.draft.folders import read_head
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.pipelines import runs
 from peagle_jax.targets import TARGETS, read_facts
+from peagle_jax.types import InputError
 
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+ANY_LAYERS = 8  # of the target, where only the number of taps matters
 LAYOUTS = {"vllm": "A, vLLM and AWS", "speculators": "B, speculators", "automodel": "C, NeMo Automodel", "specforge": "D, SpecForge"}
 # (width, vocabulary) -> targets that heads were published for; from their config.json
 KNOWN = {
@@ -34,27 +37,34 @@ def describe(path: str | Path, target: str | Path | None = None) -> dict:
     """
     folder = weights.find_folder(path)
     if runs.is_run(folder):
-        return {"kind": "training run of a draft head (Orbax)"} | _head(runs.config_from_json(folder / runs.HEAD_FILE)) | {
-            "checkpoints": sorted((p.name for p in (folder / "checkpoints").glob("[0-9]*")), key=len)
-        }  # fmt: skip
+        steps = sorted((p.name for p in (folder / "checkpoints").glob("[0-9]*")), key=lambda name: (len(name), name))
+        facts = {"kind": "training run of a draft head (Orbax)"} | _head(runs.config_from_json(folder / runs.HEAD_FILE))
+        if not steps:
+            return facts | {"checkpoints": "none yet"}
+        form = runs.open_run(folder)
+        origin = {"came from": form.source, "target named": form.target or "none", "left out": " ".join(form.left_out) or "nothing"}
+        return facts | {"checkpoints": steps} | _size(form.tensors) | origin
     raw = weights.read_json(folder / "config.json")
     tensors = weights.open_folder(folder)
     metadata = weights.read_metadata(folder)
-    size = {
-        "tensors": len(tensors), "parameters": sum(int(t.size) for n, t in tensors.items() if _is_parameter(n)),
-        "bytes": sum(int(t.nbytes) for t in tensors.values()), "dtypes": sorted({str(t.dtype) for t in tensors.values()}),
-        "files": len(list(folder.glob("*.safetensors"))),
-    }  # fmt: skip
+    size = _size(tensors) | {"files": len(list(folder.glob("*.safetensors")))}
     origin = {f"file says: {key}": value for key, value in metadata.items() if key != "format"}
     if is_drafter(raw):
         return _drafter(folder, raw, tensors, None if target is None else read_facts(target).layers) | size | origin
-    known = raw.get("model_type") in TARGETS
+    known = weights.Fields(raw, folder / "config.json").text("model_type", None) in TARGETS
     shape = {
         key: raw.get(key) for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
     }
     return {"kind": "target" if known else "target of a family that is not supported"} | shape | size | {
         "tokenizer": (folder / "tokenizer.json").exists(), "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
     } | origin  # fmt: skip
+
+
+def _size(tensors: Mapping[str, weights.Tensor]) -> dict:
+    return {
+        "tensors": len(tensors), "parameters": sum(int(t.size) for n, t in tensors.items() if _is_parameter(n)),
+        "bytes": sum(int(t.nbytes) for t in tensors.values()), "dtypes": sorted({str(t.dtype) for t in tensors.values()}),
+    }  # fmt: skip
 
 
 def _is_parameter(name: str) -> bool:
@@ -68,7 +78,7 @@ def _drafter(folder: Path, raw: Mapping, stored: Mapping, target_layers: int | N
     fields = weights.Fields(raw, where)
     if not fields.get(TAPS, None) and not fields.inner("eagle_config").get(TAPS, None) and target_layers is None:
         open_points.append(f"{TAPS}: vLLM then takes (2, L//2, L-3) of its target's L layers; inspect with --target")
-        numbers["target_layers"] = 8  # any: only the number of taps is used
+        numbers["target_layers"] = ANY_LAYERS
     if "mask_hidden" in fp8.tensors and all(raw.get(key) is None for key in config_reading.MASK_TOKEN_KEYS):
         if fields.inner("dflash_config").get("mask_token_id", None) is None:
             open_points.append("the mask token's id: convert with --mask-token")
@@ -88,8 +98,18 @@ def _drafter(folder: Path, raw: Mapping, stored: Mapping, target_layers: int | N
         "kind": "draft head", "layout": layout, "layout is": LAYOUTS[layout], **facts,
         "embedding": "the target's, shared" if shared else "its own", "fp8 matrices": len(fp8.quantised),
         "vocabulary tables": sorted({"d2t", "t2d"} & fp8.tensors.keys()) or "none", "missing tensors": lost or "none",
+        "problems": _problems(folder, numbers, target_layers),
         "open": open_points or "nothing", "target named": config_reading.read_target(raw, where)[0] or "none",
     }  # fmt: skip
+
+
+def _problems(folder: Path, numbers: dict, target_layers: int | None) -> str:
+    """What an attempt to load would say, but for what is open."""
+    try:
+        read_head(folder, **{"target_layers": target_layers, **numbers}).check()
+    except InputError as error:
+        return str(error).removeprefix(f"{folder}: ")
+    return "none"
 
 
 def _head(config: HeadConfig) -> dict:

@@ -36,6 +36,15 @@ def head_json(config: HeadConfig, facts: Mapping | None = None) -> str:
 def config_from_json(path: Path) -> HeadConfig:
     raw = weights.read_json(path)
     raw.pop("origin", None)
+    f = weights.Fields(raw, path)
+    for key in ("vocab", "draft_vocab", "dim", "layers", "mlp_dim", "heads", "kv_heads", "head_dim", "context", "target_dim"):
+        f.whole(key)
+    f.whole("mask_token", None, least=0), f.whole("depths", None), f.number("norm_eps"), f.text("dtype")
+    for key in ("qk_norm", "attention_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        f.flag(key)
+    windows = f.get("windows")
+    if not f.wholes("taps") or not isinstance(windows, list) or len(windows) != raw["layers"] or raw["layers"] > 10_000:
+        raise InputError(path, "taps and windows must be lists, with one window a layer", "others", "restore the file")
     try:
         rope = dict(raw["rope"])
         context = rope.pop("max_position_embeddings")
@@ -90,5 +99,8 @@ def read_run(src: Path) -> Model:
 
 
 def _save(path: Path, tree) -> None:
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
+    except ValueError as error:  # tensorstore's word for a disk that is full
+        raise InputError(path, "the checkpoint must be written to the end", error, "make room and try again") from None

@@ -15,7 +15,7 @@ from peagle_jax.decode.generate import acceptance_length, check_prompts, generat
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.draft.start import start_from_head, start_from_target
-from peagle_jax.pipelines.runs import start_run
+from peagle_jax.pipelines.runs import is_run, open_run, start_run
 from peagle_jax.targets import load_target
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
@@ -115,9 +115,16 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
         taps, _ = extract(module, jax.tree.map(jnp.asarray, batch))
         head = start_from_target(head, target, jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None]))
     if run.start_from is not None:
-        trained = folders.load_drafter(run.start_from, dtype=config.dtype, embedding=embedding)
+        trained = _trained(run.start_from, config.dtype, embedding)
         head = start_from_head(head, trained, run.start_from)
     return head
+
+
+def _trained(name: str, dtype, embedding) -> Model:
+    """A head to go on from: a folder of any layout, a hub id, or a training run."""
+    folder = weights.find_folder(name)
+    form = open_run(folder) if is_run(folder) else folders.read_head(name)
+    return folders.to_model(form, dtype=dtype, embedding=embedding)
 
 
 def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConfig:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ class TargetFacts:
     """What a draft head's folder may need to know of its target; of any family, supported or not."""
 
     layers: int
-    architecture: str
+    architecture: str | None
 
 
 def read_facts(path: str | Path) -> TargetFacts:
@@ -37,25 +37,25 @@ def read_facts(path: str | Path) -> TargetFacts:
     Raises:
       InputError: there is none, or it is a draft head's.
     """
-    where = weights.find_folder(path) / "config.json"
+    where = weights.find_folder(path, ["config.json"]) / "config.json"
     raw = weights.read_json(where)
     fields = weights.Fields(raw, where)
     if "speculators_model_type" in raw or "draft_vocab_size" in raw:
         raise InputError(where, "must be a target's config", "a draft head's", "name the target")
     inner = fields.inner("text_config") if raw.get("text_config") else fields
-    return TargetFacts(inner.whole("num_hidden_layers"), fields.texts("architectures", ["Qwen3ForCausalLM"])[0])
+    return TargetFacts(inner.whole("num_hidden_layers"), next(iter(fields.texts("architectures", [])), None))
 
 
-def load_embedding(path: str | Path) -> np.ndarray:
+def load_embedding(path: str | Path) -> weights.Tensor:
     """A target's token embedding [V D] alone, of any family.
 
     Raises:
       InputError: the folder holds no such matrix.
     """
     folder = weights.find_folder(path)
-    tensors = weights.open_folder(folder)
+    tensors = weights.dequantise(weights.open_folder(folder), weights.read_json(folder / "config.json"), folder).tensors
     found = next((tensors[name] for name in EMBEDDINGS if name in tensors), None)
-    if found is None or found.ndim != 2 or found.dtype not in weights.FLOATING:
+    if found is None or len(found.shape) != 2 or found.dtype not in weights.FLOATING:
         raise InputError(folder, f"the target must hold {EMBEDDINGS[0]}", "no such matrix", "name another target")
     return found
 
@@ -79,10 +79,9 @@ def load_target(path: str | Path, *, taps: Sequence[int] | None = None, dtype: D
 def _open(folder: Path, taps: Sequence[int] | None, dtype: DTypeLike):
     """(config, module class, weight table, tensors read when asked for) of a folder of a supported family."""
     hf = weights.read_json(folder / "config.json")
-    if hf.get("model_type") not in TARGETS:
-        raise InputError(
-            folder / "config.json", f"model_type must be one of {', '.join(TARGETS)}", hf.get("model_type"), "use another target"
-        )
+    kind = weights.Fields(hf, folder / "config.json").text("model_type", None)
+    if kind not in TARGETS:
+        raise InputError(folder / "config.json", f"model_type must be one of {', '.join(TARGETS)}", kind, "use another target")
     make_config, module, table, _ = TARGETS[hf["model_type"]]
     taps = None if taps is None else tuple(taps)
     config = make_config.from_hf(hf, taps=taps, dtype=dtype, where=str(folder / "config.json"))
@@ -91,18 +90,23 @@ def _open(folder: Path, taps: Sequence[int] | None, dtype: DTypeLike):
         more = more if isinstance(more, list) else [] if more is None else [more]
         config = dataclasses.replace(config, stop_ids=(*config.stop_ids, *(t for t in more if t not in config.stop_ids)))
     tensors = weights.dequantise(weights.open_folder(folder), hf, folder).tensors
+    if config.layers > len(tensors):  # before a table of so many layers is made
+        got = f"{config.layers} with {len(tensors)} tensors"
+        raise InputError(folder, "num_hidden_layers must be what the weights hold", got, "mend the config")
     if config.tied_embeddings:  # some writers store the tied matrix twice
         tensors = {n: t for n, t in tensors.items() if n != "lm_head.weight"}
     return config, module, table(config), tensors
 
 
 def convert_folder(
-    src: Path, dst: Path, *, dtype: str | None = None, metadata: Mapping[str, str] | None = None, max_shard_bytes: int | None = None
-) -> None:
+    src: Path, dst: Path, *, dtype: str | None = None, metadata: Mapping[str, str] | None = None, max_shard_bytes: int | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> None:  # fmt: skip
     """A target's folder again, tensor by tensor, in another dtype or other shards; its configuration and tokenizer as they are.
 
     Args:
       dtype: of the floating tensors; None keeps what each has, but FP8 needs a choice.
+      on_bytes: told of the bytes written so far, and of all.
 
     Raises:
       InputError: the source is damaged or of another family, or FP8 without `dtype`.
@@ -117,7 +121,7 @@ def convert_folder(
         raise InputError(src, "an FP8 target is written in a dtype of your choice", "none", "give --dtype bfloat16 or float32")
     hf.pop("quantization_config", None)
     with weights.new_folder(dst) as folder:
-        weights.write_folder(folder, hf, tensors, {"writer": versions(), **(metadata or {})}, max_shard_bytes)
+        weights.write_folder(folder, hf, tensors, {"writer": versions(), **(metadata or {})}, max_shard_bytes, on_bytes)
         _copy_tokenizer(src, folder)
 
 

@@ -87,6 +87,8 @@ def default_taps(layers: int) -> tuple[int, ...]:
 def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     """Sliding only with `use_sliding_window`, and from layer `max_window_layers` on unless `layer_types` says which."""
     window = f.whole("sliding_window", None)
+    if layers > 10_000:  # before as many are listed
+        raise InputError(f.where, "num_hidden_layers must be at most 10,000", layers, "mend the config")
     if not f.flag("use_sliding_window", False) or window is None:
         return (None,) * layers
     first = f.whole("max_window_layers", 28, least=0)

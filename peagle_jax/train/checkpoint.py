@@ -44,7 +44,9 @@ def newest(folder: Path) -> Path:
     Raises:
       InputError: there is none.
     """
-    manager = ocp.CheckpointManager(Path(folder).absolute())
+    if not Path(folder).is_dir():  # a manager would make it
+        raise InputError(folder, "must hold a finished Orbax checkpoint", "nothing", "let the run save once")
+    manager = ocp.CheckpointManager(Path(folder).absolute(), options=ocp.CheckpointManagerOptions(read_only=True))
     step = manager.latest_step()
     manager.close()
     if step is None:
@@ -68,7 +70,10 @@ def open_tree(path: Path, *inside: str) -> dict[str, Lazy]:
     def read(keys: list[str]):
         around = lambda leaf: functools.reduce(lambda tree, key: {key: tree}, reversed([*inside, *keys]), leaf)  # noqa: E731
         how = ocp.args.PyTreeRestore(item=around(0), restore_args=around(ocp.RestoreArgs(restore_type=np.ndarray)), partial_restore=True)
-        tree = reader.restore(path.absolute(), args=how)
+        try:
+            tree = reader.restore(path.absolute(), args=how)
+        except ValueError as error:  # tensorstore's word for damaged files
+            raise InputError(path, f"{'.'.join(keys)} must be readable", error, "take an earlier checkpoint") from None
         return functools.reduce(lambda tree, key: tree[key], [*inside, *keys], tree)
 
     return {name: Lazy(tuple(leaf.shape), np.dtype(leaf.dtype), functools.partial(read, name.split("."))) for name, leaf in flat(tree)}

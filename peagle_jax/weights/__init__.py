@@ -2,7 +2,7 @@
 
 from peagle_jax.weights.fields import Fields
 from peagle_jax.weights.fp8 import Dequantised, dequantise
-from peagle_jax.weights.hub import find_folder
+from peagle_jax.weights.hub import find_folder, split_revision
 from peagle_jax.weights.reading import INDEX, open_folder, open_safetensors, read_json, read_metadata
 from peagle_jax.weights.table import LINEAR, SAME, Layout, Table, check, export, flat, load, nest
 from peagle_jax.weights.tensors import FLOATING, Lazy, Tensor, apply, cast
@@ -11,5 +11,5 @@ from peagle_jax.weights.writing import new_folder, write_folder, write_safetenso
 __all__ = [
     "FLOATING", "INDEX", "LINEAR", "SAME", "Dequantised", "Fields", "Layout", "Lazy", "Table", "Tensor", "apply", "cast", "check",
     "dequantise", "export", "find_folder", "flat", "load", "nest", "new_folder", "open_folder", "open_safetensors", "read_json",
-    "read_metadata", "write_folder", "write_safetensors",
+    "read_metadata", "split_revision", "write_folder", "write_safetensors",
 ]  # fmt: skip

@@ -48,7 +48,7 @@ class Fields:
 
     def text(self, key: str, default=MUST):
         value = self.get(key, default)
-        return self._expect(value is default or isinstance(value, str), key, "a text", value)
+        return self._expect(value is default or isinstance(value, str) and value.isprintable(), key, "a printable text", value)
 
     def wholes(self, key: str, default=MUST):
         """A list of whole numbers of 0 or more."""
@@ -58,8 +58,8 @@ class Fields:
 
     def texts(self, key: str, default=MUST):
         value = self.get(key, default)
-        good = value is default or isinstance(value, list) and all(isinstance(v, str) for v in value)
-        return self._expect(good, key, "a list of texts", value)
+        good = value is default or isinstance(value, list) and all(isinstance(v, str) and v.isprintable() for v in value)
+        return self._expect(good, key, "a list of printable texts", value)
 
     def inner(self, key: str) -> "Fields":
         """An object in the object; empty where there is none."""

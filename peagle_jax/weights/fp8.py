@@ -42,7 +42,8 @@ def dequantise(tensors: Mapping[str, Tensor], config: Mapping, where) -> Dequant
     block = Fields(config, where).inner("quantization_config").wholes("weight_block_size", BLOCK)
     if len(block) != 2 or 0 in block:
         raise InputError(where, "weight_block_size must be two whole numbers of 1 or more", block, "mend the config")
-    left_out = tuple(name for name in tensors if name.endswith(RUNTIME))
+    scales = {name + s for name in quantised for s in SCALES}
+    left_out = tuple(name for name in tensors if name.endswith(RUNTIME) and name not in scales)
     result = {name: t for name, t in tensors.items() if name not in left_out}
     for name in quantised:
         scale = next((name + s for s in SCALES if name + s in tensors), None)
@@ -55,13 +56,20 @@ def dequantise(tensors: Mapping[str, Tensor], config: Mapping, where) -> Dequant
 def _product(name: str, matrix: Tensor, scale: Tensor, block: tuple[int, int], where) -> Tensor:
     rows, *more = matrix.shape or (1,)
     grid = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=False))
-    if scale.size == 1:
-        spread = lambda s: s.reshape(())  # noqa: E731
-    elif scale.shape in ((rows,), (rows, 1)) and more:
-        spread = lambda s: s.reshape(rows, *(1 for _ in more))  # noqa: E731
-    elif len(matrix.shape) == 2 and scale.shape == grid:
-        spread = lambda s: np.repeat(np.repeat(s, block[0], 0)[:rows], block[1], 1)[:, : more[0]]  # noqa: E731
-    else:
+    by_row, by_block = scale.shape in ((rows,), (rows, 1)) and bool(more), len(matrix.shape) == 2 and scale.shape == grid
+    if not (scale.size == 1 or by_row or by_block) or scale.dtype.kind not in "fV":  # V: ml_dtypes' floats
         rule = f"the scale of {name} {list(matrix.shape)} must hold 1, {rows} or {list(grid)} numbers"
-        raise InputError(where, rule, list(scale.shape), "fetch the folder again")
-    return apply(lambda m: m.astype(np.float32) * spread(np.asarray(scale).astype(np.float32)), matrix, matrix.shape, np.float32)
+        raise InputError(where, rule, f"{scale.dtype.name} {list(scale.shape)}", "fetch the folder again")
+
+    def product(array: np.ndarray) -> np.ndarray:
+        out, s = array.astype(np.float32), np.asarray(scale).astype(np.float32)
+        if scale.size == 1:
+            out *= s.reshape(())
+        elif by_row:
+            out *= s.reshape(rows, *(1 for _ in more))
+        else:
+            for i, line in enumerate(s):  # rows of blocks: the spread-out scale is never whole
+                out[i * block[0] : (i + 1) * block[0]] *= np.repeat(line, block[1])[None, : more[0]]
+        return out
+
+    return apply(product, matrix, matrix.shape, np.float32)

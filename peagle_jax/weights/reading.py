@@ -45,8 +45,8 @@ def parse_json(content: bytes, where, what: str, next_step: str) -> dict:
 def _once(pairs: list[tuple]) -> dict:
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+        seen: set[str] = set()
+        raise ValueError(f"the key {next(key for key, _ in pairs if key in seen or seen.add(key))!r} twice")
     return value
 
 
@@ -63,7 +63,9 @@ def open_safetensors(path: Path) -> dict[str, np.ndarray]:
 def read_metadata(folder: Path) -> dict[str, str]:
     """What the first weights file of a folder says of itself: strings by name, as its writer left them."""
     files = [SINGLE] if (folder / SINGLE).exists() else sorted(set(_shards(folder).values()))[:1]
-    return next((_open(folder / file)[2] for file in files), {})
+    texts = next((_open(folder / file)[2] for file in files), {})
+    printable = lambda text: "".join(c if c.isprintable() else "?" for c in text)  # noqa: E731
+    return {printable(key): printable(value) for key, value in texts.items()}
 
 
 def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:

@@ -99,7 +99,7 @@ def export(params: Params, table: Table) -> dict[str, Tensor]:
     for name, (path, layout) in table.items():
         leaf = leaves[path]
         shape = jax.eval_shape(layout.to_torch, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).shape
-        result[name] = apply(lambda a, to_torch=layout.to_torch: np.ascontiguousarray(to_torch(a)), leaf, shape, leaf.dtype)
+        result[name] = apply(layout.to_torch, leaf, shape, leaf.dtype)
     return result
 
 

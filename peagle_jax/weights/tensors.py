@@ -20,7 +20,8 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FLOATING = tuple(np.dtype(DTYPES[name]) for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
-BLOCK = 1 << 20  # bytes copied at a time
+BLOCK = 16 << 20  # bytes copied at a time: of 1, 4, 16 and 64 MB the fastest for the kernel's copy (LOG.md)
+BUFFERS = 4
 SCANNED = 1 << 16  # elements looked at together: they stay in the processor's cache
 
 
@@ -55,9 +56,11 @@ class Cast(Lazy):
     source: Tensor = dataclasses.field(kw_only=True)
 
 
-def _convert(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):  # the writer says which tensor became infinite
-        return array.astype(dtype)
+def _convert(array: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """`array` in the dtype of `out`, written there."""
+    with np.errstate(over="ignore", invalid="ignore"):  # the writer says which tensor became infinite
+        out[: len(array)] = array
+    return out[: len(array)]
 
 
 def apply(function: Callable[[np.ndarray], np.ndarray], tensor: Tensor, shape: tuple[int, ...], dtype) -> Lazy:
@@ -74,27 +77,51 @@ def apply(function: Callable[[np.ndarray], np.ndarray], tensor: Tensor, shape: t
 def cast(tensors: Mapping[str, Tensor], dtype) -> dict[str, Tensor]:
     """Floating-point tensors in `dtype`, lazily; integers and booleans (`d2t`, `t2d`) as they are."""
     dtype = np.dtype(dtype)
-    make = lambda t: Cast(tuple(t.shape), dtype, lambda: _convert(np.asarray(t), dtype), source=t)  # noqa: E731
+
+    def make(t: Tensor) -> Cast:
+        whole = lambda: _convert(np.asarray(t).reshape(-1), np.empty(t.size, dtype)).reshape(t.shape)  # noqa: E731
+        return Cast(tuple(t.shape), dtype, whole, source=t)
+
     return {name: make(t) if t.dtype in FLOATING and t.dtype != dtype else t for name, t in tensors.items()}
 
 
 def blocks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of a tensor in order, some MB at a time; pages of a mapped file are given back behind them."""
+    """The bytes of a tensor in order, BLOCK of the source's at a time. A block stays what it is until BUFFERS more are asked for."""
     if isinstance(tensor, Cast):
-        for block in blocks(tensor.source):
-            yield _convert(block.view(tensor.source.dtype), tensor.dtype).view(np.uint8)
+        most = BLOCK // tensor.source.dtype.itemsize
+        ring = [np.empty(min(most, tensor.size), tensor.dtype) for _ in range(BUFFERS)]  # fresh memory costs more than the cast
+        for i, block in enumerate(blocks(tensor.source)):
+            yield _convert(block.view(tensor.source.dtype), ring[i % BUFFERS]).view(np.uint8)
+            release(block)
         return
-    array = np.ascontiguousarray(tensor)
-    data = array.reshape(-1).view(np.uint8)
+    array = np.asarray(tensor)
+    if array.ndim == 2 and not array.flags.c_contiguous:  # a transposed matrix, some rows at a time
+        rows = max(1, BLOCK // max(1, array[0].nbytes)) if len(array) else 1
+        for start in range(0, len(array), rows):
+            yield np.ascontiguousarray(array[start : start + rows]).reshape(-1).view(np.uint8)
+        return
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     for start in range(0, data.size, BLOCK):
         yield data[start : start + BLOCK]
-        release(tensor)
+
+
+def mapped_at(array: np.ndarray) -> tuple[np.memmap, int] | None:
+    """The mapped file that an array is a view of, and the array's first byte in the mapping."""
+    owner = array
+    while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
+        owner = owner.base
+    if not isinstance(owner, np.memmap):
+        return None
+    return owner, array.ctypes.data - np.frombuffer(owner._mmap, np.uint8).ctypes.data
 
 
 def release(tensor: Tensor) -> None:
-    """Tells the system that the pages of a mapped file are not needed now: they stay in its cache, not in this process."""
-    if isinstance(tensor, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
-        tensor._mmap.madvise(mmap.MADV_DONTNEED)
+    """Tells the system that these pages of a mapped file are not needed now: they stay in its cache, not in this process."""
+    place = mapped_at(tensor) if isinstance(tensor, np.ndarray) else None
+    if place is not None and hasattr(mmap, "MADV_DONTNEED"):
+        owner, start = place
+        first = start - start % mmap.PAGESIZE
+        owner._mmap.madvise(mmap.MADV_DONTNEED, first, start - first + tensor.nbytes)
 
 
 def finite(data: np.ndarray, dtype: np.dtype) -> bool:

@@ -35,6 +35,14 @@ def test_automodel(folder, tmp_path):
     equal(load_drafter(tmp_path / "c"), tiny.head(depths=9))
 
 
+def test_automodels_config_is_its_targets(folder, tmp_path):
+    """As many layers as the target has, and the target's sliding layers: the head has those of its tensors, and sees everything."""
+    raw = {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 36, "layer_types": ["sliding_attention"] * 36, "sliding_window": 5}
+    config = read_head(edit(folder, tmp_path / "c", **raw, **OUTPUTS)).config
+    assert config.layers == 2 and config.windows == (None, None)
+    assert describe(tmp_path / "c")["problems"] == "none"
+
+
 def test_specforge(folder, tmp_path):
     """Layout D: `layers.N.`, both tables always, ids in eagle_config counting outputs."""
     tables = lambda t: {n.replace("midlayer", "layers.0"): x for n, x in t.items()} | {  # noqa: E731
@@ -73,6 +81,9 @@ def test_taps_that_are_not_named(folder, tmp_path):
     ({"num_hidden_layers": 10**6}, "num_hidden_layers must be what the weights hold"), ({"hidden_size": 20.0}, "hidden_size must be a whole number"),
     ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"), ({"layer_types": ["sliding_attention"], "sliding_window": None}, "needs the key 'sliding_window'"),
     ({"rope_parameters": [1]}, "must be objects"), ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "rope_theta": 1e4}, "rope_type must be one of"),
+    ({"rope_parameters": {"rope_type": "linear", "type": "llama3", "factor": 2.0, "rope_theta": 1e4}}, "got linear and llama3"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 1e-323}}, "must be a number of 0 or more"),
+    ({"head_dim": 2_000_000_000}, "head_dim even"), ({"head_dim": None, "hidden_size": 2}, "head_dim even"), ({"speculators_config": {"verifier": {"name_or_path": "\ud800"}}}, "printable"),
     ({"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "factor of the rotary embedding must be a number"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e4}}, "partial_rotary_factor must be 1"),
 ])  # fmt: skip
@@ -188,6 +199,65 @@ def test_an_fp8_head_is_read_exactly(tmp_path):
     head = load_drafter(tmp_path / "fp8")
     assert np.dtype(head.config.dtype) == ml_dtypes.bfloat16  # that of its other tensors
     assert np.array_equal(load_drafter(tmp_path / "fp8", dtype="float32").params["fusion"]["fc"]["kernel"], want["fc.weight"].T)
+
+
+def test_a_run_has_one_dtype(tmp_path):
+    """What an Orbax run cannot hold exactly is refused, or cast by choice."""
+    save_drafter(tiny.head(), tmp_path / "f", dtype="bfloat16")
+    edit(tmp_path / "f", tmp_path / "mixed", lambda t: {n: x.astype(np.float32) if "norm" in n else x for n, x in t.items()})
+    with pytest.raises(InputError, match="a training run has one dtype; got several dtypes"):
+        convert(tmp_path / "mixed", tmp_path / "run", to="orbax")
+    convert(tmp_path / "mixed", tmp_path / "run", to="orbax", dtype="float32")
+    convert(tmp_path / "run", tmp_path / "back", to="vllm")
+    a, b = weights.open_folder(tmp_path / "mixed"), weights.open_folder(tmp_path / "back")
+    assert all(np.array_equal(np.asarray(a[n], np.float32), b[n]) for n in a)
+
+
+def test_mask_hidden_in_other_shapes(folder, tmp_path):
+    """[1, A] and [A] are read; what is written is [1, 1, A], the only shape that speculators loads."""
+    want = weights.open_folder(folder)["mask_hidden"]
+    for shape in ((72,), (1, 72)):
+        source = edit(folder, tmp_path / f"m{len(shape)}", lambda t, shape=shape: t | {"mask_hidden": t["mask_hidden"].reshape(shape)})
+        for to in ("vllm", "speculators"):
+            convert(source, tmp_path / f"{to}{len(shape)}", to=to)
+            got = weights.open_folder(tmp_path / f"{to}{len(shape)}")["mask_hidden"]
+            assert got.shape == (1, 1, 72) and np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("raw, windows", [
+    ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9)),
+    ({"model_type": "qwen3", "use_sliding_window": False, "sliding_window": 9, "layer_types": ["sliding_attention"] * 2}, (None, None)),
+    ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 2}, (9, 9)),
+    ({"model_type": "llama", "sliding_window": 9, "layer_types": ["sliding_attention"] * 2}, (9, 9)), ({"model_type": "llama", "sliding_window": 9}, (None, None)),
+])  # fmt: skip
+def test_windows_are_vllms(raw, windows, folder, tmp_path):
+    assert read_head(edit(folder, tmp_path / "b", **raw)).config.windows == windows
+
+
+@pytest.mark.parametrize("how, flag", [
+    ({"mask_token": 3}, "--mask-token: the config names the mask token itself"), ({"tap_numbering": "output", "taps": ...}, "--tap-numbering: the config names no taps"),
+])  # fmt: skip
+def test_flags_that_would_say_nothing(how, flag, folder, tmp_path):
+    source = edit(folder, tmp_path / "b", **({TAPS: ..., "eagle_config": ...} if how.pop("taps", None) else {}))
+    with pytest.raises(InputError, match=flag):
+        convert(source, tmp_path / "c", to="vllm", **how)
+
+
+def test_what_a_peer_refuses_is_not_written(tmp_path):
+    with pytest.raises(InputError, match="norm_before_fc or fc_norm, not both"):
+        save_drafter(tiny.head(mask_token=None, norm_before_fc=True, fc_norm=True), tmp_path / "a", layout="speculators")
+    for layout in ("vllm", "speculators"):
+        with pytest.raises(InputError, match="LlamaConfig wants a width that its heads divide; got 22 and 4"):
+            save_drafter(tiny.head(dim=22), tmp_path / "a", layout=layout)
+    save_drafter(tiny.head(dim=22, qk_norm=True), tmp_path / "a")
+
+
+def test_inspect_says_what_loading_would(folder, tmp_path):
+    broken = edit(folder, tmp_path / "b", lambda t: t | {"mask_hidden": np.zeros((1, 1, 71), np.float32), "more": np.ones(2)})
+    assert "unknown: more; wrong shape: mask_hidden" in describe(broken)["problems"] and describe(folder)["problems"] == "none"
+    convert(folder, tmp_path / "run", to="orbax")
+    facts = describe(tmp_path / "run")
+    assert facts["parameters"] == describe(folder)["parameters"] and facts["dtypes"] == ["float32"] and facts["came from"] == "a"
 
 
 def test_one_tensor_under_two_spellings(folder, tmp_path):

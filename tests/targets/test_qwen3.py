@@ -1,14 +1,17 @@
 """Qwen3 against transformers: tiny random models, no downloads, both directions, every special thing unlike its default."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from peagle_jax import weights
 from peagle_jax.layers import CachedAttention
+from peagle_jax.pipelines.convert import convert
 from peagle_jax.targets import load_target, qwen3, save_target
 from peagle_jax.types import InputError
 
@@ -91,6 +94,53 @@ def test_exported_folder_is_what_transformers_wrote(pair, tmp_path):
     tokens = torch.arange(T)[None]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_converted_folder_is_transformers_too(pair, tmp_path):
+    """`--to hf`: other shards, another dtype; what is not known here of the config stays; tied matrices stored twice are one again."""
+    theirs, folder = pair
+    source = tmp_path / "in"
+    shutil.copytree(folder, source)
+    raw = json.loads((source / "config.json").read_text()) | {"my_note": "kept", "torch_dtype": "float32"}
+    (source / "config.json").write_text(json.dumps(raw))
+    (source / "merges.txt").write_text("a b")
+    convert(source, tmp_path / "same", to="hf", max_shard_bytes=30_000)
+    convert(source, tmp_path / "half", to="hf", dtype="bfloat16")
+    same, half, want = (weights.open_folder(tmp_path / name) for name in ("same", "half", "in"))
+    assert same.keys() == half.keys() == want.keys() and len(list((tmp_path / "same").glob("*.safetensors"))) > 1
+    for name in want:
+        assert np.array_equal(same[name], want[name]) and np.array_equal(half[name], want[name].astype(half[name].dtype))
+    config = json.loads((tmp_path / "half/config.json").read_text())
+    assert config["my_note"] == "kept" and config["dtype"] == "bfloat16" and "torch_dtype" not in config
+    assert (tmp_path / "half/merges.txt").read_text() == "a b"
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "same", dtype=torch.float32).eval()
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    tokens = torch.arange(T)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    assert all(torch.equal(p, q.to(torch.bfloat16)) for p, q in zip(rounded.parameters(), theirs.parameters(), strict=True))
+
+
+def test_an_fp8_target(pair, tmp_path):
+    """`weight_scale_inv` by blocks, as Qwen3's FP8 releases store it: loaded and converted as the product."""
+    _, folder = pair
+    tensors, want = dict(weights.open_folder(folder)), {}
+    for name in [n for n in tensors if "_proj.weight" in n]:
+        matrix = np.clip(np.asarray(tensors[name]) * 200, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        scale = np.random.default_rng(1).uniform(0.004, 0.006, tuple(-(-s // 24) for s in matrix.shape)).astype(np.float32)
+        want[name] = matrix.astype(np.float32) * np.kron(scale, np.ones((24, 24), np.float32))[: matrix.shape[0], : matrix.shape[1]]
+        tensors |= {name: matrix, name + "_scale_inv": scale}
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [24, 24]}}
+    (tmp_path / "fp8").mkdir()
+    weights.write_folder(tmp_path / "fp8", raw, tensors, {})
+    with pytest.raises(InputError, match="FP8 target is written in a dtype of your choice"):
+        convert(tmp_path / "fp8", tmp_path / "x", to="hf")
+    convert(tmp_path / "fp8", tmp_path / "out", to="hf", dtype="float32")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    got = weights.open_folder(tmp_path / "out")
+    assert all(np.array_equal(got[name], value) for name, value in want.items())
+    kernel = load_target(tmp_path / "fp8").params["blocks"][1]["mlp"]["up"]["kernel"]
+    assert np.array_equal(kernel, want["model.layers.1.mlp.up_proj.weight"].T)
 
 
 def test_reads_the_old_rope_spelling(pair, tmp_path):

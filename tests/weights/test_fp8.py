@@ -43,8 +43,8 @@ def test_what_is_not_fp8_passes():
 
 
 @pytest.mark.parametrize("tensors, config, words", [
-    ({"m": MATRIX}, {}, "m is float8 and needs m_scale or m_scale_inv"), ({"m": MATRIX, "m_scale": scales(7)}, {}, r"must hold 1, 5 or \[1, 1\] numbers; got \[7\]"),
-    ({"m": MATRIX, "m_scale_inv": scales(2, 2)}, {"quantization_config": {"weight_block_size": [3, 3]}}, r"\[2, 3\] numbers; got \[2, 2\]"),
+    ({"m": MATRIX}, {}, "m is float8 and needs m_scale or m_scale_inv"), ({"m": MATRIX, "m_scale": scales(7)}, {}, r"must hold 1, 5 or \[1, 1\] numbers; got float32 \[7\]"),
+    ({"m": MATRIX, "m_scale_inv": scales(2, 2)}, {"quantization_config": {"weight_block_size": [3, 3]}}, r"\[2, 3\] numbers; got float32 \[2, 2\]"),
     ({"m": MATRIX, "m_scale": scales()}, {"quantization_config": {"weight_block_size": [0, 3]}}, "weight_block_size"),
     ({"m": MATRIX, "m_scale": scales()}, {"quantization_config": {"weight_block_size": "128"}}, "weight_block_size"),
     ({"m": MATRIX, "m_scale": scales()}, {"quantization_config": 8}, "quantization_config must be an object"),

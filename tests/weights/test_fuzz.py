@@ -111,6 +111,59 @@ def test_damaged_files_at_length(tmp_path_factory, content):
     check(folder_of(tmp_path_factory), content)
 
 
+@st.composite
+def indices(draw) -> bytes:
+    """An index over two real shards, of which something may be broken."""
+    where = {"a": "x-1.safetensors", "b": "x-2.safetensors"}
+    raw: dict = {"metadata": {"total_size": 20}, "weight_map": where}
+    files = st.sampled_from(["x-1.safetensors", "x-2.safetensors", "../x", "x", "", ".", "x\0y.safetensors", "/dev/zero", "x-1.safetensors/"]) | anything
+    for _ in range(draw(st.integers(0, 2))):
+        how = draw(st.sampled_from(["file", "name", "lost", "map", "text"]))
+        if how == "file" and where:
+            where[draw(st.sampled_from(sorted(where)))] = draw(files)
+        elif how == "name":
+            where[draw(names)] = draw(files)
+        elif how == "lost" and where:
+            where.pop(sorted(where)[0])
+        elif how == "map":
+            raw["weight_map"] = draw(anything)
+    content = json.dumps(raw).encode("utf-8", "surrogatepass")
+    place = draw(st.integers(0, len(content) - 1))
+    return content[:place] + draw(st.binary(max_size=2)) + content[place + draw(st.integers(0, 1)) :] if draw(st.booleans()) else content
+
+
+def check_index(folder, content: bytes) -> None:
+    for name, tensors in (("x-1", {"a": np.ones(3, np.float32)}), ("x-2", {"b": np.zeros(1, np.int64)})):
+        if not (folder / f"{name}.safetensors").exists():
+            weights.write_safetensors(folder / f"{name}.safetensors", tensors, {})
+    (folder / weights.INDEX).write_bytes(content)
+    try:
+        read = weights.open_folder(folder)
+    except InputError as error:
+        assert str(error).isprintable() and len(str(error)) < 2000
+        return
+    assert {name: t.tolist() for name, t in read.items()} in ({"a": [1, 1, 1], "b": [0]}, {"a": [1, 1, 1]}, {"b": [0]})
+
+
+@ORDINARY
+@given(content=indices())
+def test_damaged_indices(tmp_path_factory, content):
+    check_index(index_folder(tmp_path_factory), content)
+
+
+@pytest.mark.long
+@settings(ORDINARY, max_examples=5000)
+@given(content=indices())
+def test_damaged_indices_at_length(tmp_path_factory, content):
+    check_index(index_folder(tmp_path_factory), content)
+
+
+def index_folder(factory, kept=[]):  # noqa: B006
+    if not kept:
+        kept.append(factory.mktemp("index"))
+    return kept[0]
+
+
 def folder_of(factory, kept=[]):  # noqa: B006  one folder for all examples
     if not kept:
         kept.append(factory.mktemp("fuzz"))

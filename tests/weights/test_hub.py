@@ -7,8 +7,9 @@ from huggingface_hub import constants
 from peagle_jax import weights
 from peagle_jax.cli import main
 from peagle_jax.draft.folders import load_drafter, save_drafter
-from peagle_jax.targets import load_target, save_target
+from peagle_jax.targets import load_target, read_facts, save_target
 from peagle_jax.types import InputError
+from peagle_jax.weights import hub
 
 HEAD, TARGET = "amazon/Tiny-P-EAGLE", "amazon/tiny-target"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -49,6 +50,22 @@ def test_wherever_a_folder_is_read(cache, capsys):
     verifier = weights.read_json(out / "config.json")["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": TARGET, "architectures": ["Qwen3ForCausalLM"]}
     assert weights.read_metadata(out)["source"] == HEAD
+    assert main(["serve-config", f"{HEAD}@{REVISION}", "--engine", "vllm"]) == 0
+    assert f'"model": "{HEAD}", "revision": "{REVISION}"' in capsys.readouterr().out
+
+
+def test_a_targets_config_is_all_that_is_fetched_of_it(monkeypatch, tmp_path):
+    asked = []
+    save_target(tiny.target(), tmp_path / "t")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(tmp_path / "t"))
+    assert read_facts("owner/name@rev").layers == 4
+    assert asked[0][0] == "owner/name" and asked[0][1]["revision"] == "rev" and asked[0][1]["allow_patterns"] == ["config.json"]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "owner/" + "y" * 300])
+def test_names_that_no_file_can_have(name):
+    with pytest.raises(InputError, match="must (be readable|be a local folder)"):
+        weights.find_folder(name)
 
 
 @pytest.mark.parametrize("name", ["amazon/GPT-OSS-20B-P-EAGLE", "amazon/Tiny-P-EAGLE@other", "nobody/no-such-model", "no/my model", "nowhere", "/not/here"])

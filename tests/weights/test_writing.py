@@ -1,5 +1,6 @@
 """The folder writer: what it writes the library reads, one tensor in memory at a time, and nothing is ever half-written."""
 
+import errno
 import gc
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +19,8 @@ import safetensors.numpy
 from peagle_jax import weights
 from peagle_jax.types import InputError, WeightsWarning
 from peagle_jax.weights import tensors as tensors_module
-from peagle_jax.weights.tensors import DTYPES, blocks, finite
+from peagle_jax.weights import writing
+from peagle_jax.weights.tensors import DTYPES, finite
 
 
 def test_the_library_reads_what_is_written(tmp_path):
@@ -62,18 +65,33 @@ def test_one_tensor_at_a_time(tmp_path):
     assert most == [0] * 6 and [t[0, 0] for t in weights.open_folder(tmp_path).values()] == list(range(6))
 
 
-def test_casting_a_large_tensor_gives_its_pages_back(tmp_path, monkeypatch):
-    """Blocks leave the process as they are written; the test is that release is called on the mapped file, block by block."""
-    weights.write_safetensors(tmp_path / "x.safetensors", {"t": np.arange(1000, dtype=np.float32)}, {})
+@pytest.mark.parametrize("kernel", ["copies", "is asked in vain", "is not asked"])
+def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
+    """Copied by the kernel, or by a mapping where it cannot; every block's pages are given back."""
+    rng = np.random.default_rng(0)
+    tensors = {"a": rng.normal(size=1001).astype(np.float32), "odd": np.arange(7, dtype=np.uint8), "b": rng.normal(size=(30, 40)).astype(np.float16)}
+    weights.write_safetensors(tmp_path / "x.safetensors", tensors, {})
     monkeypatch.setattr(tensors_module, "BLOCK", 1024)
-    released = []
-    monkeypatch.setattr(tensors_module, "release", lambda array: released.append(type(array)))
-    tensor = weights.open_safetensors(tmp_path / "x.safetensors")["t"]
-    assert b"".join(map(bytes, blocks(tensor))) == np.arange(1000, dtype=np.float32).tobytes()
-    assert released == [np.memmap] * 4
-    monkeypatch.undo()
-    tensors_module.release(tensor)
-    assert tensor[-1] == 999  # still readable
+    released, copied = [], []
+    monkeypatch.setattr(writing, "release", lambda block: released.append(block.nbytes) or tensors_module.release(block))
+    real = os.copy_file_range
+    if kernel == "copies":
+        monkeypatch.setattr(os, "copy_file_range", lambda *args: copied.append(1) or real(args[0], args[1], min(args[2], 700), *args[3:]))
+    elif kernel == "is asked in vain":
+
+        def refuse(*args):
+            raise OSError(errno.EXDEV, "across file systems")
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    else:
+        monkeypatch.delattr(os, "copy_file_range")
+    source = weights.open_safetensors(tmp_path / "x.safetensors")
+    weights.write_safetensors(tmp_path / "y.safetensors", source | {"cast": weights.cast({"a": source["a"]}, np.float16)["a"]}, {})
+    read = weights.open_safetensors(tmp_path / "y.safetensors")
+    for name, want in (tensors | {"cast": tensors["a"].astype(np.float16)}).items():
+        assert np.array_equal(read[name], want), name
+    assert max(released) == 1024 and sum(released) == sum(t.nbytes for t in read.values()) and bool(copied) == (kernel == "copies")
+    assert np.array_equal(source["a"], tensors["a"])  # pages given back are read again when asked for
 
 
 @pytest.mark.parametrize("kind", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
@@ -139,6 +157,49 @@ def test_only_a_checkpoint_folder_is_replaced(tmp_path):
     assert (tmp_path / "runs" / "peagle").is_dir() and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_folder_of_something_similar_is_not_replaced(tmp_path):
+    for name in ("config.json.bak", "tokenizer_backup", "checkpoints_old"):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / name).write_text("mine")
+        with pytest.raises(InputError, match="only a checkpoint folder is replaced"), weights.new_folder(tmp_path / "a"):
+            pass
+        (tmp_path / "a" / name).unlink()
+        (tmp_path / "a").rmdir()
+
+
+def test_a_failure_leaves_no_folders_above_it(tmp_path):
+    with pytest.raises(RuntimeError), weights.new_folder(tmp_path / "x" / "y" / "out"):
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_old_output_stays_if_the_new_cannot_take_its_place(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with weights.new_folder(out) as work:
+        (work / "config.json").write_text("old")
+    real, calls = Path.rename, []
+
+    def rename(self, target):
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError(errno.EACCES, "no")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(InputError, match="must be written to the end"), weights.new_folder(out) as work:
+        (work / "config.json").write_text("new")
+    assert (out / "config.json").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_transposed_matrix_is_written_by_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors_module, "BLOCK", 256)
+    matrix = np.arange(60 * 50, dtype=np.float32).reshape(50, 60)
+    tensors = {"t": weights.apply(lambda a: a.T, matrix, (60, 50), np.float32)}
+    weights.write_safetensors(tmp_path / "x.safetensors", tensors | {"c": weights.cast(tensors, np.float16)["t"]}, {})
+    read = weights.open_safetensors(tmp_path / "x.safetensors")
+    assert np.array_equal(read["t"], matrix.T) and np.array_equal(read["c"], matrix.T.astype(np.float16))
+
+
 def test_output_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     for bad in (tmp_path / "file", tmp_path / "file" / "out"):
@@ -177,7 +238,10 @@ def test_a_disk_that_is_full_half_way(tmp_path):
 def test_shards_of_a_limited_size_are_read_back(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {f"t{i}": rng.normal(size=(n, 100)).astype(np.float32) for i, n in enumerate((10, 40, 1, 200, 30))}  # 4, 16, 0.4, 80, 12 kB
-    weights.write_folder(tmp_path, {}, tensors, {"source": "x" * 3000}, max_shard_bytes=30_000)
+    told = []
+    weights.write_folder(tmp_path, {}, tensors, {"source": "x" * 3000}, max_shard_bytes=30_000, on_bytes=lambda *now: told.append(now))
+    total = sum(t.nbytes for t in tensors.values())
+    assert [done for done, _ in told] == sorted(done for done, _ in told) and told[-1] == (total, total) and len(told) >= 5
     files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
     assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 2
     sizes = {file: (tmp_path / file).stat().st_size for file in files}
