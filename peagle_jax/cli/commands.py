@@ -203,7 +203,7 @@ def inspect(args) -> int:
 
 def serve_config(args) -> int:
     from peagle_jax.draft.config_writing import serving_flags
-    from peagle_jax.draft.folders import LAYOUTS
+    from peagle_jax.draft.folders import LAYOUTS, check_servable
     from peagle_jax.pipelines.convert import read_serving
     from peagle_jax.pipelines.inspect import ANY_LAYERS
 
@@ -211,9 +211,11 @@ def serve_config(args) -> int:
     head = read_serving(args.dir, target_layers=ANY_LAYERS)
     if head.layout not in LAYOUTS:
         raise InputError(args.dir, f"vLLM serves the layouts {', '.join(LAYOUTS)}", head.layout, "peagle convert --to vllm first")
+    check_servable(head, args.dir)
     k = head.config.depths if args.k is None else args.k
     if k is None or k < 1:
-        raise InputError(args.dir, "K must be 1 or more, and the folder does not say what it was trained for", k, "give it with --k")
+        rule = "K must be 1 or more" + (", and the folder does not say what it was trained for" if k is None else "")
+        raise InputError(args.dir, rule, k, "give it with --k")
     name, revision = weights.split_revision(args.dir)
     flags = serving_flags(head.config, name, k, revision)
     if args.engine == "vllm":

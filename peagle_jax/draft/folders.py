@@ -282,6 +282,15 @@ def _refuse(head: HeadTensors, path, layout: str, k: int | None, dtype, own_embe
             raise InputError(path, "speculators' layout has its own embedding", "a shared one", "give --target, or use --to vllm")
 
 
+def check_servable(head: HeadTensors, path) -> None:
+    """Raises InputError where vLLM would refuse the folder that `head` was read from, or serve it wrongly."""
+    head.check()
+    if head.config.draft_vocab == head.config.vocab and "d2t" in weights.open_folder(weights.find_folder(path)):
+        raise InputError(path, "vLLM refuses d2t at full vocabulary", "one", "peagle convert --to vllm first, which leaves it out")
+    _refuse(head, path, head.layout, head.config.depths or 1, np.float32, own_embedding=True)
+    config_writing.vllm_config(head.config, "float32", None)  # what a config cannot say
+
+
 def _tables(head: HeadTensors, identity_d2t: bool) -> dict[str, np.ndarray]:
     cfg = head.config
     if cfg.draft_vocab != cfg.vocab:

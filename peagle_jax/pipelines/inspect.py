@@ -121,7 +121,7 @@ def _head(config: HeadConfig) -> dict:
         "taps, SpecForge numbering (output of layer i)": [t - 1 for t in config.taps],
         "mask token": config.mask_token if config.parallel else "none", "trained for K": config.depths or "not recorded",
         "draft vocabulary": f"{config.draft_vocab} of {config.vocab}", "fits targets of": _fits(config),
-        "as have": KNOWN.get((config.target_dim, config.vocab), "none that heads were published for"),
+        "published targets of that shape": KNOWN.get((config.target_dim, config.vocab), "none known here"),
         "options": [o for o in OPTIONS if getattr(config, o)] or "none",
         "sliding windows": list(config.windows) if any(config.windows) else "none", "rope": json.loads(config.rope.source)["rope_type"],
     }  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax.types import InputError
-from peagle_jax.weights.reading import INDEX, SINGLE
+from peagle_jax.weights.reading import INDEX, SINGLE, read_metadata
 from peagle_jax.weights.tensors import BUFFERS, NAMES, Tensor, blocks, finite, mapped_at, release, warn_unless_finite
 
 # what the writers of this package put into a folder: only a folder of these alone is replaced
@@ -34,7 +34,8 @@ def new_folder(path: Path) -> "FolderWriter":
 class FolderWriter:
     """Context manager: yields a temporary folder; on success it takes the place of `path`, on failure nothing is left.
 
-    An existing folder is replaced only if it holds nothing but what these writers write. A full disk is an InputError.
+    An existing folder is replaced only if it holds nothing but what these writers write, and its weights say that they did.
+    A full disk is an InputError.
     """
 
     def __init__(self, path: Path):
@@ -51,6 +52,9 @@ class FolderWriter:
                 raise InputError(self.path, "only a checkpoint folder is replaced", f"one that holds {foreign[0]}", "choose another name")
             if (self.path / "README.md").exists() and not (self.path / "config.json").exists():
                 raise InputError(self.path, "only a checkpoint folder is replaced", "one without config.json", "choose another name")
+            if any(self.path.glob("*.safetensors")) and not _is_ours(self.path):
+                got = "one of somebody else's"
+                raise InputError(self.path, "only a checkpoint folder that peagle wrote is replaced", got, "choose another name")
             self.work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
         except OSError as error:
             self._forget_parents()
@@ -90,6 +94,14 @@ class FolderWriter:
         for folder in self.made:
             if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether the weights of a folder say that this package wrote them: a download is never replaced."""
+    try:
+        return "peagle_jax" in read_metadata(folder).get("writer", "")
+    except InputError:
+        return False
 
 
 OnBytes = Callable[[int, int], None]  # told of the bytes written and of those to write in all

@@ -53,6 +53,8 @@ def test_round_trips(name, tmp_path):
                 convert(root / "A", root / "B", to="speculators")
             continue
         convert(root / "A", root / "B", to="speculators")
+        shape = weights.read_json(root / "B/config.json")["transformer_layer_config"]
+        assert shape.get("num_aux_hidden_states", 3) == len(HEADS[name].get("taps", (1, 2, 3)))  # vLLM assumes three
         convert(root / "B", root / "A3", to="vllm", max_shard_bytes=7000)
         same(root / "A", root / "A3")
         convert(root / "B", root / "run2", to="orbax")

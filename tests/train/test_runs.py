@@ -185,7 +185,7 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
         np.testing.assert_allclose(second[name], head[name], atol=1e-5, err_msg=name)
     raw["measure"] |= {"prompts": None}
     for name, held_out in (("third", 0.3), ("fourth", 0.0)):  # prompts of held-out answers; none: said, not hidden
-        raw |= {"out": str(tmp_path / name)}
+        raw |= {"out": str(tmp_path / name), "start_from": str(tmp_path / "second")}  # a training run, not a folder
         raw["data"] |= {"held_out": held_out}
         capsys.readouterr()
         assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0

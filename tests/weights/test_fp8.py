@@ -18,11 +18,11 @@ def scales(*shape, dtype=np.float32):
 
 @pytest.mark.parametrize("suffix, scale, spread", [
     ("_scale", scales(), lambda s: s), ("_scale", scales(1), lambda s: s), ("_scale", scales(5), lambda s: s[:, None]),
-    ("_scale", scales(5, 1, dtype=ml_dtypes.bfloat16), lambda s: s), ("_scale_inv", scales(2, 3), lambda s: np.kron(s, np.ones((3, 3)))[:5, :7]),
+    ("_scale", scales(5, 1, dtype=ml_dtypes.bfloat16), lambda s: s), ("_scale_inv", scales(2, 4), lambda s: np.kron(s, np.ones((3, 2)))[:5, :7]),
 ])  # fmt: skip
 def test_scales(suffix, scale, spread):
     tensors = {"m": MATRIX, f"m{suffix}": scale, "norm": np.ones(3, ml_dtypes.bfloat16), "layer.input_scale": scales(1)}
-    out = weights.dequantise(tensors, {"quantization_config": {"weight_block_size": [3, 3]}}, "x")
+    out = weights.dequantise(tensors, {"quantization_config": {"weight_block_size": [3, 2]}}, "x")
     assert out.quantised == ("m",) and out.left_out == ("layer.input_scale",) and out.tensors.keys() == {"m", "norm"}
     want = MATRIX.astype(np.float64) * spread(scale.astype(np.float64))
     got = np.asarray(out.tensors["m"])

@@ -70,10 +70,13 @@ def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
     """Copied by the kernel, or by a mapping where it cannot; every block's pages are given back."""
     rng = np.random.default_rng(0)
     tensors = {"a": rng.normal(size=1001).astype(np.float32), "odd": np.arange(7, dtype=np.uint8), "b": rng.normal(size=(30, 40)).astype(np.float16)}
-    weights.write_safetensors(tmp_path / "x.safetensors", tensors, {})
+    # a header of several pages: the mapping of the data then begins inside the file
+    weights.write_safetensors(tmp_path / "x.safetensors", tensors, {"long": "x" * 9000})
     monkeypatch.setattr(tensors_module, "BLOCK", 1024)
-    released, copied = [], []
-    monkeypatch.setattr(writing, "release", lambda block: released.append(block.nbytes) or tensors_module.release(block))
+    released, copied, cast = [], [], []
+    given_back = tensors_module.release
+    monkeypatch.setattr(tensors_module, "release", lambda block: cast.append(block.nbytes) or given_back(block))
+    monkeypatch.setattr(writing, "release", lambda block: released.append(block.nbytes) or given_back(block))
     real = os.copy_file_range
     if kernel == "copies":
         monkeypatch.setattr(os, "copy_file_range", lambda *args: copied.append(1) or real(args[0], args[1], min(args[2], 700), *args[3:]))
@@ -91,6 +94,7 @@ def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
     for name, want in (tensors | {"cast": tensors["a"].astype(np.float16)}).items():
         assert np.array_equal(read[name], want), name
     assert max(released) == 1024 and sum(released) == sum(t.nbytes for t in read.values()) and bool(copied) == (kernel == "copies")
+    assert cast == [1024, 1024, 1024, 932]  # what was cast came from the file, too
     assert np.array_equal(source["a"], tensors["a"])  # pages given back are read again when asked for
 
 
