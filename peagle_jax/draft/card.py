@@ -29,8 +29,9 @@ def head_card(
     origin = {word: f"`{facts[key]}`" for key, word in ORIGIN.items() if key in facts}
     return (
         f"---\nlibrary_name: peagle_jax\ntags: [speculative-decoding, {kind.lower()}]\n---\n# {name}\n\n"
-        f"A{'' if cfg.parallel else 'n'} {kind} draft head (arXiv:{'2602.01469' if cfg.parallel else '2503.01840'}): it drafts tokens for its "
-        f"target, whose text it does not change.\n\n## Serving\n\nvLLM 0.16 or newer (parallel drafting came with it; 0.32 was tried). "
+        f"{'A P-EAGLE' if cfg.parallel else 'An EAGLE-3'} draft head (arXiv:{'2602.01469' if cfg.parallel else '2503.01840'}): it drafts "
+        f"tokens for its target, whose text it does not change.\n\n## Serving\n\n"
+        "vLLM 0.16 or newer (parallel drafting came with it; 0.32 was tried). "
         f"`{name}` and `{target}` stand for a path or a hub id where vLLM runs:\n\n```\n{vllm}\n```\n"
         f"{alone if layout == 'speculators' and facts.get('target') else ''}\n"
         f"SageMaker: the same JSON in the variable `SM_VLLM_SPECULATIVE_CONFIG`:\n\n```\n"
