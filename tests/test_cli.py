@@ -141,6 +141,21 @@ def test_serve_config_names_what_the_folder_names(folders, capsys, tmp_path):
     assert "vllm serve TARGET --spec" in run(capsys, "serve-config", folders / "peagle", "--engine", "vllm")[1]
 
 
+def test_serve_config_refuses_what_vllm_would(folders, capsys, tmp_path):
+    from draft.folder_edits import edit
+
+    cases = {
+        "identity": (lambda t: t | {"d2t": np.zeros(len(t["embed_tokens.weight"]), np.int64)}, {}, "refuses d2t at full vocabulary"),
+        "windows": (None, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, "all layers have one sliding window"),
+        "lacking": (lambda t: {n: x for n, x in t.items() if n != "norm.weight"}, {}, "missing: norm.weight"),
+        "automodel": (None, {"architectures": ["LlamaEagle3DraftModel"]}, "serves the layouts vllm, speculators; got automodel"),
+    }  # fmt: skip
+    for name, (change, keys, words) in cases.items():
+        source = edit(folders / "peagle", tmp_path / name, change, **keys)
+        code, out, err = run(capsys, "serve-config", source, "--engine", "vllm")
+        assert code == 2 and words in err and not out, (name, err)
+
+
 def test_convert_a_target(folders, capsys, tmp_path):
     assert run(capsys, "convert", folders / "target", tmp_path / "t", "--to", "hf", "--dtype", "bfloat16")[0] == 0
     facts = json.loads(run(capsys, "inspect", tmp_path / "t", "--json")[1])

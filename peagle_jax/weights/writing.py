@@ -97,11 +97,12 @@ class FolderWriter:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the weights of a folder say that this package wrote them: a download is never replaced."""
+    """Whether the weights of a folder say that this package wrote them (its early versions: in `source`): a download is never replaced."""
     try:
-        return "peagle_jax" in read_metadata(folder).get("writer", "")
+        facts = read_metadata(folder)
     except InputError:
         return False
+    return "peagle_jax" in facts.get("writer", "") or "peagle " in facts.get("source", "")
 
 
 OnBytes = Callable[[int, int], None]  # told of the bytes written and of those to write in all

@@ -171,6 +171,25 @@ def test_a_folder_of_something_similar_is_not_replaced(tmp_path):
         (tmp_path / "a").rmdir()
 
 
+@pytest.mark.parametrize("facts, replaced", [
+    ({}, False), ({"format": "pt"}, False), ({"writer": "peagle_jax 0.1.0"}, True), ({"source": "peagle train, task peagle"}, True), (None, False),
+])  # fmt: skip
+def test_a_download_is_not_replaced(facts, replaced, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    if facts is None:
+        (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    else:
+        safetensors.numpy.save_file({"a": np.ones(2)}, tmp_path / "model.safetensors", metadata=facts)
+    if replaced:
+        with weights.new_folder(tmp_path) as work:
+            (work / "new").write_text("")
+        assert [p.name for p in tmp_path.iterdir()] == ["new"]
+        return
+    with pytest.raises(InputError, match="only a checkpoint folder that peagle wrote is replaced"), weights.new_folder(tmp_path):
+        pass
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_a_failure_leaves_no_folders_above_it(tmp_path):
     with pytest.raises(RuntimeError), weights.new_folder(tmp_path / "x" / "y" / "out"):
         raise RuntimeError
