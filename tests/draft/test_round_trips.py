@@ -39,28 +39,36 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_round_trips(name, tmp_path):
-    """Three dtypes, one file and shards; on the way back from B every time in shards of another size."""
-    for dtype, shards in FORMS:
-        root = tmp_path / f"{dtype}{shards}"
-        save_drafter(tiny.head(**HEADS[name]), root / "A", dtype=dtype, k=9, max_shard_bytes=shards)
-        convert(root / "A", root / "run", to="orbax")
-        convert(root / "run", root / "A2", to="vllm")
-        same(root / "A", root / "A2")
-        assert len(list((root / "A").glob("*.safetensors"))) > 1 if shards else (root / "A2/model.safetensors").exists()
-        if name in VLLM_ONLY:
-            with pytest.raises(InputError, match="ignores some options; got fc_norm, norm_output"):
-                convert(root / "A", root / "B", to="speculators")
-            continue
-        convert(root / "A", root / "B", to="speculators")
-        shape = weights.read_json(root / "B/config.json")["transformer_layer_config"]
-        assert shape.get("num_aux_hidden_states", 3) == len(HEADS[name].get("taps", (1, 2, 3)))  # vLLM assumes three
-        convert(root / "B", root / "A3", to="vllm", max_shard_bytes=7000)
-        same(root / "A", root / "A3")
-        convert(root / "B", root / "run2", to="orbax")
-        convert(root / "run2", root / "B2", to="speculators")
-        same(root / "B", root / "B2")
-        assert all(t.dtype == np.int64 for n, t in weights.open_folder(root / "B2").items() if n == "d2t")
+@pytest.mark.parametrize("form", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+def test_round_trips(name, form, tmp_path):
+    """Three dtypes, one file and shards; on the way back from B in shards of another size."""
+    round_trip(name, *FORMS[form], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "eagle3_options"])
+def test_round_trips_in_float16(name, tmp_path):
+    round_trip(name, *FORMS[2], tmp_path)
+
+
+def round_trip(name, dtype, shards, root):
+    save_drafter(tiny.head(**HEADS[name]), root / "A", dtype=dtype, k=9, max_shard_bytes=shards)
+    convert(root / "A", root / "run", to="orbax")
+    convert(root / "run", root / "A2", to="vllm")
+    same(root / "A", root / "A2")
+    assert len(list((root / "A").glob("*.safetensors"))) > 1 if shards else (root / "A2/model.safetensors").exists()
+    if name in VLLM_ONLY:
+        with pytest.raises(InputError, match="ignores some options; got fc_norm, norm_output"):
+            convert(root / "A", root / "B", to="speculators")
+        return
+    convert(root / "A", root / "B", to="speculators")
+    shape = weights.read_json(root / "B/config.json")["transformer_layer_config"]
+    assert shape.get("num_aux_hidden_states", 3) == len(HEADS[name].get("taps", (1, 2, 3)))  # vLLM assumes three
+    convert(root / "B", root / "A3", to="vllm", max_shard_bytes=7000)
+    same(root / "A", root / "A3")
+    convert(root / "B", root / "run2", to="orbax")
+    convert(root / "run2", root / "B2", to="speculators")
+    same(root / "B", root / "B2")
+    assert all(t.dtype == np.int64 for n, t in weights.open_folder(root / "B2").items() if n == "d2t")
 
 
 def test_what_float32_cannot_lose_another_dtype_may(tmp_path):
