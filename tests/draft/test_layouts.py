@@ -260,6 +260,13 @@ def test_inspect_says_what_loading_would(folder, tmp_path):
     assert facts["parameters"] == describe(folder)["parameters"] and facts["dtypes"] == ["float32"] and facts["came from"] == "a"
 
 
+def test_whole_numbers_are_no_weights(folder, tmp_path):
+    """A quantised matrix without its scales must not be read as if its numbers were the weights."""
+    source = edit(folder, tmp_path / "b", lambda t: t | {"fc.weight": np.ones(t["fc.weight"].shape, np.int8)})
+    with pytest.raises(InputError, match="wrong dtype: fc.weight int8 instead of float32"):
+        load_drafter(source)
+
+
 def test_one_tensor_under_two_spellings(folder, tmp_path):
     with pytest.raises(InputError, match="every tensor must have one name"):
         read_head(edit(folder, tmp_path / "b", lambda t: t | {"layers.0.hidden_norm.weight": np.ones(20, np.float32)}))
