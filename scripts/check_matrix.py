@@ -101,7 +101,7 @@ def write(name: str, out: Path) -> list[Case]:
     if route == "orbax":
         convert(own, out / f"{name}-orbax", to="orbax")
         source = out / f"{name}-orbax"
-    elif route != "own":
+    else:
         source = getattr(matrix_heads, f"as_{route}")(own, out / f"{name}-{route}")
     share = name == "eagle3_shared"
     convert(source, out / f"{name}-A", to="vllm", dtype=dtype, target=TARGET, k=K, max_shard_bytes=shard, share_embedding=share)

@@ -58,7 +58,8 @@ def check(args) -> bool:
     prompts = text.read_prompts(args.prompts, text.load_tokenizer(args.target))
     table = Table("drafter", "k", "same tokens", "near ties", "counters (drafts, drafted, accepted)", "per position", "agrees")
     agrees, rows = True, []
-    embedding, layers = load_target(args.target).params["embed"]["table"], load_target(args.target).config.layers
+    plain = load_target(args.target)
+    embedding, layers = plain.params["embed"]["table"], plain.config.layers
     heads = [load_drafter(folder, dtype=np.float32, embedding=embedding, target_layers=layers) for folder in args.drafter]
     jobs = [
         {"target": str(args.target), "drafter": str(folder), "k": args.k, "parallel": head.config.parallel, "prompts": prompts,

@@ -3,8 +3,8 @@
     .venv/bin/python scripts/measure_convert.py [--gigabytes 4] [--rounds 3] [--work runs/convert] [--out results/convert.jsonl]
 
 The head is of GPT-OSS-20B's shape (width 2880, vocabulary 201,088; layers until the size is reached), the target a Qwen3 of the same bytes.
-Each conversion is a process of its own: seconds are wall time without its imports, which are given apart; memory is the peak of its
-resident set beyond what the imports take, and the part of it that is its own (anonymous), both from /proc.
+Each conversion is a process of its own: seconds are wall time without its imports; memory is the peak of its resident set beyond what
+the imports take, and the part of it that is its own (anonymous), both from /proc.
 """
 
 import argparse

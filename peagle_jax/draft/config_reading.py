@@ -11,7 +11,7 @@ from peagle_jax.weights import Fields, Tensor
 
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order, after dflash_config.mask_token_id
 TAPS = "eagle_aux_hidden_state_layer_ids"
-NUMBERINGS = ("input", "output")  # an id names the layer whose input is tapped (vLLM, speculators), or whose output is
+# an id names the layer whose input is tapped (vLLM, speculators), or whose output is: numbering "input" and "output"
 COUNTS_OUTPUTS = ("automodel", "specforge")
 
 

@@ -185,11 +185,11 @@ def to_model(head: HeadTensors, *, dtype: DTypeLike | None = None, embedding: np
 # ---------------------------------------------------------------- writing
 
 
-def of_model(head: Model, source: str = "peagle_jax.save_drafter") -> HeadTensors:
+def of_model(head: Model) -> HeadTensors:
     tensors = weights.export(head.params, names.table(head.config))
     if "d2t" in tensors:
         tensors["d2t"] = np.asarray(tensors["d2t"]).astype(np.int64)
-    return HeadTensors(head.config, tensors, layout="peagle_jax", source=source)
+    return HeadTensors(head.config, tensors, layout="peagle_jax", source="peagle_jax.save_drafter")
 
 
 def save_drafter(
@@ -248,7 +248,7 @@ def write_head(
         config = config_writing.vllm_config(cfg, name, k)
     else:
         config = config_writing.speculators_config(cfg, name, k, head.target, head.target_architecture)
-    left_out = () if identity_d2t else head.left_out
+    left_out = [name for name in head.left_out if name not in tensors]  # what --identity-d2t put back is in
     facts = {
         "source": head.source, "source_layout": head.layout, "target": head.target, "target_architecture": head.target_architecture,
         "left_out": " ".join(left_out), "writer": versions(), **(metadata or {}),

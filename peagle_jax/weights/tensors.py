@@ -20,7 +20,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FLOATING = tuple(np.dtype(DTYPES[name]) for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
-BLOCK = 16 << 20  # bytes copied at a time: of 1, 4, 16 and 64 MB the fastest for the kernel's copy (LOG.md)
+BLOCK = 16 << 20  # bytes copied at a time: of 4, 16 and 64 MB the fastest for the kernel's copy (LOG.md)
 BUFFERS = 4
 SCANNED = 1 << 16  # elements looked at together: they stay in the processor's cache
 

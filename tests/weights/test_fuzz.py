@@ -3,7 +3,6 @@
 import json
 import struct
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -91,7 +90,7 @@ def check(folder, content: bytes) -> None:
     assert theirs is not None and ours.keys() == theirs.keys()
     for name, (kind, shape, data) in theirs.items():
         assert list(ours[name].shape) == shape and ours[name].tobytes() == data
-        assert NAMES[ours[name].dtype.type] == kind or ours[name].dtype == np.dtype(ml_dtypes.bfloat16)
+        assert NAMES[ours[name].dtype.type] == kind
 
 
 ORDINARY = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
