@@ -26,7 +26,8 @@ from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.layers import Rope
 from peagle_jax.origin import provenance
-from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config, default_taps
+from peagle_jax.targets.config import default_taps
+from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config
 from peagle_jax.types import Model
 
 KS, CONTEXT, VOCAB, STEPS = (1, 2, 4, 8, 11, 16), 256, 4096, 20
@@ -37,6 +38,7 @@ def make_target(layers: int, dim: int) -> Model:
         vocab=VOCAB, layers=layers, dim=dim, mlp_dim=3 * dim, heads=dim // 64, kv_heads=max(1, dim // 128), head_dim=64,
         rope=Rope.from_hf({"rope_theta": 1e4}, 64, ""), norm_eps=1e-6, attention_bias=False, tied_embeddings=False,
         windows=(None,) * layers, context=4096, taps=default_taps(layers), dtype=jnp.float32, stop_ids=(),
+        source=None,
     )  # fmt: skip
     return Model.of(Qwen3(config, rngs=nnx.Rngs(0)), config)
 

@@ -7,6 +7,7 @@ M packed multi-token (depth >= 1) training elements   W draft vocabulary
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -53,6 +54,16 @@ class Model:
         return nnx.merge(self.graph, params)
 
 
+@dataclasses.dataclass(frozen=True)
+class CacheShape:
+    """Model layers whose keys and values have one shape; what a cache of them is made from."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int | None  # of all of them, in tokens; None: they see everything
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVGroup:
@@ -65,15 +76,16 @@ class KVGroup:
     k: tuple[Float[Array, "B G S H"], ...]
     v: tuple[Float[Array, "B G S H"], ...]
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # model layers held, in order
+    ring: bool = dataclasses.field(metadata={"static": True})  # position p lies in slot p mod S; otherwise in slot p
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """What the model has read: `length[b]` slots of row b are real.
+    """What the model has read: `length[b]` positions of row b are real.
 
     Rolling back rejected tokens is `dataclasses.replace(cache, length=shorter)`: attention never looks past the
-    querying token's own slot, and the next write overwrites what lies there. Zero-filled, because a NaN in a masked
+    querying token's own position, and the next write overwrites what lies there. Zero-filled, because a NaN in a masked
     slot would still leak through 0 * NaN.
     """
 
@@ -81,14 +93,22 @@ class KVCache:
     length: Int[Array, " B"]
 
     @classmethod
-    def empty(cls, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype) -> "KVCache":
-        zeros = tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
-        again = tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
-        return cls((KVGroup(zeros, again, tuple(range(layers))),), jnp.zeros(batch, jnp.int32))
+    def empty(cls, shapes: Sequence[CacheShape], batch: int, slots: int, dtype, *, block: int | None = None) -> "KVCache":
+        """Room for `slots` positions.
 
-    @property
-    def slots(self) -> int:
-        return self.groups[0].k[0].shape[2]
+        Args:
+          block: positions written at once, at most. Sliding layers then get a ring of window + block slots, if that is
+            fewer: when the last of a block is written, everything its first query sees is still there, and so is
+            everything that a query sees after any part of the block was rolled back. None: no rings.
+        """
+
+        def group(shape: CacheShape) -> KVGroup:
+            ring = block is not None and shape.window is not None and shape.window + block < slots
+            size = (batch, shape.kv_heads, shape.window + block if ring else slots, shape.head_dim)
+            zeros = lambda: tuple(jnp.zeros(size, dtype) for _ in shape.layers)  # noqa: E731
+            return KVGroup(zeros(), zeros(), tuple(shape.layers), ring)
+
+        return cls(tuple(group(shape) for shape in shapes), jnp.zeros(batch, jnp.int32))
 
     def find(self, layer: int) -> tuple[int, int]:
         """The group that holds a model layer, and the layer's place in it."""
@@ -98,22 +118,31 @@ class KVCache:
         raise KeyError(f"no cache group holds layer {layer}")
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionRule:
+    """What a layer's attention is, beside queries, keys and values."""
+
+    window: int | None  # the query at position p sees p-window+1 .. p; None: 0 .. p
+    scale: float  # of the scores
+    sinks: Float[Array, " N"] | None = None  # one more logit a head, whose share of the softmax goes nowhere (GPT-OSS)
+
+
 @runtime_checkable
 class Attend(Protocol):
     """Attention as an argument: decoding passes a cached one, training prefix + chain, tests a plain mask.
 
-    `state` is whatever that attention threads through the layers (a KVCache, or None); `window` is the layer's
-    sliding window in tokens, or None.
+    `state` is whatever that attention threads through the layers (a KVCache, or None at first). `k` and `v` are None
+    for a layer that reads those of an earlier one (Gemma 4): `layer` is then the earlier layer.
     """
 
     def __call__(
         self,
         layer: int,
         q: Float[Array, "B T N H"],
-        k: Float[Array, "B T G H"],
-        v: Float[Array, "B T G H"],
+        k: Float[Array, "B T G H"] | None,
+        v: Float[Array, "B T G H"] | None,
         state: Any,
-        window: int | None,
+        rule: AttentionRule,
     ) -> tuple[Float[Array, "B T N H"], Any]: ...
 
 

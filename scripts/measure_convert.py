@@ -79,6 +79,7 @@ def make_target(folder: Path, size: int) -> None:
             vocab=151_936, layers=layers, dim=2560, mlp_dim=9728, heads=32, kv_heads=8, head_dim=128,
             rope=Rope.from_hf({"rope_theta": 1e6}, 128, ""), norm_eps=1e-6, attention_bias=False, tied_embeddings=True,
             windows=(None,) * layers, context=40_960, taps=(), dtype=ml_dtypes.bfloat16, stop_ids=(0,),
+            source=None,
         )  # fmt: skip
 
     def shapes(layers):

@@ -34,7 +34,7 @@ def target_config(**changes) -> Qwen3Config:
     config = Qwen3Config(
         vocab=41, layers=4, dim=24, mlp_dim=40, heads=4, kv_heads=2, head_dim=12, rope=Rope.from_hf({"rope_theta": 777.0}, 12, ""),
         norm_eps=3e-3, attention_bias=False, tied_embeddings=False, windows=(None,) * 4, context=96, taps=TAPS, dtype=jnp.float32,
-        stop_ids=(),
+        stop_ids=(), source=None,
     )  # fmt: skip
     if "head_dim" in changes:
         changes = {"rope": Rope.from_hf({"rope_theta": 777.0}, changes["head_dim"], ""), **changes}

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope
-from peagle_jax.types import Attend, KVCache, Model
+from peagle_jax.types import Attend, CacheShape, KVCache, Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,8 @@ class HeadConfig:
         return self.mask_token is not None
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
-        return KVCache.empty(self.layers, batch, slots, self.kv_heads, self.head_dim, self.dtype)
+        shape = CacheShape(tuple(range(self.layers)), self.kv_heads, self.head_dim, None)  # windows by mask: a head's cache is small
+        return KVCache.empty((shape,), batch, slots, self.dtype)
 
 
 class Buffer(nnx.Variable):

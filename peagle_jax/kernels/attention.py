@@ -12,22 +12,37 @@ def reference(
     k: Float[Array, "B G S H"],
     v: Float[Array, "B G S H"],
     positions: Int[Array, "B T"],
+    held: Int[Array, "B_or_1 S"],
+    *,
     window: int | None,
+    scale: float,
+    sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention with grouped heads; the query at position p sees slots p-window+1 .. p (0 .. p without window).
+    """Softmax attention with grouped heads; the query at position p sees positions p-window+1 .. p (0 .. p without window).
 
     Scores and softmax in float32, as transformers' eager attention does.
+
+    Args:
+      held: the position whose key and value lie in each slot; below 0 for a slot that holds none.
+      sinks: a logit a head that takes part in the softmax and has no value.
     """
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
     R = N // G
     # all queries of a KV head as the rows of one product: no transposed copy of the cache, half the time on CPU (LOG.md)
     q = q.reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
-    scores = jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32).reshape(B, G, R, T, S) * H**-0.5
-    slot = jnp.arange(S)[None, None]
-    seen = slot <= positions[..., None]
+    scores = jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32).reshape(B, G, R, T, S) * scale
+    held = held[:, None]
+    seen = (held >= 0) & (held <= positions[..., None])
     if window is not None:
-        seen &= slot > positions[..., None] - window
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1).astype(v.dtype)
-    y = jnp.matmul(weights.reshape(B, G, R * T, S), v).reshape(B, G, R, T, H)
+        seen &= held > positions[..., None] - window
+    scores = jnp.where(seen[:, None, None], scores, MASKED)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(1, G, R, 1, 1)
+        top = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
+        weights = jnp.exp(scores - top)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
+    y = jnp.matmul(weights.astype(v.dtype).reshape(B, G, R * T, S), v).reshape(B, G, R, T, H)
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)

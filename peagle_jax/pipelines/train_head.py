@@ -172,9 +172,9 @@ def _loss(run: HeadRun, target: Model, head: Model, params, batch, fixed):
     module, reader = head.bind({**params, **frozen}), target.bind(target_params)
     rows = training_rows(reader, batch, document, supervised)
     if isinstance(run, PeagleRun):
-        loss, by_depth = peagle_loss(module, rows, cod, depths.k, reader.output_weight())
+        loss, by_depth = peagle_loss(module, rows, cod, depths.k, reader.output_weight(), reader.logit_cap)
     else:
-        loss, by_depth = eagle3_loss(module, rows, depths.k, run.ttt.decay, reader.output_weight())
+        loss, by_depth = eagle3_loss(module, rows, depths.k, run.ttt.decay, reader.output_weight(), reader.logit_cap)
     return loss, {"accuracy": by_depth["correct"] / jnp.maximum(by_depth["total"], 1)}
 
 

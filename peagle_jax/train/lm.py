@@ -67,6 +67,7 @@ def _config(run: LmRun, vocab: int, stop: int) -> qwen3.Qwen3Config:
         vocab=vocab, layers=m.layers, dim=m.dim, mlp_dim=m.mlp_dim, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim,
         rope=Rope.from_hf({"rope_theta": m.rope_theta}, m.head_dim, "model"), norm_eps=1e-6, attention_bias=False,
         tied_embeddings=False, windows=(None,) * m.layers, context=m.context, taps=(), dtype=jnp.float32, stop_ids=(stop,),
+        source=None,
     )  # fmt: skip
 
 

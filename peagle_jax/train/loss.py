@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.layers import soft_cap
+
 ROWS = 2048  # packed elements whose logits exist at one time
 
 
@@ -25,6 +27,7 @@ def distill(
     weight: Float[Array, " P"],
     depth: Int[Array, " P"],
     depths: int,
+    logit_cap: float | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, " K"]]]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's, by depth.
 
@@ -35,6 +38,7 @@ def distill(
       teacher_hidden: the target's final hidden states, one a shifted position.
       where: row of `teacher_hidden` that each element learns from.
       weight: 0 for padding and unsupervised elements.
+      logit_cap: of the target's logits (Gemma).
 
     Returns:
       sum(weight * loss), {"correct": weighted hits, "total": weights} by depth.
@@ -47,7 +51,7 @@ def distill(
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def part(total, xs):
         hidden, where, weight, depth = xs
-        student, teacher = logits(hidden), jax.lax.stop_gradient(teacher_hidden[where] @ teacher_weight)
+        student, teacher = logits(hidden), jax.lax.stop_gradient(soft_cap(teacher_hidden[where] @ teacher_weight, logit_cap))
         loss = jnp.sum(weight * forward_kl(student, teacher))
         hit = weight * (jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1))
         by_depth = lambda x: jnp.zeros(depths).at[depth].add(x)  # noqa: E731

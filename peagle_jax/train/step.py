@@ -17,7 +17,7 @@ def teacher_columns(head: DraftHead, output_weight: Float[Array, "E V"]) -> Floa
     return output_weight if head.d2t is None else output_weight[:, head.target_ids()]
 
 
-def peagle_loss(head: DraftHead, rows: Rows, cod: CodSample, depths: int, output_weight: Float[Array, "E V"]):
+def peagle_loss(head: DraftHead, rows: Rows, cod: CodSample, depths: int, output_weight: Float[Array, "E V"], logit_cap: float | None = None):
     """Mean KL over supervised elements of all depths, with one denominator for the batch.
 
     Args:
@@ -25,6 +25,7 @@ def peagle_loss(head: DraftHead, rows: Rows, cod: CodSample, depths: int, output
       cod: the depth >= 1 elements.
       depths: K.
       output_weight: of the target, over its whole vocabulary.
+      logit_cap: of the target's logits (Gemma).
 
     Returns:
       loss in nats, {"correct", "total"} by depth [K].
@@ -51,6 +52,7 @@ def peagle_loss(head: DraftHead, rows: Rows, cod: CodSample, depths: int, output
     where = positions + n * jnp.arange(B)[:, None]
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
     total, by_depth = distill(
-        head.logits, flat(hidden), teacher_columns(head, output_weight), flat(rows.teacher), flat(where), flat(weight), flat(depth), depths
-    )
+        head.logits, flat(hidden), teacher_columns(head, output_weight), flat(rows.teacher), flat(where), flat(weight), flat(depth), depths,
+        logit_cap,
+    )  # fmt: skip
     return total / jnp.maximum(jax.lax.stop_gradient(weight.sum()), 1), by_depth

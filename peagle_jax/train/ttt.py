@@ -14,6 +14,7 @@ from peagle_jax.train.attention import merge_chain, prefix
 from peagle_jax.train.features import Rows
 from peagle_jax.train.loss import distill
 from peagle_jax.train.step import teacher_columns
+from peagle_jax.types import AttentionRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +24,19 @@ class Unrolled:
     document: Int[Array, "B n"]
     step: int
 
-    def __call__(self, layer: int, q, k, v, state: dict, window: int | None):
+    def __call__(self, layer: int, q, k, v, state: dict, rule: AttentionRule):
         state = {**state, (layer, self.step): (k, v)}
         here = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
         first_k, first_v = state[layer, 0]
-        y, lse = prefix(q, first_k, first_v, here, here + self.step, self.document, self.document, window)
+        y, lse = prefix(q, first_k, first_v, here, here + self.step, self.document, self.document, rule)
         chain = []
         for step in range(1, self.step + 1):
-            seen = jnp.full(here.shape, window is None or self.step - step < window)
+            seen = jnp.full(here.shape, rule.window is None or self.step - step < rule.window)
             chain.append((*state[layer, step], seen))
-        return merge_chain(q, y, lse, chain), state
+        return merge_chain(q, y, lse, chain, rule.scale), state
 
 
-def eagle3_loss(head: DraftHead, rows: Rows, steps: int, decay: float, output_weight: Float[Array, "E V"]):
+def eagle3_loss(head: DraftHead, rows: Rows, steps: int, decay: float, output_weight: Float[Array, "E V"], logit_cap: float | None = None):
     """Sum over steps of decay**j times the mean KL of step j, each over its own supervised rows, as speculators does.
 
     Returns:
@@ -56,7 +57,7 @@ def eagle3_loss(head: DraftHead, rows: Rows, steps: int, decay: float, output_we
         weight = learns.astype(jnp.float32)
         where = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
         part, by_depth = distill(head.logits, flat(hidden), columns, flat(rows.teacher), flat(where), flat(weight),
-                                 jnp.zeros(B * n, jnp.int32), 1)  # fmt: skip
+                                 jnp.zeros(B * n, jnp.int32), 1, logit_cap)  # fmt: skip
         loss += decay**step * part / jnp.maximum(weight.sum(), 1)
         correct, total = [*correct, by_depth["correct"]], [*total, by_depth["total"]]
     return loss, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}

@@ -3,7 +3,9 @@
 Knows no model.
 """
 
+import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,10 +26,18 @@ class Layout:
     to_jax: Callable[[np.ndarray], np.ndarray]
     to_torch: Callable[[np.ndarray], np.ndarray]
     fits: Callable[[tuple, tuple], bool] = lambda got, want: got == want  # whether a torch shape may stand for another
+    place: tuple[int | slice, ...] | None = None  # the part of our parameter that the tensor is, an expert first; None: all of it
+
+    def at(self, *place: int | slice) -> "Layout":
+        return dataclasses.replace(self, place=place)
+
+    def part(self, leaf):
+        return leaf if self.place is None else leaf[self.place]
 
 
 SAME = Layout("same", lambda t: t, lambda t: t)
 LINEAR = Layout("linear", lambda t: t.T, lambda t: t.T)  # torch [out, in] <-> [in, out]
+BANK = Layout("bank", lambda t: t.swapaxes(1, 2), lambda t: t.swapaxes(1, 2))  # the same for every expert of a stack
 Table = Mapping[str, tuple[str, Layout]]  # checkpoint name -> (our path, layout)
 
 
@@ -59,11 +69,16 @@ def check(make: Callable[[], nnx.Module], tensors: Mapping[str, Tensor], table: 
     expected = dict(flat(nnx.to_pure_dict(state)))
     if stray := {path for path, _ in table.values()} ^ expected.keys():
         raise AssertionError(f"the table and the model disagree on parameters: {_sample(stray)}")
+    filled = collections.Counter()
+    for path, layout in table.values():
+        filled[path] += math.prod(_torch_shape(layout, expected[path]))
+    if gaps := [path for path, size in filled.items() if size != math.prod(expected[path].shape)]:
+        raise AssertionError(f"the table fills these parameters in part or twice: {_sample(gaps)}")
     misshapen, other = [], []
     for name in table.keys() & tensors.keys():
         path, layout = table[name]
         mine, theirs = tensors[name], expected[path]
-        want = jax.eval_shape(layout.to_torch, jax.ShapeDtypeStruct(theirs.shape, theirs.dtype)).shape
+        want = _torch_shape(layout, theirs)
         if not layout.fits(mine.shape, want):
             misshapen.append(f"{name} {list(mine.shape)} where the config says {list(want)}")
         if (mine.dtype in FLOATING) != jnp.issubdtype(theirs.dtype, jnp.floating):
@@ -76,20 +91,65 @@ def check(make: Callable[[], nnx.Module], tensors: Mapping[str, Tensor], table: 
     return graph, expected
 
 
-def load(make: Callable[[], nnx.Module], config, tensors: Mapping[str, Tensor], table: Table, where) -> Model:
-    """Fills a model from checkpoint tensors, one after the other.
+Placement = Callable[[str, Any], jax.sharding.Sharding]  # path and shape of a parameter -> where it lies
+
+
+def load(
+    make: Callable[[], nnx.Module], config, tensors: Mapping[str, Tensor], table: Table, where, place: Placement | None = None
+) -> Model:  # fmt: skip
+    """Fills a model from checkpoint tensors, one parameter after the other.
+
+    Args:
+      place: each device's slice is read from the file and put there, and this process reads no other. None: every
+        parameter whole, on the default device.
 
     Raises:
       InputError: see `check`.
     """
     graph, expected = check(make, tensors, table, where)
-    filled = {}
+    sources: dict[str, list[tuple[str, Layout]]] = {}
     for name, (path, layout) in table.items():
-        array = np.asarray(tensors[name])
-        good = finite(np.ascontiguousarray(array).reshape(-1).view(np.uint8), array.dtype)
-        warn_unless_finite(where, name, good)
-        filled[path] = jnp.array(layout.to_jax(array), expected[path].dtype)  # a copy: the file may change
+        sources.setdefault(path, []).append((name, layout))
+    warned: set[str] = set()
+    newest: dict[str, np.ndarray] = {}  # the tensor read last: several devices may want slices of it
+
+    def tensor(name: str, layout: Layout, index) -> np.ndarray:
+        if name not in newest:
+            newest.clear()
+            newest[name] = np.asarray(tensors[name])
+        array = layout.to_jax(newest[name])[index]
+        if name not in warned and not finite(np.ascontiguousarray(array).reshape(-1).view(np.uint8), array.dtype):
+            warned.add(name)
+            warn_unless_finite(where, name, False)
+        return array
+
+    def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+        """That part of a parameter; perhaps a view of the file."""
+        name, layout = sources[path][0]
+        if layout.place is None:
+            return tensor(name, layout, index)
+        want = expected[path]
+        rows = range(want.shape[0])[index[0]]
+        out = np.empty((len(rows), *want.shape[1:]), want.dtype)
+        for name, layout in sources[path]:
+            if layout.place[0] in rows:
+                out[layout.place[0] - rows.start, *layout.place[1:]] = tensor(name, layout, ...)
+        return out[:, *index[1:]]
+
+    filled = {}
+    for path, want in expected.items():
+        copy = lambda index, path=path, want=want: np.array(read(path, index), want.dtype)  # noqa: E731 the file may change
+        if place is None:
+            filled[path] = jnp.array(read(path, (slice(None),) * len(want.shape)), want.dtype)
+        else:
+            filled[path] = jax.make_array_from_callback(want.shape, place(path, want), copy, dtype=want.dtype)
+        newest.clear()
     return Model(config, graph, nest(filled))
+
+
+def _torch_shape(layout: Layout, leaf) -> tuple[int, ...]:
+    make = lambda: layout.to_torch(layout.part(jnp.zeros(leaf.shape, leaf.dtype)))  # noqa: E731
+    return jax.eval_shape(make).shape
 
 
 def export(params: Params, table: Table) -> dict[str, Tensor]:
@@ -97,9 +157,8 @@ def export(params: Params, table: Table) -> dict[str, Tensor]:
     leaves = dict(flat(params))
     result = {}
     for name, (path, layout) in table.items():
-        leaf = leaves[path]
-        shape = jax.eval_shape(layout.to_torch, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).shape
-        result[name] = apply(layout.to_torch, leaf, shape, leaf.dtype)
+        whole = lambda leaf, layout=layout: layout.to_torch(layout.part(leaf))  # noqa: E731
+        result[name] = apply(whole, leaves[path], _torch_shape(layout, leaves[path]), leaves[path].dtype)
     return result
 
 

@@ -12,7 +12,7 @@ import pytest
 from peagle_jax import weights
 from peagle_jax.layers import CachedAttention
 from peagle_jax.pipelines.convert import convert
-from peagle_jax.targets import load_target, qwen3, save_target
+from peagle_jax.targets import config, load_target, qwen3, save_target
 from peagle_jax.types import InputError
 
 torch = pytest.importorskip("torch")
@@ -156,7 +156,7 @@ def test_reads_the_old_rope_spelling(pair, tmp_path):
 
 @pytest.mark.parametrize("layers, taps", [(3, (1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4)), (36, (2, 18, 33))])
 def test_default_taps_ascend(layers, taps):
-    assert qwen3.default_taps(layers) == taps
+    assert config.default_taps(layers) == taps
 
 
 def test_every_misfit_is_named_at_once(pair, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from peagle_jax.train import attention
 from peagle_jax.train.attention import PackedCausal, PrefixChain
 from peagle_jax.train.cod import Cod, cod_sample
+from peagle_jax.types import AttentionRule
 
 B, n, N, G, H, K = 2, 26, 4, 2, 8, 5
 TOLERANCE = 1e-6
@@ -54,7 +55,7 @@ def test_equals_dense(window, chunk, monkeypatch):
         out, grads = jax.value_and_grad(lambda *x: (f(*x) * mask).sum(), argnums=(0, 1, 2))(q, k, v)
         return (f(q, k, v) * (mask != 0), out, *grads)
 
-    ours = value(lambda q, k, v: attend(0, q, k, v, None, window)[0])
+    ours = value(lambda q, k, v: attend(0, q, k, v, None, AttentionRule(window, H**-0.5))[0])
     theirs = value(lambda q, k, v: dense(document, cod, q, k, v, window)[0])
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=TOLERANCE * np.abs(b).max(), rtol=0)
@@ -65,7 +66,7 @@ def test_the_worked_example():
     q = k = jnp.zeros((1, 6, 1, 8))  # equal scores: the output is the mean of the values seen
     v = jnp.eye(6, 8)[None, :, None]
     attend = PrefixChain(jnp.array([[1, 1]]), jnp.array([[1, 2]]), jnp.zeros((1, 4), jnp.int32), 3)
-    out, _ = attend(0, q, k, v, None, None)
+    out, _ = attend(0, q, k, v, None, AttentionRule(None, 8**-0.5))
     np.testing.assert_allclose(out[0, 5, 0], [0.25, 0.25, 0, 0, 0.25, 0.25, 0, 0], atol=1e-6)
     np.testing.assert_allclose(out[0, 4, 0], [1 / 3, 1 / 3, 0, 0, 1 / 3, 0, 0, 0], atol=1e-6)
     np.testing.assert_allclose(out[0, 2, 0], [1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 0, 0], atol=1e-6)
@@ -73,6 +74,6 @@ def test_the_worked_example():
 
 def test_documents_do_not_see_each_other():
     document, _, q, k, v, _ = inputs()
-    f = lambda v: PackedCausal(jnp.asarray(document))(0, q[:, :n], k[:, :n], v, None, None)[0][0, 9:22].sum()  # noqa: E731
+    f = lambda v: PackedCausal(jnp.asarray(document))(0, q[:, :n], k[:, :n], v, None, AttentionRule(None, H**-0.5))[0][0, 9:22].sum()  # noqa: E731
     seen = np.abs(np.asarray(jax.grad(f)(v[:, :n]))).sum((2, 3))[0] > 0
     assert np.array_equal(seen, document[0] == 1)

@@ -1,67 +1,15 @@
-"""What targets and draft heads share: norms, projections, rotary embeddings, attention, gated MLP.
-
-Numerics follow transformers' Llama and Qwen3: norms, angles and softmax in float32, everything else in the weights' dtype.
-"""
+"""Rotary embeddings of every kind that a supported checkpoint asks for; formulas of transformers' modeling_rope_utils.py (5.23)."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.kernels import attention
-from peagle_jax.types import Attend, InputError, KVCache
-
-# ---------------------------------------------------------------- parameters
-
-
-def _normal(rngs: nnx.Rngs, shape, dtype, scale: float = 0.02) -> nnx.Param:
-    return nnx.Param((scale * jax.random.normal(rngs.params(), shape)).astype(dtype))
-
-
-class Linear(nnx.Module):
-    """`x @ kernel`; the kernel is [in, out], faster than torch's [out, in] on CPU for two rows and more."""
-
-    def __init__(self, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
-        self.kernel = _normal(rngs, (inputs, outputs), dtype, inputs**-0.5)
-        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
-
-    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        # rows in one axis: XLA's gradient of a matrix contracts one axis of rows twice as fast as two on CPU (LOG.md)
-        y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...]).reshape(*x.shape[:-1], -1)
-        if self.bias is None:
-            return y
-        bias = self.bias[...]
-        return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
-
-
-class RMSNorm(nnx.Module):
-    """Normalises in float32, rounds to the input's dtype, then scales (modeling_llama.py, transformers 5.23)."""
-
-    def __init__(self, dim: int, eps: float, *, dtype):
-        self.scale = nnx.Param(jnp.ones(dim, dtype))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,)) * y.astype(x.dtype)
-
-
-class Embedding(nnx.Module):
-    def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
-        self.table = _normal(rngs, (vocab, dim), dtype)
-
-    def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        return self.table[...][tokens]
-
-
-# ---------------------------------------------------------------- rotary embeddings
+from peagle_jax.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +65,10 @@ def _check_rope(spec: Mapping, context, head_dim: int, where: str) -> None:
         got = f"{theta}, {factor}, {low} and {high}, {head_dim}"
         rule = "rope_theta must be above 0 (YaRN: 1), factor above 0, low_freq_factor below high_freq_factor, head_dim even, to 65,536"
         raise InputError(where, rule, got, "mend the config")
-    if spec.get("partial_rotary_factor", 1) != 1:
-        rule = "partial_rotary_factor must be 1: all of a head is rotated here"
-        raise InputError(where, rule, spec["partial_rotary_factor"], "use another checkpoint")
+    part = spec.get("partial_rotary_factor", 1)
+    if part > 1 or part != 1 and spec["rope_type"] != "proportional":
+        rule = "partial_rotary_factor must be 1 (of rope_type proportional: at most 1): all of a head is rotated here"
+        raise InputError(where, rule, part, "use another checkpoint")
     if spec["rope_type"] in ("yarn", "llama3") and not context:
         rule = "llama3 and YaRN need original_max_position_embeddings or max_position_embeddings"
         raise InputError(where, rule, "neither", "mend the config")
@@ -164,63 +113,10 @@ def _yarn(plain, spec, context, head_dim):
     return plain / factor * ramp + plain * (1 - ramp), scale
 
 
-ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _proportional(plain, spec, context, head_dim):
+    """Gemma 4's full-attention layers: the first share of the pairs turns as in a fully rotated head, the others stand still."""
+    pairs = int(spec.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    return np.where(np.arange(head_dim // 2) < pairs, plain, 0.0) / spec.get("factor", 1.0), 1.0
 
 
-# ---------------------------------------------------------------- attention and MLP
-
-
-@dataclasses.dataclass(frozen=True)
-class CachedAttention:
-    """Writes this call's keys and values at `positions`, then attends over the whole cache.
-
-    Rows may be followed by padding at later positions: nothing real looks past its own position, and the next call
-    overwrites what padding wrote. Writes outside the cache are dropped.
-    """
-
-    positions: Int[Array, "B T"]
-
-    def __call__(self, layer: int, q, k, v, state: KVCache, window: int | None):
-        g, i = state.find(layer)
-        group = state.groups[g]
-        rows = jnp.arange(q.shape[0])[:, None]
-        keys = group.k[i].at[rows, :, self.positions].set(k.astype(group.k[i].dtype), mode="drop")
-        values = group.v[i].at[rows, :, self.positions].set(v.astype(group.v[i].dtype), mode="drop")
-        y = attention.reference(q, keys, values, self.positions, window)
-        group = dataclasses.replace(group, k=(*group.k[:i], keys, *group.k[i + 1 :]), v=(*group.v[:i], values, *group.v[i + 1 :]))
-        return y, dataclasses.replace(state, groups=(*state.groups[:g], group, *state.groups[g + 1 :]))
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention; with `qk_norm` each head's q and k are normalised before the rotation (Qwen3)."""
-
-    def __init__(
-        self, inputs: int, dim: int, heads: int, kv_heads: int, head_dim: int, rope: Rope, *,
-        bias: bool, qk_norm: bool, eps: float, window: int | None, dtype, rngs: nnx.Rngs,
-    ):  # fmt: skip
-        self.q = Linear(inputs, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(inputs, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(inputs, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.o = Linear(heads * head_dim, dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.q_norm = RMSNorm(head_dim, eps, dtype=dtype) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps, dtype=dtype) if qk_norm else None
-        self.head_dim, self.rope, self.window = head_dim, rope, window
-
-    def __call__(self, x: Float[Array, "B T I"], positions: Int[Array, "B T"], layer: int, attend: Attend, state):
-        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        y, state = attend(layer, self.rope(q, positions), self.rope(k, positions), v, state, self.window)
-        return self.o(y.reshape(*x.shape[:2], -1)), state
-
-
-class MLP(nnx.Module):
-    """Gated MLP with SiLU."""
-
-    def __init__(self, dim: int, mlp_dim: int, *, dtype, rngs: nnx.Rngs):
-        self.gate = Linear(dim, mlp_dim, dtype=dtype, rngs=rngs)
-        self.up = Linear(dim, mlp_dim, dtype=dtype, rngs=rngs)
-        self.down = Linear(mlp_dim, dim, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}

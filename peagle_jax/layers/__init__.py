@@ -1,0 +1,12 @@
+"""What targets and draft heads share: norms, rotary embeddings, attention, MLPs, experts, the decoder's frame."""
+
+from peagle_jax.layers.attention import Attention, CachedAttention
+from peagle_jax.layers.basic import MLP, Embedding, LateRMSNorm, Linear, RMSNorm, gelu_tanh, normal, normalise, soft_cap
+from peagle_jax.layers.decoder import Decoder, PreNormBlock
+from peagle_jax.layers.moe import Experts
+from peagle_jax.layers.rope import Rope
+
+__all__ = [
+    "MLP", "Attention", "CachedAttention", "Decoder", "Embedding", "Experts", "LateRMSNorm", "Linear", "PreNormBlock", "RMSNorm", "Rope",
+    "gelu_tanh", "normal", "normalise", "soft_cap",
+]  # fmt: skip

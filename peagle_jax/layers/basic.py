@@ -1,0 +1,88 @@
+"""Linear, norms, embedding, gated MLP.
+
+Numerics follow transformers: norms in float32, everything else in the weights' dtype.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+
+def normal(rngs: nnx.Rngs, shape, dtype, scale: float = 0.02) -> nnx.Param:
+    return nnx.Param((scale * jax.random.normal(rngs.params(), shape)).astype(dtype))
+
+
+def along_last(vector: Float[Array, " D"], x: Float[Array, "*rows D"]) -> Float[Array, "*ones D"]:
+    """`vector` in the rank of `x`: tests forbid that JAX promotes ranks silently."""
+    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
+class Linear(nnx.Module):
+    """`x @ kernel`; the kernel is [in, out], faster than torch's [out, in] on CPU for two rows and more."""
+
+    def __init__(self, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
+        self.kernel = normal(rngs, (inputs, outputs), dtype, inputs**-0.5)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        # rows in one axis: XLA's gradient of a matrix contracts one axis of rows twice as fast as two on CPU (LOG.md)
+        y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...]).reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + along_last(self.bias[...], y)
+
+
+def normalise(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+    """Root mean square 1 along the last axis; in float32, whatever `x` is."""
+    y = x.astype(jnp.float32)
+    return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Normalises in float32, rounds to the input's dtype, then scales (modeling_llama.py, transformers 5.23)."""
+
+    def __init__(self, dim: int, eps: float, *, dtype):
+        self.scale = nnx.Param(jnp.ones(dim, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return along_last(self.scale[...], x) * normalise(x, self.eps).astype(x.dtype)
+
+
+class LateRMSNorm(RMSNorm):
+    """Scales in float32 as well and rounds last (modeling_gpt_oss.py, modeling_gemma4.py): in bfloat16 other numbers than `RMSNorm`."""
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return (along_last(self.scale[...].astype(jnp.float32), x) * normalise(x, self.eps)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
+        self.table = normal(rngs, (vocab, dim), dtype)
+
+    def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        return self.table[...][tokens]
+
+
+class MLP(nnx.Module):
+    """Gated MLP: `down(act(gate(x)) * up(x))`."""
+
+    def __init__(self, dim: int, mlp_dim: int, *, dtype, rngs: nnx.Rngs, bias: bool = False, act: Callable = jax.nn.silu):
+        self.gate = Linear(dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.up = Linear(dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(mlp_dim, dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.act = act
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def soft_cap(logits: Float[Array, "*rows V"], cap: float | None) -> Float[Array, "*rows V"]:
+    """Squeezed into -cap .. cap by tanh (Gemma); None leaves them."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU by its tanh approximation, `gelu_pytorch_tanh` in a config.json."""
+    return jax.nn.gelu(x, approximate=True)

@@ -1,0 +1,111 @@
+"""A bank of experts: gated MLPs of which a router chooses a few a token. Weights plain, or packed as MXFP4."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, UInt8
+
+from peagle_jax.kernels import experts
+from peagle_jax.layers.basic import normal
+
+AXIS = "model"  # of a device mesh, over which experts and heads are spread
+BLOCK = 32  # numbers that share one MXFP4 scale (OCP Microscaling formats, 1.0)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1 by its code
+
+
+class Stack(nnx.Module):
+    """One matrix an expert, [E in out], and a bias where the checkpoint has one."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs):
+        self.kernel = normal(rngs, (count, inputs, outputs), dtype, inputs**-0.5)
+        self.bias = nnx.Param(jnp.zeros((count, outputs), dtype)) if bias else None
+
+    def matrices(self, which, dtype) -> Float[Array, "*which inputs outputs"]:
+        """Of the experts `which`: a number, an array of them, or `slice(None)`."""
+        return self.kernel[...][which].astype(dtype)
+
+    def shift(self, which) -> Float[Array, "*which outputs"] | float:
+        return 0.0 if self.bias is None else self.bias[...][which]
+
+
+class PackedStack(nnx.Module):
+    """The same in MXFP4: 4 bits a number and a scale for 32 of them, decoded when an expert is used."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs):
+        self.blocks = nnx.Param(jnp.zeros((count, outputs, inputs // BLOCK, BLOCK // 2), jnp.uint8))
+        self.scales = nnx.Param(jnp.zeros((count, outputs, inputs // BLOCK), jnp.uint8))
+        self.bias = nnx.Param(jnp.zeros((count, outputs), dtype)) if bias else None
+
+    def matrices(self, which, dtype) -> Float[Array, "*which inputs outputs"]:
+        return jnp.swapaxes(decode_mxfp4(self.blocks[...][which], self.scales[...][which], dtype), -1, -2)
+
+    shift = Stack.shift
+
+
+def decode_mxfp4(blocks: UInt8[Array, "*E out parts half"], scales: UInt8[Array, "*E out parts"], dtype) -> Float[Array, "*E out inputs"]:
+    """Low nibble first; a scale is the exponent of a power of two, biased by 127 (transformers, integrations/mxfp4.py)."""
+    codes = jnp.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], -1)
+    values = jnp.asarray(FP4, jnp.float32)[codes]
+    values = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
+    return values.reshape(*scales.shape[:-1], -1).astype(dtype)
+
+
+class Experts(nnx.Module):
+    """`down(act(gate_up(x)))` of each chosen expert, weighted and summed.
+
+    On a mesh with an axis "model" every device runs the experts it holds, and the sums are added up.
+    """
+
+    def __init__(
+        self, count: int, dim: int, mlp_dim: int, act: Callable, *, bias: bool, packed: bool, dtype, rngs: nnx.Rngs
+    ):  # fmt: skip
+        stack = PackedStack if packed else Stack
+        self.gate_up = stack(count, dim, 2 * mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = stack(count, mlp_dim, dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.act, self.count = act, count  # act: [.. 2I] -> [.. I]; families keep gate and up in different orders
+
+    def __call__(self, x: Float[Array, "*rows D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"]) -> Float[Array, "*rows D"]:
+        rows, mesh = x.reshape(-1, x.shape[-1]), jax.sharding.get_abstract_mesh()
+        form = experts.FORMS[experts.choose(*chosen.shape, self.count, jax.default_backend())]
+        parts = mesh.shape.get(AXIS, 1)
+        if parts == 1 or self.count % parts:
+            return form(rows, chosen, weight, _Bank(self.gate_up, self.down, self.act, self.count)).reshape(x.shape)
+        graph, state = nnx.split((self.gate_up, self.down))
+
+        def local(state, rows, chosen, weight):
+            mine = self.count // parts
+            here = chosen - jax.lax.axis_index(AXIS) * mine
+            here = jnp.where((here >= 0) & (here < mine), here, mine)
+            return jax.lax.psum(form(rows, here, weight, _Bank(*nnx.merge(graph, state), self.act, mine)), AXIS)
+
+        spread = jax.tree.map(lambda _: P(AXIS), state)
+        y = jax.shard_map(local, in_specs=(spread, P(), P(), P()), out_specs=P(), check_vma=False)(state, rows, chosen, weight)
+        return y.reshape(x.shape)
+
+
+class _Bank:
+    """Two stacks and what lies between, as `kernels.experts` runs them."""
+
+    def __init__(self, gate_up: Stack | PackedStack, down: Stack | PackedStack, act: Callable, count: int):
+        self.gate_up, self.down, self.act, self.count = gate_up, down, act, count
+
+    def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        product = lambda stack, x: x @ stack.matrices(expert, x.dtype) + _row(stack.shift(expert))  # noqa: E731
+        return product(self.down, self.act(product(self.gate_up, rows)))
+
+    def each(self, experts: Int[Array, " m"], rows: Float[Array, "m D"]) -> Float[Array, "m D"]:
+        product = lambda stack, x: jnp.einsum("mi,mio->mo", x, stack.matrices(experts, x.dtype)) + stack.shift(experts)  # noqa: E731
+        return product(self.down, self.act(product(self.gate_up, rows)))
+
+    def groups(self, sizes: Int[Array, " E"], experts: Int[Array, " m"], rows: Float[Array, "m D"]) -> Float[Array, "m D"]:
+        def product(stack, x):
+            return jax.lax.ragged_dot(x, stack.matrices(slice(None), x.dtype), sizes.astype(jnp.int32)) + stack.shift(experts)
+
+        return product(self.down, self.act(product(self.gate_up, rows)))
+
+
+def _row(shift):
+    return shift if isinstance(shift, float) else shift[None]

@@ -1,0 +1,112 @@
+"""Qwen3 mixture-of-experts decoder (arXiv:2505.09388; Qwen3-Coder-30B-A3B) with taps.
+
+Reads top to bottom: config, router and experts, model, weight table. Numerics follow transformers' modeling_qwen3_moe.py (5.23).
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from peagle_jax.layers import MLP, Attention, Decoder, Experts, Linear, PreNormBlock, RMSNorm, Rope
+from peagle_jax.targets import config, names
+from peagle_jax.types import InputError
+from peagle_jax.weights import LINEAR, Fields, Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(config.TargetConfig):
+    """Shape of one Qwen3-MoE checkpoint; `mlp_dim` is that of its dense layers, of which most have none."""
+
+    experts: int
+    chosen: int  # experts a token
+    expert_dim: int
+    normalise_chosen: bool  # whether the chosen experts' probabilities are divided by their sum
+    sparse: tuple[bool, ...]  # which layers have experts
+
+    @classmethod
+    def from_hf(cls, hf: Mapping, *, taps: tuple[int, ...] | None, dtype: DTypeLike, where: str) -> "Qwen3MoeConfig":
+        """Builds the config from a checkpoint's config.json; `taps` None means vLLM's choice, (2, L//2, L-3).
+
+        Raises:
+          InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
+        """
+        f = Fields(hf, where, "a Qwen3-MoE config")
+        f.only("hidden_act", "silu", "the MLP is gated by SiLU")
+        layers, dim = config.read_layers(f), f.whole("hidden_size")
+        heads, kv_heads = config.read_heads(f)
+        head_dim = f.whole("head_dim", max(1, dim // heads))  # transformers' config class has none of its own
+        # one name is the hub's, the other the one transformers writes
+        experts = f.whole("num_local_experts" if hf.get("num_experts") is None else "num_experts")
+        chosen, step, dense = f.whole("num_experts_per_tok"), f.whole("decoder_sparse_step"), f.wholes("mlp_only_layers", [])
+        if chosen > experts:
+            raise InputError(where, "num_experts_per_tok must be at most num_experts", f"{chosen} of {experts}", "mend the config")
+        window = f.whole("sliding_window", None) if f.flag("use_sliding_window", False) else None
+        return cls(
+            vocab=f.whole("vocab_size"), layers=layers, dim=dim, mlp_dim=f.whole("intermediate_size"), heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, rope=Rope.from_hf(hf, head_dim, where), norm_eps=float(f.number("rms_norm_eps")),
+            attention_bias=f.flag("attention_bias", False), tied_embeddings=f.flag("tie_word_embeddings", False),
+            windows=(window,) * layers, context=f.whole("max_position_embeddings"), taps=config.read_taps(f, taps, layers), dtype=dtype,
+            stop_ids=config.read_stops(hf), source=json.dumps(dict(hf)), experts=experts, chosen=chosen,
+            expert_dim=f.whole("moe_intermediate_size"), normalise_chosen=f.flag("norm_topk_prob"),
+            sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        )  # fmt: skip
+
+
+class SparseMLP(nnx.Module):
+    """Probabilities of all experts in float32, the k most probable ones, their gated MLPs."""
+
+    def __init__(self, cfg: Qwen3MoeConfig, *, rngs: nnx.Rngs):
+        self.router = Linear(cfg.dim, cfg.experts, dtype=cfg.dtype, rngs=rngs)
+        self.experts = Experts(cfg.experts, cfg.dim, cfg.expert_dim, _gate_then_up, bias=False, packed=False, dtype=cfg.dtype, rngs=rngs)
+        self.chosen, self.normalise = cfg.chosen, cfg.normalise_chosen
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        logits = self.router(x.reshape(-1, x.shape[-1]))
+        weight, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), self.chosen)
+        if self.normalise:
+            weight = weight / weight.sum(axis=-1, keepdims=True)
+        return self.experts(x, chosen, weight.astype(logits.dtype))
+
+
+def _gate_then_up(x: Float[Array, "*rows I2"]) -> Float[Array, "*rows I"]:
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+class Qwen3Moe(Decoder):
+    def __init__(self, cfg: Qwen3MoeConfig, *, rngs: nnx.Rngs):
+        def block(layer: int) -> PreNormBlock:
+            attention = Attention(
+                cfg.dim, cfg.dim, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.rope, bias=cfg.attention_bias, qk_norm=True,
+                eps=cfg.norm_eps, window=cfg.windows[layer], dtype=cfg.dtype, rngs=rngs,
+            )  # fmt: skip
+            mlp = SparseMLP(cfg, rngs=rngs) if cfg.sparse[layer] else MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
+            return PreNormBlock(norm(), attention, norm(), mlp)
+
+        norm = lambda: RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)  # noqa: E731
+        super().__init__(cfg.vocab, cfg.dim, cfg.layers, block, norm(), taps=cfg.taps, tied=cfg.tied_embeddings, dtype=cfg.dtype, rngs=rngs)
+
+
+def table(cfg: Qwen3MoeConfig) -> Table:
+    """Checkpoint name -> (our path, layout): the one list that loading, exporting and completeness checks read."""
+    result = names.frame(cfg.tied_embeddings)
+    halves = {"gate": slice(0, cfg.expert_dim), "up": slice(cfg.expert_dim, None)}
+    for i in range(cfg.layers):
+        theirs, ours = f"model.layers.{i}", f"blocks.{i}"
+        result |= names.block_norms(theirs, ours) | names.attention(theirs, ours, bias=cfg.attention_bias, qk_norm=True)
+        if not cfg.sparse[i]:
+            result |= names.mlp(theirs, ours, bias=False)
+            continue
+        result[f"{theirs}.mlp.gate.weight"] = (f"{ours}.mlp.router.kernel", LINEAR)
+        for e in range(cfg.experts):  # one tensor an expert on disk, one stack of all here
+            expert = f"{theirs}.mlp.experts.{e}"
+            for p, half in halves.items():
+                result[f"{expert}.{p}_proj.weight"] = (f"{ours}.mlp.experts.gate_up.kernel", LINEAR.at(e, slice(None), half))
+            result[f"{expert}.down_proj.weight"] = (f"{ours}.mlp.experts.down.kernel", LINEAR.at(e))
+    return result
