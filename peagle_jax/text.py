@@ -53,6 +53,18 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
     return AutoTokenizer.from_pretrained(str(folder))
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where) -> None:
+    """Whether an embedding of `vocab` rows has one for every token; what lies outside of an array, JAX reads without a word.
+
+    Raises:
+      InputError: it has not; `where` names the target.
+    """
+    needed = max(tokenizer.get_vocab().values(), default=-1) + 1  # more than len(tokenizer) where ids have holes
+    if needed > vocab:
+        next_step = "take tokenizer and weights from one checkpoint"
+        raise InputError(where, f"the target's embedding has {vocab} rows", f"a tokenizer that needs {needed}", next_step)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
     """(token ids, supervised) of each document: text whole with an end token, conversations and answers on what the model says."""
     plain = [d for d in documents if d.text is not None]

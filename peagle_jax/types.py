@@ -63,6 +63,10 @@ class CacheShape:
     head_dim: int
     window: int | None  # of all of them, in tokens; None: they see everything
 
+    def held(self, slots: int, block: int | None) -> int:
+        """Slots a row that a cache of `slots` positions needs: fewer in a ring. `block`: see KVCache.empty."""
+        return slots if block is None or self.window is None else min(slots, self.window + block)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +107,9 @@ class KVCache:
         """
 
         def group(shape: CacheShape) -> KVGroup:
-            ring = block is not None and shape.window is not None and shape.window + block < slots
-            size = (batch, shape.kv_heads, shape.window + block if ring else slots, shape.head_dim)
-            zeros = lambda: tuple(jnp.zeros(size, dtype) for _ in shape.layers)  # noqa: E731
-            return KVGroup(zeros(), zeros(), tuple(shape.layers), ring)
+            held = shape.held(slots, block)
+            zeros = lambda: tuple(jnp.zeros((batch, shape.kv_heads, held, shape.head_dim), dtype) for _ in shape.layers)  # noqa: E731
+            return KVGroup(zeros(), zeros(), tuple(shape.layers), ring=held < slots)
 
         return cls(tuple(group(shape) for shape in shapes), jnp.zeros(batch, jnp.int32))
 

@@ -12,6 +12,7 @@ COMMANDS = {
     "demo": commands.demo,
     "train": commands.train,
     "regenerate": commands.regenerate,
+    "extract": commands.extract,
     "generate": commands.generate,
     "bench": commands.bench,
     "convert": commands.convert,

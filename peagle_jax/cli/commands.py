@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from peagle_jax import weights
@@ -73,6 +73,24 @@ def regenerate(args) -> int:
     )  # fmt: skip
     tokens = regenerate(weights.find_folder(args.target), how, args.out, CONSOLE.print)
     CONSOLE.print(f"{args.out}: {args.answers:,} answers, {tokens:,} tokens")
+    return 0
+
+
+def extract(args) -> int:
+    from peagle_jax.pipelines.extract import Extraction, extract_features
+
+    how = Extraction(
+        source=args.data, taps=None if args.taps is None else tuple(_numbers("--taps", args.taps, least=0)), length=args.length,
+        batch=args.batch, rows_per_shard=args.rows_per_shard, dtype=args.dtype, compute_dtype=args.compute_dtype,
+        max_chars=args.max_chars, held_out=args.held_out, seed=args.seed,
+    )  # fmt: skip
+    say = lambda line: CONSOLE.print(line, markup=False, highlight=False, soft_wrap=True)  # noqa: E731 a path may hold brackets
+    columns = TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn()
+    with Progress(*columns, disable=not sys.stderr.isatty(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, speed=0.0)
+        done = extract_features(args.target, how, args.out, say, command=_command(args.argv),
+                                on_rows=lambda done, total, speed: bar.update(task, completed=done, total=total, speed=speed))  # fmt: skip
+    _print_facts(vars(done))
     return 0
 
 
@@ -228,13 +246,13 @@ def serve_config(args) -> int:
 # ---------------------------------------------------------------- printing
 
 
-def _numbers(flag: str, value: str) -> list[int]:
+def _numbers(flag: str, value: str, least: int = 1) -> list[int]:
     try:
         numbers = [int(part) for part in value.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
-        raise InputError(flag, "must be numbers of 1 or more, separated by commas", value, "write it as 1,3,5")
+    if not numbers or min(numbers) < least:
+        raise InputError(flag, f"must be numbers of {least} or more, separated by commas", value, "write it as 1,3,5")
     return numbers
 
 

@@ -1,19 +1,25 @@
 """`generate`: prompts in, answers and counters out. Batches, pads, calls the one program, reads the result once."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.loop import Program, run
+from peagle_jax.decode.memory import check_cache
 from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.targets.sharding import mesh_of
 from peagle_jax.types import InputError, Model
 
 MOST_DEPTHS = 7  # K where nobody names one, and the head was trained for more (AWS: best K of P-EAGLE)
 BUCKET = 64  # tokens; prompts and caches are padded to multiples, so that similar requests share a compiled program
+
+SLIDING_CHUNK = 512  # prompt tokens read at once where sliding layers keep a ring of window + chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +94,8 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     slots: int | None = None,
     draft_params=None,
+    prefill_chunk: int | None = None,
+    sliding_cache: bool = False,
 ) -> list[Generation]:
     """Continues every prompt in one batch; greedy output is the target's own, token for token, whatever drafts.
 
@@ -103,9 +111,12 @@ def generate(
       sample_drafts: with a temperature, sample the drafts as well (True) or draft argmaxes (False). Both are exact.
       stop_ids: a row ends with the first of these; None takes the target's end-of-sequence ids, () none.
       slots: size of the cache in tokens; None makes it fit.
+      prefill_chunk: prompt tokens read at once; None reads all, or SLIDING_CHUNK with `sliding_cache`.
+      sliding_cache: layers with a sliding window keep no more than it and a chunk; the same answers from less memory.
 
     Raises:
-      InputError: a prompt is empty, holds an unknown id, or does not fit the context or the cache; K < 1; a drafter that does not fit.
+      InputError: a prompt is empty, holds an unknown id, or does not fit the context, the cache or the memory; K < 1; a drafter
+        that does not fit.
     """
     if isinstance(drafter, Model):
         check_fit(target, drafter)
@@ -123,11 +134,19 @@ def generate(
     stops = np.asarray(target.config.stop_ids if stop_ids is None else stop_ids, np.int32)
     seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else seed
     sampling = sampling_params(len(prompts), temperature, top_k, top_p, seeds)
-    program = Program(target.graph, target.config, drafter, slots, sample_drafts and sampling is not None)
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise InputError("prefill_chunk", "at least one token must be read at once", prefill_chunk, "raise it")
+    chunk = SLIDING_CHUNK if prefill_chunk is None and sliding_cache else prefill_chunk
+    program = Program(target.graph, target.config, drafter, slots, sample_drafts and sampling is not None, chunk, sliding_cache)
+    mesh = mesh_of(target.params)
+    check_cache(target.config.cache_shapes(), len(prompts), slots, target.config.dtype, program.block(padded.shape[1]),
+                1 if mesh is None else mesh.size)  # fmt: skip
     limits = np.full(len(prompts), max_new_tokens, np.int32)
-    with full_precision(target):
-        state = run(program, target.params, draft_params, jnp.asarray(padded), jnp.asarray(lengths), jnp.asarray(limits),
-                    jnp.asarray(stops if len(stops) else [-1], jnp.int32), sampling)  # fmt: skip
+    if mesh is not None:  # in NumPy, and replicated: several processes may hold parts of the target
+        draft_params = jax.device_put(draft_params, NamedSharding(mesh, PartitionSpec()))
+    with full_precision(target), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        ends = stops if len(stops) else np.array([-1], np.int32)
+        state = run(program, target.params, draft_params, padded, lengths, limits, ends, sampling)
     return _collect(prompts, state, depth, set(stops.tolist()))
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.sampling import draw, probabilities
 from peagle_jax.decode.verify import verify_greedy, verify_sampled
 from peagle_jax.layers import CachedAttention
-from peagle_jax.types import DecodeState, DraftState, Params, SamplingParams, TargetOutput
+from peagle_jax.targets import sharding
+from peagle_jax.types import DecodeState, DraftState, KVCache, Params, SamplingParams, TargetOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +30,16 @@ class Program:
     drafter: Drafter | None
     slots: int  # of the target's cache: prompt + new tokens + K
     sample_drafts: bool  # with a temperature: sample the drafts too (False: argmax drafts, as vLLM's default)
+    chunk: int | None = None  # prompt tokens read at once; None: all of them
+    sliding_cache: bool = False  # sliding layers keep their window and one block instead of everything
 
     @property
     def k(self) -> int:
         return self.drafter.k if self.drafter else 0
+
+    def block(self, width: int) -> int | None:
+        """Positions that the target's cache takes at once, at most, if that matters; prompts are `width` wide."""
+        return max(min(width, self.chunk or width), self.k + 1) if self.sliding_cache else None
 
 
 @functools.partial(jax.jit, static_argnames="program")
@@ -55,7 +63,7 @@ def run(
     """
     body = functools.partial(step, program, target_params, draft_params, limits, stop_ids, sampling)
     start = prefill(program, target_params, draft_params, prompts, lengths, limits, stop_ids, sampling)
-    return jax.lax.while_loop(lambda state: ~state.done.all(), body, start)
+    return _everywhere(jax.lax.while_loop(lambda state: ~state.done.all(), body, start))
 
 
 def prefill(program: Program, target_params, draft_params, prompts, lengths, limits, stop_ids, sampling) -> DecodeState:
@@ -63,10 +71,9 @@ def prefill(program: Program, target_params, draft_params, prompts, lengths, lim
     target = nnx.merge(program.target, target_params)
     B, T = prompts.shape
     R = program.k + 1
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    out, cache = target(prompts, positions, CachedAttention(positions), program.target_config.empty_cache(B, program.slots))
+    hidden, features, cache = _read(program, target, prompts, lengths)
     last = (lengths - 1)[:, None, None]
-    logits = target.unembed(jnp.take_along_axis(out.hidden, last, axis=1)[:, 0])
+    logits = target.unembed(hidden)
     if sampling is None:
         first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
@@ -76,17 +83,57 @@ def prefill(program: Program, target_params, draft_params, prompts, lengths, lim
     if program.drafter:
         # rows past K - 1 slots beyond the target's are never read; two K more hold a step's placeholders and padding
         draft = DraftState(program.drafter.init(B, program.slots + program.k), None)
-        draft = program.drafter.read(draft_params, draft, prompts[:, 1:], out.features[:, :-1], lengths - 1)
+        draft = program.drafter.read(draft_params, draft, prompts[:, 1:], features[:, :-1], lengths - 1)
 
     pad = lambda x: jnp.pad(x, [(0, 0), (0, R - 1), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731
     zero = jnp.zeros(B, jnp.int32)
     state = DecodeState(
-        cache=dataclasses.replace(cache, length=lengths), draft=draft,
-        tokens=pad(first[:, None]), features=pad(jnp.take_along_axis(out.features, last, axis=1)), count=zero + 1,
+        cache=cache, draft=draft,
+        tokens=pad(first[:, None]), features=pad(jnp.take_along_axis(features, last, axis=1)), count=zero + 1,
         output=jnp.zeros((B, program.slots), jnp.int32), drafted=jnp.zeros((B, program.slots), bool),
         emitted=zero, length=zero, done=zero < 0, num_drafts=zero, accepted_at=jnp.zeros((B, program.k), jnp.int32),
     )  # fmt: skip
     return _emit(state, state.tokens, jnp.zeros((B, R), bool), zero + 1, limits, stop_ids)
+
+
+def _read(program: Program, target, prompts: Int[Array, "B T"], lengths: Int[Array, " B"]):
+    """(final hidden state of each row's last token [B D], taps [B T A], cache); chunk by chunk, so that activations stay small."""
+    B, T = prompts.shape
+    chunk = min(T, program.chunk or T)
+    cache = _spread(program.target_config.empty_cache(B, program.slots, block=program.block(T)))
+
+    def read(carry, part):
+        (cache, hidden), (tokens, start) = carry, part
+        positions = start + jnp.broadcast_to(jnp.arange(chunk), (B, chunk))
+        real = positions < lengths[:, None]
+        out, cache = target(tokens, positions, CachedAttention(positions, real), cache)
+        last = (lengths - 1 - start)[:, None, None]
+        here = jnp.take_along_axis(out.hidden, jnp.clip(last, 0, chunk - 1), axis=1)[:, 0]
+        hidden = jnp.where((last[:, 0] >= 0) & (last[:, 0] < chunk), here, hidden)
+        return (dataclasses.replace(cache, length=jnp.minimum(lengths, start + chunk)), hidden), out.features
+
+    start = cache, jnp.zeros((B, program.target_config.dim), program.target_config.dtype)
+    if chunk == T:
+        (cache, hidden), features = read(start, (prompts, jnp.zeros((), jnp.int32)))
+        return hidden, features, cache
+    parts = -(-T // chunk)
+    tokens = jnp.moveaxis(jnp.pad(prompts, [(0, 0), (0, parts * chunk - T)]).reshape(B, parts, chunk), 1, 0)
+    (cache, hidden), features = jax.lax.scan(read, start, (tokens, chunk * jnp.arange(parts)))
+    return hidden, jnp.moveaxis(features, 0, 1).reshape(B, parts * chunk, -1)[:, :T], cache
+
+
+def _spread(cache: KVCache) -> KVCache:
+    """On a mesh, where the cache lies."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return cache if mesh.empty else jax.lax.with_sharding_constraint(cache, sharding.cache_sharding(cache, mesh))
+
+
+def _everywhere(state: DecodeState) -> DecodeState:
+    """On a mesh, results on every device: each process may read them."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return state
+    names = ("output", "drafted", "length", "num_drafts", "accepted_at")
+    return dataclasses.replace(state, **{n: jax.lax.with_sharding_constraint(getattr(state, n), PartitionSpec()) for n in names})
 
 
 def step(program: Program, target_params, draft_params, limits, stop_ids, sampling, state: DecodeState) -> DecodeState:

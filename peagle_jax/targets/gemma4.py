@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.layers import MLP, Decoder, Embedding, Experts, LateRMSNorm, Linear, Rope, gelu_tanh, normal, normalise
 from peagle_jax.targets import config, names
 from peagle_jax.types import Attend, AttentionRule, CacheShape, InputError, TargetOutput
-from peagle_jax.weights import BANK, SAME, Fields, Table
+from peagle_jax.weights import BANK, LINEAR, SAME, Fields, Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,8 @@ def table(cfg: Gemma4Config) -> Table:
     weight = lambda theirs, ours: {f"{theirs}.weight": (f"{ours}.scale", SAME)}  # noqa: E731 of a norm
     if cfg.ple_dim:
         result["model.embed_tokens_per_layer.weight"] = ("ple_embed.table", SAME)
-        result |= {"model.per_layer_model_projection.weight": ("ple_in", names.LINEAR)} | weight("model.per_layer_projection_norm", "ple_norm")
+        result["model.per_layer_model_projection.weight"] = ("ple_in", LINEAR)
+        result |= weight("model.per_layer_projection_norm", "ple_norm")
     for i in range(cfg.layers):
         theirs, ours = f"model.layers.{i}", f"blocks.{i}"
         own, v = cfg.reads_from(i) == i, not (cfg.is_full(i) and cfg.k_is_v)
@@ -258,7 +259,8 @@ def table(cfg: Gemma4Config) -> Table:
                                "pre_feedforward_layernorm_2": "moe"}.items():  # fmt: skip
                 result |= weight(f"{theirs}.{name}", f"{ours}.{mine}_norm")
             result |= names.linear(f"{theirs}.router.proj", f"{ours}.moe.router", bias=False) | {
-                f"{theirs}.router.scale": (f"{ours}.moe.scale", SAME), f"{theirs}.router.per_expert_scale": (f"{ours}.moe.expert_scale", SAME),
+                f"{theirs}.router.scale": (f"{ours}.moe.scale", SAME),
+                f"{theirs}.router.per_expert_scale": (f"{ours}.moe.expert_scale", SAME),
                 f"{theirs}.experts.gate_up_proj": (f"{ours}.moe.experts.gate_up.kernel", BANK),
                 f"{theirs}.experts.down_proj": (f"{ours}.moe.experts.down.kernel", BANK),
             }  # fmt: skip

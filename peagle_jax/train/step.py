@@ -17,7 +17,9 @@ def teacher_columns(head: DraftHead, output_weight: Float[Array, "E V"]) -> Floa
     return output_weight if head.d2t is None else output_weight[:, head.target_ids()]
 
 
-def peagle_loss(head: DraftHead, rows: Rows, cod: CodSample, depths: int, output_weight: Float[Array, "E V"], logit_cap: float | None = None):
+def peagle_loss(
+    head: DraftHead, rows: Rows, cod: CodSample, depths: int, output_weight: Float[Array, "E V"], logit_cap: float | None = None
+):  # fmt: skip
     """Mean KL over supervised elements of all depths, with one denominator for the batch.
 
     Args:

@@ -1,0 +1,114 @@
+"""A target and a head at full size without their weights: built, sized and lowered, on any number of devices."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from peagle_jax.decode.drafters import ParallelDrafter
+from peagle_jax.decode.loop import Program, prefill, step
+from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.layers.moe import AXIS
+from peagle_jax.targets import gpt_oss, read_config, sharding
+from peagle_jax.targets.config import TargetConfig
+from peagle_jax.types import Model
+from peagle_jax.weights import flat, nest
+
+
+def abstract_target(path: Path, *, dtype=jnp.bfloat16, packed: bool = False, mesh: Mesh | None = None) -> Model:
+    """The model of a config.json, its parameters as shapes.
+
+    Args:
+      packed: GPT-OSS with its experts in MXFP4.
+      mesh: the shapes then say where they lie.
+    """
+    family, config = read_config(json.loads(Path(path).read_text()), dtype=dtype, where=path)
+    if packed and isinstance(config, gpt_oss.GptOssConfig):
+        config = dataclasses.replace(config, packed=True)
+    return _abstract(lambda: family.module(config, rngs=nnx.Rngs(0)), config, mesh and sharding.placement(config, mesh))
+
+
+def abstract_head(config: HeadConfig, mesh: Mesh | None = None) -> Model:
+    """Likewise; a head lies whole on every device."""
+    return _abstract(lambda: DraftHead(config, rngs=nnx.Rngs(0)), config, mesh and (lambda *_: NamedSharding(mesh, PartitionSpec())))
+
+
+def _abstract(make, config, place) -> Model:
+    graph, state = nnx.split(nnx.eval_shape(make))
+    shapes = dict(flat(nnx.to_pure_dict(state)))
+    if place is not None:
+        shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(path, x)) for path, x in shapes.items()}
+    return Model(config, graph, nest(shapes))
+
+
+def lower(target: Model, head: Model, k: int, *, prompt: int, slots: int, mesh: Mesh | None = None):
+    """(prefill, one step of K drafts) of one row, lowered and not compiled.
+
+    Args:
+      prompt: tokens of the prompt.
+      slots: of the cache.
+    """
+    program = Program(target.graph, target.config, ParallelDrafter(head.graph, head.config, k), slots, False)
+    args = (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))  # limits, stop ids
+    tokens = jax.ShapeDtypeStruct((1, prompt), jnp.int32)
+    trees = []
+
+    def first(params, draft_params, tokens, lengths, limits, stops):
+        leaves, tree = jax.tree.flatten(prefill(program, params, draft_params, tokens, lengths, limits, stops, None))
+        trees.append(tree)
+        return leaves
+
+    def one(params, draft_params, limits, stops, leaves):
+        return jax.tree.leaves(step(program, params, draft_params, limits, stops, None, jax.tree.unflatten(trees[0], leaves)))
+
+    with jax.set_mesh(mesh or sharding.make_mesh(jax.devices()[:1])):
+        traced = jax.jit(first).trace(target.params, head.params, tokens, args[0], *args)
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.out_info]
+        return traced.lower(), jax.jit(one).lower(target.params, head.params, *args, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes on the fullest device."""
+
+    parameters: int  # numbers, of the whole model
+    bf16: int
+    fp8: int  # two-dimensional weights and experts in one byte and a bf16 scale a row; the rest in bf16
+    mxfp4: int | None  # experts in 4.25 bits, the rest in bf16; None without experts
+    cache: int  # of 1,000 tokens of one row, bf16
+    ring_cache: int  # the same of a row of 100,000 tokens, sliding layers in rings
+
+
+def sizes(target: Model, parts: int) -> Sizes:
+    """By arithmetic, for `parts` devices."""
+    config: TargetConfig = target.config
+    count = bf16 = fp8 = mxfp4 = 0
+    experts = False
+    for path, x in flat(target.params):
+        share = parts if AXIS in jax.tree.leaves(tuple(sharding.spec(path, x.shape, config, parts))) else 1
+        n = math.prod(x.shape)
+        count, bf16 = count + n, bf16 + 2 * n // share
+        matrix = len(x.shape) >= 2 and path.endswith(("kernel", "ple_in"))
+        fp8 += (n + 2 * n // x.shape[-2] if matrix else 2 * n) // share
+        expert = ".experts." in path and len(x.shape) == 3
+        experts |= expert
+        mxfp4 += int(n * 4.25 / 8 if expert else 2 * n) // share
+    cached = functools.partial(_cache_bytes, config, parts)
+    return Sizes(count, bf16, fp8, mxfp4 if experts else None, cached(1000, None), cached(100_000, 520) // 100)
+
+
+def _cache_bytes(config: TargetConfig, parts: int, slots: int, block: int | None) -> int:
+    share = lambda heads: heads // parts if heads % parts == 0 else heads  # noqa: E731
+    return 2 * sum(2 * len(s.layers) * share(s.kv_heads) * s.held(slots, block) * s.head_dim for s in config.cache_shapes())
+
+
+def parameter_bytes(params: Mapping) -> int:
+    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for _, x in flat(params))

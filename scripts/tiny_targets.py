@@ -1,0 +1,106 @@
+"""Tiny random targets of every family, made by transformers with every special thing switched on: what check_targets.py decodes.
+
+    make(case, folder, tokenizer, prompts, new)     (from check_targets.py; needs torch)
+
+Everything differs from its default, so that no key of a config.json can go unread, except what vLLM 0.32 has as constants or ignores:
+GPT-OSS' norm epsilon, clamp and alpha, and biases and windows of Qwen3's attention.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.utils import logging
+
+from peagle_jax import weights
+from peagle_jax.types import InputError
+
+VOCAB = 512
+GAP = 1e-3  # between the two best logits at every token of the greedy texts: ten times what counts as a near tie
+MOST_SEEDS = 50
+ROPE = {"rope_type": "default", "rope_theta": 777.0}
+LLAMA3 = ROPE | {"rope_type": "llama3", "factor": 5.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
+                 "original_max_position_embeddings": 50}  # fmt: skip
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False,
+               "original_max_position_embeddings": 64}  # fmt: skip
+GEMMA_ROPE = {"full_attention": ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+              "sliding_attention": ROPE | {"rope_theta": 55.0}}  # fmt: skip
+S, F = "sliding_attention", "full_attention"
+SHAPE = dict(
+    vocab_size=VOCAB, hidden_size=96, intermediate_size=160, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, max_position_embeddings=256, rms_norm_eps=3e-3, rope_parameters=ROPE, tie_word_embeddings=False,
+    bos_token_id=None, eos_token_id=0, pad_token_id=None,
+)  # fmt: skip
+GEMMA = SHAPE | dict(
+    rope_parameters=GEMMA_ROPE, global_head_dim=64, sliding_window=20, final_logit_softcapping=8.0, layer_types=[S, F, S, S, F],
+    hidden_size_per_layer_input=0, tie_word_embeddings=True,
+)  # fmt: skip
+K_IS_V = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+CASES = {  # transformers' class, and its shape; the windows are shorter than the prompts
+    "llama": ("Llama", SHAPE | dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True)),
+    "qwen3": ("Qwen3", SHAPE | dict(tie_word_embeddings=True)),
+    "qwen3_moe": ("Qwen3Moe", SHAPE | dict(
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[3],
+        rope_parameters=YARN,
+    )),
+    "gpt_oss": ("GptOss", SHAPE | dict(
+        intermediate_size=64, num_local_experts=8, num_experts_per_tok=3, sliding_window=20, rope_parameters=YARN, rms_norm_eps=1e-5,
+    )),
+    "gemma4": ("Gemma4", GEMMA | K_IS_V),
+    "gemma4_moe": ("Gemma4", GEMMA | K_IS_V | dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=64)),
+    "gemma4_ple": ("Gemma4", GEMMA | dict(
+        num_hidden_layers=7, layer_types=[S, F, S, F, S, S, F], num_kv_shared_layers=3, use_double_wide_mlp=True,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB,
+    )),
+}  # fmt: skip
+SCALES = (  # the first name that is part of a parameter's gives its standard deviation, or its range
+    ("sinks", 1.0), ("bias", 0.2), ("router.scale", (0.5, 1.5)), ("router", 0.5), ("mlp.gate.weight", 0.5),
+    ("embed", 0.3), ("lm_head", 0.3), ("norm", (0.5, 1.5)), ("scal", (0.5, 1.5)),
+    ("", 0.09),  # text neither all of one token nor free of repetition: drafts are accepted and rejected
+)  # fmt: skip
+SCALES_OF = {
+    # its scores are not scaled: larger ones are ill-conditioned
+    "Gemma4": (("q_norm", (0.3, 0.7)), ("k_norm", (0.3, 0.7)), ("per_expert_scale", (0.5, 1.5))),
+    "GptOss": (("_proj_bias", 0.2), ("gate_up_proj", 0.5), ("experts.down_proj", 0.02)),  # beyond the clamp at 7, now and then
+}  # fmt: skip
+
+logging.disable_progress_bar()
+
+
+def make(case: str, folder: Path, tokenizer, prompts: list[list[int]], new: int) -> int:
+    """Writes the target of the first seed whose greedy texts have no near tie, with its tokenizer; returns the seed."""
+    for seed in range(MOST_SEEDS):
+        model = random_model(case, seed)
+        if smallest_gap(model, prompts, new) >= GAP:
+            with weights.new_folder(folder) as work:
+                model.save_pretrained(work)
+                tokenizer.save_pretrained(work)
+            return seed
+    raise InputError(case, f"one of {MOST_SEEDS} seeds must write text without near ties", "none", "change its scales in tiny_targets.py")
+
+
+def random_model(case: str, seed: int):
+    kind, shape = CASES[case]
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma4" else f"{kind}Config")(**shape)
+    config._attn_implementation = "eager"  # the one that knows sinks
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for name, tensor in [*model.named_parameters(), *scalars]:
+        scale = next(scale for part, scale in (*SCALES_OF.get(kind, ()), *SCALES) if part in name)
+        tensor.data.uniform_(*scale) if isinstance(scale, tuple) else tensor.data.normal_(0, scale)
+    return model
+
+
+@torch.no_grad()
+def smallest_gap(model, prompts: list[list[int]], new: int) -> float:
+    """Between the two best logits, over all tokens of the greedy texts."""
+    tokens, smallest = torch.tensor(prompts), math.inf
+    for _ in range(new):  # the whole text again for every token: no cache that could be wrong
+        best = model(tokens, use_cache=False).logits[:, -1].topk(2)
+        smallest = min(smallest, float((best.values[:, 0] - best.values[:, 1]).min()))
+        if smallest < GAP:
+            break
+        tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
+    return smallest

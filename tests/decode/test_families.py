@@ -1,0 +1,115 @@
+"""P-EAGLE decoding on every target family equals plain greedy decoding by transformers; rings and chunks change nothing."""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "targets"))
+torch = pytest.importorskip("torch")
+import families  # noqa: E402
+import tiny  # noqa: E402
+from test_lossless import Scripted  # noqa: E402
+
+from peagle_jax.decode import memory  # noqa: E402
+from peagle_jax.decode.generate import generate  # noqa: E402
+from peagle_jax.types import InputError  # noqa: E402
+
+NEW, K = 14, 3
+PROMPTS = [list(range(3, 33)), [7, 90, 2, 55, 13], [60]]  # longer than windows and chunks, shorter, one token
+
+
+@functools.cache
+def greedy(case: str) -> list[list[int]]:
+    model, _ = families.make(case)
+    answers = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(NEW + K + 1):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+def head(target):
+    return tiny.head(vocab=families.V, draft_vocab=families.V, target_dim=target.config.dim, taps=target.config.taps)
+
+
+RINGS = {"prefill_chunk": 8, "sliding_cache": True}
+
+
+def check(case: str, drafter, **how):
+    answers = generate(families.ours(case), drafter, PROMPTS, max_new_tokens=NEW, stop_ids=(), **how)
+    assert [a.output_token_ids for a in answers] == [ids[:NEW] for ids in greedy(case)]
+    return answers
+
+
+@pytest.mark.parametrize("case", families.CASES)
+def test_a_head_with_rings(case):
+    check(case, head(families.ours(case)), k=K, **RINGS)
+
+
+@pytest.mark.long  # seconds of compilation each
+@pytest.mark.parametrize("case", families.CASES)
+def test_a_head_and_plain_decoding(case):
+    check(case, head(families.ours(case)), k=K)
+    check(case, None)
+
+
+ALL = [pytest.param(case, marks=[] if case in ("gpt_oss", "gemma4_ple") else pytest.mark.long) for case in families.CASES]
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_every_length_of_rollback(case):
+    """Drafts that are right, wrong at the second place, wrong at the first, in turns."""
+    table = np.zeros((len(PROMPTS), 80), np.int32)
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, greedy(case), strict=True)):
+        table[row, len(prompt) : len(prompt) + len(answer)] = answer
+    table[:, 2::5] = (table[:, 2::5] + 1) % families.V
+    table[:, 0::7] = (table[:, 0::7] + 1) % families.V
+    answers = check(case, Scripted(K), draft_params=jnp.asarray(table), **RINGS)
+    accepted = np.sum([a.accepted_per_position for a in answers], axis=0)
+    assert (accepted > 0).all() and accepted.sum() < sum(a.num_draft_tokens for a in answers)
+
+
+def test_rings_are_small_and_as_large_as_they_must_be():
+    """A ring one slot smaller would lose what the first query of a block still sees."""
+    target = families.ours("gpt_oss")
+    cache = target.config.empty_cache(1, 640, block=8)
+    assert [group.k[0].shape[2] for group in cache.groups] == [5 + 8, 640]
+    whole = memory.cache_bytes(target.config.cache_shapes(), 2, 640, jnp.float32)
+    assert whole == 5 * 2 * 2 * 2 * 640 * 16 * 4
+    assert memory.cache_bytes(target.config.cache_shapes(), 2, 640, jnp.float32, 8) == whole // 5 * 2 + whole // 5 * 3 * 13 // 640
+
+
+def test_too_large_a_cache_is_said_before_it_is_allocated(monkeypatch):
+    target = families.ours("llama")
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10**6)
+    with pytest.raises(InputError, match=r"cache: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted|2 x 7\d\d would fit"):
+        generate(target, None, [[1], [2]], max_new_tokens=4, slots=2048)
+    monkeypatch.undo()
+    slots = 10**9
+    config = dataclasses.replace(target.config, context=2 * slots)
+    with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: ask for less"):
+        generate(dataclasses.replace(target, config=config), None, [[1]], max_new_tokens=4, slots=slots)
+
+
+def test_free_bytes_heeds_a_container(tmp_path, monkeypatch):
+    assert memory.free_bytes() > 10**8
+    (tmp_path / "max").write_text("5000000\n")
+    (tmp_path / "used").write_text("1000000\n")
+    monkeypatch.setattr(memory, "LIMIT", tmp_path / "max")
+    monkeypatch.setattr(memory, "USED", tmp_path / "used")
+    assert memory.free_bytes() == 4_000_000
+    (tmp_path / "max").write_text("max\n")
+    assert memory.free_bytes() > 10**8
+
+
+def test_bad_chunk():
+    with pytest.raises(InputError, match="prefill_chunk: at least one token"):
+        generate(families.ours("llama"), None, [[1]], max_new_tokens=2, prefill_chunk=0)

@@ -1,0 +1,625 @@
+"""Features on disk: what transformers computes document by document, the same bytes after every kind of interruption, refusals."""
+
+import collections
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax import corpus, text, weights
+from peagle_jax.cli import main
+from peagle_jax.pipelines import extract as room
+from peagle_jax.pipelines.extract import Extraction, extract_features
+from peagle_jax.targets import load_target, save_target
+from peagle_jax.train.data import pack
+from peagle_jax.train.features import extract, shifted, training_rows
+from peagle_jax.train.stored import FeatureConfig, open_features, read_index, shard_path
+from peagle_jax.types import Batch, InputError
+from tests import tiny
+
+TEXTS = [f"def f{i}(x):\n    return x + {i * 37}\n" * (1 + i % 4) for i in range(14)]
+CHAT = [{"role": "user", "content": "say f"}, {"role": "assistant", "content": "return f"}]
+HOW = dict(taps=(1, 3), length=12, batch=3, rows_per_shard=10, dtype="float32", compute_dtype="float32", max_chars=None, held_out=0.2, seed=4)
+FLAGS = {"taps": "1,3", "length": 12, "batch": 3, "rows-per-shard": 10, "dtype": "float32", "compute-dtype": "float32", "held-out": 0.2, "seed": 4}
+
+
+def write_corpus(path, texts=TEXTS, answer=(3, 4, 5)):
+    rows = [*({"text": t} for t in texts), {"messages": CHAT}, {"prompt_token_ids": [7, 8], "output_token_ids": list(answer)}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_target(folder, tokenizer, seed=0, **changes):
+    save_target(tiny.target(seed, **{"vocab": len(tokenizer), **changes}), folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return text.train_tokenizer(TEXTS, 300)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tokenizer):
+    """A corpus, a target, and a finished folder of its features: 4 shards of 10 rows and one of fewer, in batches of 3."""
+    root = tmp_path_factory.mktemp("extract")
+    write_corpus(root / "corpus.jsonl")
+    write_target(root / "target", tokenizer)
+    extract_features(root / "target", how(root), root / "whole", lambda line: None, command="peagle extract")
+    return root
+
+
+def how(place, **changes):
+    return Extraction(**{**HOW, "source": str(place / "corpus.jsonl"), **changes})
+
+
+def go(place, out, target=None, **changes):
+    """What was said."""
+    lines = []
+    extract_features(target or place / "target", how(place, **changes), out, lines.append, command="peagle extract")
+    return lines
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def rows_of(place, tokenizer, length=12, held_out=0.2):
+    return pack(text.encode(tokenizer, corpus.split(corpus.read_corpus(place / "corpus.jsonl"), held_out)[0]), length)
+
+
+# ---------------------------------------------------------------- what is stored
+
+
+def segments(document):
+    """(row, start, stop) of every document's part in a row."""
+    for row, numbers in enumerate(document):
+        edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+        yield from ((row, a, b) for a, b in zip(edges, edges[1:], strict=False) if numbers[a] >= 0)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe_raw", "gpt_oss", "gemma4_moe", "gemma4_ple"])
+def test_features_are_transformers_document_by_document(case, tmp_path):
+    torch = pytest.importorskip("torch")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.targets import families
+
+    model, folder = families.make(case)
+    shutil.copytree(folder, tmp_path / "target")
+    words = Tokenizer(models.WordLevel({"<end>": 0, **{f"w{i}": i for i in range(1, families.V)}}, unk_token="<end>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path / "target")
+    rng = np.random.default_rng(1)
+    documents = [" ".join(f"w{i}" for i in rng.integers(1, families.V, n)) for n in (3, 30, 1, 17, 9)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+
+    go(tmp_path, tmp_path / "out", taps=(0, 2, 4), length=24, batch=2, rows_per_shard=2, held_out=0.0)
+    stored = open_features(tmp_path / "out")
+    got = stored.batch(range(len(stored)))
+    parts = list(segments(got.batch.document))
+    assert len(stored) == 3 and stored.config.tokens == 65 == sum(b - a for _, a, b in parts) and len(parts) == 7
+    for row, a, b in parts:
+        with torch.no_grad():
+            states = model(torch.from_numpy(got.batch.tokens[row : row + 1, a:b].astype(np.int64)), output_hidden_states=True).hidden_states
+        want = np.concatenate([states[t][0].numpy() for t in (0, 2, 4)], -1)
+        np.testing.assert_allclose(got.taps[row, a:b], want, atol=2e-5, rtol=0)
+        np.testing.assert_allclose(got.hidden[row, a:b], states[-1][0].numpy(), atol=2e-5, rtol=0)
+
+
+def test_rows_are_those_of_training(place, tokenizer):
+    """All of them, none of what fills batches and shards up; held-out documents are not among them; padding is zero."""
+    rows, stored = rows_of(place, tokenizer), open_features(place / "whole")
+    assert len(rows) % 10 and 10 % 3 and len(stored) == len(rows) and stored.config.shards == -(-len(rows) // 10) > 3
+    got = stored.batch(range(len(rows)))
+    for name in ("tokens", "document", "supervised"):
+        want = getattr(rows, name)
+        assert getattr(got.batch, name).dtype == want.dtype
+        np.testing.assert_array_equal(getattr(got.batch, name), want)
+    assert stored.config.tokens == (rows.document >= 0).sum() and 0 < stored.config.supervised == rows.supervised.sum() < stored.config.tokens
+    everything = pack(text.encode(tokenizer, corpus.read_corpus(place / "corpus.jsonl")), 12)
+    assert everything.tokens.size > rows.tokens.size + 12
+    model = load_target(place / "target", taps=(1, 3))
+    taps, hidden = jax.jit(lambda p, b: extract(model.bind(p), b))(model.params, Batch(rows.tokens, rows.document, rows.supervised))
+    real = (rows.document >= 0)[..., None]
+    assert not real.all()
+    np.testing.assert_allclose(got.taps, np.where(real, taps, 0), atol=2e-5, rtol=0)
+    np.testing.assert_allclose(got.hidden, np.where(real, hidden, 0), atol=2e-5, rtol=0)
+    assert not got.taps[~real[..., 0]].any() and not got.hidden[~real[..., 0]].any()
+    assert got.taps.shape == (*rows.tokens.shape, 48) and got.hidden.shape == (*rows.tokens.shape, 24)
+    logits = model.bind(model.params).unembed(jnp.asarray(got.hidden))
+    np.testing.assert_allclose(logits, model.bind(model.params).unembed(hidden) * real, atol=2e-4, rtol=0)
+
+
+def test_a_head_can_learn_from_them(place):
+    """Shifted, they are what training computes online."""
+    model, stored = load_target(place / "target", taps=(1, 3)), open_features(place / "whole").batch([4, 0])
+    online = training_rows(model.bind(model.params), stored.batch, *shifted(stored.batch))
+    np.testing.assert_allclose(stored.taps[:, :-1], online.taps, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(stored.hidden[:, 1:], online.teacher, atol=2e-5, rtol=0)
+
+
+def test_rows_in_any_order_from_any_shard(place):
+    stored = open_features(str(place / "whole"))
+    everything, some = stored.batch(range(len(stored))), [len(stored) - 1, 0, 10, 9, 10]
+    got = stored.batch(np.array(some))
+    for mine, all_of_it in zip(jax.tree.leaves(got), jax.tree.leaves(everything), strict=True):
+        np.testing.assert_array_equal(mine, all_of_it[some])
+    for wrong in ([], [len(stored)], [-1]):
+        with pytest.raises(InputError, match=f"whole: a batch is one or more rows of 0..{len(stored) - 1}"):
+            stored.batch(wrong)
+    with pytest.raises(TypeError):
+        stored.batch([1.5])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_stored_dtypes(dtype, place, tmp_path):
+    go(place, tmp_path / "out", dtype=dtype)
+    got, exact = (open_features(folder).batch([0, 12, 31]) for folder in (tmp_path / "out", place / "whole"))
+    for name in ("taps", "hidden"):
+        assert getattr(got, name).dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(getattr(got, name), getattr(exact, name).astype(jnp.dtype(dtype)))
+    sizes = {shard_path(tmp_path / "out", 0).stat().st_size - len(header(shard_path(tmp_path / "out", 0)))}
+    assert sizes == {10 * 12 * (9 + 72 * 2)}
+
+
+def header(path):
+    content = path.read_bytes()
+    return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+def test_computed_in_bfloat16(place, tmp_path):
+    go(place, tmp_path / "out", compute_dtype="bfloat16")
+    got, exact = (open_features(folder).batch(range(5)) for folder in (tmp_path / "out", place / "whole"))
+    off = np.abs(got.hidden - exact.hidden).max() / np.abs(exact.hidden).max()
+    assert 1e-4 < off < 0.1 and np.array_equal(got.hidden, got.hidden.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_what_the_files_say(place):
+    said = json.loads((place / "whole" / "index.json").read_text())
+    named = {key: said[key] for key in ("format_version", "target", "taps", "tap_width", "hidden_width", "dtype", "length", "rows_per_shard", "data")}
+    assert named == {"format_version": 1, "target": "target", "taps": [1, 3], "tap_width": 48, "hidden_width": 24, "dtype": "float32", "length": 12,
+                     "rows_per_shard": 10, "data": "corpus.jsonl"}  # fmt: skip
+    assert said["command"] == "peagle extract" and "jax" in said["versions"] and str(place) not in json.dumps(said)
+    facts = json.loads(header(shard_path(place / "whole", 1))[8:])["__metadata__"]
+    assert facts["shard"] == f"2 of {said['shards']}" and facts["rows_hash"] == said["rows_hash"] and facts["taps"] == "1,3"
+    assert sorted(contents(place / "whole")) == ["index.json", *(f"shard-{i:05}.safetensors" for i in range(said["shards"]))]
+
+
+def test_what_is_not_said_is_the_targets(place, tmp_path):
+    """Taps and length; and shards of whole batches, of about as many bytes as are meant."""
+    go(place, tmp_path / "out", taps=None, length=None, rows_per_shard=None)
+    config = read_index(tmp_path / "out")
+    assert config.taps == (1, 2, 3) and config.length == 96 and config.shards == 1 and config.rows_per_shard % 3 == 0
+    row = 96 * (9 + 4 * 24 * 4)
+    assert room.SHARD - 3 * row < config.rows_per_shard * row <= room.SHARD
+
+
+def test_a_choice_of_documents(place, tokenizer, tmp_path):
+    go(place, tmp_path / "out", max_chars=200)
+    kept = corpus.limit(corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)[0], 200, 4)
+    want = pack(text.encode(tokenizer, kept), 12)
+    stored = open_features(tmp_path / "out")
+    np.testing.assert_array_equal(stored.batch(range(len(stored))).batch.tokens, want.tokens)
+    assert len(want) < read_index(place / "whole").rows
+
+
+# ---------------------------------------------------------------- interrupted
+
+
+def stop_at(rows, error):
+    def told(done, total, speed):
+        assert 0 < done <= total and speed > 0
+        if done >= rows:
+            raise error
+
+    return told
+
+
+@pytest.mark.parametrize("rows, shards, error", [(20, 2, RuntimeError()), (23, 2, KeyboardInterrupt()), (9, 0, RuntimeError())])
+def test_resumes_to_the_same_bytes(rows, shards, error, place, tmp_path):
+    with pytest.raises(type(error)):
+        extract_features(place / "target", how(place), tmp_path / "out", lambda line: None, stop_at(rows, error), command="peagle extract")
+    names = ["index.json", *(f"shard-{i:05}.safetensors" for i in range(shards))]
+    assert sorted(contents(tmp_path / "out")) == names
+    times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+    told = []
+    done = extract_features(place / "target", how(place), tmp_path / "out", lambda line: None, lambda *news: told.append(news))
+    assert contents(tmp_path / "out") == contents(place / "whole")
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == times[name] for name in names)
+    total = read_index(place / "whole").rows
+    assert told[0][:2] == (shards * 10 + 3, total) and told[-1][:2] == (total, total)
+    assert done.tokens_per_second > 0 and done.bytes == sum(len(c) for c in contents(place / "whole").values())
+
+
+def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
+    """Interrupted in the middle of a file; and a file that a SIGKILL left half is written over."""
+    out, real, calls = tmp_path / "out", weights.write_safetensors, []
+
+    def half(path, tensors, metadata):
+        calls.append(path.name)
+        if len(calls) == 3:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        real(path, tensors, metadata)
+
+    monkeypatch.setattr(weights, "write_safetensors", half)
+    with pytest.raises(KeyboardInterrupt):
+        go(place, out)
+    assert sorted(contents(out)) == ["index.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    assert calls[2] == ".shard-00002.safetensors.tmp"
+    (out / calls[2]).write_bytes(b"x" * 100_000)
+    go(place, out)
+    assert contents(out) == contents(place / "whole")
+
+
+def test_killed(place, tmp_path):
+    """SIGKILL, after the first shard."""
+    words = [str(w) for flag, value in FLAGS.items() for w in (f"--{flag}", value)]
+    ask = ["extract", "--target", place / "target", "--data", place / "corpus.jsonl", "--out", tmp_path / "out", *words]
+    code = "import sys, time; from peagle_jax.train import stored as s; r = s.write_shard\n" \
+           "from peagle_jax.pipelines import extract as e\n" \
+           "e.write_shard = lambda *a: (r(*a), time.sleep(0 if a[2] == 0 else 60))\n" \
+           "from peagle_jax.cli import main; sys.exit(main(sys.argv[1:]))"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, ask)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not shard_path(tmp_path / "out", 1).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -9
+    assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    go(place, tmp_path / "out")
+    got, want = contents(tmp_path / "out"), contents(place / "whole")
+    assert got.pop("index.json") != want.pop("index.json") and got.keys() == want.keys()  # another command began it
+    a, b = (open_features(folder) for folder in (tmp_path / "out", place / "whole"))
+    for mine, theirs in zip(*(jax.tree.leaves(f.batch(range(len(f)))) for f in (a, b)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_shard_lost_in_the_middle(place, tmp_path):
+    """Reading says which, and what to do; that does it, and computes no other."""
+    out = shutil.copytree(place / "whole", tmp_path / "out")
+    shard_path(out, 1).unlink()
+    with pytest.raises(InputError, match=r"shard-00001.safetensors: shard 2 of \d must be there; got nothing; run .* again"):
+        open_features(out)
+    lines = go(place, out)
+    assert contents(out) == contents(place / "whole") and "in 1 of " in lines[1]
+    shard_path(out, 4).unlink()
+    assert len(open_features(place / "whole")) == len(open_features(place / "whole"))
+    before = open_features(place / "whole")
+    assert f"in 1 of {before.config.shards}" in go(place, out)[1]
+
+
+def test_nothing_left_to_do(place, monkeypatch):
+    monkeypatch.setattr(room, "load_target", None)
+    before = {p: p.stat().st_mtime_ns for p in (place / "whole").iterdir()}
+    lines = go(place, place / "whole")
+    assert "are there" in lines[-1] and before == {p: p.stat().st_mtime_ns for p in (place / "whole").iterdir()}
+
+
+def test_one_writer_at_a_time(place, tmp_path):
+    with pytest.raises(RuntimeError):
+        extract_features(place / "target", how(place), tmp_path / "out", lambda line: None, stop_at(12, RuntimeError()))
+    handle = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    before = contents(tmp_path / "out")
+    with pytest.raises(InputError, match="one process fills a folder at a time"):
+        go(place, tmp_path / "out")
+    os.close(handle)
+    assert contents(tmp_path / "out") == before
+    go(place, tmp_path / "out")
+
+
+# ---------------------------------------------------------------- other settings
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(taps=(1, 2)), "taps was [1, 3] when this folder was begun, and must stay so; got [1, 2]"), (dict(taps=None), "taps was [1, 3]"),
+    (dict(length=13), "length was 12 when this folder was begun, and must stay so; got 13"), (dict(batch=2), "batch was 3"),
+    (dict(rows_per_shard=5), "rows_per_shard was 10"), (dict(dtype="bfloat16"), "dtype was float32 when this folder was begun, and must stay so; got bfloat16"),
+    (dict(compute_dtype="bfloat16"), "compute_dtype was float32"), (dict(max_chars=50), "max_chars was None"), (dict(held_out=0.1), "held_out was 0.2"),
+    (dict(seed=5), "seed was 4"),
+])  # fmt: skip
+def test_other_options(changes, words, place):
+    refuse(place, place / "whole", words, **changes)
+
+
+def refuse(place, out, words, target=None, **changes):
+    before = contents(out) if out.is_dir() else None
+    with pytest.raises(InputError) as error:
+        go(place, out, target, **changes)
+    assert words in str(error.value) and "\n" not in str(error.value), str(error.value)
+    assert (contents(out) if out.is_dir() else None) == before
+
+
+def test_other_targets_and_corpora(place, tokenizer, tmp_path):
+    """By their names, and by what is in them where the names are the same."""
+    refuse(place, place / "whole", "target was target when", target=write_target(tmp_path / "other", tokenizer))
+    (tmp_path / "runs").mkdir()
+    target = write_target(tmp_path / "runs" / "target", tokenizer, seed=1)
+    refuse(place, place / "whole", "target_hash was ", target=target)
+    same = write_target(tmp_path / "same" / "target", tokenizer)
+    assert "are there" in go(place, place / "whole", target=same)[-1]
+    config = json.loads((same / "config.json").read_text()) | {"rope_theta": 778.0}
+    (same / "config.json").write_text(json.dumps(config))
+    refuse(place, place / "whole", "target_hash was ", target=same)
+
+    copy = lambda name: write_corpus(tmp_path / name)  # noqa: E731
+    refuse(place, place / "whole", "data was corpus.jsonl when this folder was begun, and must stay so; got mine.jsonl", source=str(copy("mine.jsonl")))
+    assert "are there" in go(place, place / "whole", source=str(copy("corpus.jsonl")))[-1]
+    write_corpus(tmp_path / "corpus.jsonl", [*TEXTS, "more"])
+    refuse(place, place / "whole", " was ", source=str(tmp_path / "corpus.jsonl"))
+    write_corpus(tmp_path / "corpus.jsonl", answer=(3, 4, 6))  # as many tokens, as many supervised: only the hash tells
+    refuse(place, place / "whole", "rows_hash was ", source=str(tmp_path / "corpus.jsonl"))
+    tokenizer = text.load_tokenizer(place / "target")
+    tokenizer.chat_template = text.CHAT_TEMPLATE.replace("'\n'", "' '", 1)  # another token, as many of them
+    tokenizer.save_pretrained(target)
+    refuse(place, place / "whole", "", target=target)
+
+
+def test_every_flag_of_a_token_is_in_the_hash():
+    rows = pack([(np.array([1, 2, 3], np.int32), np.ones(3, bool)), (np.array([4, 5], np.int32), np.array([True, False]))], 4)
+    seen = {room._facts(rows, 2)["rows_hash"]}
+    for name, value in {"tokens": 9, "document": 1, "supervised": False}.items():
+        changed = getattr(rows, name).copy()
+        changed[0, 0] = value
+        seen.add(room._facts(type(rows)(**{**vars(rows), name: changed}), 2)["rows_hash"])
+    assert len(seen) == 4
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(length=3), "--length: must be 4 or more; got 3"), (dict(batch=0), "--batch: must be 1 or more"), (dict(rows_per_shard=0), "--rows-per-shard: must be 1"),
+    (dict(max_chars=0), "--max-chars: must be 1"), (dict(seed=-1), "--seed: must be 0"), (dict(held_out=1.0), "--held-out: must lie in"),
+    (dict(held_out=float("nan")), "--held-out"), (dict(held_out=-0.1), "--held-out"), (dict(dtype="int8"), "--dtype: must be one of"),
+    (dict(compute_dtype="float16"), "--compute-dtype one of float32, bfloat16; got float32, float16"),
+    (dict(length=97), "--length: must be at most the target's context of 96 tokens; got 97"), (dict(taps=(3, 1)), "--taps: must ascend"),
+    (dict(taps=(1, 1)), "--taps: must ascend"), (dict(taps=()), "--taps: must ascend"), (dict(taps=(1, 5)), "tap ids must lie in 0..4"),
+    (dict(source="nowhere.jsonl"), "nowhere.jsonl: this file must exist"), (dict(held_out=0.9999999), "at least one document is needed"),
+])  # fmt: skip
+def test_options_that_make_no_sense(changes, words, place, tmp_path):
+    refuse(place, tmp_path / "out", words, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_targets_that_cannot_be(place, tokenizer, tmp_path):
+    out = tmp_path / "out"
+    refuse(place, out, "nowhere: this folder must exist", target="nowhere")
+    save_target(tiny.target(), tmp_path / "mute")
+    refuse(place, out, "mute: a corpus needs the target's tokenizer", target=tmp_path / "mute")
+    small = write_target(tmp_path / "small", tokenizer, vocab=len(tokenizer) - 1)
+    rule = f"small: the target's embedding has {len(tokenizer) - 1} rows; got a tokenizer that needs {len(tokenizer)}; take"
+    refuse(place, out, rule, target=small)
+    cut = shutil.copytree(place / "target", tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-9])
+    refuse(place, out, "truncated", target=cut)
+    (cut / "config.json").write_text("{}")
+    refuse(place, out, "model_type", target=cut)
+    assert not out.exists()
+
+
+def test_vocabularies(tokenizer):
+    text.check_vocabulary(tokenizer, len(tokenizer), "t")
+    text.check_vocabulary(tokenizer, len(tokenizer) + 9, "t")
+    with pytest.raises(InputError, match="^t: "):
+        text.check_vocabulary(tokenizer, len(tokenizer) - 1, "t")
+
+    class Holes:
+        get_vocab = lambda self: {"a": 0, "b": 7}  # noqa: E731
+        __len__ = lambda self: 2  # noqa: E731
+
+    text.check_vocabulary(Holes(), 8, "t")
+    with pytest.raises(InputError, match="7 rows; got a tokenizer that needs 8"):
+        text.check_vocabulary(Holes(), 7, "t")
+
+
+def test_room_on_the_disk(place, tmp_path, monkeypatch):
+    """Both numbers are said; what is missing is what counts, and it is what is then written."""
+    Usage = collections.namedtuple("Usage", "total used free")
+    free = 10_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free))
+    with pytest.raises(InputError) as error:
+        go(place, tmp_path / "a" / "out")
+    config = read_index(place / "whole")
+    size = sum(config.bytes_of(shard) for shard in range(config.shards))
+    assert f"{size:,} bytes must be free to write the features; got 10,000 bytes; make room" in str(error.value) and not (tmp_path / "a").exists()
+    written = [shard_path(place / "whole", shard).stat().st_size for shard in range(config.shards)]
+    assert all(config.bytes_of(shard) - 4096 < written[shard] <= config.bytes_of(shard) for shard in range(config.shards))
+    out = shutil.copytree(place / "whole", tmp_path / "out")
+    shard_path(out, 0).unlink()
+    free = config.bytes_of(0) - 1
+    refuse(place, out, f"{config.bytes_of(0):,} bytes must be free")
+    free += 1
+    assert go(place, out)[1] == f"{out}: {free:,} bytes to write, in 1 of {config.shards} shards; {free:,} bytes are free"
+
+
+def test_a_disk_that_fills_up(place, tmp_path, monkeypatch):
+    real = weights.write_safetensors
+
+    def full(path, tensors, metadata):
+        real(path, tensors, metadata)
+        if "00001" in path.name:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "write_safetensors", full)
+    with pytest.raises(InputError, match="out: the features must be written to the end; got No space left on device; make room"):
+        go(place, tmp_path / "out")
+    assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors"]
+
+
+def test_folders_of_something_else(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    refuse(place, tmp_path / "file", "must be writable")
+    refuse(place, tmp_path / "file" / "x", "must be writable")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("")
+    refuse(place, tmp_path / "notes", "notes: must be a new folder, or one that `peagle extract` began: with index.json; got a.txt without it")
+    lost = shutil.copytree(place / "whole", tmp_path / "lost")
+    (lost / "index.json").unlink()
+    refuse(place, lost, "got shard-00000.safetensors without it")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".index.json.tmp").write_text("half")
+    go(place, tmp_path / "new")
+    assert open_features(tmp_path / "new").config.rows == read_index(place / "whole").rows
+    refuse(place, type(place)("/proc/x"), "must be writable")
+
+
+DAMAGE = {
+    "half": (lambda s: s[:40], "index.json: the file must be JSON"), "a list": (lambda s: "[]", "index.json: the file must be a JSON object"),
+    "of something else": (lambda s: "{}", "index.json: must be the index of `peagle extract`, format_version 1; got None"),
+    "newer": (lambda s: s.replace('"format_version": 1', '"format_version": 2'), "format_version 1; got 2"),
+    "a key less": (lambda s: s.replace('  "length": 12,\n', ""), "index.json: every key must be given; got no length"),
+    "a key more": (lambda s: s.replace('"length": 12', '"length": 12, "speed": 3'), "got unknown speed"),
+    "a word for a number": (lambda s: s.replace('"length": 12', '"length": "12"'), "index.json: length: must be int"),
+    "no batch": (lambda s: s.replace('"batch": 3', '"batch": 0'), "sizes must be 1 or more"),
+    "fewer shards": (lambda s: s.replace('"shards": 5', '"shards": 4'), "shards and tap_width must follow"),
+    "another width": (lambda s: s.replace('"tap_width": 48', '"tap_width": 49'), "shards and tap_width must follow"),
+    "another dtype": (lambda s: s.replace('"dtype": "float32"', '"dtype": "float64"', 1), "dtypes of float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_index(name, place, tmp_path):
+    out = shutil.copytree(place / "whole", tmp_path / "out")
+    change, words = DAMAGE[name]
+    before = (out / "index.json").read_text()
+    (out / "index.json").write_text(change(before))
+    assert (out / "index.json").read_text() != before
+    refuse(place, out, words)
+    with pytest.raises(InputError) as error:
+        open_features(out)
+    assert words in str(error.value)
+
+
+def test_damaged_shards(place, tmp_path):
+    """Writing refuses and says what to do; reading refuses too, unless only the numbers differ."""
+    whole, other = shard_path(place / "whole", 1), tmp_path / "other"
+    tensors = weights.open_safetensors(whole)
+    changed = {
+        "cut": (whole.read_bytes()[:-7], "shard-00001.safetensors: a shard must be whole; got"), "empty": (b"", "a shard must be whole"),
+        "of another shape": (tensors | {"taps": tensors["taps"][:, :, :47]}, "taps must be float32 [10, 12, 48], as index.json says; got float32 [10, 12, 47]"),
+        "of fewer rows": ({n: t[:9] for n, t in tensors.items()}, "document must be int32 [10, 12], as index.json says; got int32 [9, 12]"),
+        "of another dtype": (tensors | {"hidden": tensors["hidden"].astype(np.float16)}, "hidden must be float32 [10, 12, 24]"),
+        "without hidden": ({n: t for n, t in tensors.items() if n != "hidden"}, "hidden must be float32 [10, 12, 24], as index.json says; got nothing"),
+        "with more": (tensors | {"more": tensors["tokens"]}, "more must be nothing"),
+    }  # fmt: skip
+    out = shutil.copytree(place / "whole", tmp_path / "out")
+    for name, (content, words) in changed.items():
+        if isinstance(content, dict):
+            weights.write_safetensors(other, content, {})
+            content = other.read_bytes()
+        shard_path(out, 1).write_bytes(content)
+        refuse(place, out, words)
+        with pytest.raises(InputError) as error:
+            go(place, out)
+        assert "shard-00001.safetensors" in str(error.value) and "delete it" in str(error.value), name
+        with pytest.raises(InputError, match="shard-00001.safetensors"):
+            open_features(out)
+    for name in ("tokens", "document", "supervised"):
+        weights.write_safetensors(other, tensors | {name: tensors[name] ^ np.ones((), tensors[name].dtype)}, {})
+        shard_path(out, 1).write_bytes(other.read_bytes())
+        refuse(place, out, f"shard-00001.safetensors: must hold the rows that index.json names; got other {name}; delete it")
+    stored = open_features(out)
+    shard_path(out, 1).unlink()
+    stored.batch([0, 20])
+    with pytest.raises(InputError, match="shard-00001.safetensors: shard 2 of 5 must be there"):
+        stored.batch([0, 10])
+    with pytest.raises(InputError, match=r"index.json: this file must exist"):
+        open_features(tmp_path / "none")
+
+
+def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
+    """Residual streams of real models pass float16's 65504; a target of NaN has nothing to teach."""
+    model = tiny.target(vocab=len(tokenizer))
+    for factor, words in {1e6: "float16 must hold every number; got", float("nan"): "got nan in taps"}.items():
+        folder = tmp_path / str(factor)
+        params = {**model.params, "embed": {"table": model.params["embed"]["table"] * factor}}
+        save_target(type(model)(model.config, model.graph, params), folder)
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(InputError, match=words):
+            go(place, tmp_path / f"out{factor}", target=folder, dtype="float16")
+        assert sorted(contents(tmp_path / f"out{factor}")) == ["index.json"]
+    go(place, tmp_path / "fits", target=tmp_path / "1000000.0", dtype="bfloat16")
+
+
+def test_config_is_of_one_piece():
+    """Rows of a shard, and sizes, of the last one too."""
+    said = dict(format_version=1, target="t", target_hash="", taps=(2,), tap_width=8, hidden_width=8, dtype="bfloat16", compute_dtype="float32", length=4,
+                batch=2, rows_per_shard=3, data="d", max_chars=None, held_out=0.0, seed=0, rows=7, shards=3, tokens=20, supervised=20, rows_hash="",
+                versions="", command="")  # fmt: skip
+    config = FeatureConfig(**said)
+    assert [list(config.rows_of(s)) for s in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert config.bytes_of(2) == 4096 + 4 * (9 + 16 * 2) and config.tensors_of(0)["taps"] == ((3, 4, 8), jnp.dtype("bfloat16"))
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def command(place, out, **changes):
+    flags = {"target": place / "target", "data": place / "corpus.jsonl", "out": out} | FLAGS | changes
+    return ["extract", *(str(w) for flag, value in flags.items() for w in (f"--{flag}", value))]
+
+
+def test_the_command_line(place, tmp_path, capsys):
+    out = tmp_path / "o[u]t"
+    assert main(command(place, out)) == 0
+    said = capsys.readouterr()
+    got, want = contents(out), contents(place / "whole")
+    index = json.loads(got.pop("index.json"))
+    assert got == {name: content for name, content in want.items() if name != "index.json"}
+    assert index | {"command": "peagle extract"} == json.loads(want["index.json"])
+    assert index["command"].startswith("peagle extract --target target --data corpus.jsonl --out 'o[u]t'")
+    table = {cells[1].strip(): cells[2].strip() for line in said.out.splitlines() if len(cells := line.split("│")) == 4}
+    assert table["rows"] == str(index["rows"]) and table["shards"] == "5" and table["tokens"] == str(index["tokens"])
+    assert int(table["bytes"].replace(",", "")) == sum(len(c) for c in contents(out).values()) and float(table["tokens per second"]) > 0
+    assert f"{out}: " in said.out and "bytes to write, in 5 of 5 shards" in said.out and not said.err
+    assert main(command(place, out)) == 0 and "all 5 shards are there" in capsys.readouterr().out
+    assert main(command(place, out, length=13)) == 2
+    assert capsys.readouterr().err.startswith(f"peagle: {out}/index.json: length was 12 when")
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"target": "nowhere"}, "nowhere: this folder must exist"), ({"data": "nowhere"}, "nowhere: this file must exist"), ({"taps": "1,x"}, "--taps: must be numbers of 0 or more"),
+    ({"taps": ""}, "--taps: must be numbers"), ({"taps": "0,9"}, "tap ids must lie in 0..4"), ({"dtype": "float64"}, "float64"), ({"compute-dtype": "float16"}, "float16"),
+    ({"batch": "many"}, "many"), ({"batch": 0}, "--batch: must be 1"), ({"held-out": "2"}, "--held-out"), ({"max-chars": "0"}, "--max-chars"),
+])  # fmt: skip
+def test_mistakes_are_one_line(changes, words, place, tmp_path, capsys):
+    assert main(command(place, tmp_path / "out", **changes)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("peagle: ") and err.count("\n") == 1 and words in err and not (tmp_path / "out").exists()
+
+
+def test_what_must_be_named(place, capsys):
+    for lacking in ("target", "data", "out"):
+        words = {"target": place / "target", "data": place / "corpus.jsonl", "out": place / "never"}
+        assert main(["extract", *(str(w) for k, v in words.items() if k != lacking for w in (f"--{k}", v))]) == 2
+        assert f"--{lacking}" in capsys.readouterr().err
+
+
+def test_control_c(place, tmp_path, capsys, monkeypatch):
+    """Exit code 1; and the same command ends what was begun."""
+    real = room.write_shard
+
+    def stop(folder, config, shard, tensors):
+        if shard == 2:
+            raise KeyboardInterrupt
+        real(folder, config, shard, tensors)
+
+    monkeypatch.setattr(room, "write_shard", stop)
+    assert main(command(place, tmp_path / "out")) == 1 and "interrupted" in capsys.readouterr().err
+    assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    monkeypatch.setattr(room, "write_shard", real)
+    assert main(command(place, tmp_path / "out", taps="0,3")) == 2 and "taps was [1, 3]" in capsys.readouterr().err
+    assert main(command(place, tmp_path / "out")) == 0
