@@ -42,11 +42,11 @@ def head_run(name: str, folder: Path) -> dict:
     """What `peagle train` reads."""
     layers = 1 if name.startswith("gemma4") else 2  # vLLM 0.32 has one cache group for a draft, and Gemma 4 has two
     return {
-        "task": "peagle", "target": str(folder / "target"), "out": str(folder / "run"), "seed": 0,
+        "task": "peagle", "target": str(folder / "target"), "target_dtype": "float32", "out": str(folder / "run"), "seed": 0,
         "head": {
             "layers": layers, "dim": None, "mlp_dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "draft_vocab": None, "taps": None,
             "qk_norm": True, "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-            "mask_token": None,
+            "mask_token": None, "rope": None,
         },
         "cod": {"depths": K, "ratio": 0.8, "floor": 0.2}, "start": "random", "start_from": None,
         "grow": [{"until": STEPS // 3, "depths": 1}], "train_embedding": True, "train_lm_head": False,

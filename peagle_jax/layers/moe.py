@@ -69,7 +69,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"]) -> Float[Array, "*rows D"]:
         rows, mesh = x.reshape(-1, x.shape[-1]), jax.sharding.get_abstract_mesh()
-        form = experts.FORMS[experts.choose(*chosen.shape, self.count, jax.default_backend())]
+        form = experts.FORMS[experts.choose(*chosen.shape, self.count, _backend())]
         parts = mesh.shape.get(AXIS, 1)
         if parts == 1 or self.count % parts:
             return form(rows, chosen, weight, _Bank(self.gate_up, self.down, self.act, self.count)).reshape(x.shape)
@@ -84,6 +84,11 @@ class Experts(nnx.Module):
         spread = jax.tree.map(lambda _: P(AXIS), state)
         y = jax.shard_map(local, in_specs=(spread, P(), P(), P()), out_specs=P(), check_vma=False)(state, rows, chosen, weight)
         return y.reshape(x.shape)
+
+
+def _backend() -> str:
+    """Where this will run: on the default device, also one that is only compiled for."""
+    return getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()
 
 
 class _Bank:

@@ -110,7 +110,8 @@ def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows:
 def _head_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> dict:
     """What both heads' runs share: the recipe of LOG.md, 2026-11-20."""
     return {
-        "target": str(target), "out": str(out), "seed": seed, "start": "target", "start_from": None, "grow": _grow(steps, s.depths),
+        "target": str(target), "target_dtype": "float32", "out": str(out),
+        "seed": seed, "start": "target", "start_from": None, "grow": _grow(steps, s.depths),
         "train_lm_head": False, "data": _data(s, rows), **_often(steps),
         "measure": Measure(every=max(1, steps // 4), prompts=None, count=8, new_tokens=64),
         "optimizer": Optimizer(steps=steps, peak_lr=3e-3, warmup=max(1, steps // 20), weight_decay=0.01, clip=1.0),
@@ -141,5 +142,5 @@ def _head(layers: int, mlp_dim: int | None, target: Path) -> HeadShape:
     return HeadShape(
         layers=layers, dim=None, mlp_dim=mlp_dim, heads=None, kv_heads=None, head_dim=None, draft_vocab=None,
         taps=_taps(target), qk_norm=True, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
-        mask_token=None,
+        mask_token=None, rope=None,
     )  # fmt: skip

@@ -1,36 +1,41 @@
 """A target and a head at full size without their weights: built, sized and lowered, on any number of devices."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from peagle_jax.decode.drafters import ParallelDrafter
 from peagle_jax.decode.loop import Program, prefill, step
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.layers.moe import AXIS
+from peagle_jax.pipelines.train_head import head_config
 from peagle_jax.targets import gpt_oss, read_config, sharding
 from peagle_jax.targets.config import TargetConfig
+from peagle_jax.train.config import HeadRun, load_run
 from peagle_jax.types import Model
 from peagle_jax.weights import flat, nest
 
 
-def abstract_target(path: Path, *, dtype=jnp.bfloat16, packed: bool = False, mesh: Mesh | None = None) -> Model:
+def abstract_target(
+    path: Path, *, dtype=jnp.bfloat16, taps: Sequence[int] | None = None, packed: bool = False, mesh: Mesh | None = None
+) -> Model:  # fmt: skip
     """The model of a config.json, its parameters as shapes.
 
     Args:
       packed: GPT-OSS with its experts in MXFP4.
       mesh: the shapes then say where they lie.
     """
-    family, config = read_config(json.loads(Path(path).read_text()), dtype=dtype, where=path)
+    family, config = read_config(json.loads(Path(path).read_text()), taps=taps, dtype=dtype, where=path)
     if packed and isinstance(config, gpt_oss.GptOssConfig):
         config = dataclasses.replace(config, packed=True)
     return _abstract(lambda: family.module(config, rngs=nnx.Rngs(0)), config, mesh and sharding.placement(config, mesh))
@@ -49,16 +54,28 @@ def _abstract(make, config, place) -> Model:
     return Model(config, graph, nest(shapes))
 
 
-def lower(target: Model, head: Model, k: int, *, prompt: int, slots: int, mesh: Mesh | None = None):
+def recipe(path: Path, targets: Path) -> tuple[HeadRun, Model, Model]:
+    """(run, abstract target, abstract head) of a training configuration whose target is one of the folder `targets`, by its hub name."""
+    run = load_run(path)
+    hf = targets / f"{run.target.split('/')[-1].lower()}.json"
+    target = abstract_target(hf, dtype=jnp.dtype(run.target_dtype), taps=run.head.taps)
+    return run, target, abstract_head(head_config(run, target, None))
+
+
+def lower(target: Model, head: Model, k: int, *, prompt: int, slots: int, mesh: Mesh | None = None, device=None):
     """(prefill, one step of K drafts) of one row, lowered and not compiled.
 
     Args:
       prompt: tokens of the prompt.
       slots: of the cache.
+      mesh: that the parameters' shapes name.
+      device: one that is only compiled for, in the place of a mesh.
     """
     program = Program(target.graph, target.config, ParallelDrafter(head.graph, head.config, k), slots, False)
-    args = (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))  # limits, stop ids
-    tokens = jax.ShapeDtypeStruct((1, prompt), jnp.int32)
+    onto = lambda x: x if device is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))  # noqa: E731
+    whole = lambda shape: onto(jax.ShapeDtypeStruct(shape, jnp.int32))  # noqa: E731
+    params, draft_params = jax.tree.map(onto, (target.params, head.params))
+    limits, stops, lengths, tokens = whole((1,)), whole((1,)), whole((1,)), whole((1, prompt))
     trees = []
 
     def first(params, draft_params, tokens, lengths, limits, stops):
@@ -69,10 +86,16 @@ def lower(target: Model, head: Model, k: int, *, prompt: int, slots: int, mesh: 
     def one(params, draft_params, limits, stops, leaves):
         return jax.tree.leaves(step(program, params, draft_params, limits, stops, None, jax.tree.unflatten(trees[0], leaves)))
 
-    with jax.set_mesh(mesh or sharding.make_mesh(jax.devices()[:1])):
-        traced = jax.jit(first).trace(target.params, head.params, tokens, args[0], *args)
-        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.out_info]
-        return traced.lower(), jax.jit(one).lower(target.params, head.params, *args, leaves)
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(jax.set_mesh(mesh))
+        if device is not None:
+            stack.enter_context(jax.default_device(device))
+        platforms = None if device is None else ("cuda",)
+        traced = jax.jit(first).trace(params, draft_params, tokens, lengths, limits, stops)
+        leaves = [onto(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in traced.out_info]
+        again = jax.jit(one, donate_argnums=4).trace(params, draft_params, limits, stops, leaves)
+        return traced.lower(lowering_platforms=platforms), again.lower(lowering_platforms=platforms)
 
 
 @dataclasses.dataclass(frozen=True)

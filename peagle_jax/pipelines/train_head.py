@@ -15,10 +15,11 @@ from peagle_jax.decode.generate import acceptance_length, check_prompts, generat
 from peagle_jax.draft import folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.draft.start import start_from_head, start_from_target
+from peagle_jax.layers import Rope
 from peagle_jax.pipelines.runs import is_run, open_run, start_run
 from peagle_jax.targets import load_target
 from peagle_jax.train.cod import cod_sample
-from peagle_jax.train.config import HeadRun, PeagleRun
+from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun
 from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.features import extract, shifted, training_rows
 from peagle_jax.train.fit import claim, fit, write_result
@@ -55,7 +56,7 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
         raise InputError(
             run.target, "training on text needs the target's tokenizer", "no tokenizer.json", "copy it into the target's folder"
         )
-    target = load_target(folder, taps=run.head.taps)
+    target = load_target(folder, taps=run.head.taps, dtype=jnp.dtype(run.target_dtype))
     documents = corpus.read_corpus(run.data.source)
     train, held_out = corpus.split(documents, run.data.held_out)
     encoded = text.encode(tokenizer, corpus.limit(train, run.data.max_chars, run.seed))
@@ -131,6 +132,10 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
     """Nulls in the run's head take the target's value."""
     h, t = run.head, target.config
     pick = lambda mine, theirs: theirs if mine is None else mine  # noqa: E731
+    head_dim = pick(h.head_dim, t.head_dim)
+    if h.rope is None and 2 * len(t.rope.frequencies) != head_dim:
+        rule = f"the target's rotary embedding turns heads of {2 * len(t.rope.frequencies)}"
+        raise InputError("head.head_dim", rule, head_dim, "leave it null, or set head.rope")
     parallel = isinstance(run, PeagleRun)
     mask_token = pick(h.mask_token, mask_token)
     if parallel and mask_token is None:
@@ -144,11 +149,20 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
     return HeadConfig(
         vocab=t.vocab, draft_vocab=pick(h.draft_vocab, t.vocab), dim=pick(h.dim, t.dim), layers=h.layers,
         mlp_dim=pick(h.mlp_dim, t.mlp_dim), heads=pick(h.heads, t.heads), kv_heads=pick(h.kv_heads, t.kv_heads),
-        head_dim=pick(h.head_dim, t.head_dim), rope=t.rope, norm_eps=t.norm_eps, context=t.context, target_dim=t.dim,
+        head_dim=head_dim, rope=t.rope if h.rope is None else _rope(h.rope, head_dim), norm_eps=t.norm_eps, context=t.context,
+        target_dim=t.dim,
         taps=t.taps, mask_token=mask_token if parallel else None, depths=run.most_depths, qk_norm=h.qk_norm,
         attention_bias=False, norm_before_residual=h.norm_before_residual, norm_before_fc=h.norm_before_fc,
         fc_norm=h.fc_norm, norm_output=h.norm_output, windows=(None,) * h.layers, dtype=jnp.float32,
     )  # fmt: skip
+
+
+def _rope(rope: Llama3Rope, head_dim: int) -> Rope:
+    spec = {
+        "rope_type": "llama3", "rope_theta": rope.theta, "factor": rope.factor, "low_freq_factor": rope.low, "high_freq_factor": rope.high,
+        "original_max_position_embeddings": rope.original,
+    }  # fmt: skip
+    return Rope.from_hf({"rope_parameters": spec}, head_dim, "head.rope")
 
 
 def _split(run: HeadRun, head: Model) -> tuple[dict, dict]:

@@ -90,6 +90,21 @@ class LmRun(Run):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """The rotary embedding that P-EAGLE heads are published with (layers/rope.py has the formula)."""
+
+    theta: float
+    factor: float
+    low: float  # low_freq_factor
+    high: float  # high_freq_factor
+    original: int  # original_max_position_embeddings
+
+    def __post_init__(self):
+        if self.theta <= 0 or self.factor <= 0 or self.low >= self.high or self.original < 1:
+            raise ValueError(f"rope needs theta and factor above 0, low below high, original of 1 or more; got {self}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadShape:
     """A draft head. Null takes the target's value."""
 
@@ -107,6 +122,7 @@ class HeadShape:
     fc_norm: bool
     norm_output: bool
     mask_token: int | None  # null: the tokenizer's mask token
+    rope: Llama3Rope | None
 
     def __post_init__(self):
         if self.heads is not None and self.kv_heads is not None:
@@ -154,6 +170,7 @@ class HeadRun(Run):
     """What runs of both kinds of head say."""
 
     target: str
+    target_dtype: typing.Literal["float32", "bfloat16"]
     head: HeadShape
     start: typing.Literal["random", "target"]  # layers at random, or the target's last one (draft/start.py)
     start_from: str | None  # folder of a trained head, whose parameters then replace those of the same name and shape

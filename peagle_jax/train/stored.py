@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class FeatureFolder:
     def __len__(self) -> int:
         return self.config.rows
 
-    def batch(self, indices: Iterable[int]) -> Features:
+    def batch(self, indices: Iterable[SupportsIndex]) -> Features:
         """Rows by number, in that order, in the stored dtype; no other row is read.
 
         Raises:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from peagle_jax import corpus, text, weights
 from peagle_jax.cli import main
@@ -25,7 +27,7 @@ from peagle_jax.train.stored import FeatureConfig, open_features, read_index, sh
 from peagle_jax.types import Batch, InputError
 from tests import tiny
 
-TEXTS = [f"def f{i}(x):\n    return x + {i * 37}\n" * (1 + i % 4) for i in range(14)]
+TEXTS = [f"def f{i}(x):\n    return x + {i * 37}\n" * (1 + i % 4) for i in range(22)]
 CHAT = [{"role": "user", "content": "say f"}, {"role": "assistant", "content": "return f"}]
 HOW = dict(taps=(1, 3), length=12, batch=3, rows_per_shard=10, dtype="float32", compute_dtype="float32", max_chars=None, held_out=0.2, seed=4)
 FLAGS = {"taps": "1,3", "length": 12, "batch": 3, "rows-per-shard": 10, "dtype": "float32", "compute-dtype": "float32", "held-out": 0.2, "seed": 4}
@@ -77,6 +79,11 @@ def rows_of(place, tokenizer, length=12, held_out=0.2):
     return pack(text.encode(tokenizer, corpus.split(corpus.read_corpus(place / "corpus.jsonl"), held_out)[0]), length)
 
 
+def close(got, want):
+    """The relative error of house.md: a program of another batch size sums in another order."""
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), rtol=0)
+
+
 # ---------------------------------------------------------------- what is stored
 
 
@@ -87,12 +94,12 @@ def segments(document):
         yield from ((row, a, b) for a, b in zip(edges, edges[1:], strict=False) if numbers[a] >= 0)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe_raw", "gpt_oss", "gemma4_moe", "gemma4_ple"])
+LONG = [pytest.param(case, marks=pytest.mark.long) for case in ("llama_tied", "qwen3_moe", "qwen3_moe_raw", "gpt_oss", "gemma4", "gemma4_moe")]
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma4_ple", *LONG])
 def test_features_are_transformers_document_by_document(case, tmp_path):
     torch = pytest.importorskip("torch")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     from tests.targets import families
 
     model, folder = families.make(case)
@@ -133,20 +140,21 @@ def test_rows_are_those_of_training(place, tokenizer):
     taps, hidden = jax.jit(lambda p, b: extract(model.bind(p), b))(model.params, Batch(rows.tokens, rows.document, rows.supervised))
     real = (rows.document >= 0)[..., None]
     assert not real.all()
-    np.testing.assert_allclose(got.taps, np.where(real, taps, 0), atol=2e-5, rtol=0)
-    np.testing.assert_allclose(got.hidden, np.where(real, hidden, 0), atol=2e-5, rtol=0)
+    close(got.taps, np.where(real, taps, 0))
+    close(got.hidden, np.where(real, hidden, 0))
     assert not got.taps[~real[..., 0]].any() and not got.hidden[~real[..., 0]].any()
     assert got.taps.shape == (*rows.tokens.shape, 48) and got.hidden.shape == (*rows.tokens.shape, 24)
-    logits = model.bind(model.params).unembed(jnp.asarray(got.hidden))
-    np.testing.assert_allclose(logits, model.bind(model.params).unembed(hidden) * real, atol=2e-4, rtol=0)
+    unembed = model.bind(model.params).unembed
+    close(unembed(jnp.asarray(got.hidden)), unembed(hidden) * real)
 
 
 def test_a_head_can_learn_from_them(place):
     """Shifted, they are what training computes online."""
     model, stored = load_target(place / "target", taps=(1, 3)), open_features(place / "whole").batch([4, 0])
-    online = training_rows(model.bind(model.params), stored.batch, *shifted(stored.batch))
-    np.testing.assert_allclose(stored.taps[:, :-1], online.taps, atol=2e-5, rtol=0)
-    np.testing.assert_allclose(stored.hidden[:, 1:], online.teacher, atol=2e-5, rtol=0)
+    rows = jax.jit(lambda params, *args: training_rows(model.bind(params), *args))
+    online = rows(model.params, stored.batch, *shifted(stored.batch))
+    close(stored.taps[:, :-1], online.taps)
+    close(stored.hidden[:, 1:], online.teacher)
 
 
 def test_rows_in_any_order_from_any_shard(place):
@@ -154,6 +162,7 @@ def test_rows_in_any_order_from_any_shard(place):
     everything, some = stored.batch(range(len(stored))), [len(stored) - 1, 0, 10, 9, 10]
     got = stored.batch(np.array(some))
     for mine, all_of_it in zip(jax.tree.leaves(got), jax.tree.leaves(everything), strict=True):
+        assert type(mine) is np.ndarray and mine.flags.writeable  # no view of a file
         np.testing.assert_array_equal(mine, all_of_it[some])
     for wrong in ([], [len(stored)], [-1]):
         with pytest.raises(InputError, match=f"whole: a batch is one or more rows of 0..{len(stored) - 1}"):
@@ -263,6 +272,7 @@ def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
     assert contents(out) == contents(place / "whole")
 
 
+@pytest.mark.long
 def test_killed(place, tmp_path):
     """SIGKILL, after the first shard."""
     words = [str(w) for flag, value in FLAGS.items() for w in (f"--{flag}", value)]
@@ -295,9 +305,7 @@ def test_a_shard_lost_in_the_middle(place, tmp_path):
     lines = go(place, out)
     assert contents(out) == contents(place / "whole") and "in 1 of " in lines[1]
     shard_path(out, 4).unlink()
-    assert len(open_features(place / "whole")) == len(open_features(place / "whole"))
-    before = open_features(place / "whole")
-    assert f"in 1 of {before.config.shards}" in go(place, out)[1]
+    assert "in 1 of 5 shards" in go(place, out)[1] and contents(out) == contents(place / "whole")
 
 
 def test_nothing_left_to_do(place, monkeypatch):
@@ -416,13 +424,11 @@ def test_vocabularies(tokenizer):
     with pytest.raises(InputError, match="^t: "):
         text.check_vocabulary(tokenizer, len(tokenizer) - 1, "t")
 
-    class Holes:
-        get_vocab = lambda self: {"a": 0, "b": 7}  # noqa: E731
-        __len__ = lambda self: 2  # noqa: E731
-
-    text.check_vocabulary(Holes(), 8, "t")
+    holes = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")))
+    assert len(holes) == 2
+    text.check_vocabulary(holes, 8, "t")
     with pytest.raises(InputError, match="7 rows; got a tokenizer that needs 8"):
-        text.check_vocabulary(Holes(), 7, "t")
+        text.check_vocabulary(holes, 7, "t")
 
 
 def test_room_on_the_disk(place, tmp_path, monkeypatch):
@@ -459,7 +465,7 @@ def test_a_disk_that_fills_up(place, tmp_path, monkeypatch):
     assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors"]
 
 
-def test_folders_of_something_else(place, tmp_path):
+def test_folders_of_something_else(place, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     refuse(place, tmp_path / "file", "must be writable")
     refuse(place, tmp_path / "file" / "x", "must be writable")
@@ -473,7 +479,8 @@ def test_folders_of_something_else(place, tmp_path):
     (tmp_path / "new" / ".index.json.tmp").write_text("half")
     go(place, tmp_path / "new")
     assert open_features(tmp_path / "new").config.rows == read_index(place / "whole").rows
-    refuse(place, type(place)("/proc/x"), "must be writable")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: collections.namedtuple("Usage", "free")(10**9))
+    refuse(place, type(place)("/proc/x"), "/proc/x: the output folder must be writable")
 
 
 DAMAGE = {
@@ -506,7 +513,7 @@ def test_a_damaged_index(name, place, tmp_path):
 def test_damaged_shards(place, tmp_path):
     """Writing refuses and says what to do; reading refuses too, unless only the numbers differ."""
     whole, other = shard_path(place / "whole", 1), tmp_path / "other"
-    tensors = weights.open_safetensors(whole)
+    tensors = {name: np.array(t) for name, t in weights.open_safetensors(whole).items()}
     changed = {
         "cut": (whole.read_bytes()[:-7], "shard-00001.safetensors: a shard must be whole; got"), "empty": (b"", "a shard must be whole"),
         "of another shape": (tensors | {"taps": tensors["taps"][:, :, :47]}, "taps must be float32 [10, 12, 48], as index.json says; got float32 [10, 12, 47]"),
@@ -540,6 +547,7 @@ def test_damaged_shards(place, tmp_path):
         open_features(tmp_path / "none")
 
 
+@pytest.mark.filterwarnings("ignore::peagle_jax.types.WeightsWarning")
 def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
     """Residual streams of real models pass float16's 65504; a target of NaN has nothing to teach."""
     model = tiny.target(vocab=len(tokenizer))

@@ -50,12 +50,16 @@ CASES = {
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=V, attention_bias=True,
     )),
 }  # fmt: skip
+# what 8 devices divide: heads, experts, MLPs, vocabulary; not the KV heads
+WIDE = dict(vocab_size=104, num_attention_heads=8, num_key_value_heads=4, intermediate_size=64)
 
 
 @functools.cache
-def make(case: str):
+def make(case: str, wide: bool = False):
     """(transformers' model, its folder)"""
     kind, shape = CASES[case]
+    if wide:
+        shape = shape | WIDE | {key: 8 for key in ("num_experts", "num_local_experts") if key in shape}
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma4" else f"{kind}Config")(**shape)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -77,17 +81,17 @@ def make(case: str):
 
 
 @functools.cache
-def truth(case: str, rows: int = 2):
+def truth(case: str, wide: bool = False):
     """(tokens, logits, hidden states) of transformers."""
-    tokens = np.random.default_rng(0).integers(0, V, (rows, T))
+    tokens = np.random.default_rng(0).integers(0, V, (2, T))
     with torch.no_grad():
-        out = make(case)[0](torch.from_numpy(tokens), output_hidden_states=True)
+        out = make(case, wide)[0](torch.from_numpy(tokens), output_hidden_states=True)
     return tokens, out.logits.numpy(), [h.numpy() for h in out.hidden_states]
 
 
 @functools.cache
-def ours(case: str):
-    return load_target(make(case)[1], taps=(0, 1, 4))
+def ours(case: str, wide: bool = False):
+    return load_target(make(case, wide)[1], taps=(0, 1, 4))
 
 
 @functools.cache

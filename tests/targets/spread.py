@@ -1,0 +1,64 @@
+"""Loads targets over all devices of all processes, and prints what they compute: run by test_sharding.py, its job as JSON."""
+
+import json
+import sys
+
+import jax
+
+job = json.loads(sys.argv[1])
+if "address" in job:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(job["address"], num_processes=2, process_id=job["process"])
+jax.config.update("jax_default_matmul_precision", "highest")
+
+import numpy as np  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+from peagle_jax import weights  # noqa: E402
+from peagle_jax.decode.generate import generate  # noqa: E402
+from peagle_jax.layers import CachedAttention  # noqa: E402
+from peagle_jax.targets import load_target  # noqa: E402
+from peagle_jax.targets.sharding import make_mesh  # noqa: E402
+from peagle_jax.weights import flat, table  # noqa: E402
+
+T = 21
+mesh, result = make_mesh(), {}
+read: list[str] = []
+
+
+def noticing(tensors):
+    """Which tensors are looked into."""
+
+    class Tensors(dict):
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
+    return Tensors(tensors)
+
+
+check, load = table.check, table.load
+table.check = lambda make, tensors, names, where: check(make, dict(tensors), names, where)
+weights.load = lambda make, config, tensors, *rest: load(make, config, noticing(tensors), *rest)
+for case, folder in job["folders"].items():
+    read.clear()
+    target = load_target(folder, taps=(0, 1, 4), mesh=mesh)
+    experts = sorted({name for name in read if ".experts." in name})
+    tokens = np.random.default_rng(0).integers(0, 97, (2, T))[:1]
+    positions = np.arange(T)[None]
+
+    def forward(params, tokens, positions, target=target):
+        module = target.bind(params)
+        out, _ = module(tokens, positions, CachedAttention(positions), target.config.empty_cache(1, T))
+        return module.unembed(out.hidden)
+
+    with jax.set_mesh(mesh):
+        logits = jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))(target.params, tokens, positions)
+    wanted = case in job["answers"]
+    answers = generate(target, None, job["prompts"], max_new_tokens=job["new"], stop_ids=()) if wanted else []
+    leaves = dict(flat(target.params))
+    result[case] = {
+        "logits": np.asarray(logits).tolist(), "answers": [a.output_token_ids for a in answers], "read": experts,
+        "shards": {path: list(x.addressable_shards[0].data.shape) for path, x in leaves.items()},
+    }  # fmt: skip
+print(json.dumps(result))

@@ -1,0 +1,86 @@
+"""Spread over 8 simulated devices, and over two processes, a target gives what it gives on one."""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+import families  # noqa: E402
+import numpy as np  # noqa: E402
+
+from peagle_jax.decode.generate import generate  # noqa: E402
+
+PROMPTS, NEW = [[5, 60, 2, 33, 8, 90, 41], [7]], 8
+CASES = ("qwen3_moe_raw", "gpt_oss", "gemma4_ple")
+MORE = ("llama", "gemma4_moe")  # and answers of all of them
+PROGRAM = Path(__file__).with_name("spread.py")
+
+
+def spawn(job: dict, **env):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])} | env
+    command = [sys.executable, str(PROGRAM), json.dumps(job)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process) -> dict:
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def eight(cases, answers):
+    """All cases in one process of 8 devices."""
+    folders = {case: str(families.make(case, wide=True)[1]) for case in cases}
+    job = {"folders": folders, "prompts": PROMPTS, "new": NEW, "answers": answers}
+    return finish(spawn(job, XLA_FLAGS="--xla_force_host_platform_device_count=8"))
+
+
+@functools.cache
+def truth(case):
+    answers = generate(families.ours(case, wide=True), None, PROMPTS, max_new_tokens=NEW, stop_ids=())
+    return families.truth(case, wide=True)[1][:1], [a.output_token_ids for a in answers]
+
+
+def test_eight_devices():
+    got = eight(CASES, ["qwen3_moe_raw"])
+    for case in CASES:
+        np.testing.assert_allclose(np.asarray(got[case]["logits"]), families.truth(case, wide=True)[1][:1], atol=3e-5, rtol=0)
+    assert got["qwen3_moe_raw"]["answers"] == truth("qwen3_moe_raw")[1]
+    # each device holds an eighth of what divides by 8, and all of what does not
+    shards = got["gpt_oss"]["shards"]
+    assert shards["embed.table"] == [13, 32] and shards["head.kernel"] == [32, 13] and shards["blocks.0.attn.sinks"] == [1]
+    assert shards["blocks.0.attn.q.kernel"] == [32, 16] and shards["blocks.0.attn.q.bias"] == [16]
+    assert shards["blocks.0.attn.k.kernel"] == [32, 64] and shards["blocks.0.attn.o.kernel"] == [16, 32]  # 4 KV heads
+    assert shards["blocks.0.mlp.experts.gate_up.kernel"] == [1, 32, 128] and shards["blocks.0.mlp.experts.down.bias"] == [1, 32]
+    assert got["gemma4_ple"]["shards"]["blocks.0.mlp.gate.kernel"] == [32, 8]
+
+
+@pytest.mark.long
+def test_eight_devices_every_family():
+    got = eight((*CASES, *MORE), [*CASES, *MORE])
+    for case, found in got.items():
+        logits, answers = truth(case)
+        np.testing.assert_allclose(np.asarray(found["logits"]), logits, atol=3e-5, rtol=0)
+        assert found["answers"] == answers
+
+
+def test_two_processes():
+    """gloo: each process reads its own slices; the answers are those of one process."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    case = "qwen3_moe_raw"
+    job = {"folders": {case: str(families.make(case, wide=True)[1])}, "prompts": PROMPTS, "new": NEW, "answers": [case], "address": address}
+    got = [finish(p)[case] for p in [spawn(job | {"process": i}) for i in range(2)]]
+    logits, answers = truth(case)
+    for one in got:
+        np.testing.assert_allclose(np.asarray(one["logits"]), logits, atol=3e-5, rtol=0)
+        assert one["answers"] == answers and one["shards"]["blocks.0.mlp.experts.gate_up.kernel"] == [4, 32, 48]
+    # of 8 experts with 3 matrices in each of 5 layers, four each
+    assert len(got[0]["read"]) == len(got[1]["read"]) == 4 * 3 * 5 and not set(got[0]["read"]) & set(got[1]["read"])
