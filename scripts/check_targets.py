@@ -4,8 +4,9 @@
     .venv/bin/python scripts/check_targets.py --vllm .venv-vllm [--only llama,gpt_oss] [--out runs/check-targets] [--record FILE.jsonl]
 
 For every family: a target (tiny_targets.py), its greedy answers (`peagle regenerate`), a head that learns them (`peagle train`), in
-vLLM's layout (`peagle convert`); then vLLM and `generate`, plain and speculative, in float32. What an earlier call left in --out is
-used again: delete a family's folder to make it anew. One or two minutes a family, then seconds.
+vLLM's layout (`peagle convert`); then the same prompts through vLLM and `generate`, plain and speculative, in float32. Their texts must
+be those that transformers wrote without a cache. What an earlier call left in --out is used again: delete a family's folder to make it
+anew. One or two minutes a family, then seconds.
 Exit code 0: all agree. 1: something differs. 2: bad arguments.
 """
 
@@ -106,7 +107,8 @@ def check(name: str, out: Path, prompts: list[list[int]], plain: dict, speculati
     target = load_target(out / name / "target", taps=head.config.taps)
     own, _ = ours(target, None, prompts, 0, NEW)
     mine, counted = ours(target, head, prompts, K, NEW)
-    others = {"ours": mine, "vLLM plain": plain["outputs"], "vLLM": speculative["outputs"]}
+    written = json.loads((out / name / "target/greedy.json").read_text(encoding="utf-8"))
+    others = {"transformers": written, "ours": mine, "vLLM plain": plain["outputs"], "vLLM": speculative["outputs"]}
     seen = {who: compare(target, prompts, own, answers) for who, answers in others.items()}
     ties = sum(s.near_ties for s in seen.values())
     found = [f"{who} differs in {s.different} texts" for who, s in seen.items() if s.different]
@@ -163,7 +165,9 @@ def run(args) -> bool:
     whole = lambda name, part: str((args.out / name / part).resolve())  # noqa: E731
     shape = {"k": K, "parallel": True, "prompts": prompts, "max_new_tokens": NEW}
     jobs = [shape | {"target": whole(name, "target"), "drafter": drafter} for name in names for drafter in (None, whole(name, "vllm"))]
+    start = time.perf_counter()
     answers = by_vllm(args.vllm, jobs)
+    CONSOLE.print(f"vLLM: {len(jobs)} jobs in {time.perf_counter() - start:.0f} s")
     rows = [
         {"family": name, "k": K, "new_tokens": NEW, "seconds": seconds[name]} | check(name, args.out, prompts, *answers[2 * i : 2 * i + 2])
         for i, name in enumerate(names)

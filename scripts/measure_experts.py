@@ -27,7 +27,7 @@ from peagle_jax.layers.moe import _Bank
 from peagle_jax.origin import provenance
 
 DIM, WIDTH, TOKENS = 2048, 768, (1, 2, 8, 32, 128, 512)
-MOST = {"gathered": 8, "grouped": 2, "reference": 32}  # tokens, for forms that are hopeless on a CPU with more
+MOST = {"gathered": 8, "grouped": 64, "reference": 32}  # tokens, for forms that are hopeless on a CPU with more
 
 
 def gate_then_up(x):

@@ -27,6 +27,7 @@ def folders(tmp_path_factory):
     tokenizer.save_pretrained(root / "tokenizer")
     vocab = len(tokenizer)
     save_target(tiny.target(vocab=vocab, context=300), root / "target", tokenizer_from=root / "tokenizer")
+    save_target(tiny.target(vocab=43), root / "few_rows", tokenizer_from=root / "tokenizer")
     save_drafter(tiny.head(vocab=vocab, draft_vocab=vocab), root / "peagle")
     save_drafter(tiny.head(vocab=vocab, draft_vocab=vocab, mask_token=None), root / "eagle3")
     save_drafter(tiny.head(vocab=vocab, draft_vocab=vocab, target_dim=25), root / "wide")
@@ -184,6 +185,8 @@ def bad_cases(folders, tmp_path):
     return {
         "missing checkpoint": (["generate", "--target", "nowhere", "--prompt", "x"], ["nowhere", "must exist"]),
         "truncated checkpoint": (["generate", "--target", cut, "--prompt", "x"], ["cut/model.safetensors", "truncated"]),
+        "tokenizer too large": (["generate", "--target", folders / "few_rows", "--prompt", "x"], ["few_rows", "has 43 rows", "a tokenizer that needs"]),
+        "no chunk": ([*ask, "--prompt", "x", "--prefill-chunk", "0"], ["prefill_chunk", "at least one token"]),
         "unknown key": (["train", raw], ["run.yaml", "unknown speed", "remove"]),
         "missing key": (["train", lacking], ["lacking.yaml", "no seed", "add it"]),
         "unknown task": (["train", odd], ["odd.yaml", "got chess"]),
@@ -192,7 +195,7 @@ def bad_cases(folders, tmp_path):
         "drafter of another vocabulary": ([*ask, "--drafter", folders / "other_vocab", "--prompt", "x"], ["other_vocab", "got 43"]),
         "drafter with taps too high": ([*ask, "--drafter", folders / "high_tap", "--prompt", "x"], ["0..4", "[9]"]),
         "drafter is a target": ([*ask, "--drafter", target, "--prompt", "x"], ["target", "must be a draft head"]),
-        "target is a drafter": (["generate", "--target", peagle, "--prompt", "x"], ["peagle/config.json", "model_type"]),
+        "target is a drafter": (["generate", "--target", peagle, "--prompt", "x"], ["peagle/config.json", "must be a target's config"]),
         "parallel drafting without placeholders": ([*ask, "--drafter", folders / "eagle3", "--method", "peagle", "--prompt", "x"], ["mask token"]),
         "method without drafter": ([*ask, "--method", "peagle", "--prompt", "x"], ["--method", "no --drafter"]),
         "prompt longer than the context": ([*ask, "--prompt", "x " * 200], ["prompt 0", "300"]),

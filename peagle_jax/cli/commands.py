@@ -94,17 +94,18 @@ def extract(args) -> int:
     return 0
 
 
-def _load(target: str, drafter: str | None, dtype: str):
+def _load(target: str, drafter: str | None, dtype: str, mxfp4: str = "packed"):
     import jax.numpy as jnp
 
     from peagle_jax.targets import load_target, read_facts
 
     folder = weights.find_folder(target)
     if drafter is None:
-        return folder, load_target(folder, taps=(), dtype=jnp.dtype(dtype)), None
+        return folder, load_target(folder, taps=(), dtype=jnp.dtype(dtype), mxfp4=mxfp4), None
     from peagle_jax.pipelines.convert import read_serving
 
-    loaded = load_target(folder, taps=read_serving(drafter, read_facts(folder).layers).config.taps, dtype=jnp.dtype(dtype))
+    taps = read_serving(drafter, read_facts(folder).layers).config.taps
+    loaded = load_target(folder, taps=taps, dtype=jnp.dtype(dtype), mxfp4=mxfp4)
     return folder, loaded, _load_head(drafter, loaded, jnp.dtype(dtype))
 
 
@@ -127,8 +128,10 @@ def generate(args) -> int:
         _check_writable(args.out)
     if args.batch_size < 1:
         raise InputError("--batch-size", "must be 1 or more", args.batch_size, "raise it")
-    folder, target, head = _load(args.target, None if args.method == "none" else args.drafter, args.dtype)
+    folder, target, head = _load(args.target, None if args.method == "none" else args.drafter, args.dtype, args.mxfp4)
     tokenizer = text.load_tokenizer(folder)
+    if tokenizer is not None:
+        text.check_vocabulary(tokenizer, target.config.vocab, args.target)
     if args.prompts is not None:
         prompts = text.read_prompts(args.prompts, tokenizer)
     else:

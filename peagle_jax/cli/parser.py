@@ -74,6 +74,9 @@ def make_parser(commands: Mapping[str, Callable]) -> Parser:
     p.add_argument("--ignore-eos", action="store_true")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     p.add_argument("--batch-size", type=int, default=8)
+    p.add_argument("--prefill-chunk", type=int, help="prompt tokens read at once (default: all; 512 with --sliding-cache)")
+    p.add_argument("--sliding-cache", action="store_true", help="sliding layers keep a window and a chunk: less memory, the same text")
+    p.add_argument("--mxfp4", choices=("packed", "plain"), default="packed", help="experts stored in MXFP4: kept in 4 bits, or in --dtype")
     p.add_argument("--out", type=Path)
 
     p = add("bench", "tokens per second, acceptance and exactness of plain and speculative decoding, in one run")

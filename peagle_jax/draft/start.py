@@ -28,7 +28,7 @@ def start_from_target(head: Model, target: Model, mean_taps: Float[Array, " A"])
       InputError: the head's layers have another shape than the target's, or a wider MLP.
     """
     cfg, last = head.config, target.params["blocks"][max(target.params["blocks"])]
-    _check_shapes(cfg, target.config)
+    _check_shapes(cfg, target)
     attention = {name: last["attn"][name] for name in (*"qkvo", *(("q_norm", "k_norm") if cfg.qk_norm else ()))}
     mlp = _largest_neurons(last["mlp"], cfg.mlp_dim)
     params = jax.tree.map(lambda x: x, head.params)  # a copy of the containers
@@ -53,7 +53,12 @@ def start_from_target(head: Model, target: Model, mean_taps: Float[Array, " A"])
     return dataclasses.replace(head, params=_as(head.params, params))
 
 
-def _check_shapes(cfg: HeadConfig, target) -> None:
+def _check_shapes(cfg: HeadConfig, target: Model) -> None:
+    last = target.params["blocks"][max(target.params["blocks"])]
+    if {"attn_norm", "attn", "mlp_norm", "mlp"} != last.keys() or "gate" not in last["mlp"] or "sinks" in last["attn"]:
+        rule = "the target's last layer must be one that a head has: pre-norm, without sinks, with a gated MLP"
+        raise InputError("start: target", rule, type(target.config).__name__.removesuffix("Config"), "use start: random")
+    target = target.config
     for name in ("dim", "heads", "kv_heads", "head_dim", "attention_bias"):
         mine, theirs = getattr(cfg, name), getattr(target, name)
         if mine != theirs:

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 LOG = logging.getLogger(__name__)
-TILE = 64  # rows of one expert computed together, at most
-FEW = 4  # a tile of so many rows costs a CPU little more than one row: it is bound by reading the weights (LOG.md)
+TILE = 64  # rows of one expert in one round of a CPU's loop, at most: more wait for the slowest expert (LOG.md)
+FEW = 4  # a tile of so many rows costs a CPU little more than one row: it is bound by reading the weights
+GPU_TILE = 16  # rows, at least: what a tensor core takes at once
 
 
 @runtime_checkable
 class Bank(Protocol):
-    """E experts, three ways to run them."""
+    """E experts, two ways to run them."""
 
     count: int
 
@@ -27,12 +28,8 @@ class Bank(Protocol):
         """One expert over all rows."""
         ...
 
-    def each(self, experts: Int[Array, " m"], rows: Float[Array, "m D"]) -> Float[Array, "m D"]:
-        """An expert of its own a row."""
-        ...
-
-    def groups(self, sizes: Int[Array, " E"], experts: Int[Array, " m"], rows: Float[Array, "m D"]) -> Float[Array, "m D"]:
-        """Rows sorted by expert, `sizes` of each."""
+    def tiles(self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]) -> Float[Array, "t M D"]:
+        """An expert of its own for each of t groups of rows."""
         ...
 
 
@@ -52,13 +49,9 @@ def looped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arra
 
     Reads each chosen expert once a tile, and no other. For CPUs: a round costs nothing there. Not differentiable in reverse.
     """
-    (n, D), k = x.shape, chosen.shape[1]
-    m, E = n * k, bank.count
-    tile = tile_rows(n, k, E)
-    order, token, sizes = _sorted(chosen, E)
-    tiles = -(-sizes // tile)
-    first, start = jnp.cumsum(tiles) - tiles, jnp.cumsum(sizes) - sizes
-    expert = jnp.searchsorted(jnp.cumsum(tiles), jnp.arange(min(m, E + m // tile)), side="right")
+    (n, D), k, E = x.shape, chosen.shape[1], bank.count
+    m, tile = n * k, tile_rows(n, k, E, few=FEW, most=TILE)
+    order, token, (start, sizes), (first, expert) = _tiled(chosen, E, tile)
     rows = jnp.pad(x[token], [(0, tile), (0, 0)])
 
     def run(i, out):
@@ -68,26 +61,35 @@ def looped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arra
         # rows past the expert's last are another's: they are overwritten, because that one's tile comes later
         return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
-    out = jax.lax.fori_loop(0, tiles.sum(), run, jnp.zeros((m + tile, D), x.dtype))[:m]
+    rounds = (-(-sizes // tile)).sum()
+    out = jax.lax.fori_loop(0, rounds, run, jnp.zeros((m + tile, D), x.dtype))[:m]
     return _combine(out, order, weight * (chosen < E))
 
 
 def gathered(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
     """The chosen experts' weights gathered, one batched product: a few rows on a GPU, where rounds of a loop cost launches."""
     n, k = chosen.shape
-    y = bank.each(jnp.minimum(chosen, bank.count - 1).reshape(-1), jnp.repeat(x, k, axis=0))
+    y = bank.tiles(jnp.minimum(chosen, bank.count - 1).reshape(-1), jnp.repeat(x, k, axis=0)[:, None])[:, 0]
     share = jnp.where(chosen < bank.count, weight, 0).astype(jnp.float32)
     return (y.astype(jnp.float32).reshape(n, k, -1) * share[..., None]).sum(axis=1).astype(x.dtype)
 
 
 def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
-    """Rows sorted by expert and one grouped matmul (`jax.lax.ragged_dot`), for many rows on a GPU.
+    """Rows sorted by expert, in tiles of one expert each, one batched product: many rows on a GPU.
 
-    Not for CPUs, where XLA computes every expert for every row.
+    At most two tiles an expert, so it reads and copies each bank at most twice. `jax.lax.ragged_dot` would be the thing to
+    use, but XLA makes a dense product of it, on GPUs too: every expert for every row, and E copies of the rows (LOG.md).
     """
-    order, token, sizes = _sorted(chosen, bank.count)
-    ids = jnp.minimum(chosen.reshape(-1)[order], bank.count - 1)
-    return _combine(bank.groups(sizes, ids, x[token]), order, weight * (chosen < bank.count))
+    (n, D), k, E = x.shape, chosen.shape[1], bank.count
+    tile = tile_rows(n, k, E, few=GPU_TILE, most=n * k)
+    order, token, (start, sizes), (first, expert) = _tiled(chosen, E, tile)
+    e = jnp.minimum(expert, E - 1)
+    at = (start[e] + (jnp.arange(len(expert)) - first[e]) * tile)[:, None] + jnp.arange(tile)[None]
+    rows = x[token][jnp.minimum(at, n * k - 1)]  # [t M D]; a tile's rows past its expert's last are computed for nothing
+    out = bank.tiles(e, rows).reshape(-1, D)
+    mine = jnp.minimum(chosen.reshape(-1)[order], E - 1)
+    place = jnp.arange(n * k) - start[mine]
+    return _combine(out[(first[mine] + place // tile) * tile + place % tile], order, weight * (chosen < E))
 
 
 FORMS = {"reference": reference, "looped": looped, "gathered": gathered, "grouped": grouped}
@@ -103,17 +105,26 @@ def choose(rows: int, k: int, experts: int, backend: str) -> str:
     return form
 
 
-def tile_rows(n: int, k: int, experts: int) -> int:
-    """Rows of a tile: what an expert gets on average, as a power of two."""
+def tile_rows(n: int, k: int, experts: int, *, few: int, most: int) -> int:
+    """Rows of a tile: what an expert gets on average, as a power of two, within bounds."""
     average = -(-n * k // experts)
-    return min(TILE, max(1 << (average - 1).bit_length(), min(FEW, n)))
+    return min(most, max(1 << (average - 1).bit_length(), min(few, n)))
 
 
-def _sorted(chosen: Int[Array, "n k"], experts: int):
-    """Order of the n*k (token, choice) pairs by expert, the token of each in that order, and how many each expert has."""
+def _tiled(chosen: Int[Array, "n k"], experts: int, tile: int):
+    """The n*k (token, choice) pairs sorted by expert and cut into tiles.
+
+    Returns:
+      order of the pairs; the token of each; (first pair, number of pairs) of every expert; (first tile of every expert,
+      expert of every tile: as many as there can be, `experts` for those there are not).
+    """
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    return order, order // chosen.shape[1], jnp.bincount(flat, length=experts + 1)[:experts]
+    sizes = jnp.bincount(flat, length=experts + 1)[:experts]
+    tiles = -(-sizes // tile)
+    most = min(flat.size, experts + flat.size // tile)
+    expert = jnp.searchsorted(jnp.cumsum(tiles), jnp.arange(most), side="right")
+    return order, order // chosen.shape[1], (jnp.cumsum(sizes) - sizes, sizes), (jnp.cumsum(tiles) - tiles, expert)
 
 
 def _combine(out: Float[Array, "m D"], order: Int[Array, " m"], weight: Float[Array, "n k"]) -> Float[Array, "n D"]:

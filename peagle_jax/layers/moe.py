@@ -101,13 +101,10 @@ class _Bank:
         product = lambda stack, x: x @ stack.matrices(expert, x.dtype) + _row(stack.shift(expert))  # noqa: E731
         return product(self.down, self.act(product(self.gate_up, rows)))
 
-    def each(self, experts: Int[Array, " m"], rows: Float[Array, "m D"]) -> Float[Array, "m D"]:
-        product = lambda stack, x: jnp.einsum("mi,mio->mo", x, stack.matrices(experts, x.dtype)) + stack.shift(experts)  # noqa: E731
-        return product(self.down, self.act(product(self.gate_up, rows)))
-
-    def groups(self, sizes: Int[Array, " E"], experts: Int[Array, " m"], rows: Float[Array, "m D"]) -> Float[Array, "m D"]:
+    def tiles(self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]) -> Float[Array, "t M D"]:
         def product(stack, x):
-            return jax.lax.ragged_dot(x, stack.matrices(slice(None), x.dtype), sizes.astype(jnp.int32)) + stack.shift(experts)
+            shift = stack.shift(experts)
+            return jnp.einsum("tmi,tio->tmo", x, stack.matrices(experts, x.dtype)) + (shift if isinstance(shift, float) else shift[:, None])
 
         return product(self.down, self.act(product(self.gate_up, rows)))
 

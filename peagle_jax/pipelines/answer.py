@@ -11,7 +11,7 @@ def answer_prompts(target: Model, head: Model | None, tokenizer, prompts: Sequen
 
     Args:
       how: the options of `peagle generate`: k, method, max_new_tokens, temperature, top_k, top_p, seed, greedy_drafts,
-        ignore_eos, batch_size. Prompt i samples with seed + i, whatever its batch.
+        ignore_eos, batch_size, prefill_chunk, sliding_cache. Prompt i samples with seed + i, whatever its batch.
     """
     rows = []
     for start in range(0, len(prompts), how.batch_size):
@@ -19,7 +19,8 @@ def answer_prompts(target: Model, head: Model | None, tokenizer, prompts: Sequen
         answers = generate(
             target, head, batch, k=how.k, method=how.method, max_new_tokens=how.max_new_tokens, temperature=how.temperature,
             top_k=how.top_k, top_p=how.top_p, seed=[how.seed + start + i for i in range(len(batch))],
-            sample_drafts=not how.greedy_drafts, stop_ids=() if how.ignore_eos else None,
+            sample_drafts=not how.greedy_drafts, stop_ids=() if how.ignore_eos else None, prefill_chunk=how.prefill_chunk,
+            sliding_cache=how.sliding_cache,
         )  # fmt: skip
         rows += [_row(answer, tokenizer) for answer in answers]
     return rows

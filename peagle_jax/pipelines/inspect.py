@@ -52,8 +52,9 @@ def describe(path: str | Path, target: str | Path | None = None) -> dict:
     if is_drafter(raw):
         return _drafter(folder, raw, tensors, None if target is None else read_facts(target).layers) | size | origin
     known = weights.Fields(raw, folder / "config.json").text("model_type", None) in TARGETS
-    shape = {
-        key: raw.get(key) for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
+    text = weights.Fields(raw, folder / "config.json").inner("text_config").raw or raw  # of a multimodal model
+    shape = {"model_type": raw.get("model_type")} | {
+        key: text.get(key) for key in ("num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
     }
     return {"kind": "target" if known else "target of a family that is not supported"} | shape | size | {
         "tokenizer": (folder / "tokenizer.json").exists(), "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),

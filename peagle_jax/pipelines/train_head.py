@@ -57,6 +57,7 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
             run.target, "training on text needs the target's tokenizer", "no tokenizer.json", "copy it into the target's folder"
         )
     target = load_target(folder, taps=run.head.taps, dtype=jnp.dtype(run.target_dtype))
+    text.check_vocabulary(tokenizer, target.config.vocab, run.target)
     documents = corpus.read_corpus(run.data.source)
     train, held_out = corpus.split(documents, run.data.held_out)
     encoded = text.encode(tokenizer, corpus.limit(train, run.data.max_chars, run.seed))

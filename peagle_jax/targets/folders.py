@@ -62,10 +62,15 @@ def read_facts(path: str | Path) -> TargetFacts:
     where = weights.find_folder(path, ["config.json"]) / "config.json"
     raw = weights.read_json(where)
     fields = weights.Fields(raw, where)
-    if "speculators_model_type" in raw or "draft_vocab_size" in raw:
-        raise InputError(where, "must be a target's config", "a draft head's", "name the target")
+    _refuse_heads(raw, where)
     inner = fields.inner("text_config") if raw.get("text_config") else fields
     return TargetFacts(inner.whole("num_hidden_layers"), next(iter(fields.texts("architectures", [])), None))
+
+
+def _refuse_heads(raw: Mapping, where) -> None:
+    """Draft heads call themselves llama or qwen3 too."""
+    if "speculators_model_type" in raw or "draft_vocab_size" in raw:
+        raise InputError(where, "must be a target's config", "a draft head's", "name the target")
 
 
 def load_embedding(path: str | Path) -> weights.Tensor:
@@ -113,6 +118,7 @@ def read_config(hf: Mapping, *, taps: Sequence[int] | None = None, dtype: DTypeL
       InputError: a model_type that is not supported, or options that are not computed.
     """
     kind = weights.Fields(hf, where).text("model_type", None)
+    _refuse_heads(hf, where)
     if kind not in TARGETS:
         raise InputError(where, f"model_type must be one of {', '.join(TARGETS)}", kind, "use another target")
     family = TARGETS[kind]
