@@ -35,7 +35,7 @@ from peagle_jax.types import InputError
 
 K, PROMPTS, NEW = 4, 6, 64
 PROMPT_TOKENS = 48  # of standard_prompts
-ANSWERS, STEPS, CHARACTERS = 768, 320, 1_000_000
+ANSWERS, STEPS, CHARACTERS = 512, 240, 1_000_000
 CONSOLE = Console(width=150)
 
 
@@ -142,7 +142,8 @@ def versions(env: Path) -> dict[str, str]:
     code = f"import importlib.metadata as m; print(*map(m.version, {names}))"
     done = subprocess.run([env / "bin/python", "-c", code], capture_output=True, text=True)
     if done.returncode:
-        raise InputError(env, "must hold vLLM", done.stderr.strip().splitlines()[-1:], "make it with scripts/install_vllm.sh")
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise InputError(env, "must hold vLLM", said, "make it with scripts/install_vllm.sh")
     vllm, theirs = done.stdout.split()
     return {"vllm": vllm, "transformers": tiny_targets.transformers.__version__, "vllm_transformers": theirs}
 

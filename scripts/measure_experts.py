@@ -23,16 +23,11 @@ from rich.table import Table
 
 from peagle_jax.kernels import experts
 from peagle_jax.layers import Experts
-from peagle_jax.layers.moe import _Bank
+from peagle_jax.layers.moe import Bank, Gated
 from peagle_jax.origin import provenance
 
 DIM, WIDTH, TOKENS = 2048, 768, (1, 2, 8, 32, 128, 512)
 MOST = {"gathered": 8, "grouped": 64, "reference": 32}  # tokens, for forms that are hopeless on a CPU with more
-
-
-def gate_then_up(x):
-    gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def main() -> None:
@@ -43,14 +38,14 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
     E, k, rng = args.experts, args.chosen, np.random.default_rng(0)
-    graph, state = nnx.split(Experts(E, DIM, WIDTH, gate_then_up, bias=False, packed=False, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(Experts(E, DIM, WIDTH, Gated(jax.nn.silu), bias=False, packed=False, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     one = sum(x.nbytes for x in jax.tree.leaves(state)) // E
     bandwidth = reading_speed(state, args.rounds)
 
     def run(form):
         def go(state, x, chosen, weight):
             layer = nnx.merge(graph, state)
-            return experts.FORMS[form](x, chosen, weight, _Bank(layer.gate_up, layer.down, layer.act, E))
+            return experts.FORMS[form](x, chosen, weight, Bank(layer.gate_up, layer.down, layer.act, E))
 
         return jax.jit(go)
 

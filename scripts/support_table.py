@@ -62,7 +62,7 @@ def row(title: str, tests: dict[str, bool], vllm: dict[str, dict]) -> str:
         tally(tests, rf"test_tracing::test_full_size\[{largest}\]").replace("yes (1)", largest),
     ]
     real = vllm.get(family)
-    checks.append(f"{real['equal_texts']} of {real['prompts']}, {real['accepted']} of {real['drafted']} drafts" if real else "")
+    checks.append(f"{real['equal']} of {real['prompts']}, {real['accepted']} of {real['drafted']} drafts" if real else "")
     return f"| {title} | " + " | ".join(checks) + " |"
 
 

@@ -9,12 +9,17 @@ import jax.numpy as jnp
 from peagle_jax.types import CacheShape, InputError
 
 MEMINFO = Path("/proc/meminfo")
-LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")  # of a container
+# limit, use and statistics of a container, by version of cgroups
+CGROUPS = (
+    tuple(map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"))),
+    tuple(Path("/sys/fs/cgroup/memory") / f"memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
+)
 
 
-def cache_bytes(shapes: Sequence[CacheShape], batch: int, slots: int, dtype, block: int | None = None) -> int:
-    """Of the cache that `KVCache.empty` makes of the same arguments."""
-    numbers = sum(2 * len(s.layers) * batch * s.kv_heads * s.held(slots, block) * s.head_dim for s in shapes)
+def cache_bytes(shapes: Sequence[CacheShape], batch: int, slots: int, dtype, block: int | None = None, parts: int = 1) -> int:
+    """Of the cache that `KVCache.empty` makes of the same arguments, on each of `parts` devices; KV heads that do not divide lie on all."""
+    share = lambda heads: heads // parts if heads % parts == 0 else heads  # noqa: E731
+    numbers = sum(2 * len(s.layers) * batch * share(s.kv_heads) * s.held(slots, block) * s.head_dim for s in shapes)
     return numbers * jnp.dtype(dtype).itemsize
 
 
@@ -25,8 +30,10 @@ def free_bytes() -> int | None:
         stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
     found = [int(line.split()[1]) * 1024 for line in _lines(MEMINFO) if line.startswith("MemAvailable:")]
-    if (limit := _lines(LIMIT)) and limit[0].isdigit() and (used := _lines(USED)):
-        found.append(int(limit[0]) - int(used[0]))
+    for limit, used, statistics in CGROUPS:
+        if (most := _lines(limit)) and most[0].isdigit() and (now := _lines(used)):
+            files = sum(int(line.split()[1]) for line in _lines(statistics) if line.startswith(("inactive_file ", "active_file ")))
+            found.append(int(most[0]) - int(now[0]) + files)  # what is only kept of files is given back
     return min(found, default=None)
 
 
@@ -38,18 +45,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def check_cache(shapes: Sequence[CacheShape], batch: int, slots: int, dtype, block: int | None, parts: int) -> None:
-    """Raises InputError where a cache would not fit, with the size that would.
-
-    Args:
-      parts: devices that a cache is spread over. KV heads that do not divide lie on each, so this is the least it takes.
-    """
+    """Raises InputError where a target's cache would not fit its devices, with the number of tokens that would."""
     free = free_bytes()
-    size = lambda n: cache_bytes(shapes, batch, n, dtype, block) // parts  # noqa: E731
+    size = lambda n: cache_bytes(shapes, batch, n, dtype, block, parts)  # noqa: E731
     if free is None or size(slots) <= free:
         return
     low, high = 0, slots
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= free else (low, middle)
-    got, fits = f"{size(slots) / 1e9:.1f} GB wanted, {free / 1e9:.1f} GB free", f"{batch} x {low} would fit"
-    raise InputError("cache", f"{batch} rows x {slots} tokens must fit the memory", got, f"{fits}: ask for less, or smaller batches")
+    got = f"{size(slots) / 1e9:.1f} GB wanted, {max(free, 0) / 1e9:.1f} GB free"
+    next_step = f"{batch} x {low} would fit: ask for less, or smaller batches" if low else "use smaller batches, or another machine"
+    raise InputError("cache", f"{batch} rows x {slots} tokens must fit the memory", got, next_step)

@@ -2,9 +2,11 @@
 
     y[t] = sum over j of weight[t, j] * expert[chosen[t, j]](x[t])
 
-`chosen` may hold `bank.count`, which is no expert: another device's, where experts are spread over devices.
+`chosen` may hold `bank.count`, which is no expert: another device's, where experts are spread over devices. Sums are float32, whatever
+the weights are: those of several devices are yet to be added.
 """
 
+import functools
 import logging
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +24,8 @@ GPU_TILE = 16  # rows, at least: what a tensor core takes at once
 class Bank(Protocol):
     """E experts, two ways to run them."""
 
-    count: int
+    count: int  # E
+    parts: int  # equal banks over which the experts are spread
 
     def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """One expert over all rows."""
@@ -41,7 +44,7 @@ def reference(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[A
         return y + bank.one(expert, x).astype(jnp.float32) * share[:, None], None
 
     y, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(bank.count))
-    return y.astype(x.dtype)
+    return y
 
 
 def looped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
@@ -50,7 +53,7 @@ def looped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arra
     Reads each chosen expert once a tile, and no other. For CPUs: a round costs nothing there. Not differentiable in reverse.
     """
     (n, D), k, E = x.shape, chosen.shape[1], bank.count
-    m, tile = n * k, tile_rows(n, k, E, few=FEW, most=TILE)
+    m, tile = n * k, tile_rows(n, k, E, parts=bank.parts, few=FEW, most=TILE)
     order, token, (start, sizes), (first, expert) = _tiled(chosen, E, tile)
     rows = jnp.pad(x[token], [(0, tile), (0, 0)])
 
@@ -71,7 +74,7 @@ def gathered(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Ar
     n, k = chosen.shape
     y = bank.tiles(jnp.minimum(chosen, bank.count - 1).reshape(-1), jnp.repeat(x, k, axis=0)[:, None])[:, 0]
     share = jnp.where(chosen < bank.count, weight, 0).astype(jnp.float32)
-    return (y.astype(jnp.float32).reshape(n, k, -1) * share[..., None]).sum(axis=1).astype(x.dtype)
+    return (y.astype(jnp.float32).reshape(n, k, -1) * share[..., None]).sum(axis=1)
 
 
 def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
@@ -81,7 +84,7 @@ def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arr
     use, but XLA makes a dense product of it, on GPUs too: every expert for every row, and E copies of the rows (LOG.md).
     """
     (n, D), k, E = x.shape, chosen.shape[1], bank.count
-    tile = tile_rows(n, k, E, few=GPU_TILE, most=n * k)
+    tile = tile_rows(n, k, E, parts=bank.parts, few=GPU_TILE, most=n * k)
     order, token, (start, sizes), (first, expert) = _tiled(chosen, E, tile)
     e = jnp.minimum(expert, E - 1)
     at = (start[e] + (jnp.arange(len(expert)) - first[e]) * tile)[:, None] + jnp.arange(tile)[None]
@@ -95,19 +98,20 @@ def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arr
 FORMS = {"reference": reference, "looped": looped, "gathered": gathered, "grouped": grouped}
 
 
+@functools.cache  # and so said once
 def choose(rows: int, k: int, experts: int, backend: str) -> str:
-    """The form for so many tokens; said once a shape.
+    """The form for so many tokens, each of which chooses k; `experts` are those of this device.
 
     On a GPU by arithmetic, not measured there: while the chosen experts are fewer than all, gathering reads less.
     """
     form = "looped" if backend == "cpu" else "gathered" if rows * k <= experts else "grouped"
-    LOG.debug("experts: %s for %d tokens, %d of %d experts each, on %s", form, rows, k, experts, backend)
+    LOG.info("experts: %s for %d tokens, %d of %d experts each, on %s", form, rows, k, experts, backend)
     return form
 
 
-def tile_rows(n: int, k: int, experts: int, *, few: int, most: int) -> int:
+def tile_rows(n: int, k: int, experts: int, *, parts: int, few: int, most: int) -> int:
     """Rows of a tile: what an expert gets on average, as a power of two, within bounds."""
-    average = -(-n * k // experts)
+    average = -(-n * k // (experts * parts))
     return min(most, max(1 << (average - 1).bit_length(), min(few, n)))
 
 
@@ -122,7 +126,8 @@ def _tiled(chosen: Int[Array, "n k"], experts: int, tile: int):
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=experts + 1)[:experts]
     tiles = -(-sizes // tile)
-    most = min(flat.size, experts + flat.size // tile)
+    n = len(chosen)  # rows of an expert, at most: a token chooses it once
+    most = min(flat.size, experts + flat.size // tile, experts * -(-n // tile))
     expert = jnp.searchsorted(jnp.cumsum(tiles), jnp.arange(most), side="right")
     return order, order // chosen.shape[1], (jnp.cumsum(sizes) - sizes, sizes), (jnp.cumsum(tiles) - tiles, expert)
 
@@ -132,4 +137,4 @@ def _combine(out: Float[Array, "m D"], order: Int[Array, " m"], weight: Float[Ar
     n, k = weight.shape
     own = out[jnp.argsort(order)].reshape(n, k, -1).astype(jnp.float32)
     share = weight.astype(jnp.float32)[..., None]
-    return jnp.where(share != 0, own * share, 0).sum(axis=1).astype(out.dtype)
+    return jnp.where(share != 0, own * share, 0).sum(axis=1)

@@ -1,5 +1,6 @@
 """A bank of experts: gated MLPs of which a router chooses a few a token. Weights plain, or packed as MXFP4."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -27,8 +28,8 @@ class Stack(nnx.Module):
         """Of the experts `which`: a number, an array of them, or `slice(None)`."""
         return self.kernel[...][which].astype(dtype)
 
-    def shift(self, which) -> Float[Array, "*which outputs"] | float:
-        return 0.0 if self.bias is None else self.bias[...][which]
+    def shift(self, which) -> Float[Array, "*which outputs"] | None:
+        return None if self.bias is None else self.bias[...][which]
 
 
 class PackedStack(nnx.Module):
@@ -53,6 +54,17 @@ def decode_mxfp4(blocks: UInt8[Array, "*E out parts half"], scales: UInt8[Array,
     return values.reshape(*scales.shape[:-1], -1).astype(dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """`act(gate) * up` of a product that holds all of the gate first, then all of up."""
+
+    act: Callable
+
+    def __call__(self, x: Float[Array, "*rows I2"]) -> Float[Array, "*rows I"]:
+        gate, up = jnp.split(x, 2, axis=-1)
+        return self.act(gate) * up
+
+
 class Experts(nnx.Module):
     """`down(act(gate_up(x)))` of each chosen expert, weighted and summed.
 
@@ -69,21 +81,22 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"]) -> Float[Array, "*rows D"]:
         rows, mesh = x.reshape(-1, x.shape[-1]), jax.sharding.get_abstract_mesh()
-        form = experts.FORMS[experts.choose(*chosen.shape, self.count, _backend())]
         parts = mesh.shape.get(AXIS, 1)
-        if parts == 1 or self.count % parts:
-            return form(rows, chosen, weight, _Bank(self.gate_up, self.down, self.act, self.count)).reshape(x.shape)
+        parts = parts if self.count % parts == 0 else 1
+        mine = self.count // parts
+        form = experts.FORMS[experts.choose(*chosen.shape, mine, _backend())]
+        if parts == 1:
+            return form(rows, chosen, weight, Bank(self.gate_up, self.down, self.act, mine)).astype(x.dtype).reshape(x.shape)
         graph, state = nnx.split((self.gate_up, self.down))
 
         def local(state, rows, chosen, weight):
-            mine = self.count // parts
             here = chosen - jax.lax.axis_index(AXIS) * mine
             here = jnp.where((here >= 0) & (here < mine), here, mine)
-            return jax.lax.psum(form(rows, here, weight, _Bank(*nnx.merge(graph, state), self.act, mine)), AXIS)
+            return jax.lax.psum(form(rows, here, weight, Bank(*nnx.merge(graph, state), self.act, mine, parts)), AXIS)
 
         spread = jax.tree.map(lambda _: P(AXIS), state)
         y = jax.shard_map(local, in_specs=(spread, P(), P(), P()), out_specs=P(), check_vma=False)(state, rows, chosen, weight)
-        return y.reshape(x.shape)
+        return y.astype(x.dtype).reshape(x.shape)
 
 
 def _backend() -> str:
@@ -91,23 +104,22 @@ def _backend() -> str:
     return getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()
 
 
-class _Bank:
-    """Two stacks and what lies between, as `kernels.experts` runs them."""
+class Bank:
+    """Two stacks and what lies between, as `kernels.experts` runs them: `count` experts, an equal share of `parts` such banks."""
 
-    def __init__(self, gate_up: Stack | PackedStack, down: Stack | PackedStack, act: Callable, count: int):
-        self.gate_up, self.down, self.act, self.count = gate_up, down, act, count
+    def __init__(self, gate_up: Stack | PackedStack, down: Stack | PackedStack, act: Callable, count: int, parts: int = 1):
+        self.gate_up, self.down, self.act, self.count, self.parts = gate_up, down, act, count, parts
 
     def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
-        product = lambda stack, x: x @ stack.matrices(expert, x.dtype) + _row(stack.shift(expert))  # noqa: E731
+        def product(stack, x):
+            y, shift = x @ stack.matrices(expert, x.dtype), stack.shift(expert)  # a slice: XLA copies less than for a gather of one
+            return y if shift is None else y + shift[None]
+
         return product(self.down, self.act(product(self.gate_up, rows)))
 
     def tiles(self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]) -> Float[Array, "t M D"]:
         def product(stack, x):
-            shift = stack.shift(experts)
-            return jnp.einsum("tmi,tio->tmo", x, stack.matrices(experts, x.dtype)) + (shift if isinstance(shift, float) else shift[:, None])
+            y, shift = jnp.einsum("tmi,tio->tmo", x, stack.matrices(experts, x.dtype)), stack.shift(experts)
+            return y if shift is None else y + shift[:, None]
 
         return product(self.down, self.act(product(self.gate_up, rows)))
-
-
-def _row(shift):
-    return shift if isinstance(shift, float) else shift[None]

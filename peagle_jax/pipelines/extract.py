@@ -99,6 +99,7 @@ def extract_features(
         _check_room(out, config, missing, say)
         model = load_target(folder, taps=config.taps, dtype=jnp.dtype(config.compute_dtype))
         with _claimed(out, config):
+            _check_same(out, _begun(out), settings | facts)  # another process may have begun it since
             speed = _fill(model, rows, config, missing, out, on_rows)
     else:
         say(f"{out}: all {config.shards} shards are there")

@@ -15,7 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from peagle_jax.decode.drafters import ParallelDrafter
+from peagle_jax.decode.generate import SLIDING_CHUNK
 from peagle_jax.decode.loop import Program, prefill, step
+from peagle_jax.decode.memory import cache_bytes
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.layers.moe import AXIS
 from peagle_jax.pipelines.train_head import head_config
@@ -124,13 +126,9 @@ def sizes(target: Model, parts: int) -> Sizes:
         expert = ".experts." in path and len(x.shape) == 3
         experts |= expert
         mxfp4 += int(n * 4.25 / 8 if expert else 2 * n) // share
-    cached = functools.partial(_cache_bytes, config, parts)
-    return Sizes(count, bf16, fp8, mxfp4 if experts else None, cached(1000, None), cached(100_000, 520) // 100)
-
-
-def _cache_bytes(config: TargetConfig, parts: int, slots: int, block: int | None) -> int:
-    share = lambda heads: heads // parts if heads % parts == 0 else heads  # noqa: E731
-    return 2 * sum(2 * len(s.layers) * share(s.kv_heads) * s.held(slots, block) * s.head_dim for s in config.cache_shapes())
+    cached = functools.partial(cache_bytes, config.cache_shapes(), 1, dtype=jnp.bfloat16, parts=parts)
+    rings = cached(slots=100_000, block=SLIDING_CHUNK + 8) // 100
+    return Sizes(count, bf16, fp8, mxfp4 if experts else None, cached(slots=1000), rings)
 
 
 def parameter_bytes(params: Mapping) -> int:

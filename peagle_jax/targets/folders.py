@@ -206,7 +206,12 @@ def _export_config(config: TargetConfig, dtype: str) -> dict:
     """The checkpoint's own config.json again; of a model made here, one that says the same."""
     if config.source is None:
         return qwen3.to_hf(config, dtype)
-    hf = json.loads(config.source) | {"dtype": dtype}
+    hf = json.loads(config.source)
+    if "text_config" in hf:  # our tensors carry the text model's names
+        stops = {"eos_token_id": list(config.stop_ids)} if config.stop_ids else {}
+        hf = hf["text_config"] | stops | {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
+        hf["tie_word_embeddings"] = config.tied_embeddings
+    hf["dtype"] = dtype
     drop = {"torch_dtype"} if getattr(config, "packed", False) else {"torch_dtype", "quantization_config"}
     return {key: value for key, value in hf.items() if key not in drop}
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.layers import MLP, Decoder, Embedding, Experts, LateRMSNorm, Linear, Rope, gelu_tanh, normal, normalise
+from peagle_jax.layers import MLP, Decoder, Embedding, Experts, Gated, LateRMSNorm, Linear, Rope, gelu_tanh, normal, normalise
 from peagle_jax.targets import config, names
 from peagle_jax.types import Attend, AttentionRule, CacheShape, InputError, TargetOutput
 from peagle_jax.weights import BANK, LINEAR, SAME, Fields, Table
@@ -58,20 +58,24 @@ class Gemma4Config(config.TargetConfig):
         config.check_groups(f, heads, full_kv_heads, "num_global_key_value_heads")
         ropes, head_dim = f.inner("rope_parameters"), f.whole("head_dim")
         rope = lambda kind, size: Rope.from_hf({"rope_parameters": dict(ropes.inner(kind).raw)}, size, f"{where}: {kind}")  # noqa: E731
-        moe = f.flag("enable_moe_block", False)
+        moe, vocab = f.flag("enable_moe_block", False), f.whole("vocab_size")
+        ple_dim, ple_vocab = f.whole("hidden_size_per_layer_input", 0, least=0), f.whole("vocab_size_per_layer_input", vocab)
+        if ple_dim and ple_vocab < vocab:
+            rule = f"vocab_size_per_layer_input must be at least vocab_size, {vocab}"
+            raise InputError(where, rule, ple_vocab, "use another checkpoint")
         width = "expert_intermediate_size" if f.raw.get("moe_intermediate_size") is None else "moe_intermediate_size"
         return cls(
-            vocab=f.whole("vocab_size"), layers=layers, dim=dim, mlp_dim=f.whole("intermediate_size"), heads=heads, kv_heads=kv_heads,
+            vocab=vocab, layers=layers, dim=dim, mlp_dim=f.whole("intermediate_size"), heads=heads, kv_heads=kv_heads,
             head_dim=head_dim, rope=rope("sliding_attention", head_dim), norm_eps=float(f.number("rms_norm_eps")),
-            attention_bias=f.flag("attention_bias", False), tied_embeddings=f.flag("tie_word_embeddings", True),
+            attention_bias=f.flag("attention_bias", False),
+            tied_embeddings=outer.flag("tie_word_embeddings", f.flag("tie_word_embeddings", True)),
             windows=config.windows_of(kinds, f.whole("sliding_window")), context=f.whole("max_position_embeddings"),
             taps=config.read_taps(f, taps, layers), dtype=dtype, stop_ids=config.read_stops(hf) or config.read_stops(f.raw),
             source=json.dumps(dict(hf)), full_kv_heads=full_kv_heads, full_head_dim=full_head_dim,
             full_rope=rope("full_attention", full_head_dim), k_is_v=k_is_v, shared=shared,
             double_wide=f.flag("use_double_wide_mlp", False), logit_cap=f.number("final_logit_softcapping", None),
             experts=f.whole("num_experts") if moe else None, chosen=f.whole("top_k_experts") if moe else None,
-            expert_dim=f.whole(width) if moe else None, ple_dim=f.whole("hidden_size_per_layer_input", 0, least=0),
-            ple_vocab=f.whole("vocab_size_per_layer_input", f.whole("vocab_size")),
+            expert_dim=f.whole(width) if moe else None, ple_dim=ple_dim, ple_vocab=ple_vocab,
         )  # fmt: skip
 
     def kv_heads_of(self, layer: int) -> int:
@@ -150,7 +154,7 @@ class SparseMLP(nnx.Module):
         self.router = Linear(cfg.dim, cfg.experts, dtype=cfg.dtype, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(cfg.dim, cfg.dtype))
         self.expert_scale = nnx.Param(jnp.ones(cfg.experts, cfg.dtype))
-        self.experts = Experts(cfg.experts, cfg.dim, cfg.expert_dim, _gate_then_up, bias=False, packed=False, dtype=cfg.dtype, rngs=rngs)
+        self.experts = Experts(cfg.experts, cfg.dim, cfg.expert_dim, Gated(gelu_tanh), bias=False, packed=False, dtype=cfg.dtype, rngs=rngs)
         self.chosen, self.eps = cfg.chosen, cfg.norm_eps
 
     def __call__(self, x: Float[Array, "B T D"], normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -159,11 +163,6 @@ class SparseMLP(nnx.Module):
         weight, chosen = jax.lax.top_k(jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1), self.chosen)
         weight = weight / weight.sum(axis=-1, keepdims=True) * self.expert_scale[...][chosen]
         return self.experts(normed, chosen, weight)
-
-
-def _gate_then_up(x: Float[Array, "*rows I2"]) -> Float[Array, "*rows I"]:
-    gate, up = jnp.split(x, 2, axis=-1)
-    return gelu_tanh(gate) * up
 
 
 class LayerEmbedding(nnx.Module):

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from peagle_jax.layers import MLP, Attention, Decoder, Experts, Linear, PreNormBlock, RMSNorm, Rope
+from peagle_jax.layers import MLP, Attention, Decoder, Experts, Gated, Linear, PreNormBlock, RMSNorm, Rope
 from peagle_jax.targets import config, names
 from peagle_jax.types import InputError
 from peagle_jax.weights import LINEAR, Fields, Table
@@ -63,7 +63,9 @@ class SparseMLP(nnx.Module):
 
     def __init__(self, cfg: Qwen3MoeConfig, *, rngs: nnx.Rngs):
         self.router = Linear(cfg.dim, cfg.experts, dtype=cfg.dtype, rngs=rngs)
-        self.experts = Experts(cfg.experts, cfg.dim, cfg.expert_dim, _gate_then_up, bias=False, packed=False, dtype=cfg.dtype, rngs=rngs)
+        self.experts = Experts(
+            cfg.experts, cfg.dim, cfg.expert_dim, Gated(jax.nn.silu), bias=False, packed=False, dtype=cfg.dtype, rngs=rngs
+        )  # fmt: skip
         self.chosen, self.normalise = cfg.chosen, cfg.normalise_chosen
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -72,11 +74,6 @@ class SparseMLP(nnx.Module):
         if self.normalise:
             weight = weight / weight.sum(axis=-1, keepdims=True)
         return self.experts(x, chosen, weight.astype(logits.dtype))
-
-
-def _gate_then_up(x: Float[Array, "*rows I2"]) -> Float[Array, "*rows I"]:
-    gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 class Qwen3Moe(Decoder):

@@ -7,14 +7,9 @@ import pytest
 from flax import nnx
 
 from peagle_jax.kernels import experts
-from peagle_jax.layers.moe import Stack, _Bank
+from peagle_jax.layers.moe import Bank, Gated, Stack
 
 D, WIDTH, E, K = 12, 10, 7, 3
-
-
-def gate_then_up(x):
-    gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def bank(seed: int = 0):
@@ -23,7 +18,7 @@ def bank(seed: int = 0):
     for stack in stacks:
         stack.kernel[...] = jnp.asarray(rng.normal(0, 0.5, stack.kernel.shape), jnp.float32)
         stack.bias[...] = jnp.asarray(rng.normal(0, 0.5, stack.bias.shape), jnp.float32)
-    return _Bank(*stacks, gate_then_up, E)
+    return Bank(*stacks, Gated(jax.nn.silu), E)
 
 
 def by_hand(x, chosen, weight, bank):
@@ -80,12 +75,12 @@ def test_a_loop_has_a_round_a_tile():
     n = 30  # 30 rows of each of three experts, in tiles of 16
     experts.looped(jnp.ones((n, D)), jnp.tile(jnp.array([[6, 0, 3]]), (n, 1)), jnp.ones((n, K)), b).block_until_ready()
     jax.effects_barrier()
-    assert experts.tile_rows(n, K, E, few=4, most=64) == 16 and sorted(rounds) == [0, 0, 3, 3, 6, 6]
+    assert experts.tile_rows(n, K, E, parts=1, few=4, most=64) == 16 and sorted(rounds) == [0, 0, 3, 3, 6, 6]
 
 
 @pytest.mark.parametrize("n, k, count, rows", [(1, 8, 128, 1), (2, 8, 128, 2), (8, 8, 128, 4), (128, 8, 128, 8), (512, 4, 32, 64), (9999, 4, 32, 64)])
 def test_tiles(n, k, count, rows):
-    assert experts.tile_rows(n, k, count, few=experts.FEW, most=experts.TILE) == rows
+    assert experts.tile_rows(n, k, count, parts=1, few=experts.FEW, most=experts.TILE) == rows
 
 
 def test_choice():

@@ -2,12 +2,14 @@
 
 import collections
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +150,13 @@ def test_rows_are_those_of_training(place, tokenizer):
     close(unembed(jnp.asarray(got.hidden)), unembed(hidden) * real)
 
 
+def test_batches_are_filled_up_with_nothing(tokenizer, place):
+    rows = rows_of(place, tokenizer)
+    tokens, document = room._padded(rows, range(40, len(rows)), 16)
+    assert tokens.shape == document.shape == (16, 12) and not tokens[len(rows) - 40 :].any() and (document[len(rows) - 40 :] == -1).all()
+    np.testing.assert_array_equal(tokens[: len(rows) - 40], rows.tokens[40:])
+
+
 def test_a_head_can_learn_from_them(place):
     """Shifted, they are what training computes online."""
     model, stored = load_target(place / "target", taps=(1, 3)), open_features(place / "whole").batch([4, 0])
@@ -205,6 +214,17 @@ def test_what_the_files_say(place):
     assert sorted(contents(place / "whole")) == ["index.json", *(f"shard-{i:05}.safetensors" for i in range(said["shards"]))]
 
 
+def test_tokens_a_second(place, tokenizer, tmp_path, monkeypatch):
+    """Real tokens, by a clock that moves a second whenever it is read: once to begin, and once a batch."""
+    ticks = itertools.count(100)
+    monkeypatch.setattr(room, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    told, rows = [], rows_of(place, tokenizer)
+    done = extract_features(place / "target", how(place, rows_per_shard=30), tmp_path / "out", lambda line: None, lambda *news: told.append(news))
+    real = (rows.document >= 0).sum(axis=1)
+    assert told == [(n, len(rows), round(float(real[:n].sum()) / (i + 1), 1)) for i, n in enumerate([*range(3, len(rows), 3), len(rows)])]
+    assert done.tokens_per_second == round(float(real.sum()) / (len(told) + 1), 1) and done.tokens == real.sum() < rows.tokens.size
+
+
 def test_what_is_not_said_is_the_targets(place, tmp_path):
     """Taps and length; and shards of whole batches, of about as many bytes as are meant."""
     go(place, tmp_path / "out", taps=None, length=None, rows_per_shard=None)
@@ -254,6 +274,8 @@ def test_resumes_to_the_same_bytes(rows, shards, error, place, tmp_path):
 def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
     """Interrupted in the middle of a file; and a file that a SIGKILL left half is written over."""
     out, real, calls = tmp_path / "out", weights.write_safetensors, []
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append((os.fstat(handle).st_size, len(list(out.glob("shard*"))))))
 
     def half(path, tensors, metadata):
         calls.append(path.name)
@@ -267,6 +289,7 @@ def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
         go(place, out)
     assert sorted(contents(out)) == ["index.json", "shard-00000.safetensors", "shard-00001.safetensors"]
     assert calls[2] == ".shard-00002.safetensors.tmp"
+    assert synced == [(shard_path(out, shard).stat().st_size, shard) for shard in range(2)]  # all of it on the disk, before it has its name
     (out / calls[2]).write_bytes(b"x" * 100_000)
     go(place, out)
     assert contents(out) == contents(place / "whole")

@@ -60,6 +60,7 @@ def make(case: str, wide: bool = False):
     kind, shape = CASES[case]
     if wide:
         shape = shape | WIDE | {key: 8 for key in ("num_experts", "num_local_experts") if key in shape}
+        shape |= {key: WIDE["vocab_size"] for key in ("vocab_size_per_layer_input",) if key in shape}
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma4" else f"{kind}Config")(**shape)
     config._attn_implementation = "eager"
     torch.manual_seed(0)

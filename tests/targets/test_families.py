@@ -1,6 +1,7 @@
 """Every family against transformers: logits, taps, cached decoding, exports; and a mutation for every special thing."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from families import CASES, T, V, make, ours, run, truth  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from peagle_jax import weights  # noqa: E402
-from peagle_jax.targets import TARGETS, gemma4, gpt_oss, load_target, qwen3_moe, save_target  # noqa: E402
-from peagle_jax.types import Model  # noqa: E402
+from peagle_jax.layers import Decoder  # noqa: E402
+from peagle_jax.targets import TARGETS, gemma4, gpt_oss, load_target, qwen3_moe, read_config, save_target  # noqa: E402
+from peagle_jax.types import InputError, Model  # noqa: E402
 
 TOLERANCE = 2e-5  # float32, on logits and taps of size 1 to 10 (house.md)
 
@@ -95,9 +97,11 @@ MUTATIONS = {
     "attention bias": ("llama", lambda t, _: filled(t, "attn.o.bias", 0.0)),
     "MLP bias": ("llama", lambda t, _: filled(t, "mlp.down.bias", 0.0)),
     "norm eps": ("llama", lambda t, _: changed(t, norm_eps=1e-6)),
-    "tied head": ("llama_tied", lambda t, _: filled(t, "embed.table", lambda x: x[::-1])),
+    "tied head": ("llama_tied", lambda t, patch: patch.setattr(Decoder, "output_weight", lambda self: self.embed.table[...][::-1].T) or t),
     "qk norm": ("qwen3_moe", lambda t, _: filled(t, "q_norm.scale", 1.0)),
-    "which layers are sparse": ("qwen3_moe", lambda t, _: filled(t, "3.mlp.up.kernel", 0.0)),
+    "norm eps of Qwen3-MoE": ("qwen3_moe", lambda t, _: changed(t, norm_eps=1e-6)),
+    "norm eps of GPT-OSS": ("gpt_oss", lambda t, _: changed(t, norm_eps=1e-6)),
+    "norm eps of Gemma 4": ("gemma4", lambda t, _: changed(t, norm_eps=1e-6)),
     "normalised router": ("qwen3_moe", lambda t, _: changed(t, normalise_chosen=False)),
     "raw router": ("qwen3_moe_raw", lambda t, _: changed(t, normalise_chosen=True)),
     "experts a token": ("qwen3_moe", lambda t, _: changed(t, chosen=2)),
@@ -123,14 +127,20 @@ MUTATIONS = {
     "soft cap": ("gemma4", lambda t, _: changed(t, logit_cap=None)),
     "norm after attention": ("gemma4", lambda t, _: filled(t, "attn_post_norm.scale", 1.0)),
     "norm after the MLP": ("gemma4", lambda t, _: filled(t, "mlp_post_norm.scale", 1.0)),
+    "norm before attention": ("gemma4", lambda t, _: filled(t, "attn_norm.scale", 1.0)),
+    "norm before the MLP": ("gemma4", lambda t, _: filled(t, "mlp_norm.scale", 1.0)),
+    "k norm": ("gemma4", lambda t, _: filled(t, "k_norm.scale", 1.0)),
     "layer scalar": ("gemma4", lambda t, _: filled(t, "2.scale", 1.0)),
     "window": ("gemma4", lambda t, _: changed(t, windows=tuple(w and w - 1 for w in t.config.windows))),
     "router scale": ("gemma4_moe", lambda t, _: filled(t, "moe.scale", 1.0)),
+    "normalised weights of Gemma's experts": ("gemma4_moe", lambda t, patch: patch.setattr(gemma4.SparseMLP, "__call__", not_normalised) or t),
     "scale of each expert": ("gemma4_moe", lambda t, _: filled(t, "expert_scale", 1.0)),
     "dense MLP beside the experts": ("gemma4_moe", lambda t, _: filled(t, "dense_post_norm.scale", 0.0)),
     "experts' own norms": ("gemma4_moe", lambda t, _: filled(filled(t, "moe_norm.scale", 1.0), "moe_post_norm.scale", 1.0)),
     "layer embedding": ("gemma4_ple", lambda t, _: filled(t, "ple_embed.table", 0.0)),
     "projection into layers": ("gemma4_ple", lambda t, _: filled(t, "ple_in", 0.0)),
+    "gate of the layer embedding": ("gemma4_ple", lambda t, _: filled(t, "ple.gate.kernel", 0.0)),
+    "norm of the layer embedding": ("gemma4_ple", lambda t, _: filled(t, "ple.norm.scale", 1.0)),
     "whose KV is shared": ("gemma4_ple", lambda t, patch: patch.setattr(gemma4.Gemma4Config, "reads_from", first_of_kind) or changed(t)),
     "double-wide MLP": ("gemma4_ple", lambda t, _: filled(t, "6.mlp.down.kernel", lambda x: x.at[48:].set(0))),
 }  # fmt: skip
@@ -144,6 +154,12 @@ def softmax_last(self, x):
 def softmax_first(self, x):
     weight, chosen = jax.lax.top_k(jax.nn.softmax(self.router(x.reshape(-1, x.shape[-1])), axis=-1), self.chosen)
     return self.experts(x, chosen, weight)
+
+
+def not_normalised(self, x, normed):
+    rows = gemma4.normalise(x.reshape(-1, x.shape[-1]), self.eps) * self.scale[...][None] * x.shape[-1] ** -0.5
+    weight, chosen = jax.lax.top_k(jax.nn.softmax(self.router(rows), axis=-1), self.chosen)
+    return self.experts(normed, chosen, weight * self.expert_scale[...][chosen])
 
 
 def by_halves(self, x):
@@ -185,6 +201,15 @@ def test_parity_notices(name, monkeypatch):
     got = np.asarray(logits_of(mutate(ours(case), monkeypatch), tokens))
     assert got.shape == want.shape == (2, T, V) and np.isfinite(got).all()
     assert np.abs(got - want).max() > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize("change", [{"decoder_sparse_step": 1}, {"mlp_only_layers": [1, 3]}])
+def test_which_layers_are_sparse(change):
+    """Another choice asks for other tensors."""
+    _, config = read_config(json.loads((make("qwen3_moe")[1] / "config.json").read_text()) | change)
+    assert config.sparse != ours("qwen3_moe").config.sparse == (False, True, False, False, False)
+    with pytest.raises(InputError, match="the tensors must fit config.json"):
+        weights.check(lambda: qwen3_moe.Qwen3Moe(config, rngs=nnx.Rngs(0)), weights.open_folder(make("qwen3_moe")[1]), qwen3_moe.table(config), "x")
 
 
 @pytest.mark.parametrize("name", ["v_as_it_is", "v_is_rotated_k"])

@@ -118,7 +118,7 @@ def misshape(end, shape, dtype=np.uint8):
 
 @pytest.mark.parametrize("change, words", [
     (drop("_scales"), "_blocks needs .*_scales; got none"), (misshape("_blocks", (5, 128, 1, 8)), r"must be \[E, out, in/32, 16\]"),
-    (misshape("_scales", (5, 32, 2), np.int32), "must be uint8"), (misshape("_blocks", (5, 64, 1, 16)), "must be|wrong shape"),
+    (misshape("_scales", (5, 32, 2), np.int32), "must be uint8"), (misshape("_blocks", (5, 64, 1, 16)), r"down_proj_blocks must be \[E, out, in/32, 16\]"),
 ])  # fmt: skip
 def test_damaged_mxfp4(tmp_path, change, words):
     folder = edit("gpt_oss", tmp_path / "x", lambda t: (pack(t), change(t)))
@@ -203,7 +203,10 @@ def test_an_older_spelling_of_experts():
 BF16 = 0.04
 
 
-@pytest.mark.parametrize("case", families.CASES)
+LATER = ("llama_tied", "qwen3_moe_raw", "gemma4_moe")  # another option of a family: in the long tier
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LATER else []) for case in families.CASES])
 def test_bfloat16(case):
     _, folder = make(case)
     tokens = truth(case)[0]

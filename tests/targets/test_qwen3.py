@@ -170,7 +170,7 @@ def test_every_misfit_is_named_at_once(pair, tmp_path):
 
 
 @pytest.mark.parametrize("key, value, words", [
-    ("model_type", "bert", "model_type must be one of qwen3; got bert"), ("head_dim", ..., "needs the key 'head_dim'"),
+    ("model_type", "bert", "model_type must be one of llama, qwen3, qwen3_moe, gpt_oss, gemma4, gemma4_text; got bert"), ("head_dim", ..., "needs the key 'head_dim'"),
     ("rope_parameters", {"rope_type": "magic", "rope_theta": 1.0}, "got magic"), ("hidden_act", "gelu", "got gelu"),
     ("rope_parameters", {"rope_type": "linear", "rope_theta": 1.0}, "needs the key 'factor'"), ("num_key_value_heads", 3, "multiple"),
 ])  # fmt: skip

@@ -52,6 +52,9 @@ def test_eight_devices():
     for case in CASES:
         np.testing.assert_allclose(np.asarray(got[case]["logits"]), families.truth(case, wide=True)[1][:1], atol=3e-5, rtol=0)
     assert got["qwen3_moe_raw"]["answers"] == truth("qwen3_moe_raw")[1]
+    for logits in got["qwen3_moe_raw"]["gpu"]:  # what a GPU would run, on CPUs
+        logits = np.asarray(logits)
+        np.testing.assert_allclose(logits, families.truth("qwen3_moe_raw", wide=True)[1][:1, : logits.shape[1]], atol=3e-5, rtol=0)
     # each device holds an eighth of what divides by 8, and all of what does not
     shards = got["gpt_oss"]["shards"]
     assert shards["embed.table"] == [13, 32] and shards["head.kernel"] == [32, 13] and shards["blocks.0.attn.sinks"] == [1]

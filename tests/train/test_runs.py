@@ -79,7 +79,7 @@ def test_target_learns_and_is_a_hugging_face_folder(target):
     assert tokenizer.mask_token_id not in tokenizer("<|draft_mas k|> def")["input_ids"]
 
 
-@pytest.mark.parametrize("task", ["peagle", "eagle3"])
+@pytest.mark.parametrize("task", ["peagle", pytest.param("eagle3", marks=pytest.mark.long)])
 def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
     """SIGKILL while it trains, twice; then the same command finishes it: same weights to the bit, same metrics."""
 
@@ -126,7 +126,7 @@ def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_p
     assert "resumed only with the configuration it began with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["peagle", "eagle3"])
+@pytest.mark.parametrize("task", [pytest.param("peagle", marks=pytest.mark.long), "eagle3"])
 def test_growing_depths_begin_as_a_run_of_fewer(task, corpus, target, tmp_path):
     """While only depth 0 is trained, losses are those of a run that never has more; then they differ. Overrides still work."""
     grown = config(task, corpus, tmp_path / "grown", target, log_every=1, grow=[{"until": 4, "depths": 1}])
