@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- support table: scripts/support_table.py -->", "<!-- end of support table -->"
 FAMILIES = {  # title: (cases of tests/targets/families.py, largest configuration, its name for vLLM's check)
     "Llama 3": (("llama", "llama_tied"), "llama-3.1-8b-instruct", "llama"),
-    "Qwen3": (("plain", "tied", "one_kv_head", "bias", "sliding", "linear", "llama3", "yarn"), "qwen3-8b", "qwen3"),
+    "Qwen3": (("qwen3", "plain", "tied", "one_kv_head", "bias", "sliding", "linear", "llama3", "yarn"), "qwen3-8b", "qwen3"),
     "Qwen3-MoE": (("qwen3_moe", "qwen3_moe_raw"), "qwen3-coder-30b-a3b-instruct", "qwen3_moe"),
     "GPT-OSS": (("gpt_oss",), "gpt-oss-120b", "gpt_oss"),
     "Gemma 4": (("gemma4", "gemma4_moe", "gemma4_ple"), "gemma-4-31b-it", "gemma4"),
@@ -50,7 +50,7 @@ def mutations() -> dict[str, str]:
 def row(title: str, tests: dict[str, bool], vllm: dict[str, dict]) -> str:
     cases, largest, family = FAMILIES[title]
     names = "|".join(cases)
-    where = QWEN3 if title == "Qwen3" else "tests.targets.test_families"
+    where = rf"({QWEN3}|tests.targets.test_families)" if title == "Qwen3" else "tests.targets.test_families"
     mutated = "|".join(re.escape(name) for name, case in mutations().items() if case in cases)
     decoding = r"test_lossless::test_real_heads" if title == "Qwen3" else rf"test_every_family::test_a_head_with_rings\[({names})\]"
     checks = [

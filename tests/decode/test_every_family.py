@@ -49,7 +49,7 @@ def check(case: str, drafter, **how):
     return answers
 
 
-LATER = ("llama_tied", "qwen3_moe_raw", "gemma4_moe")  # another option of a family: in the long tier
+LATER = ("llama_tied", "qwen3", "qwen3_moe_raw", "gemma4_moe")  # another option of a family: in the long tier
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LATER else []) for case in families.CASES])

@@ -32,6 +32,7 @@ GEMMA = SHAPE | dict(
 CASES = {
     "llama": ("Llama", SHAPE | dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True)),
     "llama_tied": ("Llama", SHAPE | dict(tie_word_embeddings=True, num_key_value_heads=None, head_dim=None)),
+    "qwen3": ("Qwen3", SHAPE | dict(attention_bias=True, use_sliding_window=True, sliding_window=5, max_window_layers=3, rope_parameters=YARN)),
     "qwen3_moe": ("Qwen3Moe", SHAPE | dict(
         num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[3],
     )),
