@@ -110,7 +110,7 @@ def mapped_at(array: np.ndarray) -> tuple[np.memmap, int] | None:
     owner = array
     while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
         owner = owner.base
-    if not isinstance(owner, np.memmap):
+    if not isinstance(owner, np.memmap) or owner._mmap is None:  # arithmetic on a mapped array calls its result a memmap too
         return None
     return owner, array.ctypes.data - np.frombuffer(owner._mmap, np.uint8).ctypes.data
 

@@ -1,4 +1,4 @@
-"""Real vLLM on a tiny target of every family, with a head trained on it (scripts/check_targets.py): all of them. CI runs one."""
+"""Real vLLM on a tiny target of every family, with a head trained on it (scripts/check_targets.py): all of them."""
 
 import subprocess
 import sys

@@ -35,7 +35,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES)
+LATER = ("one_kv_head", "bias", "linear")  # in the long tier; families.py has another Qwen3 of every option
+
+
+@pytest.fixture(scope="module", params=[pytest.param(case, marks=pytest.mark.long if case in LATER else []) for case in CASES])
 def pair(request, tmp_path_factory):
     """(transformers' model, its folder)"""
     torch.manual_seed(0)

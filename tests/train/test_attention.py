@@ -42,8 +42,8 @@ def dense(document, cod, q, k, v, window):
     return jnp.einsum("BNPQ,BQNH->BPNH", jax.nn.softmax(scores, -1), v), real
 
 
-@pytest.mark.parametrize("window", [None, 3, 7])
-@pytest.mark.parametrize("chunk", [16, 2048])  # 16: the queries go through in parts
+# 16: the queries go through in parts
+@pytest.mark.parametrize("chunk, window", [(16, None), (16, 7), (2048, 3), pytest.param(2048, None, marks=pytest.mark.long)])
 def test_equals_dense(window, chunk, monkeypatch):
     monkeypatch.setattr(attention, "QUERY_CHUNK", chunk)
     document, cod, q, k, v, weight = inputs()

@@ -152,6 +152,7 @@ def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
     assert same(tmp_path / "again", tmp_path / "run" / "head")
 
 
+@pytest.mark.long
 def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     """Own answers as data, prompts from a file, layers from the target with a narrower MLP, depths growing, a second run that goes on."""
     model = weights.open_folder(target)

@@ -276,3 +276,10 @@ def test_shards_of_a_limited_size_are_read_back(tmp_path):
     whole.mkdir()
     weights.write_folder(whole, {}, tensors, {}, max_shard_bytes=10**9)
     assert (whole / "model.safetensors").exists() and not (whole / weights.INDEX).exists()
+
+
+def test_the_result_of_arithmetic_on_a_mapped_file_is_written(tmp_path):
+    """NumPy calls it a memmap, and it maps nothing."""
+    np.arange(6, dtype=np.float32).tofile(tmp_path / "x")
+    weights.write_safetensors(tmp_path / "y.safetensors", {"x": np.memmap(tmp_path / "x", np.float32) * 2}, {})
+    assert np.array_equal(weights.open_safetensors(tmp_path / "y.safetensors")["x"], 2 * np.arange(6))
