@@ -81,10 +81,9 @@ def main() -> None:
 
 
 def reading_speed(state, rounds: int) -> float:
-    """Bytes a second of one pass over all weights: a product with one row, which has to read each number once."""
+    """Bytes a second of one pass over all weights: their sum."""
     largest = max(jax.tree.leaves(state), key=lambda x: x.nbytes)
-    row = jnp.ones(largest.shape[1])
-    product = jax.jit(lambda w: jnp.einsum("i,eio->eo", row, w))
+    product = jax.jit(jnp.sum)
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
