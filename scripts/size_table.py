@@ -1,6 +1,6 @@
 """What every published target takes on 1 and 8 devices, by arithmetic on traced shapes: docs/sizes.md. Allocates nothing.
 
-    .venv/bin/python scripts/size_table.py --out docs/sizes.md [--only gpt-oss-20b] [--cuda [--layers 8]]
+    .venv/bin/python scripts/size_table.py --out docs/sizes.md [--only gpt-oss-20b] [--cuda]
 
 Every configuration of configs/targets is built at its full size with `jax.eval_shape`; prefill of 1,024 tokens and one
 K = 7 step with a P-EAGLE head are lowered for 1 and for 8 devices. `--cuda` also compiles them ahead of time for one

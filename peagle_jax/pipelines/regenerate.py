@@ -49,6 +49,7 @@ def regenerate(target_folder: Path, how: Regeneration, out: Path, say: Callable[
         raise InputError(target_folder, "excerpts of text need the target's tokenizer", "no tokenizer.json", "copy it into the folder")
     _check_appendable(out)
     target = load_target(target_folder, taps=())
+    text.check_vocabulary(tokenizer, target.config.vocab, target_folder)
     train, _ = corpus.split(corpus.read_corpus(how.source), how.held_out)
     excerpts = excerpts_of(tokenizer, train, how)
     check_prompts(excerpts, target.config, how.new_tokens, 0, None)
