@@ -1,0 +1,23 @@
+"""What the tests of `peagle extract` share, computed once."""
+
+
+import pytest
+from features import TEXTS, how, write_corpus, write_target
+
+from peagle_jax import text
+from peagle_jax.pipelines.extract import extract_features
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return text.train_tokenizer(TEXTS, 300)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory, tokenizer):
+    """A corpus, a target, and a finished folder of its features: 4 shards of 10 rows and one of fewer, in batches of 3."""
+    root = tmp_path_factory.mktemp("extract")
+    write_corpus(root / "corpus.jsonl")
+    write_target(root / "target", tokenizer)
+    extract_features(root / "target", how(root), root / "whole", lambda line: None, command="peagle extract")
+    return root

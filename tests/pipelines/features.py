@@ -1,0 +1,62 @@
+"""A corpus, targets and extractions of them, for the tests of `peagle extract`."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax import corpus, text
+from peagle_jax.pipelines.extract import Extraction, extract_features
+from peagle_jax.targets import save_target
+from peagle_jax.train.data import pack
+from peagle_jax.types import InputError
+
+TEXTS = [f"def f{i}(x):\n    return x + {i * 37}\n" * (1 + i % 4) for i in range(22)]
+CHAT = [{"role": "user", "content": "say f"}, {"role": "assistant", "content": "return f"}]
+HOW = dict(taps=(1, 3), length=12, batch=3, rows_per_shard=10, dtype="float32", compute_dtype="float32", max_chars=None, held_out=0.2, seed=4)
+FLAGS = {"taps": "1,3", "length": 12, "batch": 3, "rows-per-shard": 10, "dtype": "float32", "compute-dtype": "float32", "held-out": 0.2, "seed": 4}
+
+
+def write_corpus(path, texts=TEXTS, answer=(3, 4, 5)):
+    rows = [*({"text": t} for t in texts), {"messages": CHAT}, {"prompt_token_ids": [7, 8], "output_token_ids": list(answer)}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_target(folder, tokenizer, seed=0, **changes):
+    save_target(tiny.target(seed, **{"vocab": len(tokenizer), **changes}), folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def how(place, **changes):
+    return Extraction(**{**HOW, "source": str(place / "corpus.jsonl"), **changes})
+
+
+def go(place, out, target=None, **changes):
+    """What was said."""
+    lines = []
+    extract_features(target or place / "target", how(place, **changes), out, lines.append, command="peagle extract")
+    return lines
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def rows_of(place, tokenizer, length=12, held_out=0.2):
+    return pack(text.encode(tokenizer, corpus.split(corpus.read_corpus(place / "corpus.jsonl"), held_out)[0]), length)
+
+
+def close(got, want):
+    """The relative error of house.md: a program of another batch size sums in another order."""
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), rtol=0)
+
+
+def refuse(place, out, words, target=None, **changes):
+    before = contents(out) if out.is_dir() else None
+    with pytest.raises(InputError) as error:
+        go(place, out, target, **changes)
+    assert words in str(error.value) and "\n" not in str(error.value), str(error.value)
+    assert (contents(out) if out.is_dir() else None) == before
