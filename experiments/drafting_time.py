@@ -24,6 +24,7 @@ from peagle_jax.bench import parts
 from peagle_jax.decode.drafters import SHORT
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.placeholders import PAPER
 from peagle_jax.layers import Rope
 from peagle_jax.origin import provenance
 from peagle_jax.targets.config import default_taps
@@ -49,7 +50,7 @@ def make_head(target: Model, layers: int, parallel: bool) -> Model:
         vocab=t.vocab, draft_vocab=t.vocab, dim=t.dim, layers=layers, mlp_dim=t.mlp_dim, heads=t.heads, kv_heads=t.kv_heads,
         head_dim=t.head_dim, rope=t.rope, norm_eps=t.norm_eps, context=t.context, target_dim=t.dim, taps=t.taps,
         mask_token=1 if parallel else None, depths=16, qk_norm=False, attention_bias=False, norm_before_residual=False,
-        norm_before_fc=False, fc_norm=False, norm_output=False, windows=(None,) * layers, dtype=t.dtype,
+        norm_before_fc=False, fc_norm=False, norm_output=False, **PAPER, windows=(None,) * layers, dtype=t.dtype,
     )  # fmt: skip
     return Model.of(DraftHead(config, rngs=nnx.Rngs(1)), config)
 

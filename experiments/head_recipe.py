@@ -37,7 +37,7 @@ STEPS = 600
 def base() -> PeagleRun:
     run = load_run(ROOT / "configs" / "train" / "demo_peagle.yaml")
     return dataclasses.replace(
-        run, target=str(ROOT / run.target), grow=(), cod=Cod(depths=1, ratio=0.8, floor=0.2),
+        run, target=str(ROOT / run.target), grow=(), cod=Cod(depths=1, ratio=0.8, floor=0.2, anchors=None),
         head=dataclasses.replace(run.head, layers=2, mlp_dim=None),
         data=dataclasses.replace(run.data, source=None, max_chars=20_000_000, held_out=HELD_OUT),
         optimizer=dataclasses.replace(run.optimizer, steps=STEPS, warmup=STEPS // 20, peak_lr=2e-3),
@@ -61,7 +61,7 @@ def head(run: PeagleRun, **changes) -> PeagleRun:
 
 
 def two_depths() -> PeagleRun:
-    return dataclasses.replace(base(), cod=Cod(depths=2, ratio=0.8, floor=0.2))
+    return dataclasses.replace(base(), cod=Cod(depths=2, ratio=0.8, floor=0.2, anchors=None))
 
 
 def answers(run: PeagleRun, kind: str) -> PeagleRun:
@@ -85,7 +85,7 @@ VARIANTS = {
     "two-depths": lambda: two_depths(),
     "two-depths-sampled": lambda: answers(two_depths(), "sampled"),
     "two-depths-greedy": lambda: answers(two_depths(), "greedy"),
-    "all-depths": lambda: dataclasses.replace(base(), cod=Cod(depths=8, ratio=0.8, floor=0.2)),
+    "all-depths": lambda: dataclasses.replace(base(), cod=Cod(depths=8, ratio=0.8, floor=0.2, anchors=None)),
 }
 
 

@@ -47,6 +47,7 @@ def make_head(folder: Path, size: int) -> None:
     from peagle_jax import weights
     from peagle_jax.draft import config_writing, names
     from peagle_jax.draft.head import DraftHead, HeadConfig
+    from peagle_jax.draft.placeholders import PAPER
     from peagle_jax.layers import Rope
 
     def config(layers):
@@ -54,7 +55,7 @@ def make_head(folder: Path, size: int) -> None:
             vocab=201_088, draft_vocab=201_088, dim=2880, layers=layers, mlp_dim=17_280, heads=64, kv_heads=8, head_dim=64,
             rope=Rope.from_hf({"rope_theta": 150000.0}, 64, ""), norm_eps=1e-5, context=4096, target_dim=2880, taps=(2, 12, 21),
             mask_token=201_020, depths=10, qk_norm=False, attention_bias=False, norm_before_residual=False, norm_before_fc=False,
-            fc_norm=False, norm_output=False, windows=(None,) * layers, dtype=np.dtype(ml_dtypes.bfloat16),
+            fc_norm=False, norm_output=False, **PAPER, windows=(None,) * layers, dtype=np.dtype(ml_dtypes.bfloat16),
         )  # fmt: skip
 
     def shapes(layers):

@@ -27,6 +27,7 @@ def ours(shape: dict, steps: int) -> list[float]:
     from flax import nnx
 
     from peagle_jax.draft.head import DraftHead, HeadConfig
+    from peagle_jax.draft.placeholders import PAPER
     from peagle_jax.layers import Rope
     from peagle_jax.train.cod import Cod, cod_sample
     from peagle_jax.train.features import Rows
@@ -38,7 +39,7 @@ def ours(shape: dict, steps: int) -> list[float]:
         vocab=s["vocab"], draft_vocab=s["vocab"], dim=s["dim"], layers=s["layers"], mlp_dim=s["mlp_dim"], heads=s["heads"],
         kv_heads=s["kv_heads"], head_dim=s["head_dim"], rope=Rope.from_hf({"rope_theta": 1e4}, s["head_dim"], ""), norm_eps=1e-6,
         context=4096, target_dim=s["dim"], taps=(1, 3, 5), mask_token=1, depths=s["depths"], qk_norm=False, attention_bias=False,
-        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, windows=(None,) * s["layers"],
+        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, **PAPER, windows=(None,) * s["layers"],
         dtype=jnp.float32,
     )  # fmt: skip
     head = Model.of(DraftHead(config, rngs=nnx.Rngs(0)), config)
@@ -51,7 +52,7 @@ def ours(shape: dict, steps: int) -> list[float]:
         jnp.asarray(document),
         jnp.asarray(supervised),
     )
-    output, cod = normal(s["dim"], s["vocab"]), Cod(depths=s["depths"], ratio=s["ratio"], floor=s["floor"])
+    output, cod = normal(s["dim"], s["vocab"]), Cod(depths=s["depths"], ratio=s["ratio"], floor=s["floor"], anchors=None)
     optimizer = optax.adamw(1e-4)
 
     @jax.jit

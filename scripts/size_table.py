@@ -24,6 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 
 from peagle_jax.draft.head import HeadConfig  # noqa: E402
+from peagle_jax.draft.placeholders import PAPER
 from peagle_jax.files import write_whole  # noqa: E402
 from peagle_jax.layers import Rope  # noqa: E402
 from peagle_jax.pipelines import tracing  # noqa: E402
@@ -55,7 +56,7 @@ def head_of(name: str, config: TargetConfig) -> HeadConfig:
         vocab=config.vocab, draft_vocab=config.vocab, dim=config.dim, layers=4, mlp_dim=config.mlp_dim, heads=config.heads,
         kv_heads=config.kv_heads, head_dim=config.head_dim, rope=Rope.from_hf({"rope_theta": 5e5}, config.head_dim, "head"),
         norm_eps=config.norm_eps, context=config.context, target_dim=config.dim, taps=config.taps, mask_token=0, depths=8,
-        qk_norm=False, attention_bias=False, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+        qk_norm=False, attention_bias=False, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, **PAPER,
         windows=(None,) * 4, dtype=jnp.bfloat16,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.placeholders import PAPER
 from peagle_jax.layers import Rope
 from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config
 from peagle_jax.types import Model
@@ -52,7 +53,7 @@ def head_config(**changes) -> HeadConfig:
     config = HeadConfig(
         vocab=41, draft_vocab=41, dim=20, layers=2, mlp_dim=36, heads=4, kv_heads=2, head_dim=10,
         rope=Rope.from_hf({"rope_theta": 555.0}, 10, ""), norm_eps=2e-3, context=96, target_dim=24, taps=TAPS, mask_token=5, depths=6,
-        qk_norm=False, attention_bias=False, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False,
+        qk_norm=False, attention_bias=False, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, **PAPER,
         windows=(None, None), dtype=jnp.float32,
     )  # fmt: skip
     return dataclasses.replace(config, **changes)

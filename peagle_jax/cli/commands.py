@@ -102,18 +102,19 @@ def _load(target: str, drafter: str | None, dtype: str, mxfp4: str = "packed"):
     folder = weights.find_folder(target)
     if drafter is None:
         return folder, load_target(folder, taps=(), dtype=jnp.dtype(dtype), mxfp4=mxfp4), None
-    from peagle_jax.pipelines.convert import read_serving
+    from peagle_jax.pipelines.runs import open_head
 
-    taps = read_serving(drafter, read_facts(folder).layers).config.taps
+    taps = open_head(drafter, read_facts(folder).layers).config.taps
     loaded = load_target(folder, taps=taps, dtype=jnp.dtype(dtype), mxfp4=mxfp4)
     return folder, loaded, _load_head(drafter, loaded, jnp.dtype(dtype))
 
 
 def _load_head(drafter: str, target, dtype):
     from peagle_jax.decode.generate import check_fit
-    from peagle_jax.draft.folders import load_drafter
+    from peagle_jax.draft.folders import to_model
+    from peagle_jax.pipelines.runs import open_head
 
-    head = load_drafter(drafter, dtype=dtype, embedding=target.params["embed"]["table"], target_layers=target.config.layers)
+    head = to_model(open_head(drafter, target.config.layers), dtype=dtype, embedding=target.params["embed"]["table"])
     check_fit(target, head, drafter)
     return head
 

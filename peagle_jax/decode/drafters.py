@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.decode.sampling import draw, probabilities
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.placeholders import Slot
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, KVCache, SamplingParams
 
@@ -59,7 +60,7 @@ class _HeadDrafter:
 
     def read(self, params, state: DraftState, tokens, features, count) -> DraftState:
         head: DraftHead = nnx.merge(self.graph, params)
-        _, cache = _run(head, tokens, head.fuse(features), state.cache)
+        _, cache = _run(head, head.embed(tokens), head.fuse(features), state.cache)
         return _advance(state, cache, count)
 
 
@@ -78,28 +79,28 @@ class ParallelDrafter(_HeadDrafter):
 
     def _forward(self, params, state: DraftState, tokens, features, count):
         head: DraftHead = nnx.merge(self.graph, params)
-        tokens, features = self._rows(head, tokens, head.fuse(features), count)
-        hidden, cache = _run(head, tokens, features, state.cache)
+        embeddings, features = self._rows(head, head.embed(tokens), head.fuse(features), count)
+        hidden, cache = _run(head, embeddings, features, state.cache)
         drafting = count[:, None] - 1 + jnp.arange(self.k)[None]  # the last real row, then the placeholders
         logits = head.logits(jnp.take_along_axis(hidden, drafting[..., None], axis=1))
         ids, q = _choose(head, logits, state.sampling)
         return ids, q, _advance(state, cache, count)
 
-    def _rows(self, head: DraftHead, tokens, features, count):
+    def _rows(self, head: DraftHead, embeddings: Float[Array, "B R D"], features: Float[Array, "B R D"], count: Int[Array, " B"]):
         """Row j is committed while j < count; then follow the K-1 placeholders at once, and padding after them.
 
         Padding stands at later positions than every real row, so causal attention hides it without a mask.
         """
         if self.k == 1:
-            return tokens, features
-        mask_tokens, mask_features = placeholders.rows(head, jnp.arange(1, self.k))
-        slot = jnp.arange(tokens.shape[1] + self.k - 1)[None] - count[:, None]  # below 0: a committed row
-        real, slot = slot < 0, jnp.clip(slot, 0, self.k - 2)
-        extend = lambda x: jnp.pad(x, [(0, 0), (0, self.k - 1), *[(0, 0)] * (x.ndim - 2)])  # noqa: E731
-        return (
-            jnp.where(real, extend(tokens), mask_tokens[slot]),
-            jnp.where(real[..., None], extend(features), mask_features[slot]),
-        )
+            return embeddings, features
+        pair = (embeddings, features)
+        last = [jnp.repeat(jnp.take_along_axis(x, (count - 1)[:, None, None], axis=1), self.k - 1, axis=1) for x in pair]
+        depth = jnp.broadcast_to(jnp.arange(1, self.k), (len(count), self.k - 1))
+        masks = placeholders.rows(head, Slot(depth, *last))
+        slot = jnp.arange(embeddings.shape[1] + self.k - 1)[None] - count[:, None]  # below 0: a committed row
+        real, slot = (slot < 0)[..., None], jnp.clip(slot, 0, self.k - 2)[..., None]
+        extend = lambda x: jnp.pad(x, [(0, 0), (0, self.k - 1), (0, 0)])  # noqa: E731
+        return tuple(jnp.where(real, extend(x), jnp.take_along_axis(mask, slot, axis=1)) for x, mask in zip(pair, masks, strict=True))
 
 
 class AutoregressiveDrafter(_HeadDrafter):
@@ -107,14 +108,14 @@ class AutoregressiveDrafter(_HeadDrafter):
 
     def step(self, params, state: DraftState, tokens, features, count):
         head: DraftHead = nnx.merge(self.graph, params)
-        hidden, cache = _run(head, tokens, head.fuse(features), state.cache)
+        hidden, cache = _run(head, head.embed(tokens), head.fuse(features), state.cache)
         hidden = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
         ids, q = _choose(head, head.logits(hidden), self._keyed(state.sampling, 0))
         cache = dataclasses.replace(cache, length=cache.length + count)
 
         def again(carry, depth):
             ids, hidden, cache = carry
-            hidden, cache = _run(head, ids, head.feedback(hidden), cache)
+            hidden, cache = _run(head, head.embed(ids), head.feedback(hidden), cache)
             ids, q = _choose(head, head.logits(hidden), self._keyed(state.sampling, depth))
             return (ids, hidden, dataclasses.replace(cache, length=cache.length + 1)), (ids, q)
 
@@ -131,9 +132,9 @@ class AutoregressiveDrafter(_HeadDrafter):
         return how and dataclasses.replace(how, key=jax.vmap(lambda key: jax.random.fold_in(key, depth))(how.key))
 
 
-def _run(head: DraftHead, tokens, features, cache: KVCache):
-    positions = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
-    return head(tokens, features, positions, CachedAttention(positions), cache)
+def _run(head: DraftHead, embeddings: Float[Array, "B T D"], features: Float[Array, "B T D"], cache: KVCache):
+    positions = cache.length[:, None] + jnp.arange(embeddings.shape[1])[None]
+    return head(embeddings, features, positions, CachedAttention(positions), cache)
 
 
 def _advance(state: DraftState, cache: KVCache, count) -> DraftState:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.placeholders import PAPER
 from peagle_jax.layers import Rope
 from peagle_jax.types import InputError
 from peagle_jax.weights import Fields, Tensor
@@ -77,7 +78,7 @@ def read_config(
         # an absent norm_before_residual means True in speculators' EAGLE-3 alone
         norm_before_residual=top.flag("norm_before_residual", raw.get("speculators_model_type") == "eagle3"),
         norm_before_fc=eagle.flag("norm_before_fc", top.flag("norm_before_fc", False)), fc_norm=top.flag("fc_norm", False),
-        norm_output=top.flag("norm_output", False), dtype=np.float32,
+        norm_output=top.flag("norm_output", False), **PAPER, dtype=np.float32,
         windows=(None,) * layers if layout == "automodel" else _windows(shape, layers),
     )  # fmt: skip
 

@@ -11,56 +11,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
 from peagle_jax import weights
-from peagle_jax.draft import card, config_reading, config_writing, names
+from peagle_jax.draft import card, config_reading, config_writing, expressing, names
 from peagle_jax.draft import vocab as draft_vocab
 from peagle_jax.draft.config_reading import detect_layout
-from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.form import HeadTensors, maker
+from peagle_jax.draft.head import HeadConfig
 from peagle_jax.origin import versions
 from peagle_jax.types import InputError, Model
 from peagle_jax.weights import Tensor
 
 LAYOUTS = ("vllm", "speculators")  # that are written
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadTensors:
-    """A draft head outside any model: what folders, training runs and our modules are converted through.
-
-    `tensors` have speculators' names and torch's layout, and stay in their files until they are asked for.
-    `embed_tokens.weight` is absent where the head shares its target's; `d2t` is there (int64) only at a reduced vocabulary.
-    """
-
-    config: HeadConfig
-    tensors: dict[str, Tensor]
-    layout: str  # of the source
-    source: str
-    left_out: tuple[str, ...] = ()  # tensors of the source that say nothing: an identity d2t, the target's own, runtime scales
-    quantised: bool = False  # some matrix was FP8 in the source, and is float32 here
-    target: str | None = None  # name of the target, where the source says it
-    target_architecture: str | None = None
-
-    @property
-    def shares_embedding(self) -> bool:
-        return names.EMBEDDING not in self.tensors
-
-    @property
-    def mixed(self) -> bool:
-        """Whether the floating tensors are of several dtypes."""
-        return len({t.dtype for t in self.tensors.values() if t.dtype in weights.FLOATING}) > 1
-
-    def check(self) -> None:
-        """Raises InputError unless the tensors are those of the config, exactly."""
-        own = {names.EMBEDDING: (self.config.vocab, self.config.dim)} if self.shares_embedding else {}
-        placeholders = {name: weights.Lazy(shape, np.dtype(np.float32), lambda: None) for name, shape in own.items()}
-        weights.check(_make(self.config), self.tensors | placeholders, names.table(self.config), self.source)
-
-
-def _make(config: HeadConfig):
-    return lambda: DraftHead(config, rngs=nnx.Rngs(0))
 
 
 # ---------------------------------------------------------------- reading
@@ -179,7 +142,7 @@ def to_model(head: HeadTensors, *, dtype: DTypeLike | None = None, embedding: np
             raise InputError(head.source, f"needs {names.EMBEDDING}, or the target's embedding", "neither", "give --target or embedding=")
         tensors[names.EMBEDDING] = np.asarray(embedding)
     config = head.config if dtype is None else dataclasses.replace(head.config, dtype=np.dtype(dtype))
-    return weights.load(_make(config), config, tensors, names.table(config), head.source)
+    return weights.load(maker(config), config, tensors, names.table(config), head.source)
 
 
 # ---------------------------------------------------------------- writing
@@ -232,9 +195,10 @@ def write_head(
     """
     if layout not in LAYOUTS:
         raise InputError("--to", f"must be one of {', '.join(LAYOUTS)}", layout, "choose one of them")
+    head.check()
+    head = expressing.as_paper(head)
     cfg, k = head.config, k or head.config.depths
     _refuse(head, path, layout, k, dtype, own_embedding)
-    head.check()
     tensors = dict(head.tensors) if dtype is None else weights.cast(head.tensors, dtype)
     if not own_embedding:
         tensors.pop(names.EMBEDDING, None)

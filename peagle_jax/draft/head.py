@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.draft import placeholders
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope
 from peagle_jax.types import Attend, CacheShape, KVCache, Model
@@ -36,6 +37,8 @@ class HeadConfig:
     taps: tuple[int, ...]  # id i is the target's residual stream BEFORE layer i (vLLM's numbering)
     mask_token: int | None  # the placeholder's token; None for a head that only drafts autoregressively
     depths: int | None  # K it was trained for; None where its folder does not say
+    placeholder_hidden: str  # of `placeholders.HIDDEN`; without meaning where there is no mask token, as the next
+    placeholder_token: str  # of `placeholders.TOKEN`
     qk_norm: bool  # Qwen3-style attention
     attention_bias: bool
     norm_before_residual: bool
@@ -49,6 +52,10 @@ class HeadConfig:
     def parallel(self) -> bool:
         """Whether the head can draft in parallel: it has a mask token and `mask_hidden`."""
         return self.mask_token is not None
+
+    @property
+    def sizes(self) -> placeholders.Sizes:
+        return placeholders.Sizes(len(self.taps) * self.target_dim, self.dim, max(1, (self.depths or 2) - 1))
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
         shape = CacheShape(tuple(range(self.layers)), self.kv_heads, self.head_dim, None)  # windows by mask: a head's cache is small
@@ -94,23 +101,28 @@ class DraftHead(nnx.Module):
         self.embed = Embedding(cfg.vocab, cfg.dim, dtype=cfg.dtype, rngs=rngs)
         self.fusion = Fusion(len(cfg.taps), cfg.target_dim, cfg.dim, cfg.norm_eps, before_fc=cfg.norm_before_fc,
                              per_tap=cfg.fc_norm, dtype=cfg.dtype, rngs=rngs)  # fmt: skip
-        width = len(cfg.taps) * cfg.target_dim
-        self.mask_hidden = nnx.Param(0.02 * jax.random.normal(rngs.params(), (width,)).astype(cfg.dtype)) if cfg.parallel else None
+        small = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape).astype(cfg.dtype))  # noqa: E731
+        reads = cfg.parallel and placeholders.HIDDEN[cfg.placeholder_hidden].mask_hidden
+        self.mask_hidden = small((cfg.sizes.taps,)) if reads else None
+        own = placeholders.own_shapes(cfg, cfg.sizes) if cfg.parallel else {}
+        self.placeholder = nnx.Dict({name: small(shape) for name, shape in own.items()}) if own else None
         self.layers = nnx.List([DraftLayer(cfg, i, rngs=rngs) for i in range(cfg.layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
         self.lm_head = Linear(cfg.dim, cfg.draft_vocab, dtype=cfg.dtype, rngs=rngs)
         # target id = draft id + d2t[draft id]; absent at full vocabulary, where it would be zero
         self.d2t = Buffer(jnp.zeros(cfg.draft_vocab, jnp.int32)) if cfg.draft_vocab != cfg.vocab else None
 
-    def __call__(self, tokens: Int[Array, "B T"], features: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend, state):
-        """Runs rows of (token, fused feature, position).
+    def __call__(
+        self, embeddings: Float[Array, "B T D"], features: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend, state
+    ):  # fmt: skip
+        """Runs rows of (token embedding, fused feature, position).
 
         Row i carries the token one AHEAD of its feature and predicts the token after that (peagle.md, section 3).
 
         Returns:
           The residual stream before the final norm [B T D], and the attention state.
         """
-        embeddings, x = self.embed(tokens), features
+        x = features
         for i, layer in enumerate(self.layers):
             x, state = layer(x, embeddings, positions, i, attend, state)
         return x, state

@@ -2,6 +2,7 @@
 
 import re
 
+from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.weights import LINEAR, SAME, Layout, Table
 
@@ -26,8 +27,10 @@ def table(cfg: HeadConfig) -> Table:
         EMBEDDING: ("embed.table", SAME), "fc.weight": ("fusion.fc.kernel", LINEAR),
         "norm.weight": ("norm.scale", SAME), "lm_head.weight": ("lm_head.kernel", LINEAR),
     }  # fmt: skip
-    if cfg.parallel:
+    if cfg.parallel and placeholders.HIDDEN[cfg.placeholder_hidden].mask_hidden:
         names["mask_hidden"] = ("mask_hidden", MASK_HIDDEN)
+    if cfg.parallel:  # of other designs than the paper's; no layout but our own training runs has them
+        names |= {f"placeholder.{name}": (f"placeholder.{name}", SAME) for name in placeholders.own_shapes(cfg, cfg.sizes)}
     if cfg.draft_vocab != cfg.vocab:
         names["d2t"] = ("d2t", SAME)
     if cfg.norm_before_fc:

@@ -1,4 +1,4 @@
-"""Where a head's training starts: at random, from its target's last layer, or from another head."""
+"""Where a head's training starts: at random, from its target's last layer, or from another head; and what placeholders begin as."""
 
 import dataclasses
 
@@ -7,22 +7,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.placeholders import HIDDEN, TOKEN
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flat, nest
 
 FC_NOISE = 0.1  # of the random fusion that stays beside the identity on the last tap
 
 
-def start_from_target(head: Model, target: Model, mean_taps: Float[Array, " A"]) -> Model:
+def start_from_target(head: Model, target: Model) -> Model:
     """A head that begins as the target's last layer reading the last tap, which learns several times faster (LOG.md).
 
     Every layer gets the target's last MLP, norm and attention; the first one, whose attention is twice as wide, on its
     feature half. A narrower MLP gets the neurons of largest weights. `fc` passes the last tap on. The final norm is the
-    target's. Placeholders begin as what is most ordinary: the mean token embedding and `mean_taps`.
+    target's.
 
     Args:
       head: from `random_head`; what is not named above stays as it is.
-      mean_taps: mean of the target's taps over some text.
 
     Raises:
       InputError: the head's layers have another shape than the target's, or a wider MLP.
@@ -46,10 +46,31 @@ def start_from_target(head: Model, target: Model, mean_taps: Float[Array, " A"])
     fc = params["fusion"]["fc"]["kernel"]
     params["fusion"]["fc"]["kernel"] = (FC_NOISE * fc).at[-cfg.dim :].add(jnp.eye(cfg.dim, dtype=fc.dtype))
     params["norm"] = target.params["norm"]
-    if cfg.parallel:
-        params["mask_hidden"] = jnp.asarray(mean_taps, cfg.dtype)
-        table = params["embed"]["table"]
-        params["embed"]["table"] = table.at[cfg.mask_token].set(table.mean(axis=0))
+    return dataclasses.replace(head, params=_as(head.params, params))
+
+
+def start_placeholders(head: Model, mean_taps: Float[Array, " A"] | None, *, seed: int) -> Model:
+    """Placeholders begin as what is most ordinary: the mean token embedding, and `mean_taps`; each design says in which form.
+
+    Args:
+      head: its embedding and fusion are what they will begin with.
+      mean_taps: mean of the target's taps over some text; None begins with a small random vector.
+    """
+    cfg = head.config
+    module = head.bind(head.params)
+    table, draw = module.embed.table[...], jax.random.split(jax.random.key(seed))
+    like = 0.02 * jax.random.normal(draw[0], (cfg.sizes.taps,)) if mean_taps is None else mean_taps
+    row, mean = table[cfg.mask_token], table.mean(axis=0)
+    own = {}
+    for design in (HIDDEN[cfg.placeholder_hidden], TOKEN[cfg.placeholder_token]):
+        own |= design.start(cfg.sizes, like.astype(cfg.dtype), module.fuse, row, mean, draw[1])
+    params = dict(head.params)
+    if "mask_hidden" in own:
+        params["mask_hidden"] = own.pop("mask_hidden")
+    if own:
+        params["placeholder"] = own
+    if mean_taps is not None and cfg.placeholder_token == "mask":
+        params["embed"] = {"table": table.at[cfg.mask_token].set(mean)}
     return dataclasses.replace(head, params=_as(head.params, params))
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from peagle_jax import weights
 from peagle_jax.corpus import INSTALLED
 from peagle_jax.train.cod import Cod
-from peagle_jax.train.config import Data, Eagle3Run, Grow, HeadShape, LmRun, LmShape, Measure, Optimizer, PeagleRun, Ttt
+from peagle_jax.train.config import Data, Eagle3Run, Grow, HeadShape, LmRun, LmShape, Measure, Optimizer, PeagleRun, Placeholder, Ttt
+from peagle_jax.train.step import Blur
 
 FRESH_DEPTHS = 2  # of the head trained to show training: in minutes, deeper placeholders show nothing
 HELD_OUT = 0.05  # share of files, by name, that no model of a demo is trained on
@@ -90,8 +91,9 @@ def lm_run(s: Scratch, out: Path, seed: int) -> LmRun:
 
 def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> PeagleRun:
     return PeagleRun(
-        task="peagle", head=_head(s.peagle_layers, s.peagle_mlp, target), cod=Cod(depths=s.depths, ratio=0.8, floor=0.2),
-        train_embedding=True, **_head_run(s, target, out, seed, steps, rows),
+        task="peagle", head=_head(s.peagle_layers, s.peagle_mlp, target), cod=Cod(depths=s.depths, ratio=0.8, floor=0.2, anchors=None),
+        placeholder=Placeholder(hidden="shared", token="mask"), blur=Blur(feature_noise=0.0, feature_dropout=0.0), train_embedding=True,
+        **_head_run(s, target, out, seed, steps, rows),
     )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows:
 def _head_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> dict:
     """What both heads' runs share: the recipe of LOG.md, 2026-11-20."""
     return {
-        "target": str(target), "target_dtype": "float32", "out": str(out),
+        "target": str(target), "target_dtype": "float32", "features": None, "loss": "forward_kl", "out": str(out),
         "seed": seed, "start": "target", "start_from": None, "grow": _grow(steps, s.depths),
         "train_lm_head": False, "data": _data(s, rows), **_often(steps),
         "measure": Measure(every=max(1, steps // 4), prompts=None, count=8, new_tokens=64),

@@ -8,7 +8,6 @@ import numpy as np
 
 from peagle_jax import targets, weights
 from peagle_jax.draft import folders
-from peagle_jax.draft.config_reading import is_drafter
 from peagle_jax.draft.folders import HeadTensors
 from peagle_jax.draft.names import EMBEDDING
 from peagle_jax.pipelines import runs
@@ -133,7 +132,4 @@ def read_serving(path: str | Path, target_layers: int | None = None) -> HeadTens
     folder = weights.find_folder(path)
     if runs.is_run(folder):
         raise InputError(folder, "must be a draft head's folder", "a training run", "convert the run first: peagle convert --to vllm")
-    raw = weights.read_json(folder / "config.json")
-    if not is_drafter(raw):
-        raise InputError(folder, "must be a draft head's folder", raw.get("architectures"), "name a head, not a target")
-    return folders.read_head(path, target_layers=target_layers)
+    return runs.open_head(path, target_layers)

@@ -11,8 +11,11 @@ import orbax.checkpoint as ocp
 
 from peagle_jax import weights
 from peagle_jax.draft import names
-from peagle_jax.draft.folders import HeadTensors, to_model
+from peagle_jax.draft.config_reading import is_drafter
+from peagle_jax.draft.folders import read_head, to_model
+from peagle_jax.draft.form import HeadTensors
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.placeholders import HIDDEN, PAPER, TOKEN
 from peagle_jax.files import write_whole
 from peagle_jax.layers import Rope
 from peagle_jax.train.checkpoint import newest, open_tree
@@ -40,6 +43,10 @@ def config_from_json(path: Path) -> HeadConfig:
     for key in ("vocab", "draft_vocab", "dim", "layers", "mlp_dim", "heads", "kv_heads", "head_dim", "context", "target_dim"):
         f.whole(key)
     f.whole("mask_token", None, least=0), f.whole("depths", None), f.number("norm_eps"), f.text("dtype")
+    raw = {**PAPER, **raw}  # runs older than the other designs
+    for key, known in (("placeholder_hidden", HIDDEN), ("placeholder_token", TOKEN)):
+        if raw[key] not in known:
+            raise InputError(path, f"{key} must be one of {', '.join(known)}", raw[key], "restore the file")
     for key in ("qk_norm", "attention_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         f.flag(key)
     windows = f.get("windows")
@@ -92,6 +99,21 @@ def open_run(src: Path) -> HeadTensors:
         config, tensors, layout="orbax", source=facts.text("source", None) or src.name, left_out=tuple(facts.texts("left_out", [])),
         target=facts.text("target", None), target_architecture=facts.text("target_architecture", None),
     )  # fmt: skip
+
+
+def open_head(path: str | Path, target_layers: int | None = None) -> HeadTensors:
+    """A head that can draft here: a folder of any layout, a hub id, or a training run.
+
+    Raises:
+      InputError: it is a target, or damaged.
+    """
+    folder = weights.find_folder(path)
+    if is_run(folder):
+        return open_run(folder)
+    raw = weights.read_json(folder / "config.json")
+    if not is_drafter(raw):
+        raise InputError(folder, "must be a draft head's folder", raw.get("architectures"), "name a head, not a target")
+    return read_head(path, target_layers=target_layers)
 
 
 def read_run(src: Path) -> Model:

@@ -12,16 +12,16 @@ import numpy as np
 from peagle_jax import corpus, text, weights
 from peagle_jax.bench.suite import repeated_share
 from peagle_jax.decode.generate import acceptance_length, check_prompts, generate
-from peagle_jax.draft import folders, vocab
+from peagle_jax.draft import expressing, folders, vocab
 from peagle_jax.draft.head import HeadConfig, random_head
-from peagle_jax.draft.start import start_from_head, start_from_target
+from peagle_jax.draft.start import start_from_head, start_from_target, start_placeholders
 from peagle_jax.layers import Rope
-from peagle_jax.pipelines.runs import is_run, open_run, start_run
+from peagle_jax.pipelines.head_batches import HeadBatch, HeadBatches
+from peagle_jax.pipelines.runs import open_head, start_run
 from peagle_jax.targets import load_target
-from peagle_jax.train.cod import cod_sample
-from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun
+from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun, Placeholder
 from peagle_jax.train.data import PackedRows, pack
-from peagle_jax.train.features import extract, shifted, training_rows
+from peagle_jax.train.features import extract
 from peagle_jax.train.fit import claim, fit, write_result
 from peagle_jax.train.step import peagle_loss
 from peagle_jax.train.ttt import eagle3_loss
@@ -33,7 +33,7 @@ PROMPT_TOKENS = 48  # tokens of an excerpt that the head is measured on
 
 @dataclasses.dataclass(frozen=True)
 class HeadResult:
-    folder: Path  # in vLLM's layout
+    folder: Path  # in vLLM's layout; of placeholders that vLLM does not know, the run's own
     parameters: int
     step: int
     acceptance_length: float | None  # greedy, on held-out prompts, at the trained K
@@ -63,11 +63,12 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     encoded = text.encode(tokenizer, corpus.limit(train, run.data.max_chars, run.seed))
     rows = pack(encoded, run.data.length, run.data.source)
     say(f"corpus: {len(encoded)} documents, {rows.tokens.size:,} tokens; {len(held_out)} documents held out")
+    batches = HeadBatches(run, rows, target)
     head = new_head(run, target, rows, tokenizer)
     say(f"head: {sum(x.size for x in jax.tree.leaves(head.params)):,} parameters, taps {list(target.config.taps)}")
 
     trained, frozen = _split(run, head)
-    loss = functools.partial(_loss, run, target, head)
+    loss = functools.partial(head_loss, run, target, head)
     prompts = measured_prompts(run, tokenizer, held_out)
     if prompts:
         check_prompts(prompts, target.config, run.measure.new_tokens, run.most_depths, None)
@@ -81,11 +82,9 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
             return None
         return acceptance(target, whole(params), prompts, run.most_depths, run.measure.new_tokens)
 
-    done = fit(run, trained, loss, functools.partial(_batch, run, rows), (target.params, frozen), probe)
+    done = fit(run, trained, loss, batches, (target.params, frozen), probe)
     head = whole(done.params)
-    folder = Path(run.out) / "head"
-    source = f"peagle train, task {run.task}, step {done.step}, seed {run.seed}, target {Path(run.target).name}"
-    folders.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
+    folder = _export(run, head, done.step, say)
     found = acceptance(target, head, prompts, run.most_depths, run.measure.new_tokens)
     parameters = sum(x.size for x in jax.tree.leaves(head.params))
     speed = done.tokens / done.seconds if done.tokens else None
@@ -94,12 +93,15 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
     return result
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Depths:
-    """How many depths a batch trains: static, so that a step is compiled once for each number."""
-
-    k: int = dataclasses.field(metadata={"static": True})
+def _export(run: HeadRun, head: Model, step: int, say) -> Path:
+    """`run.out`/head in vLLM's layout; or, for placeholders that vLLM does not know, the run itself, which decodes here."""
+    if (how := expressing.how(head.config)).startswith("refused"):
+        say(f"no folder for vLLM is written: {how.removeprefix('refused: ')}")
+        return Path(run.out)
+    folder = Path(run.out) / "head"
+    source = f"peagle train, task {run.task}, step {step}, seed {run.seed}, target {Path(run.target).name}"
+    folders.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
+    return folder
 
 
 def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
@@ -112,10 +114,15 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
     module = target.bind(target.params)
     embedding, output = module.embed.table[...], module.output_weight()
     head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
-    if run.start == "target":
+    mean_taps = None
+    if run.start == "target" or config.parallel and config.placeholder_hidden == "mean_feature":
         batch = rows.batch(min(START_ROWS, len(rows)), run.seed, 0)
         taps, _ = extract(module, jax.tree.map(jnp.asarray, batch))
-        head = start_from_target(head, target, jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None]))
+        mean_taps = jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None])
+    if run.start == "target":
+        head = start_from_target(head, target)
+    if config.parallel:
+        head = start_placeholders(head, mean_taps, seed=run.seed)
     if run.start_from is not None:
         trained = _trained(run.start_from, config.dtype, embedding)
         head = start_from_head(head, trained, run.start_from)
@@ -124,9 +131,7 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
 
 def _trained(name: str, dtype, embedding) -> Model:
     """A head to go on from: a folder of any layout, a hub id, or a training run."""
-    folder = weights.find_folder(name)
-    form = open_run(folder) if is_run(folder) else folders.read_head(name)
-    return folders.to_model(form, dtype=dtype, embedding=embedding)
+    return folders.to_model(open_head(name), dtype=dtype, embedding=embedding)
 
 
 def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConfig:
@@ -147,12 +152,13 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         raise InputError("head.taps", "must ascend, as vLLM collects them", list(t.taps), "mend the config")
     if h.draft_vocab is not None and not 1 <= h.draft_vocab <= t.vocab:
         raise InputError("head.draft_vocab", f"must lie in 1..{t.vocab}", h.draft_vocab, "mend the config")
+    design = run.placeholder if parallel else Placeholder(hidden="shared", token="mask")
     return HeadConfig(
         vocab=t.vocab, draft_vocab=pick(h.draft_vocab, t.vocab), dim=pick(h.dim, t.dim), layers=h.layers,
         mlp_dim=pick(h.mlp_dim, t.mlp_dim), heads=pick(h.heads, t.heads), kv_heads=pick(h.kv_heads, t.kv_heads),
         head_dim=head_dim, rope=t.rope if h.rope is None else _rope(h.rope, head_dim), norm_eps=t.norm_eps, context=t.context,
-        target_dim=t.dim,
-        taps=t.taps, mask_token=mask_token if parallel else None, depths=run.most_depths, qk_norm=h.qk_norm,
+        target_dim=t.dim, taps=t.taps, mask_token=mask_token if parallel else None, depths=run.most_depths,
+        placeholder_hidden=design.hidden, placeholder_token=design.token, qk_norm=h.qk_norm,
         attention_bias=False, norm_before_residual=h.norm_before_residual, norm_before_fc=h.norm_before_fc,
         fc_norm=h.fc_norm, norm_output=h.norm_output, windows=(None,) * h.layers, dtype=jnp.float32,
     )  # fmt: skip
@@ -172,24 +178,16 @@ def _split(run: HeadRun, head: Model) -> tuple[dict, dict]:
     return {k: v for k, v in head.params.items() if k not in still}, {k: v for k, v in head.params.items() if k in still}
 
 
-def _batch(run: HeadRun, rows: PackedRows, step: int):
-    batch = rows.batch(run.data.batch, run.seed, step)
-    document, supervised = shifted(batch)
-    depths, cod = Depths(run.depths_at(step)), None
-    if isinstance(run, PeagleRun):
-        cod = cod_sample(supervised, document, dataclasses.replace(run.cod, depths=depths.k), [run.seed, step])
-    return batch, document, supervised, cod, depths
-
-
-def _loss(run: HeadRun, target: Model, head: Model, params, batch, fixed):
-    batch, document, supervised, cod, depths = batch
+def head_loss(run: HeadRun, target: Model, head: Model, params, batch: HeadBatch, fixed):
+    """(loss, metrics) of one step; `params` are the trained parts, `fixed` the target's parameters and the head's other parts."""
     target_params, frozen = fixed
     module, reader = head.bind({**params, **frozen}), target.bind(target_params)
-    rows = training_rows(reader, batch, document, supervised)
+    rows, output = batch.rows(reader, target.config.dtype), reader.output_weight()
     if isinstance(run, PeagleRun):
-        loss, by_depth = peagle_loss(module, rows, cod, depths.k, reader.output_weight(), reader.logit_cap)
+        key = jax.random.fold_in(jax.random.key(run.seed), batch.step)
+        loss, by_depth = peagle_loss(module, rows, batch.cod, batch.depths, output, reader.logit_cap, run.loss, run.blur, key)
     else:
-        loss, by_depth = eagle3_loss(module, rows, depths.k, run.ttt.decay, reader.output_weight(), reader.logit_cap)
+        loss, by_depth = eagle3_loss(module, rows, batch.depths, run.ttt.decay, output, reader.logit_cap, run.loss)
     return loss, {"accuracy": by_depth["correct"] / jnp.maximum(by_depth["total"], 1)}
 
 

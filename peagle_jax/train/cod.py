@@ -13,19 +13,25 @@ from peagle_jax.types import CodSample
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cod:
-    """`depths` counts the NTP position: K = 8 trains one real and up to seven placeholder rows an anchor."""
+    """`depths` counts the NTP position: K = 8 trains one real and up to seven placeholder rows an anchor.
+
+    With `anchors`, depths count as if a row had at most so many supervised positions, as with speculators' max_anchors: chains begin
+    at random, so drawing the anchors first and the chains from them would give the same.
+    """
 
     depths: int
     ratio: float
     floor: float
+    anchors: int | None
 
     def __post_init__(self):
-        if self.depths < 1 or not 0 < self.ratio <= 1 or not 0 <= self.floor <= 1:
-            raise ValueError(f"COD needs depths >= 1, 0 < ratio <= 1, 0 <= floor <= 1; got {self}")
+        if self.depths < 1 or not 0 < self.ratio <= 1 or not 0 <= self.floor <= 1 or (self.anchors is not None and self.anchors < 1):
+            raise ValueError(f"COD needs depths >= 1, 0 < ratio <= 1, 0 <= floor <= 1, anchors >= 1 or null; got {self}")
 
     def wanted(self, supervised: int, depth: int) -> int:
         """How many elements depth d may keep of a sequence with that many supervised positions."""
-        return int(max(supervised - depth, 0) * max(self.ratio**depth, self.floor))
+        begin = supervised if self.anchors is None else min(supervised, self.anchors)
+        return int(max(begin - depth, 0) * max(self.ratio**depth, self.floor))
 
     def capacity(self, positions: int) -> int:
         """Most elements of depth >= 1 that `positions` can give: the static packed width."""

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import yaml
 
+from peagle_jax.draft import placeholders
 from peagle_jax.train.cod import Cod
+from peagle_jax.train.loss import LOSSES
+from peagle_jax.train.step import Blur
 from peagle_jax.types import InputError
 
 
@@ -144,6 +147,19 @@ class Ttt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Placeholder:
+    """What a placeholder row sees: names of draft/placeholders.py, which says what they are."""
+
+    hidden: str
+    token: str
+
+    def __post_init__(self):
+        for side, known in (("hidden", placeholders.HIDDEN), ("token", placeholders.TOKEN)):
+            if getattr(self, side) not in known:
+                raise ValueError(f"placeholder.{side} must be one of {', '.join(known)}; got {getattr(self, side)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Grow:
     """Until step `until`, train only this many depths (P-EAGLE) or unrolled steps (EAGLE-3)."""
 
@@ -171,7 +187,9 @@ class HeadRun(Run):
 
     target: str
     target_dtype: typing.Literal["float32", "bfloat16"]
+    features: str | None  # folder of `peagle extract` of these very rows, read instead of running the target; null: run it
     head: HeadShape
+    loss: str  # of train/loss.py
     start: typing.Literal["random", "target"]  # layers at random, or the target's last one (draft/start.py)
     start_from: str | None  # folder of a trained head, whose parameters then replace those of the same name and shape
     grow: tuple[Grow, ...]  # depths one after the other: placeholders learn little before depth 0 has (LOG.md); empty: all at once
@@ -181,6 +199,8 @@ class HeadRun(Run):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {self.loss}")
         untils, depths = [0, *(g.until for g in self.grow)], [0, *(g.depths for g in self.grow), self.most_depths]
         if untils != sorted(set(untils)) or depths != sorted(set(depths)):
             raise ValueError(f"grow must ascend in until and in depths, and end below {self.most_depths} depths; got {self.grow}")
@@ -201,6 +221,8 @@ class HeadRun(Run):
 class PeagleRun(HeadRun):
     task: typing.Literal["peagle"]
     cod: Cod
+    placeholder: Placeholder
+    blur: Blur
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Packed training rows, in an order that (seed, step) alone decides: a resumed run reads what it would have read."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,12 +21,26 @@ class PackedRows:
         return len(self.tokens)
 
     def batch(self, size: int, seed: int, step: int) -> Batch:
-        """The rows of one step: every epoch a new permutation, cut into batches without regard to epoch ends."""
+        """The rows of one step."""
+        return self.take(self.picks(size, seed, step))
+
+    def take(self, picks: Sequence[int]) -> Batch:
+        return Batch(self.tokens[picks], self.document[picks], self.supervised[picks])
+
+    def digest(self) -> str:
+        """SHA-256, 16 digits: tells these rows from all others."""
+        digest = hashlib.sha256()
+        for part in (self.tokens, self.document, self.supervised):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()[:16]
+
+    def picks(self, size: int, seed: int, step: int) -> list[int]:
+        """Numbers of the rows of one step: every epoch a new permutation, cut into batches without regard to epoch ends."""
         picks = []
         for i in range(step * size, (step + 1) * size):
             epoch, place = divmod(i, len(self))
-            picks.append(_permutation(len(self), seed, epoch)[place])
-        return Batch(self.tokens[picks], self.document[picks], self.supervised[picks])
+            picks.append(int(_permutation(len(self), seed, epoch)[place]))
+        return picks
 
 
 _CACHE: dict[tuple[int, int], tuple[int, np.ndarray]] = {}

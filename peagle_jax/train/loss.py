@@ -10,12 +10,47 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.layers import soft_cap
 
 ROWS = 2048  # packed elements whose logits exist at one time
+LEAST_OVERLAP, HYBRID_ETA = 1e-5, 3.0  # as speculators 0.9
 
 
 def forward_kl(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
     """KL(teacher || student) of logits, in nats: speculators' default loss."""
     log_q, log_p = jax.nn.log_softmax(student.astype(jnp.float32)), jax.nn.log_softmax(teacher.astype(jnp.float32))
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def cross_entropy(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+    """Of the teacher's argmax, in nats: all that greedy decoding asks for."""
+    log_q = jax.nn.log_softmax(student.astype(jnp.float32))
+    return -jnp.take_along_axis(log_q, jnp.argmax(teacher, axis=-1)[:, None], axis=1)[:, 0]
+
+
+def _overlap(student, teacher) -> Float[Array, " c"]:
+    """sum(min(p, q)): the share of drafts that sampling accepts."""
+    return jnp.minimum(jax.nn.softmax(student.astype(jnp.float32)), jax.nn.softmax(teacher.astype(jnp.float32))).sum(axis=-1)
+
+
+def total_variation(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+    """The share of drafts that sampling rejects; its gradient is flat where almost all are."""
+    return 1 - _overlap(student, teacher)
+
+
+def negative_log_acceptance(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+    """-log of the share of drafts that sampling accepts (arXiv:2602.23881), in nats."""
+    return -jnp.log(jnp.maximum(_overlap(student, teacher), LEAST_OVERLAP))
+
+
+def kl_and_total_variation(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+    """KL where few drafts are accepted, total variation where most are (arXiv:2602.23881, hybrid, eta = 3)."""
+    overlap = _overlap(student, teacher)
+    share = jnp.exp(-HYBRID_ETA * jax.lax.stop_gradient(overlap))
+    return share * forward_kl(student, teacher) + (1 - share) * (1 - overlap)
+
+
+LOSSES: dict[str, Callable] = {
+    "forward_kl": forward_kl, "cross_entropy": cross_entropy, "total_variation": total_variation,
+    "kl_and_total_variation": kl_and_total_variation, "negative_log_acceptance": negative_log_acceptance,
+}  # fmt: skip
 
 
 def distill(
@@ -28,6 +63,7 @@ def distill(
     depth: Int[Array, " P"],
     depths: int,
     logit_cap: float | None = None,
+    loss: Callable = forward_kl,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, " K"]]]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's, by depth.
 
@@ -39,6 +75,7 @@ def distill(
       where: row of `teacher_hidden` that each element learns from.
       weight: 0 for padding and unsupervised elements.
       logit_cap: of the target's logits (Gemma).
+      loss: (student logits, teacher logits) -> loss of each element; one of `LOSSES`.
 
     Returns:
       sum(weight * loss), {"correct": weighted hits, "total": weights} by depth.
@@ -52,11 +89,11 @@ def distill(
     def part(total, xs):
         hidden, where, weight, depth = xs
         student, teacher = logits(hidden), jax.lax.stop_gradient(soft_cap(teacher_hidden[where] @ teacher_weight, logit_cap))
-        loss = jnp.sum(weight * forward_kl(student, teacher))
+        value = jnp.sum(weight * loss(student, teacher))
         hit = weight * (jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1))
         by_depth = lambda x: jnp.zeros(depths).at[depth].add(x)  # noqa: E731
-        return total + loss, (by_depth(hit), by_depth(weight))
+        return total + value, (by_depth(hit), by_depth(weight))
 
     xs = tuple(pad(x) for x in (hidden, where, weight, depth))
-    loss, (correct, total) = jax.lax.scan(part, jnp.zeros(()), xs)
-    return loss, {"correct": correct.sum(axis=0), "total": total.sum(axis=0)}
+    summed, (correct, total) = jax.lax.scan(part, jnp.zeros(()), xs)
+    return summed, {"correct": correct.sum(axis=0), "total": total.sum(axis=0)}

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.train.attention import merge_chain, prefix
 from peagle_jax.train.features import Rows
-from peagle_jax.train.loss import distill
+from peagle_jax.train.loss import LOSSES, distill
 from peagle_jax.train.step import teacher_columns
 from peagle_jax.types import AttentionRule
 
@@ -36,20 +36,23 @@ class Unrolled:
         return merge_chain(q, y, lse, chain, rule.scale), state
 
 
-def eagle3_loss(head: DraftHead, rows: Rows, steps: int, decay: float, output_weight: Float[Array, "E V"], logit_cap: float | None = None):
-    """Sum over steps of decay**j times the mean KL of step j, each over its own supervised rows, as speculators does.
+def eagle3_loss(
+    head: DraftHead, rows: Rows, steps: int, decay: float, output_weight: Float[Array, "E V"], logit_cap: float | None = None,
+    loss: str = "forward_kl",
+):  # fmt: skip
+    """Sum over steps of decay**j times the mean loss of step j, each over its own supervised rows, as speculators does.
 
     Returns:
-      loss in nats, {"correct", "total"} by step.
+      loss, {"correct", "total"} by step.
     """
     B, n = rows.tokens.shape
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
-    feature, state, loss, correct, total = head.fuse(rows.taps), {}, 0.0, [], []
+    feature, state, summed, correct, total = head.fuse(rows.taps), {}, 0.0, [], []
     columns = teacher_columns(head, output_weight)
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
     for step in range(steps):
         tokens = jnp.pad(rows.tokens[:, step:], [(0, 0), (0, step)])
-        hidden, state = head(tokens, feature, here + step, Unrolled(rows.document, step), state)
+        hidden, state = head(head.embed(tokens), feature, here + step, Unrolled(rows.document, step), state)
         feature = head.feedback(hidden)
         # row i of this step learns position i + step, if that still lies in row i's document
         ahead = lambda x, fill: jnp.pad(x[:, step:], [(0, 0), (0, step)], constant_values=fill)  # noqa: B023, E731
@@ -57,7 +60,7 @@ def eagle3_loss(head: DraftHead, rows: Rows, steps: int, decay: float, output_we
         weight = learns.astype(jnp.float32)
         where = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
         part, by_depth = distill(head.logits, flat(hidden), columns, flat(rows.teacher), flat(where), flat(weight),
-                                 jnp.zeros(B * n, jnp.int32), 1, logit_cap)  # fmt: skip
-        loss += decay**step * part / jnp.maximum(weight.sum(), 1)
+                                 jnp.zeros(B * n, jnp.int32), 1, logit_cap, LOSSES[loss])  # fmt: skip
+        summed += decay**step * part / jnp.maximum(weight.sum(), 1)
         correct, total = [*correct, by_depth["correct"]], [*total, by_depth["total"]]
-    return loss, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}
+    return summed, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}

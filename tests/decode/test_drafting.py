@@ -1,5 +1,8 @@
 """Heads drafted with caches, padding and ragged batches, against the plainest way: no cache, one row, all computed anew."""
 
+import functools
+
+import designs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,26 +32,29 @@ class Plain:
         positions = jnp.arange(WIDTH)[None]
 
         @jax.jit
-        def rows(params, tokens, features, n):
+        def rows(params, embeddings, features, n):
             module = head.bind(params)
             attend = PackedCausal(jnp.where(positions < n, 0, -1))
-            x, _ = module(tokens[None], features[None], positions, attend, None)
+            x, _ = module(embeddings[None], features[None], positions, attend, None)
             return module.target_ids()[jnp.argmax(module.logits(x[0]), -1)], module.feedback(x[0])
 
         self.rows, self.fuse = rows, jax.jit(lambda params, taps: head.bind(params).fuse(taps))
 
     def draft(self, text, taps, k, method):
         """`text` is t_0 .. t_p, `taps` h_0 .. h_{p-1}."""
-        p, params = len(text) - 1, self.head.params
+        p, head, params = len(text) - 1, self.head, self.head.params
+        table = np.asarray(params["embed"]["table"])
         features = np.array(self.fuse(params, jnp.asarray(taps)))
-        pad = lambda tokens: jnp.asarray(np.pad(tokens, (0, WIDTH - len(tokens))), jnp.int32)  # noqa: E731
+        pad = lambda rows: jnp.asarray(np.pad(np.array(rows), [(0, WIDTH - len(rows)), (0, 0)]))  # noqa: E731
         if method == "peagle":
-            features[p:] = self.fuse(params, params["mask_hidden"][None])
-            tokens = [*text[1:], *[self.head.config.mask_token] * (k - 1)]
-            return np.asarray(self.rows(params, pad(tokens), jnp.asarray(features), p + k - 1)[0])[p - 1 : p + k - 1].tolist()
+            fuse = functools.partial(self.fuse, params)
+            for depth in range(1, k):
+                features[p - 1 + depth] = designs.feature(head, depth, features[p - 1], fuse)
+            inputs = [*table[text[1:]], *[designs.embedding(head, table[text[-1]])] * (k - 1)]
+            return np.asarray(self.rows(params, pad(inputs), jnp.asarray(features), p + k - 1)[0])[p - 1 : p + k - 1].tolist()
         drafts, tokens = [], list(text[1:])
         for step in range(k):
-            ids, states = self.rows(params, pad(tokens), jnp.asarray(features), p + step)
+            ids, states = self.rows(params, pad(table[tokens]), jnp.asarray(features), p + step)
             drafts.append(int(ids[p + step - 1]))
             tokens.append(drafts[-1])
             features[p + step] = states[p + step - 1]
@@ -56,10 +62,12 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    "name, method, k", [(n, m, 5) for n in OPTIONS for m in ("peagle", "eagle3")] + [("llama", m, 1) for m in ("peagle", "eagle3")]
-)
+    "name, method, k",
+    [(n, m, 5) for n in OPTIONS for m in ("peagle", "eagle3")] + [("llama", m, 1) for m in ("peagle", "eagle3")]
+    + [(n, "peagle", 5) for n in list(designs.ALL)[1:]],
+)  # fmt: skip
 def test_every_draft_of_every_step(name, method, k):
-    head = tiny.head(**OPTIONS[name])
+    head = tiny.head(**OPTIONS[name]) if name in OPTIONS else tiny.head(**designs.ALL[name], depths=4)  # K is 5: the last depth repeats
     rng = np.random.default_rng(8)
     texts, taps = rng.integers(0, 41, (B, WIDTH)), rng.normal(size=(B, WIDTH, 72)).astype(np.float32)
     drafter, plain = make_drafter(head, k, method), Plain(head)

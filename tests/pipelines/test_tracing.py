@@ -13,6 +13,7 @@ import pytest
 
 from peagle_jax.draft.config_writing import vllm_config
 from peagle_jax.pipelines import tracing, train_head
+from peagle_jax.pipelines.head_batches import HeadBatch
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.features import shifted
 from peagle_jax.types import Batch
@@ -53,10 +54,10 @@ def test_recipes(path):
     batch = Batch(np.ones((1, n), np.int32), np.zeros((1, n), np.int32), np.ones((1, n), bool))
     document, supervised = shifted(batch)
     cod = cod_sample(supervised, document, run.cod, [0, 0])
-    inputs = jax.tree.map(jnp.asarray, (batch, document, supervised, cod)) + (train_head.Depths(run.most_depths),)
+    inputs = jax.tree.map(jnp.asarray, HeadBatch(batch, None, document, supervised, cod, np.zeros((), np.int32), run.most_depths))
 
     def loss(params, target_params):
-        return train_head._loss(run, target, head, params, inputs, (target_params, {}))[0]
+        return train_head.head_loss(run, target, head, params, inputs, (target_params, {}))[0]
 
     out = jax.eval_shape(loss, head.params, target.params)
     assert out.shape == () and out.dtype == jnp.float32

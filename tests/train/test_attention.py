@@ -17,7 +17,7 @@ TOLERANCE = 1e-6
 def inputs():
     document = np.stack([np.repeat([0, 1, 2], [9, 13, 4]), np.where(np.arange(n) < 23, 0, -1)])
     supervised = (np.random.default_rng(0).random((B, n)) < 0.85) & (document >= 0)
-    cod = cod_sample(supervised, document, Cod(depths=K, ratio=0.8, floor=0.2), 3)
+    cod = cod_sample(supervised, document, Cod(depths=K, ratio=0.8, floor=0.2, anchors=None), 3)
     P = n + cod.anchor.shape[1]
     keys = jax.random.split(jax.random.key(1), 4)
     shape = lambda heads: (B, P, heads, H)  # noqa: E731

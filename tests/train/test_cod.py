@@ -15,7 +15,8 @@ def sequences(draw):
     cuts = sorted(draw(st.lists(st.integers(0, n), max_size=3)))
     document = np.searchsorted(cuts, np.arange(n), side="right")
     document[np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n))) & (draw(st.integers(0, 3)) == 0)] = -1
-    cod = Cod(depths=draw(st.integers(1, 9)), ratio=draw(st.floats(0.1, 1.0)), floor=draw(st.floats(0.0, 0.5)))
+    cod = Cod(depths=draw(st.integers(1, 9)), ratio=draw(st.floats(0.1, 1.0)), floor=draw(st.floats(0.0, 0.5)),
+              anchors=draw(st.none() | st.integers(1, 12)))  # fmt: skip
     return supervised & (document >= 0), document, cod, draw(st.integers(0, 99))
 
 
@@ -32,27 +33,28 @@ def test_rules(case):
         pool = {p for p in range(1, n) if p - 1 in alive and supervised[p] and document[p] == document[p - 1] >= 0}
         alive = {a + d for a, e in kept if e == d}
         assert alive <= pool  # supervised, same document, its parent kept; never position 0
-        wanted = int(max(supervised.sum() - d, 0) * max(cod.ratio**d, cod.floor))
+        begin = min(supervised.sum(), cod.anchors or n)
+        wanted = int(max(begin - d, 0) * max(cod.ratio**d, cod.floor))
         assert len(alive) == min(len(pool), wanted)
     assert all(0 <= a and a + d < n and 1 <= d < cod.depths for a, d in kept)
 
 
 def test_a_chain_may_start_at_an_unsupervised_anchor():
     """Depth 0 keeps every position, so (0, 1) exists although position 0 teaches nothing."""
-    cod, supervised, document = Cod(depths=2, ratio=1.0, floor=0.0), np.array([False, True, True]), np.zeros(3, int)
+    cod, supervised, document = Cod(depths=2, ratio=1.0, floor=0.0, anchors=None), np.array([False, True, True]), np.zeros(3, int)
     anchors = {sample_row(supervised, document, cod, np.random.default_rng(seed))[0].item() for seed in range(20)}
     assert anchors == {0, 1}
 
 
 def test_position_zero_is_nobodys_child():
     """speculators 0.9 gives anchor -1 here."""
-    anchor, _ = sample_row(np.ones(6, bool), np.zeros(6, int), Cod(depths=4, ratio=1.0, floor=0.0), np.random.default_rng(0))
+    anchor, _ = sample_row(np.ones(6, bool), np.zeros(6, int), Cod(depths=4, ratio=1.0, floor=0.0, anchors=None), np.random.default_rng(0))
     assert anchor.min() == 0
 
 
 def test_draws_are_uniform():
     """Each of 19 candidates is kept at depth 1 about equally often."""
-    cod, counts = Cod(depths=2, ratio=0.5, floor=0.0), np.zeros(20)
+    cod, counts = Cod(depths=2, ratio=0.5, floor=0.0, anchors=None), np.zeros(20)
     for seed in range(2000):
         anchor, _ = sample_row(np.ones(20, bool), np.zeros(20, int), cod, np.random.default_rng(seed))
         counts[anchor] += 1
@@ -60,7 +62,7 @@ def test_draws_are_uniform():
 
 
 def test_batches_are_static_seeded_and_rows_independent():
-    cod, supervised, document = Cod(depths=5, ratio=0.8, floor=0.2), np.ones((3, 30), bool), np.zeros((3, 30), int)
+    cod, supervised, document = Cod(depths=5, ratio=0.8, floor=0.2, anchors=None), np.ones((3, 30), bool), np.zeros((3, 30), int)
     whole = cod_sample(supervised, document, cod, [4, 7])
     assert whole.anchor.shape == (3, cod.capacity(30)) and whole.real.sum() > 0
     again = cod_sample(supervised[:1], document[:1], cod, [4, 7])
@@ -71,7 +73,7 @@ def test_batches_are_static_seeded_and_rows_independent():
     assert cod_sample(supervised, document, cod, [4, 7]).anchor.shape == whole.anchor.shape
 
 
-@pytest.mark.parametrize("bad", [{"depths": 0}, {"ratio": 0.0}, {"ratio": 1.5}, {"floor": -0.1}])
+@pytest.mark.parametrize("bad", [{"depths": 0}, {"ratio": 0.0}, {"ratio": 1.5}, {"floor": -0.1}, {"anchors": 0}])
 def test_bad_settings(bad):
     with pytest.raises(ValueError, match="COD needs"):
-        Cod(**{"depths": 3, "ratio": 0.8, "floor": 0.2, **bad})
+        Cod(**{"depths": 3, "ratio": 0.8, "floor": 0.2, "anchors": None, **bad})

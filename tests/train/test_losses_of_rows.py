@@ -65,7 +65,7 @@ def test_packed_documents_cost_what_they_cost_apart(method):
     for layout in ("packed", "apart"):
         r, document, supervised = rows(layout)
         if method == "peagle":
-            whole = cod_sample(*reversed(rows("packed")[1:]), Cod(depths=4, ratio=0.9, floor=0.2), 1)
+            whole = cod_sample(*reversed(rows("packed")[1:]), Cod(depths=4, ratio=0.9, floor=0.2, anchors=None), 1)
             cod = whole if layout == "packed" else _apart(whole)
             cod = CodSample(*(jnp.asarray(x) for x in (cod.anchor, cod.depth, cod.real)))
             got[layout] = jax.jit(lambda p, r=r, cod=cod: peagle_loss(head.bind(p), r, cod, 4, output))(head.params)

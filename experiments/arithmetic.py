@@ -1,0 +1,35 @@
+"""How much arithmetic the training of a head takes, counted by its matrix products."""
+
+import dataclasses
+
+from peagle_jax.train.config import HeadRun, PeagleRun
+
+
+def training_flops(run: HeadRun, head, target) -> float:
+    """Of all steps, every row real: a backward pass counts twice its forward; the loss forms logits twice (recomputation).
+
+    The target's own forward is not counted, since its features are stored; its logits are, since the loss forms them.
+    """
+    qkv, attention = head.head_dim * (head.heads + 2 * head.kv_heads), head.heads * head.head_dim
+    layer = lambda width: width * qkv + attention * head.dim + 3 * head.dim * head.mlp_dim  # noqa: E731
+    layers = layer(2 * head.dim) + (head.layers - 1) * layer(head.dim)
+    fusion, output, teacher = len(head.taps) * head.target_dim * head.dim, head.dim * head.draft_vocab, target.dim * head.draft_vocab
+    total = 0.0
+    for step_depths, steps in _depths(run):
+        n = run.data.length - 1
+        if isinstance(run, PeagleRun):
+            rows = n + dataclasses.replace(run.cod, depths=step_depths).capacity(n)
+            fused = n
+        else:
+            rows, fused = n * step_depths, n
+        scores = 2 * rows * (n / 2) * attention * head.layers  # q.k and weights.v over a causal prefix, half of it on average
+        products = rows * layers + fused * fusion + scores
+        total += steps * run.data.batch * 2 * (3 * products + rows * (4 * output + 2 * teacher))
+    return total
+
+
+def _depths(run: HeadRun) -> list[tuple[int, int]]:
+    """(depths, steps trained with so many)."""
+    starts = [0, *(g.until for g in run.grow), run.optimizer.steps]
+    depths = [*(g.depths for g in run.grow), run.most_depths]
+    return [(d, end - begin) for d, begin, end in zip(depths, starts[:-1], starts[1:], strict=True)]

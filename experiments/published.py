@@ -1,0 +1,60 @@
+"""What others published, to be drawn beside our numbers: which number, from where, and why it is not the same measurement as ours."""
+
+import dataclasses
+
+GREAT = "a target of 20B to 120B parameters, its head trained for long; ours are smaller by orders of magnitude"
+TOKENS, TIMES, SHARE = "tokens a target forward", "times as fast", "% of drafts accepted, by position"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """One published number, or a row of them."""
+
+    what: str
+    values: tuple[float, ...]
+    unit: str
+    source: str
+    differs: str  # from what we measure: target, hardware, texts
+    at: tuple[int, ...] = ()  # position or K of each value; empty for a single number
+
+    def __post_init__(self):
+        if len(self.at) != (len(self.values) if self.at else 0) or not self.values:
+            raise ValueError(f"{self.what}: one position or K for each value; got {self.at} for {self.values}; mend the table")
+
+
+HUMANEVAL = "HumanEval on a GPU, where ours are pieces of the Python library; target and head of full size"
+# Drawn beside ours: the same axis, "accepted at position i of all drafts", as vLLM counts it.
+PEAGLE_POSITIONS = Published(
+    what="P-EAGLE, K = 8", values=(63, 38, 23, 14, 9, 5, 3, 2), at=tuple(range(1, 9)), unit=SHARE, source="vLLM #32628", differs=HUMANEVAL,
+)  # fmt: skip
+EAGLE3_POSITIONS = Published(
+    what="EAGLE-3, K = 8", values=(71, 49, 32, 21, 14, 9, 5, 3), at=tuple(range(1, 9)), unit=SHARE, source="vLLM #32628", differs=HUMANEVAL,
+)  # fmt: skip
+LENGTH_BY_K = Published(
+    what="P-EAGLE for GPT-OSS-20B, acceptance length by K", values=(1.90, 2.68, 3.17, 3.62, 4.08), at=(1, 2, 3, 4, 7), unit=TOKENS,
+    source="aws-neuron/nkipy", differs=f"AWS Trainium; {GREAT}",
+)  # fmt: skip
+
+# For the table only: nothing of ours is measured in their unit at their size.
+CARD, AWS = "model card of amazon/gpt-oss-120b-p-eagle", "AWS blog"
+B200 = f"one B200; {GREAT}"
+NUMBERS = (
+    PEAGLE_POSITIONS, EAGLE3_POSITIONS, LENGTH_BY_K,
+    Published(
+        what="P-EAGLE for Qwen3-8B, 5,000 ShareGPT samples, trained with 4 depths", values=(41, 11, 1.6, 0.15), at=(1, 2, 3, 4),
+        unit=SHARE, source="speculators, examples/train (acceptance length 1.53)", differs="an 8B target; little training, as ours",
+    ),
+    Published(what="P-EAGLE for GPT-OSS-120B, K = 5, MT-Bench", values=(2.68,), unit=TOKENS, source=CARD, differs=GREAT),
+    Published(what="the same, HumanEval", values=(3.15,), unit=TOKENS, source=CARD, differs=GREAT),
+    Published(what="the same, GSM8K", values=(3.55,), unit=TOKENS, source=CARD, differs=GREAT),
+    Published(what="P-EAGLE against EAGLE-3, best case", values=(1.69,), unit=TIMES, source=AWS, differs=B200),
+    Published(
+        what="P-EAGLE against EAGLE-3, lowest and highest of GPT-OSS 120B and 20B, Qwen3-Coder 30B", values=(1.10, 1.36), unit=TIMES,
+        source="arXiv:2602.01469, abstract", differs=GREAT,
+    ),
+    Published(what="P-EAGLE against EAGLE-3, both K = 11, HumanEval, concurrency 1", values=(1.22,), unit=TIMES, source=AWS, differs=B200),
+    Published(what="P-EAGLE against plain decoding, best: HumanEval, concurrency 4", values=(4.17,), unit=TIMES, source=AWS, differs=B200),
+    Published(
+        what="P-EAGLE against plain decoding, GPT-OSS-120B, K = 7, batch 1", values=(1.52,), unit=TIMES, source="vLLM #32887", differs=B200,
+    ),
+)  # fmt: skip

@@ -1,0 +1,26 @@
+"""What does sampling cost a drafter that learned from greedy text?
+
+    python -m experiments.run sampling --seeds 3
+
+The base, measured at temperatures 0, 0.5 and 1; drafts are argmaxes, as vLLM's are.
+Expects: acceptance falls with temperature, late positions most: they cannot know what was drawn before them.
+Result: experiments/README.md.
+"""
+
+from experiments.base import Experiment, Measured, Variant
+
+
+def at(temperature: float) -> Variant:
+    return Variant(measured=(Measured(temperature=temperature),), x=temperature)
+
+
+EXPERIMENT = Experiment(
+    name="sampling",
+    question="What does sampling cost a drafter that learned from greedy text?",
+    expects="Acceptance falls with temperature, late positions most.",
+    axis="temperature of decoding",
+    kind="curve",
+    reference="0",
+    variants={"0": at(0.0), "0.5": at(0.5), "1": at(1.0)},
+    paper="The published acceptance lengths are of greedy decoding or do not say.",
+)

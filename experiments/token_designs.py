@@ -1,0 +1,30 @@
+"""What should stand in the place of the token that a placeholder does not have?
+
+    python -m experiments.run token_designs --seeds 3
+
+Five designs of the token side (peagle_jax/draft/placeholders.py), the hidden side being the paper's.
+Expects: hardly any difference between vectors that are the same for all placeholders, learned or not, since `mask_hidden` beside them is
+learned; repeating the last real token may help, because a placeholder then knows it without attention.
+Result: experiments/README.md.
+"""
+
+import dataclasses
+
+from experiments.base import Experiment, Variant
+from peagle_jax.draft.placeholders import TOKEN
+
+
+def design(name: str) -> Variant:
+    return Variant(run=lambda run: dataclasses.replace(run, placeholder=dataclasses.replace(run.placeholder, token=name)))
+
+
+EXPERIMENT = Experiment(
+    name="token_designs",
+    question="What should stand in the place of the token that a placeholder does not have?",
+    expects="Constant vectors, learned or not, are equal within noise; repeating the last real token may help.",
+    axis="token side of the placeholder",
+    kind="bars",
+    reference="mask",
+    variants={name: design(name) for name in TOKEN},
+    paper="P-EAGLE learns the mask token's embedding, and unfreezes the embedding for it (arXiv:2602.01469).",
+)

@@ -1,0 +1,30 @@
+"""Does a parallel head learn faster from an EAGLE-3 head of the same shape?
+
+    python -m experiments.run warm_start --seeds 3
+
+The EAGLE-3 head of as many layers is trained first, for as many steps; its layers, fusion and norms are then the parallel head's.
+Expects: the first position is better at once, late ones hardly; at equal total arithmetic, starting from the target is better.
+Result: experiments/README.md.
+"""
+
+import dataclasses
+
+from experiments.base import Experiment, Variant
+from experiments.work import as_eagle3
+
+EXPERIMENT = Experiment(
+    name="warm_start",
+    question="Does a parallel head learn faster from an EAGLE-3 head of the same shape?",
+    expects="The first position is better at once, late ones hardly.",
+    axis="start",
+    kind="bars",
+    reference="target's last layer",
+    variants={
+        "target's last layer": Variant(),
+        "random": Variant(run=lambda run: dataclasses.replace(run, start="random")),
+        "EAGLE-3 head": Variant(start_from="the EAGLE-3 head itself"),
+        "the EAGLE-3 head itself": Variant(run=lambda run: as_eagle3(run, layers=run.head.layers), method="eagle3"),
+        "all depths at once": Variant(run=lambda run: dataclasses.replace(run, grow=())),
+    },
+    paper="arXiv:2602.01469 does not report a warm start; its heads begin at random.",
+)

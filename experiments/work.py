@@ -1,0 +1,239 @@
+"""One run: a head is trained, or found trained, and measured; a row comes out. `python -m experiments.work JOB.json` does it alone."""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from experiments.base import Experiment, Measured, Variant
+from experiments.budgets import BUDGETS, Answers, Budget
+from experiments.stages import Stage, answers_stage, code_hash, features_stage, prompts_stage, target_stage
+from peagle_jax import corpus
+from peagle_jax.files import write_whole
+from peagle_jax.train.cod import Cod
+from peagle_jax.train.config import Data, Eagle3Run, Grow, HeadRun, HeadShape, Measure, Optimizer, PeagleRun, Placeholder, Ttt
+from peagle_jax.train.step import Blur
+
+TRAINING = (
+    "peagle_jax/train/cod.py", "peagle_jax/train/step.py", "peagle_jax/train/ttt.py", "peagle_jax/train/loss.py", "peagle_jax/train/fit.py",
+    "peagle_jax/train/attention.py", "peagle_jax/train/features.py", "peagle_jax/train/data.py", "peagle_jax/draft/head.py",
+    "peagle_jax/draft/placeholders.py", "peagle_jax/draft/fusion.py", "peagle_jax/draft/start.py", "peagle_jax/draft/vocab.py",
+    "peagle_jax/layers",
+)  # fmt: skip
+CURVE = 24  # points of a training curve kept in a row
+
+
+def base(budget: Budget, seed: int) -> PeagleRun:
+    """What every variant changes a little. Folders are filled in by `Job`."""
+    head = HeadShape(
+        layers=budget.layers, dim=None, mlp_dim=None, heads=None, kv_heads=None, head_dim=None, draft_vocab=budget.model.vocab,
+        taps=budget.taps, qk_norm=True,
+        norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None, rope=None,
+    )  # fmt: skip
+    return PeagleRun(
+        task="peagle", target="", target_dtype="float32", out="", seed=seed, features="", head=head, loss="forward_kl", start="target",
+        start_from=None, grow=growth(budget.steps, budget.k), train_embedding=True, train_lm_head=False,
+        cod=Cod(depths=budget.k, ratio=0.8, floor=0.1, anchors=None), placeholder=Placeholder(hidden="shared", token="mask"),
+        blur=Blur(feature_noise=0.0, feature_dropout=0.0),
+        data=Data(source="", max_chars=None, held_out=0.0, length=budget.length, batch=budget.rows),
+        optimizer=Optimizer(steps=budget.steps, peak_lr=budget.rate, warmup=max(1, budget.steps // 24), weight_decay=0.01, clip=1.0),
+        measure=Measure(every=None, prompts=None, count=1, new_tokens=8), log_every=max(1, budget.steps // 48),
+        save_every=max(1, budget.steps // 4), max_seconds=None,
+    )  # fmt: skip
+
+
+def growth(steps: int, depths: int) -> tuple[Grow, ...]:
+    """A fifth of the steps each for one depth, two, and three: placeholders learn little before depth 0 has."""
+    return tuple(Grow(until=steps * (i + 1) // 5, depths=i + 1) for i in range(min(3, depths - 1)))
+
+
+def with_depths(run: PeagleRun, depths: int) -> PeagleRun:
+    cod = dataclasses.replace(run.cod, depths=depths)
+    return dataclasses.replace(run, cod=cod, grow=growth(run.optimizer.steps, depths))
+
+
+def as_eagle3(run: PeagleRun, *, layers: int = 1) -> Eagle3Run:
+    """The same data and steps for an autoregressive head."""
+    shared = {f.name: getattr(run, f.name) for f in dataclasses.fields(HeadRun)}
+    head = dataclasses.replace(run.head, layers=layers)
+    return Eagle3Run(**shared | {"task": "eagle3", "head": head, "ttt": Ttt(steps=run.cod.depths, decay=1.0), "train_embedding": False})
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A variant, a seed, a budget: everything else follows."""
+
+    experiment: Experiment
+    name: str  # of the variant
+    seed: int
+    budget_name: str
+
+    @property
+    def variant(self) -> Variant:
+        return self.experiment.variants[self.name]
+
+    @property
+    def budget(self) -> Budget:
+        return BUDGETS[self.budget_name]
+
+    @property
+    def answers(self) -> Answers:
+        return self.variant.answers(self.budget.answers) if self.variant.answers else self.budget.answers
+
+    def plain_run(self) -> HeadRun:
+        """Without folders."""
+        return self.variant.run(base(self.budget, self.seed))
+
+    def measured(self) -> list[Measured]:
+        return [m.filled(self.budget) for m in self.variant.measured]
+
+    def stages(self) -> list[Stage]:
+        run = self.plain_run()
+        prompts = {m.prompt_tokens for m in self.measured()} | {self.budget.answers.prompt_tokens}
+        return [features_stage(self.budget, self.answers, run.data.length), *(prompts_stage(self.budget, n) for n in sorted(prompts))]
+
+    def warm(self) -> "Job | None":
+        """The job whose head this one starts from."""
+        return dataclasses.replace(self, name=self.variant.start_from) if self.variant.start_from else None
+
+    @property
+    def head_key(self) -> str:
+        """Of the trained head: equal for variants of different experiments that are the same run."""
+        warm = self.warm()
+        facts = [dataclasses.asdict(self.plain_run()), self.stages()[0].key, code_hash(TRAINING), warm and warm.head_key]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def key(self) -> str:
+        facts = [self.head_key, self.budget_name, [dataclasses.asdict(m) for m in self.measured()], [s.key for s in self.stages()[1:]],
+                 self.variant.method]  # fmt: skip
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+    def run(self, cache: Path) -> HeadRun:
+        budget, plain, warm = self.budget, self.plain_run(), self.warm()
+        answers = answers_stage(budget, self.answers).folder(cache) / "answers.jsonl"
+        features = self.stages()[0].folder(cache) / "features"
+        return dataclasses.replace(
+            plain, target=str(target_stage(budget).folder(cache) / "model"), features=str(features), out=str(self.head_folder(cache)),
+            data=dataclasses.replace(plain.data, source=str(answers)), start_from=str(warm.head_folder(cache)) if warm else None,
+        )  # fmt: skip
+
+    def head_folder(self, cache: Path) -> Path:
+        return cache / "heads" / self.head_key
+
+    def changes(self) -> list[str]:
+        """What the run differs in from the base, in words."""
+        mine, theirs = (_flat(dataclasses.asdict(r)) for r in (self.plain_run(), base(self.budget, self.seed)))
+        said = [f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in sorted(mine.keys() | theirs.keys()) if mine.get(k) != theirs.get(k)]
+        ours, usual = (_flat(dataclasses.asdict(a)) for a in (self.answers, self.budget.answers))
+        said += [f"answers.{k}: {usual[k]} -> {ours[k]}" for k in ours if ours[k] != usual[k]]
+        return said + ([f"start_from: {self.variant.start_from}"] if self.variant.start_from else [])
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+# ---------------------------------------------------------------- doing it
+
+
+def do(job: Job, cache: Path, command: str) -> dict:
+    """Trains what is not trained yet, measures, and returns the row. The stages must be there."""
+    import jax
+
+    from experiments.arithmetic import training_flops
+    from peagle_jax.draft import expressing
+    from peagle_jax.origin import provenance
+    from peagle_jax.pipelines.runs import read_run
+    from peagle_jax.pipelines.train_head import train_head
+    from peagle_jax.targets import load_target
+
+    run = job.run(cache)
+    if (warm := job.warm()) is not None:
+        train_head(warm.run(cache))
+    result = train_head(run)
+    head = read_run(Path(run.out))
+    target = load_target(run.target, taps=run.head.taps, dtype=head.config.dtype)
+    steps = [json.loads(line) for line in (Path(run.out) / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in steps if "loss" in row]
+    curve = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, CURVE).astype(int))]
+    measured, exact = measure(job, cache, target, head)
+    plain = job.plain_run()
+    return {
+        "experiment": job.experiment.name, "variant": job.name, "seed": job.seed, "budget": job.budget_name, "key": job.key,
+        "changes": job.changes(), "config": dataclasses.asdict(plain), **provenance(command),
+        "stages": {s.name: s.key for s in job.stages()[0].all()}, "head": job.head_key, "steps": result.step,
+        "train_seconds": steps[-1]["seconds"], "train_tokens_per_second": result.tokens_per_second,
+        "parameters": sum(x.size for x in jax.tree.leaves(head.params)), "train_flops": training_flops(plain, head.config, target.config),
+        "curve": curve, "measured": measured, "speed": speed(job, cache, target, head), "exact": exact,
+        "export": expressing.how(head.config),
+    }  # fmt: skip
+
+
+def prompts_of(job: Job, cache: Path, tokens: int) -> list[dict]:
+    path = prompts_stage(job.budget, tokens).folder(cache) / "prompts.jsonl"
+    return [row for _, row in corpus.read_jsonl(path)]
+
+
+def measure(job: Job, cache: Path, target, head) -> tuple[list[dict], dict]:
+    """(every decoding, how the greedy ones compare with plain decoding)."""
+    from peagle_jax.bench.exact import compare
+    from peagle_jax.bench.suite import repeated_share
+    from peagle_jax.decode.generate import acceptance_length, generate
+
+    out, exact = [], {"same": 0, "near_ties": 0, "different": 0}
+    for m in job.measured():
+        rows = prompts_of(job, cache, m.prompt_tokens)
+        prompts = [row["prompt_token_ids"] for row in rows]
+        how = {"max_new_tokens": m.new_tokens, "stop_ids": (), "temperature": m.temperature, "seed": list(range(len(prompts)))}
+        answers = generate(target, head, prompts, k=m.k, method=job.variant.method, **how)
+        if m.temperature == 0:
+            plain = generate(target, None, prompts, **how)
+            found = compare(target, prompts, [a.output_token_ids for a in answers], [a.output_token_ids for a in plain])
+            exact = {name: exact[name] + getattr(found, name) for name in exact}
+        drafts = sum(a.num_drafts for a in answers)
+        counts = [{"drafts": a.num_drafts, "accepted": a.accepted_per_position} for a in answers]
+        out.append(dataclasses.asdict(m) | {
+            "prompts": [{"kind": row["kind"], **count} for row, count in zip(rows, counts, strict=True)],
+            "acceptance_length": acceptance_length(answers),
+            "mean_acceptance_length": float(np.mean([a.acceptance_length for a in answers])),
+            "accepted_per_position": np.round(np.sum([c["accepted"] for c in counts], axis=0) / drafts, 5).tolist(),
+            "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
+        })  # fmt: skip
+    return out, exact
+
+
+def speed(job: Job, cache: Path, target, head) -> dict:
+    """One prompt at a time, plain and speculative decoding in turns."""
+    from peagle_jax.bench.suite import run_suite
+
+    first = job.measured()[0]
+    rows = prompts_of(job, cache, first.prompt_tokens)
+    prompts = [row["prompt_token_ids"] for row in rows[:: max(1, len(rows) // job.budget.speed_prompts)]]
+    suite = run_suite(target, {job.variant.method: head}, prompts, ks=[first.k], batches=[1], new_tokens=first.new_tokens,
+                      repeats=job.budget.repeats, on_record=lambda record: None)  # fmt: skip
+    plain, ours = suite.records
+    return {
+        "k": first.k, "tokens_per_second": ours["tokens_per_second"], "plain_tokens_per_second": plain["tokens_per_second"],
+        "speedup": ours["speedup"], "draft_seconds": ours["draft_seconds"], "verify_seconds": ours["verify_seconds"],
+    }  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    from experiments.registry import EXPERIMENTS
+
+    spec = json.loads(Path(argv[0]).read_text())
+    job = Job(EXPERIMENTS[spec["experiment"]], spec["variant"], spec["seed"], spec["budget"])
+    row = do(job, Path(spec["cache"]), spec["command"])
+    write_whole(Path(spec["out"]), json.dumps(row) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""What every placeholder design is, written a second time: from its words, in NumPy, with no help from draft/placeholders.py."""
+
+import numpy as np
+
+HIDDEN = ("shared", "shared_fused", "per_depth", "shared_depth", "low_rank", "last_feature", "gated", "mean_feature", "zero", "frozen_random")
+TOKEN = ("mask", "frozen", "last_token", "zero", "mean")
+# each side once, the two changed together where that tells as much
+PAIRS = [(hidden, "mask") for hidden in HIDDEN[:8]] + [("zero", "last_token"), ("frozen_random", "zero"), ("shared", "frozen"), ("shared", "mean")]
+ALL = dict([(f"{h}-{t}", {"placeholder_hidden": h, "placeholder_token": t}) for h, t in PAIRS])
+
+
+def feature(head, depth: int, last: np.ndarray, fuse) -> np.ndarray:
+    """Of the placeholder at `depth`, behind a real row whose fused feature is `last`. fuse: [1, A] -> [1, D]."""
+    params, name = head.params, head.config.placeholder_hidden
+    own = {key: np.asarray(value) for key, value in params.get("placeholder", {}).items()}
+    fused = lambda taps: np.asarray(fuse(np.asarray(taps)[None]))[0]  # noqa: E731
+    number = min(depth, head.config.depths - 1) - 1  # drafting deeper than trained repeats the last depth
+    if name == "shared_fused":
+        return own["fused"]
+    if name == "per_depth":
+        return fused(own["table"][number])
+    if name == "last_feature":
+        return last
+    if name == "zero":
+        return np.zeros_like(last)
+    shared = np.asarray(params["mask_hidden"])
+    if name == "low_rank":
+        return fused(shared + sum(own["codes"][number][r] * own["directions"][r] for r in range(4)))
+    if name == "shared_depth":
+        return fused(shared) + own["depth"][number]
+    if name == "gated":
+        share = 1 / (1 + np.exp(-own["gate"]))
+        return share * last + (1 - share) * fused(shared)
+    return fused(shared)
+
+
+def embedding(head, last: np.ndarray) -> np.ndarray:
+    """Of a placeholder's token, behind a real row whose token's embedding is `last`."""
+    name, table = head.config.placeholder_token, np.asarray(head.params["embed"]["table"])
+    if name == "mask":
+        return table[head.config.mask_token]
+    if name == "last_token":
+        return last
+    return np.zeros_like(last) if name == "zero" else np.asarray(head.params["placeholder"]["token"])
