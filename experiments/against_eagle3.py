@@ -10,18 +10,16 @@ Result: experiments/README.md.
 
 import dataclasses
 
+from experiments.arithmetic import training_flops
 from experiments.base import Experiment, Measured, Variant
-from experiments.work import as_eagle3
+from experiments.work import as_eagle3, growth
 
 BOTH = (Measured(), Measured(temperature=1.0))
 
 
 def equal_flops(run):
-    """Steps of the one-layer head in proportion to the rows that it does not form: 2.5 of 6 for the small budget (arithmetic.py)."""
-    from experiments.work import growth
-
-    steps = round(1.25 * run.optimizer.steps)
     made = as_eagle3(run)
+    steps = round(run.optimizer.steps * training_flops(run) / training_flops(made))  # depths grow at the same shares of the steps
     return dataclasses.replace(made, optimizer=dataclasses.replace(made.optimizer, steps=steps), grow=growth(steps, made.ttt.steps))
 
 

@@ -5,15 +5,17 @@ import dataclasses
 from peagle_jax.train.config import HeadRun, PeagleRun
 
 
-def training_flops(run: HeadRun, head, target) -> float:
+def training_flops(run: HeadRun) -> float:
     """Of all steps, every row real: a backward pass counts twice its forward; the loss forms logits twice (recomputation).
 
-    The target's own forward is not counted, since its features are stored; its logits are, since the loss forms them.
+    The target's own forward is not counted, since its features are stored; its logits are, since the loss forms them. The run says
+    every size of its head, and the head is as wide as its target.
     """
+    head = run.head
     qkv, attention = head.head_dim * (head.heads + 2 * head.kv_heads), head.heads * head.head_dim
     layer = lambda width: width * qkv + attention * head.dim + 3 * head.dim * head.mlp_dim  # noqa: E731
     layers = layer(2 * head.dim) + (head.layers - 1) * layer(head.dim)
-    fusion, output, teacher = len(head.taps) * head.target_dim * head.dim, head.dim * head.draft_vocab, target.dim * head.draft_vocab
+    fusion, output = len(head.taps) * head.dim * head.dim, head.dim * head.draft_vocab  # the target's output has that size too
     total = 0.0
     for step_depths, steps in _depths(run):
         n = run.data.length - 1
@@ -24,7 +26,7 @@ def training_flops(run: HeadRun, head, target) -> float:
             rows, fused = n * step_depths, n
         scores = 2 * rows * (n / 2) * attention * head.layers  # q.k and weights.v over a causal prefix, half of it on average
         products = rows * layers + fused * fusion + scores
-        total += steps * run.data.batch * 2 * (3 * products + rows * (4 * output + 2 * teacher))
+        total += steps * run.data.batch * 2 * (3 * products + rows * (4 + 2) * output)
     return total
 
 

@@ -53,9 +53,9 @@ BUDGETS = {
         layers=1, taps=(1, 2, 3), length=64, rows=2, steps=16, rate=3e-3, speed_prompts=1, repeats=1,
     ),
     "small": Budget(
-        minutes=6, where="one core of an AMD EPYC", chars=1_700_000, model=_lm(1024, 6, 128, 384, 4, 2, 32, 1024), lm_steps=2400, lm_rows=8,
+        minutes=4, where="one core of an AMD EPYC", chars=1_700_000, model=_lm(1024, 6, 128, 384, 4, 2, 32, 1024), lm_steps=2400, lm_rows=8,
         lm_length=256, lm_rate=4e-3, answers=Answers(count=4096, prompt_tokens=32, new_tokens=96, temperatures=(0.0,)), prompts=40,
-        new_tokens=64, k=5, layers=2, taps=(1, 4, 5), length=128, rows=2, steps=3000, rate=5e-3, speed_prompts=6, repeats=3,
+        new_tokens=64, k=5, layers=2, taps=(1, 4, 5), length=128, rows=2, steps=2400, rate=3e-3, speed_prompts=6, repeats=3,
     ),
     "full": Budget(
         minutes=20, where="one H200? never run", chars=None, model=_lm(8192, 12, 768, 2304, 12, 4, 64, 4096), lm_steps=3000, lm_rows=32,

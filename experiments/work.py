@@ -28,9 +28,10 @@ CURVE = 24  # points of a training curve kept in a row
 
 def base(budget: Budget, seed: int) -> PeagleRun:
     """What every variant changes a little. Folders are filled in by `Job`."""
+    m = budget.model
     head = HeadShape(
-        layers=budget.layers, dim=None, mlp_dim=None, heads=None, kv_heads=None, head_dim=None, draft_vocab=budget.model.vocab,
-        taps=budget.taps, qk_norm=True,
+        layers=budget.layers, dim=m.dim, mlp_dim=m.mlp_dim, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim,
+        draft_vocab=m.vocab, taps=budget.taps, qk_norm=True,
         norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, mask_token=None, rope=None,
     )  # fmt: skip
     return PeagleRun(
@@ -170,7 +171,7 @@ def do(job: Job, cache: Path, command: str) -> dict:
         "changes": job.changes(), "config": dataclasses.asdict(plain), **provenance(command),
         "stages": {s.name: s.key for s in job.stages()[0].all()}, "head": job.head_key, "steps": result.step,
         "train_seconds": steps[-1]["seconds"], "train_tokens_per_second": result.tokens_per_second,
-        "parameters": sum(x.size for x in jax.tree.leaves(head.params)), "train_flops": training_flops(plain, head.config, target.config),
+        "parameters": sum(x.size for x in jax.tree.leaves(head.params)), "train_flops": training_flops(plain),
         "curve": curve, "measured": measured, "speed": speed(job, cache, target, head), "exact": exact,
         "export": expressing.how(head.config),
     }  # fmt: skip

@@ -2,23 +2,23 @@
 
 import dataclasses
 
+import designs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from peagle_jax.draft.start import start_from_head, start_from_target
+from peagle_jax.draft.start import start_from_head, start_from_target, start_placeholders
 from peagle_jax.types import InputError
 from peagle_jax.weights import flat
-from tests import tiny
 
 SAME = {"dim": 24, "mlp_dim": 40, "heads": 4, "kv_heads": 2, "head_dim": 12}
 
 
 def test_a_head_starts_as_its_targets_last_layer():
     target, head = tiny.target(), tiny.head(3, qk_norm=True, **SAME)
-    taps = jnp.arange(72.0)
-    made = start_from_target(head, target, taps)
+    made = start_from_target(head, target)
     last, (first, second) = target.params["blocks"][3], (made.params["layers"][0], made.params["layers"][1])
     for name in ("q", "k", "v"):
         np.testing.assert_array_equal(first["attn"][name]["kernel"][24:], last["attn"][name]["kernel"])  # the feature half
@@ -30,20 +30,47 @@ def test_a_head_starts_as_its_targets_last_layer():
     np.testing.assert_array_equal(second["attn"]["q_norm"]["scale"], last["attn"]["q_norm"]["scale"])
     np.testing.assert_array_equal(second["input_norm"]["scale"], last["attn_norm"]["scale"])
     np.testing.assert_array_equal(made.params["norm"]["scale"], target.params["norm"]["scale"])
-    np.testing.assert_array_equal(made.params["mask_hidden"], taps)
     fc = np.asarray(made.params["fusion"]["fc"]["kernel"]) - 0.1 * np.asarray(head.params["fusion"]["fc"]["kernel"])
     np.testing.assert_allclose(fc, np.vstack([np.zeros((48, 24)), np.eye(24)]), atol=1e-6)
-    table = np.asarray(head.params["embed"]["table"])
-    np.testing.assert_allclose(made.params["embed"]["table"][5], table.mean(axis=0), rtol=1e-5)
-    np.testing.assert_array_equal(np.delete(made.params["embed"]["table"], 5, axis=0), np.delete(table, 5, axis=0))
+    for same in ("mask_hidden", "embed", "lm_head"):
+        jax.tree.map(np.testing.assert_array_equal, made.params[same], head.params[same])
     shapes = lambda m: {path: (x.shape, x.dtype) for path, x in flat(m.params)}  # noqa: E731
     assert shapes(made) == shapes(head)
+
+
+@pytest.mark.parametrize("name", designs.ALL)
+def test_placeholders_start_as_what_is_most_ordinary(name):
+    """Every design of the hidden side begins as the mean tap, in its own form; the token side as the mean embedding or the target's row."""
+    head = tiny.head(3, **designs.ALL[name])
+    taps, fuse = np.linspace(-1, 2, 72).astype(np.float32), jax.jit(lambda taps: head.bind(head.params).fuse(taps))
+    made, table = start_placeholders(head, jnp.asarray(taps), seed=4), np.asarray(head.params["embed"]["table"])
+    hidden, token, last = head.config.placeholder_hidden, head.config.placeholder_token, np.full(20, 3.0, np.float32)
+    for depth in (1, 5):
+        got = designs.feature(made, depth, last, fuse)
+        mean = np.asarray(fuse(taps[None]))[0]
+        want = {"last_feature": last, "zero": 0 * last, "gated": (last + mean) / 2}.get(hidden, mean)
+        if hidden == "frozen_random":
+            size = lambda x: np.sqrt(np.mean(np.square(x)))  # noqa: E731
+            vector = np.asarray(made.params["mask_hidden"])
+            assert 0.7 < size(vector) / size(taps) < 1.4 and abs(np.corrcoef(vector, taps)[0, 1]) < 0.3
+        else:
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    want = {"mask": table.mean(axis=0), "mean": table.mean(axis=0), "frozen": table[5], "last_token": last, "zero": 0 * last}[token]
+    np.testing.assert_allclose(designs.embedding(made, last), want, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(np.delete(made.params["embed"]["table"], 5, axis=0), np.delete(table, 5, axis=0))
+    if token != "mask":
+        np.testing.assert_array_equal(made.params["embed"]["table"], table)
+    assert {p: (x.shape, x.dtype) for p, x in flat(made.params)} == {p: (x.shape, x.dtype) for p, x in flat(head.params)}
+    small = start_placeholders(head, None, seed=4)
+    if "mask_hidden" in small.params and hidden != "frozen_random":
+        assert 0.01 < np.std(small.params["mask_hidden"]) < 0.03
 
 
 def test_the_head_given_is_left_alone():
     head = tiny.head(4, qk_norm=True, **SAME)
     before = jax.tree.map(np.array, head.params)
-    start_from_target(head, tiny.target(), jnp.zeros(72))
+    start_from_target(head, tiny.target())
+    start_placeholders(head, jnp.zeros(72), seed=0)
     jax.tree.map(np.testing.assert_array_equal, before, head.params)
 
 
@@ -55,7 +82,7 @@ def test_a_narrower_mlp_gets_the_neurons_of_largest_weights():
     mlp["down"]["kernel"][17] *= 0.01
     blocks = {**target.params["blocks"], 3: {**target.params["blocks"][3], "mlp": mlp}}
     target = dataclasses.replace(target, params={**target.params, "blocks": blocks})
-    made = start_from_target(tiny.head(3, **{**SAME, "mlp_dim": 38}), target, jnp.zeros(72))
+    made = start_from_target(tiny.head(3, **{**SAME, "mlp_dim": 38}), target)
     for layer in made.params["layers"].values():
         np.testing.assert_array_equal(layer["mlp"]["gate"]["kernel"], np.delete(mlp["gate"]["kernel"], [3, 17], axis=1))
         np.testing.assert_array_equal(layer["mlp"]["up"]["kernel"], np.delete(mlp["up"]["kernel"], [3, 17], axis=1))
@@ -65,7 +92,7 @@ def test_a_narrower_mlp_gets_the_neurons_of_largest_weights():
 @pytest.mark.parametrize("changes", [{"dim": 20}, {"mlp_dim": 44}, {"heads": 2}, {"head_dim": 10}])
 def test_other_shapes_are_refused(changes):
     with pytest.raises(InputError, match=f"head's {next(iter(changes))} must be (at most )?the target's"):
-        start_from_target(tiny.head(3, **{**SAME, **changes}), tiny.target(), jnp.zeros(72))
+        start_from_target(tiny.head(3, **{**SAME, **changes}), tiny.target())
 
 
 def test_another_heads_parameters_are_taken_over():
