@@ -1,12 +1,14 @@
 """Runs waiting, running and done: each in a process of its own, pinned to a core; identical runs are done once."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.stages import ROOT
@@ -50,7 +52,12 @@ class Queue:
             results.mkdir(parents=True, exist_ok=True)
             (cache / "jobs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(results, "the folders of rows and caches must be writable", error.strerror, "choose others") from None
+            raise InputError(error.filename, "the folders of rows and caches must be writable", error.strerror, "choose others") from None
+
+    @property
+    def late(self) -> bool:
+        """Whether nothing may begin any more."""
+        return self.until is not None and time.time() >= self.until
 
     def step(self) -> bool:
         """Collects what ended, begins what can begin; False when nothing runs and nothing may begin."""
@@ -58,7 +65,7 @@ class Queue:
             self.running.remove(running)
             self.free.append(running.core)
             self._collect(running)
-        late = self.until is not None and time.time() > self.until
+        late = self.late
         while self.free and not late and (job := self._next()) is not None:
             self._begin(job)
         return bool(self.running) or bool(self.waiting) and not late
@@ -85,7 +92,8 @@ class Queue:
         return None
 
     def _begin(self, job: Job) -> None:
-        name = f"{job.key}-{job.experiment.name}"
+        # the variant's name too: two of one experiment may be the same run under a small budget
+        name = f"{job.key}-{job.experiment.name}-{re.sub('[^A-Za-z0-9]+', '-', job.name)}"
         spec, out, log = (self.cache / "jobs" / f"{name}.{end}" for end in ("spec.json", "row.json", "log"))
         if out.exists():  # ended after its parent did
             self.waiting.insert(0, job) if not self._keep(job, out) else None
@@ -95,11 +103,10 @@ class Queue:
         write_whole(spec, json.dumps(facts) + "\n")
         core = self.free.pop(0)
         where = {"JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1"}
-        pin = None if core is None else lambda: os.sched_setaffinity(0, {core})
-        with log.open("w") as file:
+        with log.open("w") as file, _on(core):
             process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.work", str(spec.absolute())], stdout=file, stderr=subprocess.STDOUT, cwd=Path.cwd(),
-                env={**where, **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}, preexec_fn=pin,
+                env={**where, **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             )  # fmt: skip
         self.running.append(Running(job, process, core, out, log, job.head_folder(self.cache), time.time()))
 
@@ -114,11 +121,34 @@ class Queue:
         except (OSError, json.JSONDecodeError):
             out.unlink(missing_ok=True)
             return False
-        with (self.results / f"{job.experiment.name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        _append(self.results / f"{job.experiment.name}.jsonl", json.dumps(row))
         out.unlink()
         self.rows.append(row)
         return True
+
+
+@contextlib.contextmanager
+def _on(core: int | None) -> Iterator[None]:
+    """A process started meanwhile runs on this core alone: it inherits its parent's place. (Popen's preexec_fn would fork in the midst of
+    JAX's threads, which may deadlock.)"""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _append(path: Path, line: str) -> None:
+    """Adds a line, of its own also where a crash tore the last one."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
 
 
 def heads(job: Job) -> set[str]:

@@ -58,20 +58,20 @@ def build(rows: Sequence[Mapping], experiments: Mapping[str, Experiment], out: P
         by_name.setdefault(row["experiment"], []).append(row)
     all_found = [find(name, rows, experiments.get(name)) for name, rows in by_name.items() if rows]
     waiting = [experiments[name] for name, rows in by_name.items() if not rows]
-    title, overview, numbers = f"Experiments, budget {budgets[0]}", _overview(all_found, waiting), _published()
+    title, table, numbers = f"Experiments, budget {budgets[0]}", overview(all_found, waiting), _published()
     page = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{html.escape(title)}</title><style>{STYLE}{MORE_STYLE}</style><h1>{html.escape(title)}</h1>",
         *(f"<p class=warning>{html.escape(warning)}</p>" for warning in warnings),
-        _html(overview, "words"), f"<p class=note>{html.escape(CAREFUL)}</p>",
+        _html(table, "words"), f"<p class=note>{html.escape(CAREFUL)}</p>",
     ]  # fmt: skip
-    text = [f"# {_plain(title)}", *(f"> {_plain(warning)}" for warning in warnings), _markdown(overview), CAREFUL]
+    text = [f"# {_plain(title)}", *(f"> {_plain(warning)}" for warning in warnings), markdown(table), CAREFUL]
     for found in all_found:
         on_page, in_text = _section(found, draw(found, out), out)
         page += on_page
         text += in_text
     page += ["<h2>Published numbers</h2>", _html(numbers, "words")]
-    text += ["## Published numbers", _markdown(numbers)]
+    text += ["## Published numbers", markdown(numbers)]
     write_whole(out / "tables.md", "\n\n".join(text) + "\n")
     write_whole(out / "report.html", "\n".join(page) + "\n")
     return out / "report.html"
@@ -81,7 +81,7 @@ def _section(found: Findings, pictures: Sequence[tuple[str, str]], out: Path) ->
     """One experiment, as HTML and as Markdown."""
     experiment, facts = found.experiment, _facts(found)
     others = _other_measurements(found)
-    tables = [("", _main_table(found)), ("Acceptance length, other measurements", others), ("Training", _training(found))]
+    tables = [("", main_table(found)), ("Acceptance length, other measurements", others), ("Training", _training(found))]
     tables = [(title, table) for title, table in tables if len(table[0]) > 1]
     e, name = html.escape, experiment.name
     page = [f'<h2 id="{e(name)}">{e(name)}</h2>', *([f"<p class=big>{e(experiment.question)}</p>"] if experiment.question else [])]
@@ -90,12 +90,12 @@ def _section(found: Findings, pictures: Sequence[tuple[str, str]], out: Path) ->
     page += [(f"<h3>{e(title)}</h3>" if title else "") + _html(table) for title, table in tables]
     page += ["<dl>", *(f"<dt>{e(key)}</dt>" + "".join(f"<dd>{e(v)}</dd>" for v in values) for key, values in facts.items()), "</dl>"]
     text = [f"## {_plain(name)}", *([_plain(experiment.question)] if experiment.question else []), *(f"> {_plain(n)}" for n in found.notes)]
-    text += [(f"**{title}**\n\n" if title else "") + _markdown(table) for title, table in tables]
+    text += [(f"**{title}**\n\n" if title else "") + markdown(table) for title, table in tables]
     text.append("\n".join(f"- {key}: {'; '.join(_plain(v) for v in values)}" for key, values in facts.items()))
     return page, text
 
 
-def _overview(all_found: Sequence[Findings], waiting: Sequence[Experiment]) -> Table:
+def overview(all_found: Sequence[Findings], waiting: Sequence[Experiment]) -> Table:
     table = [["experiment", "question", "variants run", "seeds", "reference", *WORDS]]
     for found in all_found:
         x = found.experiment
@@ -108,7 +108,7 @@ def _overview(all_found: Sequence[Findings], waiting: Sequence[Experiment]) -> T
     return table + [[x.name, x.question, f"0 of {len(x.variants)}", "", x.reference, *([""] * len(WORDS))] for x in waiting]
 
 
-def _main_table(found: Findings) -> Table:
+def main_table(found: Findings) -> Table:
     head = [
         found.experiment.axis, "changes", "seeds", "acceptance length (95 %)", "between seeds", f"against {found.experiment.reference}",
         "verdict", "per position, %", *GROUPS, "speedup", "lossless", "export",
@@ -204,7 +204,7 @@ def _html(table: Table, kind: str = "") -> str:
     return f'<div class=scroll><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
 
 
-def _markdown(table: Table) -> str:
+def markdown(table: Table) -> str:
     lines = ["| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in row) + " |" for row in table]
     return "\n".join([lines[0], "| " + " | ".join("---" for _ in table[0]) + " |", *lines[1:]])
 

@@ -7,6 +7,7 @@ never done again; a run that was cut short goes on from its last checkpoint.
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from peagle_jax.types import InputError
 
 CACHE, RESULTS = Path("runs/experiments"), Path("results/experiments")
 CONSOLE = Console(width=None if sys.stdout.isatty() else 140)
+STOPPED = 130  # exit code after Ctrl-C, as shells have it
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,12 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        CONSOLE.print("stopped; the same command goes on where it was")
+        return STOPPED
 
 
 def go(args) -> int:
     if args.list or not args.names:
         CONSOLE.print(explain())
         return 0 if args.list else 2
+    if args.jobs < 1:
+        raise InputError("--jobs", "at least one run at a time is needed", args.jobs, "raise it")
     jobs = plan(args.names, args.seeds, args.budget, args.only)
     done = finished(args.results)
     todo = [job for job in jobs if (job.experiment.name, job.name, job.seed, job.budget_name, job.key) not in done]
@@ -65,9 +72,11 @@ def go(args) -> int:
     if args.dry_run or not todo:
         check_room(stages, args.cache)
         return 0
-    prepare([stage for job in todo for stage in job.stages()], args.cache, CONSOLE.print)
     command = f"python -m experiments.run {' '.join(args.names)} --seeds {args.seeds} --budget {args.budget}"
+    # before the stages, which may take an hour: it refuses folders that cannot be written, and its clock runs
     queue = Queue(todo, args.cache, args.results, command, args.jobs, args.minutes)
+    if not queue.late:
+        prepare([stage for job in todo for stage in job.stages()], args.cache, CONSOLE.print)
     return follow(queue)
 
 
@@ -93,13 +102,20 @@ def finished(results: Path) -> set[tuple]:
     """Of rows that can be read; a damaged line is named by the report."""
     out = set()
     for path in sorted(results.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in _lines(path):
             try:
                 row = json.loads(line)
                 out.add((row["experiment"], row["variant"], row["seed"], row["budget"], row["key"]))
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError):  # no JSON, no UTF-8, no row
                 continue
     return out
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(path, "results must be readable", error.strerror, "mend the file, or move it away") from None
 
 
 def explain() -> Table:
@@ -111,7 +127,8 @@ def explain() -> Table:
 
 def foretell(jobs: Sequence[Job], todo: Sequence[Job], stages, args) -> None:
     budget = BUDGETS[args.budget]
-    heads = {job.head_key for job in todo if not (job.head_folder(args.cache) / "result.json").exists()}
+    trained = [one for job in todo for one in (job, job.warm()) if one is not None]
+    heads = {job.head_key for job in trained if not (job.head_folder(args.cache) / "result.json").exists()}
     table = Table("experiment", "variant", "seeds to run", "changes")
     for experiment, name in dict.fromkeys((job.experiment.name, job.name) for job in jobs):
         mine = [job for job in todo if (job.experiment.name, job.name) == (experiment, name)]
@@ -143,18 +160,18 @@ def follow(queue: Queue) -> int:
                 for line in queue.news():
                     CONSOLE.print(line)
             time.sleep(1)
-    except KeyboardInterrupt:
-        queue.stop()
-        CONSOLE.print("stopped; the same command goes on where it was")
-        return 130
     finally:
         queue.stop()
         if live:
             live.update(picture(queue))
             live.stop()
-    CONSOLE.print(summary(queue))
+    if queue.rows:
+        CONSOLE.print(summary(queue))
     for job, log in queue.failed:
-        CONSOLE.print(f"failed: {job.experiment.name}, {job.name}, seed {job.seed}; what it said: {log}")
+        said = f"failed: {job.experiment.name}, {job.name}, seed {job.seed}; what it said: {log}"
+        CONSOLE.print(said, soft_wrap=True, markup=False)  # a path that can be copied
+    if queue.waiting:
+        CONSOLE.print(f"{len(queue.waiting)} runs are left; the same command goes on with them")
     return 1 if queue.failed else 0
 
 
@@ -183,4 +200,5 @@ def summary(queue: Queue) -> Table:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: whoever ends this process ends its runs
     sys.exit(main())

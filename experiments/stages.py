@@ -83,9 +83,10 @@ def prepare(stages: Sequence[Stage], cache: Path, say: Callable[[str], None] = p
     """
     todo = missing(stages, cache)
     check_room(todo, cache)
+    wanted = {stage.folder(cache).name for one in stages for stage in one.all()}  # several of one name are not each other's old selves
     for stage in todo:
         own = stage.folder(cache)
-        stale = sorted(p.name for p in cache.glob(f"{stage.name}-*") if (p / DONE).exists())
+        stale = sorted(p.name for p in cache.glob(f"{stage.name}-*") if p.name not in wanted and (p / DONE).exists())
         if stale:
             say(f"{stage.name}: {', '.join(stale)} {'is' if len(stale) == 1 else 'are'} of other settings, parents or code; made anew")
         say(f"{own.name}: being made")

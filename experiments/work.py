@@ -170,11 +170,21 @@ def do(job: Job, cache: Path, command: str) -> dict:
         "experiment": job.experiment.name, "variant": job.name, "seed": job.seed, "budget": job.budget_name, "key": job.key,
         "changes": job.changes(), "config": dataclasses.asdict(plain), **provenance(command),
         "stages": {s.name: s.key for s in job.stages()[0].all()}, "head": job.head_key, "steps": result.step,
-        "train_seconds": steps[-1]["seconds"], "train_tokens_per_second": result.tokens_per_second,
+        "train_seconds": steps[-1]["seconds"], "train_tokens_per_second": training_speed(run, steps[-1]),
         "parameters": sum(x.size for x in jax.tree.leaves(head.params)), "train_flops": training_flops(plain),
         "curve": curve, "measured": measured, "speed": speed(job, cache, target, head), "exact": exact,
         "export": expressing.how(head.config),
     }  # fmt: skip
+
+
+def training_speed(run: HeadRun, last: dict) -> float:
+    """Tokens a second, of the session that trained the head: the one that finds it trained has timed nothing.
+
+    Args:
+      last: metrics of the last step. Where all that a session had left was too little to time, its seconds count, compilation included.
+    """
+    timed = json.loads((Path(run.out) / "result.json").read_text(encoding="utf-8"))["tokens_per_second"]
+    return timed or run.data.batch * run.data.length * last["step"] / last["seconds"]
 
 
 def prompts_of(job: Job, cache: Path, tokens: int) -> list[dict]:

@@ -197,10 +197,11 @@ def our_logits(head: Model, inputs: dict) -> np.ndarray:
     @jax.jit
     def run(params):
         module = head.bind(params)
-        rows, features, positions, attend = tokens, module.fuse(taps), here, PackedCausal(document)
+        rows, features, positions, attend = module.embed(tokens), module.fuse(taps), here, PackedCausal(document)
         if head.config.parallel:
-            mask, feature = placeholders.rows(module, depth[0])
-            rows, features = jnp.concatenate([rows, mask[None]], 1), jnp.concatenate([features, feature[None]], 1)
+            last = (jnp.take_along_axis(x, anchor[..., None], axis=1) for x in (rows, features))
+            mask, feature = placeholders.rows(module, placeholders.Slot(depth, *last))
+            rows, features = jnp.concatenate([rows, mask], 1), jnp.concatenate([features, feature], 1)
             positions, attend = jnp.concatenate([here, anchor + depth], 1), PrefixChain(anchor, depth, document, K)
         hidden, _ = module(rows, features, positions, attend, None)
         return module.logits(hidden[0])

@@ -196,12 +196,12 @@ def write_head(
     if layout not in LAYOUTS:
         raise InputError("--to", f"must be one of {', '.join(LAYOUTS)}", layout, "choose one of them")
     head.check()
+    if not own_embedding:  # before placeholders are rewritten: what that puts into the mask token's row must not be lost
+        head = dataclasses.replace(head, tensors={name: t for name, t in head.tensors.items() if name != names.EMBEDDING})
     head = expressing.as_paper(head)
     cfg, k = head.config, k or head.config.depths
     _refuse(head, path, layout, k, dtype, own_embedding)
     tensors = dict(head.tensors) if dtype is None else weights.cast(head.tensors, dtype)
-    if not own_embedding:
-        tensors.pop(names.EMBEDDING, None)
     tensors |= _tables(head, identity_d2t)
     if "mask_hidden" in tensors:  # [1, A] and [A] are read; speculators loads [1, 1, A] alone
         shape = (1, 1, tensors["mask_hidden"].size)

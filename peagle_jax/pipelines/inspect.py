@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax import weights
-from peagle_jax.draft import config_reading, names
+from peagle_jax.draft import config_reading, expressing, names
 from peagle_jax.draft.config_reading import TAPS, detect_layout, is_drafter
 from peagle_jax.draft.folders import read_head
 from peagle_jax.draft.head import HeadConfig
@@ -124,6 +124,8 @@ def _head(config: HeadConfig) -> dict:
         "draft vocabulary": f"{config.draft_vocab} of {config.vocab}", "fits targets of": _fits(config),
         "published targets of that shape": KNOWN.get((config.target_dim, config.vocab), "none known here"),
         "options": [o for o in OPTIONS if getattr(config, o)] or "none",
+        "placeholders": f"hidden {config.placeholder_hidden}, token {config.placeholder_token}" if config.parallel else "none",
+        "placeholders for vLLM": expressing.how(config),
         "sliding windows": list(config.windows) if any(config.windows) else "none", "rope": json.loads(config.rope.source)["rope_type"],
     }  # fmt: skip
 

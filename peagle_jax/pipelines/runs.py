@@ -45,7 +45,7 @@ def config_from_json(path: Path) -> HeadConfig:
     f.whole("mask_token", None, least=0), f.whole("depths", None), f.number("norm_eps"), f.text("dtype")
     raw = {**PAPER, **raw}  # runs older than the other designs
     for key, known in (("placeholder_hidden", HIDDEN), ("placeholder_token", TOKEN)):
-        if raw[key] not in known:
+        if not isinstance(raw[key], str) or raw[key] not in known:
             raise InputError(path, f"{key} must be one of {', '.join(known)}", raw[key], "restore the file")
     for key in ("qk_norm", "attention_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         f.flag(key)

@@ -19,8 +19,8 @@ from peagle_jax.types import CodSample
 class Blur:
     """Regularisation: a head that never sees a wrong feature in training may lean on it too much.
 
-    `feature_noise` is the width of uniform noise on every tap, in the tap's own units, as speculators' and EAGLE's training has it;
-    `feature_dropout` the share of real rows whose feature becomes that of a placeholder of depth 1 behind the row before.
+    `feature_noise` bounds uniform noise of either sign on every tap, in the tap's own units, as speculators' `noise_std` does;
+    `feature_dropout` is the share of real rows whose feature becomes that of a placeholder of depth 1 behind the row before.
     """
 
     feature_noise: float
@@ -89,7 +89,7 @@ def _real_features(head: DraftHead, rows: Rows, blur: Blur | None, key: Array | 
     noise_key, drop_key = jax.random.split(key)
     taps = rows.taps
     if blur.feature_noise:
-        taps += blur.feature_noise * (jax.random.uniform(noise_key, taps.shape, taps.dtype) - 0.5)
+        taps += blur.feature_noise * jax.random.uniform(noise_key, taps.shape, taps.dtype, -1, 1)
     features = head.fuse(taps)
     if blur.feature_dropout:
         before = lambda x: jnp.concatenate([x[:, :1], x[:, :-1]], axis=1)  # noqa: E731

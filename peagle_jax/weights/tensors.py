@@ -43,7 +43,7 @@ class Lazy:
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         array = self.read()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))  # np.array asks for a copy, and makes none itself
 
 
 Tensor = np.ndarray | jax.Array | Lazy

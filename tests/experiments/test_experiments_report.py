@@ -112,7 +112,7 @@ def test_variants_that_the_registry_forgot_or_that_cannot_be_compared():
     assert [v.name for v in found.variants] == ["shared", "good", "same", "later", "renamed"] and not found.missing
     assert any("does not know these variants: renamed" in note for note in found.notes)
     assert any(note.startswith("later cannot be compared with shared: runs are compared on the same prompts; got 5 and 24") for note in found.notes)
-    cells = dict(zip(*[report._main_table(found)[i] for i in (0, 4)], strict=True))
+    cells = dict(zip(*[report.main_table(found)[i] for i in (0, 4)], strict=True))
     assert cells["verdict"] == "not compared" and cells["lossless"] == "NO: 2 of 26 differ"
     without = find("hidden", [row for row in ROWS if row["variant"] != "shared"], SAME)
     assert any("The reference shared did not run" in note for note in without.notes) and not any(v.against for v in without.variants)
