@@ -43,7 +43,10 @@ def how(config) -> str:
 
 def _refusal(config) -> str | None:
     hidden, token = config.placeholder_hidden, config.placeholder_token
-    if hidden in ONE_DEPTH and config.depths == 2:
+    one = hidden in ONE_DEPTH and config.depths == 2
+    if config.norm_before_fc and config.fc_norm and (hidden == "shared_fused" or hidden == "shared_depth" and one):
+        return "its vector lies behind two norms and fc, whose inverse is not solved here"
+    if one:
         return REFUSED["token"].get(token)
     return REFUSED["hidden"].get(hidden) or REFUSED["token"].get(token)
 
@@ -97,8 +100,6 @@ def _hidden(head: HeadTensors) -> np.ndarray:
 def _parts(head: HeadTensors) -> list[np.ndarray]:
     """Scales of the norms before fc, each over its own stretch of the taps; empty without norms."""
     cfg, get = head.config, lambda name: np.asarray(head.tensors[name]).astype(np.float64)
-    if cfg.norm_before_fc and cfg.fc_norm:
-        raise InputError(head.source, "of two norms before fc the inverse is not solved here", "both", "train with one of them")
     if cfg.norm_before_fc:
         return [get("input_norm.weight")]
     return [get(f"fc_norm.{i}.weight") for i in range(len(cfg.taps))] if cfg.fc_norm else []
@@ -136,20 +137,21 @@ def unfuse(head: HeadTensors, wanted: np.ndarray) -> np.ndarray:
 
 
 def _on_the_sphere(head: HeadTensors, matrix, wanted, scales: list[np.ndarray]) -> np.ndarray:
-    """x with rms 1 in every stretch and matrix @ (scale * x) = wanted, then made so large that the norm's eps does not matter."""
+    """x with rms 1 in every stretch and matrix @ (scale * x) = wanted, then made so large that the norm's eps hardly matters."""
     scaled = matrix * np.concatenate(scales)
     x = np.linalg.lstsq(scaled, wanted, rcond=None)[0]
     unseen = np.linalg.svd(scaled)[2][np.linalg.matrix_rank(scaled) :]  # rows span what fc does not see
     edges = np.cumsum([len(s) for s in scales])[:-1]
     lack = lambda v: np.array([len(p) - p @ p for p in np.split(v, edges)])  # noqa: E731
-    if (short := lack(x).min()) < 0 and len(scales) == 1 or not len(unseen):
-        rule = "the norm before fc leaves vectors of one length, and fc reaches the placeholder's vector from longer ones alone"
-        raise InputError(head.source, rule, f"{-short:.3g} too long (squared)", "decode it here; it cannot be exported")
+    if not len(unseen) or len(scales) == 1 and lack(x)[0] < 0:
+        rule = "the norm before fc leaves vectors of one length, and fc must reach the placeholder's vector from one of them"
+        got = f"a shortest of {np.sqrt(x @ x / len(x)):.3g} of it" if len(unseen) else "one solution, of another"
+        raise InputError(head.source, rule, got, "decode it here; it cannot be exported")
     if len(scales) == 1:  # one equation: any unseen direction, as far as it takes
         x = x + unseen[0] * np.sqrt(lack(x)[0])
     else:  # one equation a tap, solved by Newton's method over the unseen directions, from a point on which all stretches have some
         x = _newton(x, unseen, lack, edges)
-    return x * 1e4 * max(1.0, np.sqrt(head.config.norm_eps))
+    return 100 * x  # and no larger: float16 ends at 65,504
 
 
 def _newton(x: np.ndarray, unseen: np.ndarray, lack, edges) -> np.ndarray:

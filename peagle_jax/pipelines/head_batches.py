@@ -69,7 +69,7 @@ def _open(run: HeadRun, rows: PackedRows, target: Model) -> FeatureFolder:
     held = folder.config
     if held.target_hash != target_hash(weights.find_folder(run.target)):
         raise InputError(path, f"stored features must be of the run's target, {run.target}", f"those of {held.target}", "extract again")
-    if held.rows_hash != rows.digest():
+    if held.length != rows.tokens.shape[1] or held.rows_hash != rows.digest():  # the digest does not see where rows are cut
         rule = "stored features must be of the rows that the run trains on: data.source, max_chars, held_out, length and seed as extracted"
         raise InputError(path, rule, f"{held.rows} rows of {held.length} tokens of {held.data}", "extract again, or mend `data`")
     if missing := [tap for tap in target.config.taps if tap not in held.taps]:

@@ -92,7 +92,9 @@ def _real_features(head: DraftHead, rows: Rows, blur: Blur | None, key: Array | 
         taps += blur.feature_noise * jax.random.uniform(noise_key, taps.shape, taps.dtype, -1, 1)
     features = head.fuse(taps)
     if blur.feature_dropout:
-        before = lambda x: jnp.concatenate([x[:, :1], x[:, :-1]], axis=1)  # noqa: E731
+        document = jnp.pad(rows.document, [(0, 0), (1, 0)], constant_values=-2)  # a document's first row has itself before it
+        starts = (document[:, 1:] != document[:, :-1])[..., None]
+        before = lambda x: jnp.where(starts, x, jnp.concatenate([x[:, :1], x[:, :-1]], axis=1))  # noqa: E731
         slots = Slot(jnp.ones(rows.tokens.shape, jnp.int32), before(head.embed(rows.tokens)), before(features))
         dropped = jax.random.bernoulli(drop_key, blur.feature_dropout, rows.tokens.shape)
         features = jnp.where(dropped[..., None], placeholders.rows(head, slots)[1], features)
