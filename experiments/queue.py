@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -103,12 +104,12 @@ class Queue:
         write_whole(spec, json.dumps(facts) + "\n")
         core = self.free.pop(0)
         where = {"JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1"}
-        with log.open("w") as file, _on(core):
+        with _whole(), log.open("w") as file, _on(core):
             process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.work", str(spec.absolute())], stdout=file, stderr=subprocess.STDOUT, cwd=Path.cwd(),
                 env={**where, **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             )  # fmt: skip
-        self.running.append(Running(job, process, core, out, log, job.head_folder(self.cache), time.time()))
+            self.running.append(Running(job, process, core, out, log, job.head_folder(self.cache), time.time()))
 
     def _collect(self, running: Running) -> None:
         if running.process.returncode != 0 or not self._keep(running.job, running.out):
@@ -140,6 +141,20 @@ def _on(core: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Ctrl-C comes behind this block: a process that had begun, but was not yet among those running, would be stopped by nobody."""
+    came, numbers = [], (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _append(path: Path, line: str) -> None:

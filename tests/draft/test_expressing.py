@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import designs
 import jax
@@ -15,6 +16,7 @@ from draft.folder_edits import equal
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft import expressing, names
 from peagle_jax.draft.folders import load_drafter, of_model, save_drafter, write_head
+from peagle_jax.draft.placeholders import HIDDEN, TOKEN
 from peagle_jax.pipelines.convert import convert
 from peagle_jax.pipelines.runs import open_run, read_run, write_run
 from peagle_jax.train.attention import PackedCausal
@@ -219,3 +221,15 @@ def test_a_run_of_another_design_than_its_checkpoint(tmp_path):
     edited(tmp_path, placeholder_hidden="gated")
     with pytest.raises(InputError, match=r"must hold the parameters of head.json; got a difference at placeholder.gate"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("side", ["hidden", "token"])
+def test_the_documents_say_what_happens(side):
+    """docs/checkpoints.md, "Other placeholders than the paper's": every design, and the first word of what becomes of it."""
+    known = {"hidden": HIDDEN, "token": TOKEN}[side]
+    rows = [line.split("|") for line in (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text().splitlines() if f"| {side} |" in line]
+    said = {name: row[3] for row in rows for name in known if f"`{name}`" in row[2]}
+    assert said.keys() == known.keys()
+    for name, words in said.items():
+        happens = expressing.how(tiny.head_config(**{f"placeholder_{side}": name}))
+        assert words.split()[0].rstrip(":") == happens.split(":")[0].split()[0], name
