@@ -13,7 +13,7 @@ demo: .venv/ready
 	.venv/bin/peagle demo --out $(OUT) --budget $(BUDGET)
 
 test: .venv/ready-dev
-	.venv/bin/python -m pytest -m "not long"
+	.venv/bin/python -m pytest -m "not long" -n 2 --dist loadfile
 
 test-long: .venv/ready-dev
 	scripts/install_vllm.sh .venv-vllm

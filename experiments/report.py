@@ -138,7 +138,7 @@ def _length(i: Interval | None) -> str:
 
 
 def _lossless(rows: Sequence[Mapping]) -> str:
-    checked = [row["exact"] for row in rows if row["exact"]]
+    checked = [row["exact"] for row in rows if row["exact"] and any(row["exact"].values())]
     if not checked:
         return ""
     wrong, ties, same = (sum(one[key] for one in checked) for key in ("different", "near_ties", "same"))

@@ -7,6 +7,7 @@ never done again; a run that was cut short goes on from its last checkpoint.
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -72,7 +73,8 @@ def go(args) -> int:
     if args.dry_run or not todo:
         check_room(stages, args.cache)
         return 0
-    command = f"python -m experiments.run {' '.join(args.names)} --seeds {args.seeds} --budget {args.budget}"
+    only = f" --only {shlex.join(args.only)}" if args.only else ""
+    command = f"python -m experiments.run {' '.join(args.names)} --seeds {args.seeds} --budget {args.budget}{only}"
     # before the stages, which may take an hour: it refuses folders that cannot be written, and its clock runs
     queue = Queue(todo, args.cache, args.results, command, args.jobs, args.minutes)
     if not queue.late:

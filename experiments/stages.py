@@ -57,15 +57,19 @@ class Stage:
 
 @functools.cache
 def code_hash(code: tuple[str, ...]) -> str:
-    """Of what the code does: comments, docstrings and layout do not count."""
+    """Of what the code does: comments, docstrings and layout do not count. `file.py:name` is one function of a file."""
     digest = hashlib.sha256()
-    for path in sorted(file for name in code for file in ([ROOT / name] if name.endswith(".py") else (ROOT / name).glob("*.py"))):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-                body[0].value = ast.Constant(None)
-        digest.update(f"{path.name}\n{ast.dump(tree)}\n".encode())
+    for name in sorted(code):
+        path, _, function = name.partition(":")
+        for file in [ROOT / path] if path.endswith(".py") else sorted((ROOT / path).glob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            if function:
+                tree = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+            for node in ast.walk(tree):
+                body = getattr(node, "body", None)
+                if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+                    node.body = body[1:] or [ast.Pass()]
+            digest.update(f"{file.name}\n{ast.dump(tree)}\n".encode())
     return digest.hexdigest()[:12]
 
 
@@ -121,7 +125,8 @@ def text_stage(budget: Budget) -> Stage:
             write_whole(own / f"{side}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     config = {"chars": budget.chars, "held_out": HELD_OUT}
-    return Stage("text", config, ("experiments/texts.py", "peagle_jax/corpus.py"), (), 8 * (budget.chars or 30_000_000), make)
+    code = ("experiments/stages.py:text_stage", "experiments/texts.py", "peagle_jax/corpus.py")
+    return Stage("text", config, code, (), 8 * (budget.chars or 30_000_000), make)
 
 
 def target_stage(budget: Budget) -> Stage:
@@ -136,7 +141,8 @@ def target_stage(budget: Budget) -> Stage:
         say(f"target: {result.parameters:,} parameters, {result.bits_per_byte:.3f} bits a byte on held-out text")
 
     config = dataclasses.asdict(run(Path("."), Path("train.jsonl")))
-    code = ("peagle_jax/train/lm.py", "peagle_jax/train/fit.py", "peagle_jax/train/data.py", "peagle_jax/train/attention.py",
+    code = ("experiments/stages.py:target_stage",
+            "peagle_jax/train/lm.py", "peagle_jax/train/fit.py", "peagle_jax/train/data.py", "peagle_jax/train/attention.py",
             "peagle_jax/text.py", "peagle_jax/layers", "peagle_jax/targets/qwen3.py")  # fmt: skip
     m = budget.model
     parameters = 2 * m.vocab * m.dim + m.layers * (2 * m.dim * m.head_dim * (m.heads + m.kv_heads) + 3 * m.dim * m.mlp_dim)
@@ -162,7 +168,8 @@ def answers_stage(budget: Budget, answers: Answers) -> Stage:
         write_whole(own / "answers.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     size = 8 * answers.count * (answers.prompt_tokens + answers.new_tokens)
-    code = (*DECODING, "peagle_jax/pipelines/regenerate.py", "peagle_jax/text.py", "peagle_jax/corpus.py")
+    code = ("experiments/stages.py:answers_stage", *DECODING, "peagle_jax/pipelines/regenerate.py", "peagle_jax/text.py",
+            "peagle_jax/corpus.py")  # fmt: skip
     return Stage("answers", dataclasses.asdict(answers), code, (text_stage(budget), target_stage(budget)), size, make)
 
 
@@ -178,7 +185,8 @@ def features_stage(budget: Budget, answers: Answers, length: int) -> Stage:
 
     tokens = answers.count * (answers.prompt_tokens + answers.new_tokens)
     size = tokens * (9 + 4 * (len(taps) + 1) * budget.model.dim)
-    code = ("peagle_jax/train/features.py", "peagle_jax/train/attention.py", "peagle_jax/train/data.py", "peagle_jax/layers",
+    code = ("experiments/stages.py:features_stage",
+            "peagle_jax/train/features.py", "peagle_jax/train/attention.py", "peagle_jax/train/data.py", "peagle_jax/layers",
             "peagle_jax/targets/qwen3.py", "peagle_jax/text.py")  # fmt: skip
     return Stage("features", config, code, (target_stage(budget), answers_stage(budget, answers)), size, make)
 
@@ -204,4 +212,5 @@ def prompts_stage(budget: Budget, tokens: int) -> Stage:
 
     config = {"tokens": tokens, "each": budget.prompts}
     parents = (text_stage(budget), target_stage(budget))
-    return Stage("prompts", config, ("experiments/texts.py", "peagle_jax/text.py"), parents, 10_000_000, make)
+    code = ("experiments/stages.py:prompts_stage", "experiments/texts.py", "peagle_jax/text.py")
+    return Stage("prompts", config, code, parents, 10_000_000, make)

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.base import Experiment, Measured, Variant
 from experiments.budgets import BUDGETS, Answers, Budget
-from experiments.stages import Stage, answers_stage, code_hash, features_stage, prompts_stage, target_stage
+from experiments.stages import DECODING, Stage, answers_stage, code_hash, features_stage, prompts_stage, target_stage
 from peagle_jax import corpus
 from peagle_jax.files import write_whole
 from peagle_jax.train.cod import Cod
@@ -21,8 +21,10 @@ TRAINING = (
     "peagle_jax/train/cod.py", "peagle_jax/train/step.py", "peagle_jax/train/ttt.py", "peagle_jax/train/loss.py", "peagle_jax/train/fit.py",
     "peagle_jax/train/attention.py", "peagle_jax/train/features.py", "peagle_jax/train/data.py", "peagle_jax/draft/head.py",
     "peagle_jax/draft/placeholders.py", "peagle_jax/draft/fusion.py", "peagle_jax/draft/start.py", "peagle_jax/draft/vocab.py",
-    "peagle_jax/layers",
+    "peagle_jax/layers", "peagle_jax/pipelines/head_batches.py", "peagle_jax/pipelines/train_head.py:new_head",
+    "peagle_jax/pipelines/train_head.py:head_config", "peagle_jax/pipelines/train_head.py:head_loss",
 )  # fmt: skip
+MEASURING = (*DECODING, "experiments/work.py:measure")
 CURVE = 24  # points of a training curve kept in a row
 
 
@@ -110,7 +112,7 @@ class Job:
     @property
     def key(self) -> str:
         facts = [self.head_key, self.budget_name, [dataclasses.asdict(m) for m in self.measured()], [s.key for s in self.stages()[1:]],
-                 self.variant.method]  # fmt: skip
+                 self.variant.method, code_hash(MEASURING)]  # fmt: skip
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
     def run(self, cache: Path) -> HeadRun:
@@ -131,6 +133,8 @@ class Job:
         said = [f"{k}: {theirs.get(k)} -> {mine.get(k)}" for k in sorted(mine.keys() | theirs.keys()) if mine.get(k) != theirs.get(k)]
         ours, usual = (_flat(dataclasses.asdict(a)) for a in (self.answers, self.budget.answers))
         said += [f"answers.{k}: {usual[k]} -> {ours[k]}" for k in ours if ours[k] != usual[k]]
+        ours, usual = (_flat(dataclasses.asdict(m)) for m in (self.measured()[0], Measured().filled(self.budget)))
+        said += [f"decoding.{k}: {usual[k]} -> {ours[k]}" for k in ours if ours[k] != usual[k]]
         return said + ([f"start_from: {self.variant.start_from}"] if self.variant.start_from else [])
 
 

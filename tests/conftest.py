@@ -1,11 +1,14 @@
 """Strict settings, and one compilation cache for all runs."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would what tests start
 
 import jax  # noqa: E402
 

@@ -81,7 +81,7 @@ def test_rows(made):
         row, greedy = by_key[job.key], job is not SAMPLED
         assert row["seed"] == 0 and row["budget"] == "smoke" and row["head"] == job.head_key and row["changes"] == job.changes()
         assert row["config"]["optimizer"]["steps"] == row["steps"] == 16 == row["curve"][-1]["step"] and len(row["curve"]) == 16
-        assert row["command"] == "python -m experiments.run sampling hidden_designs --seeds 1 --budget smoke"
+        assert row["command"] == "python -m experiments.run sampling hidden_designs --seeds 1 --budget smoke --only 0 1 last_feature"
         assert row["stages"] == {s.name: s.key for s in job.stages()[0].all()}
         assert row["train_flops"] > 1e9 and row["parameters"] > 1e5 and row["train_seconds"] > 0
         assert row["train_tokens_per_second"] == lines_of(job, place, "result.json")["tokens_per_second"]

@@ -84,10 +84,12 @@ def test_a_folder_is_all_its_files(root):
 def test_what_is_hashed_is_there():
     """A folder's name that is wrong would be a hash of nothing."""
     jobs = [work.Job(e, variant, 0, "small") for e in EXPERIMENTS.values() for variant in e.variants]
-    every = {name for job in jobs for stage in job.stages() for one in stage.all() for name in one.code} | set(work.TRAINING)
+    every = {name for job in jobs for stage in job.stages() for one in stage.all() for name in one.code} | set(work.TRAINING) | set(work.MEASURING)
     assert len(every) > 20
     for name in every:
+        name, _, function = name.partition(":")
         path = stages.ROOT / name
+        assert not function or f"\ndef {function}(" in path.read_text()
         assert path.is_file() if name.endswith(".py") else list(path.glob("*.py")), name
         assert not path.is_dir() or not [p for p in path.rglob("*.py") if p.parent != path], f"{name} has folders that are not hashed"
 
