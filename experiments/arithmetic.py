@@ -6,7 +6,8 @@ from peagle_jax.train.config import HeadRun, PeagleRun
 
 
 def training_flops(run: HeadRun) -> float:
-    """Of all steps, every row real: a backward pass counts twice its forward; the loss forms logits twice (recomputation).
+    """Of all steps, every row real: a backward pass counts twice its forward, of weights that are not trained and of inputs that
+    need no gradient once; the loss forms logits twice (recomputation).
 
     The target's own forward is not counted, since its features are stored; its logits are, since the loss forms them. The run says
     every size of its head, and the head is as wide as its target.
@@ -25,9 +26,17 @@ def training_flops(run: HeadRun) -> float:
         else:
             rows, fused = n * step_depths, n
         scores = 2 * rows * (n / 2) * attention * head.layers  # q.k and weights.v over a causal prefix, half of it on average
-        products = rows * layers + fused * fusion + scores
-        total += steps * run.data.batch * 2 * (3 * products + rows * (4 + 2) * output)
+        logits = rows * (2 + 2 + 1 + run.train_lm_head) * output  # the head's and the target's twice; backward
+        total += steps * run.data.batch * 2 * (3 * (rows * layers + scores) + 2 * fused * fusion + logits)
     return total
+
+
+def parameters(run: HeadRun) -> int:
+    """Of the head, about: norms are not counted."""
+    head = run.head
+    qkv, attention = head.head_dim * (head.heads + 2 * head.kv_heads), head.heads * head.head_dim
+    layers = head.layers * (head.dim * qkv + attention * head.dim + 3 * head.dim * head.mlp_dim) + head.dim * qkv
+    return layers + len(head.taps) * head.dim * head.dim + 2 * head.dim * head.draft_vocab
 
 
 def _depths(run: HeadRun) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ class Measured:
 
     k: int | None = None
     temperature: float = 0.0
+    sample_drafts: bool = False  # with a temperature: sample the drafts too; False: argmax drafts, vLLM's default
     prompt_tokens: int | None = None
     new_tokens: int | None = None
 

@@ -32,6 +32,8 @@ class Budget:
     layers: int
     taps: tuple[int, ...]
     length: int  # tokens a row
+    stored: str  # dtype of the hidden states on disk
+    stage_minutes: float  # of everything that runs share, once
     rows: int  # a step
     steps: int
     rate: float
@@ -50,16 +52,19 @@ BUDGETS = {
     "smoke": Budget(
         minutes=0.5, where="2 CPU cores", chars=60_000, model=_lm(512, 4, 64, 160, 4, 2, 16, 512), lm_steps=60, lm_rows=4, lm_length=128,
         lm_rate=4e-3, answers=Answers(count=96, prompt_tokens=16, new_tokens=48, temperatures=(0.0,)), prompts=2, new_tokens=16, k=3,
-        layers=1, taps=(1, 2, 3), length=64, rows=2, steps=16, rate=3e-3, speed_prompts=1, repeats=1,
+        layers=1, taps=(1, 2, 3), length=64, stored="float32", stage_minutes=1,
+        rows=2, steps=16, rate=3e-3, speed_prompts=1, repeats=1,
     ),
     "small": Budget(
         minutes=4, where="one core of an AMD EPYC", chars=1_700_000, model=_lm(1024, 6, 128, 384, 4, 2, 32, 1024), lm_steps=2400, lm_rows=8,
         lm_length=256, lm_rate=4e-3, answers=Answers(count=4096, prompt_tokens=32, new_tokens=96, temperatures=(0.0,)), prompts=40,
-        new_tokens=64, k=5, layers=2, taps=(1, 4, 5), length=128, rows=2, steps=2400, rate=3e-3, speed_prompts=6, repeats=3,
+        new_tokens=64, k=5, layers=2, taps=(1, 4, 5), length=128, stored="float32", stage_minutes=20,
+        rows=2, steps=2400, rate=3e-3, speed_prompts=6, repeats=3,
     ),
     "full": Budget(
         minutes=20, where="one H200? never run", chars=None, model=_lm(8192, 12, 768, 2304, 12, 4, 64, 4096), lm_steps=3000, lm_rows=32,
-        lm_length=512, lm_rate=2e-3, answers=Answers(count=65_536, prompt_tokens=64, new_tokens=448, temperatures=(0.0,)), prompts=32,
-        new_tokens=256, k=8, layers=4, taps=(2, 8, 11), length=512, rows=16, steps=6000, rate=2e-3, speed_prompts=12, repeats=5,
+        lm_length=512, lm_rate=2e-3, answers=Answers(count=8192, prompt_tokens=64, new_tokens=448, temperatures=(0.0,)), prompts=32,
+        new_tokens=256, k=8, layers=4, taps=(2, 8, 11), length=512, stored="bfloat16", stage_minutes=30,
+        rows=16, steps=6000, rate=2e-3, speed_prompts=12, repeats=5,
     ),
 }  # fmt: skip

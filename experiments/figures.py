@@ -181,7 +181,8 @@ def _curve(found: Findings, variants: Sequence[Finding]) -> tuple[Figure, str]:
     lengths.set_title("Acceptance length")
     groups.set_title("By kind of text")
     shades = [plt.get_cmap("viridis")(0.92 * i / max(1, len(variants) - 1)) for i in range(len(variants))]
-    names = [f"{v.x:g}" + (f" {NAMES[v.method]}" if len(methods) > 1 else "") for v in variants]
+    places = [v.x for v in variants]
+    names = [(f"{v.x:g}" if places.count(v.x) == 1 else v.name) + (f" {NAMES[v.method]}" if len(methods) > 1 else "") for v in variants]
     said += _position_lines(positions, found, variants, shades, names)
     _titles((lengths, groups, positions))
     return figure, _what(found) + " Filled: pooled over seeds and prompts, with 95 % intervals; small circles: single seeds." + said

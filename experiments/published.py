@@ -53,6 +53,26 @@ NUMBERS = (
         source="arXiv:2602.01469, abstract", differs=GREAT,
     ),
     Published(what="P-EAGLE against EAGLE-3, both K = 11, HumanEval, concurrency 1", values=(1.22,), unit=TIMES, source=AWS, differs=B200),
+    Published(what="the same, concurrency 8", values=(1.12,), unit=TIMES, source=AWS, differs=B200),
+    Published(
+        what="P-EAGLE against EAGLE-3, both K = 11, SPEED-Bench, by concurrency", values=(1.41, 1.07, 1.02), at=(1, 32, 128), unit=TIMES,
+        source=AWS, differs=B200,
+    ),
+    Published(
+        what="Qwen3-Coder-30B-A3B, HumanEval, FP8: plain, EAGLE-3, P-EAGLE", values=(294, 955, 1167), unit="tokens/s", source=AWS,
+        differs=B200,
+    ),
+    Published(what="the same, P-EAGLE against plain decoding, HumanEval", values=(3.97,), unit=TIMES, source=AWS, differs=B200),
+    Published(what="the same, SPEED-Bench", values=(2.97,), unit=TIMES, source=AWS, differs=B200),
+    Published(what="best K of P-EAGLE and of EAGLE-3", values=(7, 3), unit="tokens drafted a step", source=AWS, differs=B200),
+    Published(
+        what="P-EAGLE's head, smallest and largest share", values=(2, 5), unit="% of the target's parameters", source=AWS, differs=GREAT,
+    ),
+    Published(what="longest training sequence", values=(20_000,), unit="tokens", source="AWS blog, arXiv:2602.01469", differs=GREAT),
+    Published(
+        what="GPT-OSS-120B, P-EAGLE: K = 7 at batch 1, K = 3 at batch 8", values=(561, 2389), unit="tokens/s", source="vLLM #32887",
+        differs=B200,
+    ),
     Published(what="P-EAGLE against plain decoding, best: HumanEval, concurrency 4", values=(4.17,), unit=TIMES, source=AWS, differs=B200),
     Published(
         what="P-EAGLE against plain decoding, GPT-OSS-120B, K = 7, batch 1", values=(1.52,), unit=TIMES, source="vLLM #32887", differs=B200,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.figures import draw
-from experiments.findings import find, read_rows
+from experiments.findings import find, latest, read_rows
 from experiments.report import main_table, markdown, overview
 from experiments.stages import ROOT
 from peagle_jax.files import write_whole
@@ -29,15 +29,16 @@ def fill(readme: Path, rows: Sequence[dict], experiments: dict) -> list[str]:
     by_name: dict[str, list[dict]] = {}
     for row in rows:
         by_name.setdefault(row["experiment"], []).append(row)
-    found = {name: find(name, mine, experiments[name]) for name, mine in by_name.items() if name in experiments}
+    found = {name: find(name, latest(mine), experiments[name]) for name, mine in by_name.items() if name in experiments}
     pictures = readme.parent / "pictures"
     pictures.mkdir(exist_ok=True)
     parts = {"overview": markdown(overview([found[name] for name in experiments if name in found], []))}
     with tempfile.TemporaryDirectory() as work:
         for name, one in found.items():
-            made, caption = draw(one, Path(work))[0]
-            shutil.copy(Path(work) / made, pictures / made)
-            parts[name] = f"![{caption}](pictures/{made})\n\n{markdown(narrow(main_table(one)))}"
+            parts[name] = "".join(f"> {note}\n\n" for note in one.notes) + markdown(narrow(main_table(one)))
+            for made, caption in draw(one, Path(work))[:1]:  # the second one, of training curves, is the report's
+                shutil.copy(Path(work) / made, pictures / made)
+                parts[name] = f"![{caption}](pictures/{made})\n\n{parts[name]}"
     for name, part in parts.items():
         pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
         text = pattern.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)

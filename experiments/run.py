@@ -14,24 +14,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from experiments.arithmetic import parameters, training_flops
 from experiments.budgets import BUDGETS
 from experiments.queue import Queue
 from experiments.registry import EXPERIMENTS
 from experiments.stages import check_room, missing, prepare
-from experiments.work import Job
+from experiments.work import Job, base
 from peagle_jax.types import InputError
 
 CACHE, RESULTS = Path("runs/experiments"), Path("results/experiments")
 CONSOLE = Console(width=None if sys.stdout.isatty() else 140)
+MEASURING = 6  # training the base takes so many times as long as measuring a head
+STATES = 7  # times its parameters that a head takes on disk: two training states, and its folder
 STOPPED = 130  # exit code after Ctrl-C, as shells have it
 
 
 def parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = cores if jax.default_backend() == "cpu" else 1  # runs would share one accelerator
     plain = argparse.RawDescriptionHelpFormatter
     out = argparse.ArgumentParser(prog="python -m experiments.run", description=__doc__, formatter_class=plain)
     out.add_argument("names", nargs="*", metavar="NAME", help="experiments; all: every one")
@@ -65,13 +70,14 @@ def go(args) -> int:
         return 0 if args.list else 2
     if args.jobs < 1:
         raise InputError("--jobs", "at least one run at a time is needed", args.jobs, "raise it")
+    args.cache = args.cache.absolute()  # heads know their files by their paths
     jobs = plan(args.names, args.seeds, args.budget, args.only)
     done = finished(args.results)
     todo = [job for job in jobs if (job.experiment.name, job.name, job.seed, job.budget_name, job.key) not in done]
     stages = missing([stage for job in todo for stage in job.stages()], args.cache)
-    foretell(jobs, todo, stages, args)
+    room = foretell(jobs, todo, stages, args)
+    check_room(stages, args.cache, room)
     if args.dry_run or not todo:
-        check_room(stages, args.cache)
         return 0
     only = f" --only {shlex.join(args.only)}" if args.only else ""
     command = f"python -m experiments.run {' '.join(args.names)} --seeds {args.seeds} --budget {args.budget}{only}"
@@ -127,10 +133,11 @@ def explain() -> Table:
     return table
 
 
-def foretell(jobs: Sequence[Job], todo: Sequence[Job], stages, args) -> None:
+def foretell(jobs: Sequence[Job], todo: Sequence[Job], stages, args) -> int:
+    """Says what will run. Returns the bytes that its heads will take."""
     budget = BUDGETS[args.budget]
     trained = [one for job in todo for one in (job, job.warm()) if one is not None]
-    heads = {job.head_key for job in trained if not (job.head_folder(args.cache) / "result.json").exists()}
+    heads = {job.head_key: job.plain_run() for job in trained if not (job.head_folder(args.cache) / "result.json").exists()}
     table = Table("experiment", "variant", "seeds to run", "changes")
     for experiment, name in dict.fromkeys((job.experiment.name, job.name) for job in jobs):
         mine = [job for job in todo if (job.experiment.name, job.name) == (experiment, name)]
@@ -138,11 +145,14 @@ def foretell(jobs: Sequence[Job], todo: Sequence[Job], stages, args) -> None:
         table.add_row(experiment, name, " ".join(str(job.seed) for job in mine) or "done", "; ".join(changes) or "none: the base")
     if args.dry_run:
         CONSOLE.print(table)
-    minutes = len(heads) * budget.minutes / max(1, args.jobs)
+    usual = training_flops(base(budget, 0))
+    minutes = budget.minutes * (sum(training_flops(run) for run in heads.values()) / usual + len(todo) / MEASURING) / args.jobs
+    minutes += budget.stage_minutes if stages else 0
     names = ", ".join(f"{stage.name} ({stage.size / 1e9:.2f} GB)" for stage in stages) or "nothing"
-    each = f"about {budget.minutes:g} minutes each on {budget.where}"
-    CONSOLE.print(f"{len(todo)} of {len(jobs)} runs to do; {len(heads)} heads to train, {each}: about {minutes:.0f} minutes, {args.jobs} "
-                  f"at a time. To be made before: {names}.")  # fmt: skip
+    each = f"the base about {budget.minutes:g} minutes each on {budget.where}"
+    CONSOLE.print(f"{len(todo)} of {len(jobs)} runs to do; {len(heads)} heads to train, {each}: about {minutes:.0f} minutes in all, "
+                  f"{args.jobs} at a time. To be made before: {names}.")  # fmt: skip
+    return sum(4 * STATES * parameters(run) for run in heads.values())
 
 
 # ---------------------------------------------------------------- watching

@@ -2,7 +2,7 @@
 
     python -m experiments.run sampling --seeds 3
 
-The base, measured at temperatures 0, 0.5 and 1; drafts are argmaxes, as vLLM's are.
+The base, measured at temperatures 0, 0.5 and 1; drafts are argmaxes, as vLLM's are, and sampled with the target's temperature.
 Expects: acceptance falls with temperature, late positions most: they cannot know what was drawn before them.
 Result: experiments/README.md.
 """
@@ -11,7 +11,8 @@ from experiments.base import Experiment, Measured, Variant
 
 
 def at(temperature: float) -> Variant:
-    return Variant(measured=(Measured(temperature=temperature),), x=temperature)
+    sampled = (Measured(temperature=temperature, sample_drafts=True),) if temperature else ()
+    return Variant(measured=(Measured(temperature=temperature), *sampled), x=temperature)
 
 
 EXPERIMENT = Experiment(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from peagle_jax import corpus, text
 from peagle_jax.files import write_whole
 from peagle_jax.pipelines.extract import Extraction, extract_features
 from peagle_jax.pipelines.regenerate import Regeneration, regenerate
+from peagle_jax.targets import load_target
 from peagle_jax.train.config import Data, LmRun, Optimizer
-from peagle_jax.train.lm import train_lm
+from peagle_jax.train.lm import held_out_bits, train_lm
 from peagle_jax.types import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +66,7 @@ def code_hash(code: tuple[str, ...]) -> str:
         for file in [ROOT / path] if path.endswith(".py") else sorted((ROOT / path).glob("*.py")):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             if function:
-                tree = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+                tree = next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == function)
             for node in ast.walk(tree):
                 body = getattr(node, "body", None)
                 if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
@@ -100,12 +102,13 @@ def prepare(stages: Sequence[Stage], cache: Path, say: Callable[[str], None] = p
         write_whole(own / DONE, json.dumps(facts, indent=2) + "\n")
 
 
-def check_room(todo: Sequence[Stage], cache: Path) -> None:
-    needed = sum(stage.size for stage in todo)
+def check_room(todo: Sequence[Stage], cache: Path, heads: int = 0) -> None:
+    """`heads`: bytes of the heads that will be trained, about."""
+    needed = sum(stage.size for stage in todo) + heads
     place = next(p for p in (cache.absolute(), *cache.absolute().parents) if p.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
-        names = ", ".join(f"{stage.name} {stage.size / 1e9:.1f}" for stage in todo)
+        names = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in [*((s.name, s.size) for s in todo), ("heads", heads)] if size)
         raise InputError(cache, f"what is to be cached takes {needed / 1e9:.1f} GB ({names})", f"{free / 1e9:.1f} GB free",
                          "make room, or name another place with --cache")  # fmt: skip
 
@@ -124,7 +127,7 @@ def text_stage(budget: Budget) -> Stage:
                     for kind, documents in texts.by_kind(modules).items() for d in corpus.limit(documents, chars, 0)]  # fmt: skip
             write_whole(own / f"{side}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    config = {"chars": budget.chars, "held_out": HELD_OUT}
+    config = {"chars": budget.chars, "held_out": HELD_OUT, "python": platform.python_version()}  # whose library it is
     code = ("experiments/stages.py:text_stage", "experiments/texts.py", "peagle_jax/corpus.py")
     return Stage("text", config, code, (), 8 * (budget.chars or 30_000_000), make)
 
@@ -138,7 +141,10 @@ def target_stage(budget: Budget) -> Stage:
 
     def make(own: Path, parents, say) -> None:
         result = train_lm(run(own, parents[0] / "train.jsonl"), say)
-        say(f"target: {result.parameters:,} parameters, {result.bits_per_byte:.3f} bits a byte on held-out text")
+        tokenizer = text.load_tokenizer(result.folder)
+        held_out = corpus.read_corpus(parents[0] / "held_out.jsonl")
+        bits = held_out_bits(load_target(result.folder, taps=()), tokenizer, held_out, budget.lm_length)
+        say(f"target: {result.parameters:,} parameters, {bits:.3f} bits a byte on held-out modules")
 
     config = dataclasses.asdict(run(Path("."), Path("train.jsonl")))
     code = ("experiments/stages.py:target_stage",
@@ -174,20 +180,20 @@ def answers_stage(budget: Budget, answers: Answers) -> Stage:
 
 
 def features_stage(budget: Budget, answers: Answers, length: int) -> Stage:
-    """Taps of all layers but the first one's input, and final hidden states, of every row of answers."""
-    taps = tuple(range(1, budget.model.layers))
-    config = {"taps": taps, "length": length}
+    """The base's taps, and final hidden states, of every row of answers. Rows shorter than an answer cut it, for the target too."""
+    taps = budget.taps
+    config = {"taps": taps, "length": length, "dtype": budget.stored}
 
     def make(own: Path, parents, say) -> None:
-        how = Extraction(source=str(parents[1] / "answers.jsonl"), length=length, taps=taps, batch=16, rows_per_shard=None, dtype="float32",
-                         compute_dtype="float32", max_chars=None, held_out=0.0, seed=0)  # fmt: skip
+        how = Extraction(source=str(parents[1] / "answers.jsonl"), length=length, taps=taps, batch=16, rows_per_shard=None,
+                         dtype=budget.stored, compute_dtype="float32", max_chars=None, held_out=0.0, seed=0)  # fmt: skip
         extract_features(parents[0] / "model", how, own / "features", say, command="python -m experiments.run")
 
     tokens = answers.count * (answers.prompt_tokens + answers.new_tokens)
-    size = tokens * (9 + 4 * (len(taps) + 1) * budget.model.dim)
+    size = tokens * (9 + (4 if budget.stored == "float32" else 2) * (len(taps) + 1) * budget.model.dim)
     code = ("experiments/stages.py:features_stage",
-            "peagle_jax/train/features.py", "peagle_jax/train/attention.py", "peagle_jax/train/data.py", "peagle_jax/layers",
-            "peagle_jax/targets/qwen3.py", "peagle_jax/text.py")  # fmt: skip
+            "peagle_jax/pipelines/extract.py", "peagle_jax/train/features.py", "peagle_jax/train/attention.py",
+            "peagle_jax/train/data.py", "peagle_jax/layers", "peagle_jax/targets/qwen3.py", "peagle_jax/text.py")  # fmt: skip
     return Stage("features", config, code, (target_stage(budget), answers_stage(budget, answers)), size, make)
 
 

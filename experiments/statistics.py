@@ -88,6 +88,8 @@ def counts(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
     runs = [row["measured"][measurement] for row in rows]
     for run in runs[1:]:
         _same_prompts([p["kind"] for p in runs[0]["prompts"]], [p["kind"] for p in run["prompts"]])
+        if run.get("prompts_stage") != runs[0].get("prompts_stage"):
+            raise ValueError("runs are compared on the same prompts; got two sets of them; run all with one cache")
     if len({run["k"] for run in runs}) > 1:
         raise ValueError(f"one variant's runs must be measured with one K; got {[run['k'] for run in runs]}; run the variant again")
     prompts = [[p for p in run["prompts"] if p["kind"] in kinds] for run in runs]
@@ -132,6 +134,8 @@ def compare(rows_a: Sequence[Row], rows_b: Sequence[Row], *, measurement: int = 
     a, b = ([row for row in rows if row["seed"] in common] for rows in (rows_a, rows_b))
     a, b = (counts(rows, measurement=measurement, kinds=kinds) for rows in (a, b))
     _same_prompts(a.kinds, b.kinds)
+    if len({row["measured"][measurement].get("prompts_stage") for row in (*rows_a, *rows_b)}) > 1:
+        raise ValueError("variants are compared on the same prompts; got two sets of them; run all with one cache")
     seeds, prompts = _draws(len(a.seeds), len(a.kinds), draws)
     minus = lambda *drawn: _pooled(a, *drawn) - _pooled(b, *drawn)  # noqa: E731
     by_seed = _by_seed(a) - _by_seed(b)

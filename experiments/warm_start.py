@@ -2,7 +2,8 @@
 
     python -m experiments.run warm_start --seeds 3
 
-The EAGLE-3 head of as many layers is trained first, for as many steps; its layers, fusion and norms are then the parallel head's.
+The EAGLE-3 head of as many layers is trained first, for as many steps; its embedding, layers, fusion and norms are then the parallel
+head's. `twice the steps` is the base with about as much arithmetic as both together (train_flops of a row counts its own head alone).
 Expects: the first position is better at once, late ones hardly; at equal total arithmetic, starting from the target is better.
 Result: experiments/README.md.
 """
@@ -10,7 +11,13 @@ Result: experiments/README.md.
 import dataclasses
 
 from experiments.base import Experiment, Variant
-from experiments.work import as_eagle3
+from experiments.work import as_eagle3, growth
+
+
+def twice(run):
+    steps = 2 * run.optimizer.steps
+    return dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, steps=steps), grow=growth(steps, run.cod.depths))
+
 
 EXPERIMENT = Experiment(
     name="warm_start",
@@ -21,6 +28,7 @@ EXPERIMENT = Experiment(
     reference="target's last layer",
     variants={
         "target's last layer": Variant(),
+        "twice the steps": Variant(run=twice),
         "random": Variant(run=lambda run: dataclasses.replace(run, start="random")),
         "EAGLE-3 head": Variant(start_from="the EAGLE-3 head itself"),
         "the EAGLE-3 head itself": Variant(run=lambda run: as_eagle3(run, layers=run.head.layers), method="eagle3"),

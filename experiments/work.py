@@ -23,8 +23,9 @@ TRAINING = (
     "peagle_jax/draft/placeholders.py", "peagle_jax/draft/fusion.py", "peagle_jax/draft/start.py", "peagle_jax/draft/vocab.py",
     "peagle_jax/layers", "peagle_jax/pipelines/head_batches.py", "peagle_jax/pipelines/train_head.py:new_head",
     "peagle_jax/pipelines/train_head.py:head_config", "peagle_jax/pipelines/train_head.py:head_loss",
+    "peagle_jax/pipelines/train_head.py:_split", "peagle_jax/train/config.py:HeadRun",
 )  # fmt: skip
-MEASURING = (*DECODING, "experiments/work.py:measure")
+MEASURING = (*DECODING, "experiments/work.py:measure", "experiments/work.py:speed")
 CURVE = 24  # points of a training curve kept in a row
 
 
@@ -44,7 +45,7 @@ def base(budget: Budget, seed: int) -> PeagleRun:
         data=Data(source="", max_chars=None, held_out=0.0, length=budget.length, batch=budget.rows),
         optimizer=Optimizer(steps=budget.steps, peak_lr=budget.rate, warmup=max(1, budget.steps // 24), weight_decay=0.01, clip=1.0),
         measure=Measure(every=None, prompts=None, count=1, new_tokens=8), log_every=max(1, budget.steps // 48),
-        save_every=max(1, budget.steps // 4), max_seconds=None,
+        save_every=max(1, budget.steps // 8), max_seconds=None,
     )  # fmt: skip
 
 
@@ -59,10 +60,10 @@ def with_depths(run: PeagleRun, depths: int) -> PeagleRun:
 
 
 def as_eagle3(run: PeagleRun, *, layers: int = 1) -> Eagle3Run:
-    """The same data and steps for an autoregressive head."""
+    """The same data and steps for an autoregressive head; its embedding is trained too, so that the two learn with equal means."""
     shared = {f.name: getattr(run, f.name) for f in dataclasses.fields(HeadRun)}
     head = dataclasses.replace(run.head, layers=layers)
-    return Eagle3Run(**shared | {"task": "eagle3", "head": head, "ttt": Ttt(steps=run.cod.depths, decay=1.0), "train_embedding": False})
+    return Eagle3Run(**shared | {"task": "eagle3", "head": head, "ttt": Ttt(steps=run.cod.depths, decay=1.0)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +208,7 @@ def measure(job: Job, cache: Path, target, head) -> tuple[list[dict], dict]:
         rows = prompts_of(job, cache, m.prompt_tokens)
         prompts = [row["prompt_token_ids"] for row in rows]
         how = {"max_new_tokens": m.new_tokens, "stop_ids": (), "temperature": m.temperature, "seed": list(range(len(prompts)))}
-        answers = generate(target, head, prompts, k=m.k, method=job.variant.method, **how)
+        answers = generate(target, head, prompts, k=m.k, method=job.variant.method, sample_drafts=m.sample_drafts, **how)
         if m.temperature == 0:
             plain = generate(target, None, prompts, **how)
             found = compare(target, prompts, [a.output_token_ids for a in answers], [a.output_token_ids for a in plain])
@@ -215,6 +216,7 @@ def measure(job: Job, cache: Path, target, head) -> tuple[list[dict], dict]:
         drafts = sum(a.num_drafts for a in answers)
         counts = [{"drafts": a.num_drafts, "accepted": a.accepted_per_position} for a in answers]
         out.append(dataclasses.asdict(m) | {
+            "prompts_stage": prompts_stage(job.budget, m.prompt_tokens).key,
             "prompts": [{"kind": row["kind"], **count} for row, count in zip(rows, counts, strict=True)],
             "acceptance_length": acceptance_length(answers),
             "mean_acceptance_length": float(np.mean([a.acceptance_length for a in answers])),
@@ -224,11 +226,13 @@ def measure(job: Job, cache: Path, target, head) -> tuple[list[dict], dict]:
     return out, exact
 
 
-def speed(job: Job, cache: Path, target, head) -> dict:
-    """One prompt at a time, plain and speculative decoding in turns."""
+def speed(job: Job, cache: Path, target, head) -> dict | None:
+    """One prompt at a time, plain and speculative decoding in turns, greedily; None for a variant that samples."""
     from peagle_jax.bench.suite import run_suite
 
     first = job.measured()[0]
+    if first.temperature:
+        return None
     rows = prompts_of(job, cache, first.prompt_tokens)
     prompts = [row["prompt_token_ids"] for row in rows[:: max(1, len(rows) // job.budget.speed_prompts)]]
     suite = run_suite(target, {job.variant.method: head}, prompts, ks=[first.k], batches=[1], new_tokens=first.new_tokens,

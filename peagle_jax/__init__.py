@@ -11,7 +11,7 @@ import importlib
 
 _PUBLIC = {
     "load_target": "targets", "save_target": "targets",
-    "load_drafter": "draft.folders", "save_drafter": "draft.folders", "HeadConfig": "draft.head", "DraftHead": "draft.head",
+    "load_drafter": "pipelines.runs", "save_drafter": "draft.folders", "HeadConfig": "draft.head", "DraftHead": "draft.head",
     "generate": "decode.generate", "Generation": "decode.generate", "acceptance_length": "decode.generate",
     "Drafter": "decode.drafters",
     "Cod": "train.cod", "cod_sample": "train.cod", "load_run": "train.config", "train_lm": "train.lm",

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import jax
 
+CODE = ("peagle_jax", "experiments", "scripts", "configs", "pyproject.toml")  # changes elsewhere, as new results, change no number
+
 
 def provenance(command: str | None = None) -> dict:
     """Where a number comes from: machine, versions, commit, command."""
     device = jax.devices()[0]
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": _git("rev-parse", "--short", "HEAD") or None,
-        "dirty": bool(_git("status", "--porcelain")), "command": command or " ".join(["peagle", *sys.argv[1:]]),
+        "dirty": bool(_git("status", "--porcelain", "--", *CODE)), "command": command or " ".join(["peagle", *sys.argv[1:]]),
         "device": device.device_kind if device.platform != "cpu" else f"{_cpu()}, {_cores()}",
         "python": platform.python_version(), **{name.replace("-", "_"): version(name) for name in ("peagle-jax", "jax", "flax")},
     }  # fmt: skip

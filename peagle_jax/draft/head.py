@@ -101,7 +101,8 @@ class DraftHead(nnx.Module):
         self.embed = Embedding(cfg.vocab, cfg.dim, dtype=cfg.dtype, rngs=rngs)
         self.fusion = Fusion(len(cfg.taps), cfg.target_dim, cfg.dim, cfg.norm_eps, before_fc=cfg.norm_before_fc,
                              per_tap=cfg.fc_norm, dtype=cfg.dtype, rngs=rngs)  # fmt: skip
-        small = lambda shape: nnx.Param(0.02 * jax.random.normal(rngs.params(), shape).astype(cfg.dtype))  # noqa: E731
+        keys = iter(jax.random.split(rngs.params(), 8))  # one draw for all of a placeholder: layers begin alike whatever its design
+        small = lambda shape: nnx.Param(0.02 * jax.random.normal(next(keys), shape).astype(cfg.dtype))  # noqa: E731
         reads = cfg.parallel and placeholders.HIDDEN[cfg.placeholder_hidden].mask_hidden
         self.mask_hidden = small((cfg.sizes.taps,)) if reads else None
         own = placeholders.own_shapes(cfg, cfg.sizes) if cfg.parallel else {}

@@ -50,7 +50,6 @@ class Design:
     shapes: Shapes = lambda sizes: {}
     start: Start = lambda sizes, like, fuse, row, mean, key: {}
     mask_hidden: bool = False  # whether it reads the head's `mask_hidden` [A]
-    frozen: bool = False  # its vector gets no gradient (of one axis: nor is it decayed)
 
 
 def _at(table: Float[Array, "P X"], slot: Slot) -> Float[Array, " X"]:
@@ -62,6 +61,7 @@ def _shared(head, slot: Slot):
 
 
 def _still(head, slot: Slot):
+    """Without a gradient; nor is a vector decayed (train/fit.py), so that it stays to the bit."""
     return head.fuse(jax.lax.stop_gradient(head.mask_hidden[...]))
 
 
@@ -111,10 +111,10 @@ HIDDEN: dict[str, Design] = {
         lambda sizes: {"gate": (sizes.dim,)}, lambda sizes, like, *_: {"mask_hidden": like, "gate": jnp.zeros(sizes.dim)},
         mask_hidden=True,
     ),
-    "mean_feature": Design("the mean of the target's taps over text, not learned", _still, mask_hidden=True, frozen=True,
+    "mean_feature": Design("the mean of the target's taps over text, not learned", _still, mask_hidden=True,
                            start=lambda sizes, like, *_: {"mask_hidden": like}),
     "zero": Design("nothing: zeros behind the fusion", lambda head, slot: jnp.zeros_like(slot.feature)),
-    "frozen_random": Design("a random vector in tap space, not learned, of the mean tap's size", _still, mask_hidden=True, frozen=True,
+    "frozen_random": Design("a random vector in tap space, not learned, of the mean tap's size", _still, mask_hidden=True,
                             start=_random_of_that_size),
 }  # fmt: skip
 
@@ -127,11 +127,11 @@ TOKEN: dict[str, Design] = {
     "mask": Design("the mask token's row of the head's embedding, learned with it (the paper's)",
                    lambda head, slot: head.embed(jnp.full_like(slot.depth, head.cfg.mask_token))),
     "frozen": Design("that row as the target has it, not learned", _kept, lambda sizes: {"token": (sizes.dim,)},
-                     lambda sizes, like, fuse, row, mean, key: {"token": row}, frozen=True),
+                     lambda sizes, like, fuse, row, mean, key: {"token": row}),
     "last_token": Design("the last real token, repeated", lambda head, slot: slot.token),
     "zero": Design("nothing: zeros", lambda head, slot: jnp.zeros_like(slot.token)),
     "mean": Design("the mean of the target's embeddings, not learned", _kept, lambda sizes: {"token": (sizes.dim,)},
-                   lambda sizes, like, fuse, row, mean, key: {"token": mean}, frozen=True),
+                   lambda sizes, like, fuse, row, mean, key: {"token": mean}),
 }  # fmt: skip
 PAPER = {"placeholder_hidden": "shared", "placeholder_token": "mask"}
 

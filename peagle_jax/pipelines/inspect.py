@@ -11,6 +11,7 @@ from peagle_jax.draft import config_reading, expressing, names
 from peagle_jax.draft.config_reading import TAPS, detect_layout, is_drafter
 from peagle_jax.draft.folders import read_head
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.placeholders import HIDDEN, TOKEN
 from peagle_jax.pipelines import runs
 from peagle_jax.targets import TARGETS, read_facts
 from peagle_jax.types import InputError
@@ -124,10 +125,15 @@ def _head(config: HeadConfig) -> dict:
         "draft vocabulary": f"{config.draft_vocab} of {config.vocab}", "fits targets of": _fits(config),
         "published targets of that shape": KNOWN.get((config.target_dim, config.vocab), "none known here"),
         "options": [o for o in OPTIONS if getattr(config, o)] or "none",
-        "placeholders": f"hidden {config.placeholder_hidden}, token {config.placeholder_token}" if config.parallel else "none",
+        "placeholders": _designs(config) if config.parallel else "none",
         "placeholders for vLLM": expressing.how(config),
         "sliding windows": list(config.windows) if any(config.windows) else "none", "rope": json.loads(config.rope.source)["rope_type"],
     }  # fmt: skip
+
+
+def _designs(config: HeadConfig) -> list[str]:
+    sides = (("hidden", HIDDEN[config.placeholder_hidden]), ("token", TOKEN[config.placeholder_token]))
+    return [f"{side} {getattr(config, f'placeholder_{side}')}: {design.about}" for side, design in sides]
 
 
 def _fits(config: HeadConfig, taps: bool = True) -> str:

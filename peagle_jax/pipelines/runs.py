@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.typing import DTypeLike
 
 from peagle_jax import weights
 from peagle_jax.draft import names
@@ -114,6 +115,23 @@ def open_head(path: str | Path, target_layers: int | None = None) -> HeadTensors
     if not is_drafter(raw):
         raise InputError(folder, "must be a draft head's folder", raw.get("architectures"), "name a head, not a target")
     return read_head(path, target_layers=target_layers)
+
+
+def load_drafter(
+    path: str | Path, *, dtype: DTypeLike | None = None, embedding: np.ndarray | jax.Array | None = None, target_layers: int | None = None
+) -> Model:
+    """Loads a draft head: a folder of any layout, a hub id, or a training run of this package.
+
+    Args:
+      path: folder with config.json and safetensors weights, a hub id, or the `out` of a run.
+      dtype: of weights and activations; None keeps the file's (of an FP8 head: that of its other tensors).
+      embedding: the target's [V D], for a head whose folder has no `embed_tokens` and shares it.
+      target_layers: of the target, for a head whose config names no taps.
+
+    Raises:
+      InputError: the folder is missing, damaged, or asks for something that this head does not compute.
+    """
+    return to_model(open_head(path, target_layers), dtype=dtype, embedding=embedding)
 
 
 def read_run(src: Path) -> Model:

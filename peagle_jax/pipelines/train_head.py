@@ -27,7 +27,7 @@ from peagle_jax.train.step import peagle_loss
 from peagle_jax.train.ttt import eagle3_loss
 from peagle_jax.types import InputError, Model
 
-START_ROWS = 4  # rows whose mean features a head may start from
+START_TOKENS = 8192  # whose mean taps placeholders may start from
 PROMPT_TOKENS = 48  # tokens of an excerpt that the head is measured on
 
 
@@ -95,8 +95,10 @@ def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
 
 def _export(run: HeadRun, head: Model, step: int, say) -> Path:
     """`run.out`/head in vLLM's layout; or, for placeholders that vLLM does not know, the run itself, which decodes here."""
-    if (how := expressing.how(head.config)).startswith("refused"):
-        say(f"no folder for vLLM is written: {how.removeprefix('refused: ')}")
+    try:
+        expressing.as_paper(folders.of_model(head))
+    except InputError as error:
+        say(f"no folder for vLLM is written: {error}")
         return Path(run.out)
     folder = Path(run.out) / "head"
     source = f"peagle train, task {run.task}, step {step}, seed {run.seed}, target {Path(run.target).name}"
@@ -116,16 +118,16 @@ def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
     head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
     mean_taps = None
     if run.start == "target" or config.parallel and config.placeholder_hidden == "mean_feature":
-        batch = rows.batch(min(START_ROWS, len(rows)), run.seed, 0)
+        batch = rows.take(range(min(-(-START_TOKENS // run.data.length), len(rows))))
         taps, _ = extract(module, jax.tree.map(jnp.asarray, batch))
         mean_taps = jnp.mean(taps, axis=(0, 1), where=(batch.document >= 0)[..., None])
     if run.start == "target":
         head = start_from_target(head, target)
-    if config.parallel:
-        head = start_placeholders(head, mean_taps, seed=run.seed)
-    if run.start_from is not None:
-        trained = _trained(run.start_from, config.dtype, embedding)
+    trained = None if run.start_from is None else _trained(run.start_from, config.dtype, embedding)
+    if trained is not None:
         head = start_from_head(head, trained, run.start_from)
+    if config.parallel and not (trained is not None and trained.config.parallel):  # behind the embedding and fusion that they begin with
+        head = start_placeholders(head, mean_taps, seed=run.seed)
     return head
 
 

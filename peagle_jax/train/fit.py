@@ -35,10 +35,14 @@ class Fitted:
 def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
     warmup = min(cfg.warmup, max(cfg.steps - 1, 0))
     schedule = optax.warmup_cosine_decay_schedule(0, cfg.peak_lr, warmup, max(cfg.steps, warmup + 1), cfg.peak_lr / 10)
-    decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731  norms and vectors are not decayed
     return optax.chain(
-        optax.clip_by_global_norm(cfg.clip), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=cfg.weight_decay, mask=decayed)
+        optax.clip_by_global_norm(cfg.clip), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=cfg.weight_decay, mask=_decayed)
     )
+
+
+def _decayed(params: Params) -> Params:
+    """Not norms and vectors; nor tables of placeholders, which stand in the place of a vector."""
+    return jax.tree.map_with_path(lambda path, p: p.ndim > 1 and jax.tree_util.keystr(path[:1]) != "['placeholder']", params)
 
 
 def fit(run, params: Params, loss: Loss, batch_at: Callable[[int], Any], fixed: Any, probe: Probe | None = None) -> Fitted:
