@@ -143,11 +143,11 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
 
 
 def test_what_is_not_learned_begins_as_the_mean_of_the_targets_taps(place, features, tokenizer):
-    """Of the first rows that the run trains on, padding left out."""
+    """Of the first 8,192 tokens that the run trains on, here all, padding left out."""
     run = build(TASKS["peagle"], config(place, place / "never", features=str(features), **{"placeholder.hidden": "mean_feature"}), "test")
     rows, target = rows_of(place, tokenizer), load_target(place / "target", taps=(1, 3))
     head = train_module.new_head(run, target, rows, tokenizer)
-    first = open_features(features).batch(rows.picks(4, 9, 0))
+    first = open_features(features).batch(range(len(rows)))
     taps = np.concatenate([first.taps[..., 24:48], first.taps[..., 72:96]], axis=-1)[first.batch.document >= 0]
     np.testing.assert_allclose(head.params["mask_hidden"], taps.mean(axis=0), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(head.params["placeholder"]["token"], target.params["embed"]["table"][tokenizer.mask_token_id])
@@ -177,7 +177,8 @@ def test_a_design_that_vllm_does_not_know_decodes_from_its_run(place, tokenizer,
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f"}\n{"prompt_token_ids": [9, 8, 7]}\n')
     result, lines, _ = train(place, tmp_path / "run", **{
         "placeholder.hidden": "gated", "placeholder.token": "last_token", "measure.prompts": str(tmp_path / "prompts.jsonl"), "optimizer.steps": 3})  # fmt: skip
-    assert "no folder for vLLM is written: its placeholders depend on the text before them; vLLM has one pair of vectors for all" in lines
+    said = "its placeholders depend on the text before them; vLLM has one pair of vectors for all"
+    assert any(line.startswith("no folder for vLLM is written: ") and said in line for line in lines)
     assert result.folder == tmp_path / "run" and not (tmp_path / "run" / "head").exists()
     assert json.loads((tmp_path / "run" / "result.json").read_text())["folder"] == str(tmp_path / "run")
     assert result.acceptance_length >= 1 and len(result.accepted_per_position) == 3
