@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from peagle_jax.pipelines.budgets import lm_shape
 from peagle_jax.train.config import LmShape
 
 
@@ -41,28 +42,27 @@ class Budget:
     repeats: int
 
 
-def _lm(vocab: int, layers: int, dim: int, mlp_dim: int, heads: int, kv_heads: int, head_dim: int, context: int) -> LmShape:
-    return LmShape(
-        vocab=vocab, layers=layers, dim=dim, mlp_dim=mlp_dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e4,
-        context=context,
-    )  # fmt: skip
-
-
 BUDGETS = {
     "smoke": Budget(
-        minutes=0.5, where="2 CPU cores", chars=60_000, model=_lm(512, 4, 64, 160, 4, 2, 16, 512), lm_steps=60, lm_rows=4, lm_length=128,
+        minutes=0.5, where="2 CPU cores", chars=60_000,
+        model=lm_shape(512, 4, 64, 160, 4, 2, 16, 512),
+        lm_steps=60, lm_rows=4, lm_length=128,
         lm_rate=4e-3, answers=Answers(count=96, prompt_tokens=16, new_tokens=48, temperatures=(0.0,)), prompts=2, new_tokens=16, k=3,
         layers=1, taps=(1, 2, 3), length=64, stored="float32", stage_minutes=1,
         rows=2, steps=16, rate=3e-3, speed_prompts=1, repeats=1,
     ),
     "small": Budget(
-        minutes=4, where="one core of an AMD EPYC", chars=1_700_000, model=_lm(1024, 6, 128, 384, 4, 2, 32, 1024), lm_steps=2400, lm_rows=8,
+        minutes=4, where="one core of an AMD EPYC", chars=1_700_000,
+        model=lm_shape(1024, 6, 128, 384, 4, 2, 32, 1024),
+        lm_steps=2400, lm_rows=8,
         lm_length=256, lm_rate=4e-3, answers=Answers(count=4096, prompt_tokens=32, new_tokens=96, temperatures=(0.0,)), prompts=40,
         new_tokens=64, k=5, layers=2, taps=(1, 4, 5), length=128, stored="float32", stage_minutes=20,
         rows=2, steps=2400, rate=3e-3, speed_prompts=6, repeats=3,
     ),
     "full": Budget(
-        minutes=20, where="one H200? never run", chars=None, model=_lm(8192, 12, 768, 2304, 12, 4, 64, 4096), lm_steps=3000, lm_rows=32,
+        minutes=20, where="one H200? never run", chars=None,
+        model=lm_shape(8192, 12, 768, 2304, 12, 4, 64, 4096),
+        lm_steps=3000, lm_rows=32,
         lm_length=512, lm_rate=2e-3, answers=Answers(count=8192, prompt_tokens=64, new_tokens=448, temperatures=(0.0,)), prompts=32,
         new_tokens=256, k=8, layers=4, taps=(2, 8, 11), length=512, stored="bfloat16", stage_minutes=30,
         rows=16, steps=6000, rate=2e-3, speed_prompts=12, repeats=5,

@@ -18,12 +18,12 @@ from experiments.base import Experiment
 from experiments.figures import draw
 from experiments.findings import GROUPS, Finding, Findings, find, latest, read_rows
 from experiments.published import NUMBERS, SHARE
+from experiments.stages import ROOT
 from experiments.statistics import Interval, interval
 from peagle_jax.files import write_whole
 from peagle_jax.report.page import STYLE
 from peagle_jax.types import InputError
 
-ROOT = Path(__file__).parent.parent
 WORDS = ("better", "worse", "within noise", "one seed only")
 MORE_STYLE = """
 body { max-width: 92rem } td { max-width: 22rem } td, td:first-child { white-space: normal }

@@ -44,7 +44,8 @@ class Budget:
     dtype: str  # of decoding; exactness is always checked in float32
 
 
-def _lm(vocab: int, layers: int, dim: int, mlp_dim: int, heads: int, kv_heads: int, head_dim: int, context: int) -> LmShape:
+def lm_shape(vocab: int, layers: int, dim: int, mlp_dim: int, heads: int, kv_heads: int, head_dim: int, context: int) -> LmShape:
+    """Of a small target; its rotary base is 10,000."""
     return LmShape(
         vocab=vocab, layers=layers, dim=dim, mlp_dim=mlp_dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e4,
         context=context,
@@ -56,7 +57,7 @@ BUDGETS = {
         minutes="2 on 2 CPU cores", needs_scratch=False, fresh=(60, 1), ks=(1, 4), batches=(1,), sampled_k=None, prompts=4, new_tokens=48,
         repeats=3, dtype="float32",
         scratch=Scratch(
-            model=_lm(1024, 4, 128, 384, 4, 2, 32, 2048), source=None, max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 1),
+            model=lm_shape(1024, 4, 128, 384, 4, 2, 32, 2048), source=None, max_chars=4_000_000, length=128, lm=(900, 4), peagle=(250, 1),
             eagle3=(150, 1), peagle_layers=2, peagle_mlp=None, depths=5,
         ),
     ),
@@ -64,7 +65,7 @@ BUDGETS = {
         minutes="10 on 2 CPU cores; --from-scratch was not timed", needs_scratch=False, fresh=(300, 1), ks=(1, 3, 5, 7, 11), batches=(1, 8),
         sampled_k=7, prompts=8, new_tokens=128, repeats=3, dtype="float32",
         scratch=Scratch(
-            model=_lm(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(700, 1),
+            model=lm_shape(2048, 6, 192, 576, 6, 2, 32, 4096), source=None, max_chars=20_000_000, length=256, lm=(1200, 4), peagle=(700, 1),
             eagle3=(400, 1), peagle_layers=2, peagle_mlp=None, depths=8,
         ),
     ),
@@ -72,7 +73,8 @@ BUDGETS = {
         minutes="8 on one H200? never run", needs_scratch=True, fresh=None, ks=(1, 3, 5, 7, 11, 16), batches=(1, 8), sampled_k=7,
         prompts=16, new_tokens=256, repeats=5, dtype="bfloat16",
         scratch=Scratch(
-            model=_lm(8192, 12, 768, 2304, 12, 4, 64, 4096), source=INSTALLED, max_chars=None, length=512, lm=(1500, 32), peagle=(900, 32),
+            model=lm_shape(8192, 12, 768, 2304, 12, 4, 64, 4096),
+            source=INSTALLED, max_chars=None, length=512, lm=(1500, 32), peagle=(900, 32),
             eagle3=(600, 32), peagle_layers=4, peagle_mlp=1152, depths=8,
         ),
     ),

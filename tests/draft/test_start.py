@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
+from peagle_jax.draft.head import DraftHead
 from peagle_jax.draft.start import start_from_head, start_from_target, start_placeholders
 from peagle_jax.types import InputError
 from peagle_jax.weights import flat
@@ -64,6 +66,19 @@ def test_placeholders_start_as_what_is_most_ordinary(name):
     small = start_placeholders(head, None, seed=4)
     if "mask_hidden" in small.params and hidden != "frozen_random":
         assert 0.01 < np.std(small.params["mask_hidden"]) < 0.03
+
+
+def _layers(config):
+    state = nnx.to_pure_dict(nnx.state(DraftHead(config, rngs=nnx.Rngs(6))))
+    return list(flat({name: state[name] for name in ("layers", "lm_head", "fusion")}))
+
+
+def test_layers_begin_alike_whatever_the_placeholder():
+    """One seed, any design or none: comparisons are paired by it."""
+    plain = _layers(tiny.head_config())
+    for changes in (*designs.ALL.values(), {"mask_token": None}):
+        for (path, a), (_, b) in zip(plain, _layers(tiny.head_config(**changes)), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=f"{path} {changes}")
 
 
 def test_the_head_given_is_left_alone():

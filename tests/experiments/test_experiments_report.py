@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_rows import made, write
 
-from experiments import report
+from experiments import readme, report
 from experiments.base import Experiment, Measured, Variant
 from experiments.findings import find, latest, read_rows
 from experiments.published import LENGTH_BY_K, NUMBERS, PEAGLE_POSITIONS
@@ -192,3 +192,18 @@ def section(text: str, name: str) -> str:
 
 def overview(text: str, name: str) -> str:
     return next(line for line in text.split("\n## ")[0].splitlines() if line.startswith(f"| {name} |"))
+
+
+def test_the_readme_is_filled_between_its_markers(tmp_path):
+    """Twice, with a row that was run again: the same text, and all around the markers stays."""
+    path = tmp_path / "README.md"
+    path.write_text("# Before\n<!-- overview: x -->\nold\n<!-- end -->\nbetween\n<!-- hidden: y -->\n<!-- end -->\nafter\n")
+    rows = [*ROWS, ROWS[0], *runs("unheard_of", {"x": 0.4}, seeds=1)]
+    assert readme.fill(path, rows, {"hidden": SAME}) == ["unheard_of"]
+    text = path.read_text()
+    assert text.startswith("# Before\n<!-- overview: x -->\n| experiment |") and "between\n<!-- hidden: y -->\n![" in text and text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text and "| good | 0 1 2 |" in text and "| better |" in text and "did not run" not in text and "cannot be said" not in text
+    assert (tmp_path / "pictures" / "hidden.png").stat().st_size > 1000 and [p.name for p in (tmp_path / "pictures").iterdir()] == ["hidden.png"]
+    assert not {"changes", "speedup", "export"} & set(re.findall(r"[a-z]+", text.split("<!-- hidden: y -->")[1].split("\n| ---")[0].split("\n| ")[1]))
+    readme.fill(path, rows, {"hidden": SAME})
+    assert path.read_text() == text

@@ -161,3 +161,13 @@ def test_the_same_every_time_and_fast():
     start = time.perf_counter()
     again = compare(a, b)
     assert time.perf_counter() - start < 0.2 and again == first
+
+
+def test_two_sets_of_prompts_are_not_compared():
+    """The kinds may be the same where the prompts are not: another machine's library, another target."""
+    rows = [run(seed, [10, 20], [5, 9]) for seed in (0, 1)]
+    of = lambda key, rows: [{**r, "measured": [{**r["measured"][0], "prompts_stage": key}]} for r in rows]  # noqa: E731
+    assert compare(of("a", rows), of("a", rows)).difference == 0
+    for call in (lambda: compare(of("a", rows), of("b", rows)), lambda: counts([*of("a", rows[:1]), *of("b", rows[1:])])):
+        with pytest.raises(ValueError, match="on the same prompts; got two sets of them; run all with one cache"):
+            call()

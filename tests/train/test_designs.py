@@ -18,9 +18,10 @@ from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.cod import Cod, cod_sample
 from peagle_jax.train.config import Optimizer
 from peagle_jax.train.features import Rows
-from peagle_jax.train.fit import make_optimizer
+from peagle_jax.train.fit import _decayed, make_optimizer
 from peagle_jax.train.step import peagle_loss
 from peagle_jax.types import CodSample
+from peagle_jax.weights import flat
 
 B, N, K, E, MASK = 2, 11, 4, 7, 5
 DOCUMENT = np.array([[0, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2] * 9 + [-1, -1]])
@@ -178,3 +179,13 @@ def _nothing_is_missing(head, run, cod, grads, parts):
             got = (float(run(moved(0.03), opt, cod)[0]) - float(run(moved(-0.03), opt, cod)[0])) / 0.06
             want = sum(float(np.vdot(g, w)) for g, w in zip(leaves, jax.tree.leaves(way), strict=True))
             np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * float(optax.tree.norm(grads[part])) * size**-0.5, err_msg=part)
+
+
+def test_what_is_decayed():
+    """Matrices of layers, not vectors; nor a placeholder's table, which stands where the paper's design has a vector."""
+    for name in ("shared", "per_depth", "low_rank", "shared_depth"):
+        params = tiny.head(**designs.ALL[f"{name}-mask"]).params
+        marks = dict(flat(_decayed(params)))
+        assert not any(mark for path, mark in marks.items() if path.startswith("placeholder") or path == "mask_hidden")
+        assert all(mark == (x.ndim > 1) for (path, x), mark in zip(flat(params), marks.values(), strict=True) if not path.startswith("placeholder"))
+        assert marks["layers.0.attn.q.kernel"]
