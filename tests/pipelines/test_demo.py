@@ -11,7 +11,7 @@ from peagle_jax.pipelines.budgets import Budget, Scratch
 TINY = Budget(
     minutes="1", needs_scratch=True, fresh=None, ks=(2,), batches=(1,), sampled_k=None, prompts=2, new_tokens=8, repeats=1, dtype="bfloat16",
     scratch=Scratch(
-        model=budgets._lm(320, 3, 32, 48, 2, 1, 16, 512), source=None, max_chars=100_000, length=48, lm=(30, 2), peagle=(32, 1), eagle3=(31, 1),
+        model=budgets.lm_shape(320, 3, 32, 48, 2, 1, 16, 512), source=None, max_chars=100_000, length=48, lm=(30, 2), peagle=(32, 1), eagle3=(31, 1),
         peagle_layers=2, peagle_mlp=24, depths=3,
     ),
 )  # fmt: skip
