@@ -37,6 +37,7 @@ class Finding:
     groups: Mapping[str, Interval] = dataclasses.field(default_factory=dict)  # by group of kinds of text
     positions: tuple[float, ...] = ()  # share of all drafts accepted at each, 0..1
     against: Comparison | None = None  # with the reference; None for the reference itself
+    at: tuple[Comparison, ...] = ()  # the same by position, as far as both draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,9 @@ def _finding(name: str, rows: Sequence[Mapping], experiment: Experiment, referen
     finding = dataclasses.replace(finding, length=interval(rows), groups=groups, positions=tuple(per_position(rows)))
     if name != experiment.reference and reference:
         try:
-            finding = dataclasses.replace(finding, against=compare(rows, reference))
+            common = min(len(finding.positions), len(per_position(reference)))
+            at = tuple(compare(rows, reference, positions=slice(i, i + 1)) for i in range(common))
+            finding = dataclasses.replace(finding, against=compare(rows, reference), at=at)
         except ValueError as error:
             notes.append(f"{name} cannot be compared with {experiment.reference}: {error}.")
     return finding, notes

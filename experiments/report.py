@@ -36,6 +36,7 @@ CAREFUL = (
     "experiments/statistics.py). Of 20 variants that change nothing, one is expected to be called better or worse by chance. "
     "With one seed no claim is made, and its intervals are over prompts alone."
 )
+AT = "Accepted at each position against the reference, percentage points of all drafts (95 %)"
 Table = list[list[str]]  # the first row is the head
 
 
@@ -81,8 +82,9 @@ def _section(found: Findings, pictures: Sequence[tuple[str, str]], out: Path) ->
     """One experiment, as HTML and as Markdown."""
     experiment, facts = found.experiment, _facts(found)
     others = _other_measurements(found)
-    tables = [("", main_table(found)), ("Acceptance length, other measurements", others), ("Training", _training(found))]
-    tables = [(title, table) for title, table in tables if len(table[0]) > 1]
+    tables = [("", main_table(found)), (AT, by_position(found))]
+    tables += [("Acceptance length, other measurements", others), ("Training", _training(found))]
+    tables = [(title, table) for title, table in tables if len(table[0]) > 1 and len(table) > 1]
     e, name = html.escape, experiment.name
     page = [f'<h2 id="{e(name)}">{e(name)}</h2>', *([f"<p class=big>{e(experiment.question)}</p>"] if experiment.question else [])]
     page += [_figure(out, *picture) for picture in pictures]
@@ -131,6 +133,15 @@ def _cells(v: Finding, found: Findings) -> list[str]:
         word, " ".join(f"{100 * p:.0f}" for p in v.positions), *(f"{v.groups[g].value:.2f}" if g in v.groups else "" for g in GROUPS),
         f"{np.median(speeds):.2f}x" if speeds else "", _lossless(v.rows), "; ".join(exports),
     ]  # fmt: skip
+
+
+def by_position(found: Findings) -> Table:
+    """Differences to the reference at each position; only where there are several seeds."""
+    compared = [v for v in found.variants if v.at and v.against.word in WORDS[:3]]
+    cell = lambda c: f"{100 * c.difference:+.1f} ({100 * c.low:+.1f} to {100 * c.high:+.1f}){'' if c.word == WORDS[2] else ' ' + c.word}"  # noqa: E731
+    width = max((len(v.at) for v in compared), default=0)
+    head = [found.experiment.axis, *(str(i + 1) for i in range(width))]
+    return [head, *([v.name, *map(cell, v.at), *([""] * (width - len(v.at)))] for v in compared)]
 
 
 def _length(i: Interval | None) -> str:

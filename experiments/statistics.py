@@ -121,8 +121,11 @@ def interval(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] 
 
 
 def compare(rows_a: Sequence[Row], rows_b: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS,
-            draws: int = DRAWS) -> Comparison:  # fmt: skip
+            positions: slice = slice(None), draws: int = DRAWS) -> Comparison:  # fmt: skip
     """The pooled acceptance length of A minus that of B, on the seeds that both have; prompts are paired by their place.
+
+    Args:
+      positions: of the draft, whose accepted tokens count; of one position the difference is in its share of accepted drafts.
 
     Raises:
       ValueError: no common seed, or A and B were not measured on the same prompts.
@@ -134,6 +137,7 @@ def compare(rows_a: Sequence[Row], rows_b: Sequence[Row], *, measurement: int = 
     a, b = ([row for row in rows if row["seed"] in common] for rows in (rows_a, rows_b))
     a, b = (counts(rows, measurement=measurement, kinds=kinds) for rows in (a, b))
     _same_prompts(a.kinds, b.kinds)
+    a, b = (dataclasses.replace(c, accepted=c.accepted[:, :, positions]) for c in (a, b))
     if len({row["measured"][measurement].get("prompts_stage") for row in (*rows_a, *rows_b)}) > 1:
         raise ValueError("variants are compared on the same prompts; got two sets of them; run all with one cache")
     seeds, prompts = _draws(len(a.seeds), len(a.kinds), draws)

@@ -53,7 +53,7 @@ def test_the_page_needs_no_other_file(built):
 
 def test_verdicts_and_values(built):
     _, page, text = built
-    lines = {line.split(" | ")[0]: line for line in section(text, "hidden").split("**Training**")[0].splitlines()}
+    lines = {line.split(" | ")[0]: line for line in section(text, "hidden").split("**Accepted at")[0].splitlines()}
     assert "| reference |" in lines["| shared"] and "| better |" in lines["| good"] and "| within noise |" in lines["| same"]
     assert lines["| later"].startswith("| later | did not run |") and "python -m experiments.run hidden --seeds 3" in text
     assert "| 0 1 2 |" in lines["| good"] and "| 1.29x | yes | as it is |" in lines["| good"]
@@ -79,6 +79,20 @@ def test_published_numbers_stand_beside_ours(built):
     assert PEAGLE_POSITIONS.source in captions["against_eagle3"] and LENGTH_BY_K.source in captions["speculation_depth"]
     assert "Dotted" not in captions["hidden"]
     assert all(n.source in text and n.differs in text for n in NUMBERS)
+
+
+def test_positions_are_compared_with_the_reference(built):
+    _, page, text = built
+    part = section(text, "hidden").split("**Accepted at each position")[1].split("**")[1]
+    lines = {line.split(" | ")[0]: line for line in part.splitlines()}
+    good = next(v for v in find("hidden", ROWS, SAME).variants if v.name == "good")
+    first = good.at[0]
+    assert len(good.at) == 4 and good.at[0].word == "better" and sum(c.difference for c in good.at) == pytest.approx(good.against.difference)
+    assert f"| good | {100 * first.difference:+.1f} ({100 * first.low:+.1f} to {100 * first.high:+.1f}) better |" in lines["| good"]
+    assert "| shared" not in lines and "better" not in lines["| same"] and "| same | " in lines["| same"]
+    assert "**Accepted at each position" not in section(text, "unheard_of")  # one seed: no claim
+    deeper = section(text, "speculation_depth").split("**Accepted at each position")[1]
+    assert re.search(r"\| k2 \| [^|]+ \| [^|]+ \|  \|  \|", deeper)  # the reference drafts 4, this one 2
 
 
 def test_tables_are_tables(built):

@@ -132,6 +132,15 @@ def test_different_k_can_be_compared():
     assert compare(rows[7], rows[2]).word == "better"
 
 
+def test_positions_alone_by_hand():
+    a = [run(s, [10, 30], [[8, 2], [20, 6 + s]], k=2) for s in range(2)]
+    b = [run(s, [20, 20], [[8, 4], [16, 2]], k=2) for s in range(2)]
+    first, second = (compare(a, b, positions=slice(i, i + 1)) for i in range(2))
+    assert first.difference == pytest.approx(28 / 40 - 24 / 40) and first.by_seed == pytest.approx({0: 0.1, 1: 0.1})
+    assert second.by_seed == pytest.approx({0: 8 / 40 - 6 / 40, 1: 9 / 40 - 6 / 40})
+    assert first.difference + second.difference == pytest.approx(compare(a, b).difference)
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
