@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from experiments.findings import GROUPS, Finding, Findings
 from experiments.published import EAGLE3_POSITIONS, LENGTH_BY_K, PEAGLE_POSITIONS
+from experiments.statistics import Comparison
 from peagle_jax.report.plots import INK, STYLE
 from peagle_jax.report.records import NAMES
 
@@ -70,9 +71,12 @@ def _colours(variants: Sequence[Finding]) -> list:
 
 def _bars(found: Findings, variants: Sequence[Finding]) -> tuple[Figure, str]:
     wide = len(variants) > LINES
-    figure, (lengths, groups, positions) = plt.subplots(
-        1, 3, figsize=(14, max(3.4, 1.5 + 0.4 * len(variants))), layout="constrained", width_ratios=(1.25, 1, 1.1),
+    compared = [v for v in variants if v.against and len(v.against.by_seed) > 1]
+    figure, axes = plt.subplots(
+        1, 4 if compared else 3, figsize=(17.5 if compared else 14, max(3.4, 1.5 + 0.4 * len(variants))), layout="constrained",
+        width_ratios=(1.15, *([0.85] if compared else []), 0.9, 1.2),
     )  # fmt: skip
+    lengths, *differences, groups, positions = axes
     ys, reference = np.arange(len(variants)), next((v for v in variants if v.name == found.experiment.reference), None)
     colours = ["#4f7f8f"] * len(variants) if wide else _colours(variants)
     _length_bars(lengths, variants, colours, reference)
@@ -82,7 +86,7 @@ def _bars(found: Findings, variants: Sequence[Finding]) -> tuple[Figure, str]:
             _intervals(groups, [y + offset for y, _ in at], [i for _, i in at], *GROUP_STYLE[name], name, sideways=True)
     groups.set(xlabel=LENGTH)
     groups.set_xlim(left=1)
-    for axis in (lengths, groups, *([positions] if wide else [])):
+    for axis in (lengths, *differences, groups, *([positions] if wide else [])):
         axis.set_ylim(len(variants) - 0.45, -0.55)
         axis.grid(False, axis="y")
         axis.set_yticks(ys, [""] * len(ys))
@@ -92,11 +96,16 @@ def _bars(found: Findings, variants: Sequence[Finding]) -> tuple[Figure, str]:
         tick.label1.set_fontweight("bold" if v is reference else "normal")
     groups.set_title("By kind of text")
     caption = _what(found) + " Bars: pooled over seeds and prompts, with 95 % intervals; dots: single seeds; dashed: the reference."
+    if compared:
+        _differences(*differences, found, variants, colours)
+        caption += " Differences are paired, same prompts and same seeds; filled where the interval leaves out 0."
     if wide:
         _position_table(positions, variants)
+    elif compared and found.experiment.name != "against_eagle3":  # whose published positions are drawn beside ours
+        _position_differences(positions, found, [(v, c) for v, c in zip(variants, colours, strict=True) if v in compared])
     else:
         caption += _position_lines(positions, found, variants, colours, [v.name for v in variants])
-    _titles((lengths, groups, positions))
+    _titles(axes)
     return figure, caption
 
 
@@ -115,6 +124,38 @@ def _length_bars(axis, variants: Sequence[Finding], colours, reference: Finding 
         axis.axvline(reference.length.value, color=INK, lw=0.9, ls=(0, (4, 3)))
     axis.set(xlim=(1, 1 + (end - 1) * 1.16), xlabel=LENGTH)
     axis.set_title("Acceptance length")
+
+
+def _differences(axis, found: Findings, variants: Sequence[Finding], colours) -> None:
+    """Paired differences to the reference, in the rows of the bars."""
+    for y, (v, colour) in enumerate(zip(variants, colours, strict=True)):
+        if v.against and len(v.against.by_seed) > 1:
+            _difference(axis, y, v.against, colour, 1, sideways=True)
+            axis.plot(list(v.against.by_seed.values()), [y + 0.2] * len(v.against.by_seed), "o", ms=3.5, mfc="white", mec=INK, mew=0.7)
+    axis.axvline(0, color=INK, lw=0.9, ls=(0, (4, 3)))
+    axis.set(xlabel="tokens a target forward")
+    axis.set_title(f"Minus {found.experiment.reference}")
+
+
+def _position_differences(axis, found: Findings, variants: Sequence[tuple[Finding, str]]) -> None:
+    """The same by position: an acceptance length can stay equal while the first position wins and the late ones lose."""
+    for i, (v, colour) in enumerate(variants):
+        for position, comparison in enumerate(v.at):
+            x = position + 1 + 0.6 * ((i + 0.5) / len(variants) - 0.5)
+            _difference(axis, x, comparison, colour, 100, label=v.name if position == 0 else None)
+    axis.axhline(0, color=INK, lw=0.9, ls=(0, (4, 3)))
+    axis.set(xlabel="position of the draft", ylabel="percentage points of all drafts")
+    axis.set_xticks(range(1, max(len(v.at) for v, _ in variants) + 1))
+    axis.grid(False, axis="x")
+    axis.set_title(f"By position, minus {found.experiment.reference}")
+    axis.legend(fontsize=8)
+
+
+def _difference(axis, place: float, c: Comparison, colour, unit: float, *, sideways: bool = False, label: str | None = None) -> None:
+    ends = unit * np.array([[c.difference - c.low], [c.high - c.difference]])
+    how = {"fmt": "o", "ms": 5, "color": colour, "mfc": "white" if c.word == "within noise" else colour, "elinewidth": 1.2, "capsize": 2.5}
+    at, error = ((unit * c.difference, place), "xerr") if sideways else ((place, unit * c.difference), "yerr")
+    axis.errorbar(*at, **{error: ends}, **how, label=label)
 
 
 def _position_table(axis, variants: Sequence[Finding]) -> None:
@@ -216,12 +257,12 @@ def _x_axis(axis, xs: Sequence[float]) -> None:
 
 
 def _titles(axes) -> None:
-    """Titles in one line, and between them and the first two axes their legends, where no data can be."""
-    counts = [len(axis.get_legend_handles_labels()[1]) for axis in axes[:2]]
+    """Titles in one line, and between them and all axes but the last their legends, where no data can be."""
+    counts = [len(axis.get_legend_handles_labels()[1]) for axis in axes[:-1]]
     lines = max(0 if n < 2 else 1 if n <= 3 else (n + 1) // 2 for n in counts)
     for axis in axes:
         axis.set_title(axis.get_title("left"), pad=6 + 17 * lines)
-    for axis, n in zip(axes[:2], counts, strict=True):
+    for axis, n in zip(axes[:-1], counts, strict=True):
         if n > 1:
             axis.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3 if n <= 3 else 2, fontsize=8.5, columnspacing=1.2,
                         handletextpad=0.4)  # fmt: skip
