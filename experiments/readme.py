@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.figures import draw
 from experiments.findings import find, latest, read_rows
-from experiments.report import main_table, markdown, overview
+from experiments.report import main_table, markdown, other_measurements, overview
 from experiments.stages import ROOT
 from peagle_jax.files import write_whole
 from peagle_jax.types import InputError
@@ -36,6 +36,8 @@ def fill(readme: Path, rows: Sequence[dict], experiments: dict) -> list[str]:
     with tempfile.TemporaryDirectory() as work:
         for name, one in found.items():
             parts[name] = "".join(f"> {note}\n\n" for note in one.notes) + markdown(narrow(main_table(one)))
+            if len((others := other_measurements(one))[0]) > 1:
+                parts[name] += f"\n\nAcceptance length, other measurements:\n\n{markdown(others)}"
             for made, caption in draw(one, Path(work))[:1]:  # the second one, of training curves, is the report's
                 shutil.copy(Path(work) / made, pictures / made)
                 parts[name] = f"![{caption}](pictures/{made})\n\n{parts[name]}"

@@ -81,7 +81,7 @@ def build(rows: Sequence[Mapping], experiments: Mapping[str, Experiment], out: P
 def _section(found: Findings, pictures: Sequence[tuple[str, str]], out: Path) -> tuple[list[str], list[str]]:
     """One experiment, as HTML and as Markdown."""
     experiment, facts = found.experiment, _facts(found)
-    others = _other_measurements(found)
+    others = other_measurements(found)
     tables = [("", main_table(found)), (AT, by_position(found))]
     tables += [("Acceptance length, other measurements", others), ("Training", _training(found))]
     tables = [(title, table) for title, table in tables if len(table[0]) > 1 and len(table) > 1]
@@ -156,13 +156,14 @@ def _lossless(rows: Sequence[Mapping]) -> str:
     return (f"NO: {wrong} of {same + ties + wrong} differ" if wrong else "yes") + (f" ({ties} near ties)" if ties else "")
 
 
-def _other_measurements(found: Findings) -> Table:
+def other_measurements(found: Findings) -> Table:
     """Everything that was measured beside the first measurement: a column for each way."""
     columns: dict[str, dict[str, str]] = {}
     for v in found.variants:
         for number in range(1, min(len(row["measured"]) for row in v.rows)) if v.length else ():
             one = v.rows[0]["measured"][number]
             how = "greedy" if one["temperature"] == 0 else f"temperature {one['temperature']:g}"
+            how += ", sampled drafts" if one.get("sample_drafts") else ""
             title = f"K = {one['k']}, {how}, {one['new_tokens']} after {one['prompt_tokens']} tokens"
             try:
                 columns.setdefault(title, {})[v.name] = _length(interval(v.rows, measurement=number))

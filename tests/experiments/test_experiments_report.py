@@ -221,3 +221,14 @@ def test_the_readme_is_filled_between_its_markers(tmp_path):
     assert not {"changes", "speedup", "export"} & set(re.findall(r"[a-z]+", text.split("<!-- hidden: y -->")[1].split("\n| ---")[0].split("\n| ")[1]))
     readme.fill(path, rows, {"hidden": SAME})
     assert path.read_text() == text
+
+
+def test_the_readme_shows_other_measurements(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("<!-- hidden: y -->\n<!-- end -->\n")
+    rows = runs("hidden", {"shared": 0.4, "good": 0.6}, more_k=(7,))
+    for row in rows:
+        row["measured"][1]["sample_drafts"] = row["variant"] == "good"
+    readme.fill(path, rows, {"hidden": SAME})
+    after = path.read_text().split("Acceptance length, other measurements:")[1]
+    assert "| design | K = 7, temperature 1, 65 after 33 tokens | K = 7, temperature 1, sampled drafts, 65 after 33 tokens |" in after
