@@ -231,4 +231,4 @@ def test_the_readme_shows_other_measurements(tmp_path):
         row["measured"][1]["sample_drafts"] = row["variant"] == "good"
     readme.fill(path, rows, {"hidden": SAME})
     after = path.read_text().split("Acceptance length, other measurements:")[1]
-    assert "| design | K = 7, temperature 1, 65 after 33 tokens | K = 7, temperature 1, sampled drafts, 65 after 33 tokens |" in after
+    assert "| design | K = 7, greedy, 65 after 33 tokens | K = 7, greedy, sampled drafts, 65 after 33 tokens |" in after
