@@ -158,18 +158,21 @@ def _lossless(rows: Sequence[Mapping]) -> str:
 
 def other_measurements(found: Findings) -> Table:
     """Everything that was measured beside the first measurement: a column for each way."""
-    columns: dict[str, dict[str, str]] = {}
+    columns: dict[tuple, dict[str, str]] = {}  # by (K, temperature, .., title), which is their order
     for v in found.variants:
         for number in range(1, min(len(row["measured"]) for row in v.rows)) if v.length else ():
             one = v.rows[0]["measured"][number]
             how = "greedy" if one["temperature"] == 0 else f"temperature {one['temperature']:g}"
             how += ", sampled drafts" if one.get("sample_drafts") else ""
             title = f"K = {one['k']}, {how}, {one['new_tokens']} after {one['prompt_tokens']} tokens"
+            place = (one["k"], one["temperature"], one["new_tokens"], one["prompt_tokens"], title)
             try:
-                columns.setdefault(title, {})[v.name] = _length(interval(v.rows, measurement=number))
+                columns.setdefault(place, {})[v.name] = _length(interval(v.rows, measurement=number))
             except ValueError as error:  # runs of one variant that were not measured alike
-                columns.setdefault(title, {})[v.name] = str(error)
-    return [[found.experiment.axis, *columns], *([v.name, *(c.get(v.name, "") for c in columns.values())] for v in found.variants)]
+                columns.setdefault(place, {})[v.name] = str(error)
+    places = sorted(columns)
+    head = [found.experiment.axis, *(place[-1] for place in places)]
+    return [head, *([v.name, *(columns[place].get(v.name, "") for place in places)] for v in found.variants)]
 
 
 def _training(found: Findings) -> Table:
