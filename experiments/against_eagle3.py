@@ -5,7 +5,7 @@
 `EAGLE-3` has one layer and as many steps; `of equal parameters` as many layers as the parallel head; `of equal FLOPs` one layer, and steps
 until its training took the parallel head's arithmetic (train_flops of the rows).
 Expects: EAGLE-3 drafts later positions better, since it sees the tokens it drafted; the first position is equal at equal layers.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
 COD's ratio r keeps about r**d of the positions at depth d, never less than the floor; `anchors` bounds the chains of a row. Steps are
 equal, so that fewer elements mean less arithmetic (the rows' train_flops) as well as less to learn from.
 Expects: at equal steps, more elements are better, with diminishing returns; a low ratio costs late positions first.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ Tokens a step are equal: shorter rows, more of them. Rows are cut for the target
 its hidden states then know only the row. Every head drafts behind prompts of 32 tokens (the table) and of 96 (other
 measurements), 64 tokens each.
 Expects: rows of 32 tokens lose much, since answers run to 96 and 160; rows of 64 lose little.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
 The same number of steps on fewer different answers; and on other text: sampled answers, or the corpus itself.
 Expects: a quarter of the answers is nearly as good in so few steps; the target's own greedy text is best for greedy decoding, the corpus
 worst, placeholders most of all: what was drawn, or written by others, cannot be foreseen.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
 
 Expects: a frozen embedding costs little beyond the mask token's row; a trained output gains a little; a vocabulary of the most frequent
 half loses what the other half is drafted for.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

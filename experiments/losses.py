@@ -5,7 +5,7 @@
 Every head is measured greedily (the table) and at temperature 1 (other measurements).
 Expects: cross entropy of the argmax is best for greedy decoding or equal to KL; total variation alone learns late positions slowly,
 since its gradient vanishes where little is accepted; the hybrids lie between; at temperature 1 KL and the acceptance losses are better.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

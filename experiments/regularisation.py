@@ -4,7 +4,7 @@
 
 Expects: dropout of real features into the placeholder trains the placeholder on many more rows, and may help deep positions at the
 cost of the first; small noise changes nothing; large noise hurts.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
     python -m experiments.run taps --seeds 3
 
 Expects: the last layer's input is worth most; three taps beat one; norms before the fusion change little in a small target.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
 The EAGLE-3 head of as many layers is trained first, for as many steps; its embedding, layers, fusion and norms are then the parallel
 head's. `twice the steps` is the base with about as much arithmetic as both together (train_flops of a row counts its own head alone).
 Expects: the first position is better at once, late ones hardly; at equal total arithmetic, starting from the target is better.
-Result: experiments/README.md.
+Result: not run yet.
 """
 
 import dataclasses
