@@ -81,6 +81,8 @@ class KVGroup:
     v: tuple[Float[Array, "B G S H"], ...]
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # model layers held, in order
     ring: bool = dataclasses.field(metadata={"static": True})  # position p lies in slot p mod S; otherwise in slot p
+    k_scale: tuple[Float[Array, "B G S"], ...] = ()  # of keys and values in float8, one number a slot and head; () where they are not
+    v_scale: tuple[Float[Array, "B G S"], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -101,6 +103,7 @@ class KVCache:
         """Room for `slots` positions.
 
         Args:
+          dtype: float8 keeps a scale beside every key and value.
           block: positions written at once, at most. Sliding layers then get a ring of window + block slots, if that is
             fewer: when the last of a block is written, everything its first query sees is still there, and so is
             everything that a query sees after any part of the block was rolled back. None: no rings.
@@ -108,8 +111,11 @@ class KVCache:
 
         def group(shape: CacheShape) -> KVGroup:
             held = shape.held(slots, block)
-            zeros = lambda: tuple(jnp.zeros((batch, shape.kv_heads, held, shape.head_dim), dtype) for _ in shape.layers)  # noqa: E731
-            return KVGroup(zeros(), zeros(), tuple(shape.layers), ring=held < slots)
+            size = (batch, shape.kv_heads, held, shape.head_dim)
+            zeros = lambda size, dtype: tuple(jnp.zeros(size, dtype) for _ in shape.layers)  # noqa: E731
+            scale = (lambda: zeros(size[:-1], jnp.float32)) if jnp.dtype(dtype).itemsize == 1 else tuple
+            k, v = zeros(size, dtype), zeros(size, dtype)
+            return KVGroup(k, v, tuple(shape.layers), ring=held < slots, k_scale=scale(), v_scale=scale())
 
         return cls(tuple(group(shape) for shape in shapes), jnp.zeros(batch, jnp.int32))
 

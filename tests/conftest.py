@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; what compiles them runs in processes of its own
 sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would what tests start

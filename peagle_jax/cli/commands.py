@@ -1,6 +1,7 @@
 """One function a command: it calls into the library, prints, and returns the exit code."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -94,27 +95,30 @@ def extract(args) -> int:
     return 0
 
 
-def _load(target: str, drafter: str | None, dtype: str, mxfp4: str = "packed"):
+def _load(args, drafter: str | None, mxfp4: str = "packed"):
+    """(folder, target, head or None) in the precision that was asked for: `--dtype fp8` has bfloat16 around its matrices."""
     import jax.numpy as jnp
 
     from peagle_jax.targets import load_target, read_facts
 
-    folder = weights.find_folder(target)
-    if drafter is None:
-        return folder, load_target(folder, taps=(), dtype=jnp.dtype(dtype), mxfp4=mxfp4), None
-    from peagle_jax.pipelines.runs import open_head
+    folder, fp8 = weights.find_folder(args.target), args.dtype == "fp8"
+    dtype, taps = jnp.dtype(jnp.bfloat16 if fp8 else args.dtype), ()
+    if drafter is not None:
+        from peagle_jax.pipelines.runs import open_head
 
-    taps = open_head(drafter, read_facts(folder).layers).config.taps
-    loaded = load_target(folder, taps=taps, dtype=jnp.dtype(dtype), mxfp4=mxfp4)
-    return folder, loaded, _load_head(drafter, loaded, jnp.dtype(dtype))
+        taps = open_head(drafter, read_facts(folder).layers).config.taps
+    target = load_target(folder, taps=taps, dtype=dtype, fp8=fp8, mxfp4=mxfp4)
+    if args.kv_cache_dtype == "fp8":
+        target = dataclasses.replace(target, config=dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn)))
+    return folder, target, None if drafter is None else _load_head(drafter, target, dtype, fp8)
 
 
-def _load_head(drafter: str, target, dtype):
+def _load_head(drafter: str, target, dtype, fp8: bool):
     from peagle_jax.decode.generate import check_fit
     from peagle_jax.draft.folders import to_model
     from peagle_jax.pipelines.runs import open_head
 
-    head = to_model(open_head(drafter, target.config.layers), dtype=dtype, embedding=target.params["embed"]["table"])
+    head = to_model(open_head(drafter, target.config.layers), dtype=dtype, embedding=target.params["embed"]["table"], fp8=fp8)
     check_fit(target, head, drafter)
     return head
 
@@ -129,7 +133,7 @@ def generate(args) -> int:
         _check_writable(args.out)
     if args.batch_size < 1:
         raise InputError("--batch-size", "must be 1 or more", args.batch_size, "raise it")
-    folder, target, head = _load(args.target, None if args.method == "none" else args.drafter, args.dtype, args.mxfp4)
+    folder, target, head = _load(args, None if args.method == "none" else args.drafter, args.mxfp4)
     tokenizer = text.load_tokenizer(folder)
     if tokenizer is not None:
         text.check_vocabulary(tokenizer, target.config.vocab, args.target)
@@ -159,10 +163,10 @@ def bench(args) -> int:
     _numbers("--repeats", str(args.repeats))
     if args.max_new_tokens < 2:
         raise InputError("--max-new-tokens", "the first token needs no draft: ask for 2 or more", args.max_new_tokens, "raise it")
-    folder, target, first = _load(args.target, args.drafter[0], args.dtype)
+    folder, target, first = _load(args, args.drafter[0])
     heads = {}
     for i, name in enumerate(args.drafter):
-        head = _load_head(name, target, first.config.dtype) if i else first
+        head = _load_head(name, target, first.config.dtype, args.dtype == "fp8") if i else first
         method = "peagle" if head.config.parallel else "eagle3"
         if method in heads:
             raise InputError(name, "one P-EAGLE and one EAGLE-3 head are measured together", f"two for {method}", "measure them apart")
@@ -171,7 +175,7 @@ def bench(args) -> int:
     check_prompts(prompts, target.config, args.max_new_tokens, max(ks), None)
     records_file = records.Records(args.out)
     names = {"target": Path(args.target).name, "drafters": [Path(d).name for d in args.drafter]}
-    label = {"name": "bench", **names, "dtype": args.dtype, "seed": 0}
+    label = {"name": "bench", **names, "dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "seed": 0}
     suite = run_suite(target, heads, prompts, ks=ks, batches=batches, new_tokens=args.max_new_tokens, repeats=args.repeats, label=label,
                       on_record=lambda r: (records_file.add(r), CONSOLE.print(records.one_line(r))))  # fmt: skip
     pictures = plots.draw(args.out, suite.records, {}, [])

@@ -12,6 +12,10 @@ class Parser(argparse.ArgumentParser):
         raise InputError(self.prog, "arguments must be as --help says", message, f"run {self.prog} --help")
 
 
+DTYPES = ("float32", "bfloat16", "fp8")
+FP8 = "of weights and activations; fp8: matrices in float8 with scales, the rest in bfloat16"
+
+
 def make_parser(commands: Mapping[str, Callable]) -> Parser:
     """The arguments of every command; `args.command` is the function of that name."""
     parser = Parser(prog="peagle", description="P-EAGLE in JAX: train draft heads, decode losslessly, export to vLLM.")
@@ -72,7 +76,8 @@ def make_parser(commands: Mapping[str, Callable]) -> Parser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--greedy-drafts", action="store_true", help="with a temperature, draft argmaxes instead of samples")
     p.add_argument("--ignore-eos", action="store_true")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    p.add_argument("--dtype", choices=DTYPES, default="float32", help=FP8)
+    p.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of the target's cache; auto: that of activations")
     p.add_argument("--batch-size", type=int, default=8)
     p.add_argument("--prefill-chunk", type=int, help="prompt tokens read at once (default: all; 512 with --sliding-cache)")
     p.add_argument("--sliding-cache", action="store_true", help="sliding layers keep a window and a chunk: less memory, the same text")
@@ -87,7 +92,8 @@ def make_parser(commands: Mapping[str, Callable]) -> Parser:
     p.add_argument("--concurrency", default="1")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    p.add_argument("--dtype", choices=DTYPES, default="float32", help=FP8)
+    p.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of the target's cache; auto: that of activations")
     p.add_argument("--out", type=Path, required=True)
 
     p = add("convert", "a head folder or training run -> vllm, speculators or orbax; a target -> hf")

@@ -140,7 +140,7 @@ def generate(
     program = Program(target.graph, target.config, drafter, slots, sample_drafts and sampling is not None, chunk, sliding_cache)
     mesh = mesh_of(target.params)
     parts = 1 if mesh is None else mesh.size
-    check_cache(target.config.cache_shapes(), len(prompts), slots, target.config.dtype, program.block(padded.shape[1]), parts)
+    check_cache(target.config.cache_shapes(), len(prompts), slots, target.config.kept_dtype, program.block(padded.shape[1]), parts)
     limits = np.full(len(prompts), max_new_tokens, np.int32)
     if mesh is not None:  # in NumPy, and replicated: several processes may hold parts of the target
         draft_params = jax.device_put(draft_params, NamedSharding(mesh, PartitionSpec()))

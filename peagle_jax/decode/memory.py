@@ -19,8 +19,9 @@ CGROUPS = (
 def cache_bytes(shapes: Sequence[CacheShape], batch: int, slots: int, dtype, block: int | None = None, parts: int = 1) -> int:
     """Of the cache that `KVCache.empty` makes of the same arguments, on each of `parts` devices; KV heads that do not divide lie on all."""
     share = lambda heads: heads // parts if heads % parts == 0 else heads  # noqa: E731
-    numbers = sum(2 * len(s.layers) * batch * share(s.kv_heads) * s.held(slots, block) * s.head_dim for s in shapes)
-    return numbers * jnp.dtype(dtype).itemsize
+    size = jnp.dtype(dtype).itemsize
+    scale = 4 if size == 1 else 0  # bytes beside every vector
+    return sum(2 * len(s.layers) * batch * share(s.kv_heads) * s.held(slots, block) * (s.head_dim * size + scale) for s in shapes)
 
 
 def free_bytes() -> int | None:

@@ -11,9 +11,7 @@ ORIGIN = {
 }  # fmt: skip
 
 
-def head_card(
-    cfg: HeadConfig, *, name: str, layout: str, dtype: str, k: int | None, own_embedding: bool, facts: Mapping[str, str]
-) -> str:
+def head_card(cfg: HeadConfig, *, name: str, layout: str, dtype: str, k: int | None, own_embedding: bool, facts: Mapping[str, str]) -> str:
     """README.md of a folder in layout "vllm" or "speculators". `facts` is the metadata of its safetensors."""
     kind = "P-EAGLE" if cfg.parallel else "EAGLE-3"
     target, known, k = facts.get("target") or "TARGET", k, k or 3

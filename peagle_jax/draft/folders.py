@@ -19,6 +19,7 @@ from peagle_jax.draft import vocab as draft_vocab
 from peagle_jax.draft.config_reading import detect_layout
 from peagle_jax.draft.form import HeadTensors, maker
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.layers.fp8 import in_fp8
 from peagle_jax.origin import versions
 from peagle_jax.types import InputError, Model
 from peagle_jax.weights import Tensor
@@ -52,9 +53,7 @@ def read_head(
     tensors = {name: t for name, t in fp8.tensors.items() if name not in names.VERIFIERS}
     left_out = [*fp8.left_out, *(name for name in names.VERIFIERS if name in fp8.tensors)]
     _complete_biases(tensors)
-    config = config_reading.read_config(
-        raw, tensors, str(where), target_layers=target_layers, mask_token=mask_token, numbering=numbering
-    )
+    config = config_reading.read_config(raw, tensors, str(where), target_layers=target_layers, mask_token=mask_token, numbering=numbering)
     left_out += _map_vocabulary(tensors, config, folder)
     plain = [t.dtype for name, t in tensors.items() if t.dtype in weights.FLOATING and name not in fp8.quantised]
     metadata = weights.read_metadata(folder)
@@ -135,14 +134,20 @@ def load_drafter(
     return to_model(read_head(path, target_layers=target_layers), dtype=dtype, embedding=embedding)
 
 
-def to_model(head: HeadTensors, *, dtype: DTypeLike | None = None, embedding: np.ndarray | jax.Array | None = None) -> Model:
+def to_model(
+    head: HeadTensors, *, dtype: DTypeLike | None = None, embedding: np.ndarray | jax.Array | None = None, fp8: bool = False
+) -> Model:
+    """The head in memory; with `fp8` all its matrices in float8 (`lm_head` too: it only drafts), the rest in `dtype`."""
     tensors = dict(head.tensors)
     if head.shares_embedding:
         if embedding is None:
             raise InputError(head.source, f"needs {names.EMBEDDING}, or the target's embedding", "neither", "give --target or embedding=")
         tensors[names.EMBEDDING] = np.asarray(embedding)
     config = head.config if dtype is None else dataclasses.replace(head.config, dtype=np.dtype(dtype))
-    return weights.load(maker(config), config, tensors, names.table(config), head.source)
+    make, table = maker(config), names.table(config)
+    if fp8:
+        make, tensors, table = in_fp8(make, tensors, table, {}, keep=())
+    return weights.load(make, config, tensors, table, head.source)
 
 
 # ---------------------------------------------------------------- writing

@@ -1,8 +1,10 @@
-"""Attention of a short block of queries over a cache with per-row lengths: the definition of correct."""
+"""Attention of a short block of queries over a cache with per-row lengths."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from peagle_jax.kernels.choose import choose, wide
 
 MASKED = -1e30  # finite: a row that sees nothing must give numbers, not NaN
 
@@ -12,20 +14,28 @@ def reference(
     k: Float[Array, "B G S H"],
     v: Float[Array, "B G S H"],
     positions: Int[Array, "B T"],
-    held: Int[Array, "B_or_1 S"],
+    held: Int[Array, "B S"] | None,
     *,
     window: int | None,
     scale: float,
     sinks: Float[Array, " N"] | None,
+    k_scale: Float[Array, "B G S"] | None = None,
+    v_scale: Float[Array, "B G S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with grouped heads; the query at position p sees positions p-window+1 .. p (0 .. p without window).
 
-    Scores and softmax in float32, as transformers' eager attention does.
+    Scores and softmax in float32, as transformers' eager attention does. The definition of correct.
 
     Args:
-      held: the position whose key and value lie in each slot; below 0 for a slot that holds none.
+      k, v: in the dtype of `q`, or float8 with scales.
+      held: the position whose key and value lie in each slot, below 0 for a slot that holds none; None: slot s holds position s.
       sinks: a logit a head that takes part in the softmax and has no value.
+      k_scale, v_scale: what a slot's key and value are multiplied with.
     """
+    if k_scale is not None:
+        k, v = ((x.astype(jnp.float32) * s[..., None]).astype(q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
+    if held is None:
+        held = jnp.arange(k.shape[2])[None]
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
     R = N // G
@@ -46,3 +56,18 @@ def reference(
         weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
     y = jnp.matmul(weights.astype(v.dtype).reshape(B, G, R * T, S), v).reshape(B, G, R, T, H)
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def triton(q, k, v, positions, held, **rule):
+    from peagle_jax.kernels import attention_triton
+
+    return attention_triton.attend(q, k, v, positions, held, **rule)
+
+
+FORMS = {"reference": reference, "triton": triton}
+
+
+def attend(q, k, v, positions, held, *, form: str, **rule) -> Float[Array, "B T N H"]:
+    """As `reference`, by a form of FORMS or "auto"."""
+    held_wide = wide(q) if "k_scale" in rule else wide(q, k, v)
+    return FORMS[choose("attention", form, FORMS, held_wide)](q, k, v, positions, held, **rule)

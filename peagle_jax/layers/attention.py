@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.kernels import attention
+from peagle_jax.kernels import attention, fp8_matmul
 from peagle_jax.layers.basic import Linear, RMSNorm
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import Attend, AttentionRule, KVCache, KVGroup
@@ -31,8 +31,9 @@ class CachedAttention:
             group = self._write(group, i, k, v)
             state = dataclasses.replace(state, groups=(*state.groups[:g], group, *state.groups[g + 1 :]))
         held = self._held(group, state.length)
-        y = attention.reference(
-            q, group.k[i], group.v[i], self.positions, held, window=rule.window, scale=rule.scale, sinks=rule.sinks
+        y = attention.attend(
+            q, group.k[i], group.v[i], self.positions, held, window=rule.window, scale=rule.scale, sinks=rule.sinks, form="auto",
+            **({"k_scale": group.k_scale[i], "v_scale": group.v_scale[i]} if group.k_scale else {}),
         )  # fmt: skip
         return y, state
 
@@ -44,13 +45,16 @@ class CachedAttention:
         rows = jnp.arange(k.shape[0])[:, None]
         put = lambda held, new: held.at[rows, :, slot].set(new.astype(held.dtype), mode="drop")  # noqa: E731
         swap = lambda all_, new: (*all_[:i], put(all_[i], new), *all_[i + 1 :])  # noqa: E731
+        if group.k_scale:
+            (k, k_scale), (v, v_scale) = (fp8_matmul.scaled(x, axis=-1) for x in (k, v))
+            group = dataclasses.replace(group, k_scale=swap(group.k_scale, k_scale), v_scale=swap(group.v_scale, v_scale))
         return dataclasses.replace(group, k=swap(group.k, k), v=swap(group.v, v))
 
-    def _held(self, group: KVGroup, length: Int[Array, " B"]) -> Int[Array, "B_or_1 S"]:
-        """The position that lies in each slot: of a ring, the latest one written that belongs there."""
-        slots = jnp.arange(group.k[0].shape[2])[None]
+    def _held(self, group: KVGroup, length: Int[Array, " B"]) -> Int[Array, "B S"] | None:
+        """The position that lies in each slot of a ring: the latest one written that belongs there. None: every slot holds its own."""
         if not group.ring:
-            return slots
+            return None
+        slots = jnp.arange(group.k[0].shape[2])[None]
         written = self.positions if self.real is None else jnp.where(self.real, self.positions, -1)
         latest = jnp.maximum(written.max(axis=1), length - 1)[:, None]
         return latest - (latest - slots) % slots.shape[1]

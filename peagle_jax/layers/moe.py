@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
-from peagle_jax.kernels import experts
+from peagle_jax.kernels import experts, fp8_matmul
 from peagle_jax.layers.basic import normal
 
 AXIS = "model"  # of a device mesh, over which experts and heads are spread
@@ -44,6 +44,31 @@ class PackedStack(nnx.Module):
         return jnp.swapaxes(decode_mxfp4(self.blocks[...][which], self.scales[...][which], dtype), -1, -2)
 
     shift = Stack.shift
+
+
+class Fp8Stack(nnx.Module):
+    """The same in float8 with scales, [E, out, in], decoded when an expert is used; activations stay as they are.
+
+    Args:
+      bias: of the stack in whose place this stands.
+      blocks: a scale for 128 x 128 numbers, or one for each of an expert's outputs.
+    """
+
+    def __init__(self, count: int, inputs: int, outputs: int, *, bias: nnx.Param | None, blocks: bool):
+        self.values = nnx.Param(jnp.zeros((count, outputs, inputs), fp8_matmul.E4M3))
+        grid = fp8_matmul.grid(outputs, inputs) if blocks else (outputs,)
+        self.scale = nnx.Param(jnp.zeros((count, *grid), jnp.float32))
+        self.bias = bias
+
+    def matrices(self, which, dtype) -> Float[Array, "*which inputs outputs"]:
+        decode = lambda values, scale: fp8_matmul.Fp8Matrix(values, scale).dequantised().astype(dtype).T  # noqa: E731
+        values, scale = self.values[...][which], self.scale[...][which]
+        return decode(values, scale) if values.ndim == 2 else jax.vmap(decode)(values, scale)
+
+    shift = Stack.shift
+
+
+AnyStack = Stack | PackedStack | Fp8Stack
 
 
 def decode_mxfp4(blocks: UInt8[Array, "*E out parts half"], scales: UInt8[Array, "*E out parts"], dtype) -> Float[Array, "*E out inputs"]:
@@ -107,7 +132,7 @@ def _backend() -> str:
 class Bank:
     """Two stacks and what lies between, as `kernels.experts` runs them: `count` experts, an equal share of `parts` such banks."""
 
-    def __init__(self, gate_up: Stack | PackedStack, down: Stack | PackedStack, act: Callable, count: int, parts: int = 1):
+    def __init__(self, gate_up: AnyStack, down: AnyStack, act: Callable, count: int, parts: int = 1):
         self.gate_up, self.down, self.act, self.count, self.parts = gate_up, down, act, count, parts
 
     def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:

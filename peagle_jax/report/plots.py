@@ -163,9 +163,7 @@ def _per_position(records):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(fontsize=9)
     axes[0, 0].set_ylabel("drafts accepted, %")
-    return figure, (
-        "Share of steps in which the draft at each position was accepted."
-    )
+    return figure, ("Share of steps in which the draft at each position was accepted.")
 
 
 def _training(curves):

@@ -33,6 +33,7 @@ class TargetConfig:
     dtype: DTypeLike
     stop_ids: tuple[int, ...]
     source: str | None  # config.json that this was read from, for exports; None for a model made here
+    cache_dtype: DTypeLike | None = None  # of keys and values; None: as `dtype`. A choice of who runs it, not the checkpoint's
 
     def kv_heads_of(self, layer: int) -> int:
         return self.kv_heads
@@ -41,9 +42,14 @@ class TargetConfig:
         kinds = {window: [i for i, w in enumerate(self.windows) if w == window] for window in dict.fromkeys(self.windows)}
         return tuple(CacheShape(tuple(layers), self.kv_heads, self.head_dim, window) for window, layers in kinds.items())
 
+    @property
+    def kept_dtype(self) -> DTypeLike:
+        """Of the cache."""
+        return self.dtype if self.cache_dtype is None else self.cache_dtype
+
     def empty_cache(self, batch: int, slots: int, *, block: int | None = None) -> KVCache:
         """`block`: see KVCache.empty."""
-        return KVCache.empty(self.cache_shapes(), batch, slots, self.dtype, block=block)
+        return KVCache.empty(self.cache_shapes(), batch, slots, self.kept_dtype, block=block)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from peagle_jax import weights
+from peagle_jax.layers.fp8 import in_fp8
 from peagle_jax.origin import versions
 from peagle_jax.targets import gemma4, gpt_oss, llama, qwen3, qwen3_moe, sharding
 from peagle_jax.targets.config import TargetConfig
@@ -88,7 +89,8 @@ def load_embedding(path: str | Path) -> weights.Tensor:
 
 
 def load_target(
-    path: str | Path, *, taps: Sequence[int] | None = None, dtype: DTypeLike = jnp.float32, mxfp4: str = "packed", mesh: Mesh | None = None
+    path: str | Path, *, taps: Sequence[int] | None = None, dtype: DTypeLike = jnp.float32, fp8: bool = False, mxfp4: str = "packed",
+    mesh: Mesh | None = None,
 ) -> Model:  # fmt: skip
     """Loads a Hugging Face folder of a supported family.
 
@@ -96,6 +98,8 @@ def load_target(
       path: folder with config.json and safetensors weights (FP8 with its scales too, MXFP4 experts), or a hub id.
       taps: hidden states to tap, in vLLM's numbering (id i is the input of layer i); None means (2, L//2, L-3).
       dtype: of weights and activations.
+      fp8: matrices in float8 with scales, as the folder has them or quantised while they are read (layers/fp8.py says which);
+        everything else in `dtype`.
       mxfp4: "packed" keeps experts that are stored so in 4 bits and decodes those that are used, "plain" stores them in `dtype`.
       mesh: devices with an axis "model", over which heads, MLPs and experts are spread (targets/sharding.py); every device
         reads its own slices from the files, and no process reads another's. None: the default device.
@@ -108,7 +112,13 @@ def load_target(
     folder = weights.find_folder(path)
     family, config, tensors = _open(folder, taps, dtype, keep_packed=mxfp4 == "packed")
     place = None if mesh is None else sharding.placement(config, mesh)
-    return weights.load(lambda: family.module(config, rngs=nnx.Rngs(0)), config, tensors, family.table(config), folder, place)
+    make, table = lambda: family.module(config, rngs=nnx.Rngs(0)), family.table(config)
+    if fp8:
+        if mesh is not None:
+            raise InputError("fp8", "one device holds the whole of an FP8 target", "a mesh", "leave out one of them")
+        stored = {name.replace(TEXT_PART, "model.", 1): t for name, t in weights.open_folder(folder).items()}
+        make, tensors, table = in_fp8(make, tensors, table, stored)
+    return weights.load(make, config, tensors, table, folder, place)
 
 
 def read_config(hf: Mapping, *, taps: Sequence[int] | None = None, dtype: DTypeLike = jnp.float32, where="config.json"):

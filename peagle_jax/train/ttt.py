@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft.head import DraftHead
-from peagle_jax.train.attention import merge_chain, prefix
+from peagle_jax.kernels import packed_attention
+from peagle_jax.train.attention import causal
 from peagle_jax.train.features import Rows
 from peagle_jax.train.loss import LOSSES, distill
 from peagle_jax.train.step import teacher_columns
@@ -26,14 +27,12 @@ class Unrolled:
 
     def __call__(self, layer: int, q, k, v, state: dict, rule: AttentionRule):
         state = {**state, (layer, self.step): (k, v)}
-        here = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
-        first_k, first_v = state[layer, 0]
-        y, lse = prefix(q, first_k, first_v, here, here + self.step, self.document, self.document, rule)
-        chain = []
+        y, lse = packed_attention.attend(q, *state[layer, 0], causal(self.document, rule.window, ahead=self.step), rule.scale, form="auto")
+        own = []
         for step in range(1, self.step + 1):
-            seen = jnp.full(here.shape, rule.window is None or self.step - step < rule.window)
-            chain.append((*state[layer, step], seen))
-        return merge_chain(q, y, lse, chain, rule.scale), state
+            here = jnp.full(q.shape[:2], rule.window is None or self.step - step < rule.window)
+            own.append((*state[layer, step], here))
+        return packed_attention.merge(q, y, lse, own, rule.scale)[0], state
 
 
 def eagle3_loss(

@@ -1,6 +1,6 @@
 """Checkpoint folders in and out, and the one-table mapping between their tensors and model parameters. Knows no model."""
 
-from peagle_jax.weights import mxfp4
+from peagle_jax.weights import fp8, mxfp4
 from peagle_jax.weights.fields import Fields
 from peagle_jax.weights.fp8 import Dequantised, dequantise
 from peagle_jax.weights.hub import find_folder, split_revision
@@ -11,6 +11,6 @@ from peagle_jax.weights.writing import new_folder, write_folder, write_safetenso
 
 __all__ = [
     "BANK", "FLOATING", "INDEX", "LINEAR", "SAME", "Dequantised", "Fields", "Layout", "Lazy", "Table", "Tensor", "apply", "cast",
-    "check", "dequantise", "export", "find_folder", "flat", "load", "mxfp4", "nest", "new_folder", "open_folder", "open_safetensors",
+    "check", "dequantise", "export", "find_folder", "flat", "fp8", "load", "mxfp4", "nest", "new_folder", "open_folder", "open_safetensors",
     "read_json", "read_metadata", "split_revision", "write_folder", "write_safetensors",
 ]  # fmt: skip

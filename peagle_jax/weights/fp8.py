@@ -12,7 +12,8 @@ import numpy as np
 
 from peagle_jax.types import InputError
 from peagle_jax.weights.fields import Fields
-from peagle_jax.weights.tensors import Tensor, apply
+from peagle_jax.weights.table import BANK, LINEAR, SAME, Table
+from peagle_jax.weights.tensors import Lazy, Tensor, apply
 
 FLOAT8 = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)))
 SCALES = ("_scale", "_scale_inv")
@@ -73,3 +74,85 @@ def _product(name: str, matrix: Tensor, scale: Tensor, block: tuple[int, int], w
         return out
 
     return apply(product, matrix, matrix.shape, np.float32)
+
+
+def in_blocks(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a checkpoint's float8 matrices have a scale a block, rather than a row or one number."""
+    return any(name.endswith("_scale_inv") and t.size > 1 and len(t.shape) == 2 and t.shape[1] > 1 for name, t in tensors.items())
+
+
+def kept(stored: Mapping[str, Tensor], plain: Mapping[str, Tensor], table: Table, paths: set[str], *, blocks: bool):
+    """What fills a model whose matrices at `paths` are FP8: (tensors, table).
+
+    Float8 matrices with scales of the right kind are taken as they are stored; all others are quantised when they are read,
+    so that the largest value of a row or block becomes 448.
+
+    Args:
+      stored: of the checkpoint, with its scales.
+      plain: the same without them, as `dequantise` gives them, under the names that `table` knows.
+      paths: of the modules, `values` and `scale` being their parameters.
+    """
+    tensors, entries = dict(plain), {}
+    for name, (path, layout) in table.items():
+        module = path.removesuffix(".kernel")
+        if module not in paths or module == path:
+            entries[name] = (path, layout)
+            continue
+        turned = layout.name in (LINEAR.name, BANK.name)  # torch's [out, in], or one that every expert has
+        if blocks and any(
+            s not in (None, 0) and s % BLOCK[0] for part in (layout.place or ()) if isinstance(part, slice) for s in (part.start, part.stop)
+        ):
+            rule = f"{name} must end at a block of {BLOCK[0]} to share a matrix of block scales"
+            raise InputError("fp8", rule, str(layout.place[1:]), "load the target in bfloat16")
+        values, scale = _pair(name, stored, plain, turned, blocks)
+        tensors[name], tensors[name + "_scale"] = values, scale
+        place = layout.place
+        entries[name] = (f"{module}.values", SAME if place is None else SAME.at(place[0], *reversed(place[1:])))
+        entries[name + "_scale"] = (f"{module}.scale", SAME if place is None else SAME.at(*_scale_place(place, blocks)))
+    return {name: t for name, t in tensors.items() if name in entries or name not in table}, entries
+
+
+def _scale_place(place: tuple, blocks: bool) -> tuple:
+    """Where the scales of a part of an expert lie: along [out], or [out, in] in blocks."""
+    expert, *rest = place
+    if not rest:
+        return place
+    inputs, outputs = rest
+    part = lambda s: slice(*(None if x is None else -(-x // BLOCK[0]) for x in (s.start, s.stop)))  # noqa: E731
+    return (expert, part(outputs), part(inputs)) if blocks else (expert, outputs)
+
+
+def _pair(name: str, stored, plain, turned: bool, blocks: bool) -> tuple[Tensor, Tensor]:
+    matrix = plain[name]
+    *stack, rows, columns = matrix.shape if turned else (*matrix.shape[:-2], matrix.shape[-1], matrix.shape[-2])
+    grid = (-(-rows // BLOCK[0]), -(-columns // BLOCK[1])) if blocks else (rows,)
+    shape = (*stack, *grid)
+    raw = stored.get(name)
+    scale = next((stored[name + s] for s in SCALES if name + s in stored), None)
+    if raw is not None and raw.dtype == FLOAT8[0] and scale is not None and turned:
+        fits = scale.shape == shape if blocks else scale.size in (1, rows) and not stack
+        if fits:
+            spread = lambda s: np.broadcast_to(s.astype(np.float32).reshape(shape if s.size > 1 else (1,) * len(shape)), shape)  # noqa: E731
+            return raw, apply(spread, scale, shape, np.float32)
+    held: dict[str, np.ndarray] = {}  # values and scale are read one after the other: quantised once for both
+
+    def half(mine: str) -> np.ndarray:
+        if mine not in held:
+            array = np.asarray(matrix).astype(np.float32)
+            held["values"], held["scale"] = quantise(array if turned else array.swapaxes(-1, -2), blocks=blocks)
+        return held.pop(mine)
+
+    return Lazy((*stack, rows, columns), FLOAT8[0], lambda: half("values")), Lazy(shape, np.dtype(np.float32), lambda: half("scale"))
+
+
+def quantise(matrix: np.ndarray, *, blocks: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(e4m3 values, float32 scales) of matrices [.., N, K]: by row, or by block of 128 x 128."""
+    *stack, N, K = matrix.shape
+    n, k = (-(-N // BLOCK[0]), -(-K // BLOCK[1])) if blocks else (N, 1)
+    height, width = BLOCK if blocks else (1, K)
+    grid = np.pad(matrix, [*[(0, 0)] * len(stack), (0, n * height - N), (0, k * width - K)]).reshape(*stack, n, height, k, width)
+    top = np.abs(grid).max(axis=(-3, -1), keepdims=True)
+    scale = np.where(top > 1e-30, top / np.float32(ml_dtypes.finfo(FLOAT8[0]).max), np.float32(1))
+    values = (grid / scale).astype(FLOAT8[0]).reshape(*stack, n * height, k * width)[..., :N, :K]
+    scale = scale[..., 0, :, 0]
+    return values, scale if blocks else scale[..., 0]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.train import attention
+from peagle_jax.kernels import packed_attention
 from peagle_jax.train.attention import PackedCausal, PrefixChain
 from peagle_jax.train.cod import Cod, cod_sample
 from peagle_jax.types import AttentionRule
@@ -45,7 +45,7 @@ def dense(document, cod, q, k, v, window):
 # 16: the queries go through in parts
 @pytest.mark.parametrize("chunk, window", [(16, None), (16, 7), (2048, 3), pytest.param(2048, None, marks=pytest.mark.long)])
 def test_equals_dense(window, chunk, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_CHUNK", chunk)
+    monkeypatch.setattr(packed_attention, "CHUNK", chunk)
     document, cod, q, k, v, weight = inputs()
     attend = PrefixChain(jnp.asarray(cod.anchor), jnp.asarray(cod.depth), jnp.asarray(document), K)
     _, real = dense(document, cod, q, k, v, window)

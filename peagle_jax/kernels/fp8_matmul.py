@@ -1,0 +1,154 @@
+"""FP8 matrix product (W8A8): activations quantised a row (or a row and group), weights stored as e4m3 with their scales.
+
+Weights are [out, in], as checkpoints store them: the tensor cores take FP8 operands only with the contracted axis last. Scales are
+one number an output row, or one a block of 128 x 128 as released FP8 checkpoints have them (DeepSeek, Qwen3 `-FP8`); activations
+then get one number a row and 128 inputs.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from peagle_jax.kernels.choose import choose
+
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+LEAST = 1e-30  # smaller ones are zeros: a scale must not underflow
+BLOCK = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Matrix:
+    """`values * scale` is the matrix. `scale`: [N], or one a block of 128 x 128."""
+
+    values: Float[Array, "N K"]
+    scale: Float[Array, " N"] | Float[Array, "n k"]
+
+    @property
+    def blocks(self) -> bool:
+        return self.scale.ndim == 2
+
+    def dequantised(self) -> Float[Array, "N K"]:
+        """In float32, exactly what is stored."""
+        scale = self.scale[:, None]
+        if self.blocks:
+            N, K = self.values.shape
+            scale = jnp.repeat(jnp.repeat(self.scale, BLOCK, axis=0)[:N], BLOCK, axis=1)[:, :K]
+        return self.values.astype(jnp.float32) * scale
+
+
+def grid(N: int, K: int) -> tuple[int, int]:
+    """How many blocks a matrix has, down and across."""
+    return -(-N // BLOCK), -(-K // BLOCK)
+
+
+def quantise(matrix: Float[Array, "N K"], *, blocks: bool = False) -> Fp8Matrix:
+    """The matrix in e4m3: its rows, or its blocks, scaled so that the largest value becomes 448."""
+    N, K = matrix.shape
+    if not blocks:
+        return Fp8Matrix(*scaled(matrix, axis=1))
+    n, k = grid(N, K)
+    parts = jnp.pad(matrix.astype(jnp.float32), [(0, n * BLOCK - N), (0, k * BLOCK - K)]).reshape(n, BLOCK, k, BLOCK)
+    values, scale = scaled(parts, axis=(1, 3))
+    return Fp8Matrix(values.reshape(n * BLOCK, k * BLOCK)[:N, :K], scale)
+
+
+def quantise_rows(x: Float[Array, "M K"], *, blocks: bool) -> tuple[Float[Array, "M K"], Float[Array, "M k"]]:
+    """Activations in e4m3 with one scale a row (k = 1), or one a row and 128 inputs."""
+    M, K = x.shape
+    k = -(-K // BLOCK) if blocks else 1
+    width = BLOCK if blocks else K
+    groups = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, k * width - K)]).reshape(M, k, width)
+    values, scale = scaled(groups, axis=2)
+    return values.reshape(M, k * width)[:, :K], scale
+
+
+def scaled(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """(x / scale in e4m3, float32 scale), one scale for all that lies along `axis`, so that the largest becomes 448."""
+    x = x.astype(jnp.float32)
+    top = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    scale = jnp.where(top > LEAST, top / LARGEST, 1)  # zeros stay zeros, whatever they are divided by
+    return (x / scale).astype(E4M3), scale.squeeze(axis)
+
+
+def reference(
+    x: Float[Array, "M K"], x_scale: Float[Array, "M k"], w: Float[Array, "N K"], w_scale: Float[Array, "..."], dtype
+) -> Float[Array, "M N"]:
+    """The product by XLA: FP8 operands, float32 sums, scales after. For one scale a row XLA calls cuBLASLt's FP8 (Hopper and later).
+
+    Args:
+      x, x_scale: as `quantise_rows` gives them, k = 1 or a scale every 128 inputs.
+      w, w_scale: of an `Fp8Matrix`.
+      dtype: of the result.
+    """
+    product = functools.partial(jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    (N, K), by_row = w.shape, w_scale.ndim == 1
+    if x_scale.shape[1] == 1 and by_row:
+        return (product(x, w) * x_scale * w_scale[None]).astype(dtype)
+    y = jnp.zeros((x.shape[0], N), jnp.float32)
+    for i in range(-(-K // BLOCK)):
+        at = slice(i * BLOCK, min(K, (i + 1) * BLOCK))
+        scale = w_scale if by_row else jnp.repeat(w_scale[:, i], BLOCK)[:N]
+        y += product(x[:, at], w[:, at]) * x_scale[:, i : i + 1] * scale[None]
+    return y.astype(dtype)
+
+
+def triton(x, x_scale, w, w_scale, dtype):
+    from peagle_jax.kernels import fp8_matmul_triton
+
+    return fp8_matmul_triton.product(x, x_scale, w, w_scale, dtype)
+
+
+def mosaic(x, x_scale, w, w_scale, dtype):
+    from peagle_jax.kernels import fp8_matmul_mosaic
+
+    return fp8_matmul_mosaic.product(x, x_scale, w, w_scale, dtype)
+
+
+FORMS = {"reference": reference, "triton": triton, "mosaic": mosaic}
+
+
+def matmul(x: Float[Array, "*rows K"], w: Fp8Matrix, form: str = "auto") -> Float[Array, "*rows N"]:
+    """`x @ w.T` with `x` quantised on the way, in the dtype of `x`.
+
+    Differentiable in `x`, as if it had not been quantised (straight through); `w` gets zeros: FP8 weights are not trained.
+
+    Args:
+      form: a name of FORMS, or "auto".
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    y = _matmul(rows, w.values, w.scale, choose("fp8_matmul", form, FORMS, _unsupported(form, rows, w)))
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _unsupported(form: str, x, w: Fp8Matrix) -> str | None:
+    if form != "mosaic":
+        return None
+    from peagle_jax.kernels import fp8_matmul_mosaic
+
+    return fp8_matmul_mosaic.unsupported(len(x), *w.values.shape, not w.blocks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _matmul(x, values, scale, form):
+    blocks = scale.ndim == 2
+    if blocks and form == "triton":  # which quantises by itself what comes in groups
+        return triton(x, None, values, scale, x.dtype)
+    return FORMS[form](*quantise_rows(x, blocks=blocks), values, scale, x.dtype)
+
+
+def _forward(x, values, scale, form):
+    return _matmul(x, values, scale, form), (values, scale)
+
+
+def _backward(form, kept, dy):
+    values, scale = kept
+    dx = (dy.astype(jnp.float32) @ Fp8Matrix(values, scale).dequantised()).astype(dy.dtype)
+    return dx, jnp.zeros_like(values), jnp.zeros_like(scale)
+
+
+_matmul.defvjp(_forward, _backward)

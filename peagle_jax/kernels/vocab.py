@@ -1,0 +1,154 @@
+"""What an output matrix over a large vocabulary is asked for, without its logits: argmax, top k, log-sum-exp, distillation losses.
+
+Of 20,000 packed positions and 152,000 words the logits are 12 GB in float32, twice, and once more for their gradient. Here tiles of
+them live in registers; what is kept of each is a few numbers a row.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.kernels.choose import choose, wide
+
+CHUNK = 8192  # words whose gradient exists at one time, [P CHUNK]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """The largest logits of each row in descending order (of equals, the lowest id first), and the log-sum-exp of all."""
+
+    values: Float[Array, "M k"]
+    ids: Int[Array, "M k"]
+    lse: Float[Array, " M"]
+
+
+def reference(x: Float[Array, "M K"], w: Float[Array, "..."], k: int, scale: Float[Array, " V"] | None = None) -> Peaks:
+    """By materialising the logits in float32.
+
+    Args:
+      w: [K V] in the dtype of `x`; or, with a scale a word, [V K] in float8: what tensor cores take.
+    """
+    w = w.astype(x.dtype)
+    logits = jnp.matmul(x, w if scale is None else w.T, preferred_element_type=jnp.float32)
+    if scale is not None:
+        logits = logits * scale[None]
+    values, ids = jax.lax.top_k(logits, k)
+    return Peaks(values, ids, jax.nn.logsumexp(logits, axis=-1))
+
+
+def triton(x, w, k, scale=None) -> Peaks:
+    from peagle_jax.kernels import vocab_triton
+
+    return vocab_triton.peaks(x, w, k, scale)
+
+
+FORMS = {"reference": reference, "triton": triton}
+
+
+def peaks(x: Float[Array, "M K"], w: Float[Array, "..."], k: int, scale: Float[Array, " V"] | None = None, *, form: str) -> Peaks:
+    """The k largest logits a row, as `reference`, by a form of FORMS or "auto"."""
+    return FORMS[choose("vocab", form, FORMS, wide(x) if scale is not None else wide(x, w))](x, w, k, scale)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """Between a student's and a teacher's distribution over the same words, a row."""
+
+    kl: Float[Array, " P"]  # KL(teacher || student), nats
+    cross_entropy: Float[Array, " P"]  # of the teacher's argmax under the student, nats
+    student: Int[Array, " P"]  # argmax
+    teacher: Int[Array, " P"]
+    student_lse: Float[Array, " P"]
+    teacher_lse: Float[Array, " P"]
+
+
+def distance_reference(x, w, teacher_x, teacher_w, cap: float | None) -> Distance:
+    """By materialising both logits. Axes: [P D], [D W], [P E], [E W]; `cap` squeezes the teacher's by tanh (Gemma)."""
+    student = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    teacher = jnp.matmul(teacher_x, teacher_w, preferred_element_type=jnp.float32)
+    teacher = teacher if cap is None else cap * jnp.tanh(teacher / cap)
+    lse, teacher_lse = (jax.nn.logsumexp(y, axis=-1) for y in (student, teacher))
+    best = jnp.argmax(teacher, axis=-1)
+    kl = jnp.sum(jnp.exp(teacher - teacher_lse[:, None]) * (teacher - student), axis=-1) - teacher_lse + lse
+    at_best = jnp.take_along_axis(student, best[:, None], axis=1)[:, 0]
+    return Distance(kl, lse - at_best, jnp.argmax(student, axis=-1), best, lse, teacher_lse)
+
+
+def slopes_reference(x, w, teacher_x, teacher_w, cap, found: Distance, first: int, kl, cross_entropy) -> Float[Array, "P W"]:
+    """Gradient of sum(kl * found.kl + cross_entropy * found.cross_entropy) in the student's logits, in the dtype of `x`.
+
+    Args:
+      w, teacher_w: all words, or a stretch of them that begins with word `first`.
+      kl, cross_entropy: weight of each row's losses.
+    """
+    student = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    teacher = jnp.matmul(teacher_x, teacher_w, preferred_element_type=jnp.float32)
+    teacher = teacher if cap is None else cap * jnp.tanh(teacher / cap)
+    q, p = jnp.exp(student - found.student_lse[:, None]), jnp.exp(teacher - found.teacher_lse[:, None])
+    best = (first + jnp.arange(w.shape[1]))[None] == found.teacher[:, None]
+    return (kl[:, None] * (q - p) + cross_entropy[:, None] * (q - best)).astype(x.dtype)
+
+
+def _distance_triton(*args):
+    from peagle_jax.kernels import vocab_triton
+
+    return vocab_triton.distance(*args)
+
+
+def _slopes_triton(*args):
+    from peagle_jax.kernels import vocab_triton
+
+    return vocab_triton.slopes(*args)
+
+
+DISTANCES = {"reference": (distance_reference, slopes_reference), "triton": (_distance_triton, _slopes_triton)}
+
+
+def distance(
+    x, w, teacher_x, teacher_w, cap: float | None = None, form: str = "auto"
+) -> tuple[Float[Array, " P"], Float[Array, " P"], Distance]:
+    """(KL, cross entropy) of each row, differentiable in `x` and `w`, and everything else as numbers.
+
+    The gradient recomputes the logits, CHUNK words at a time; the teacher gets none.
+
+    Args:
+      x, w: the student's normed hidden states [P D] and output matrix [D W].
+      teacher_x, teacher_w: the teacher's [P E], [E W], the same words.
+      cap: of the teacher's logits.
+      form: a name of DISTANCES, or "auto".
+    """
+    form = choose("vocab distance", form, DISTANCES, wide(x, w, teacher_x, teacher_w))
+    kl, cross_entropy, *rest = _losses(x, w, teacher_x, teacher_w, cap, form)
+    return kl, cross_entropy, jax.lax.stop_gradient(Distance(kl, cross_entropy, *rest))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _losses(x, w, teacher_x, teacher_w, cap, form) -> tuple:
+    found = DISTANCES[form][0](x, w, teacher_x, teacher_w, cap)
+    return tuple(getattr(found, field.name) for field in dataclasses.fields(found))
+
+
+def _forward(x, w, teacher_x, teacher_w, cap, form):
+    losses = _losses(x, w, teacher_x, teacher_w, cap, form)
+    return losses, (x, w, teacher_x, teacher_w, losses)
+
+
+def _backward(cap, form, kept, above):
+    x, w, teacher_x, teacher_w, losses = kept
+    slopes, found = DISTANCES[form][1], Distance(*losses)
+    W = w.shape[1]
+    parts, dx = [], jnp.zeros(x.shape, jnp.float32)
+    for first in range(0, W, CHUNK):  # unrolled: each product is the library's own, and XLA frees a stretch after its two products
+        here = slice(first, min(W, first + CHUNK))
+        d = slopes(x, w[:, here], teacher_x, teacher_w[:, here], cap, found, first, *above[:2])
+        dx += jnp.matmul(d, w[:, here].T, preferred_element_type=jnp.float32)
+        parts.append(jnp.matmul(x.T, d, preferred_element_type=jnp.float32).astype(w.dtype))
+    return dx.astype(x.dtype), jnp.concatenate(parts, axis=1), jnp.zeros_like(teacher_x), jnp.zeros_like(teacher_w)
+
+
+_losses.defvjp(_forward, _backward)

@@ -1,0 +1,72 @@
+"""FP8 in the place of a model's matrices: `Linear` and `Stack` modules become ones that hold float8 values and their scales.
+
+What stays as it is follows vLLM: routers (an error there chooses another expert), the target's output matrix, embeddings, norms.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from peagle_jax.kernels import fp8_matmul
+from peagle_jax.kernels.fp8_matmul import E4M3, Fp8Matrix
+from peagle_jax.layers.basic import Linear, along_last
+from peagle_jax.layers.moe import Fp8Stack, Stack
+from peagle_jax.weights import Table, Tensor, fp8
+
+KEPT = ("router", "head")  # by the name of the module
+
+
+class Fp8Linear(nnx.Module):
+    """`x @ (values * scale).T`, `x` quantised on the way; [out, in], as checkpoints and tensor cores have it."""
+
+    def __init__(self, linear: Linear, *, blocks: bool):
+        inputs, outputs = linear.kernel.shape
+        self.values = nnx.Param(jnp.zeros((outputs, inputs), E4M3))
+        self.scale = nnx.Param(jnp.zeros(fp8_matmul.grid(outputs, inputs) if blocks else outputs, jnp.float32))
+        self.bias = linear.bias
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        y = fp8_matmul.matmul(x, Fp8Matrix(self.values[...], self.scale[...]))
+        return y if self.bias is None else y + along_last(self.bias[...], y)
+
+
+def _fp8(matrix: Linear | Stack, blocks: bool) -> Fp8Linear | Fp8Stack:
+    if isinstance(matrix, Linear):
+        return Fp8Linear(matrix, blocks=blocks)
+    return Fp8Stack(*matrix.kernel.shape, bias=matrix.bias, blocks=blocks)
+
+
+def in_fp8(
+    make: Callable[[], nnx.Module], tensors: Mapping[str, Tensor], table: Table, stored: Mapping[str, Tensor], keep: Collection[str] = KEPT
+) -> tuple[Callable[[], nnx.Module], dict[str, Tensor], Table]:
+    """What `weights.load` needs to make the same model with its matrices in FP8.
+
+    Args:
+      stored: the checkpoint's tensors with its float8 values and scales, by the names of `table`; empty where there are none.
+      keep: names of modules whose matrices stay as they are.
+    """
+    blocks = fp8.in_blocks(stored)
+
+    def made() -> nnx.Module:
+        module = make()
+        for parent, name, child, _ in list(_matrices(module, keep)):
+            setattr(parent, name, _fp8(child, blocks))
+        return module
+
+    paths = {path for *_, path in _matrices(nnx.eval_shape(make), keep)}
+    return made, *fp8.kept(stored, tensors, table, paths, blocks=blocks)
+
+
+def _matrices(module: nnx.Module, keep: Collection[str], at: str = "") -> Iterator[tuple[nnx.Module, str, nnx.Module, str]]:
+    """(parent, name, matrix, dotted path) of all that become FP8."""
+    for name, child in vars(module).items():
+        if isinstance(child, Linear | Stack):
+            if name not in keep:
+                yield module, name, child, at + name
+        elif isinstance(child, nnx.List):
+            for i, each in enumerate(child):
+                yield from _matrices(each, keep, f"{at}{name}.{i}.")
+        elif isinstance(child, nnx.Module):
+            yield from _matrices(child, keep, f"{at}{name}.")

@@ -1,0 +1,100 @@
+"""Triton kernels in Triton's interpreter, on NumPy memory, without torch and without a GPU.
+
+Every array stands between guards of NaN (0xff bytes): what a kernel reads outside shows in its result, what it writes outside is
+found afterwards. Outputs begin as NaN, so that what it forgets to write shows, too.
+"""
+
+import inspect
+import sys
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
+
+GUARD = 1 << 16  # bytes
+TYPES = {
+    np.dtype(ml_dtypes.float8_e4m3fn): "fp8e4nv", np.dtype(ml_dtypes.bfloat16): "bf16", np.dtype("float16"): "fp16",
+    np.dtype("float32"): "fp32", np.dtype("int32"): "i32", np.dtype("uint8"): "u8", np.dtype("bool"): "i1",
+}  # fmt: skip
+
+
+NARROW = {tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.bfloat16: ml_dtypes.bfloat16}
+_convert = interpreter._convert_float
+
+
+def rounded(values, source, target, mode):
+    """To the nearest, ties to even, as GPUs do; Triton 3.9's interpreter cuts bits off (and loses the carry where it does round)."""
+    if source == tl.float32 and target in NARROW:
+        bits = np.uint8 if target == tl.float8e4nv else np.uint16
+        return values.view(np.float32).astype(NARROW[target]).view(bits)
+    return _convert(values, source, target, mode)
+
+
+interpreter._convert_float = rounded
+
+
+class Guarded:
+    """An array between guards, with what Triton's interpreter asks of a tensor."""
+
+    def __init__(self, shape, dtype, values: np.ndarray | None = None):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self.memory = np.full(size + 2 * GUARD, 0xFF, np.uint8)
+        self.array = self.memory[GUARD : GUARD + size].view(dtype).reshape(shape)
+        if values is not None:
+            self.array[...] = values
+        self.dtype, self.shape = TYPES[np.dtype(dtype)], tuple(shape)
+
+    def whole(self) -> bool:
+        return bool((self.memory[:GUARD] == 0xFF).all() and (self.memory[-GUARD:] == 0xFF).all())
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.shape
+
+    def stride(self):
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def cpu(self):
+        return self
+
+    def new_empty(self, *_, **__):
+        return self
+
+    def set_(self, *_):
+        return self
+
+    def copy_(self, _):
+        pass
+
+
+def interpret(launch) -> tuple:
+    """A `Launch`, executed on the spot."""
+    assert isinstance(launch.kernel, InterpretedFunction), "TRITON_INTERPRET=1 must be set before triton is imported"
+    unwrap(launch.kernel)
+    before = [np.asarray(x) for x in launch.inputs]
+    inputs = [Guarded(x.shape, x.dtype, x) for x in before]
+    outputs = [Guarded(x.shape, x.dtype) for x in launch.outputs]
+    launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
+    assert all(x.whole() for x in inputs + outputs), f"{launch.kernel.__name__} wrote outside its arrays"
+    for x, held in zip(before, inputs, strict=True):
+        assert held.array.tobytes() == x.tobytes(), f"{launch.kernel.__name__} wrote to an input"
+    return tuple(jnp.asarray(x.array) for x in outputs)
+
+
+def unwrap(kernel: InterpretedFunction) -> None:
+    """Takes the tests' type checks off a module's kernels: the interpreter rewrites their source, in their own globals."""
+    for each in vars(sys.modules[inspect.unwrap(kernel.fn).__module__]).values():
+        if isinstance(each, InterpretedFunction) and each.fn is not inspect.unwrap(each.fn):
+            each.fn = inspect.unwrap(each.fn)
+            each.rewriter = FunctionRewriter(each.fn, **each.kwargs)

@@ -1,0 +1,98 @@
+"""Cached attention in Triton against the reference, and the reference against float64 loops."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.interpreter import interpret
+
+from peagle_jax.kernels import attention, attention_triton
+from peagle_jax.kernels.fp8_matmul import E4M3
+
+
+def case(B=3, T=4, N=6, G=2, S=150, H=24, *, lengths=(1, 70, 146), seed=0, kv=np.float32):
+    """Queries at the last T positions of rows of these lengths; what lies past them is not zero."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal(shape) for shape in ((B, T, N, H), (B, G, S, H), (B, G, S, H)))
+    positions = jnp.asarray(np.array(lengths)[:, None] - 1 + np.arange(T)[None], jnp.int32)
+    return jnp.asarray(q, jnp.float32), jnp.asarray(k, kv), jnp.asarray(v, kv), positions
+
+
+def slow(q, k, v, positions, held, window, scale, sinks):
+    """One query, one head at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    B, T, N, H = q.shape
+    G, S = k.shape[1:3]
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(B, T, N):
+        p = int(positions[b, t])
+        here = np.arange(S) if held is None else np.asarray(held[b])
+        slots = [s for s in range(S) if 0 <= here[s] <= p and (window is None or here[s] > p - window)]
+        x = k[b, n // (N // G), slots] @ q[b, t, n] * scale
+        x = np.append(x, -np.inf if sinks is None else float(sinks[n]))
+        w = np.exp(x - x.max())
+        out[b, t, n] = (w / w.sum())[:-1] @ v[b, n // (N // G), slots]
+    return out
+
+
+def ring(S=40, B=3, T=4, lengths=(1, 70, 146)):
+    latest = np.array(lengths)[:, None] - 2 + T
+    held = latest - (latest - np.arange(S)[None]) % S
+    return jnp.asarray(held, jnp.int32)
+
+
+RULES = {
+    "plain": dict(window=None, scale=0.3, sinks=None),
+    "window": dict(window=13, scale=0.2, sinks=None),
+    "sinks": dict(window=None, scale=0.3, sinks=jnp.asarray([0.5, -1, 2, 0, 3, 1.5])),
+    "window, sinks": dict(window=50, scale=0.25, sinks=jnp.asarray([0.5, -1, 2, 0, 3, 1.5])),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_all_agree(rule, splits):
+    args = case()
+    want = slow(*args, None, **rule)
+    assert np.abs(np.asarray(attention.reference(*args, None, **rule)) - want).max() < 1e-5
+    assert np.abs(np.asarray(attention_triton.attend(*args, None, **rule, start=interpret, splits=splits)) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("rule", [RULES["window"] | {"window": 30}, RULES["sinks"] | {"window": 9}], ids=["window", "sinks"])
+def test_rings_agree(rule):
+    q, k, v, positions = case(S=40)
+    want = slow(q, k, v, positions, ring(), **rule)
+    assert np.abs(np.asarray(attention.reference(q, k, v, positions, ring(), **rule)) - want).max() < 1e-5
+    assert np.abs(np.asarray(attention_triton.attend(q, k, v, positions, ring(), **rule, start=interpret, splits=2)) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [dict(T=1, N=2, G=2, H=16), dict(T=9, N=16, G=1, H=64, S=200), dict(T=17, N=16, G=2, H=16, S=170)], ids=str)
+def test_shapes_agree(shape):
+    """One query, and 144 and 136 a KV head: more than a tile."""
+    q, k, v, positions = case(**shape)
+    rule = RULES["plain"]
+    got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret)
+    assert np.abs(np.asarray(got) - slow(q, k, v, positions, None, **rule)).max() < 1e-5
+
+
+def test_float8_with_scales():
+    q, k, v, positions = case()
+    rng = np.random.default_rng(5)
+    k_scale, v_scale = (jnp.asarray(rng.uniform(0.2, 3, k.shape[:3]), jnp.float32) for _ in range(2))
+    k8, v8 = k.astype(E4M3), v.astype(E4M3)
+    rule = RULES["window, sinks"]
+    want = slow(q, k8.astype(jnp.float32) * k_scale[..., None], v8.astype(jnp.float32) * v_scale[..., None], positions, None, **rule)
+    scales = dict(k_scale=k_scale, v_scale=v_scale)
+    assert np.abs(np.asarray(attention.reference(q, k8, v8, positions, None, **rule, **scales)) - want).max() < 1e-5
+    got = attention_triton.attend(q, k8, v8, positions, None, **rule, **scales, start=interpret, splits=2)
+    assert np.abs(np.asarray(got) - want).max() < 1e-5
+
+
+def test_slots_that_nobody_sees_are_not_read():
+    """NaN past every row's own length, and before its window: not even multiplied with zero."""
+    q, k, v, positions = case()
+    rule = RULES["window"]
+    want = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, splits=2)
+    far = np.asarray(positions[:, -1])[:, None] < np.arange(k.shape[2])[None] - 64  # a tile further on
+    k, v = (jnp.where(far[:, None, :, None], jnp.nan, x) for x in (k, v))
+    got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, splits=2)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))

@@ -1,0 +1,59 @@
+"""Feature fusion: the reference against float64, Triton against it; plain and FP8 matrices, every norm."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.interpreter import interpret
+
+from peagle_jax.kernels import fp8_matmul, fusion, fusion_triton
+
+
+def case(M=5, E=128, D=70, taps=3, seed=0):
+    rng = np.random.default_rng(seed)
+    x = [jnp.asarray(rng.standard_normal((M, E)) * 2.0**i, jnp.float32) for i in range(taps)]
+    return x, jnp.asarray(rng.standard_normal((taps * E, D)) * 0.1, jnp.float32), jnp.asarray(rng.uniform(0.3, 2, taps * E), jnp.float32)
+
+
+def exact(taps, w, gain, norm, eps):
+    x = np.stack([np.asarray(t, np.float64) for t in taps], 1)
+    mean = (x**2).mean(axis=(1, 2) if norm == "whole" else 2, keepdims=True)
+    x = x if norm == "none" else x / np.sqrt(mean + eps)
+    return (x.reshape(len(x), -1) * (1 if gain is None else np.asarray(gain, np.float64))) @ np.asarray(w, np.float64)
+
+
+NORMS = ["none", "whole", "per_tap"]
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(M=1, E=100, taps=2), dict(M=70, E=70, D=130, taps=4), dict(taps=1)], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_plain(norm, shape):
+    taps, w, gain = case(**shape)
+    gain = None if norm == "none" else gain
+    want = exact(taps, w, gain, norm, 0.3)
+    for got in (fusion.reference(taps, w, gain, norm, 0.3), fusion_triton.fuse(taps, w, gain, norm, 0.3, start=interpret)):
+        assert np.abs(np.asarray(got) - want).max() / np.abs(want).max() < 1e-5
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_fp8(norm, blocks):
+    """Triton against the reference, which quantises alike; and both near the product of the same matrix without quantised taps."""
+    taps, w, gain = case(E=256)
+    gain = None if norm == "none" else gain
+    matrix = fp8_matmul.quantise(w.T, blocks=blocks)
+    want = fusion.reference(taps, matrix, gain, norm, 0.3)
+    got = fusion_triton.fuse(taps, matrix, gain, norm, 0.3, start=interpret)
+    assert jnp.abs(got - want).max() / jnp.abs(want).max() < 1e-5
+    near = exact(taps, matrix.dequantised().T, gain, norm, 0.3)
+    assert 1e-4 < np.linalg.norm(np.asarray(want) - near) / np.linalg.norm(near) < 0.05
+
+
+def test_what_kernels_cannot_take(caplog):
+    taps, w, gain = case(E=100)
+    matrix = fp8_matmul.quantise(w.T)
+    with pytest.raises(ValueError, match="they need a GPU"):
+        fusion.fuse(taps, w, gain, "whole", 0.3, form="triton")
+    np.testing.assert_array_equal(fusion.fuse(taps, w, gain, "whole", 0.3, form="auto"), fusion.reference(taps, w, gain, "whole", 0.3))
+    assert fusion.unsupported(taps, matrix) == "in FP8 taps must be multiples of 128 wide, and these have 100"
+    assert fusion.unsupported(taps * 2, w) == "they take 4 taps at most, and there are 6"
+    assert fusion.unsupported(taps, w) is None

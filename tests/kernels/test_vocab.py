@@ -1,0 +1,91 @@
+"""Output matrices without logits: the references against float64 and autodiff, Triton against the references."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.interpreter import interpret
+
+from peagle_jax.kernels import vocab, vocab_triton
+from peagle_jax.kernels.fp8_matmul import quantise
+
+SHAPES = [(1, 64, 130), (5, 70, 300), (37, 64, 256)]
+
+
+def rows(M, K, V, seed=2):
+    rng = np.random.default_rng(seed)
+    x, w = rng.standard_normal((M, K)) * 0.7, rng.standard_normal((K, V))
+    w[:, V // 2] = w[:, 3]  # equals: the lower id counts
+    x[-1] = w[:, 3] * 2  # and they are the largest of the last row
+    return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_peaks(shape):
+    x, w = rows(*shape)
+    logits = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    for found in (vocab.reference(x, w, 5), vocab_triton.peaks(x, w, 5, start=interpret)):
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :5]
+        np.testing.assert_array_equal(found.ids, order)
+        np.testing.assert_allclose(found.values, np.take_along_axis(logits, order, 1), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
+    assert found.ids[-1, 0] == 3 and found.ids[-1, 1] == shape[2] // 2
+
+
+def test_peaks_in_float8():
+    x, w = rows(5, 70, 300)
+    matrix = quantise(w.T)
+    logits = np.asarray(x, np.float64) @ np.asarray(matrix.dequantised(), np.float64).T
+    for found in (vocab.reference(x, matrix.values, 2, matrix.scale), vocab_triton.peaks(x, matrix.values, 2, matrix.scale, start=interpret)):
+        np.testing.assert_array_equal(found.ids, np.argsort(-logits, axis=1, kind="stable")[:, :2])
+        np.testing.assert_allclose(found.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
+
+
+CAPS = [None, 3.5]
+
+
+def four(P=37, D=40, W=300, E=56):
+    x, w = rows(P, D, W)
+    tx, tw = rows(P, E, W, seed=9)
+    return x, w, tx, tw * 0.5
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_distance(cap):
+    x, w, tx, tw = four()
+    s, t = (np.asarray(a, np.float64) @ np.asarray(b, np.float64) for a, b in ((x, w), (tx, tw)))
+    t = t if cap is None else cap * np.tanh(t / cap)
+    log = lambda y: y - np.log(np.exp(y).sum(1, keepdims=True))  # noqa: E731
+    kl = (np.exp(log(t)) * (log(t) - log(s))).sum(1)
+    for found in (vocab.distance_reference(x, w, tx, tw, cap), vocab_triton.distance(x, w, tx, tw, cap, start=interpret)):
+        np.testing.assert_allclose(found.kl, kl, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(found.teacher, t.argmax(1))
+        np.testing.assert_array_equal(found.student, s.argmax(1))
+        np.testing.assert_allclose(found.cross_entropy, -np.take_along_axis(log(s), t.argmax(1)[:, None], 1)[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_gradients(cap, monkeypatch):
+    """Of a weighted sum of both losses, in stretches of 128 words: XLA's own, ours by the reference, ours by Triton."""
+    x, w, tx, tw = four()
+    weight = jnp.asarray(np.random.default_rng(1).uniform(0, 2, (2, len(x))), jnp.float32)
+
+    def plain(x, w):
+        found = vocab.distance_reference(x, w, tx, tw, cap)
+        return (weight[0] * found.kl + weight[1] * found.cross_entropy).sum()
+
+    def ours(x, w):
+        kl, cross_entropy, _ = vocab.distance(x, w, tx, tw, cap, "reference")
+        return (weight[0] * kl + weight[1] * cross_entropy).sum()
+
+    want = jax.grad(plain, argnums=(0, 1))(x, w)
+    monkeypatch.setattr(vocab, "CHUNK", 128)
+    got = [jax.grad(ours, argnums=(0, 1))(x, w)]
+    triton = functools.partial(vocab_triton.distance, start=interpret), functools.partial(vocab_triton.slopes, start=interpret)
+    monkeypatch.setitem(vocab.DISTANCES, "reference", triton)
+    got.append(jax.grad(ours, argnums=(0, 1))(x, w))
+    for mine in got:
+        for a, b in zip(mine, want, strict=True):
+            assert jnp.abs(a - b).max() / jnp.abs(b).max() < 1e-5
