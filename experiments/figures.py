@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from experiments.findings import GROUPS, Finding, Findings
 from experiments.published import EAGLE3_POSITIONS, LENGTH_BY_K, PEAGLE_POSITIONS
@@ -133,6 +134,7 @@ def _differences(axis, found: Findings, variants: Sequence[Finding], colours) ->
             _difference(axis, y, v.against, colour, 1, sideways=True)
             axis.plot(list(v.against.by_seed.values()), [y + 0.2] * len(v.against.by_seed), "o", ms=3.5, mfc="white", mec=INK, mew=0.7)
     axis.axvline(0, color=INK, lw=0.9, ls=(0, (4, 3)))
+    axis.xaxis.set_major_locator(MaxNLocator(4))
     axis.set(xlabel="tokens a target forward")
     axis.set_title(f"Minus {found.experiment.reference}")
 

@@ -48,12 +48,14 @@ def test_fp8(norm, blocks):
     assert 1e-4 < np.linalg.norm(np.asarray(want) - near) / np.linalg.norm(near) < 0.05
 
 
-def test_what_kernels_cannot_take(caplog):
+def test_what_kernels_cannot_take():
     taps, w, gain = case(E=100)
     matrix = fp8_matmul.quantise(w.T)
     with pytest.raises(ValueError, match="they need a GPU"):
         fusion.fuse(taps, w, gain, "whole", 0.3, form="triton")
     np.testing.assert_array_equal(fusion.fuse(taps, w, gain, "whole", 0.3, form="auto"), fusion.reference(taps, w, gain, "whole", 0.3))
     assert fusion.unsupported(taps, matrix) == "in FP8 taps must be multiples of 128 wide, and these have 100"
+    assert fusion.unsupported(taps, w) == "they multiply in 16 bits, and operands are float32"
+    taps, w = [tap.astype(jnp.bfloat16) for tap in taps], w.astype(jnp.bfloat16)
     assert fusion.unsupported(taps * 2, w) == "they take 4 taps at most, and there are 6"
     assert fusion.unsupported(taps, w) is None
