@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from experiments.findings import GROUPS, Finding, Findings
 from experiments.published import EAGLE3_POSITIONS, LENGTH_BY_K, PEAGLE_POSITIONS
-from experiments.statistics import Comparison
+from experiments.statistics import Comparison, interval
 from peagle_jax.report.plots import INK, STYLE
 from peagle_jax.report.records import NAMES
 
@@ -25,6 +25,10 @@ SHADES = {
 }
 GROUP_STYLE = {"structured": ("#1864ab", "s"), "code": ("#6b7683", "o"), "open": ("#d6336c", "^")}
 FAINT = "#c3cad3"
+PUBLISHED = {  # positions drawn beside ours: in which experiment, and how
+    "against_eagle3": ((PEAGLE_POSITIONS, SHADES["peagle"][0]), (EAGLE3_POSITIONS, SHADES["eagle3"][0])),
+    "speculation_depth": ((PEAGLE_POSITIONS, "#868e96"),),
+}
 LINES = 7  # variants that lines of different colours can tell apart; more become a table of colours
 LENGTH, SHARE = "acceptance length, tokens a target forward", "drafts accepted, %"
 
@@ -183,11 +187,9 @@ def _position_lines(axis, found: Findings, variants: Sequence[Finding], colours,
         style = "s--" if several and v.method == "eagle3" else "o-"
         axis.plot(range(1, len(v.positions) + 1), [100 * p for p in v.positions], style, ms=4, color=colour, label=label)
     said, k = "", max(len(v.positions) for v in variants)
-    if found.experiment.name == "against_eagle3":
-        for number, method in ((PEAGLE_POSITIONS, "peagle"), (EAGLE3_POSITIONS, "eagle3")):
-            label = f"published: {number.what} ({number.source})"
-            axis.plot(number.at, number.values, ":", lw=1.6, color=SHADES[method][0], alpha=0.75, label=label)
-        said, k = f" Dotted: {PEAGLE_POSITIONS.source}; what differs: {PEAGLE_POSITIONS.differs}.", max(k, *PEAGLE_POSITIONS.at)
+    for number, colour in PUBLISHED.get(found.experiment.name, ()):
+        axis.plot(number.at, number.values, ":", lw=1.6, color=colour, alpha=0.75, label=f"published: {number.what} ({number.source})")
+        said, k = f" Dotted, by position: {number.source}; what differs: {number.differs}.", max(k, *number.at)
     axis.set(xlabel="position of the draft", ylabel=SHARE, ylim=(0, None))
     axis.set_xticks(range(1, k + 1))
     axis.set_title("By position")
@@ -213,6 +215,7 @@ def _curve(found: Findings, variants: Sequence[Finding]) -> tuple[Figure, str]:
             line = "--" if method == "eagle3" and len(methods) > 1 else "-"
             if at:
                 _intervals(groups, [v.x for v in at], [v.groups[group] for v in at], *GROUP_STYLE[group], label, line=line)
+    _sampled_drafts(lengths, variants)
     said = _published_lengths(lengths) if found.experiment.name == "speculation_depth" else ""
     for v in variants:
         if v.name == found.experiment.reference:
@@ -229,6 +232,17 @@ def _curve(found: Findings, variants: Sequence[Finding]) -> tuple[Figure, str]:
     said += _position_lines(positions, found, variants, shades, names)
     _titles((lengths, groups, positions))
     return figure, _what(found) + " Filled: pooled over seeds and prompts, with 95 % intervals; small circles: single seeds." + said
+
+
+def _sampled_drafts(axis, variants: Sequence[Finding]) -> None:
+    """Of what was also measured with sampled drafts: the same K, beside its argmax drafts."""
+    at = []
+    for v in variants:
+        for number, one in enumerate(v.rows[0]["measured"]):
+            if one.get("sample_drafts") and one["k"] == v.rows[0]["measured"][0]["k"]:
+                at.append((v.x, interval(v.rows, measurement=number)))
+    if at:
+        _intervals(axis, [x for x, _ in at], [i for _, i in at], "#9c36b5", "D", "drafts sampled too", line="--")
 
 
 def _published_lengths(axis) -> str:

@@ -4,7 +4,7 @@
 
 Expects: the first position gains little from layers, late positions much: a placeholder has to do in one pass what EAGLE-3 does in as many
 passes as there are depths.
-Result (d3c9f7f, 2026-11-21, 3 seeds): 2.40, 2.59, 2.75 with 1, 2, 4 layers; the first position is equal (68 68 67 %), the fifth not
+Result: d3c9f7f, 2026-11-21, 3 seeds: 2.40, 2.59, 2.75 with 1, 2, 4 layers; the first position is equal (68 68 67 %), the fifth not
 (5, 10, 14 %). More in experiments/README.md.
 """
 

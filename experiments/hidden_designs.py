@@ -6,7 +6,7 @@ Ten designs of the hidden side (peagle_jax/draft/placeholders.py says what each 
 Expects: designs that tell depths apart (per_depth, shared_depth, low_rank) gain little over one shared vector, since position ids and
 attention tell them apart too; designs that hand on the last real feature (last_feature, gated) gain more, if anything; zero and
 frozen_random lose little, since layers behind can learn what the vector does not say.
-Result (d3c9f7f, 2026-11-21, six designs, 3 seeds): all within noise of the paper's 2.59, from 2.54 (last_feature: better at the first
+Result: d3c9f7f, 2026-11-21, six designs, 3 seeds: all within noise of the paper's 2.59, from 2.54 (last_feature: better at the first
 position, worse at the fourth and fifth) to 2.61 (gated). More in experiments/README.md.
 """
 

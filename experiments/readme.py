@@ -15,7 +15,7 @@ from experiments.stages import ROOT
 from peagle_jax.files import write_whole
 from peagle_jax.types import InputError
 
-WIDE = ("changes", "between seeds", "speedup", "lossless", "export")  # columns that only the report has
+WIDE = ("changes", "between seeds", "speedup", "lossless")  # columns that only the report has
 README = ROOT / "experiments" / "README.md"
 
 
@@ -40,7 +40,7 @@ def fill(readme: Path, rows: Sequence[dict], experiments: dict) -> list[str]:
                 parts[name] += f"\n\nAcceptance length, other measurements:\n\n{markdown(others)}"
             for made, caption in draw(one, Path(work))[:1]:  # the second one, of training curves, is the report's
                 shutil.copy(Path(work) / made, pictures / made)
-                parts[name] = f"![{caption}](pictures/{made})\n\n{parts[name]}"
+                parts[name] = f"![{name}](pictures/{made})\n\n{caption}\n\n{parts[name]}"
     for name, part in parts.items():
         pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
         text = pattern.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)
@@ -49,6 +49,9 @@ def fill(readme: Path, rows: Sequence[dict], experiments: dict) -> list[str]:
 
 
 def narrow(table: list[list[str]]) -> list[list[str]]:
+    """Without what only the report has room for; of the export its first word."""
+    export = table[0].index("export")
+    table = [table[0], *([*row[:export], row[export].split(":")[0], *row[export + 1 :]] for row in table[1:])]
     kept = [i for i, title in enumerate(table[0]) if title not in WIDE]
     return [[row[i] for i in kept] for row in table if row[1] != "did not run"]
 

@@ -4,7 +4,7 @@
 
 The base, measured at temperatures 0, 0.5 and 1; drafts are argmaxes, as vLLM's are, and sampled with the target's temperature.
 Expects: acceptance falls with temperature, late positions most: they cannot know what was drawn before them.
-Result (d3c9f7f, 2026-11-21, 3 seeds): 2.59 greedy, 1.84 at temperature 0.5, 1.44 at 1; with sampled drafts 2.08 and 1.89. More in
+Result: d3c9f7f, 2026-11-21, 3 seeds: 2.59 greedy, 1.84 at temperature 0.5, 1.44 at 1; with sampled drafts 2.08 and 1.89. More in
 experiments/README.md.
 """
 

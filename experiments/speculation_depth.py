@@ -6,7 +6,7 @@
 drafts 8` is the head of K 5, measured deeper than it was trained.
 Expects: acceptance length rises with K and levels off; a head trained deeper than it is used loses a little at the first positions; a
 head used deeper than trained gains next to nothing behind its last trained depth.
-Result (d3c9f7f, 2026-11-21, 3 seeds, K 2 not run): 1.80, 2.45, 2.59, 2.61 for K = 1, 3, 5, 8; the head trained for 5 has 2.63 at 8. More in
+Result: d3c9f7f, 2026-11-21, 3 seeds, K 2 not run: 1.80, 2.45, 2.59, 2.61 for K = 1, 3, 5, 8; the head trained for 5 has 2.63 at 8. More in
 experiments/README.md.
 """
 

@@ -5,7 +5,7 @@
 Five designs of the token side (peagle_jax/draft/placeholders.py), the hidden side being the paper's.
 Expects: hardly any difference between vectors that are the same for all placeholders, learned or not, since `mask_hidden` beside them is
 learned; repeating the last real token may help, because a placeholder then knows it without attention.
-Result (d3c9f7f, 2026-11-21, four designs, 3 seeds): all within noise of the paper's 2.59, from 2.56 (last_token) to 2.62 (frozen). More in
+Result: d3c9f7f, 2026-11-21, four designs, 3 seeds: all within noise of the paper's 2.59, from 2.56 (last_token) to 2.62 (frozen). More in
 experiments/README.md.
 """
 

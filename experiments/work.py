@@ -21,9 +21,9 @@ TRAINING = (
     "peagle_jax/train/cod.py", "peagle_jax/train/step.py", "peagle_jax/train/ttt.py", "peagle_jax/train/loss.py", "peagle_jax/train/fit.py",
     "peagle_jax/train/attention.py", "peagle_jax/train/features.py", "peagle_jax/train/data.py", "peagle_jax/draft/head.py",
     "peagle_jax/draft/placeholders.py", "peagle_jax/draft/fusion.py", "peagle_jax/draft/start.py", "peagle_jax/draft/vocab.py",
-    "peagle_jax/layers", "peagle_jax/pipelines/head_batches.py", "peagle_jax/pipelines/train_head.py:new_head",
-    "peagle_jax/pipelines/train_head.py:head_config", "peagle_jax/pipelines/train_head.py:head_loss",
-    "peagle_jax/pipelines/train_head.py:_split", "peagle_jax/train/config.py:HeadRun",
+    "peagle_jax/layers", "peagle_jax/kernels/packed_attention.py", "peagle_jax/pipelines/head_batches.py",
+    "peagle_jax/pipelines/train_head.py:new_head", "peagle_jax/pipelines/train_head.py:head_config",
+    "peagle_jax/pipelines/train_head.py:head_loss", "peagle_jax/pipelines/train_head.py:_split", "peagle_jax/train/config.py:HeadRun",
 )  # fmt: skip
 MEASURING = (*DECODING, "experiments/work.py:measure", "experiments/work.py:speed")
 CURVE = 24  # points of a training curve kept in a row

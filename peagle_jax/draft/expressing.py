@@ -22,6 +22,8 @@ REFUSED = {
     "token": {"last_token": TEXT},
 }
 ONE_DEPTH = "per_depth", "shared_depth", "low_rank"  # alike after all, where K = 2 leaves one placeholder
+EXPRESSED = {"hidden": ("shared", "shared_fused", "mean_feature", "zero", "frozen_random"), "token": ("mask", "frozen", "zero", "mean")}
+UNKNOWN = "nobody has said yet whether vLLM can express it (draft/expressing.py)"  # a new design: a wrong folder would be silent
 
 
 def how(config) -> str:
@@ -46,9 +48,8 @@ def _refusal(config) -> str | None:
     one = hidden in ONE_DEPTH and config.depths == 2
     if config.norm_before_fc and config.fc_norm and (hidden == "shared_fused" or hidden == "shared_depth" and one):
         return "its vector lies behind two norms and fc, whose inverse is not solved here"
-    if one:
-        return REFUSED["token"].get(token)
-    return REFUSED["hidden"].get(hidden) or REFUSED["token"].get(token)
+    known = (one or hidden in EXPRESSED["hidden"]) and token in EXPRESSED["token"]
+    return (None if one else REFUSED["hidden"].get(hidden)) or REFUSED["token"].get(token) or (None if known else UNKNOWN)
 
 
 def as_paper(head: HeadTensors) -> HeadTensors:

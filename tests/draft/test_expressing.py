@@ -126,6 +126,14 @@ def test_what_is_refused_says_why_and_writes_nothing(hidden, token, depths, tmp_
     assert expressing.how(head.config) == f"refused: {why}; vLLM has one pair of vectors for all"
 
 
+def test_a_new_design_is_refused_until_somebody_says_how():
+    """A wrong folder would be silent: vLLM drafts from any vector."""
+    for changed in ({"placeholder_hidden": "brand_new"}, {"placeholder_token": "brand_new"}):
+        config = dataclasses.replace(a_head("shared", "mask", 6).config, **changed)
+        assert expressing.how(config) == f"refused: {expressing.UNKNOWN}"
+    assert tuple(HIDDEN) == designs.HIDDEN and tuple(TOKEN) == designs.TOKEN  # both descriptions of the registry know it
+
+
 def test_every_design_is_exported_or_refused():
     """Of the whole registry: `how` knows each, and says of a head that does not draft in parallel that there is nothing to rewrite."""
     for hidden in designs.HIDDEN:
