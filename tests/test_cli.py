@@ -61,6 +61,21 @@ def test_generate_writes_rows(folders, capsys, tmp_path):
     assert isinstance(row["text"], str) and row["finish_reason"] == "length" and rows["none"][0]["acceptance_length"] is None
 
 
+def test_generate_in_fp8(folders, capsys, tmp_path, monkeypatch):
+    """The flags reach the model, the head and the cache."""
+    seen = []
+    real = generate_module.run
+    watch = lambda program, target, draft, *rest: seen.append((program.target_config.cache_dtype, target, draft)) or real(program, target, draft, *rest)  # noqa: E731
+    monkeypatch.setattr(generate_module, "run", watch)
+    code, _, err = run(capsys, "generate", "--target", folders / "target", "--drafter", folders / "peagle", "-k", 2, "--prompt", "def f", "--max-new-tokens", 6,
+                       "--dtype", "fp8", "--kv-cache-dtype", "fp8", "--out", tmp_path / "out.jsonl")  # fmt: skip
+    assert code == 0, err
+    cache, target, head = seen[0]
+    assert np.dtype(cache).itemsize == 1 and target["blocks"][0]["attn"]["q"]["values"].dtype.itemsize == 1
+    assert head["lm_head"]["values"].dtype.itemsize == 1 and target["embed"]["table"].dtype == "bfloat16"
+    assert len(json.loads((tmp_path / "out.jsonl").read_text())["output_token_ids"]) == 6
+
+
 def test_generate_prints_text_and_samples_by_seed(folders, capsys):
     ask = ["generate", "--target", folders / "target", "--drafter", folders / "peagle", "-k", 2, "--prompt", "def f", "--max-new-tokens", 8,
            "--temperature", 1.0, "--top-k", 50, "--top-p", 0.95]  # fmt: skip
