@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from peagle_jax.kernels.fp8_matmul import BLOCK
 from peagle_jax.kernels.launch import Gpu, Launch, Start, gpu, on_gpu
-
-BLOCK = 128
 
 
 @triton.jit

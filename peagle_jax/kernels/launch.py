@@ -93,8 +93,10 @@ def _first() -> Gpu | None:
 @functools.cache
 def missing(form: str) -> str | None:
     """Why kernels of this form, "triton" or "mosaic", cannot run here; None when they can."""
-    if (platform := _platform()) != "gpu":
-        return f"they need a GPU, and JAX runs on {platform}"
+    if platform() != "gpu":
+        return f"they need a GPU, and JAX runs on {platform()}"
+    if _first() is None:
+        return "they need a GPU, and this machine only compiles for one"
     if "cuda" not in jax.devices("gpu")[0].client.platform_version.lower():
         return "they are written for NVIDIA GPUs"
     if gpu().capability < 90:
@@ -110,6 +112,6 @@ def missing(form: str) -> str | None:
     return None
 
 
-def _platform() -> str:
+def platform() -> str:
     """Where this will run: on the default device, also one that is only compiled for."""
     return getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()

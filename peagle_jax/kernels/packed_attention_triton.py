@@ -23,6 +23,26 @@ def scores(q, k_ptr, row, there, inside, h, step: tl.constexpr, H: tl.constexpr,
 
 
 @triton.jit
+def add(q, k_ptr, v_ptr, row, there, inside, h, top, total, acc, step: tl.constexpr, H: tl.constexpr, FACTOR: tl.constexpr):
+    """One more tile of keys in a running softmax."""
+    k, x = scores(q, k_ptr, row, there, inside, h, step, H, FACTOR)
+    v = tl.load(v_ptr + row[:, None].to(tl.int64) * step + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
+    higher = tl.maximum(top, tl.max(x, 1))
+    p = tl.exp2(x - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    return higher, total * shrink + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+
+
+@triton.jit
+def descend(q, dy, lse, delta, k_ptr, v_ptr, row, there, inside, h, dq, step: tl.constexpr, H: tl.constexpr, FACTOR: tl.constexpr):
+    """One more tile of keys in the gradient of queries."""
+    k, x = scores(q, k_ptr, row, there, inside, h, step, H, FACTOR)
+    v = tl.load(v_ptr + row[:, None].to(tl.int64) * step + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
+    d = tl.exp2(x - lse[:, None]) * (tl.dot(dy, v.T) - delta[:, None])
+    return tl.dot(d.to(k.dtype), k, dq)
+
+
+@triton.jit
 def tile_rows(i, TILES0: tl.constexpr, SIZE: tl.constexpr, N0: tl.constexpr, P: tl.constexpr):
     """Rows of tile i, whether they exist, and the first of its part: TILES0 tiles of depth-0 rows, then tiles of packed ones."""
     packed = i >= TILES0
@@ -57,28 +77,14 @@ def forward_kernel(
     high = tl.max(tl.where(some, last, -1), 0) + 1
     for start in range(low, high, BK):
         s = start + tl.arange(0, BK)
-        there = s < N0
-        k, x = scores(q, k_head, s, there, (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None]), h, G * H, H, FACTOR)
-        v = tl.load(v_head + s[:, None].to(tl.int64) * (G * H) + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
-        higher = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        top = higher
+        inside = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
+        top, total, acc = add(q, k_head, v_head, s, s < N0, inside, h, top, total, acc, G * H, H, FACTOR)
     if CHAIN > 0:
         if begin >= N0:
             for start in range(tl.maximum(begin - CHAIN + 1, N0), tl.minimum(begin + BQ, P), BK):
                 s = start + tl.arange(0, BK)
-                there = s < P
-                k, x = scores(q, k_head, s, there, (s[None, :] <= row[:, None]) & (s[None, :] > (row - own)[:, None]), h, G * H, H, FACTOR)
-                v = tl.load(v_head + s[:, None].to(tl.int64) * (G * H) + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
-                higher = tl.maximum(top, tl.max(x, 1))
-                p = tl.exp2(x - higher[:, None])
-                shrink = tl.exp2(top - higher)
-                total = total * shrink + tl.sum(p, 1)
-                acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-                top = higher
+                inside = (s[None, :] <= row[:, None]) & (s[None, :] > (row - own)[:, None])
+                top, total, acc = add(q, k_head, v_head, s, s < P, inside, h, top, total, acc, G * H, H, FACTOR)
     least = tl.maximum(total, 1e-30)
     y = acc / least[:, None]
     tl.store(y_ptr + at[:, None] * H + h[None, :], y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
@@ -114,20 +120,14 @@ def query_kernel(
     high = tl.max(tl.where(some, last, -1), 0) + 1
     for start in range(low, high, BK):
         s = start + tl.arange(0, BK)
-        there = s < N0
-        k, x = scores(q, k_head, s, there, (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None]), h, G * H, H, FACTOR)
-        v = tl.load(v_head + s[:, None].to(tl.int64) * (G * H) + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
-        d = tl.exp2(x - lse[:, None]) * (tl.dot(dy, v.T) - delta[:, None])
-        dq = tl.dot(d.to(k.dtype), k, dq)
+        inside = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
+        dq = descend(q, dy, lse, delta, k_head, v_head, s, s < N0, inside, h, dq, G * H, H, FACTOR)
     if CHAIN > 0:
         if begin >= N0:
             for start in range(tl.maximum(begin - CHAIN + 1, N0), tl.minimum(begin + BQ, P), BK):
                 s = start + tl.arange(0, BK)
-                there = s < P
-                k, x = scores(q, k_head, s, there, (s[None, :] <= row[:, None]) & (s[None, :] > (row - own)[:, None]), h, G * H, H, FACTOR)
-                v = tl.load(v_head + s[:, None].to(tl.int64) * (G * H) + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
-                d = tl.exp2(x - lse[:, None]) * (tl.dot(dy, v.T) - delta[:, None])
-                dq = tl.dot(d.to(k.dtype), k, dq)
+                inside = (s[None, :] <= row[:, None]) & (s[None, :] > (row - own)[:, None])
+                dq = descend(q, dy, lse, delta, k_head, v_head, s, s < P, inside, h, dq, G * H, H, FACTOR)
     tl.store(dq_ptr + at[:, None] * H + h[None, :], (dq * SCALE).to(dq_ptr.dtype.element_ty), mask=inside_q)
 
 

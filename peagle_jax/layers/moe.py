@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
 from peagle_jax.kernels import experts, fp8_matmul
+from peagle_jax.kernels.launch import platform
 from peagle_jax.layers.basic import normal
 
 AXIS = "model"  # of a device mesh, over which experts and heads are spread
@@ -109,7 +110,7 @@ class Experts(nnx.Module):
         parts = mesh.shape.get(AXIS, 1)
         parts = parts if self.count % parts == 0 else 1
         mine = self.count // parts
-        form = experts.FORMS[experts.choose(*chosen.shape, mine, _backend())]
+        form = experts.FORMS[experts.choose(*chosen.shape, mine, platform())]
         if parts == 1:
             return form(rows, chosen, weight, Bank(self.gate_up, self.down, self.act, mine)).astype(x.dtype).reshape(x.shape)
         graph, state = nnx.split((self.gate_up, self.down))
@@ -122,11 +123,6 @@ class Experts(nnx.Module):
         spread = jax.tree.map(lambda _: P(AXIS), state)
         y = jax.shard_map(local, in_specs=(spread, P(), P(), P()), out_specs=P(), check_vma=False)(state, rows, chosen, weight)
         return y.astype(x.dtype).reshape(x.shape)
-
-
-def _backend() -> str:
-    """Where this will run: on the default device, also one that is only compiled for."""
-    return getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()
 
 
 class Bank:

@@ -158,6 +158,9 @@ def export(params: Params, table: Table) -> dict[str, Tensor]:
     result = {}
     for name, (path, layout) in table.items():
         whole = lambda leaf, layout=layout: layout.to_torch(layout.part(leaf))  # noqa: E731
+        if path not in leaves:
+            got = "FP8 matrices" if path.replace(".kernel", ".values") in leaves else f"no {path}"
+            raise InputError("parameters", "a model is written from weights in floating point", got, "load it without fp8")
         result[name] = apply(whole, leaves[path], _torch_shape(layout, leaves[path]), leaves[path].dtype)
     return result
 

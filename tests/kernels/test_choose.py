@@ -42,6 +42,13 @@ def test_on_this_machine_it_is_the_reference():
     assert launch.missing("triton") == launch.missing("mosaic") == "they need a GPU, and JAX runs on cpu"
 
 
+def test_where_it_is_only_compiled_for_a_gpu(monkeypatch):
+    """A default device that is not here, as ahead-of-time compilation has it."""
+    monkeypatch.setattr(launch, "platform", lambda: "gpu")
+    for form in ("triton", "mosaic"):
+        assert launch.missing.__wrapped__(form) == "they need a GPU, and this machine only compiles for one"
+
+
 def test_precision_is_never_taken_away(hopper, monkeypatch):
     """float32 operands stay with the reference: a tensor core would cut them to 10 bits."""
     asked = []

@@ -61,10 +61,10 @@ for case, folder in job["folders"].items():
         logits = compute(target.params, tokens, positions)
         few = grouped = None
         if "address" not in job and case in job["answers"]:  # the forms that a GPU gets: one gathers, one groups
-            here, moe._backend = moe._backend, lambda: "gpu"
+            here, moe.platform = moe.platform, lambda: "gpu"
             few = compute(target.params, tokens[:, :2], positions[:, :2])
             grouped = compute(target.params, tokens, positions)
-            moe._backend = here
+            moe.platform = here
     wanted = case in job["answers"]
     answers = generate(target, None, job["prompts"], max_new_tokens=job["new"], stop_ids=()) if wanted else []
     leaves = dict(flat(target.params))

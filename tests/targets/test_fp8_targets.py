@@ -15,7 +15,7 @@ import transformers  # noqa: E402
 from families import CASES, T, make, ours, run, truth  # noqa: E402
 
 from peagle_jax import weights  # noqa: E402
-from peagle_jax.targets import load_target  # noqa: E402
+from peagle_jax.targets import load_target, save_target  # noqa: E402
 from peagle_jax.types import InputError  # noqa: E402
 from peagle_jax.weights.fp8 import quantise  # noqa: E402
 
@@ -136,6 +136,12 @@ def test_blocks_that_two_tensors_would_share_are_refused(tmp_path):
     block_folder(tmp_path, 96)
     with pytest.raises(InputError, match="must end at a block of 128 .* load the target in bfloat16"):
         load_target(tmp_path, fp8=True)
+
+
+def test_fp8_is_not_written(tmp_path):
+    with pytest.raises(InputError, match="a model is written from weights in floating point; got FP8 matrices; load it without fp8"):
+        save_target(load_target(make("llama")[1], fp8=True), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_mesh(tmp_path):
