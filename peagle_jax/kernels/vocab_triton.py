@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from peagle_jax.kernels.launch import Launch, Start, on_gpu
+from peagle_jax.kernels.vocab import Distance, Peaks
 
 
 @triton.jit
@@ -133,8 +134,6 @@ def tiles(rows: int) -> dict:
 
 def peaks(x, w, k, scale=None, start: Start = on_gpu, **overrides):
     """As `vocab.reference`."""
-    from peagle_jax.kernels.vocab import Peaks
-
     M, K = x.shape
     V, WK, WV = (w.shape[1], w.shape[1], 1) if scale is None else (w.shape[0], 1, K)
     how = tiles(M) | overrides
@@ -160,8 +159,6 @@ def peaks(x, w, k, scale=None, start: Start = on_gpu, **overrides):
 
 def distance(x, w, teacher_x, teacher_w, cap, start: Start = on_gpu, **overrides):
     """As `vocab.distance_reference`."""
-    from peagle_jax.kernels.vocab import Distance
-
     P = x.shape[0]
     how = {"bm": 64, "bv": 64, "bk": 64, "warps": 8, "stages": 4} | overrides  # two tiles of logits in registers
     count = -(-w.shape[1] // how["bv"])
