@@ -2,7 +2,8 @@
 
 Bound by reading the cache once: 8 rows x 4,096 slots x 4 heads x 128 in bfloat16 are 67 MB, 15.6 us at the 4.3 TB/s that a copy
 reaches on an H200. So all queries of a KV head, (K + 1) tokens times its query heads, share one pass over its keys; a row reads
-what its own length and window say, and no more; and the cache is split so that every multiprocessor has a part.
+what its own length and window say, and no more; and the cache is cut into stretches so that every multiprocessor has a part.
+Stretches begin at the same slots whatever the number of queries: a row's sums are grouped alike in plain decoding and in verifying.
 """
 
 import jax
@@ -15,21 +16,24 @@ from peagle_jax.kernels.launch import Launch, Start, gpu, on_gpu
 
 @triton.jit
 def kernel(
-    q_ptr, k_ptr, v_ptr, position_ptr, held_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, position_ptr, held_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, out_ptr, lse_ptr,
     B: tl.constexpr, T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr,
-    WINDOW: tl.constexpr, RING: tl.constexpr, SCALED: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, RING: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
     BQ: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Query tile of one row and KV head over one split. WINDOW 0: none. RING: `held` says what lies in a slot, otherwise its own."""
+    """Query tile of one row and KV head over one stretch of SPAN slots. WINDOW 0: none. RING: `held` says what lies in a slot.
+
+    Tiles of the same keys are neighbours in the grid, and so find them in the L2 cache. One stretch alone is the whole softmax.
+    """
     R: tl.constexpr = N // G
-    b = tl.program_id(0) // G
-    g = tl.program_id(0) % G
-    split = tl.program_id(1)
-    row = tl.program_id(2) * BQ + tl.arange(0, BQ)  # token * R + head of the group
+    b = tl.program_id(1) // G
+    g = tl.program_id(1) % G
+    split = tl.program_id(2)
+    row = tl.program_id(0) * BQ + tl.arange(0, BQ)  # token * R + head of the group
     h = tl.arange(0, BH)
     real = row < T * R
-    at = (b * T + row // R) * N + g * R + row % R
-    q = tl.load(q_ptr + at[:, None].to(tl.int64) * H + h[None, :], mask=real[:, None] & (h[None, :] < H), other=0.0)
+    head = g * R + row % R
+    at = (b * T + row // R) * N + head
     position = tl.load(position_ptr + b * T + row // R, mask=real, other=-1)
     if RING:
         low = 0
@@ -39,13 +43,14 @@ def kernel(
         low = 0
         if WINDOW > 0:
             low = tl.maximum(tl.min(tl.where(real, position, S), 0) - WINDOW + 1, 0) // BS * BS
-    span = tl.cdiv(tl.cdiv(high - low, SPLITS), BS) * BS
-    begin = low + split * span
-    end = tl.minimum(begin + span, high)
-    base = (b * G + g).to(tl.int64) * S
+    begin = tl.maximum(low, split * SPAN)
+    end = tl.minimum(high, (split + 1) * SPAN)
     top = tl.full((BQ,), -1e30, tl.float32)
     total = tl.zeros((BQ,), tl.float32)
     acc = tl.zeros((BQ, BH), tl.float32)
+    needed = row < tl.where(begin < end, T * R, 0)
+    q = tl.load(q_ptr + at[:, None].to(tl.int64) * H + h[None, :], mask=needed[:, None] & (h[None, :] < H), other=0.0)
+    base = (b * G + g).to(tl.int64) * S
     for start in range(begin, end, BS):
         s = start + tl.arange(0, BS)
         there = s < end
@@ -71,19 +76,65 @@ def kernel(
             p *= tl.load(v_scale_ptr + base + s, mask=there, other=0.0)[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
         top = higher
-    some = tl.maximum(total, 1e-30)
-    out = (split * B * T * N + at).to(tl.int64)
-    tl.store(out_ptr + out[:, None] * H + h[None, :], acc / some[:, None], mask=real[:, None] & (h[None, :] < H))
-    tl.store(lse_ptr + out, tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, -1e30), mask=real)
+    if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            acc *= shrink[:, None]
+            total = total * shrink + tl.exp2(sink - higher)
+        y = acc / tl.maximum(total, 1e-30)[:, None]
+        tl.store(out_ptr + at[:, None].to(tl.int64) * H + h[None, :], y.to(out_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
+    else:
+        some = tl.maximum(total, 1e-30)
+        out = (split * B * T * N + at).to(tl.int64)
+        tl.store(lse_ptr + out, tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, -1e30), mask=real)
+        wrote = real & (total > 0)  # `merge_kernel` reads nothing else
+        tl.store(out_ptr + out[:, None] * H + h[None, :], acc / some[:, None], mask=wrote[:, None] & (h[None, :] < H))
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr, lse_ptr, sink_ptr, out_ptr,
+    M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Parts of M softmaxes [SPLITS M H] with their log-sum-exps [SPLITS M], M = tokens * heads, in one pass: the whole ones [M H]."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    h = tl.arange(0, BH)
+    real = row < M
+    if SINKS:
+        top = tl.load(sink_ptr + row % N, mask=real, other=0.0).to(tl.float32)
+        total = tl.full((BR,), 1.0, tl.float32)
+    else:
+        top = tl.full((BR,), -1e30, tl.float32)
+        total = tl.zeros((BR,), tl.float32)
+    acc = tl.zeros((BR, BH), tl.float32)
+    for split in range(SPLITS):
+        at = (split * M + row).to(tl.int64)
+        lse = tl.load(lse_ptr + at, mask=real, other=-1e30)
+        some = lse > -1e29
+        part = tl.load(part_ptr + at[:, None] * H + h[None, :], mask=some[:, None] & (h[None, :] < H), other=0.0)
+        higher = tl.maximum(top, lse)
+        shrink = tl.exp(top - higher)
+        share = tl.where(some, tl.exp(lse - higher), 0.0)
+        acc = acc * shrink[:, None] + part * share[:, None]
+        total = total * shrink + share
+        top = higher
+    y = acc / tl.maximum(total, 1e-30)[:, None]
+    tl.store(out_ptr + row[:, None].to(tl.int64) * H + h[None, :], y.to(out_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
 
 
 def tiles(rows: int, batch: int, slots: int, head_dim: int, cores: int) -> dict:
-    """`rows` queries a KV head, `batch` of those; the cache's tile is small where heads are wide, for shared memory's sake."""
+    """`rows` queries a KV head, `batch` of those; the cache's tile is small where heads are wide, for shared memory's sake.
+
+    The stretch follows from the batch and the cache alone. A part of it costs 8 bytes a query and number of a head, written
+    and read, beside 4 bytes a slot and number: so it is long where there are parts enough.
+    """
     bq = min(32 if head_dim > 256 else 128, max(16, 1 << (rows - 1).bit_length()))  # 64 rows of 512 spill
     bs = 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
-    programs = batch * -(-rows // bq)
-    splits = min(max(1, -(-cores // programs)), max(1, slots // (4 * bs)))
-    return {"bq": bq, "bs": bs, "splits": splits, "warps": 4 if bq <= 64 and head_dim <= 256 else 8, "stages": 3 if head_dim <= 256 else 2}
+    each = -(-slots * batch // cores)
+    span = min(1024, max(128, 1 << (each - 1).bit_length()))
+    return {"bq": bq, "bs": bs, "span": span, "warps": 4 if bq <= 64 and head_dim <= 256 else 8, "stages": 3 if head_dim <= 256 else 2}
 
 
 def attend(q, k, v, positions, held, *, window, scale, sinks, k_scale=None, v_scale=None, start: Start = on_gpu, **overrides) -> jax.Array:
@@ -91,33 +142,37 @@ def attend(q, k, v, positions, held, *, window, scale, sinks, k_scale=None, v_sc
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
     how = tiles(T * (N // G), B * G, S, H, gpu().cores) | overrides
-    splits, nothing = how["splits"], jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
-    ring = held is not None
-    launch = Launch(
+    splits, nothing = -(-S // how["span"]), jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
+    ring, wide = held is not None, max(16, 1 << (H - 1).bit_length())
+    shape = (B, T, N, H)
+    alone = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
+    parts = jax.ShapeDtypeStruct((splits, *shape), jnp.float32), jax.ShapeDtypeStruct((splits, *shape[:3]), jnp.float32)
+    sink = nothing if sinks is None else sinks
+    out, lse = start(Launch(
         kernel=kernel,
         inputs=(
             q, k, v, positions.astype(jnp.int32), jnp.broadcast_to(held, (B, S)).astype(jnp.int32) if ring else jnp.zeros(1, jnp.int32),
-            nothing if k_scale is None else k_scale, nothing if v_scale is None else v_scale,
+            nothing if k_scale is None else k_scale, nothing if v_scale is None else v_scale, sink,
         ),
-        outputs=(jax.ShapeDtypeStruct((splits, B, T, N, H), jnp.float32), jax.ShapeDtypeStruct((splits, B, T, N), jnp.float32)),
-        grid=(B * G, splits, -(-(T * (N // G)) // how["bq"])),
+        outputs=alone if splits == 1 else parts,
+        grid=(-(-(T * (N // G)) // how["bq"]), B * G, splits),
         constants=dict(
-            B=B, T=T, N=N, G=G, S=S, H=H, SCALE=float(scale), WINDOW=window or 0, RING=ring, SCALED=k_scale is not None, SPLITS=splits,
-            BQ=how["bq"], BS=how["bs"], BH=max(16, 1 << (H - 1).bit_length()),
+            B=B, T=T, N=N, G=G, S=S, H=H, SCALE=float(scale), WINDOW=window or 0, RING=ring, SCALED=k_scale is not None,
+            SINKS=sinks is not None, SPAN=how["span"], SPLITS=splits, BQ=how["bq"], BS=how["bs"], BH=wide,
         ),
         warps=how["warps"],
         stages=how["stages"],
-    )  # fmt: skip
-    out, lse = start(launch)
-    return merge(out, lse, sinks).astype(q.dtype)
-
-
-def merge(out, lse, sinks) -> jax.Array:
-    """Parts of one softmax [P B T N H] with their log-sum-exps [P B T N] -> the whole [B T N H]."""
-    top = lse.max(axis=0)
-    if sinks is not None:
-        sinks = jnp.broadcast_to(sinks.astype(jnp.float32), top.shape)
-        top = jnp.maximum(top, sinks)
-    share = jnp.exp(lse - top[None])
-    total = share.sum(axis=0) + (0 if sinks is None else jnp.exp(sinks - top))
-    return (out * share[..., None]).sum(axis=0) / total[..., None]
+    ))  # fmt: skip
+    if splits == 1:
+        return out
+    M, rows = B * T * N, max(1, 512 // wide)
+    merge = Launch(
+        kernel=merge_kernel,
+        inputs=(out, lse, sink),
+        outputs=(alone[0],),
+        grid=(-(-M // rows),),
+        constants=dict(M=M, N=N, H=H, SPLITS=splits, SINKS=sinks is not None, BR=rows, BH=wide),
+        warps=4,
+        stages=1,
+    )
+    return start(merge)[0]

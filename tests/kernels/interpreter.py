@@ -34,6 +34,16 @@ def rounded(values, source, target, mode):
 
 
 interpreter._convert_float = rounded
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def dot(builder, a, b, d, precision, imprecise):
+    """Of the numbers that bfloat16 stands for; Triton 3.9's interpreter multiplies the 16 bits as if they were integers."""
+    wide = [builder.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+    return _dot(builder, *wide, d, precision, imprecise)
+
+
+interpreter.InterpreterBuilder.create_dot = dot
 
 
 class Guarded:

