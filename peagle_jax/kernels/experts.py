@@ -1,4 +1,4 @@
-"""Mixture of experts: every token through the few experts that a router chose for it. Four forms of one sum.
+"""Mixture of experts: every token through the few experts that a router chose for it. Five forms of one sum.
 
     y[t] = sum over j of weight[t, j] * expert[chosen[t, j]](x[t])
 
@@ -6,26 +6,50 @@
 the weights are: those of several devices are yet to be added.
 """
 
-import functools
-import logging
+import dataclasses
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-LOG = logging.getLogger(__name__)
+from peagle_jax.kernels import choose as forms
+
 TILE = 64  # rows of one expert in one round of a CPU's loop, at most: more wait for the slowest expert (LOG.md)
 FEW = 4  # a tile of so many rows costs a CPU little more than one row: it is bound by reading the weights
 GPU_TILE = 16  # rows, at least: what a tensor core takes at once
 
 
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """A matrix an expert as it is stored, for kernels that decode it on the way.
+
+    `kind` says how: "plain" [E K N]; float8 [E N K] with a scale a "row" [E N] or a "block" [E N/128 K/128]; "mxfp4", bytes
+    [E N K/32 16] and exponents [E N K/32].
+    """
+
+    kind: str
+    values: Num[Array, "..."]
+    scale: Num[Array, "..."] | None
+    bias: Float[Array, "E N"] | None
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[2 if self.kind == "plain" else 1]
+
+
 @runtime_checkable
 class Bank(Protocol):
-    """E experts, two ways to run them."""
+    """E experts, three ways to run them."""
 
     count: int  # E
     parts: int  # equal banks over which the experts are spread
+    act: Callable  # between the two matrices
+
+    def matrices(self) -> tuple[Matrices, Matrices]:
+        """Gate and up in one, and down."""
+        ...
 
     def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """One expert over all rows."""
@@ -53,20 +77,17 @@ def looped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arra
     Reads each chosen expert once a tile, and no other. For CPUs: a round costs nothing there. Not differentiable in reverse.
     """
     (n, D), k, E = x.shape, chosen.shape[1], bank.count
-    m, tile = n * k, tile_rows(n, k, E, parts=bank.parts, few=FEW, most=TILE)
-    order, token, (start, sizes), (first, expert) = _tiled(chosen, E, tile)
-    rows = jnp.pad(x[token], [(0, tile), (0, 0)])
+    tiles = tiled(chosen, E, tile_rows(n, k, E, parts=bank.parts, few=FEW, most=TILE))
+    rows = jnp.pad(x[tiles.token], [(0, tiles.rows), (0, 0)])
 
     def run(i, out):
-        e = expert[i]
-        at = start[e] + (i - first[e]) * tile
-        y = bank.one(e, jax.lax.dynamic_slice_in_dim(rows, at, tile))
+        at = tiles.first[i]
+        y = bank.one(tiles.expert[i], jax.lax.dynamic_slice_in_dim(rows, at, tiles.rows))
         # rows past the expert's last are another's: they are overwritten, because that one's tile comes later
         return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
-    rounds = (-(-sizes // tile)).sum()
-    out = jax.lax.fori_loop(0, rounds, run, jnp.zeros((m + tile, D), x.dtype))[:m]
-    return _combine(out, order, weight * (chosen < E))
+    out = jax.lax.fori_loop(0, (tiles.size > 0).sum(), run, jnp.zeros((n * k + tiles.rows, D), x.dtype))[: n * k]
+    return combine(out, tiles, weight * (chosen < E))
 
 
 def gathered(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
@@ -84,29 +105,38 @@ def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arr
     use, but XLA makes a dense product of it, on GPUs too: every expert for every row, and E copies of the rows (LOG.md).
     """
     (n, D), k, E = x.shape, chosen.shape[1], bank.count
-    tile = tile_rows(n, k, E, parts=bank.parts, few=GPU_TILE, most=n * k)
-    order, token, (start, sizes), (first, expert) = _tiled(chosen, E, tile)
-    e = jnp.minimum(expert, E - 1)
-    at = (start[e] + (jnp.arange(len(expert)) - first[e]) * tile)[:, None] + jnp.arange(tile)[None]
-    rows = x[token][jnp.minimum(at, n * k - 1)]  # [t M D]; a tile's rows past its expert's last are computed for nothing
-    out = bank.tiles(e, rows).reshape(-1, D)
-    mine = jnp.minimum(chosen.reshape(-1)[order], E - 1)
-    place = jnp.arange(n * k) - start[mine]
-    return _combine(out[(first[mine] + place // tile) * tile + place % tile], order, weight * (chosen < E))
+    tiles = tiled(chosen, E, tile_rows(n, k, E, parts=bank.parts, few=GPU_TILE, most=n * k))
+    at = tiles.first[:, None] + jnp.arange(tiles.rows)[None]
+    rows = x[tiles.token][jnp.minimum(at, n * k - 1)]  # [t M D]; a tile's rows past its expert's last are computed for nothing
+    out = bank.tiles(jnp.minimum(tiles.expert, E - 1), rows).reshape(-1, D)
+    place = jnp.arange(n * k)
+    tile = jnp.searchsorted(jnp.where(tiles.size > 0, tiles.first, n * k), place, side="right") - 1  # which holds each pair
+    return combine(out[tile * tiles.rows + place - tiles.first[tile]], tiles, weight * (chosen < E))
 
 
-FORMS = {"reference": reference, "looped": looped, "gathered": gathered, "grouped": grouped}
+def triton(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
+    """`grouped`, without a copy of any weight. Not differentiable."""
+    from peagle_jax.kernels import experts_triton
+
+    return experts_triton.mixture(x, chosen, weight, bank)
 
 
-@functools.cache  # and so said once
-def choose(rows: int, k: int, experts: int, backend: str) -> str:
+FORMS = {"reference": reference, "looped": looped, "gathered": gathered, "grouped": grouped, "triton": triton}
+
+
+def choose(rows: int, k: int, experts: int, backend: str, unsupported: str | None = None) -> str:
     """The form for so many tokens, each of which chooses k; `experts` are those of this device.
 
-    On a GPU by arithmetic, not measured there: while the chosen experts are fewer than all, gathering reads less.
+    Where Triton cannot serve on a GPU, by arithmetic: while the chosen experts are fewer than all, gathering reads less.
+
+    Args:
+      unsupported: why Triton does not take the operands.
     """
-    form = "looped" if backend == "cpu" else "gathered" if rows * k <= experts else "grouped"
-    LOG.info("experts: %s for %d tokens, %d of %d experts each, on %s", form, rows, k, experts, backend)
-    return form
+    if backend == "cpu":
+        return "looped"
+    if forms.choose("experts", "auto", FORMS, unsupported) == "triton":
+        return "triton"
+    return "gathered" if rows * k <= experts else "grouped"
 
 
 def tile_rows(n: int, k: int, experts: int, *, parts: int, few: int, most: int) -> int:
@@ -115,26 +145,37 @@ def tile_rows(n: int, k: int, experts: int, *, parts: int, few: int, most: int) 
     return min(most, max(1 << (average - 1).bit_length(), min(few, n)))
 
 
-def _tiled(chosen: Int[Array, "n k"], experts: int, tile: int):
-    """The n*k (token, choice) pairs sorted by expert and cut into tiles.
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The n*k (token, choice) pairs sorted by expert and cut into tiles, as many as there can be: a tile may have no rows."""
 
-    Returns:
-      order of the pairs; the token of each; (first pair, number of pairs) of every expert; (first tile of every expert,
-      expert of every tile: as many as there can be, `experts` for those there are not).
-    """
+    rows: int  # of a tile, at most
+    order: Int[Array, " pairs"]  # pair t*k + j of each place
+    token: Int[Array, " pairs"]  # of each place
+    expert: Int[Array, " t"]  # E where there are no rows
+    first: Int[Array, " t"]  # place
+    size: Int[Array, " t"]  # rows
+
+
+def tiled(chosen: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
+    """Tiles of at most `rows` rows of one expert each; those with rows come first. Pairs of no expert come last and are in none."""
+    n, k = chosen.shape
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=experts + 1)[:experts]
-    tiles = -(-sizes // tile)
-    n = len(chosen)  # rows of an expert, at most: a token chooses it once
-    most = min(flat.size, experts + flat.size // tile, experts * -(-n // tile))
-    expert = jnp.searchsorted(jnp.cumsum(tiles), jnp.arange(most), side="right")
-    return order, order // chosen.shape[1], (jnp.cumsum(sizes) - sizes, sizes), (jnp.cumsum(tiles) - tiles, expert)
+    start, tiles = jnp.cumsum(sizes) - sizes, -(-sizes // rows)
+    # an expert has n rows at most: a token chooses it once
+    t = jnp.arange(min(n * k, experts + n * k // rows, experts * -(-n // rows)))
+    expert = jnp.searchsorted(jnp.cumsum(tiles), t, side="right")
+    e = jnp.minimum(expert, experts - 1)
+    done = (t - (jnp.cumsum(tiles) - tiles)[e]) * rows  # of the expert's rows, by the tiles before
+    size = jnp.where(expert < experts, jnp.minimum(sizes[e] - done, rows), 0)
+    return Tiles(rows, order, (order // k).astype(jnp.int32), *(x.astype(jnp.int32) for x in (expert, start[e] + done, size)))
 
 
-def _combine(out: Float[Array, "m D"], order: Int[Array, " m"], weight: Float[Array, "n k"]) -> Float[Array, "n D"]:
+def combine(out: Float[Array, "pairs D"], tiles: Tiles, weight: Float[Array, "n k"]) -> Float[Array, "n D"]:
     """Back into the order of tokens, and summed over each one's experts. Gathers: adding by index would not be deterministic."""
     n, k = weight.shape
-    own = out[jnp.argsort(order)].reshape(n, k, -1).astype(jnp.float32)
+    own = out[jnp.argsort(tiles.order)].reshape(n, k, -1).astype(jnp.float32)
     share = weight.astype(jnp.float32)[..., None]
     return jnp.where(share != 0, own * share, 0).sum(axis=1)

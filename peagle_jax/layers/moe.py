@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
 from peagle_jax.kernels import experts, fp8_matmul
+from peagle_jax.kernels.choose import wide
 from peagle_jax.kernels.launch import platform
 from peagle_jax.layers.basic import normal
 
@@ -32,6 +33,9 @@ class Stack(nnx.Module):
     def shift(self, which) -> Float[Array, "*which outputs"] | None:
         return None if self.bias is None else self.bias[...][which]
 
+    def stored(self) -> experts.Matrices:
+        return experts.Matrices("plain", self.kernel[...], None, self.shift(slice(None)))
+
 
 class PackedStack(nnx.Module):
     """The same in MXFP4: 4 bits a number and a scale for 32 of them, decoded when an expert is used."""
@@ -43,6 +47,9 @@ class PackedStack(nnx.Module):
 
     def matrices(self, which, dtype) -> Float[Array, "*which inputs outputs"]:
         return jnp.swapaxes(decode_mxfp4(self.blocks[...][which], self.scales[...][which], dtype), -1, -2)
+
+    def stored(self) -> experts.Matrices:
+        return experts.Matrices("mxfp4", self.blocks[...], self.scales[...], self.shift(slice(None)))
 
     shift = Stack.shift
 
@@ -65,6 +72,10 @@ class Fp8Stack(nnx.Module):
         decode = lambda values, scale: fp8_matmul.Fp8Matrix(values, scale).dequantised().astype(dtype).T  # noqa: E731
         values, scale = self.values[...][which], self.scale[...][which]
         return decode(values, scale) if values.ndim == 2 else jax.vmap(decode)(values, scale)
+
+    def stored(self) -> experts.Matrices:
+        kind = "block" if self.scale.ndim == 3 else "row"
+        return experts.Matrices(kind, self.values[...], self.scale[...], self.shift(slice(None)))
 
     shift = Stack.shift
 
@@ -110,7 +121,7 @@ class Experts(nnx.Module):
         parts = mesh.shape.get(AXIS, 1)
         parts = parts if self.count % parts == 0 else 1
         mine = self.count // parts
-        form = experts.FORMS[experts.choose(*chosen.shape, mine, platform())]
+        form = experts.FORMS[experts.choose(*chosen.shape, mine, platform(), wide(x))]
         if parts == 1:
             return form(rows, chosen, weight, Bank(self.gate_up, self.down, self.act, mine)).astype(x.dtype).reshape(x.shape)
         graph, state = nnx.split((self.gate_up, self.down))
@@ -130,6 +141,9 @@ class Bank:
 
     def __init__(self, gate_up: AnyStack, down: AnyStack, act: Callable, count: int, parts: int = 1):
         self.gate_up, self.down, self.act, self.count, self.parts = gate_up, down, act, count, parts
+
+    def matrices(self) -> tuple[experts.Matrices, experts.Matrices]:
+        return self.gate_up.stored(), self.down.stored()
 
     def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
         def product(stack, x):

@@ -1,13 +1,14 @@
-"""Four forms of a mixture of experts are one sum; the sparse ones look at no expert that was not chosen."""
+"""All forms of a mixture of experts are one sum; the sparse ones look at no expert that was not chosen."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kernels.interpreter import interpret
 
-from peagle_jax.kernels import experts
-from peagle_jax.layers.moe import Bank, Gated, Stack
+from peagle_jax.kernels import choose, experts, experts_triton
+from peagle_jax.layers.moe import Bank, Fp8Stack, Gated, PackedStack, Stack
 
 D, WIDTH, E, K = 12, 10, 7, 3
 
@@ -34,6 +35,12 @@ def by_hand(x, chosen, weight, bank):
     return out
 
 
+def run(form):
+    if form == "triton":
+        return lambda x, chosen, weight, bank: experts_triton.mixture(jnp.asarray(x), jnp.asarray(chosen), weight, bank, start=interpret)
+    return lambda *inputs: jax.jit(lambda *arrays: experts.FORMS[form](*arrays, inputs[3]))(*inputs[:3])
+
+
 @pytest.mark.parametrize("form", experts.FORMS)
 @pytest.mark.parametrize("n, spread", [(1, "even"), (5, "even"), (29, "even"), (40, "one"), (23, "elsewhere"), (130, "even")])
 def test_forms(form, n, spread):
@@ -46,19 +53,66 @@ def test_forms(form, n, spread):
         chosen[0] = E
     weight = rng.uniform(0.1, 1, (n, K)).astype(np.float32)
     b = bank()
-    got = jax.jit(lambda *inputs: experts.FORMS[form](*inputs, b))(x, chosen, weight)
+    got = run(form)(x, chosen, weight, b)
     np.testing.assert_allclose(got, by_hand(x, chosen, weight, b), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("form", ["looped", "gathered"])
+@pytest.mark.parametrize("form", ["looped", "gathered", "triton"])
 def test_experts_that_nobody_chose_are_not_read(form):
     b = bank()
     for stack in (b.gate_up, b.down):
         stack.kernel[...] = stack.kernel[...].at[jnp.array([0, 3, 4, 6])].set(jnp.nan)
     chosen = jnp.array([[1, 2, 5], [5, 1, 2], [2, 5, 1]])
     x, weight = jnp.ones((3, D)), jnp.ones((3, K))
-    assert np.isfinite(experts.FORMS[form](x, chosen, weight, b)).all()
+    assert np.isfinite(run(form)(x, chosen, weight, b)).all()
     assert not np.isfinite(experts.reference(x, chosen, weight, b)).all()
+
+
+def stored(kind, dtype):
+    """A bank of 5 experts, 96 -> 2 x 160 -> 96, as checkpoints store them, no number of which is a default."""
+    rng = np.random.default_rng(4)
+    random = lambda like: jnp.asarray(rng.normal(0, 0.3, like.shape), like.dtype)  # noqa: E731
+    stacks = []
+    for inputs, outputs in ((96, 320), (160, 96)):
+        if kind == "mxfp4":
+            stack = PackedStack(5, inputs, outputs, bias=True, dtype=dtype, rngs=nnx.Rngs(0))
+            stack.blocks[...] = jnp.asarray(rng.integers(0, 256, stack.blocks.shape), jnp.uint8)
+            stack.scales[...] = jnp.asarray(rng.integers(120, 127, stack.scales.shape), jnp.uint8)
+            stack.bias[...] = random(stack.bias)
+        else:
+            bias = nnx.Param(jnp.asarray(rng.normal(0, 0.3, (5, outputs)), dtype))
+            stack = Fp8Stack(5, inputs, outputs, bias=bias, blocks=kind == "block")
+            stack.values[...] = jnp.asarray(rng.normal(0, 20, stack.values.shape), stack.values.dtype)
+            stack.scale[...] = jnp.asarray(rng.uniform(0.002, 0.02, stack.scale.shape), jnp.float32)
+        stacks.append(stack)
+    return Bank(*stacks, Gated(jax.nn.silu), 5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["row", "block", "mxfp4"])
+@pytest.mark.parametrize("n", [1, 6, 67])
+def test_triton_decodes_what_is_stored(n, kind, dtype):
+    """One row, some, and more than a tile of rows for an expert; one expert has none."""
+    rng = np.random.default_rng(n)
+    b = stored(kind, dtype)
+    x = jnp.asarray(rng.normal(size=(n, 96)), dtype)
+    chosen = jnp.asarray(np.stack([rng.permutation([0, 1, 2, 4])[:2] for _ in range(n)]), jnp.int32)
+    weight = jnp.asarray(rng.uniform(0.1, 1, (n, 2)), dtype)
+    exact = Bank(b.gate_up, b.down, b.act, b.count)
+    want = np.asarray(experts.reference(x.astype(jnp.float32), chosen, weight, exact))
+    got = np.asarray(experts_triton.mixture(x, chosen, weight, b, start=interpret))
+    assert np.abs(got - want).max() < (1e-5 if dtype == jnp.float32 else 2**-6) * np.abs(want).max()
+
+
+def test_tiles_hold_every_pair_once():
+    """Sorted by expert; the pairs of no expert in none, and tiles without rows last."""
+    chosen = jnp.asarray([[0, 3], [3, 5], [5, 3], [3, 0], [5, 5]])  # 5: no expert
+    tiles = experts.tiled(chosen, 5, 3)
+    held = [(int(e), int(f) + i) for e, f, size in zip(tiles.expert, tiles.first, tiles.size, strict=True) for i in range(int(size))]
+    assert [(e, tuple(map(int, divmod(int(tiles.order[place]), 2)))) for e, place in held] == [
+        (0, (0, 0)), (0, (3, 1)), (3, (0, 1)), (3, (1, 0)), (3, (2, 1)), (3, (3, 0)),
+    ]  # fmt: skip
+    assert tiles.size.tolist() == [2, 3, 1] + [0] * (len(tiles.size) - 3) and (tiles.token == tiles.order // 2).all()
 
 
 def test_a_loop_has_a_round_a_tile():
@@ -83,7 +137,11 @@ def test_tiles(n, k, count, rows):
     assert experts.tile_rows(n, k, count, parts=1, few=experts.FEW, most=experts.TILE) == rows
 
 
-def test_choice():
-    assert [experts.choose(n, 8, 128, b) for n, b in ((1, "cpu"), (999, "cpu"), (8, "gpu"), (16, "gpu"), (17, "gpu"))] == [
-        "looped", "looped", "gathered", "gathered", "grouped",
-    ]  # fmt: skip
+def test_choice(monkeypatch):
+    picked = lambda *why: [experts.choose(n, 8, 128, b, *why) for n, b in ((1, "cpu"), (999, "cpu"), (8, "gpu"), (16, "gpu"), (17, "gpu"))]  # noqa: E731
+    assert picked() == ["looped", "looped", "gathered", "gathered", "grouped"]  # no GPU is here
+    monkeypatch.setattr(choose, "missing", lambda form: None)
+    choose._serving.cache_clear()
+    assert picked() == ["looped", "looped", "triton", "triton", "triton"]
+    assert picked("operands are float32") == ["looped", "looped", "gathered", "gathered", "grouped"]
+    choose._serving.cache_clear()

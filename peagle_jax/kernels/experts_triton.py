@@ -1,0 +1,128 @@
+"""A mixture's products in Triton: one launch for all experts of a layer's matrix, rows sorted by expert, weights decoded on the way.
+
+Bound by reading the chosen experts: a token of Qwen3-Coder-30B-A3B takes 8 experts of 4.7M numbers a layer, 38 MB in FP8, 8.8 us at
+the 4.3 TB/s that a copy reaches on an H200; in MXFP4 a token of GPT-OSS-20B takes 4 of 24.9M, 53 MB, 12.3 us. Every expert that was
+chosen is read once a tile of rows, and no other: weights stay in memory as they are stored, which plain XLA cannot do (docs/sizes.md).
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from peagle_jax.kernels import experts
+from peagle_jax.kernels.experts import Matrices, Tiles
+from peagle_jax.kernels.launch import Launch, Start, on_gpu
+
+
+@triton.jit
+def decoded(code, scale):
+    """E2M1 codes in float32, times a scale: float16 has the same fields further up, 2^14 times smaller."""
+    bits = ((code & 7) << 9) | ((code & 8) << 12)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * scale
+
+
+@triton.jit
+def kernel(
+    x_ptr, row_ptr, expert_ptr, first_ptr, size_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of one expert for the `size` rows of tile t, which stand at `first` in the result.
+
+    GATHER: row i of the result comes from row `row_ptr[i]` of x. W, the weights: "plain" [E K N]; float8 [E N K] with scales by "row"
+    or "block"; "mxfp4" [E N K/2], then x holds each row's even numbers before its odd ones.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    tile = tl.program_id(1)
+    size = tl.load(size_ptr + tile)
+    e = tl.minimum(tl.load(expert_ptr + tile), E - 1).to(tl.int64)
+    m = tl.arange(0, BM)
+    row = tl.load(first_ptr + tile) + m
+    source = row
+    if GATHER:
+        source = tl.load(row_ptr + row, mask=m < size, other=0)
+    x_row = x_ptr + source[:, None].to(tl.int64) * K
+    real = (m < size)[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for at in range(0, tl.where(size > 0, K, 0), BK):  # a tile without rows reads nothing
+        if W == "mxfp4":
+            k = at // 2 + tl.arange(0, BK // 2)
+            x = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
+            odd = tl.load(x_row + K // 2 + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
+            g = at // 32 + tl.arange(0, BK // 32)  # 16 bytes share a scale
+            there = (n[:, None] < N) & (g[None, :] < K // 32)
+            group = (e * N + n[:, None]) * (K // 32) + g[None, :]
+            exponent = tl.load(scale_ptr + group, mask=there, other=0)
+            scale = ((exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0)[:, :, None]
+            byte = tl.load(w_ptr + group[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], mask=there[:, :, None], other=0).to(tl.uint16)
+            low = tl.reshape(decoded(byte & 15, scale), (BN, BK // 2)).to(x.dtype)
+            high = tl.reshape(decoded(byte >> 4, scale), (BN, BK // 2)).to(x.dtype)
+            acc = tl.dot(low, x.T, acc)
+            acc = tl.dot(high, odd.T, acc)
+        else:
+            k = at + tl.arange(0, BK)
+            x = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K), other=0.0)
+            there = (n[:, None] < N) & (k[None, :] < K)
+            if W == "plain":
+                w = tl.load(w_ptr + (e * K + k[None, :]) * N + n[:, None], mask=there, other=0.0)
+            else:
+                w = tl.load(w_ptr + (e * N + n[:, None]) * K + k[None, :], mask=there, other=0.0)
+            if W == "block":
+                across: tl.constexpr = (K + 127) // 128
+                down: tl.constexpr = (N + 127) // 128
+                part = tl.dot(w.to(x.dtype), x.T)
+                acc += part * tl.load(scale_ptr + (e * down + n // 128) * across + at // 128, mask=n < N, other=0.0)[:, None]
+            else:
+                acc = tl.dot(w.to(x.dtype), x.T, acc)
+    if W == "row":
+        acc *= tl.load(scale_ptr + e * N + n, mask=n < N, other=0.0)[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + e * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    out = out_ptr + row[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n[:, None] < N) & (m[None, :] < size))
+
+
+def sizes(rows: int, kind: str) -> dict:
+    """Tiles for so many rows of an expert."""
+    bm = max(16, 1 << (rows - 1).bit_length())
+    wide = {"bn": 128, "warps": 8, "stages": 3} if bm == 128 else {"bn": 64, "warps": 4, "stages": 4}
+    return {"bm": bm, "bk": 64 if kind == "plain" else 128} | wide
+
+
+def product(x, tiles: Tiles, w: Matrices, *, gather: bool, start: Start = on_gpu, **overrides) -> jax.Array:
+    """Every pair's row times its expert's matrix [pairs N], sorted by expert; rows of pairs that have no expert are not written.
+
+    Args:
+      x: a row a token where `gather`, otherwise a row a pair.
+      overrides: of `sizes`, for measuring.
+    """
+    K, N = x.shape[1], w.outputs
+    how = sizes(tiles.rows, w.kind) | overrides
+    nothing = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
+    if w.kind == "mxfp4":
+        x = x.reshape(-1, K // 2, 2).swapaxes(1, 2).reshape(-1, K)
+    launch = Launch(
+        kernel=kernel,
+        inputs=(
+            x, tiles.token, tiles.expert, tiles.first, tiles.size, w.values,
+            nothing if w.scale is None else w.scale, nothing if w.bias is None else w.bias,
+        ),
+        outputs=(jax.ShapeDtypeStruct((len(tiles.token), N), x.dtype),),
+        grid=(-(-N // how["bn"]), len(tiles.expert)),
+        constants=dict(
+            E=len(w.values), N=N, K=K, GATHER=gather, W=w.kind, BIAS=w.bias is not None, BM=how["bm"], BN=how["bn"], BK=how["bk"],
+        ),
+        warps=how["warps"],
+        stages=how["stages"],
+    )  # fmt: skip
+    return start(launch)[0]
+
+
+def mixture(x, chosen, weight, bank, start: Start = on_gpu) -> jax.Array:
+    """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
+    n, k = chosen.shape
+    tiles = experts.tiled(chosen, bank.count, experts.tile_rows(n, k, bank.count, parts=bank.parts, few=experts.GPU_TILE, most=128))
+    up, down = bank.matrices()
+    hidden = bank.act(product(x, tiles, up, gather=True, start=start))
+    return experts.combine(product(hidden, tiles, down, gather=False, start=start), tiles, weight * (chosen < bank.count))
