@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from peagle_jax.files import write_whole  # noqa: E402
-from peagle_jax.kernels import attention_triton, fp8_matmul_triton, fusion_triton, packed_attention_triton, vocab_triton  # noqa: E402
+from peagle_jax.kernels import attention_triton, experts, experts_triton, fp8_matmul_triton, fusion_triton, packed_attention_triton, vocab_triton  # noqa: E402
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix  # noqa: E402
 from peagle_jax.kernels.launch import B200, H200, RTX_PRO_6000, assuming  # noqa: E402
 from peagle_jax.kernels.packed_attention import Seen  # noqa: E402
@@ -106,6 +106,22 @@ def packed(n, P, heads, kv_heads, head_dim):
     return both
 
 
+def mixture(n, k, count, K, N, kind):
+    """Gate and up of a layer's experts."""
+    shapes = {
+        "plain": (spec(count, K, N, dtype=BF16), None), "row": (spec(count, N, K, dtype=F8), spec(count, N)),
+        "block": (spec(count, N, K, dtype=F8), spec(count, N // 128, K // 128)),
+        "mxfp4": (spec(count, N, K // 32, 16, dtype=jnp.uint8), spec(count, N, K // 32, dtype=jnp.uint8)),
+    }  # fmt: skip
+
+    def run(start, x, chosen, values, scale):
+        tiles = experts.tiled(chosen, count, experts.tile_rows(n, k, count, parts=1, few=experts.GPU_TILE, most=128))
+        return experts_triton.product(x, tiles, experts.Matrices(kind, values, scale, None), gather=True, start=start)
+
+    args = spec(n, K, dtype=BF16), spec(n, k, dtype=I32), *shapes[kind]
+    return lambda start: jax.eval_shape(lambda *a: run(start, *a), *args)
+
+
 CASES = {
     "fp8_matmul 8x4096x4096": w8a8(8, 4096, 4096),
     "fp8_matmul 64x4096x4096": w8a8(64, 4096, 4096),
@@ -114,6 +130,12 @@ CASES = {
     "fp8_matmul 512x4096x4096 blocks": w8a8(512, 4096, 4096, blocks=True),
     "fp8_matmul 8x4096x4096 blocks, bfloat16 in": raw(8, 4096, 4096),
     "fp8_matmul 512x4096x4096 blocks, bfloat16 in": raw(512, 4096, 4096),
+    "experts, 1 token of 8, float8 rows": mixture(1, 8, 128, 2048, 1536, "row"),
+    "experts, 8 tokens of 8, float8 blocks": mixture(8, 8, 128, 2048, 1536, "block"),
+    "experts, 4096 tokens of 8, float8 blocks": mixture(4096, 8, 128, 2048, 1536, "block"),
+    "experts, 8 tokens of 4, MXFP4": mixture(8, 4, 32, 2880, 5760, "mxfp4"),
+    "experts, 4096 tokens of 4, MXFP4": mixture(4096, 4, 32, 2880, 5760, "mxfp4"),
+    "experts, 8 tokens of 8, bfloat16": mixture(8, 8, 128, 2048, 1536, "plain"),
     "fusion 8": fusion(8, 2048, 2048, "none", False),
     "fusion 64, norm": fusion(64, 2048, 2048, "whole", False),
     "fusion 8, norms, float8, bfloat16 in": fusion(8, 2048, 2048, "per_tap", True),

@@ -86,8 +86,8 @@ def kernel(
 def sizes(rows: int, kind: str) -> dict:
     """Tiles for so many rows of an expert."""
     bm = max(16, 1 << (rows - 1).bit_length())
-    wide = {"bn": 128, "warps": 8, "stages": 3} if bm == 128 else {"bn": 64, "warps": 4, "stages": 4}
-    return {"bm": bm, "bk": 64 if kind == "plain" else 128} | wide
+    bn = 128 if bm == 128 and kind != "mxfp4" else 64  # decoding 128 x 128 numbers spills on sm_120
+    return {"bm": bm, "bn": bn, "bk": 64 if kind == "plain" else 128, "warps": 8 if bm == 128 else 4, "stages": 3 if bm == 128 else 4}
 
 
 def product(x, tiles: Tiles, w: Matrices, *, gather: bool, start: Start = on_gpu, **overrides) -> jax.Array:
