@@ -15,6 +15,7 @@ from peagle_jax.decode.sampling import draw, probabilities
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import Slot
+from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, KVCache, SamplingParams
 
@@ -68,11 +69,11 @@ class ParallelDrafter(_HeadDrafter):
     """P-EAGLE: committed rows and K-1 placeholder rows in one forward.
 
     The last step committed up to K+1 tokens, but seldom more than a few: where no row of the batch has more than `SHORT`,
-    the forward has SHORT + K - 1 rows instead of 2K.
+    the forward has SHORT + K - 1 rows instead of 2K (on CPUs).
     """
 
     def step(self, params, state: DraftState, tokens, features, count):
-        if self.k <= SHORT:
+        if self.k <= SHORT or platform() == "gpu":  # where more rows cost nothing, and a branch waits for the host
             return self._forward(params, state, tokens, features, count)
         few = lambda: self._forward(params, state, tokens[:, :SHORT], features[:, :SHORT], count)  # noqa: E731
         return jax.lax.cond(count.max() <= SHORT, few, lambda: self._forward(params, state, tokens, features, count))

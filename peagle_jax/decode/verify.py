@@ -31,7 +31,8 @@ def verify_greedy(drafts: Int[Array, "B K"], logits: Float[Array, "B R V"]) -> t
         alive &= draft == want
         return alive, alive
 
-    _, kept = jax.lax.scan(position, jnp.ones(len(drafts), bool), (wanted[:, :-1].T, drafts.T))
+    # unrolled: on a GPU a round of a loop costs several launches, and these are a few numbers
+    _, kept = jax.lax.scan(position, jnp.ones(len(drafts), bool), (wanted[:, :-1].T, drafts.T), unroll=True)
     return wanted, kept.sum(axis=0, dtype=jnp.int32)
 
 

@@ -26,7 +26,7 @@ def choose(kernel: str, form: str, forms: Collection[str], unsupported: str | No
         raise InputError(f"kernel {kernel}", f"its form must be auto or one of {', '.join(forms)}", form, "choose one of them")
     if form == "reference":
         return form
-    return _serving(kernel, form, unsupported or spread())
+    return _serving(kernel, form, missing("triton" if form == "auto" else form) or unsupported or spread())
 
 
 def wide(*arrays: jax.Array) -> str | None:
@@ -42,8 +42,7 @@ def spread() -> str | None:
 
 
 @functools.cache  # and so said once
-def _serving(kernel: str, form: str, unsupported: str | None) -> str:
-    wrong = missing("triton" if form == "auto" else form) or unsupported
+def _serving(kernel: str, form: str, wrong: str | None) -> str:
     if form != "auto":
         if wrong:
             raise InputError(f"kernel {kernel}", f"{form} kernels cannot serve: {wrong}", form, "ask for auto or reference")

@@ -110,7 +110,8 @@ def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arr
     rows = x[tiles.token][jnp.minimum(at, n * k - 1)]  # [t M D]; a tile's rows past its expert's last are computed for nothing
     out = bank.tiles(jnp.minimum(tiles.expert, E - 1), rows).reshape(-1, D)
     place = jnp.arange(n * k)
-    tile = jnp.searchsorted(jnp.where(tiles.size > 0, tiles.first, n * k), place, side="right") - 1  # which holds each pair
+    begun = (place[:, None] >= tiles.first[None]) & (tiles.size > 0)[None]
+    tile = begun.sum(axis=1) - 1  # which holds each pair
     return combine(out[tile * tiles.rows + place - tiles.first[tile]], tiles, weight * (chosen < E))
 
 
@@ -150,7 +151,7 @@ class Tiles:
     """The n*k (token, choice) pairs sorted by expert and cut into tiles, as many as there can be: a tile may have no rows."""
 
     rows: int  # of a tile, at most
-    order: Int[Array, " pairs"]  # pair t*k + j of each place
+    place: Int[Array, " pairs"]  # of pair t*k + j among the sorted ones
     token: Int[Array, " pairs"]  # of each place
     expert: Int[Array, " t"]  # E where there are no rows
     first: Int[Array, " t"]  # place
@@ -158,24 +159,33 @@ class Tiles:
 
 
 def tiled(chosen: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
-    """Tiles of at most `rows` rows of one expert each; those with rows come first. Pairs of no expert come last and are in none."""
+    """Tiles of at most `rows` rows of one expert each; those with rows come first. Pairs of no expert come last and are in none.
+
+    By comparing everything with everything: on a GPU each line is one launch, where a search or a running sum is a loop of them.
+    """
     n, k = chosen.shape
-    flat = chosen.reshape(-1)
+    flat = chosen.reshape(-1).astype(jnp.int32)
+    if n == 1:  # a token chooses an expert once: a tile each, in the order that they come in
+        at = jnp.arange(k, dtype=jnp.int32)
+        return Tiles(rows, at, jnp.zeros_like(at), flat, at, (flat < experts).astype(jnp.int32))
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=experts + 1)[:experts]
-    start, tiles = jnp.cumsum(sizes) - sizes, -(-sizes // rows)
-    # an expert has n rows at most: a token chooses it once
-    t = jnp.arange(min(n * k, experts + n * k // rows, experts * -(-n // rows)))
-    expert = jnp.searchsorted(jnp.cumsum(tiles), t, side="right")
+    start = (flat[:, None] < jnp.arange(experts + 1)[None]).sum(axis=0, dtype=jnp.int32)  # places before each expert's own
+    size = start[1:] - start[:-1]
+    tiles = -(-size // rows)
+    before = jnp.where(jnp.tri(experts, k=-1, dtype=bool), tiles[None], 0).sum(axis=1, dtype=jnp.int32)
+    # an expert has n rows at most
+    t = jnp.arange(min(n * k, experts + n * k // rows, experts * -(-n // rows)), dtype=jnp.int32)
+    expert = (t[:, None] >= (before + tiles)[None]).sum(axis=1, dtype=jnp.int32)
     e = jnp.minimum(expert, experts - 1)
-    done = (t - (jnp.cumsum(tiles) - tiles)[e]) * rows  # of the expert's rows, by the tiles before
-    size = jnp.where(expert < experts, jnp.minimum(sizes[e] - done, rows), 0)
-    return Tiles(rows, order, (order // k).astype(jnp.int32), *(x.astype(jnp.int32) for x in (expert, start[e] + done, size)))
+    done = (t - before[e]) * rows  # of the expert's rows, by the tiles before
+    size = jnp.where(expert < experts, jnp.minimum(size[e] - done, rows), 0)
+    token = (order // k).astype(jnp.int32)
+    return Tiles(rows, jnp.argsort(order), token, expert, start[e] + done, size)
 
 
 def combine(out: Float[Array, "pairs D"], tiles: Tiles, weight: Float[Array, "n k"]) -> Float[Array, "n D"]:
     """Back into the order of tokens, and summed over each one's experts. Gathers: adding by index would not be deterministic."""
     n, k = weight.shape
-    own = out[jnp.argsort(tiles.order)].reshape(n, k, -1).astype(jnp.float32)
+    own = out[tiles.place].reshape(n, k, -1).astype(jnp.float32)
     share = weight.astype(jnp.float32)[..., None]
     return jnp.where(share != 0, own * share, 0).sum(axis=1)

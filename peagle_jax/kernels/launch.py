@@ -67,7 +67,10 @@ _assumed: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed",
 
 @contextlib.contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
-    """Launches within are made for this GPU, whatever is here: for compiling ahead."""
+    """Launches within are made for this GPU, whatever is here: for compiling ahead.
+
+    What `jax.jit` traced outside is not traced again: trace new functions.
+    """
     token = _assumed.set(gpu)
     try:
         yield
@@ -90,17 +93,22 @@ def _first() -> Gpu | None:
     return Gpu(int(major) * 10 + int(minor), device.core_count)
 
 
-@functools.cache
 def missing(form: str) -> str | None:
-    """Why kernels of this form, "triton" or "mosaic", cannot run here; None when they can."""
-    if platform() != "gpu":
-        return f"they need a GPU, and JAX runs on {platform()}"
-    if _first() is None:
+    """Why kernels of this form, "triton" or "mosaic", cannot run here, or be compiled for what is assumed; None when they can."""
+    return _missing(form, platform(), _assumed.get())
+
+
+@functools.cache
+def _missing(form: str, platform: str, assumed: Gpu | None) -> str | None:
+    if platform != "gpu":
+        return f"they need a GPU, and JAX runs on {platform}"
+    here = assumed or _first()
+    if here is None:
         return "they need a GPU, and this machine only compiles for one"
-    if "cuda" not in jax.devices("gpu")[0].client.platform_version.lower():
+    if assumed is None and "cuda" not in jax.devices("gpu")[0].client.platform_version.lower():
         return "they are written for NVIDIA GPUs"
-    if gpu().capability < 90:
-        return f"they need compute capability 9.0 or more (Hopper), and this GPU has {gpu().capability / 10}"
+    if here.capability < 90:
+        return f"they need compute capability 9.0 or more (Hopper), and this GPU has {here.capability / 10}"
     if form == "mosaic":
         return None
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -48,6 +48,12 @@ def in_fp8(
       keep: names of modules whose matrices stay as they are.
     """
     blocks = fp8.in_blocks(stored)
+    paths = {path for *_, path in _matrices(nnx.eval_shape(make), keep)}
+    return replaced(make, blocks=blocks, keep=keep), *fp8.kept(stored, tensors, table, paths, blocks=blocks)
+
+
+def replaced(make: Callable[[], nnx.Module], *, blocks: bool, keep: Collection[str] = KEPT) -> Callable[[], nnx.Module]:
+    """`make`, with matrices of zeros in FP8."""
 
     def made() -> nnx.Module:
         module = make()
@@ -55,8 +61,7 @@ def in_fp8(
             setattr(parent, name, _fp8(child, blocks))
         return module
 
-    paths = {path for *_, path in _matrices(nnx.eval_shape(make), keep)}
-    return made, *fp8.kept(stored, tensors, table, paths, blocks=blocks)
+    return made
 
 
 def _matrices(module: nnx.Module, keep: Collection[str], at: str = "") -> Iterator[tuple[nnx.Module, str, nnx.Module, str]]:

@@ -19,6 +19,7 @@ from peagle_jax.decode.generate import SLIDING_CHUNK
 from peagle_jax.decode.loop import Program, prefill, step
 from peagle_jax.decode.memory import cache_bytes
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.layers.fp8 import replaced
 from peagle_jax.layers.moe import AXIS
 from peagle_jax.pipelines.train_head import head_config
 from peagle_jax.targets import gpt_oss, read_config, sharding
@@ -29,23 +30,27 @@ from peagle_jax.weights import flat, nest
 
 
 def abstract_target(
-    path: Path, *, dtype=jnp.bfloat16, taps: Sequence[int] | None = None, packed: bool = False, mesh: Mesh | None = None
+    path: Path, *, dtype=jnp.bfloat16, taps: Sequence[int] | None = None, packed: bool = False, fp8: str | None = None, mesh: Mesh | None = None
 ) -> Model:  # fmt: skip
     """The model of a config.json, its parameters as shapes.
 
     Args:
       packed: GPT-OSS with its experts in MXFP4.
+      fp8: what a scale of the other matrices is for, "rows" or "blocks"; None: they are in `dtype`.
       mesh: the shapes then say where they lie.
     """
     family, config = read_config(json.loads(Path(path).read_text()), taps=taps, dtype=dtype, where=path)
     if packed and isinstance(config, gpt_oss.GptOssConfig):
         config = dataclasses.replace(config, packed=True)
-    return _abstract(lambda: family.module(config, rngs=nnx.Rngs(0)), config, mesh and sharding.placement(config, mesh))
+    make = lambda: family.module(config, rngs=nnx.Rngs(0))  # noqa: E731
+    return _abstract(replaced(make, blocks=fp8 == "blocks") if fp8 else make, config, mesh and sharding.placement(config, mesh))
 
 
-def abstract_head(config: HeadConfig, mesh: Mesh | None = None) -> Model:
-    """Likewise; a head lies whole on every device."""
-    return _abstract(lambda: DraftHead(config, rngs=nnx.Rngs(0)), config, mesh and (lambda *_: NamedSharding(mesh, PartitionSpec())))
+def abstract_head(config: HeadConfig, mesh: Mesh | None = None, *, fp8: bool = False) -> Model:
+    """Likewise; a head lies whole on every device. In FP8 it has a scale a row, as `to_model` makes it."""
+    make = lambda: DraftHead(config, rngs=nnx.Rngs(0))  # noqa: E731
+    place = mesh and (lambda *_: NamedSharding(mesh, PartitionSpec()))
+    return _abstract(replaced(make, blocks=False, keep=()) if fp8 else make, config, place)
 
 
 def _abstract(make, config, place) -> Model:

@@ -46,7 +46,11 @@ def test_where_it_is_only_compiled_for_a_gpu(monkeypatch):
     """A default device that is not here, as ahead-of-time compilation has it."""
     monkeypatch.setattr(launch, "platform", lambda: "gpu")
     for form in ("triton", "mosaic"):
-        assert launch.missing.__wrapped__(form) == "they need a GPU, and this machine only compiles for one"
+        assert launch.missing(form) == "they need a GPU, and this machine only compiles for one"
+    with launch.assuming(launch.H200):
+        assert launch.missing("mosaic") is None and launch.missing("triton") == "TRITON_INTERPRET is set"
+    with launch.assuming(launch.Gpu(80, 108)):
+        assert "and this GPU has 8.0" in launch.missing("triton")
 
 
 def test_precision_is_never_taken_away(hopper, monkeypatch):
