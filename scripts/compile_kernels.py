@@ -27,7 +27,15 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from peagle_jax.files import write_whole  # noqa: E402
-from peagle_jax.kernels import attention_triton, experts, experts_triton, fp8_matmul_triton, fusion_triton, packed_attention_triton, vocab_triton  # noqa: E402
+from peagle_jax.kernels import (  # noqa: E402
+    attention_triton,
+    experts,
+    experts_triton,
+    fp8_matmul_triton,
+    fusion_triton,
+    packed_attention_triton,
+    vocab_triton,
+)
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix  # noqa: E402
 from peagle_jax.kernels.launch import B200, H200, RTX_PRO_6000, assuming  # noqa: E402
 from peagle_jax.kernels.packed_attention import Seen  # noqa: E402

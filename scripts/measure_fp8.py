@@ -64,13 +64,13 @@ def main() -> None:
         targets[f"{name}, FP8 cache"] = dataclasses.replace(base, config=dataclasses.replace(base.config, cache_dtype=E4M3))
     how = dict(dtype=jnp.bfloat16, embedding=targets["bfloat16"].params["embed"]["table"])
     models = {(name, kind): to_model(head, fp8=kind == "FP8", **how) for name, head in heads.items() for kind in ("bfloat16", "FP8")}
-    found = [
-        measure(name, target, {key: model for key, model in models.items() if key[1] == "bfloat16" or "FP8" in name}, rows, prompts, args.new_tokens)
-        for name, target in track(targets.items(), "measuring", console=Console(stderr=True))
-    ]
+    found = []
+    for name, target in track(targets.items(), "measuring", console=Console(stderr=True)):
+        mine = {key: model for key, model in models.items() if key[1] == "bfloat16" or "FP8" in name}
+        found.append(measure(name, target, mine, rows, prompts, args.new_tokens))
     show(found)
     if args.record:
-        facts = provenance("python scripts/measure_fp8.py") | {"name": "fp8_quality", "files": len(rows), "tokens": LENGTH, "new_tokens": args.new_tokens}
+        facts = provenance("python scripts/measure_fp8.py") | {"name": "fp8_quality", "files": len(rows), "new_tokens": args.new_tokens}
         lines = args.record.read_text().splitlines() if args.record.exists() else []
         write_whole(args.record, "".join(line + "\n" for line in [*lines, *(json.dumps(facts | row) for row in found)]))
 
@@ -151,7 +151,8 @@ def show(found: list[dict]) -> None:
             change = lengths(one) - lengths(base["heads"][name.replace("FP8", "bfloat16")])
             whole = 1 + sum(one["accepted"]) / sum(one["drafts"])
             error = change.std(ddof=1) / len(change) ** 0.5
-            table.add_row(row["target"], name, f"{whole:.3f}", f"{change.mean():+.3f} ± {error:.3f}", f"{one['equal_texts']} of {len(change)}")
+            equal = f"{one['equal_texts']} of {len(change)}"
+            table.add_row(row["target"], name, f"{whole:.3f}", f"{change.mean():+.3f} ± {error:.3f}", equal)
     Console().print(table)
 
 

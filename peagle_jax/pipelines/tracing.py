@@ -30,7 +30,8 @@ from peagle_jax.weights import flat, nest
 
 
 def abstract_target(
-    path: Path, *, dtype=jnp.bfloat16, taps: Sequence[int] | None = None, packed: bool = False, fp8: str | None = None, mesh: Mesh | None = None
+    path: Path, *, dtype=jnp.bfloat16, taps: Sequence[int] | None = None, packed: bool = False, fp8: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Model:  # fmt: skip
     """The model of a config.json, its parameters as shapes.
 

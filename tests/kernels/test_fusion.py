@@ -30,7 +30,8 @@ def test_plain(norm, shape):
     taps, w, gain = case(**shape)
     gain = None if norm == "none" else gain
     want = exact(taps, w, gain, norm, 0.3)
-    for got in (fusion.reference(taps, w, gain, norm, 0.3), fusion_triton.fuse(taps, w, gain, norm, 0.3, start=interpret)):
+    triton = [fusion_triton.fuse(taps, w, gain, norm, 0.3, start=interpret, splits=splits, be=32) for splits in (1, 2, 3)]
+    for got in (fusion.reference(taps, w, gain, norm, 0.3), *triton):
         assert np.abs(np.asarray(got) - want).max() / np.abs(want).max() < 1e-5
 
 
@@ -42,8 +43,9 @@ def test_fp8(norm, blocks):
     gain = None if norm == "none" else gain
     matrix = fp8_matmul.quantise(w.T, blocks=blocks)
     want = fusion.reference(taps, matrix, gain, norm, 0.3)
-    got = fusion_triton.fuse(taps, matrix, gain, norm, 0.3, start=interpret)
-    assert jnp.abs(got - want).max() / jnp.abs(want).max() < 1e-5
+    for splits in (1, 2):
+        got = fusion_triton.fuse(taps, matrix, gain, norm, 0.3, start=interpret, splits=splits)
+        assert jnp.abs(got - want).max() / jnp.abs(want).max() < 1e-5
     near = exact(taps, matrix.dequantised().T, gain, norm, 0.3)
     assert 1e-4 < np.linalg.norm(np.asarray(want) - near) / np.linalg.norm(near) < 0.05
 
