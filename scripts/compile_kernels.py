@@ -85,7 +85,7 @@ def decode(T, heads, kv_heads, head_dim, *, kv=BF16, window=None, ring=False, ba
 def peaks(M, K, V, dtype=BF16):
     w, scale = (spec(V, K, dtype=F8), spec(V)) if dtype == F8 else (spec(K, V, dtype=dtype), None)
     return lambda start: jax.eval_shape(
-        lambda x, w, scale: vocab_triton.peaks(x, w, 1, scale, start=start), spec(M, K, dtype=BF16), w, scale
+        lambda x, w, scale: vocab_triton.peaks(x, w, 1, scale, by_word=dtype == F8, start=start), spec(M, K, dtype=BF16), w, scale
     )
 
 

@@ -67,7 +67,7 @@ def verifying_seconds(target: Model, k: int, *, batch: int, context: int, repeat
             tokens, cache = carry
             positions = cache.length[:, None] + jnp.arange(k + 1)[None]
             out, new = module(tokens, positions, CachedAttention(positions), cache)
-            return jnp.argmax(module.unembed(out.hidden), axis=-1).astype(jnp.int32), dataclasses.replace(new, length=cache.length)
+            return module.best(out.hidden).astype(jnp.int32), dataclasses.replace(new, length=cache.length)
 
         return jax.lax.fori_loop(0, steps, body, (jnp.ones((batch, k + 1), jnp.int32), cache))[0]
 

@@ -83,8 +83,7 @@ class ParallelDrafter(_HeadDrafter):
         embeddings, features = self._rows(head, head.embed(tokens), head.fuse(features), count)
         hidden, cache = _run(head, embeddings, features, state.cache)
         drafting = count[:, None] - 1 + jnp.arange(self.k)[None]  # the last real row, then the placeholders
-        logits = head.logits(jnp.take_along_axis(hidden, drafting[..., None], axis=1))
-        ids, q = _choose(head, logits, state.sampling)
+        ids, q = _choose(head, jnp.take_along_axis(hidden, drafting[..., None], axis=1), state.sampling)
         return ids, q, _advance(state, cache, count)
 
     def _rows(self, head: DraftHead, embeddings: Float[Array, "B R D"], features: Float[Array, "B R D"], count: Int[Array, " B"]):
@@ -111,13 +110,13 @@ class AutoregressiveDrafter(_HeadDrafter):
         head: DraftHead = nnx.merge(self.graph, params)
         hidden, cache = _run(head, head.embed(tokens), head.fuse(features), state.cache)
         hidden = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
-        ids, q = _choose(head, head.logits(hidden), self._keyed(state.sampling, 0))
+        ids, q = _choose(head, hidden, self._keyed(state.sampling, 0))
         cache = dataclasses.replace(cache, length=cache.length + count)
 
         def again(carry, depth):
             ids, hidden, cache = carry
             hidden, cache = _run(head, head.embed(ids), head.feedback(hidden), cache)
-            ids, q = _choose(head, head.logits(hidden), self._keyed(state.sampling, depth))
+            ids, q = _choose(head, hidden, self._keyed(state.sampling, depth))
             return (ids, hidden, dataclasses.replace(cache, length=cache.length + 1)), (ids, q)
 
         (_, _, cache), (more, more_q) = jax.lax.scan(again, (ids, hidden, cache), jnp.arange(1, self.k))
@@ -142,11 +141,12 @@ def _advance(state: DraftState, cache: KVCache, count) -> DraftState:
     return dataclasses.replace(state, cache=dataclasses.replace(cache, length=state.cache.length + count))
 
 
-def _choose(head: DraftHead, logits: Float[Array, "B T W"], how: SamplingParams | None):
+def _choose(head: DraftHead, hidden: Float[Array, "B T D"], how: SamplingParams | None):
     """Drafted target ids [B T], and the logits they were sampled from over the target's vocabulary, or None."""
     ids = head.target_ids()
     if how is None:
-        return ids[jnp.argmax(logits, axis=-1)].astype(jnp.int32), None
+        return ids[head.best(hidden)].astype(jnp.int32), None
+    logits = head.logits(hidden)
     full = jnp.full((*logits.shape[:2], head.cfg.vocab), -jnp.inf, jnp.float32).at[:, :, ids].set(logits.astype(jnp.float32))
     keys = jax.vmap(lambda key: jax.random.split(key, logits.shape[1]))(how.key)
     each = jax.vmap(lambda row, key: draw(key, probabilities(row, how)), (1, 1), 1)

@@ -73,11 +73,10 @@ def prefill(program: Program, target_params, draft_params, prompts, lengths, lim
     R = program.k + 1
     hidden, features, cache = _read(program, target, prompts, lengths)
     last = (lengths - 1)[:, None, None]
-    logits = target.unembed(hidden)
     if sampling is None:
-        first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        first = target.best(hidden).astype(jnp.int32)
     else:
-        first = draw(_keys(sampling, 0, 0), probabilities(logits, sampling)).astype(jnp.int32)
+        first = draw(_keys(sampling, 0, 0), probabilities(target.unembed(hidden), sampling)).astype(jnp.int32)
 
     draft = DraftState(None, None)
     if program.drafter:
@@ -150,12 +149,11 @@ def step(program: Program, target_params, draft_params, limits, stop_ids, sampli
     block = jnp.concatenate([last, drafts], axis=1)
     positions = state.cache.length[:, None] + jnp.arange(block.shape[1])[None]
     out, cache = target(block, positions, CachedAttention(positions), state.cache)
-    logits = target.unembed(out.hidden)
     if sampling is None:
-        tokens, accepted = verify_greedy(drafts, logits)
+        tokens, accepted = verify_greedy(drafts, target.best(out.hidden))
     else:
         fresh = dataclasses.replace(sampling, key=_keys(sampling, state.num_drafts, 2))
-        tokens, accepted = verify_sampled(drafts, draft_logits, logits, fresh)
+        tokens, accepted = verify_sampled(drafts, draft_logits, target.unembed(out.hidden), fresh)
     return _commit(program, state, draft, cache, out, tokens.astype(jnp.int32), accepted, limits, stop_ids)
 
 

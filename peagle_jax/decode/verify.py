@@ -11,21 +11,19 @@ from peagle_jax.decode.sampling import draw, probabilities
 from peagle_jax.types import SamplingParams
 
 
-def verify_greedy(drafts: Int[Array, "B K"], logits: Float[Array, "B R V"]) -> tuple[Int[Array, "B R"], Int[Array, " B"]]:
+def verify_greedy(drafts: Int[Array, "B K"], wanted: Int[Array, "B R"]) -> tuple[Int[Array, "B R"], Int[Array, " B"]]:
     """Keeps the drafts up to the first that is not the target's argmax.
 
     Args:
-      drafts: proposed tokens; draft i stands where the logits of position i predict.
-      logits: the target's, at the R = K+1 positions of [last token, drafts].
+      drafts: proposed tokens; draft i stands where position i predicts.
+      wanted: the target's argmax at the R = K+1 positions of [last token, drafts].
 
     Returns:
       tokens, of which `accepted + 1` are to be emitted, and accepted, 0..K a row.
 
     Example:
-      drafts [5 6 7], argmaxes [5 6 9 2] -> tokens [5 6 9 .], accepted 2.
+      drafts [5 6 7], wanted [5 6 9 2] -> tokens [5 6 9 .], accepted 2.
     """
-    wanted = jnp.argmax(logits, axis=-1)
-
     def position(alive, seen):
         want, draft = seen
         alive &= draft == want

@@ -4,7 +4,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from peagle_jax.kernels import fusion
+from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.layers import Linear, RMSNorm
+from peagle_jax.layers.fp8 import Fp8Linear
 
 
 class Fusion(nnx.Module):
@@ -14,11 +17,23 @@ class Fusion(nnx.Module):
         self.input_norm = RMSNorm(taps * target_dim, eps, dtype=dtype) if before_fc else None
         self.fc_norm = nnx.List([RMSNorm(target_dim, eps, dtype=dtype) for _ in range(taps)]) if per_tap else None
         self.fc = Linear(taps * target_dim, dim, dtype=dtype, rngs=rngs)
+        self.taps, self.eps = taps, eps
 
     def __call__(self, taps: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:
+        parts = jnp.split(taps.reshape(-1, taps.shape[-1]), self.taps, axis=-1)
+        w = Fp8Matrix(self.fc.values[...], self.fc.scale[...]) if isinstance(self.fc, Fp8Linear) else self.fc.kernel[...]
+        if (self.input_norm is None or self.fc_norm is None) and fusion.serves(parts, w):
+            return self._at_once(parts, w).reshape(*taps.shape[:-1], -1)
         if self.input_norm is not None:
             taps = self.input_norm(taps)
         if self.fc_norm is not None:
-            parts = jnp.split(taps, len(self.fc_norm), axis=-1)
+            parts = jnp.split(taps, self.taps, axis=-1)
             taps = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
         return self.fc(taps)
+
+    def _at_once(self, parts, w) -> Float[Array, "M D"]:
+        if self.input_norm is not None:
+            return fusion.fuse(parts, w, self.input_norm.scale[...], "whole", self.eps, form="auto")
+        if self.fc_norm is not None:
+            return fusion.fuse(parts, w, jnp.concatenate([norm.scale[...] for norm in self.fc_norm]), "per_tap", self.eps, form="auto")
+        return fusion.fuse(parts, w, None, "none", self.eps, form="auto")

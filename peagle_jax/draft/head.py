@@ -135,6 +135,10 @@ class DraftHead(nnx.Module):
         """Over the draft vocabulary."""
         return self.lm_head(self.norm(hidden))
 
+    def best(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
+        """The argmax of `logits`."""
+        return self.lm_head.best(self.norm(hidden))
+
     def feedback(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """What stands in the place of the feature when the head drafts autoregressively."""
         return self.norm(hidden) if self.cfg.norm_output else hidden

@@ -1,5 +1,6 @@
 """Multi-layer feature fusion in one go: several taps, a norm over all or over each, and the matrix; no concatenation in memory."""
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -62,5 +63,33 @@ def unsupported(taps, w) -> str | None:
 
 
 def fuse(taps, w, gain, norm: Norm, eps: float, *, form: str):
-    """As `reference`, by a form of FORMS or "auto"."""
-    return FORMS[choose("fusion", form, FORMS, unsupported(taps, w))](taps, w, gain, norm, eps)
+    """As `reference`, by a form of FORMS or "auto". The gradient is the reference's."""
+    form = choose("fusion", form, FORMS, unsupported(taps, w))
+    matrix = (w.values, w.scale) if isinstance(w, Fp8Matrix) else (w, None)
+    return _fuse(list(taps), *matrix, gain, norm, eps, form)
+
+
+def serves(taps, w) -> bool:
+    """Whether "auto" takes a kernel for these here; otherwise a caller's own products may be better than the reference."""
+    return choose("fusion", "auto", FORMS, unsupported(taps, w)) == "triton"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _fuse(taps, w, scale, gain, norm, eps, form):
+    return FORMS[form](taps, w if scale is None else Fp8Matrix(w, scale), gain, norm, eps)
+
+
+def _forward(taps, w, scale, gain, norm, eps, form):
+    return _fuse(taps, w, scale, gain, norm, eps, form), (taps, w, scale, gain)
+
+
+def _backward(norm, eps, form, kept, dy):
+    taps, w, scale, gain = kept
+    plain = w if scale is None else Fp8Matrix(w, scale).dequantised().T.astype(taps[0].dtype)
+    dtaps, dw, dgain = jax.vjp(lambda *x: reference(*x, norm, eps), taps, plain, gain)[1](dy)
+    if scale is None:
+        return dtaps, dw, None, dgain
+    return dtaps, jnp.zeros_like(w), jnp.zeros_like(scale), dgain  # straight through; FP8 weights are not trained
+
+
+_fuse.defvjp(_forward, _backward)

@@ -26,32 +26,51 @@ class Peaks:
     lse: Float[Array, " M"]
 
 
-def reference(x: Float[Array, "M K"], w: Float[Array, "..."], k: int, scale: Float[Array, " V"] | None = None) -> Peaks:
+def reference(
+    x: Float[Array, "M K"], w: Float[Array, "..."], k: int, scale: Float[Array, " V"] | None = None, *, by_word: bool = False
+) -> Peaks:
     """By materialising the logits in float32.
 
     Args:
-      w: [K V] in the dtype of `x`; or, with a scale a word, [V K] in float8: what tensor cores take.
+      w: [K V] in the dtype of `x`, or in float8 with a scale a word.
+      by_word: it is [V K], as embeddings are, and FP8 matrices.
     """
     w = w.astype(x.dtype)
-    logits = jnp.matmul(x, w if scale is None else w.T, preferred_element_type=jnp.float32)
+    logits = jnp.matmul(x, w.T if by_word else w, preferred_element_type=jnp.float32)
     if scale is not None:
         logits = logits * scale[None]
     values, ids = jax.lax.top_k(logits, k)
     return Peaks(values, ids, jax.nn.logsumexp(logits, axis=-1))
 
 
-def triton(x, w, k, scale=None) -> Peaks:
+def triton(x, w, k, scale=None, *, by_word=False) -> Peaks:
     from peagle_jax.kernels import vocab_triton
 
-    return vocab_triton.peaks(x, w, k, scale)
+    return vocab_triton.peaks(x, w, k, scale, by_word=by_word)
 
 
 FORMS = {"reference": reference, "triton": triton}
 
 
-def peaks(x: Float[Array, "M K"], w: Float[Array, "..."], k: int, scale: Float[Array, " V"] | None = None, *, form: str) -> Peaks:
+def peaks(x, w, k: int, scale=None, *, by_word: bool = False, form: str) -> Peaks:
     """The k largest logits a row, as `reference`, by a form of FORMS or "auto"."""
-    return FORMS[choose("vocab", form, FORMS, wide(x) if scale is not None else wide(x, w))](x, w, k, scale)
+    return FORMS[choose("vocab", form, FORMS, wide(x) if scale is not None else wide(x, w))](x, w, k, scale, by_word=by_word)
+
+
+def streams(*operands: jax.Array) -> bool:
+    """Whether "auto" keeps the logits of these operands out of memory here."""
+    return choose("vocab", "auto", FORMS, wide(*operands)) == "triton"
+
+
+def best(x: Float[Array, "*rows K"], w: Float[Array, "..."], scale=None, *, by_word: bool = False) -> Int[Array, "*rows"] | None:
+    """The argmax of each row's logits, which never exist; None where that has no advantage, and the caller has its own logits.
+
+    In float32, where logits in bfloat16 have ties: the two can differ where the largest are within a rounding step.
+    """
+    if not (streams(x) if scale is not None else streams(x, w)):
+        return None
+    found = peaks(x.reshape(-1, x.shape[-1]), w, 1, scale, by_word=by_word, form="triton")
+    return found.ids.reshape(x.shape[:-1])
 
 
 @jax.tree_util.register_dataclass

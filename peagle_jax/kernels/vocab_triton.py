@@ -67,6 +67,15 @@ def capped(x, CAP: tl.constexpr):
 
 
 @triton.jit
+def placed(COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """(tile of words, tile of rows) of a program: 8 tiles of rows, which the L2 cache holds, pass over all words before the next."""
+    pid = tl.program_id(0)
+    first = pid // (8 * COUNT) * 8
+    here = tl.minimum(ROWS - first, 8)
+    return pid % (8 * COUNT) // here, first + pid % (8 * COUNT) % here
+
+
+@triton.jit
 def distance_kernel(
     x_ptr, w_ptr, tx_ptr, tw_ptr, number_ptr, id_ptr,
     P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr,
@@ -75,9 +84,9 @@ def distance_kernel(
 ):  # fmt: skip
     """Of a row and tile: the student's top and log-sum-exp, the teacher's, the sum of exp(teacher - its top) * (teacher - student), and the
     student at the teacher's best."""
-    tile = tl.program_id(0)
+    tile, rows = placed(TILES, (P + BM - 1) // BM)
     v = tile * BV + tl.arange(0, BV)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    m = rows * BM + tl.arange(0, BM)
     inside = v[:, None] < V
     s = logits(x_ptr, w_ptr, m, v, P, D, V, WK, WV, BM, BV, BK)
     t = logits(tx_ptr, tw_ptr, m, v, P, E, V, TK, TV, BM, BV, BK)
@@ -111,8 +120,9 @@ def slopes_kernel(
     CAP: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """row_ptr: student's log-sum-exp, teacher's, weight of KL, of cross entropy. best_ptr: the teacher's argmax within this stretch."""
-    v = tl.program_id(0) * BV + tl.arange(0, BV)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    tile, rows = placed((V + BV - 1) // BV, (P + BM - 1) // BM)
+    v = tile * BV + tl.arange(0, BV)
+    m = rows * BM + tl.arange(0, BM)
     ok = m < P
     s = logits(x_ptr, w_ptr, m, v, P, D, V, WK, WV, BM, BV, BK)
     t = logits(tx_ptr, tw_ptr, m, v, P, E, V, TK, TV, BM, BV, BK)
@@ -132,10 +142,10 @@ def tiles(rows: int) -> dict:
     return {"bm": bm, "bv": 128, "bk": 64, "warps": 8 if bm == 128 else 4, "stages": 3}
 
 
-def peaks(x, w, k, scale=None, start: Start = on_gpu, **overrides):
+def peaks(x, w, k, scale=None, *, by_word=False, start: Start = on_gpu, **overrides):
     """As `vocab.reference`."""
     M, K = x.shape
-    V, WK, WV = (w.shape[1], w.shape[1], 1) if scale is None else (w.shape[0], 1, K)
+    V, WK, WV = (w.shape[0], 1, K) if by_word else (w.shape[1], w.shape[1], 1)
     how = tiles(M) | overrides
     count = -(-V // how["bv"])
     shape = (M, count, k)
@@ -160,13 +170,13 @@ def peaks(x, w, k, scale=None, start: Start = on_gpu, **overrides):
 def distance(x, w, teacher_x, teacher_w, cap, start: Start = on_gpu, **overrides):
     """As `vocab.distance_reference`."""
     P = x.shape[0]
-    how = {"bm": 64, "bv": 64, "bk": 64, "warps": 8, "stages": 4} | overrides  # two tiles of logits in registers
+    how = {"bm": 64, "bv": 128, "bk": 64, "warps": 8, "stages": 3} | overrides  # two of 128 x 128 spill
     count = -(-w.shape[1] // how["bv"])
     launch = Launch(
         kernel=distance_kernel,
         inputs=(x, w, teacher_x, teacher_w),
         outputs=(jax.ShapeDtypeStruct((6, P, count), jnp.float32), jax.ShapeDtypeStruct((2, P, count), jnp.int32)),
-        grid=(count, -(-P // how["bm"])),
+        grid=(count * -(-P // how["bm"]),),
         constants=_constants(x, w, teacher_x, teacher_w, cap, how) | {"TILES": count},
         warps=how["warps"],
         stages=how["stages"],
@@ -182,12 +192,12 @@ def distance(x, w, teacher_x, teacher_w, cap, start: Start = on_gpu, **overrides
 def slopes(x, w, teacher_x, teacher_w, cap, found, first, kl, cross_entropy, start: Start = on_gpu, **overrides) -> jax.Array:
     """As `vocab.slopes_reference`."""
     P, W = x.shape[0], w.shape[1]
-    how = {"bm": 64, "bv": 128, "bk": 64, "warps": 8, "stages": 3} | overrides
+    how = {"bm": 128, "bv": 128, "bk": 64, "warps": 8, "stages": 3} | overrides
     launch = Launch(
         kernel=slopes_kernel,
         inputs=(x, w, teacher_x, teacher_w, jnp.stack([found.student_lse, found.teacher_lse, kl, cross_entropy]), found.teacher - first),
         outputs=(jax.ShapeDtypeStruct((P, W), x.dtype),),
-        grid=(-(-W // how["bv"]), -(-P // how["bm"])),
+        grid=(-(-W // how["bv"]) * -(-P // how["bm"]),),
         constants=_constants(x, w, teacher_x, teacher_w, cap, how),
         warps=how["warps"],
         stages=how["stages"],

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.kernels import vocab
+
 
 def normal(rngs: nnx.Rngs, shape, dtype, scale: float = 0.02) -> nnx.Param:
     return nnx.Param((scale * jax.random.normal(rngs.params(), shape)).astype(dtype))
@@ -31,6 +33,11 @@ class Linear(nnx.Module):
         # rows in one axis: XLA's gradient of a matrix contracts one axis of rows twice as fast as two on CPU (LOG.md)
         y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...]).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + along_last(self.bias[...], y)
+
+    def best(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
+        """The argmax of each row of the product."""
+        ids = vocab.best(x, self.kernel[...]) if self.bias is None else None
+        return jnp.argmax(self(x), axis=-1) if ids is None else ids
 
 
 def normalise(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:

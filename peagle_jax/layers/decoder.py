@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.kernels import vocab
 from peagle_jax.layers.attention import Attention
 from peagle_jax.layers.basic import Embedding, Linear, RMSNorm, soft_cap
 from peagle_jax.types import Attend, TargetOutput
@@ -34,14 +35,14 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, vocab: int, dim: int, layers: int, block: Callable[[int], nnx.Module], norm: RMSNorm, *,
+        self, words: int, dim: int, layers: int, block: Callable[[int], nnx.Module], norm: RMSNorm, *,
         taps: Sequence[int], tied: bool, dtype, rngs: nnx.Rngs, logit_cap: float | None = None,
     ):  # fmt: skip
         self.taps, self.logit_cap = tuple(taps), logit_cap
-        self.embed = Embedding(vocab, dim, dtype=dtype, rngs=rngs)
+        self.embed = Embedding(words, dim, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([block(i) for i in range(layers)])
         self.norm = norm
-        self.head = None if tied else Linear(dim, vocab, dtype=dtype, rngs=rngs)
+        self.head = None if tied else Linear(dim, words, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, state):
         """Returns (TargetOutput, attention state). Taps are part of the forward; jit drops those nobody reads."""
@@ -57,6 +58,12 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         return soft_cap(hidden @ self.output_weight(), self.logit_cap)
+
+    def best(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
+        """The argmax of `unembed`, the next token of greedy decoding. A cap changes no order."""
+        tied = self.head is None
+        ids = vocab.best(hidden, self.embed.table[...] if tied else self.head.kernel[...], by_word=tied)
+        return jnp.argmax(self.unembed(hidden), axis=-1) if ids is None else ids
 
     def output_weight(self) -> Float[Array, "D V"]:
         return self.embed.table[...].T if self.head is None else self.head.kernel[...]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from peagle_jax.kernels import fp8_matmul
+from peagle_jax.kernels import fp8_matmul, vocab
 from peagle_jax.kernels.fp8_matmul import E4M3, Fp8Matrix
 from peagle_jax.layers.basic import Linear, along_last
 from peagle_jax.layers.moe import Fp8Stack, Stack
@@ -30,6 +30,13 @@ class Fp8Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         y = fp8_matmul.matmul(x, Fp8Matrix(self.values[...], self.scale[...]))
         return y if self.bias is None else y + along_last(self.bias[...], y)
+
+    def best(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
+        """The argmax of each row of the product; where a kernel finds it, of activations that are not quantised."""
+        ids = None
+        if self.bias is None and self.scale.ndim == 1:
+            ids = vocab.best(x, self.values[...], self.scale[...], by_word=True)
+        return jnp.argmax(self(x), axis=-1) if ids is None else ids
 
 
 def _fp8(matrix: Linear | Stack, blocks: bool) -> Fp8Linear | Fp8Stack:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.kernels import vocab
 from peagle_jax.layers import soft_cap
 
 ROWS = 2048  # packed elements whose logits exist at one time
@@ -53,8 +54,12 @@ LOSSES: dict[str, Callable] = {
 }  # fmt: skip
 
 
+STREAMED = ("forward_kl", "cross_entropy")  # kernels/vocab.py has them without logits
+
+
 def distill(
-    logits: Callable[[Float[Array, "c D"]], Float[Array, "c W"]],
+    norm: Callable[[Float[Array, "c D"]], Float[Array, "c D"]],
+    output: Float[Array, "D W"],
     hidden: Float[Array, "P D"],
     teacher_weight: Float[Array, "E W"],
     teacher_hidden: Float[Array, "n E"],
@@ -63,23 +68,28 @@ def distill(
     depth: Int[Array, " P"],
     depths: int,
     logit_cap: float | None = None,
-    loss: Callable = forward_kl,
+    loss: str = "forward_kl",
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, " K"]]]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's, by depth.
 
     Args:
-      logits: hidden state -> draft logits; closes over the head's norm and lm_head.
+      norm, output: of the head; `norm(hidden) @ output` are its logits.
       hidden: of every packed element.
       teacher_weight: the target's output matrix, its columns restricted to the draft vocabulary.
       teacher_hidden: the target's final hidden states, one a shifted position.
       where: row of `teacher_hidden` that each element learns from.
       weight: 0 for padding and unsupervised elements.
       logit_cap: of the target's logits (Gemma).
-      loss: (student logits, teacher logits) -> loss of each element; one of `LOSSES`.
+      loss: of `LOSSES`.
 
     Returns:
       sum(weight * loss), {"correct": weighted hits, "total": weights} by depth.
     """
+    by_depth = lambda x, depth: jnp.zeros(depths).at[depth].add(x)  # noqa: E731
+    if loss in STREAMED and vocab.streams(hidden, output, teacher_hidden, teacher_weight):
+        kl, cross_entropy, found = vocab.distance(norm(hidden), output, teacher_hidden[where], teacher_weight, logit_cap, "triton")
+        summed = jnp.sum(weight * {"forward_kl": kl, "cross_entropy": cross_entropy}[loss])
+        return summed, {"correct": by_depth(weight * (found.student == found.teacher), depth), "total": by_depth(weight, depth)}
     P = hidden.shape[0]
     parts = max(1, -(-P // ROWS))
     size = -(-P // parts)
@@ -88,11 +98,10 @@ def distill(
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def part(total, xs):
         hidden, where, weight, depth = xs
-        student, teacher = logits(hidden), jax.lax.stop_gradient(soft_cap(teacher_hidden[where] @ teacher_weight, logit_cap))
-        value = jnp.sum(weight * loss(student, teacher))
+        student, teacher = norm(hidden) @ output, jax.lax.stop_gradient(soft_cap(teacher_hidden[where] @ teacher_weight, logit_cap))
+        value = jnp.sum(weight * LOSSES[loss](student, teacher))
         hit = weight * (jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1))
-        by_depth = lambda x: jnp.zeros(depths).at[depth].add(x)  # noqa: E731
-        return total + value, (by_depth(hit), by_depth(weight))
+        return total + value, (by_depth(hit, depth), by_depth(weight, depth))
 
     xs = tuple(pad(x) for x in (hidden, where, weight, depth))
     summed, (correct, total) = jax.lax.scan(part, jnp.zeros(()), xs)

@@ -11,7 +11,7 @@ from peagle_jax.draft.head import DraftHead
 from peagle_jax.draft.placeholders import Slot
 from peagle_jax.train.attention import PrefixChain
 from peagle_jax.train.features import Rows
-from peagle_jax.train.loss import LOSSES, distill
+from peagle_jax.train.loss import distill
 from peagle_jax.types import CodSample
 
 
@@ -76,8 +76,8 @@ def peagle_loss(
     where = positions + n * jnp.arange(B)[:, None]
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
     total, by_depth = distill(
-        head.logits, flat(hidden), teacher_columns(head, output_weight), flat(rows.teacher), flat(where), flat(weight), flat(depth), depths,
-        logit_cap, LOSSES[loss],
+        head.norm, head.lm_head.kernel[...], flat(hidden), teacher_columns(head, output_weight), flat(rows.teacher), flat(where),
+        flat(weight), flat(depth), depths, logit_cap, loss,
     )  # fmt: skip
     return total / jnp.maximum(jax.lax.stop_gradient(weight.sum()), 1), by_depth
 

@@ -13,7 +13,7 @@ from peagle_jax.draft.head import DraftHead
 from peagle_jax.kernels import packed_attention
 from peagle_jax.train.attention import causal
 from peagle_jax.train.features import Rows
-from peagle_jax.train.loss import LOSSES, distill
+from peagle_jax.train.loss import distill
 from peagle_jax.train.step import teacher_columns
 from peagle_jax.types import AttentionRule
 
@@ -58,8 +58,8 @@ def eagle3_loss(
         learns = ahead(rows.supervised, False) & (ahead(rows.document, -2) == rows.document)
         weight = learns.astype(jnp.float32)
         where = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
-        part, by_depth = distill(head.logits, flat(hidden), columns, flat(rows.teacher), flat(where), flat(weight),
-                                 jnp.zeros(B * n, jnp.int32), 1, logit_cap, LOSSES[loss])  # fmt: skip
+        part, by_depth = distill(head.norm, head.lm_head.kernel[...], flat(hidden), columns, flat(rows.teacher), flat(where),
+                                 flat(weight), jnp.zeros(B * n, jnp.int32), 1, logit_cap, loss)  # fmt: skip
         summed += decay**step * part / jnp.maximum(weight.sum(), 1)
         correct, total = [*correct, by_depth["correct"]], [*total, by_depth["total"]]
     return summed, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}

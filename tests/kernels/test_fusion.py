@@ -1,11 +1,15 @@
 """Feature fusion: the reference against float64, Triton against it; plain and FP8 matrices, every norm."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from kernels.interpreter import interpret
 
+from peagle_jax.draft.fusion import Fusion
 from peagle_jax.kernels import fp8_matmul, fusion, fusion_triton
+from peagle_jax.layers.fp8 import Fp8Linear
 
 
 def case(M=5, E=128, D=70, taps=3, seed=0):
@@ -48,6 +52,33 @@ def test_fp8(norm, blocks):
         assert jnp.abs(got - want).max() / jnp.abs(want).max() < 1e-5
     near = exact(taps, matrix.dequantised().T, gain, norm, 0.3)
     assert 1e-4 < np.linalg.norm(np.asarray(want) - near) / np.linalg.norm(near) < 0.05
+
+
+@pytest.mark.parametrize("options", [{}, {"before_fc": True}, {"per_tap": True}, {"per_tap": True, "before_fc": True}], ids=str)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
+    """Which gives what its own products give; with both norms there is no kernel. Gradients are those of its own products."""
+    taps, w, _ = case(E=128, D=40)
+    made = Fusion(3, 128, 40, 0.3, **{"before_fc": False, "per_tap": False} | options, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    for norm in [made.input_norm, *(made.fc_norm or [])]:
+        if norm is not None:
+            norm.scale[...] = jnp.asarray(rng.uniform(0.3, 2, norm.scale.shape), jnp.float32)
+    made.fc.kernel[...] = w
+    if fp8:
+        matrix = fp8_matmul.quantise(w.T)
+        made.fc = Fp8Linear(made.fc, blocks=False)
+        made.fc.values[...], made.fc.scale[...] = matrix.values, matrix.scale
+    x = jnp.concatenate(taps, axis=-1).reshape(5, 1, -1)
+    loss = lambda x: (made(x) ** 2).sum()  # noqa: E731
+    want, slope = made(x), jax.grad(loss)(x)
+    used = []
+    monkeypatch.setattr(fusion, "choose", lambda *_: "triton")
+    monkeypatch.setitem(fusion.FORMS, "triton", lambda *args: used.append(1) or fusion_triton.fuse(*args, start=interpret))
+    off = 0.05 if fp8 else 1e-5  # other groups of activations share a scale
+    assert jnp.linalg.norm(made(x) - want) / jnp.linalg.norm(want) < off
+    assert jnp.linalg.norm(jax.grad(loss)(x) - slope) / jnp.linalg.norm(slope) < 2 * off
+    assert bool(used) is (len(options) < 2)
 
 
 def test_what_kernels_cannot_take():

@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from kernels.interpreter import interpret
 
 from peagle_jax.kernels import vocab, vocab_triton
 from peagle_jax.kernels.fp8_matmul import quantise
+from peagle_jax.layers import Linear, RMSNorm
+from peagle_jax.layers.decoder import Decoder
+from peagle_jax.layers.fp8 import Fp8Linear
 
 SHAPES = [(1, 64, 130), (5, 70, 300), (37, 64, 256)]
 
@@ -38,9 +42,35 @@ def test_peaks_in_float8():
     x, w = rows(5, 70, 300)
     matrix = quantise(w.T)
     logits = np.asarray(x, np.float64) @ np.asarray(matrix.dequantised(), np.float64).T
-    for found in (vocab.reference(x, matrix.values, 2, matrix.scale), vocab_triton.peaks(x, matrix.values, 2, matrix.scale, start=interpret)):
+    args = x, matrix.values, 2, matrix.scale
+    for found in (vocab.reference(*args, by_word=True), vocab_triton.peaks(*args, by_word=True, start=interpret)):
         np.testing.assert_array_equal(found.ids, np.argsort(-logits, axis=1, kind="stable")[:, :2])
         np.testing.assert_allclose(found.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
+
+
+def test_modules_ask_for_the_best_word(monkeypatch):
+    """A linear layer, one in FP8, a decoder with an output matrix and one whose embedding is it: the kernel's answer is theirs."""
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.standard_normal((2, 3, 70)), jnp.float32)
+    linear = Linear(70, 300, dtype=jnp.float32, rngs=nnx.Rngs(1))
+    in_fp8 = Fp8Linear(linear, blocks=False)
+    matrix = quantise(linear.kernel[...].T)
+    in_fp8.values[...], in_fp8.scale[...] = matrix.values, matrix.scale
+    norm = RMSNorm(70, 1e-5, dtype=jnp.float32)
+    decoders = [
+        Decoder(300, 70, 0, lambda i: None, norm, taps=(), tied=tied, dtype=jnp.float32, rngs=nnx.Rngs(2), logit_cap=cap)
+        for tied, cap in ((False, None), (True, 5.0))
+    ]
+    modules = [linear, in_fp8, *decoders]
+    plain = [module.best(x) for module in modules]
+    assert [ids.tolist() for ids in plain[2:]] == [jnp.argmax(d.unembed(x), axis=-1).tolist() for d in decoders]
+    asked = []
+    kernel = functools.partial(vocab_triton.peaks, start=interpret)
+    monkeypatch.setattr(vocab, "choose", lambda *_: "triton")
+    monkeypatch.setitem(vocab.FORMS, "triton", lambda *args, **how: asked.append(how) or kernel(*args, **how))
+    for module, want in zip(modules, plain, strict=True):
+        np.testing.assert_array_equal(module.best(x), want)
+    assert [how["by_word"] for how in asked] == [False, True, False, True]
 
 
 CAPS = [None, 3.5]

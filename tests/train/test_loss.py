@@ -1,26 +1,37 @@
 """The chunked loss against the plain formula, and the shifted rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.interpreter import interpret
 from scipy import special, stats
 
+from peagle_jax.kernels import vocab, vocab_triton
 from peagle_jax.train import loss
 from peagle_jax.train.features import shifted
 from peagle_jax.types import Batch
 
 
-@pytest.mark.parametrize("rows", [7, 2048])
+@pytest.mark.parametrize("rows", [7, 2048, "streamed"])
 def test_distill(rows, monkeypatch):
-    monkeypatch.setattr(loss, "ROWS", rows)
+    """In chunks, at once, and without logits by the kernels that a GPU takes."""
+    if rows == "streamed":
+        monkeypatch.setattr(vocab, "streams", lambda *_: True)
+        kernels = [functools.partial(f, start=interpret) for f in (vocab_triton.distance, vocab_triton.slopes)]
+        monkeypatch.setitem(vocab.DISTANCES, "triton", kernels)
+        monkeypatch.setattr(vocab, "choose", lambda kernel, form, *_: form)
+    else:
+        monkeypatch.setattr(loss, "ROWS", rows)
     rng = np.random.default_rng(0)
     P, D, E, W, n, K = 30, 6, 5, 11, 12, 4
     hidden, kernel, columns, teacher = (rng.normal(size=s).astype(np.float32) for s in ((P, D), (D, W), (E, W), (n, E)))
     where, weight, depth = rng.integers(0, n, P), rng.integers(0, 2, P).astype(np.float32), rng.integers(0, K, P)
 
     def ours(hidden, kernel):
-        return loss.distill(lambda h: h @ kernel, hidden, jnp.asarray(columns), jnp.asarray(teacher), jnp.asarray(where), jnp.asarray(weight),
+        return loss.distill(lambda h: h, kernel, hidden, jnp.asarray(columns), jnp.asarray(teacher), jnp.asarray(where), jnp.asarray(weight),
                             jnp.asarray(depth), K)  # fmt: skip
 
     (total, by_depth), grads = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(jnp.asarray(hidden), jnp.asarray(kernel))
