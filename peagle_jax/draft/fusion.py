@@ -20,7 +20,7 @@ class Fusion(nnx.Module):
         self.taps, self.eps = taps, eps
 
     def __call__(self, taps: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:
-        parts = jnp.split(taps.reshape(-1, taps.shape[-1]), self.taps, axis=-1)
+        parts = taps.reshape(-1, self.taps, taps.shape[-1] // self.taps)
         w = Fp8Matrix(self.fc.values[...], self.fc.scale[...]) if isinstance(self.fc, Fp8Linear) else self.fc.kernel[...]
         if (self.input_norm is None or self.fc_norm is None) and fusion.serves(parts, w):
             return self._at_once(parts, w).reshape(*taps.shape[:-1], -1)

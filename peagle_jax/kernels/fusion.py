@@ -16,32 +16,38 @@ Norm = Literal["none", "whole", "per_tap"]
 
 
 def reference(
-    taps: Sequence[Float[Array, "M E"]], w: Float[Array, "A D"] | Fp8Matrix, gain: Float[Array, " A"] | None, norm: Norm, eps: float
+    taps: Sequence[Float[Array, "M E"]] | Float[Array, "M T E"],
+    w: Float[Array, "A D"] | Fp8Matrix,
+    gain: Float[Array, " A"] | None,
+    norm: Norm,
+    eps: float,
 ) -> Float[Array, "M D"]:
     """`rms_norm(concat(taps)) @ w`, sums and norms in float32, in the dtype of the taps.
 
     Args:
+      taps: apart, or beside each other in one array.
       w: in the dtype of the taps; or FP8, [D A]: the taps times the gain are then quantised, a scale a row and 128 inputs.
       gain: of the norm, or of the norms one after the other; None where there is none.
       norm: over all taps together, over each, or none.
     """
-    M, E = taps[0].shape
-    x = jnp.stack([tap.astype(jnp.float32) for tap in taps], axis=1)  # [M taps E]
+    x = taps if isinstance(taps, jax.Array) else jnp.stack(taps, axis=1)
+    (T, E), dtype = x.shape[1:], x.dtype
+    x = x.astype(jnp.float32)
     mean = jnp.mean(x * x, axis=(1, 2) if norm == "whole" else 2, keepdims=True)
     factor = jnp.ones_like(mean) if norm == "none" else jax.lax.rsqrt(mean + eps)
     if gain is not None:
-        x = x * gain.astype(jnp.float32).reshape(1, len(taps), E)
+        x = x * gain.astype(jnp.float32).reshape(1, T, E)
     if isinstance(w, Fp8Matrix):  # quantised before the norm's factor, which a whole tap shares: so a kernel needs one pass
         parts = []
-        for i in range(len(taps)):
+        for i in range(T):
             values, scale = fp8_matmul.quantise_rows(x[:, i], blocks=True)
             here = slice(i * E, (i + 1) * E)
             w_scale = w.scale[:, i * E // BLOCK : (i + 1) * E // BLOCK] if w.blocks else w.scale
             parts.append(fp8_matmul.reference(values, scale, w.values[:, here], w_scale, jnp.float32))
         y = jnp.stack(parts, axis=1)
     else:
-        y = jnp.einsum("MtE,tED->MtD", x.astype(w.dtype), w.reshape(len(taps), E, -1), preferred_element_type=jnp.float32)
-    return (y * factor).sum(axis=1).astype(taps[0].dtype)
+        y = jnp.einsum("MtE,tED->MtD", x.astype(w.dtype), w.reshape(T, E, -1), preferred_element_type=jnp.float32)
+    return (y * factor).sum(axis=1).astype(dtype)
 
 
 def triton(taps, w, gain, norm, eps):
@@ -55,18 +61,20 @@ FORMS = {"reference": reference, "triton": triton}
 
 def unsupported(taps, w) -> str | None:
     """Why the fast form cannot take these; None when it can."""
-    if isinstance(w, Fp8Matrix) and taps[0].shape[1] % BLOCK:
-        return f"in FP8 taps must be multiples of {BLOCK} wide, and these have {taps[0].shape[1]}"
-    if wrong := wide(*taps, *([] if isinstance(w, Fp8Matrix) else [w])):
+    joint = isinstance(taps, jax.Array)
+    count, E = taps.shape[1:] if joint else (len(taps), taps[0].shape[1])
+    if isinstance(w, Fp8Matrix) and E % BLOCK:
+        return f"in FP8 taps must be multiples of {BLOCK} wide, and these have {E}"
+    if wrong := wide(*([taps] if joint else taps), *([] if isinstance(w, Fp8Matrix) else [w])):
         return wrong
-    return f"they take 4 taps at most, and there are {len(taps)}" if len(taps) > 4 else None
+    return f"they take 4 taps at most, and there are {count}" if count > 4 else None
 
 
 def fuse(taps, w, gain, norm: Norm, eps: float, *, form: str):
     """As `reference`, by a form of FORMS or "auto". The gradient is the reference's."""
     form = choose("fusion", form, FORMS, unsupported(taps, w))
     matrix = (w.values, w.scale) if isinstance(w, Fp8Matrix) else (w, None)
-    return _fuse(list(taps), *matrix, gain, norm, eps, form)
+    return _fuse(taps, *matrix, gain, norm, eps, form)
 
 
 def serves(taps, w) -> bool:
@@ -85,7 +93,7 @@ def _forward(taps, w, scale, gain, norm, eps, form):
 
 def _backward(norm, eps, form, kept, dy):
     taps, w, scale, gain = kept
-    plain = w if scale is None else Fp8Matrix(w, scale).dequantised().T.astype(taps[0].dtype)
+    plain = w if scale is None else Fp8Matrix(w, scale).dequantised().T.astype(dy.dtype)
     dtaps, dw, dgain = jax.vjp(lambda *x: reference(*x, norm, eps), taps, plain, gain)[1](dy)
     if scale is None:
         return dtaps, dw, None, dgain

@@ -12,16 +12,19 @@ import triton.language as tl
 
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.kernels.fp8_matmul_triton import quantised
-from peagle_jax.kernels.launch import Launch, Start, gpu, on_gpu
+from peagle_jax.kernels.launch import Gpu, Launch, Start, gpu, on_gpu
 
 
 @triton.jit
 def kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, gain_ptr, w_ptr, w_scale_ptr, out_ptr, square_ptr,
-    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TAPS: tl.constexpr, GAIN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    W: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TAPS: tl.constexpr, JOINT: tl.constexpr,
+    GAIN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """NORM: "none", "whole", "per_tap". W: "plain" [A D], "row" or "block" (FP8, [D A]).
+    """JOINT: the taps are [M TAPS E], and all pointers are theirs. NORM: "none", "whole", "per_tap".
+
+    W: "plain" [A D], "row" or "block" (FP8, [D A]).
 
     WHOLE: one stretch is all of a tap, and the result is stored. Otherwise sums of stretch s [S M D], or [S TAPS M D] with a norm
     a tap, and sums of squares [S M], [S TAPS M].
@@ -38,12 +41,13 @@ def kernel(
     squares = tl.zeros((BM,), tl.float32)
     for tap in tl.static_range(TAPS):
         x_ptr = a_ptr if tap == 0 else (b_ptr if tap == 1 else (c_ptr if tap == 2 else d_ptr))
+        x_row = x_ptr + m[:, None].to(tl.int64) * (A if JOINT else E) + (tap * E if JOINT else 0)
         part = tl.zeros((BD, BM), tl.float32)
         if NORM == "per_tap":
             squares = tl.zeros((BM,), tl.float32)
         for at in range(begin, end, BE):
             e = at + tl.arange(0, BE)
-            x = tl.load(x_ptr + m[:, None].to(tl.int64) * E + e[None, :], mask=(m[:, None] < M) & (e[None, :] < E), other=0.0)
+            x = tl.load(x_row + e[None, :], mask=(m[:, None] < M) & (e[None, :] < E), other=0.0)
             if NORM != "none":
                 wide = x.to(tl.float32)
                 squares += tl.sum(wide * wide, 1)
@@ -84,32 +88,34 @@ def kernel(
         tl.store(out_ptr + row[None, :].to(tl.int64) * D + d[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def tiles(M: int, E: int, D: int, fp8: bool, cores: int) -> dict:
+def tiles(M: int, E: int, D: int, fp8: bool, gpu: Gpu) -> dict:
     """A tap is cut while tiles are few; not where rows are many, whose sums would take more than the matrix."""
     bm, be = min(64, max(16, 1 << (M - 1).bit_length())), 128 if fp8 else 64
     programs, splits = -(-D // 64) * -(-M // bm), 1
-    while M <= 64 and programs * splits < 2 * cores and E // (2 * splits) >= 4 * be:
+    while M <= 64 and programs * splits < 2 * gpu.cores and E // (2 * splits) >= 4 * be:
         splits *= 2
-    return {"bm": bm, "bd": 64, "be": be, "splits": splits, "warps": 4, "stages": 4}
+    return {"bm": bm, "bd": 64, "be": be, "splits": splits, "warps": 4, "stages": 4 if gpu.shared > 200_000 else 3}
 
 
 def fuse(taps, w, gain, norm, eps, start: Start = on_gpu, **overrides) -> jax.Array:
     """As `fusion.reference`. `overrides` of `tiles` are for measuring."""
-    (M, E), fp8 = taps[0].shape, isinstance(w, Fp8Matrix)
+    joint, fp8 = isinstance(taps, jax.Array), isinstance(w, Fp8Matrix)
+    M, T, E = taps.shape if joint else (len(taps[0]), len(taps), taps[0].shape[1])
+    dtype = taps.dtype if joint else taps[0].dtype
     D = w.values.shape[0] if fp8 else w.shape[1]
-    how = tiles(M, E, D, fp8, gpu().cores) | overrides
+    how = tiles(M, E, D, fp8, gpu()) | overrides
     nothing = jnp.zeros(1, jnp.float32)
     span = -(-E // (how["splits"] * how["be"])) * how["be"]
     splits = -(-E // span)
-    shape = () if splits == 1 else (splits, len(taps), M) if norm == "per_tap" else (splits, M)
-    out = jax.ShapeDtypeStruct((*shape, D), jnp.float32) if shape else jax.ShapeDtypeStruct((M, D), taps[0].dtype)
+    shape = () if splits == 1 else (splits, T, M) if norm == "per_tap" else (splits, M)
+    out = jax.ShapeDtypeStruct((*shape, D), jnp.float32) if shape else jax.ShapeDtypeStruct((M, D), dtype)
     launch = Launch(
         kernel=kernel,
-        inputs=(*[taps[min(i, len(taps) - 1)] for i in range(4)], nothing if gain is None else gain,
+        inputs=(*[taps if joint else taps[min(i, T - 1)] for i in range(4)], nothing if gain is None else gain,
                 w.values if fp8 else w, w.scale if fp8 else nothing),
         outputs=(out, jax.ShapeDtypeStruct(shape if shape and norm != "none" else (1,), jnp.float32)),
         grid=(-(-D // how["bd"]), -(-M // how["bm"]), splits),
-        constants=dict(M=M, D=D, E=E, TAPS=len(taps), GAIN=gain is not None, NORM=norm, EPS=float(eps),
+        constants=dict(M=M, D=D, E=E, TAPS=T, JOINT=joint, GAIN=gain is not None, NORM=norm, EPS=float(eps),
                        W="plain" if not fp8 else "block" if w.blocks else "row", SPAN=span, WHOLE=splits == 1,
                        BM=how["bm"], BD=how["bd"], BE=how["be"]),
         warps=how["warps"],
@@ -120,5 +126,5 @@ def fuse(taps, w, gain, norm, eps, start: Start = on_gpu, **overrides) -> jax.Ar
         return y
     y = y.sum(axis=0)
     if norm != "none":
-        y *= jax.lax.rsqrt(squares.sum(axis=0) / (E if norm == "per_tap" else E * len(taps)) + eps)[..., None]
-    return (y.sum(axis=0) if norm == "per_tap" else y).astype(taps[0].dtype)
+        y *= jax.lax.rsqrt(squares.sum(axis=0) / (E if norm == "per_tap" else E * T) + eps)[..., None]
+    return (y.sum(axis=0) if norm == "per_tap" else y).astype(dtype)

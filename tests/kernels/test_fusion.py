@@ -34,7 +34,9 @@ def test_plain(norm, shape):
     taps, w, gain = case(**shape)
     gain = None if norm == "none" else gain
     want = exact(taps, w, gain, norm, 0.3)
-    triton = [fusion_triton.fuse(taps, w, gain, norm, 0.3, start=interpret, splits=splits, be=32) for splits in (1, 2, 3)]
+    joint = jnp.stack(taps, axis=1)
+    triton = [fusion_triton.fuse(joint, w, gain, norm, 0.3, start=interpret), fusion.reference(joint, w, gain, norm, 0.3)]
+    triton += [fusion_triton.fuse(taps, w, gain, norm, 0.3, start=interpret, splits=splits, be=32) for splits in (1, 2, 3)]
     for got in (fusion.reference(taps, w, gain, norm, 0.3), *triton):
         assert np.abs(np.asarray(got) - want).max() / np.abs(want).max() < 1e-5
 
