@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
@@ -20,13 +20,20 @@ def provenance(command: str | None = None) -> dict:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": _git("rev-parse", "--short", "HEAD") or None,
         "dirty": bool(_git("status", "--porcelain", "--", *CODE)), "command": command or " ".join(["peagle", *sys.argv[1:]]),
         "device": device.device_kind if device.platform != "cpu" else f"{_cpu()}, {_cores()}",
-        "python": platform.python_version(), **{name.replace("-", "_"): version(name) for name in ("peagle-jax", "jax", "flax")},
+        "python": platform.python_version(), **{name.replace("-", "_"): _version(name) for name in ("peagle-jax", "jax", "flax")},
     }  # fmt: skip
 
 
 def versions() -> str:
     """One line for the metadata of a file."""
-    return ", ".join(f"{name.replace('-', '_')} {version(name)}" for name in ("peagle-jax", "jax", "flax"))
+    return ", ".join(f"{name.replace('-', '_')} {_version(name)}" for name in ("peagle-jax", "jax", "flax"))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # this package, run from a checkout that is not installed
+        return "not installed"
 
 
 def _git(*args: str) -> str:

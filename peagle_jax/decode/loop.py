@@ -138,6 +138,21 @@ def _everywhere(state: DecodeState) -> DecodeState:
 def step(program: Program, target_params, draft_params, limits, stop_ids, sampling, state: DecodeState) -> DecodeState:
     """One draft forward (P-EAGLE), one verify forward, one acceptance scan. Rows that are done stay as they are."""
     target = nnx.merge(program.target, target_params)
+    drafts, draft_logits, draft, out, cache = forward(program, target, draft_params, sampling, state)
+    if sampling is None:
+        tokens, accepted = verify_greedy(drafts, target.best(out.hidden))
+    else:
+        fresh = dataclasses.replace(sampling, key=_keys(sampling, state.num_drafts, 2))
+        tokens, accepted = verify_sampled(drafts, draft_logits, target.unembed(out.hidden), fresh)
+    return commit(program, state, draft, cache, out, tokens.astype(jnp.int32), accepted, limits, stop_ids)
+
+
+def forward(program: Program, target, draft_params, sampling: SamplingParams | None, state: DecodeState):
+    """The forwards of one step: K drafts, and the target over the last token and them.
+
+    Returns:
+      drafts [B K]; the logits that they were sampled from, or None; the drafter's state; the target's output; its cache.
+    """
     last = jnp.take_along_axis(state.tokens, (state.count - 1)[:, None], axis=1)
     drafts, draft_logits, draft = last[:, :0], None, state.draft
     if program.drafter:
@@ -149,15 +164,10 @@ def step(program: Program, target_params, draft_params, limits, stop_ids, sampli
     block = jnp.concatenate([last, drafts], axis=1)
     positions = state.cache.length[:, None] + jnp.arange(block.shape[1])[None]
     out, cache = target(block, positions, CachedAttention(positions), state.cache)
-    if sampling is None:
-        tokens, accepted = verify_greedy(drafts, target.best(out.hidden))
-    else:
-        fresh = dataclasses.replace(sampling, key=_keys(sampling, state.num_drafts, 2))
-        tokens, accepted = verify_sampled(drafts, draft_logits, target.unembed(out.hidden), fresh)
-    return _commit(program, state, draft, cache, out, tokens.astype(jnp.int32), accepted, limits, stop_ids)
+    return drafts, draft_logits, draft, out, cache
 
 
-def _commit(program, state: DecodeState, draft, cache, out: TargetOutput, tokens, accepted, limits, stop_ids) -> DecodeState:
+def commit(program, state: DecodeState, draft, cache, out: TargetOutput, tokens, accepted, limits, stop_ids) -> DecodeState:
     """Rolls both caches to what was accepted, emits it, and hands the drafter its tokens and taps."""
     going = ~state.done
     kept = jnp.arange(program.k)[None] < accepted[:, None]

@@ -63,6 +63,7 @@ class Gpu:
 
 H200, B200, RTX_PRO_6000 = Gpu(90, 132), Gpu(100, 148), Gpu(120, 188)
 _assumed: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed", default=None)
+_withheld: contextvars.ContextVar[bool] = contextvars.ContextVar("withheld", default=False)
 
 
 @contextlib.contextmanager
@@ -76,6 +77,16 @@ def assuming(gpu: Gpu) -> Iterator[None]:
         yield
     finally:
         _assumed.reset(token)
+
+
+@contextlib.contextmanager
+def withheld() -> Iterator[None]:
+    """What is traced within has no kernels, whatever is here: to measure what they bring."""
+    token = _withheld.set(True)
+    try:
+        yield
+    finally:
+        _withheld.reset(token)
 
 
 def gpu() -> Gpu:
@@ -95,7 +106,7 @@ def _first() -> Gpu | None:
 
 def missing(form: str) -> str | None:
     """Why kernels of this form, "triton" or "mosaic", cannot run here, or be compiled for what is assumed; None when they can."""
-    return _missing(form, platform(), _assumed.get())
+    return "they are withheld" if _withheld.get() else _missing(form, platform(), _assumed.get())
 
 
 @functools.cache
