@@ -1,0 +1,245 @@
+"""Every kernel against float64 on fresh random operands, in memory that was full of NaN before."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from peagle_jax.kernels import attention, experts, fp8_matmul, fusion, packed_attention, vocab
+from peagle_jax.kernels.launch import missing
+from peagle_jax.kernels.packed_attention import Seen
+from peagle_jax.layers.moe import Bank, Fp8Stack, Gated, PackedStack, Stack
+
+DTYPE = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32  # CPUs lack some products in bfloat16
+LIMIT = 0.01  # relative error; bfloat16 operands lie between 0.001 and 0.01
+
+
+def poison(gigabytes: float) -> None:
+    """Free memory full of NaN: what a kernel does not write shows in its result."""
+    blocks = [jnp.full(int(gigabytes * 2**30 / 4 / 2**i), jnp.nan, jnp.float32) for i in range(1, 8)]
+    jax.block_until_ready(blocks)
+
+
+def error(got, want) -> float:
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    assert got.shape == want.shape, (got.shape, want.shape)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def wide(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def check(tiny: bool, seed: int) -> Iterator[dict]:
+    """A row a kernel, form and shape."""
+    rng = np.random.default_rng(seed)
+    for cases in (products, fusions, attentions, trainings, words, mixtures):
+        yield from cases(rng, tiny)
+
+
+def random(rng, *shape, dtype=DTYPE, scale=1.0):
+    return jnp.asarray(rng.standard_normal(shape, np.float32) * scale, dtype)
+
+
+def forms(*names: str) -> list[str]:
+    """Of these, those that run here, and the reference."""
+    return ["reference", *(name for name in names if missing(name) is None)]
+
+
+def run(call, *args):
+    poison(0.01 if jax.default_backend() == "cpu" else 8)
+    return jax.block_until_ready(jax.jit(call)(*args))
+
+
+def row(kernel: str, form: str, shape: str, *errors: float) -> dict:
+    return {"part": "numerics", "kernel": kernel, "form": form, "shape": shape, "error": max(errors), "right": max(errors) < LIMIT}
+
+
+def products(rng, tiny: bool) -> Iterator[dict]:
+    odd = [(1, 2048, 4096), (7, 4000, 2080), (16, 4096, 4096), (64, 4096, 8192), (130, 6144, 4096), (2000, 4096, 4096)]
+    for M, N, K in [(3, 96, 256)] if tiny else odd:
+        for blocks in (False, True):
+            w = fp8_matmul.quantise(random(rng, N, K, dtype=jnp.float32), blocks=blocks)
+            x = random(rng, M, K) * jnp.asarray(rng.uniform(0.1, 10, (M, 1)), DTYPE)
+            values, scale = fp8_matmul.quantise_rows(x, blocks=blocks)
+            exact = wide(values) * np.repeat(wide(scale), K if not blocks else 128, axis=1)[:, :K] @ wide(w.dequantised()).T
+            for form in forms("triton", "mosaic"):
+                if form == "mosaic" and fp8_matmul._unsupported("mosaic", x, w):
+                    continue
+                got = run(lambda x, v, s, form=form: fp8_matmul.matmul(x, fp8_matmul.Fp8Matrix(v, s), form), x, w.values, w.scale)
+                yield row("fp8_matmul", form, f"{M} x {N} x {K}{', blocks' if blocks else ''}", error(got, exact))
+
+
+def fusions(rng, tiny: bool) -> Iterator[dict]:
+    for M, E, D in [(3, 128, 64)] if tiny else [(1, 2048, 2048), (14, 2880, 2880), (100, 4096, 4096)]:
+        taps, gain = random(rng, M, 3, E), jnp.asarray(rng.uniform(0.5, 2, 3 * E), DTYPE)
+        w = random(rng, 3 * E, D, scale=E**-0.5)
+        for norm in ("none", "whole", "per_tap"):
+            x = wide(taps)
+            mean = (x**2).mean(axis=(1, 2) if norm == "whole" else 2, keepdims=True)
+            x = x if norm == "none" else x / np.sqrt(mean + 1e-5)
+            exact = (x.reshape(M, -1) * (1 if norm == "none" else wide(gain))) @ wide(w)
+            used = None if norm == "none" else gain
+            for form in forms("triton"):
+                how = functools.partial(fusion.fuse, norm=norm, eps=1e-5, form=form)
+                got = run(lambda t, w, g, how=how: how(t, w, g), taps, w, used)
+                yield row("fusion", form, f"{M} x {E} x {D}, {norm}", error(got, exact))
+
+
+def attentions(rng, tiny: bool) -> Iterator[dict]:
+    shapes = [(2, 3, 4, 2, 16, 70, None)] if tiny else [
+        (8, 1, 32, 4, 128, 4096, None), (8, 8, 32, 4, 128, 4096, None), (3, 17, 32, 4, 128, 5000, None), (4, 8, 64, 8, 64, 3000, 128),
+        (2, 8, 32, 16, 256, 2000, 1024), (2, 8, 32, 4, 512, 2000, None), (1, 512, 32, 4, 128, 2048, None),
+    ]  # fmt: skip
+    for B, T, N, G, H, S, window in shapes:
+        q, k, v = random(rng, B, T, N, H), random(rng, B, G, S, H), random(rng, B, G, S, H)
+        lengths = rng.integers(T, S + 1, B)
+        lengths[0], lengths[-1] = S, T  # one that is full, one that has only these queries
+        at = jnp.asarray(lengths[:, None] - T + np.arange(T)[None], jnp.int32)
+        sinks = random(rng, N) if window else None
+        for float8 in (False, True):
+            scales = {}
+            if float8:
+                (k8, k_scale), (v8, v_scale) = (fp8_matmul.scaled(x, axis=-1) for x in (k, v))
+                scales = {"k_scale": k_scale, "v_scale": v_scale}
+                wide_k, wide_v = wide(k8) * wide(k_scale)[..., None], wide(v8) * wide(v_scale)[..., None]
+                held = (k8, v8)
+            else:
+                wide_k, wide_v, held = wide(k), wide(v), (k, v)
+            rule = dict(window=window, scale=H**-0.5, sinks=sinks, **scales)
+            exact = softmax_attention(wide(q), wide_k, wide_v, np.asarray(at), window, H**-0.5, None if sinks is None else wide(sinks))
+            for form in forms("triton"):
+                got = run(lambda q, k, v, at, form=form, rule=rule: attention.attend(q, k, v, at, None, form=form, **rule), q, *held, at)
+                more = ", window and sinks" * bool(window) + ", float8" * float8
+                yield row("attention", form, f"{B} x {T} queries, {N}/{G} heads of {H}, {S} slots{more}", error(got, exact))
+
+
+def softmax_attention(q, k, v, at, window, scale, sinks) -> np.ndarray:
+    out = np.zeros(q.shape)
+    B, T, N, _ = q.shape
+    slot = np.arange(k.shape[2])[None]
+    for b, n in np.ndindex(B, N):
+        g = n // (N // k.shape[1])
+        seen = (slot <= at[b][:, None]) & (slot > at[b][:, None] - (window or slot.size + 1))
+        x = np.where(seen, q[b, :, n] @ k[b, g].T * scale, -np.inf)
+        top = x.max(axis=1, keepdims=True) if sinks is None else np.maximum(x.max(axis=1, keepdims=True), sinks[n])
+        weights = np.exp(x - top)
+        total = weights.sum(axis=1, keepdims=True) + (0 if sinks is None else np.exp(sinks[n] - top))
+        out[b, :, n] = weights / total @ v[b, g]
+    return out
+
+
+def trainings(rng, tiny: bool) -> Iterator[dict]:
+    """Three documents and chains behind them; output and all three gradients."""
+    n, P, N, G, H = (40, 60, 4, 2, 16) if tiny else (1000, 2500, 16, 4, 128)
+    seen = chains(rng, n, P)
+    q, k, v, dy = random(rng, 1, P, N, H), random(rng, 1, P, G, H), random(rng, 1, P, G, H), random(rng, 1, P, N, H)
+    slot, rows = np.arange(P)[None], np.arange(P)[:, None]
+    first, last, own = (np.asarray(x)[0][:, None] for x in (seen.first, seen.last, seen.own))
+    mask = (slot < n) & (slot >= first) & (slot <= last) | (slot >= n) & (slot <= rows) & (slot > rows - own)
+    y, grads = attention_gradients(*(wide(x)[0] for x in (q, k, v, dy)), mask, H**-0.5)
+    for form in forms("triton"):
+        def both(q, k, v, dy, form=form):
+            out, back = jax.vjp(lambda *x: packed_attention.attend(*x, seen, H**-0.5, form=form)[0], q, k, v)
+            return out, *back(dy)
+
+        got = run(both, q, k, v, dy)
+        errors = [error(a[0], b) for a, b in zip(got, (y, *grads), strict=True)]
+        yield row("packed_attention", form, f"{P} rows over {n} keys, {N}/{G} heads of {H}, with gradients", *errors)
+
+
+def chains(rng, n: int, P: int) -> Seen:
+    """What rows see: n positions of three documents, then chains of up to 7 behind anchors, and padding, which sees itself."""
+    cuts = np.sort(rng.choice(np.arange(1, n), 2, replace=False))
+    begin = np.concatenate([[0], cuts])[np.searchsorted(cuts, np.arange(n), side="right")]
+    first, last, own = list(begin), list(range(n)), [0] * n
+    for anchor in np.sort(rng.choice(n, (P - n) // 5, replace=False)):
+        for depth in range(int(rng.integers(1, 8))):
+            first.append(begin[anchor]), last.append(anchor), own.append(depth + 1)
+    first, last, own = ([*x[:P], *[fill] * (P - len(x))] for x, fill in ((first, 1), (last, 0), (own, 1)))
+    return Seen(*(jnp.asarray(x, jnp.int32)[None] for x in (first, last, own)), n, 7)
+
+
+def attention_gradients(q, k, v, dy, mask, scale):
+    out, dq, dk, dv = np.zeros(q.shape), np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    R = q.shape[1] // k.shape[1]
+    for head in range(q.shape[1]):
+        g = head // R
+        x = np.where(mask, q[:, head] @ k[:, g].T * scale, -np.inf)
+        p = np.exp(x - x.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        out[:, head] = p @ v[:, g]
+        dp = dy[:, head] @ v[:, g].T
+        ds = p * (dp - (dp * p).sum(axis=1, keepdims=True)) * scale
+        dq[:, head] = ds @ k[:, g]
+        dk[:, g] += ds.T @ q[:, head]
+        dv[:, g] += p.T @ dy[:, head]
+    return out, (dq, dk, dv)
+
+
+def words(rng, tiny: bool) -> Iterator[dict]:
+    """Argmax: the logit of the word that was chosen beside the largest. Distances with the gradients of their sum."""
+    for M, K, V in [(3, 64, 300)] if tiny else [(1, 2048, 151936), (8, 2048, 151936), (100, 2880, 32000)]:
+        x, w = random(rng, M, K), random(rng, K, V, scale=K**-0.5)
+        logits = wide(x) @ wide(w)
+        for form in forms("triton"):
+            found = run(lambda x, w, form=form: vocab.peaks(x, w, 1, form=form), x, w)
+            chosen = np.take_along_axis(logits, np.asarray(found.ids), 1)[:, 0]
+            lse = np.log(np.exp(logits).sum(axis=1))
+            yield row("vocab peaks", form, f"{M} x {K} x {V}", error(found.lse, lse), error(chosen, logits.max(axis=1)))
+    P, D, W = (20, 32, 200) if tiny else (300, 1024, 20000)
+    x, w, tx, tw = random(rng, P, D), random(rng, D, W, scale=D**-0.5), random(rng, P, D), random(rng, D, W, scale=D**-0.5)
+    s, t = wide(x) @ wide(w), wide(tx) @ wide(tw)
+    q, p = (np.exp(y - np.log(np.exp(y).sum(axis=1, keepdims=True))) for y in (s, t))
+    kl = (p * (np.log(p) - np.log(q))).sum(axis=1)
+    for form in forms("triton"):
+        def both(x, w, form=form):
+            (kl, _, _), back = jax.vjp(lambda x, w: vocab.distance(x, w, tx, tw, None, form), x, w)
+            return kl, *back((jnp.ones_like(kl), jnp.zeros_like(kl), jax.tree.map(jnp.zeros_like, _)))
+
+        wanted = kl, (q - p) @ wide(w).T, wide(x).T @ (q - p)
+        yield row("vocab distance", form, f"{P} x {D} x {W}, with gradients", *map(error, run(both, x, w), wanted))
+
+
+def mixtures(rng, tiny: bool) -> Iterator[dict]:
+    """By every form that a GPU may take; the exact sum of the same experts, decoded."""
+    from flax import nnx
+
+    count, dim, width, k = (5, 64, 32, 2) if tiny else (32, 1024, 512, 4)
+    for kind in ("plain", "row", "block", "mxfp4"):
+        stacks = [stack(rng, kind, count, *size) for size in ((dim, 2 * width), (width, dim))]
+        graph, state = nnx.split(nnx.List(stacks))
+        bank = lambda state, graph=graph: Bank(*nnx.merge(graph, state), Gated(jax.nn.silu), count)  # noqa: E731
+        up, down = (np.asarray(s.matrices(slice(None), jnp.float32), np.float64) for s in stacks)
+        for n in (1, 7) if tiny else (1, 8, 77, 300):
+            x = random(rng, n, dim)
+            chosen = np.stack([rng.permutation(count)[:k] for _ in range(n)])
+            share = rng.uniform(0.1, 1, (n, k))
+            exact = np.zeros((n, dim))
+            for t, j in np.ndindex(n, k):
+                gate, value = np.split(wide(x[t]) @ up[chosen[t, j]], 2)
+                exact[t] += share[t, j] * (gate / (1 + np.exp(-gate)) * value @ down[chosen[t, j]])
+            for form in ["grouped", *forms("triton")[1:]]:
+                args = state, x, jnp.asarray(chosen, jnp.int32), jnp.asarray(share, jnp.float32)
+                got = run(lambda state, *a, form=form, bank=bank: experts.FORMS[form](*a, bank(state)), *args)
+                yield row("experts", form, f"{n} tokens of {k} of {count}, {dim} x {width}, {kind}", error(got, exact))
+
+
+def stack(rng, kind: str, count: int, inputs: int, outputs: int):
+    from flax import nnx
+
+    if kind == "plain":
+        made = Stack(count, inputs, outputs, bias=False, dtype=DTYPE, rngs=nnx.Rngs(0))
+        made.kernel[...] = random(rng, count, inputs, outputs, scale=inputs**-0.5)
+    elif kind == "mxfp4":
+        made = PackedStack(count, inputs, outputs, bias=False, dtype=DTYPE, rngs=nnx.Rngs(0))
+        made.blocks[...] = jnp.asarray(rng.integers(0, 256, made.blocks.shape), jnp.uint8)
+        made.scales[...] = jnp.asarray(rng.integers(118, 123, made.scales.shape), jnp.uint8)
+    else:
+        made = Fp8Stack(count, inputs, outputs, bias=None, blocks=kind == "block")
+        made.values[...] = jnp.asarray(rng.standard_normal(made.values.shape, np.float32).astype(ml_dtypes.float8_e4m3fn))
+        made.scale[...] = jnp.asarray(rng.uniform(0.5, 2, made.scale.shape) * inputs**-0.5, jnp.float32)
+    return made

@@ -1,0 +1,190 @@
+"""Times of every kernel beside XLA's best for the same numbers, in one run and in turns, with the floor of bytes and arithmetic."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gpu import numerics
+from gpu.timing import bytes_of, compare, rotation
+from peagle_jax.kernels import attention, experts, fp8_matmul, fusion, packed_attention, vocab
+from peagle_jax.kernels.fp8_matmul import Fp8Matrix
+from peagle_jax.kernels.launch import missing
+from peagle_jax.layers.moe import Bank, Gated
+
+
+class Rows:
+    """Makes rows of one part: seconds of each form, the floor, ratios to the first form."""
+
+    def __init__(self, part: str, ceilings: dict):
+        self.part, self.ceilings = part, ceilings
+
+    def __call__(self, shape: str, seconds: dict[str, float], moved: float, flop: float = 0, rate: str = "bf16_flop_per_s") -> dict:
+        floor = max(moved / self.ceilings["copy_bytes_per_s"], flop / self.ceilings[rate])
+        base = seconds[next(iter(seconds))]
+        return {
+            "part": self.part, "shape": shape, "us": {k: 1e6 * s for k, s in seconds.items()}, "floor_us": 1e6 * floor,
+            "times_as_fast": {k: base / s for k, s in seconds.items()}, "of_floor": {k: floor / s for k, s in seconds.items()},
+        }  # fmt: skip
+
+
+def some(*names: str) -> list[str]:
+    return [name for name in names if missing(name) is None]
+
+
+def normal(key, *shape, dtype=None, scale=1.0):
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype or numerics.DTYPE)
+
+
+def matmul(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """FP8 products beside XLA's in FP8 (cuBLASLt) and in bfloat16; activations are quantised inside every FP8 form."""
+    row = Rows("matmul", ceilings)
+    for N, K in [(96, 256)] if tiny else [(4096, 2048), (4096, 4096), (24576, 4096)]:
+        for M in (3,) if tiny else (1, 8, 16, 32, 64, 256, 2048):
+
+            def operands(key, M=M, N=N, K=K):
+                a, b = jax.random.split(key)
+                w = normal(b, N, K, scale=K**-0.5)
+                rows, blocks = fp8_matmul.quantise(w), fp8_matmul.quantise(w, blocks=True)
+                return normal(a, M, K), w.T, rows.values, rows.scale, blocks.scale
+
+            sets = rotation(operands, jax.random.key(M))
+            by_row = lambda form: lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, s), form)  # noqa: E731
+            by_block = lambda form: lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, b), form)  # noqa: E731
+            forms: dict[str, Callable] = {"xla fp8": by_row("reference"), "xla bf16": lambda x, w, v, s, b: x @ w}
+            forms |= {f"{name} rows": by_row(name) for name in some("triton", "mosaic") if name == "triton" or fits_mosaic(sets[0])}
+            forms |= {f"{name} blocks": by_block(name) for name in some("triton")}
+            yield row(f"{M} x {N} x {K}", compare(forms, sets), N * K + 2 * M * (N + K), 2 * M * N * K, "fp8_flop_per_s")
+
+
+def fits_mosaic(operands) -> bool:
+    x, _, values, scale, _ = operands
+    return fp8_matmul._unsupported("mosaic", x, Fp8Matrix(values, scale)) is None
+
+
+def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    row = Rows("fusion", ceilings)
+    for M, E, D in [(3, 128, 64)] if tiny else [(8, 2048, 2048), (8, 4096, 4096), (64, 4096, 4096)]:
+
+        def operands(key, M=M, E=E, D=D):
+            a, b, c = jax.random.split(key, 3)
+            w = normal(b, 3 * E, D, scale=E**-0.5)
+            low = fp8_matmul.quantise(w.T)
+            return normal(a, M, 3, E), w, low.values, low.scale, 1 + normal(c, 3 * E, scale=0.1)
+
+        def plain(x, w, v, s, g):
+            y = x.astype(jnp.float32)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+            return (y.reshape(len(x), -1) * g.astype(jnp.float32)).astype(x.dtype) @ w
+
+        forms = {"xla bf16": plain}
+        for name in some("triton"):
+            how = functools.partial(fusion.fuse, norm="per_tap", eps=1e-5, form=name)
+            forms[f"{name} bf16"] = lambda x, w, v, s, g, how=how: how(x, w, g)
+            forms[f"{name} fp8"] = lambda x, w, v, s, g, how=how: how(x, Fp8Matrix(v, s), g)
+        yield row(f"{M} x 3 x {E} x {D}", compare(forms, rotation(operands, jax.random.key(0))), 6 * E * D)
+
+
+def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """Verify attention: ragged lengths around a mean of `context`, slots for twice as many."""
+    row = Rows("attention", ceilings)
+    N, G, H = (4, 2, 16) if tiny else (32, 4, 128)
+    rule = dict(window=None, scale=H**-0.5, sinks=None)
+    real = [(1, 1, 4096), (1, 8, 4096), (8, 1, 4096), (8, 8, 4096), (8, 17, 4096), (32, 8, 4096), (8, 8, 512)]
+    for B, T, context in [(2, 3, 40)] if tiny else real:
+        S = 2 * context
+        lengths = jnp.linspace(context // 2, context + context // 2, B).astype(jnp.int32) if B > 1 else jnp.full(1, context, jnp.int32)
+        at = (lengths[:, None] + jnp.arange(T)[None]).astype(jnp.int32)
+
+        def operands(key, B=B, T=T, S=S):
+            a, b, c = jax.random.split(key, 3)
+            k, v = normal(b, B, G, S, H), normal(c, B, G, S, H)
+            (k8, ks), (v8, vs) = fp8_matmul.scaled(k, axis=-1), fp8_matmul.scaled(v, axis=-1)
+            return normal(a, B, T, N, H), k, v, k8, ks, v8, vs
+
+        bf16 = lambda form, at=at: lambda q, k, v, *low: attention.attend(q, k, v, at, None, form=form, **rule)  # noqa: E731
+        fp8 = lambda form, at=at: lambda q, k, v, k8, ks, v8, vs: attention.attend(  # noqa: E731
+            q, k8, v8, at, None, form=form, k_scale=ks, v_scale=vs, **rule
+        )
+        forms = {"xla bf16": bf16("reference"), "xla fp8": fp8("reference")}
+        forms |= {f"{name} bf16": bf16(name) for name in some("triton")} | {f"{name} fp8": fp8(name) for name in some("triton")}
+        seen = float(lengths.sum() + B * T)
+        yield row(f"{B} x {T} queries over {context}", compare(forms, rotation(operands, jax.random.key(0))), 4 * seen * G * H)
+
+
+def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """COD attention, forward and backward. The reference works in chunks, and has every score of a chunk in memory."""
+    row = Rows("packed attention", ceilings)
+    N, G, H = (4, 2, 16) if tiny else (32, 4, 128)
+    rng = numerics.np.random.default_rng(0)
+    for n, P in [(40, 60)] if tiny else [(2048, 5120), (8192, 20480)]:
+        seen = numerics.chains(rng, n, P)
+        pairs = float(jnp.maximum(seen.last - seen.first + 1, 0).sum() + seen.own.sum())
+
+        def operands(key, P=P):
+            a, b, c = jax.random.split(key, 3)
+            return normal(a, 1, P, N, H), normal(b, 1, P, G, H), normal(c, 1, P, G, H)
+
+        both = lambda form, seen=seen: jax.grad(  # noqa: E731
+            lambda q, k, v: (packed_attention.attend(q, k, v, seen, H**-0.5, form=form)[0].astype(jnp.float32) ** 2).sum(), (0, 1, 2)
+        )
+        sets = [operands(jax.random.key(i)) for i in range(2)]
+        forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
+        yield row(f"{P} rows over {n}, with gradients", compare(forms, sets, 3), bytes_of(sets[0]) * 4, 3.5 * 4 * pairs * N * H)
+
+
+def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    row = Rows("vocab", ceilings)
+    K, V = (64, 300) if tiny else (2048, 151936)
+    for M in (3,) if tiny else (1, 8, 64, 256):
+
+        def operands(key, M=M):
+            a, b = jax.random.split(key)
+            w = normal(b, K, V, scale=K**-0.5)
+            low = fp8_matmul.quantise(w.T)
+            return normal(a, M, K), w, low.values, low.scale
+
+        sets = rotation(operands, jax.random.key(0), least=2, most=3)
+        forms = {"xla bf16": lambda x, w, v, s: jnp.argmax(x @ w, axis=-1)}
+        for name in some("triton"):
+            forms[f"{name} bf16"] = lambda x, w, v, s, name=name: vocab.peaks(x, w, 1, form=name).ids
+            forms[f"{name} fp8"] = lambda x, w, v, s, name=name: vocab.peaks(x, v, 1, s, by_word=True, form=name).ids
+        yield row(f"argmax, {M} x {K} x {V}", compare(forms, sets), 2 * K * V)
+    P = 20 if tiny else 4096
+    x, w, tx, tw = (normal(jax.random.key(i), *size, scale=K**-0.5) for i, size in enumerate(((P, K), (K, V), (P, K), (K, V))))
+    both = lambda form: jax.grad(lambda x, w, tx, tw: vocab.distance(x, w, tx, tw, None, form)[0].sum(), (0, 1))  # noqa: E731
+    forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
+    yield row(f"KL with gradients, {P} x {K} x {V}", compare(forms, [(x, w, tx, tw)], 3), bytes_of((x, w, tx, tw)), 12 * P * K * V)
+
+
+def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """One layer's experts at the sizes of Qwen3-Coder-30B-A3B and GPT-OSS-20B; routing spread evenly, and all tokens alike."""
+    row = Rows("experts", ceilings)
+    rng = numerics.np.random.default_rng(0)
+    sizes = [("row", 5, 2, 64, 32), ("mxfp4", 4, 2, 64, 32)] if tiny else [("block", 128, 8, 2048, 768), ("mxfp4", 32, 4, 2880, 2880)]
+    for kind, count, k, dim, width in sizes:
+        shapes = (dim, 2 * width), (width, dim)
+        stacks = [nnx.split(nnx.List([numerics.stack(rng, kind, count, *size) for size in shapes])) for _ in range(2)]
+        graph, one = stacks[0][0], bytes_of(stacks[0][1]) / count
+        for n in (1, 7) if tiny else (1, 8, 64, 256, 2048):
+            for routing in ("even", "alike") if n > 1 else ("even",):
+                picks = [rng.permutation(count)[:k] for _ in range(n)] if routing == "even" else [rng.permutation(count)[:k]] * n
+                chosen = jnp.asarray(numerics.np.stack(picks), jnp.int32)
+                used = len(numerics.np.unique(numerics.np.stack(picks)))
+                share = jnp.full((n, k), 1 / k, jnp.float32)
+                run = lambda form, *rest: functools.partial(mixture, form, *rest)  # noqa: E731
+                xla = "gathered" if n * k <= count else "grouped"
+                sets = [(state, normal(jax.random.key(i), n, dim)) for i, (_, state) in enumerate(stacks)]
+                forms = {name: run(form, graph, chosen, share, count) for name, form in [("xla", xla), *((f, f) for f in some("triton"))]}
+                found = row(f"{kind}, {n} tokens of {k} of {count}, {routing}", compare(forms, sets), used * one, 6 * n * k * dim * width)
+                yield found | {"experts_read": used}
+
+
+def mixture(form: str, graph, chosen, share, count: int, state, x):
+    return experts.FORMS[form](x, chosen, share, Bank(*nnx.merge(graph, state), Gated(jax.nn.silu), count))
+
+
+PARTS = {"matmul": matmul, "fusion": fused, "attention": cached, "packed attention": trained, "vocab": worded, "experts": mixed}
+

@@ -1,0 +1,61 @@
+"""One training step of the Qwen3-Coder-30B-A3B head at long context: loss and gradients, with kernels and without, on random features."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpu import steps, timing
+from peagle_jax.kernels.launch import withheld
+from peagle_jax.train.cod import Cod, cod_sample
+from peagle_jax.train.features import Rows, shifted
+from peagle_jax.train.step import peagle_loss
+from peagle_jax.types import Batch
+
+COD = Cod(depths=8, ratio=0.7, floor=0.2, anchors=None)  # configs/train/qwen3_coder_30b.yaml
+
+
+def measure(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    for n in (48,) if tiny else (8192, 20000):
+        yield one(n, tiny)
+
+
+def one(n: int, tiny: bool) -> dict:
+    """Two documents; every position supervised."""
+    target, head = steps.models(steps.Case(steps.QWEN, "peagle", 7, 1, 2 if tiny else None), tiny)
+    config, key = head.config, jax.random.key(0)
+    dtype = config.dtype
+    # of a head in training: no matrix of it is FP8
+    shapes = steps.tracing.abstract_head(config).params
+    params = steps.filled(shapes, key)
+    batch = Batch(np.ones((1, n + 1), np.int32), (np.arange(n + 1) > n // 2).astype(np.int32)[None], np.ones((1, n + 1), bool))
+    document, supervised = shifted(batch)
+    cod = jax.tree.map(jnp.asarray, cod_sample(supervised, document, COD, [0, 0]))
+    normal = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16).astype(dtype)  # noqa: E731
+    width = target.config.dim
+    rows = Rows(
+        jax.random.randint(key, (1, n), 0, config.vocab), normal(1, 1, n, len(config.taps) * width), normal(2, 1, n, width),
+        jnp.asarray(document), jnp.asarray(supervised),
+    )  # fmt: skip
+    output = 0.02 * normal(3, width, config.vocab)
+    packed = n + cod.anchor.shape[1]
+    found: dict = {"part": "training", "shape": f"{n} tokens, {packed} packed rows", "ms": {}, "temporary_gb": {}}
+    for name, how in (("kernels", contextlib.nullcontext()), ("xla", withheld())):
+        try:
+            with how:
+                loss = lambda params, rows, cod, output: peagle_loss(  # noqa: E731
+                    steps.Model(config, head_graph(config), None).bind(params), rows, cod, COD.depths, output
+                )[0]
+                step = jax.jit(jax.value_and_grad(loss)).lower(params, rows, cod, output).compile()
+            memory = step.memory_analysis()
+            found["temporary_gb"][name] = memory.temp_size_in_bytes / 1e9
+            found["ms"][name] = 1e3 * timing.once(lambda step=step: step(params, rows, cod, output), 3)
+        except jax.errors.JaxRuntimeError as error:  # out of memory is a result here
+            found.setdefault("failed", {})[name] = str(error).splitlines()[0][:200]
+    return found
+
+
+def head_graph(config):
+    return steps.tracing.abstract_head(config).graph

@@ -1,0 +1,138 @@
+"""Everything that only a GPU can say, in one call: numerics, times beside XLA's and beside floors, steps at real sizes, training steps.
+
+    python scripts/gpu_suite.py --out results/gpu.jsonl [--minutes 8] [--only PART ...]     from a bare checkout, on one GPU
+
+Every row is written when it is known. A second call with the same --out goes on where the first one stopped: finished parts
+(and steps) of this commit on this device are not run again, and what no longer fits into --minutes waits for the next call. Without
+jax-triton only the references and Mosaic GPU run. `--tiny` is a dry run of the whole suite for any machine.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import jax  # noqa: E402
+from gpu import numerics, speed, steps, timing, training  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from peagle_jax.kernels.launch import gpu, missing  # noqa: E402
+from peagle_jax.origin import provenance  # noqa: E402
+
+CONSOLE = Console(width=180, stderr=True)
+LONGEST = 60  # seconds that a part may need: none is begun with less left
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="rows as JSON lines, added to what is there")
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--only", nargs="+", metavar="PART", help="beginnings of parts' names")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of the numerics' operands; fresh by default")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu" and not args.tiny:
+        print(f"gpu_suite: needs a GPU, and JAX runs on {jax.default_backend()}; --tiny is a dry run", file=sys.stderr)
+        return 2
+    begun = time.monotonic()
+    here = provenance("python scripts/gpu_suite.py") | {"suite": "tiny" if args.tiny else "whole", "triton": missing("triton") or "yes"}
+    known = [row for row in read(args.out) if all(row.get(key) == here[key] for key in ("commit", "dirty", "device", "suite"))]
+    done = {row["done"] for row in known if "done" in row}
+    for name, part in parts(args.tiny, args.seed, known).items():
+        if name in done or args.only and not any(name.startswith(prefix) for prefix in args.only):
+            continue
+        left = 60 * args.minutes - (time.monotonic() - begun)
+        if left < LONGEST:
+            CONSOLE.print(f"no time for {name}: {left:.0f} s are left; call again")
+            break
+        CONSOLE.print(f"[bold]{name}[/bold] ({time.monotonic() - begun:.0f} s)")
+        try:
+            for row in part():
+                known.append(here | row)
+                write(args.out, known[-1])
+        except Exception as error:  # one part that fails must not take the others' time
+            CONSOLE.print(f"[red]{name} failed[/red]: {type(error).__name__}: {str(error)[:500]}")
+            write(args.out, here | {"failed": name, "error": f"{type(error).__name__}: {str(error)[:2000]}"})
+            known.append({"failed": name})
+            continue
+        finally:
+            jax.clear_caches()
+        write(args.out, here | {"done": name})
+        done.add(name)
+    show(known)
+    wrong = [row for row in known if row.get("right") is False or "failed" in row and isinstance(row["failed"], str)]
+    return 1 if wrong else 0
+
+
+def parts(tiny: bool, seed: int, known: list[dict]) -> dict[str, Callable[[], Iterator[dict]]]:
+    """By name, in the order of what matters most."""
+    ceilings = functools.cache(lambda: next((row for row in known if row.get("part") == "ceilings"), None) or timing.ceilings(1e-3))
+
+    def measure_ceilings():
+        yield {"part": "ceilings", **timing.ceilings(1e-3 if tiny else 1), "gpu": f"sm_{gpu().capability}, {gpu().cores} multiprocessors"}
+
+    every: dict = {"ceilings": measure_ceilings, "numerics": lambda: numerics.check(tiny, seed)}
+    every |= {name: functools.partial(lambda part: part(ceilings(), tiny), part) for name, part in speed.PARTS.items()}
+    every |= {"drafting": lambda: steps.drafting(ceilings(), tiny), "training": lambda: training.measure(ceilings(), tiny)}
+    step = lambda case: lambda: steps.measure(case, ceilings(), tiny)  # noqa: E731
+    return every | {f"steps: {case.name}": step(case) for case in steps.cases(tiny)}
+
+
+def read(path: Path) -> list[dict]:
+    """Rows so far; a line that a kill cut short is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def write(path: Path, row: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+
+
+def show(rows: list[dict]) -> None:
+    out = Console(width=180)
+    for row in rows:
+        if row.get("part") == "ceilings":
+            copy, *rates = (row[key] / 1e12 for key in ("copy_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s"))
+            out.print(f"{row['gpu']}: copy {copy:.2f} TB/s, bfloat16 {rates[0]:.0f} TFLOP/s, float8 {rates[1]:.0f} TFLOP/s")
+    table = Table("kernel", "form", "shape", "relative error", title="numerics, against float64")
+    for row in rows:
+        if row.get("part") == "numerics":
+            table.add_row(row["kernel"], row["form"], row["shape"], f"{row['error']:.1e}{'' if row['right'] else ' WRONG'}")
+    out.print(table)
+    table = Table("part", "shape", "floor, us", "us (times as fast as the first)", title="times")
+    for row in rows:
+        if "us" in row:
+            times = row.get("times_as_fast") or row["times_K=1"]
+            said = ", ".join(f"{k} {v:.1f} ({times[k]:.2f})" for k, v in row["us"].items())
+            table.add_row(row["part"], row["shape"], f"{row['floor_us']:.1f}", said)
+        elif "ms" in row:
+            said = ", ".join(f"{k} {v:.0f} ms and {row['temporary_gb'][k]:.1f} GB" for k, v in row["ms"].items())
+            table.add_row(row["part"], row["shape"], "", said)
+    out.print(table)
+    table = Table("step", "routing", "ms", "floor, ms", "tokens/s", "of plain", title="steps; acceptance is SYNTHETIC, at published rates")
+    found = [row for row in rows if row.get("part") == "steps"]
+    setting = lambda row: (row["target"], row["layers"], row["batch"], row["routing"])  # noqa: E731
+    plain = {setting(row): row["tokens_per_s"] for row in found if row["method"] == "none"}
+    for row in found:
+        ratio = row["tokens_per_s"] / plain[setting(row)] if setting(row) in plain else None
+        numbers = row["step_us"] / 1e3, row["floor_us"] / 1e3, row["tokens_per_s"]
+        table.add_row(row["case"], row["routing"], *map("{:.2f}".format, numbers), "" if ratio is None else f"{ratio:.2f}")
+    out.print(table)
+    for row in rows:
+        if "failed" in row and isinstance(row["failed"], str):
+            out.print(f"failed: {row['failed']}: {row.get('error', '')[:300]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
