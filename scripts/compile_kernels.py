@@ -137,7 +137,8 @@ CASES = {
     "fp8_matmul 8x4096x4096 blocks": w8a8(8, 4096, 4096, blocks=True),
     "fp8_matmul 512x4096x4096 blocks": w8a8(512, 4096, 4096, blocks=True),
     "fp8_matmul 8x4096x4096 blocks, bfloat16 in": raw(8, 4096, 4096),
-    "fp8_matmul 512x4096x4096 blocks, bfloat16 in": raw(512, 4096, 4096),
+    "fp8_matmul 32x4096x4096 blocks, bfloat16 in": raw(32, 4096, 4096),
+    "fp8_matmul 64x4096x4096 blocks": w8a8(64, 4096, 4096, blocks=True),
     "experts, 1 token of 8, float8 rows": mixture(1, 8, 128, 2048, 1536, "row"),
     "experts, 8 tokens of 8, float8 blocks": mixture(8, 8, 128, 2048, 1536, "block"),
     "experts, 4096 tokens of 8, float8 blocks": mixture(4096, 8, 128, 2048, 1536, "block"),
@@ -147,6 +148,7 @@ CASES = {
     "fusion 8": fusion(8, 2048, 2048, "none", False),
     "fusion 64, norm": fusion(64, 2048, 2048, "whole", False),
     "fusion 8, norms, float8, bfloat16 in": fusion(8, 2048, 2048, "per_tap", True),
+    "fusion 64, norm, float8, bfloat16 in": fusion(64, 2048, 2048, "whole", True),
     "attention 1 token, 8 heads a group": decode(1, 32, 4, 128),
     "attention 8 tokens": decode(8, 32, 4, 128),
     "attention 17 tokens": decode(17, 32, 4, 128),
@@ -154,6 +156,11 @@ CASES = {
     "attention 8 tokens, heads of 64, a ring of 136": decode(8, 64, 8, 64, window=128, ring=True, slots=136),
     "attention 8 tokens, heads of 256, window": decode(8, 32, 16, 256, window=1024),
     "attention 8 tokens, heads of 512": decode(8, 32, 4, 512),
+    "attention 8 tokens, heads of 96": decode(8, 32, 8, 96),
+    "attention 512 tokens": decode(512, 32, 4, 128),
+    "attention 512 tokens, float8": decode(512, 32, 4, 128, kv=F8),
+    "attention 512 tokens, heads of 256, window": decode(512, 32, 16, 256, window=1024),
+    "attention 512 tokens, heads of 512": decode(512, 32, 4, 512),
     "argmax 8 of 151936": peaks(8, 2048, 151936),
     "argmax 8 of 151936, float8": peaks(8, 2048, 151936, F8),
     "argmax 64 of 151936": peaks(64, 2048, 151936),
@@ -179,7 +186,8 @@ def compile_for(launch, architecture: int) -> dict:
     """One kernel in machine code.
 
     Returns:
-      registers a thread, bytes of stack a thread (0: nothing spilled), bytes of shared memory a block, instructions by name.
+      registers a thread, bytes of stack a thread (0: nothing spilled), bytes of shared memory a block, instructions by name; columns of
+      Blackwell's tensor memory; after how many products Hopper's FP8 sums go to float32.
     """
     names = launch.kernel.arg_names
     arrays = [*launch.inputs, *launch.outputs]
@@ -200,7 +208,11 @@ def compile_for(launch, architecture: int) -> dict:
         code = run(TOOLS / "nvdisasm")
         usage = re.search(r"REG:(\d+) STACK:(\d+)", run(TOOLS / "cuobjdump", "-res-usage"))
     counts = collections.Counter("F2FP.E4M3" if "F2FP" in one[0] else one[0].split(".")[0] for one in INSTRUCTION.finditer(code))
-    return {"registers": int(usage[1]), "stack": int(usage[2]), "shared": made.metadata.shared, "instructions": dict(counts)}
+    sums = {int(n) for n in re.findall(r"maxNumImpreciseAcc = (\d+)", made.asm["ttgir"])}
+    return {
+        "registers": int(usage[1]), "stack": int(usage[2]), "shared": made.metadata.shared, "instructions": dict(counts),
+        "tensor_memory": getattr(made.metadata, "tmem_size", 0) or 0, "imprecise_sums": sorted(sums),
+    }  # fmt: skip
 
 
 def fill(doc: Path, rows: list[dict]) -> None:

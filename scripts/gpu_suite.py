@@ -24,6 +24,7 @@ from gpu import numerics, speed, steps, timing, training  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from peagle_jax.files import write_whole  # noqa: E402
 from peagle_jax.kernels.launch import gpu, missing  # noqa: E402
 from peagle_jax.origin import provenance  # noqa: E402
 
@@ -87,16 +88,18 @@ def parts(tiny: bool, seed: int, known: list[dict]) -> dict[str, Callable[[], It
 
 
 def read(path: Path) -> list[dict]:
-    """Rows so far; a line that a kill cut short is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    return [json.loads(line) for line in lines[:-1] if line]
+    """Rows so far; a line that a kill cut short is taken out of the file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if text and not text.endswith("\n"):
+        text = text[: text.rfind("\n") + 1]
+        write_whole(path, text)
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def write(path: Path, row: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:
-        file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+        file.write(json.dumps(row) + "\n")
 
 
 def show(rows: list[dict]) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from peagle_jax.kernels.launch import Launch, Start, gpu, on_gpu
+from peagle_jax.kernels.launch import Gpu, Launch, Start, gpu, on_gpu
 
 
 @triton.jit
@@ -124,24 +124,26 @@ def merge_kernel(
     tl.store(out_ptr + row[:, None].to(tl.int64) * H + h[None, :], y.to(out_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
 
 
-def tiles(rows: int, batch: int, slots: int, head_dim: int, cores: int) -> dict:
+def tiles(rows: int, batch: int, slots: int, head_dim: int, gpu: Gpu) -> dict:
     """`rows` queries a KV head, `batch` of those; the cache's tile is small where heads are wide, for shared memory's sake.
 
     The stretch follows from the batch and the cache alone. A part of it costs 8 bytes a query and number of a head, written
     and read, beside 4 bytes a slot and number: so it is long where there are parts enough.
     """
-    bq = min(32 if head_dim > 256 else 128, max(16, 1 << (rows - 1).bit_length()))  # 64 rows of 512 spill
+    most = 32 if head_dim > 256 else 64 if head_dim > 128 and gpu.shared < 200_000 else 128
+    bq = min(most, max(16, 1 << (rows - 1).bit_length()))  # 64 rows of 512 spill
     bs = 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
-    each = -(-slots * batch // cores)
+    each = -(-slots * batch // gpu.cores)
     span = min(1024, max(128, 1 << (each - 1).bit_length()))
-    return {"bq": bq, "bs": bs, "span": span, "warps": 4 if bq <= 64 and head_dim <= 256 else 8, "stages": 3 if head_dim <= 256 else 2}
+    few = bq <= 64 and head_dim <= 256 and bq * head_dim <= 8192
+    return {"bq": bq, "bs": bs, "span": span, "warps": 4 if few else 8, "stages": 3 if head_dim <= 256 else 2}
 
 
 def attend(q, k, v, positions, held, *, window, scale, sinks, k_scale=None, v_scale=None, start: Start = on_gpu, **overrides) -> jax.Array:
     """As `attention.reference`, but a query that sees nothing gives zeros. `overrides` of `tiles` are for measuring."""
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
-    how = tiles(T * (N // G), B * G, S, H, gpu().cores) | overrides
+    how = tiles(T * (N // G), B * G, S, H, gpu()) | overrides
     splits, nothing = -(-S // how["span"]), jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
     ring, wide = held is not None, max(16, 1 << (H - 1).bit_length())
     shape = (B, T, N, H)

@@ -18,6 +18,7 @@ E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 LEAST = 1e-30  # smaller ones are zeros: a scale must not underflow
 BLOCK = 128
+FEW = 32  # rows that cost nothing to quantise again and again; a launch does
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +137,7 @@ def _unsupported(form: str, x, w: Fp8Matrix) -> str | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _matmul(x, values, scale, form):
     blocks = scale.ndim == 2
-    if blocks and form == "triton":  # which quantises by itself what comes in groups
+    if blocks and form == "triton" and len(x) <= FEW:  # quantised in the kernel, by every tile of outputs anew
         return triton(x, None, values, scale, x.dtype)
     return FORMS[form](*quantise_rows(x, blocks=blocks), values, scale, x.dtype)
 

@@ -94,7 +94,8 @@ def tiles(M: int, E: int, D: int, fp8: bool, gpu: Gpu) -> dict:
     programs, splits = -(-D // 64) * -(-M // bm), 1
     while M <= 64 and programs * splits < 2 * gpu.cores and E // (2 * splits) >= 4 * be:
         splits *= 2
-    return {"bm": bm, "bd": 64, "be": be, "splits": splits, "warps": 4, "stages": 4 if gpu.shared > 200_000 else 3}
+    warps, stages = 8 if fp8 and bm == 64 else 4, 4 if gpu.shared > 200_000 else 3
+    return {"bm": bm, "bd": 64, "be": be, "splits": splits, "warps": warps, "stages": stages}
 
 
 def fuse(taps, w, gain, norm, eps, start: Start = on_gpu, **overrides) -> jax.Array:

@@ -7,6 +7,7 @@ from kernels.interpreter import interpret
 
 from peagle_jax.kernels import attention, attention_triton
 from peagle_jax.kernels.fp8_matmul import E4M3
+from peagle_jax.kernels.launch import H200
 
 
 def case(B=3, T=4, N=6, G=2, S=150, H=24, *, lengths=(1, 70, 146), seed=0, kv=np.float32):
@@ -113,5 +114,5 @@ def test_slots_that_nobody_sees_are_not_read():
 
 def test_stretches_begin_where_they_began_for_one_query():
     """So that verifying groups its sums as plain decoding does: they follow from the batch and the cache, not from the queries."""
-    assert len({attention_triton.tiles(rows, 32, 4096, 128, 132)["span"] for rows in (8, 64, 136)}) == 1
-    assert [attention_triton.tiles(64, b * 4, 4096, 128, 132)["span"] for b in (1, 8, 32)] == [128, 1024, 1024]
+    assert len({attention_triton.tiles(rows, 32, 4096, 128, H200)["span"] for rows in (8, 64, 136)}) == 1
+    assert [attention_triton.tiles(64, b * 4, 4096, 128, H200)["span"] for b in (1, 8, 32)] == [128, 1024, 1024]

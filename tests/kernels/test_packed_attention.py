@@ -12,7 +12,7 @@ from peagle_jax.kernels import packed_attention, packed_attention_triton
 from peagle_jax.kernels.packed_attention import Seen
 
 
-def case(n=150, chains=60, depths=4, B=2, N=4, G=2, H=24, window=None, seed=0):
+def case(n=150, chains=60, depths=4, B=2, N=4, G=2, H=24, window=None, pad=0, seed=0):
     """Two documents of n depth-0 rows; random anchors, ascending, with chains of random length; padding at the end."""
     rng = np.random.default_rng(seed)
     M = chains * (depths - 1)
@@ -23,8 +23,9 @@ def case(n=150, chains=60, depths=4, B=2, N=4, G=2, H=24, window=None, seed=0):
         first[b, :n], last[b, :n] = start, np.arange(n)
         if window:
             first[b, :n] = np.maximum(start, np.arange(n) - window + 1)
+        first[b, n - pad : n], last[b, n - pad : n] = 1, 0  # of no document
         row = n
-        for a in np.sort(rng.choice(n, chains - 7, replace=False)):
+        for a in np.sort(rng.choice(n, chains - 7, replace=False)) if depths > 1 else ():
             for d in range(1, 1 + rng.integers(1, depths)):
                 first[b, row], last[b, row], own[b, row] = start[a], a, d
                 if window:
@@ -51,6 +52,7 @@ def dense(q, k, v, seen, scale):
 
 CASES = {
     "two documents": dict(), "a window": dict(window=9), "a window shorter than chains": dict(window=2), "one chain step": dict(depths=2),
+    "no chains, and padding": dict(depths=1, pad=20),
     "wide": dict(n=70, chains=30, H=40, N=2, G=2, B=1),
 }  # fmt: skip
 
@@ -84,3 +86,29 @@ def test_forward_and_backward(kind, run):
     grads = [compiled(attend)(q, k, v) for attend in (dense, run)]
     for a, b in zip(*grads, strict=True):
         assert jnp.abs(a - b).max() / jnp.abs(a).max() < 1e-5
+
+
+def test_keys_that_nobody_sees_are_not_read():
+    """NaN in whole tiles of the first document: queries of tiles that lie behind it, and their gradients, do not notice."""
+    q, k, v, seen = case(n=160, B=1, chains=40)
+    bound = int(seen.first[0, 159]) // 16 * 16  # keys before it lie in tiles of the first document alone
+    attend = lambda q, k, v: FORMS["triton"](q, k, v, seen, 0.4)[0]  # noqa: E731
+    tiles = [range(at, min(at + 32, end)) for begin, end in ((0, 160), (160, q.shape[1])) for at in range(begin, end, 32)]
+    sees = np.asarray(seen.last >= seen.first)[0]
+    rows = [i for tile in tiles for i in tile if min((int(seen.first[0, j]) for j in tile if sees[j]), default=0) >= bound and sees[i]]
+    assert bound >= 48 and len(rows) > 60
+    keys = np.arange(q.shape[1]) < bound
+    hidden = [jnp.where(keys[None, :, None, None], jnp.nan, x) for x in (k, v)]
+    want, back = jax.vjp(lambda q: attend(q, k, v), q)
+    got, back_hidden = jax.vjp(lambda q: attend(q, *hidden), q)
+    weight = jnp.zeros(q.shape).at[:, jnp.asarray(rows)].set(1)
+    for a, b in ((want, got), (back(weight)[0], back_hidden(weight)[0])):
+        np.testing.assert_array_equal(np.asarray(a)[:, rows], np.asarray(b)[:, rows])
+
+
+def test_bfloat16():
+    q, k, v, seen = case(B=1, n=70, chains=20)
+    want, _, sees = dense(q, k, v, seen, 0.4)
+    got, _ = FORMS["triton"](*(x.astype(jnp.bfloat16) for x in (q, k, v)), seen, 0.4)
+    off = jnp.where(sees[..., None, None], got.astype(jnp.float32) - want, 0)
+    assert got.dtype == jnp.bfloat16 and jnp.linalg.norm(off) < 0.02 * jnp.linalg.norm(want)

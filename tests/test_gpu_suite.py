@@ -1,0 +1,60 @@
+"""The GPU suite's dry run: every row has its numbers, a second call runs only what is missing, a part that fails takes nothing with it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STEP = "steps: gpt-oss-20b, 2 layers, peagle K=3, batch 2"
+
+
+def suite(out: Path, *args: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", ROOT / "scripts" / "gpu_suite.py", "--out", out, *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_dry_run(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    done = suite(out, "--tiny", "--seed", "7", "--only", "ceilings", "numerics", "fusion", STEP)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first = rows(out)
+    assert [row["done"] for row in first if "done" in row] == ["ceilings", "numerics", "fusion", STEP]
+    numerics = [row for row in first if row.get("part") == "numerics"]
+    assert len(numerics) > 15 and all(row["right"] and 0 < row["error"] < 1e-5 for row in numerics)
+    steps = [row for row in first if row.get("part") == "steps"]
+    assert [row["routing"] for row in steps] == ["even", "alike"] and all(row["synthetic_acceptance"] for row in steps)
+    for row in steps:  # 3 steps of 2 rows that take 1 to 4 tokens each
+        assert 1 <= row["tokens_a_step_and_row"] <= 4 and row["tokens_per_s"] > 0
+    assert steps[0]["floor_us"] > steps[1]["floor_us"] and steps[1]["experts_read"] == 4
+    assert "numerics, against float64" in done.stdout and STEP.removeprefix("steps: ")[:20] in done.stdout
+
+    out.write_text(out.read_text() + '{"part": "fusi')  # a kill, while a row was written
+    again = suite(out, "--tiny", "--only", "ceilings", "numerics", "fusion", "vocab")
+    assert again.returncode == 0 and "numerics (" not in again.stderr and "vocab (" in again.stderr
+    assert [row["done"] for row in rows(out) if "done" in row] == ["ceilings", "numerics", "fusion", STEP, "vocab"]
+
+
+def test_needs_a_gpu(tmp_path):
+    done = suite(tmp_path / "rows.jsonl")
+    assert done.returncode == 2 and "needs a GPU, and JAX runs on cpu" in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method, want", [("peagle", [0.63, 0.63 * 38 / 63]), ("eagle3", [0.71, 0.49])])
+def test_rates_are_the_published_ones(method, want, monkeypatch):
+    """Chances given that the draft before was accepted; their products are the rates of all drafts."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import numpy as np
+    from gpu import steps
+
+    share = np.cumprod(np.asarray(steps.chances(method, 11)))
+    np.testing.assert_allclose(share[:2], want, rtol=1e-5)
+    np.testing.assert_allclose(share[8:] / share[7:-1], 0.6, rtol=1e-5)
