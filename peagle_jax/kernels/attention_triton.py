@@ -136,7 +136,7 @@ def tiles(rows: int, batch: int, slots: int, head_dim: int, gpu: Gpu) -> dict:
     each = -(-slots * batch // gpu.cores)
     span = min(1024, max(128, 1 << (each - 1).bit_length()))
     few = bq <= 64 and head_dim <= 256 and bq * head_dim <= 8192
-    return {"bq": bq, "bs": bs, "span": span, "warps": 4 if few else 8, "stages": 3 if head_dim <= 256 else 2}
+    return {"bq": bq, "bs": bs, "span": span, "warps": 4 if few else 8, "stages": 2 if head_dim > 256 or bq == most == 64 else 3}
 
 
 def attend(q, k, v, positions, held, *, window, scale, sinks, k_scale=None, v_scale=None, start: Start = on_gpu, **overrides) -> jax.Array:
