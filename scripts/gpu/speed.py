@@ -91,27 +91,30 @@ def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """Verify attention: ragged lengths around a mean of `context`, slots for twice as many."""
     row = Rows("attention", ceilings)
     N, G, H = (4, 2, 16) if tiny else (32, 4, 128)
-    rule = dict(window=None, scale=H**-0.5, sinks=None)
     real = [(1, 1, 4096), (1, 8, 4096), (8, 1, 4096), (8, 8, 4096), (8, 17, 4096), (32, 8, 4096), (8, 8, 512)]
     for B, T, context in [(2, 3, 40)] if tiny else real:
         S = 2 * context
         lengths = jnp.linspace(context // 2, context + context // 2, B).astype(jnp.int32) if B > 1 else jnp.full(1, context, jnp.int32)
         at = (lengths[:, None] + jnp.arange(T)[None]).astype(jnp.int32)
 
-        def operands(key, B=B, T=T, S=S):
+        def operands(key, B=B, T=T, S=S, at=at):
             a, b, c = jax.random.split(key, 3)
             k, v = normal(b, B, G, S, H), normal(c, B, G, S, H)
             (k8, ks), (v8, vs) = fp8_matmul.scaled(k, axis=-1), fp8_matmul.scaled(v, axis=-1)
-            return normal(a, B, T, N, H), k, v, k8, ks, v8, vs
+            return normal(a, B, T, N, H), at, k, v, k8, ks, v8, vs
 
-        bf16 = lambda form, at=at: lambda q, k, v, *low: attention.attend(q, k, v, at, None, form=form, **rule)  # noqa: E731
-        fp8 = lambda form, at=at: lambda q, k, v, k8, ks, v8, vs: attention.attend(  # noqa: E731
-            q, k8, v8, at, None, form=form, k_scale=ks, v_scale=vs, **rule
-        )
-        forms = {"xla bf16": bf16("reference"), "xla fp8": fp8("reference")}
-        forms |= {f"{name} bf16": bf16(name) for name in some("triton")} | {f"{name} fp8": fp8(name) for name in some("triton")}
+        forms = {
+            f"{name} {dtype}": functools.partial(attended, form, dtype == "fp8")
+            for name, form in [("xla", "reference"), *((f, f) for f in some("triton"))] for dtype in ("bf16", "fp8")
+        }  # fmt: skip
         seen = float(lengths.sum() + B * T)
         yield row(f"{B} x {T} queries over {context}", compare(forms, rotation(operands, jax.random.key(0))), 4 * seen * G * H)
+
+
+def attended(form: str, low: bool, q, at, k, v, k8, k_scale, v8, v_scale):
+    scales = {"k_scale": k_scale, "v_scale": v_scale} if low else {}
+    held = (k8, v8) if low else (k, v)
+    return attention.attend(q, *held, at, None, window=None, scale=q.shape[-1] ** -0.5, sinks=None, form=form, **scales)
 
 
 def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -174,15 +177,16 @@ def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
                 chosen = jnp.asarray(numerics.np.stack(picks), jnp.int32)
                 used = len(numerics.np.unique(numerics.np.stack(picks)))
                 share = jnp.full((n, k), 1 / k, jnp.float32)
-                run = lambda form, *rest: functools.partial(mixture, form, *rest)  # noqa: E731
                 xla = "gathered" if n * k <= count else "grouped"
-                sets = [(state, normal(jax.random.key(i), n, dim)) for i, (_, state) in enumerate(stacks)]
-                forms = {name: run(form, graph, chosen, share, count) for name, form in [("xla", xla), *((f, f) for f in some("triton"))]}
+                sets = [(state, normal(jax.random.key(i), n, dim), chosen, share) for i, (_, state) in enumerate(stacks)]
+                forms = {
+                    name: functools.partial(mixture, form, graph, count) for name, form in [("xla", xla), *((f, f) for f in some("triton"))]
+                }
                 found = row(f"{kind}, {n} tokens of {k} of {count}, {routing}", compare(forms, sets), used * one, 6 * n * k * dim * width)
                 yield found | {"experts_read": used}
 
 
-def mixture(form: str, graph, chosen, share, count: int, state, x):
+def mixture(form: str, graph, count: int, state, x, chosen, share):
     return experts.FORMS[form](x, chosen, share, Bank(*nnx.merge(graph, state), Gated(jax.nn.silu), count))
 
 
