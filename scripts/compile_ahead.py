@@ -120,7 +120,8 @@ def fill(doc: Path, rows: list[dict]) -> None:
     lines = ["| program | Triton calls | launches | loops | temporary, MB |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         counts = " | ".join(str(row[key]) for key in ("triton", "launches", "loops"))
-        lines.append(f"| {row['program']}{'' if row['kernels'] else ', without kernels'} | {counts} | {row['temporary_bytes'] / 1e6:,.0f} |")
+        name = row["program"] + ("" if row["kernels"] else ", without kernels")
+        lines.append(f"| {name} | {counts} | {row['temporary_bytes'] / 1e6:,.0f} |")
     text = doc.read_text(encoding="utf-8")
     table = "\n".join(lines)
     write_whole(doc, re.sub(r"(<!-- ahead[^\n]*-->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL))
