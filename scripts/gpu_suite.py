@@ -20,6 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 from gpu import numerics, speed, steps, timing, training  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -29,7 +30,6 @@ from peagle_jax.kernels.launch import gpu, missing  # noqa: E402
 from peagle_jax.origin import provenance  # noqa: E402
 
 CONSOLE = Console(width=180, stderr=True)
-LONGEST = 60  # seconds that a part may need: none is begun with less left
 
 
 def main() -> int:
@@ -45,46 +45,65 @@ def main() -> int:
         return 2
     begun = time.monotonic()
     here = provenance("python scripts/gpu_suite.py") | {"suite": "tiny" if args.tiny else "whole", "triton": missing("triton") or "yes"}
-    known = [row for row in read(args.out) if all(row.get(key) == here[key] for key in ("commit", "dirty", "device", "suite"))]
+    same = ("commit", "dirty", "device", "suite", "triton", "jax")
+    known = [row for row in read(args.out) if all(row.get(key) == here[key] for key in same)]
     done = {row["done"] for row in known if "done" in row}
+    known = [row for row in known if row.get("unit") in done]  # what a kill cut short is measured again
     for name, part in parts(args.tiny, args.seed, known).items():
         if name in done or args.only and not any(name.startswith(prefix) for prefix in args.only):
             continue
         left = 60 * args.minutes - (time.monotonic() - begun)
-        if left < LONGEST:
-            CONSOLE.print(f"no time for {name}: {left:.0f} s are left; call again")
+        if left < 0 or not args.tiny and left < expected(name):
+            CONSOLE.print(f"no time for {name}, {expected(name)} s perhaps: {left:.0f} s are left; call again")
             break
         CONSOLE.print(f"[bold]{name}[/bold] ({time.monotonic() - begun:.0f} s)")
         try:
             for row in part():
-                known.append(here | row)
+                known.append(here | {"unit": name} | row)
                 write(args.out, known[-1])
         except Exception as error:  # one part that fails must not take the others' time
             CONSOLE.print(f"[red]{name} failed[/red]: {type(error).__name__}: {str(error)[:500]}")
             write(args.out, here | {"failed": name, "error": f"{type(error).__name__}: {str(error)[:2000]}"})
-            known.append({"failed": name})
+            known.append({"failed": name, "error": f"{type(error).__name__}: {str(error)[:300]}"})
             continue
         finally:
             jax.clear_caches()
         write(args.out, here | {"done": name})
         done.add(name)
     show(known)
-    wrong = [row for row in known if row.get("right") is False or "failed" in row and isinstance(row["failed"], str)]
+    wrong = [row for row in known if row.get("right") is False or isinstance(row.get("failed"), str)]
     return 1 if wrong else 0
+
+
+def expected(name: str) -> int:
+    """Seconds that a part may take, by guess until one was measured: it is not begun with less left."""
+    if name.startswith("steps"):
+        return 30 if "layers" in name else 100
+    return {"ceilings": 10, "matmul": 100, "mosaic matmul": 100, "experts": 100, "training": 100, "drafting": 60}.get(name, 45)
 
 
 def parts(tiny: bool, seed: int, known: list[dict]) -> dict[str, Callable[[], Iterator[dict]]]:
     """By name, in the order of what matters most."""
-    ceilings = functools.cache(lambda: next((row for row in known if row.get("part") == "ceilings"), None) or timing.ceilings(1e-3))
+    size = 1e-3 if tiny else 1
+    ceilings = functools.cache(lambda: next((row for row in known if row.get("part") == "ceilings"), None) or timing.ceilings(size))
 
     def measure_ceilings():
-        yield {"part": "ceilings", **timing.ceilings(1e-3 if tiny else 1), "gpu": f"sm_{gpu().capability}, {gpu().cores} multiprocessors"}
+        yield {"part": "ceilings", **timing.ceilings(size), "gpu": f"sm_{gpu().capability}, {gpu().cores} multiprocessors"}
 
-    every: dict = {"ceilings": measure_ceilings, "numerics": lambda: numerics.check(tiny, seed)}
-    every |= {name: functools.partial(lambda part: part(ceilings(), tiny), part) for name, part in speed.PARTS.items()}
-    every |= {"drafting": lambda: steps.drafting(ceilings(), tiny), "training": lambda: training.measure(ceilings(), tiny)}
+    check = lambda part: lambda: part(np.random.default_rng(seed), tiny)  # noqa: E731
+    time_ = lambda part: lambda: part(ceilings(), tiny)  # noqa: E731
     step = lambda case: lambda: steps.measure(case, ceilings(), tiny)  # noqa: E731
-    return every | {f"steps: {case.name}": step(case) for case in steps.cases(tiny)}
+    every = {f"numerics: {name}": check(part) for name, part in numerics.PARTS.items()}
+    every |= {name: time_(part) for name, part in speed.PARTS.items()}
+    every |= {"drafting": time_(steps.drafting), "training": time_(training.measure)}
+    every |= {f"steps: {case.name}": step(case) for case in steps.cases(tiny)}
+    # right before fast, whole steps before tables, and last what has never run anywhere and might hang
+    whole = [name for name in every if name.startswith("steps") and "layers" not in name]
+    late = ["numerics: mosaic", "mosaic matmul"]
+    first = [*(name for name in every if name.startswith("numerics") and name not in late), "drafting", *whole[:3], "attention", "experts"]
+    order = ["ceilings", *first, *(name for name in every if name not in (*first, *late)), *late]
+    every["ceilings"] = measure_ceilings
+    return {name: every[name] for name in order}
 
 
 def read(path: Path) -> list[dict]:
@@ -116,9 +135,9 @@ def show(rows: list[dict]) -> None:
     table = Table("part", "shape", "floor, us", "us (times as fast as the first)", title="times")
     for row in rows:
         if "us" in row:
-            times = row.get("times_as_fast") or row["times_K=1"]
-            said = ", ".join(f"{k} {v:.1f} ({times[k]:.2f})" for k, v in row["us"].items())
-            table.add_row(row["part"], row["shape"], f"{row['floor_us']:.1f}", said)
+            times = row.get("times_as_fast") or row.get("times_K=1") or {}
+            said = ", ".join(f"{k} {v:.1f} ({times.get(k, float('nan')):.2f})" for k, v in row["us"].items())
+            table.add_row(row["part"], row["shape"], " ".join(sorted({f"{floor:.1f}" for floor in row["floor_us"].values()})), said)
         elif "ms" in row:
             said = ", ".join(f"{k} {v:.0f} ms and {row['temporary_gb'][k]:.1f} GB" for k, v in row["ms"].items())
             table.add_row(row["part"], row["shape"], "", said)
@@ -133,7 +152,7 @@ def show(rows: list[dict]) -> None:
         table.add_row(row["case"], row["routing"], *map("{:.2f}".format, numbers), "" if ratio is None else f"{ratio:.2f}")
     out.print(table)
     for row in rows:
-        if "failed" in row and isinstance(row["failed"], str):
+        if isinstance(row.get("failed"), str):
             out.print(f"failed: {row['failed']}: {row.get('error', '')[:300]}")
 
 

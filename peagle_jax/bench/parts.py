@@ -43,7 +43,8 @@ def drafting_seconds(
     def loop(params, cache):
         def body(_, carry):
             tokens, cache = carry
-            ids, _, state = drafter.step(params, DraftState(cache, None), tokens, features, count)
+            same, tokens = jax.lax.optimization_barrier((features, tokens))  # so that fusing them stays in the loop
+            ids, _, state = drafter.step(params, DraftState(cache, None), tokens, same, count)
             # the next step reads this one's drafts, so that no step can be dropped or moved out of the loop
             return jnp.concatenate([ids[:, :1], ids], axis=1), dataclasses.replace(state.cache, length=cache.length)
 

@@ -21,12 +21,18 @@ class Rows:
     def __init__(self, part: str, ceilings: dict):
         self.part, self.ceilings = part, ceilings
 
-    def __call__(self, shape: str, seconds: dict[str, float], moved: float, flop: float = 0, rate: str = "bf16_flop_per_s") -> dict:
-        floor = max(moved / self.ceilings["copy_bytes_per_s"], flop / self.ceilings[rate])
-        base = seconds[next(iter(seconds))]
+    def __call__(self, shape: str, seconds: dict[str, float], moved: float, flop: float = 0, low: float | None = None) -> dict:
+        """`moved`: bytes; `low`: those of forms whose name has fp8 or blocks or rows in it. Their arithmetic is taken as FP8's."""
+        floors = {}
+        for name in seconds:
+            fp8 = low is not None and any(word in name for word in ("fp8", "blocks", "rows"))
+            rate = self.ceilings["fp8_flop_per_s" if fp8 else "bf16_flop_per_s"]
+            floors[name] = max((low if fp8 else moved) / self.ceilings["copy_bytes_per_s"], flop / rate)
+        base = next((s for name, s in seconds.items() if name.startswith("xla")), None)
         return {
-            "part": self.part, "shape": shape, "us": {k: 1e6 * s for k, s in seconds.items()}, "floor_us": 1e6 * floor,
-            "times_as_fast": {k: base / s for k, s in seconds.items()}, "of_floor": {k: floor / s for k, s in seconds.items()},
+            "part": self.part, "shape": shape, "us": {k: 1e6 * s for k, s in seconds.items()},
+            "floor_us": {k: 1e6 * f for k, f in floors.items()}, "of_floor": {k: floors[k] / s for k, s in seconds.items()},
+            "times_as_fast": {k: base / s for k, s in seconds.items()} if base else {},
         }  # fmt: skip
 
 
@@ -38,11 +44,11 @@ def normal(key, *shape, dtype=None, scale=1.0):
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype or numerics.DTYPE)
 
 
-def matmul(ceilings: dict, tiny: bool) -> Iterator[dict]:
+def matmul(ceilings: dict, tiny: bool, kind: str = "triton") -> Iterator[dict]:
     """FP8 products beside XLA's in FP8 (cuBLASLt) and in bfloat16; activations are quantised inside every FP8 form."""
     row = Rows("matmul", ceilings)
     for N, K in [(96, 256)] if tiny else [(4096, 2048), (4096, 4096), (24576, 4096)]:
-        for M in (3,) if tiny else (1, 8, 16, 32, 64, 256, 2048):
+        for M in (3,) if tiny else (1, 8, 32, 64, 512):
 
             def operands(key, M=M, N=N, K=K):
                 a, b = jax.random.split(key)
@@ -54,9 +60,10 @@ def matmul(ceilings: dict, tiny: bool) -> Iterator[dict]:
             by_row = lambda form: lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, s), form)  # noqa: E731
             by_block = lambda form: lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, b), form)  # noqa: E731
             forms: dict[str, Callable] = {"xla fp8": by_row("reference"), "xla bf16": lambda x, w, v, s, b: x @ w}
-            forms |= {f"{name} rows": by_row(name) for name in some("triton", "mosaic") if name == "triton" or fits_mosaic(sets[0])}
-            forms |= {f"{name} blocks": by_block(name) for name in some("triton")}
-            yield row(f"{M} x {N} x {K}", compare(forms, sets), N * K + 2 * M * (N + K), 2 * M * N * K, "fp8_flop_per_s")
+            forms |= {f"{name} rows": by_row(name) for name in some(kind) if name == "triton" or fits_mosaic(sets[0])}
+            forms |= {f"{name} blocks": by_block(name) for name in some(kind) if name == "triton"}
+            moved = 2 * M * (N + K)
+            yield row(f"{M} x {N} x {K}", *compare(forms, sets), 2 * N * K + moved, 2 * M * N * K, N * K + moved)
 
 
 def fits_mosaic(operands) -> bool:
@@ -84,7 +91,7 @@ def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
             how = functools.partial(fusion.fuse, norm="per_tap", eps=1e-5, form=name)
             forms[f"{name} bf16"] = lambda x, w, v, s, g, how=how: how(x, w, g)
             forms[f"{name} fp8"] = lambda x, w, v, s, g, how=how: how(x, Fp8Matrix(v, s), g)
-        yield row(f"{M} x 3 x {E} x {D}", compare(forms, rotation(operands, jax.random.key(0))), 6 * E * D)
+        yield row(f"{M} x 3 x {E} x {D}", *compare(forms, rotation(operands, jax.random.key(0))), 6 * E * D, low=3 * E * D)
 
 
 def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -108,7 +115,8 @@ def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
             for name, form in [("xla", "reference"), *((f, f) for f in some("triton"))] for dtype in ("bf16", "fp8")
         }  # fmt: skip
         seen = float(lengths.sum() + B * T)
-        yield row(f"{B} x {T} queries over {context}", compare(forms, rotation(operands, jax.random.key(0))), 4 * seen * G * H)
+        sets = rotation(operands, jax.random.key(0))
+        yield row(f"{B} x {T} queries over {context}", *compare(forms, sets), 4 * seen * G * H, low=2 * seen * G * (H + 4))
 
 
 def attended(form: str, low: bool, q, at, k, v, k8, k_scale, v8, v_scale):
@@ -135,7 +143,8 @@ def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
         )
         sets = [operands(jax.random.key(i)) for i in range(2)]
         forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
-        yield row(f"{P} rows over {n}, with gradients", compare(forms, sets, 3), bytes_of(sets[0]) * 4, 3.5 * 4 * pairs * N * H)
+        seconds = compare(forms, sets, rounds=3, passes=1)
+        yield row(f"{P} rows over {n}, with gradients", *seconds, bytes_of(sets[0]) * 4, 3.5 * 4 * pairs * N * H)
 
 
 def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -154,12 +163,13 @@ def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
         for name in some("triton"):
             forms[f"{name} bf16"] = lambda x, w, v, s, name=name: vocab.peaks(x, w, 1, form=name).ids
             forms[f"{name} fp8"] = lambda x, w, v, s, name=name: vocab.peaks(x, v, 1, s, by_word=True, form=name).ids
-        yield row(f"argmax, {M} x {K} x {V}", compare(forms, sets), 2 * K * V)
+        yield row(f"argmax, {M} x {K} x {V}", *compare(forms, sets, passes=10), 2 * K * V, low=K * V)
     P = 20 if tiny else 4096
     x, w, tx, tw = (normal(jax.random.key(i), *size, scale=K**-0.5) for i, size in enumerate(((P, K), (K, V), (P, K), (K, V))))
     both = lambda form: jax.grad(lambda x, w, tx, tw: vocab.distance(x, w, tx, tw, None, form)[0].sum(), (0, 1))  # noqa: E731
     forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
-    yield row(f"KL with gradients, {P} x {K} x {V}", compare(forms, [(x, w, tx, tw)], 3), bytes_of((x, w, tx, tw)), 12 * P * K * V)
+    seconds = compare(forms, [(x, w, tx, tw)], rounds=3, passes=1)
+    yield row(f"KL with gradients, {P} x {K} x {V}", *seconds, bytes_of((x, w, tx, tw)), 12 * P * K * V)
 
 
 def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -170,25 +180,30 @@ def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
     for kind, count, k, dim, width in sizes:
         shapes = (dim, 2 * width), (width, dim)
         stacks = [nnx.split(nnx.List([numerics.stack(rng, kind, count, *size) for size in shapes])) for _ in range(2)]
-        graph, one = stacks[0][0], bytes_of(stacks[0][1]) / count
-        for n in (1, 7) if tiny else (1, 8, 64, 256, 2048):
-            for routing in ("even", "alike") if n > 1 else ("even",):
-                picks = [rng.permutation(count)[:k] for _ in range(n)] if routing == "even" else [rng.permutation(count)[:k]] * n
-                chosen = jnp.asarray(numerics.np.stack(picks), jnp.int32)
-                used = len(numerics.np.unique(numerics.np.stack(picks)))
-                share = jnp.full((n, k), 1 / k, jnp.float32)
-                xla = "gathered" if n * k <= count else "grouped"
-                sets = [(state, normal(jax.random.key(i), n, dim), chosen, share) for i, (_, state) in enumerate(stacks)]
-                forms = {
-                    name: functools.partial(mixture, form, graph, count) for name, form in [("xla", xla), *((f, f) for f in some("triton"))]
-                }
-                found = row(f"{kind}, {n} tokens of {k} of {count}, {routing}", compare(forms, sets), used * one, 6 * n * k * dim * width)
-                yield found | {"experts_read": used}
+        graph, one_expert = stacks[0][0], bytes_of(stacks[0][1]) / count
+        for n in (1, 7) if tiny else (1, 8, 64, 512):
+            names = ("even", "alike") if n > 1 else ("even",)
+            settings = [[tokens(rng, i, stacks[i % 2][1], n, dim, count, k, name == "alike") for i in range(6)] for name in names]
+            xla = "gathered" if n * k <= count else "grouped"
+            every = [("xla", xla), *((form, form) for form in some("triton"))]
+            forms = {name: functools.partial(mixture, form, graph, count) for name, form in every}
+            for name, sets, seconds in zip(names, settings, compare(forms, *settings, passes=10), strict=True):
+                used = float(numerics.np.mean([len(numerics.np.unique(one[2])) for one in sets]))
+                shape = f"{kind}, {n} tokens of {k} of {count}, {name}"
+                yield row(shape, seconds, used * one_expert, 6 * n * k * dim * width) | {"experts_read": used}
+
+
+def tokens(rng, i: int, state, n: int, dim: int, count: int, k: int, alike: bool) -> tuple:
+    """Operands of one call: experts, rows, who takes which; all alike, or each its own."""
+    picks = [rng.permutation(count)[:k]] * n if alike else [rng.permutation(count)[:k] for _ in range(n)]
+    chosen = jnp.asarray(numerics.np.stack(picks), jnp.int32)
+    return state, normal(jax.random.key(i), n, dim), chosen, jnp.full((n, k), 1 / k, jnp.float32)
 
 
 def mixture(form: str, graph, count: int, state, x, chosen, share):
     return experts.FORMS[form](x, chosen, share, Bank(*nnx.merge(graph, state), Gated(jax.nn.silu), count))
 
 
-PARTS = {"matmul": matmul, "fusion": fused, "attention": cached, "packed attention": trained, "vocab": worded, "experts": mixed}
+PARTS = {"matmul": matmul, "fusion": fused, "attention": cached, "packed attention": trained, "vocab": worded, "experts": mixed,
+         "mosaic matmul": functools.partial(matmul, kind="mosaic")}
 
