@@ -165,9 +165,6 @@ def tiled(chosen: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
     """
     n, k = chosen.shape
     flat = chosen.reshape(-1).astype(jnp.int32)
-    if n == 1:  # a token chooses an expert once: a tile each, in the order that they come in
-        at = jnp.arange(k, dtype=jnp.int32)
-        return Tiles(rows, at, jnp.zeros_like(at), flat, at, (flat < experts).astype(jnp.int32))
     order = jnp.argsort(flat, stable=True)
     start = (flat[:, None] < jnp.arange(experts + 1)[None]).sum(axis=0, dtype=jnp.int32)  # places before each expert's own
     size = start[1:] - start[:-1]
@@ -181,6 +178,13 @@ def tiled(chosen: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
     size = jnp.where(expert < experts, jnp.minimum(size[e] - done, rows), 0)
     token = (order // k).astype(jnp.int32)
     return Tiles(rows, jnp.argsort(order), token, expert, start[e] + done, size)
+
+
+def unsorted(chosen: Int[Array, "1 k"], experts: int) -> Tiles:
+    """Of one token, which chooses an expert once: a tile each, in the order that they come in; those without rows lie anywhere."""
+    flat = chosen[0].astype(jnp.int32)
+    at = jnp.arange(len(flat), dtype=jnp.int32)
+    return Tiles(1, at, jnp.zeros_like(at), flat, at, (flat < experts).astype(jnp.int32))
 
 
 def combine(out: Float[Array, "pairs D"], tiles: Tiles, weight: Float[Array, "n k"]) -> Float[Array, "n D"]:

@@ -122,7 +122,8 @@ def product(x, tiles: Tiles, w: Matrices, *, gather: bool, start: Start = on_gpu
 def mixture(x, chosen, weight, bank, start: Start = on_gpu) -> jax.Array:
     """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
     n, k = chosen.shape
-    tiles = experts.tiled(chosen, bank.count, experts.tile_rows(n, k, bank.count, parts=bank.parts, few=experts.GPU_TILE, most=128))
+    rows = experts.tile_rows(n, k, bank.count, parts=bank.parts, few=experts.GPU_TILE, most=128)
+    tiles = experts.unsorted(chosen, bank.count) if n == 1 else experts.tiled(chosen, bank.count, rows)
     up, down = bank.matrices()
     hidden = bank.act(product(x, tiles, up, gather=True, start=start))
     return experts.combine(product(hidden, tiles, down, gather=False, start=start), tiles, weight * (chosen < bank.count))

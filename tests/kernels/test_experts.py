@@ -42,7 +42,7 @@ def run(form):
 
 
 @pytest.mark.parametrize("form", experts.FORMS)
-@pytest.mark.parametrize("n, spread", [(1, "even"), (5, "even"), (29, "even"), (40, "one"), (23, "elsewhere"), (130, "even")])
+@pytest.mark.parametrize("n, spread", [(1, "even"), (1, "some elsewhere"), (5, "even"), (29, "even"), (40, "one"), (23, "elsewhere"), (130, "even")])
 def test_forms(form, n, spread):
     """`one`: all tokens choose the same experts; `elsewhere`: some choices are no expert of this bank."""
     rng = np.random.default_rng(n)
@@ -51,6 +51,8 @@ def test_forms(form, n, spread):
     if spread == "elsewhere":
         chosen[rng.random(chosen.shape) < 0.4] = E
         chosen[0] = E
+    if spread == "some elsewhere":  # the first choice, so that what is here does not stand first
+        chosen[0] = [E, 2, 5]
     weight = rng.uniform(0.1, 1, (n, K)).astype(np.float32)
     b = bank()
     got = run(form)(x, chosen, weight, b)
@@ -112,7 +114,7 @@ def test_tiles_hold_every_pair_once():
     pair = np.argsort(tiles.place)
     assert [(e, *divmod(int(pair[place]), 2)) for e, place in held] == [(0, 0, 0), (0, 3, 1), (3, 0, 1), (3, 1, 0), (3, 2, 1), (3, 3, 0)]
     assert tiles.size.tolist() == [2, 3, 1] + [0] * (len(tiles.size) - 3) and tiles.token.tolist() == (pair // 2).tolist()
-    alone = experts.tiled(jnp.asarray([[4, 5, 1]]), 5, 16)  # one token: nothing to sort
+    alone = experts.unsorted(jnp.asarray([[4, 5, 1]]), 5)
     assert alone.expert.tolist() == [4, 5, 1] and alone.size.tolist() == [1, 0, 1] and alone.place.tolist() == alone.first.tolist() == [0, 1, 2]
 
 
