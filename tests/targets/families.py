@@ -69,6 +69,8 @@ def make(case: str, wide: bool = False):
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if kind == "Gemma4" and ("q_norm" in name or "k_norm" in name):  # its scores are not scaled: larger ones are ill-conditioned
             p.data.uniform_(0.3, 0.7)
+        elif "per_layer_input_gate" in name:  # 1 + tanh of GELU cancels where gates are far below 0, and a norm makes that large
+            p.data.normal_(0, 0.05)
         elif any(word in name for word in ("norm", "scale", "layer_scalar")) and "embed" not in name:
             p.data.uniform_(0.5, 1.5)
         elif name.endswith("sinks") or name.endswith("bias"):

@@ -174,7 +174,7 @@ def test_a_multimodal_checkpoint_and_its_leftovers(tmp_path):
     folder = edit("gemma4_ple", tmp_path / "mm", wrap, **other | {"model_type": "gemma4", "text_config": text, "eos_token_id": [5, 6]})
     target = load_target(folder, taps=(0, 1, 4))
     assert target.config.stop_ids == (5, 6)
-    np.testing.assert_allclose(logits(target, truth("gemma4_ple")[0]), truth("gemma4_ple")[1], atol=2.5 * TOLERANCE, rtol=0)
+    np.testing.assert_allclose(logits(target, truth("gemma4_ple")[0]), truth("gemma4_ple")[1], atol=TOLERANCE, rtol=0)
     convert(folder, tmp_path / "half", to="hf", dtype="bfloat16")
     kept = weights.open_folder(tmp_path / "half")
     assert "model.vision_tower.x.weight" in kept and "lm_head.weight" not in kept
