@@ -36,7 +36,7 @@ def test_dry_run(tmp_path):
     for row in steps:  # 3 steps of 2 rows that take 1 to 4 tokens each
         assert row["tokens_a_step"] == pytest.approx(1 + 0.63 + 0.38 + 0.23) and 1 <= row["tokens_drawn"] <= 4
         assert row["tokens_per_s"] == pytest.approx(2 * row["tokens_a_step"] / row["step_us"] * 1e6)
-    assert steps[0]["floor_us"] > steps[1]["floor_us"] and steps[1]["experts_expected"] == 4
+    assert steps[0]["floor_us"] > steps[1]["floor_us"] and steps[1]["experts_read"] == 4 < 6 < steps[0]["experts_read"] <= 8
     assert "numerics, against float64" in done.stdout and STEP.removeprefix("steps: ")[:20] in done.stdout
 
     out.write_text(out.read_text() + '{"part": "fusi')  # a kill, while a row was written

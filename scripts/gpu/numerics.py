@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from gpu import exact
+from gpu.exact import wide
 from peagle_jax.kernels import attention, experts, fp8_matmul, fusion, packed_attention, vocab
 from peagle_jax.kernels.launch import missing
 from peagle_jax.kernels.packed_attention import Seen
 from peagle_jax.layers.moe import Bank, Fp8Stack, Gated, PackedStack, Stack
+from peagle_jax.targets.gpt_oss import Clamped
 
 DTYPE = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32  # CPUs lack some products in bfloat16
 LIMIT = 0.01  # relative error; bfloat16 operands lie between 0.001 and 0.01
@@ -29,10 +32,6 @@ def error(got, want) -> float:
     got, want = (np.asarray(x, np.float64) for x in (got, want))
     assert got.shape == want.shape, (got.shape, want.shape)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
-def wide(x) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
 
 
 def random(rng, *shape, dtype=DTYPE, scale=1.0):
@@ -101,16 +100,19 @@ def fusions(rng, tiny: bool) -> Iterator[dict]:
 
 
 def attentions(rng, tiny: bool) -> Iterator[dict]:
-    shapes = [(2, 3, 4, 2, 16, 70, None)] if tiny else [
-        (8, 1, 32, 4, 128, 4096, None), (8, 8, 32, 4, 128, 4096, None), (3, 17, 32, 4, 128, 5000, None), (4, 8, 64, 8, 64, 3000, 128),
-        (2, 8, 32, 16, 256, 2000, 1024), (2, 8, 32, 4, 512, 2000, None), (1, 512, 32, 4, 128, 2048, None),
+    shapes = [(2, 3, 4, 2, 16, 70, None, False), (2, 3, 4, 2, 16, 40, 30, True)] if tiny else [
+        (8, 1, 32, 4, 128, 4096, None, False), (8, 8, 32, 4, 128, 4096, None, False), (3, 17, 32, 4, 128, 5000, None, False),
+        (4, 8, 64, 8, 64, 3000, 128, False), (4, 8, 64, 8, 64, 144, 128, True), (2, 8, 32, 16, 256, 2000, 1024, False),
+        (2, 8, 32, 4, 512, 2000, None, False), (1, 512, 32, 4, 128, 2048, None, False),
     ]  # fmt: skip
-    for B, T, N, G, H, S, window in shapes:
+    for B, T, N, G, H, S, window, ring in shapes:
         q, k, v = random(rng, B, T, N, H), random(rng, B, G, S, H), random(rng, B, G, S, H)
-        lengths = rng.integers(T, S + 1, B)
+        lengths = rng.integers(T, 5 * S if ring else S + 1, B)
         lengths[-1] = T  # one that has only these queries, and one that is full
-        lengths[0] = S
+        lengths[0] = 4 * S - 1 if ring else S
         at = jnp.asarray(lengths[:, None] - T + np.arange(T)[None], jnp.int32)
+        newest, slot = lengths[:, None] - 1, np.arange(S)[None]
+        held = newest - (newest - slot) % S if ring else np.broadcast_to(slot, (B, S))
         sinks = random(rng, N) if window else None
         for float8 in (False, True):
             scales = {}
@@ -118,30 +120,17 @@ def attentions(rng, tiny: bool) -> Iterator[dict]:
                 (k8, k_scale), (v8, v_scale) = (fp8_matmul.scaled(x, axis=-1) for x in (k, v))
                 scales = {"k_scale": k_scale, "v_scale": v_scale}
                 wide_k, wide_v = wide(k8) * wide(k_scale)[..., None], wide(v8) * wide(v_scale)[..., None]
-                held = (k8, v8)
+                kept = (k8, v8)
             else:
-                wide_k, wide_v, held = wide(k), wide(v), (k, v)
+                wide_k, wide_v, kept = wide(k), wide(v), (k, v)
             rule = dict(window=window, scale=H**-0.5, sinks=sinks, **scales)
-            exact = softmax_attention(wide(q), wide_k, wide_v, np.asarray(at), window, H**-0.5, None if sinks is None else wide(sinks))
+            want = exact.attention(wide(q), wide_k, wide_v, np.asarray(at), held, window, H**-0.5, None if sinks is None else wide(sinks))
+            where = jnp.asarray(held, jnp.int32) if ring else None
             for form in forms("triton"):
-                got = run(lambda q, k, v, at, form=form, rule=rule: attention.attend(q, k, v, at, None, form=form, **rule), q, *held, at)
-                more = ", window and sinks" * bool(window) + ", float8" * float8
-                yield row("attention", form, f"{B} x {T} queries, {N}/{G} heads of {H}, {S} slots{more}", error(got, exact))
-
-
-def softmax_attention(q, k, v, at, window, scale, sinks) -> np.ndarray:
-    out = np.zeros(q.shape)
-    B, T, N, _ = q.shape
-    slot = np.arange(k.shape[2])[None]
-    for b, n in np.ndindex(B, N):
-        g = n // (N // k.shape[1])
-        seen = (slot <= at[b][:, None]) & (slot > at[b][:, None] - (window or slot.size + 1))
-        x = np.where(seen, q[b, :, n] @ k[b, g].T * scale, -np.inf)
-        top = x.max(axis=1, keepdims=True) if sinks is None else np.maximum(x.max(axis=1, keepdims=True), sinks[n])
-        weights = np.exp(x - top)
-        total = weights.sum(axis=1, keepdims=True) + (0 if sinks is None else np.exp(sinks[n] - top))
-        out[b, :, n] = weights / total @ v[b, g]
-    return out
+                how = lambda q, k, v, at, form=form, rule=rule, where=where: attention.attend(q, k, v, at, where, form=form, **rule)  # noqa: E731
+                more = ", window and sinks" * bool(window) + ", ring" * ring + ", float8" * float8
+                shape = f"{B} x {T} queries, {N}/{G} heads of {H}, {S} slots{more}"
+                yield row("attention", form, shape, error(run(how, q, *kept, at), want))
 
 
 def trainings(rng, tiny: bool) -> Iterator[dict]:
@@ -152,7 +141,7 @@ def trainings(rng, tiny: bool) -> Iterator[dict]:
     slot, rows = np.arange(P)[None], np.arange(P)[:, None]
     first, last, own = (np.asarray(x)[0][:, None] for x in (seen.first, seen.last, seen.own))
     mask = (slot < n) & (slot >= first) & (slot <= last) | (slot >= n) & (slot <= rows) & (slot > rows - own)
-    y, grads = attention_gradients(*(wide(x)[0] for x in (q, k, v, dy)), mask, H**-0.5)
+    y, grads = exact.attention_gradients(*(wide(x)[0] for x in (q, k, v, dy)), mask, H**-0.5)
     for form in forms("triton"):
         def both(q, k, v, dy, form=form):
             out, back = jax.vjp(lambda *x: packed_attention.attend(*x, seen, H**-0.5, form=form)[0], q, k, v)
@@ -175,25 +164,8 @@ def chains(rng, n: int, P: int) -> Seen:
     return Seen(*(jnp.asarray(x, jnp.int32)[None] for x in (first, last, own)), n, 7)
 
 
-def attention_gradients(q, k, v, dy, mask, scale):
-    out, dq, dk, dv = np.zeros(q.shape), np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    R = q.shape[1] // k.shape[1]
-    for head in range(q.shape[1]):
-        g = head // R
-        x = np.where(mask, q[:, head] @ k[:, g].T * scale, -np.inf)
-        p = np.exp(x - x.max(axis=1, keepdims=True))
-        p /= p.sum(axis=1, keepdims=True)
-        out[:, head] = p @ v[:, g]
-        dp = dy[:, head] @ v[:, g].T
-        ds = p * (dp - (dp * p).sum(axis=1, keepdims=True)) * scale
-        dq[:, head] = ds @ k[:, g]
-        dk[:, g] += ds.T @ q[:, head]
-        dv[:, g] += p.T @ dy[:, head]
-    return out, (dq, dk, dv)
-
-
 def words(rng, tiny: bool) -> Iterator[dict]:
-    """Argmax: the logit of the word that was chosen beside the largest. Distances with the gradients of their sum."""
+    """The logits of the words that were chosen beside the largest."""
     for M, K, V in [(3, 64, 300)] if tiny else [(1, 2048, 151936), (8, 2048, 151936), (100, 2880, 32000)]:
         x, w = random(rng, M, K), random(rng, K, V, scale=K**-0.5)
         logits = wide(x) @ wide(w)
@@ -202,48 +174,56 @@ def words(rng, tiny: bool) -> Iterator[dict]:
             chosen = np.take_along_axis(logits, np.asarray(found.ids), 1)[:, 0]
             lse = np.log(np.exp(logits).sum(axis=1))
             yield row("vocab peaks", form, f"{M} x {K} x {V}", error(found.lse, lse), error(chosen, logits.max(axis=1)))
+            tied = run(lambda x, w, form=form: vocab.peaks(x, w, 3, by_word=True, form=form), x, w.T)
+            best, chosen = np.sort(logits, axis=1)[:, :-4:-1], np.take_along_axis(logits, np.asarray(tied.ids), 1)
+            yield row("vocab peaks", form, f"{M} x {K} x {V}, tied, three largest", error(tied.values, best), error(chosen, best))
         low = fp8_matmul.quantise(w.T)
         logits = wide(x) @ wide(low.dequantised()).T
         for form in forms("triton"):
             found = run(lambda x, v, s, form=form: vocab.peaks(x, v, 1, s, by_word=True, form=form), x, low.values, low.scale)
             chosen = np.take_along_axis(logits, np.asarray(found.ids), 1)[:, 0]
             yield row("vocab peaks", form, f"{M} x {K} x {V}, float8", error(chosen, logits.max(axis=1)), error(found.values[:, 0], chosen))
+
+
+def distances(rng, tiny: bool) -> Iterator[dict]:
+    """KL alone; and both losses, weighted by row, with capped teacher's logits. With the gradients of their sums."""
     P, D, W = (20, 32, 200) if tiny else (300, 1024, 20000)
     x, w, tx, tw = random(rng, P, D), random(rng, D, W, scale=D**-0.5), random(rng, P, D), random(rng, D, W, scale=D**-0.5)
-    s, t = wide(x) @ wide(w), wide(tx) @ wide(tw)
-    q, p = (np.exp(y - np.log(np.exp(y).sum(axis=1, keepdims=True))) for y in (s, t))
-    kl = (p * (np.log(p) - np.log(q))).sum(axis=1)
-    for form in forms("triton"):
-        def both(x, w, tx, tw, form=form):
-            kl, back = jax.vjp(lambda x, w: vocab.distance(x, w, tx, tw, None, form)[0], x, w)
-            return kl, *back(jnp.ones_like(kl))
+    for cap in (None, 3.0):
+        of_kl, of_hard = np.ones(P), np.zeros(P)
+        if cap is not None:
+            of_kl, of_hard = rng.uniform(0.5, 2, P), rng.uniform(0.5, 2, P)
+        above = jnp.asarray(of_kl, jnp.float32), jnp.asarray(of_hard, jnp.float32)
+        want = exact.distance(*(wide(y) for y in (x, w, tx, tw)), cap, of_kl, of_hard)
+        for form in forms("triton"):
+            def both(x, w, tx, tw, form=form, cap=cap, above=above):
+                losses, back = jax.vjp(lambda x, w: vocab.distance(x, w, tx, tw, cap, form)[:2], x, w)
+                return *losses, *back(above)
 
-        wanted = kl, (q - p) @ wide(w).T, wide(x).T @ (q - p)
-        yield row("vocab distance", form, f"{P} x {D} x {W}, with gradients", *map(error, run(both, x, w, tx, tw), wanted))
+            shape = f"{P} x {D} x {W}, with gradients" + f", teacher capped at {cap}, cross entropy" * (cap is not None)
+            yield row("vocab distance", form, shape, *map(error, run(both, x, w, tx, tw), want))
 
 
 def mixtures(rng, tiny: bool) -> Iterator[dict]:
-    """By every form that a GPU may take; the exact sum of the same experts, decoded."""
+    """By every form that a GPU may take. MXFP4 as GPT-OSS has it, gate and up in turns and biases; some pairs are another device's."""
     from flax import nnx
 
     count, dim, width, k = (5, 64, 32, 2) if tiny else (32, 1024, 512, 4)
     for kind in ("plain", "row", "block", "mxfp4"):
+        act = Clamped(1.5, 1.3) if kind == "mxfp4" else Gated(jax.nn.silu)
         stacks = [stack(rng, kind, count, *size) for size in ((dim, 2 * width), (width, dim))]
         graph, state = nnx.split(nnx.List(stacks))
-        bank = lambda state, graph=graph: Bank(*nnx.merge(graph, state), Gated(jax.nn.silu), count)  # noqa: E731
-        up, down = (np.asarray(s.matrices(slice(None), jnp.float32), np.float64) for s in stacks)
+        bank = lambda state, graph=graph, act=act: Bank(*nnx.merge(graph, state), act, count)  # noqa: E731
         for n in (1, 7) if tiny else (1, 8, 77, 300):
             x = random(rng, n, dim)
             chosen = np.stack([rng.permutation(count)[:k] for _ in range(n)])
             share = rng.uniform(0.1, 1, (n, k))
-            exact = np.zeros((n, dim))
-            for t, j in np.ndindex(n, k):
-                gate, value = np.split(wide(x[t]) @ up[chosen[t, j]], 2)
-                exact[t] += share[t, j] * (gate / (1 + np.exp(-gate)) * value @ down[chosen[t, j]])
+            chosen[rng.random((n, k)) < 0.1] = count
+            want = exact.mixture(wide(x), chosen, share, stacks, act)
             for form in ["grouped", *forms("triton")[1:]]:
                 args = state, x, jnp.asarray(chosen, jnp.int32), jnp.asarray(share, jnp.float32)
                 got = run(lambda state, *a, form=form, bank=bank: experts.FORMS[form](*a, bank(state)), *args)
-                yield row("experts", form, f"{n} tokens of {k} of {count}, {dim} x {width}, {kind}", error(got, exact))
+                yield row("experts", form, f"{n} tokens of {k} of {count}, {dim} x {width}, {kind}", error(got, want))
 
 
 def stack(rng, kind: str, count: int, inputs: int, outputs: int):
@@ -253,9 +233,10 @@ def stack(rng, kind: str, count: int, inputs: int, outputs: int):
         made = Stack(count, inputs, outputs, bias=False, dtype=DTYPE, rngs=nnx.Rngs(0))
         made.kernel[...] = random(rng, count, inputs, outputs, scale=inputs**-0.5)
     elif kind == "mxfp4":
-        made = PackedStack(count, inputs, outputs, bias=False, dtype=DTYPE, rngs=nnx.Rngs(0))
+        made = PackedStack(count, inputs, outputs, bias=True, dtype=DTYPE, rngs=nnx.Rngs(0))
         made.blocks[...] = jnp.asarray(rng.integers(0, 256, made.blocks.shape), jnp.uint8)
         made.scales[...] = jnp.asarray(rng.integers(118, 123, made.scales.shape), jnp.uint8)
+        made.bias[...] = random(rng, count, outputs, scale=0.3)
     else:
         made = Fp8Stack(count, inputs, outputs, bias=None, blocks=kind == "block")
         made.values[...] = jnp.asarray(rng.standard_normal(made.values.shape, np.float32).astype(ml_dtypes.float8_e4m3fn))
@@ -264,6 +245,6 @@ def stack(rng, kind: str, count: int, inputs: int, outputs: int):
 
 
 PARTS = {
-    "products": products, "attention": attentions, "experts": mixtures, "words": words, "training": trainings, "fusion": fusions,
-    "mosaic": functools.partial(products, kind="mosaic"),
+    "products": products, "attention": attentions, "experts": mixtures, "words": words, "distances": distances, "training": trainings,
+    "fusion": fusions, "mosaic": functools.partial(products, kind="mosaic"),
 }  # fmt: skip

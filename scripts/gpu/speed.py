@@ -13,6 +13,7 @@ from peagle_jax.kernels import attention, experts, fp8_matmul, fusion, packed_at
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.kernels.launch import missing
 from peagle_jax.layers.moe import Bank, Gated
+from peagle_jax.targets.gpt_oss import Clamped
 
 
 class Rows:
@@ -186,7 +187,8 @@ def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
             settings = [[tokens(rng, i, stacks[i % 2][1], n, dim, count, k, name == "alike") for i in range(6)] for name in names]
             xla = "gathered" if n * k <= count else "grouped"
             every = [("xla", xla), *((form, form) for form in some("triton"))]
-            forms = {name: functools.partial(mixture, form, graph, count) for name, form in every}
+            act = Clamped(7.0, 1.702) if kind == "mxfp4" else Gated(jax.nn.silu)
+            forms = {name: functools.partial(mixture, form, graph, count, act) for name, form in every}
             for name, sets, seconds in zip(names, settings, compare(forms, *settings, passes=10), strict=True):
                 used = float(numerics.np.mean([len(numerics.np.unique(one[2])) for one in sets]))
                 shape = f"{kind}, {n} tokens of {k} of {count}, {name}"
@@ -200,8 +202,8 @@ def tokens(rng, i: int, state, n: int, dim: int, count: int, k: int, alike: bool
     return state, normal(jax.random.key(i), n, dim), chosen, jnp.full((n, k), 1 / k, jnp.float32)
 
 
-def mixture(form: str, graph, count: int, state, x, chosen, share):
-    return experts.FORMS[form](x, chosen, share, Bank(*nnx.merge(graph, state), Gated(jax.nn.silu), count))
+def mixture(form: str, graph, count: int, act: Callable, state, x, chosen, share):
+    return experts.FORMS[form](x, chosen, share, Bank(*nnx.merge(graph, state), act, count))
 
 
 PARTS = {"matmul": matmul, "fusion": fused, "attention": cached, "packed attention": trained, "vocab": worded, "experts": mixed,

@@ -66,17 +66,6 @@ def compare(
     return found
 
 
-def once(call: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median seconds of a call that is long enough by itself."""
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def ceilings(size: float) -> dict[str, float]:
     """Bytes a second of a copy (read and written), FLOP a second of square products in bfloat16 and float8.
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gpu import steps, timing
+from gpu import steps
+from peagle_jax.bench.parts import median_seconds
 from peagle_jax.kernels.launch import withheld
 from peagle_jax.train.cod import Cod, cod_sample
 from peagle_jax.train.features import Rows, shifted
@@ -51,7 +52,7 @@ def one(n: int, tiny: bool) -> dict:
                 step = jax.jit(jax.value_and_grad(loss)).lower(params, rows, cod, output).compile()
             memory = step.memory_analysis()
             found["temporary_gb"][name] = memory.temp_size_in_bytes / 1e9
-            found["ms"][name] = 1e3 * timing.once(lambda step=step: step(params, rows, cod, output), 3)
+            found["ms"][name] = 1e3 * median_seconds(lambda step=step: step(params, rows, cod, output), 3)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
