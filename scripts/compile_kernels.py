@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from peagle_jax.files import write_whole  # noqa: E402
 from peagle_jax.kernels import (  # noqa: E402
     attention_triton,
+    cache_write_triton,
     experts,
     experts_triton,
     fp8_matmul_triton,
@@ -114,6 +115,17 @@ def packed(n, P, heads, kv_heads, head_dim):
     return both
 
 
+def quantising(M, K, blocks):
+    return lambda start: jax.eval_shape(lambda x: fp8_matmul_triton.quantise_rows(x, blocks=blocks, start=start), spec(M, K, dtype=BF16))
+
+
+def writing(B, T, G, H, kv=F8, slots=4096):
+    new, cache = spec(B, T, G, H, dtype=BF16), spec(B, G, slots, H, dtype=kv)
+    held = (cache, cache, spec(B, G, slots), spec(B, G, slots)) if kv == F8 else (cache, cache)
+    run = lambda start: lambda *a: cache_write_triton.write(*a, start=start)  # noqa: E731
+    return lambda start: jax.eval_shape(run(start), new, new, spec(B, T, dtype=I32), held)
+
+
 def mixture(n, k, count, K, N, kind):
     """Gate and up of a layer's experts."""
     shapes = {
@@ -123,7 +135,10 @@ def mixture(n, k, count, K, N, kind):
     }  # fmt: skip
 
     def run(start, x, chosen, values, scale):
-        tiles = experts.tiled(chosen, count, experts.tile_rows(n, k, count, parts=1, few=experts.GPU_TILE, most=128))
+        rows = experts.tile_rows(n, k, count, parts=1, few=experts.GPU_TILE, most=128)
+        few = n * k <= experts_triton.SORTED
+        sort = (lambda: experts_triton.tiled(chosen, count, rows, start)) if few else lambda: experts.tiled(chosen, count, rows)
+        tiles = experts.unsorted(chosen, count) if n == 1 else sort()
         return experts_triton.product(x, tiles, experts.Matrices(kind, values, scale, None), gather=True, start=start)
 
     args = spec(n, K, dtype=BF16), spec(n, k, dtype=I32), *shapes[kind]
@@ -139,6 +154,10 @@ CASES = {
     "fp8_matmul 8x4096x4096 blocks, bfloat16 in": raw(8, 4096, 4096),
     "fp8_matmul 32x4096x4096 blocks, bfloat16 in": raw(32, 4096, 4096),
     "fp8_matmul 64x4096x4096 blocks": w8a8(64, 4096, 4096, blocks=True),
+    "quantising 64 rows of 4096": quantising(64, 4096, False),
+    "quantising 64 rows of 21504, in groups of 128": quantising(64, 21504, True),
+    "cache writing, 8 tokens, float8": writing(1, 8, 4, 128),
+    "cache writing, 8 tokens, 16 heads of 256": writing(8, 8, 16, 256, BF16),
     "experts, 1 token of 8, float8 rows": mixture(1, 8, 128, 2048, 1536, "row"),
     "experts, 8 tokens of 8, float8 blocks": mixture(8, 8, 128, 2048, 1536, "block"),
     "experts, 4096 tokens of 8, float8 blocks": mixture(4096, 8, 128, 2048, 1536, "block"),

@@ -170,14 +170,18 @@ def tiled(chosen: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
     size = start[1:] - start[:-1]
     tiles = -(-size // rows)
     before = jnp.where(jnp.tri(experts, k=-1, dtype=bool), tiles[None], 0).sum(axis=1, dtype=jnp.int32)
-    # an expert has n rows at most
-    t = jnp.arange(min(n * k, experts + n * k // rows, experts * -(-n // rows)), dtype=jnp.int32)
+    t = jnp.arange(most_tiles(n, k, experts, rows), dtype=jnp.int32)
     expert = (t[:, None] >= (before + tiles)[None]).sum(axis=1, dtype=jnp.int32)
     e = jnp.minimum(expert, experts - 1)
     done = (t - before[e]) * rows  # of the expert's rows, by the tiles before
     size = jnp.where(expert < experts, jnp.minimum(size[e] - done, rows), 0)
     token = (order // k).astype(jnp.int32)
     return Tiles(rows, jnp.argsort(order), token, expert, start[e] + done, size)
+
+
+def most_tiles(n: int, k: int, experts: int, rows: int) -> int:
+    """As many as `tiled` can make: an expert has n rows at most."""
+    return min(n * k, experts + n * k // rows, experts * -(-n // rows))
 
 
 def unsorted(chosen: Int[Array, "1 k"], experts: int) -> Tiles:

@@ -14,6 +14,8 @@ from peagle_jax.kernels import experts
 from peagle_jax.kernels.experts import Matrices, Tiles
 from peagle_jax.kernels.launch import Launch, Start, on_gpu
 
+SORTED = 1024  # pairs, at most, that a kernel sorts: beyond, launches are nothing beside the work
+
 
 @triton.jit
 def decoded(code, scale):
@@ -83,6 +85,56 @@ def kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n[:, None] < N) & (m[None, :] < size))
 
 
+@triton.jit
+def sort_kernel(
+    chosen_ptr, place_ptr, token_ptr, expert_ptr, first_ptr, size_ptr,
+    PAIRS: tl.constexpr, CHOICES: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BP: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """BP pairs and BP tiles a program, each compared with all pairs: one launch, where a sort and its counts are seven."""
+    i = tl.program_id(0) * BP + tl.arange(0, BP)
+    mine = tl.load(chosen_ptr + i, mask=i < PAIRS, other=E)
+    e = tl.arange(0, BE)
+    place = tl.zeros((BP,), tl.int32)
+    count = tl.zeros((BE,), tl.int32)
+    for at in range(0, PAIRS, BP):
+        j = at + tl.arange(0, BP)
+        other = tl.load(chosen_ptr + j, mask=j < PAIRS, other=E + 1)
+        before = (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+        place += tl.sum(before.to(tl.int32), 1)
+        count += tl.sum((other[None, :] == e[:, None]).to(tl.int32), 1)
+    tl.store(place_ptr + i, place, mask=i < PAIRS)
+    tl.store(token_ptr + place, i // CHOICES, mask=i < PAIRS)
+    count = tl.where(e < E, count, 0)
+    tiles = (count + ROWS - 1) // ROWS
+    until = tl.cumsum(tiles, 0)
+    start = tl.cumsum(count, 0) - count
+    expert = tl.sum((i[:, None] >= until[None, :]).to(tl.int32), 1)  # of tile i
+    own = expert[:, None] == e[None, :]
+    done = (i - tl.sum(tl.where(own, (until - tiles)[None, :], 0), 1)) * ROWS
+    size = tl.minimum(tl.sum(tl.where(own, count[None, :], 0), 1) - done, ROWS)
+    tl.store(expert_ptr + i, tl.minimum(expert, E), mask=i < TILES)
+    tl.store(first_ptr + i, tl.sum(tl.where(own, start[None, :], 0), 1) + done, mask=i < TILES)
+    tl.store(size_ptr + i, tl.where(expert < E, size, 0), mask=i < TILES)
+
+
+def tiled(chosen, count: int, rows: int, start: Start = on_gpu) -> Tiles:
+    """As `experts.tiled`; the work grows with the square of the pairs."""
+    pairs, bp = chosen.size, 64
+    tiles = experts.most_tiles(*chosen.shape, count, rows)
+    number = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)  # noqa: E731
+    launch = Launch(
+        kernel=sort_kernel,
+        inputs=(chosen.reshape(-1).astype(jnp.int32),),
+        outputs=(number(pairs), number(pairs), number(tiles), number(tiles), number(tiles)),
+        grid=(-(-max(pairs, tiles) // bp),),
+        constants=dict(
+            PAIRS=pairs, CHOICES=chosen.shape[1], E=count, ROWS=rows, TILES=tiles, BP=bp, BE=triton.next_power_of_2(count),
+        ),
+    )  # fmt: skip
+    return Tiles(rows, *start(launch))
+
+
 def sizes(rows: int, kind: str) -> dict:
     """Tiles for so many rows of an expert."""
     bm = max(16, 1 << (rows - 1).bit_length())
@@ -123,7 +175,12 @@ def mixture(x, chosen, weight, bank, start: Start = on_gpu) -> jax.Array:
     """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
     n, k = chosen.shape
     rows = experts.tile_rows(n, k, bank.count, parts=bank.parts, few=experts.GPU_TILE, most=128)
-    tiles = experts.unsorted(chosen, bank.count) if n == 1 else experts.tiled(chosen, bank.count, rows)
+    if n == 1:
+        tiles = experts.unsorted(chosen, bank.count)
+    elif n * k <= SORTED:
+        tiles = tiled(chosen, bank.count, rows, start)
+    else:
+        tiles = experts.tiled(chosen, bank.count, rows)
     up, down = bank.matrices()
     hidden = bank.act(product(x, tiles, up, gather=True, start=start))
     return experts.combine(product(hidden, tiles, down, gather=False, start=start), tiles, weight * (chosen < bank.count))

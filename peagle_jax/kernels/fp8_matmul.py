@@ -139,7 +139,15 @@ def _matmul(x, values, scale, form):
     blocks = scale.ndim == 2
     if blocks and form == "triton" and len(x) <= FEW:  # quantised in the kernel, by every tile of outputs anew
         return triton(x, None, values, scale, x.dtype)
-    return FORMS[form](*quantise_rows(x, blocks=blocks), values, scale, x.dtype)
+    return FORMS[form](*_quantise(x, blocks, form), values, scale, x.dtype)
+
+
+def _quantise(x, blocks: bool, form: str):
+    if form != "triton":
+        return quantise_rows(x, blocks=blocks)
+    from peagle_jax.kernels import fp8_matmul_triton
+
+    return fp8_matmul_triton.quantise_rows(x, blocks=blocks)
 
 
 def _forward(x, values, scale, form):

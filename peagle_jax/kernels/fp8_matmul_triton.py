@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from peagle_jax.kernels.fp8_matmul import BLOCK
+from peagle_jax.kernels.fp8_matmul import BLOCK, E4M3
 from peagle_jax.kernels.launch import Gpu, Launch, Start, gpu, on_gpu
 
 
@@ -21,6 +21,20 @@ def quantised(x):
     top = tl.max(tl.abs(x), 1)
     scale = tl.where(top > 1e-30, top / 448.0, 1.0)
     return (x / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def quantise_kernel(
+    x_ptr, out_ptr, scale_ptr, K: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, BW: tl.constexpr
+):
+    """One row, as GROUPS groups of WIDTH numbers with a scale each."""
+    row = tl.program_id(0).to(tl.int64)
+    group, at = tl.arange(0, BG), tl.arange(0, BW)
+    k = group[:, None] * WIDTH + at[None, :]
+    inside = (at < WIDTH)[None, :] & (k < K)
+    values, scale = quantised(tl.load(x_ptr + row * K + k, mask=inside, other=0.0))
+    tl.store(out_ptr + row * K + k, values, mask=inside)
+    tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
 
 
 @triton.jit
@@ -60,6 +74,22 @@ def kernel(
         acc *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
     out = out_ptr + tl.program_id(2).to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
+
+
+def quantise_rows(x, *, blocks: bool, start: Start = on_gpu) -> tuple[jax.Array, jax.Array]:
+    """As `fp8_matmul.quantise_rows`, in one launch instead of three, and `x` is read once."""
+    M, K = x.shape
+    groups, width = (-(-K // BLOCK), BLOCK) if blocks else (1, K)
+    size = triton.next_power_of_2(groups) * triton.next_power_of_2(width)
+    launch = Launch(
+        kernel=quantise_kernel,
+        inputs=(x,),
+        outputs=(jax.ShapeDtypeStruct((M, K), E4M3), jax.ShapeDtypeStruct((M, groups), jnp.float32)),
+        grid=(M,),
+        constants=dict(K=K, WIDTH=width, GROUPS=groups, BG=triton.next_power_of_2(groups), BW=triton.next_power_of_2(width)),
+        warps=min(16, max(4, size // 1024)),
+    )
+    return tuple(start(launch))
 
 
 def tiles(M: int, N: int, K: int, gpu: Gpu) -> dict:

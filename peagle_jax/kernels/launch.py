@@ -27,6 +27,7 @@ class Launch:
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 3
+    updates: Mapping[int, int] = dataclasses.field(default_factory=dict)  # input -> the output that is it, changed where the kernel writes
 
 
 Start = Callable[[Launch], tuple[jax.Array, ...]]
@@ -45,6 +46,7 @@ def on_gpu(launch: Launch) -> tuple[jax.Array, ...]:
             num_warps=launch.warps,
             num_stages=launch.stages,
             compute_capability=gpu().capability,
+            input_output_aliases=dict(launch.updates),
             **launch.constants,
         )  # fmt: skip
     )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.kernels import attention, fp8_matmul
+from peagle_jax.kernels import attention, cache_write
 from peagle_jax.layers.basic import Linear, RMSNorm
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import Attend, AttentionRule, KVCache, KVGroup
@@ -42,13 +42,10 @@ class CachedAttention:
         slot = self.positions % slots if group.ring else self.positions
         if group.ring and self.real is not None:
             slot = jnp.where(self.real, slot, slots)
-        rows = jnp.arange(k.shape[0])[:, None]
-        put = lambda held, new: held.at[rows, :, slot].set(new.astype(held.dtype), mode="drop")  # noqa: E731
-        swap = lambda all_, new: (*all_[:i], put(all_[i], new), *all_[i + 1 :])  # noqa: E731
-        if group.k_scale:
-            (k, k_scale), (v, v_scale) = (fp8_matmul.scaled(x, axis=-1) for x in (k, v))
-            group = dataclasses.replace(group, k_scale=swap(group.k_scale, k_scale), v_scale=swap(group.v_scale, v_scale))
-        return dataclasses.replace(group, k=swap(group.k, k), v=swap(group.v, v))
+        names = ("k", "v", "k_scale", "v_scale") if group.k_scale else ("k", "v")
+        held = cache_write.write(k, v, slot, tuple(getattr(group, name)[i] for name in names))
+        swap = lambda all_, new: (*all_[:i], new, *all_[i + 1 :])  # noqa: E731
+        return dataclasses.replace(group, **{name: swap(getattr(group, name), x) for name, x in zip(names, held, strict=True)})
 
     def _held(self, group: KVGroup, length: Int[Array, " B"]) -> Int[Array, "B S"] | None:
         """The position that lies in each slot of a ring: the latest one written that belongs there. None: every slot holds its own."""

@@ -25,6 +25,18 @@ def attention(q, k, v, at, held, window, scale, sinks) -> np.ndarray:
     return out
 
 
+def written(new, slot, held) -> list[np.ndarray]:
+    """The cache `held`, keys and values in float8 and their scales, after `new` [B T G H] of each went to `slot`."""
+    out = [np.array(x) for x in held]
+    for b, t in np.ndindex(*slot.shape):
+        if slot[b, t] < out[0].shape[2]:
+            for i, x in enumerate(new):
+                rows = np.asarray(x[b, t], np.float32)
+                out[2 + i][b, :, slot[b, t]] = scale = np.abs(rows).max(axis=1) / np.float32(448)
+                out[i][b, :, slot[b, t]] = (rows / scale[:, None]).astype(out[i].dtype)
+    return out
+
+
 def attention_gradients(q, k, v, dy, mask, scale):
     """Of one row [P N H]: its output, and the gradients in q, k and v."""
     out, dq, dk, dv = np.zeros(q.shape), np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)

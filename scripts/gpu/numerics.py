@@ -11,7 +11,7 @@ import numpy as np
 
 from gpu import exact
 from gpu.exact import wide
-from peagle_jax.kernels import attention, experts, fp8_matmul, fusion, packed_attention, vocab
+from peagle_jax.kernels import attention, cache_write, experts, fp8_matmul, fusion, packed_attention, vocab
 from peagle_jax.kernels.launch import missing
 from peagle_jax.kernels.packed_attention import Seen
 from peagle_jax.layers.moe import Bank, Fp8Stack, Gated, PackedStack, Stack
@@ -133,6 +133,20 @@ def attentions(rng, tiny: bool) -> Iterator[dict]:
                 yield row("attention", form, shape, error(run(how, q, *kept, at), want))
 
 
+def writes(rng, tiny: bool) -> Iterator[dict]:
+    """A float8 cache after a verification, also where nobody wrote; some tokens have no slot."""
+    for B, T, G, S, H in [(2, 3, 2, 40, 16)] if tiny else [(1, 8, 4, 4096, 128), (32, 8, 8, 136, 64), (1, 1024, 4, 2048, 128)]:
+        k, v = random(rng, B, T, G, H), random(rng, B, T, G, H, scale=5)
+        low = [random(rng, B, G, S, H, dtype=fp8_matmul.E4M3) for _ in range(2)]
+        held = (*low, *(random(rng, B, G, S, dtype=jnp.float32) for _ in range(2)))
+        slot = np.stack([rng.permutation(S + 5)[:T] for _ in range(B)])
+        want = exact.written((k, v), slot, held)
+        for form in forms("triton"):
+            how = lambda k, v, at, held, form=form: cache_write.write(k, v, at, held, form=form)  # noqa: E731
+            got = run(how, k, v, jnp.asarray(slot, jnp.int32), held)
+            yield row("cache_write", form, f"{B} x {T} tokens, {G} heads of {H}, {S} slots, float8", *map(error, got, map(wide, want)))
+
+
 def trainings(rng, tiny: bool) -> Iterator[dict]:
     """Three documents and chains behind them; output and all three gradients."""
     n, P, N, G, H = (40, 60, 4, 2, 16) if tiny else (1000, 2500, 16, 4, 128)
@@ -246,5 +260,5 @@ def stack(rng, kind: str, count: int, inputs: int, outputs: int):
 
 PARTS = {
     "products": products, "attention": attentions, "experts": mixtures, "words": words, "distances": distances, "training": trainings,
-    "fusion": fusions, "mosaic": functools.partial(products, kind="mosaic"),
+    "writes": writes, "fusion": fusions, "mosaic": functools.partial(products, kind="mosaic"),
 }  # fmt: skip

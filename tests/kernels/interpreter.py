@@ -95,6 +95,8 @@ def interpret(launch) -> tuple:
     before = [np.asarray(x) for x in launch.inputs]
     inputs = [Guarded(x.shape, x.dtype, x) for x in before]
     outputs = [Guarded(x.shape, x.dtype) for x in launch.outputs]
+    for i, o in launch.updates.items():
+        outputs[o].array[...] = before[i]
     launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
     assert all(x.whole() for x in inputs + outputs), f"{launch.kernel.__name__} wrote outside its arrays"
     for x, held in zip(before, inputs, strict=True):

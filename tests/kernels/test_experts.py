@@ -118,6 +118,33 @@ def test_tiles_hold_every_pair_once():
     assert alone.expert.tolist() == [4, 5, 1] and alone.size.tolist() == [1, 0, 1] and alone.place.tolist() == alone.first.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("n, k, count, rows", [(2, 1, 3, 1), (7, 3, 5, 4), (40, 2, 6, 16), (33, 8, 130, 16), (90, 4, 7, 64), (65, 1, 1, 16)])
+def test_triton_sorts_as_xla_does(n, k, count, rows):
+    """Some pairs elsewhere, some experts without rows, some with more than a tile of them; pairs and tiles in several programs."""
+    rng = np.random.default_rng(n)
+    chosen = np.stack([rng.permutation(count + 1)[:k] for _ in range(n)])
+    chosen[chosen == count // 2] = count
+    chosen = jnp.asarray(chosen, jnp.int32)
+    got, want = experts_triton.tiled(chosen, count, rows, interpret), experts.tiled(chosen, count, rows)
+    used = np.asarray(want.size) > 0
+    for name in ("place", "token", "expert", "size", "first"):
+        a, b = np.asarray(getattr(got, name)), np.asarray(getattr(want, name))
+        assert np.array_equal(a[used] if name == "first" else a, b[used] if name == "first" else b), name
+
+
+def test_many_pairs_are_left_to_xla(monkeypatch):
+    """On either side of the bound, the same sum."""
+    rng = np.random.default_rng(2)
+    x, weight = rng.normal(size=(9, D)).astype(np.float32), rng.uniform(0.1, 1, (9, K)).astype(np.float32)
+    chosen = np.stack([rng.permutation(E)[:K] for _ in range(9)]).astype(np.int32)
+    sorts = []
+    monkeypatch.setattr(experts, "tiled", lambda *a, tiled=experts.tiled: sorts.append(a) or tiled(*a))
+    for bound, by_xla in ((9 * K, 0), (9 * K - 1, 1)):
+        monkeypatch.setattr(experts_triton, "SORTED", bound)
+        np.testing.assert_allclose(run("triton")(x, chosen, weight, bank()), by_hand(x, chosen, weight, bank()), atol=2e-5, rtol=0)
+        assert len(sorts) == by_xla
+
+
 def test_a_loop_has_a_round_a_tile():
     """Rounds, counted: as many as chosen experts while each fits a tile, so the work follows active parameters."""
     rounds = []

@@ -7,6 +7,7 @@ import pytest
 from kernels.interpreter import interpret
 
 from peagle_jax.kernels import fp8_matmul, fp8_matmul_triton
+from peagle_jax.kernels.fp8_matmul import E4M3
 from peagle_jax.types import InputError
 
 KINDS = {"rows": (False, False), "blocks": (True, True), "groups and rows": (True, False)}  # scales of activations, of weights
@@ -73,6 +74,24 @@ def test_triton_quantises_by_itself(blocks):
     want = exact(*fp8_matmul.quantise_rows(x, blocks=True), w.values, w.scale)
     got = np.asarray(fp8_matmul_triton.product(x, None, w.values, w.scale, jnp.float32, start=interpret), np.float64)
     assert np.abs(got - want).max() / np.abs(want).max() < 1e-6 and not got[2].any()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("M, K", [(1, 128), (5, 300), (3, 1000)])
+def test_triton_quantises_rows(M, K, blocks):
+    """Bit for bit; rows of very different sizes, one of zeros, one with its largest number at the end."""
+    x = np.random.default_rng(K).standard_normal((M, K)) * np.logspace(-6, 5, M)[:, None]
+    x[0, -1] = 9 * np.abs(x[0]).max()
+    x[M // 2] *= M == 1
+    x = jnp.asarray(x, jnp.bfloat16)
+    values, scale = fp8_matmul_triton.quantise_rows(x, blocks=blocks, start=interpret)
+    width = 128 if blocks else K
+    for m, g in np.ndindex(scale.shape):
+        group = np.asarray(x[m, g * width : (g + 1) * width], np.float32)
+        top = np.abs(group).max()
+        assert scale[m, g] == (top / np.float32(448) if top else 1)
+        assert np.array_equal(values[m, g * width : (g + 1) * width], (group / np.float32(scale[m, g])).astype(E4M3))
+    np.testing.assert_allclose(scale, fp8_matmul.quantise_rows(x, blocks=blocks)[1], rtol=2e-7)  # XLA divides a little otherwise
 
 
 @pytest.mark.parametrize("blocks", [False, True])
