@@ -108,7 +108,7 @@ def main() -> int:
             f"{row['temporary_bytes'] / 1e6:,.0f}",
         )
     Console().print(table)
-    here = provenance("python scripts/compile_ahead.py")
+    here = provenance(" ".join(["python scripts/compile_ahead.py", *sys.argv[1:]]))
     write_whole(args.out, "".join(json.dumps(here | row) + "\n" for row in rows))
     if args.doc:
         fill(args.doc, rows)

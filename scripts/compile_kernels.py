@@ -280,7 +280,7 @@ def main() -> int:
     if args.doc:
         fill(args.doc, rows)
     if args.out:
-        facts = provenance("python scripts/compile_kernels.py") | {"triton": triton.__version__}
+        facts = provenance(" ".join(["python scripts/compile_kernels.py", *sys.argv[1:]])) | {"triton": triton.__version__}
         write_whole(args.out, "".join(json.dumps(facts | row) + "\n" for row in rows))
     return 0
 

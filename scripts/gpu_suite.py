@@ -44,7 +44,8 @@ def main() -> int:
         print(f"gpu_suite: needs a GPU, and JAX runs on {jax.default_backend()}; --tiny is a dry run", file=sys.stderr)
         return 2
     begun = time.monotonic()
-    here = provenance("python scripts/gpu_suite.py") | {"suite": "tiny" if args.tiny else "whole", "triton": missing("triton") or "yes"}
+    command = " ".join(["python scripts/gpu_suite.py", *sys.argv[1:]])
+    here = provenance(command) | {"suite": "tiny" if args.tiny else "whole", "triton": missing("triton") or "yes"}
     same = ("commit", "dirty", "device", "suite", "triton", "jax")
     known = [row for row in read(args.out) if all(row.get(key) == here[key] for key in same)]
     done = {row["done"] for row in known if "done" in row}

@@ -11,6 +11,7 @@ Five GB of memory.
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def main() -> None:
         rows.append({"tokens": n, "experts_used": used, "floor_ms": floor, "ms": medians})
     Console(width=120).print(table)
     if args.record:
-        row = provenance("python scripts/measure_experts.py") | {
+        command = " ".join(["python scripts/measure_experts.py", *sys.argv[1:]])
+        row = provenance(command) | {
             "name": "experts", "experts": E, "chosen": k, "dim": DIM, "expert_dim": WIDTH, "dtype": "float32", "bytes_an_expert": one,
             "read_bytes_per_s": bandwidth, "rows": rows,
         }  # fmt: skip

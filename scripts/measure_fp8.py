@@ -11,6 +11,7 @@ heads in bfloat16 and FP8; differences to bfloat16 are paired by prompt, with th
 import argparse
 import dataclasses
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def main() -> None:
         found.append(measure(name, target, mine, rows, prompts, args.new_tokens))
     show(found)
     if args.record:
-        facts = provenance("python scripts/measure_fp8.py") | {"name": "fp8_quality", "files": len(rows), "new_tokens": args.new_tokens}
+        command = " ".join(["python scripts/measure_fp8.py", *sys.argv[1:]])
+        facts = provenance(command) | {"name": "fp8_quality", "files": len(rows), "new_tokens": args.new_tokens}
         lines = args.record.read_text().splitlines() if args.record.exists() else []
         write_whole(args.record, "".join(line + "\n" for line in [*lines, *(json.dumps(facts | row) for row in found)]))
 
