@@ -35,6 +35,8 @@ Start = Callable[[Launch], tuple[jax.Array, ...]]
 
 def on_gpu(launch: Launch) -> tuple[jax.Array, ...]:
     """By jax-triton, as part of the surrounding jitted function."""
+    if start := _instead.get():
+        return start(launch)
     import jax_triton  # cannot be imported on a machine without CUDA
 
     return tuple(
@@ -65,6 +67,7 @@ class Gpu:
 
 H200, B200, RTX_PRO_6000 = Gpu(90, 132), Gpu(100, 148), Gpu(120, 188)
 _assumed: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed", default=None)
+_instead: contextvars.ContextVar[Start | None] = contextvars.ContextVar("instead", default=None)
 _withheld: contextvars.ContextVar[bool] = contextvars.ContextVar("withheld", default=False)
 
 
@@ -91,6 +94,16 @@ def withheld() -> Iterator[None]:
         _withheld.reset(token)
 
 
+@contextlib.contextmanager
+def instead_of_gpu(start: Start) -> Iterator[None]:
+    """What is traced within is made as for a GPU, and its Triton kernels are started by `start`: whole models in an interpreter."""
+    token = _instead.set(start)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
 def gpu() -> Gpu:
     """What launches are made for: the first GPU, or an H200 where there is none (interpreters)."""
     return _assumed.get() or _first() or H200
@@ -108,7 +121,9 @@ def _first() -> Gpu | None:
 
 def missing(form: str) -> str | None:
     """Why kernels of this form, "triton" or "mosaic", cannot run here, or be compiled for what is assumed; None when they can."""
-    return "they are withheld" if _withheld.get() else _missing(form, platform(), _assumed.get())
+    if _withheld.get():
+        return "they are withheld"
+    return None if form == "triton" and _instead.get() else _missing(form, platform(), _assumed.get())
 
 
 @functools.cache
@@ -135,4 +150,4 @@ def _missing(form: str, platform: str, assumed: Gpu | None) -> str | None:
 
 def platform() -> str:
     """Where this will run: on the default device, also one that is only compiled for."""
-    return getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()
+    return "gpu" if _instead.get() else getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()
