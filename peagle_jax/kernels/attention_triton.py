@@ -3,7 +3,8 @@
 Bound by reading the cache once: 8 rows x 4,096 slots x 4 heads x 128 in bfloat16 are 67 MB, 15.6 us at the 4.3 TB/s that a copy
 reaches on an H200. So all queries of a KV head, (K + 1) tokens times its query heads, share one pass over its keys; a row reads
 what its own length and window say, and no more; and the cache is cut into stretches so that every multiprocessor has a part.
-Stretches begin at the same slots whatever the number of queries: a row's sums are grouped alike in plain decoding and in verifying.
+Stretches begin at the same slots for one query and for a block of them: a row's sums are grouped alike in plain decoding and in
+verifying. A prompt has queries enough to fill the GPU, and its cache is cut less or not at all.
 """
 
 import jax
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 
 from peagle_jax.kernels.launch import Gpu, Launch, Start, gpu, on_gpu
+
+BLOCK = 64  # tokens that decoding may verify at once; more are a prompt's
 
 
 @triton.jit
@@ -124,17 +127,20 @@ def merge_kernel(
     tl.store(out_ptr + row[:, None].to(tl.int64) * H + h[None, :], y.to(out_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
 
 
-def tiles(rows: int, batch: int, slots: int, head_dim: int, gpu: Gpu) -> dict:
-    """`rows` queries a KV head, `batch` of those; the cache's tile is small where heads are wide, for shared memory's sake.
+def tiles(tokens: int, rows: int, batch: int, slots: int, head_dim: int, gpu: Gpu) -> dict:
+    """`rows` queries of `tokens` tokens a KV head, `batch` of those; tiles of slots are small for wide heads, for shared memory's sake.
 
-    The stretch follows from the batch and the cache alone. A part of it costs 8 bytes a query and number of a head, written
-    and read, beside 4 bytes a slot and number: so it is long where there are parts enough.
+    For a block of decoding the stretch follows from the batch and the cache alone. A part of it costs 8 bytes a query and number
+    of a head, written and read, beside 4 bytes a slot and number: so it is long where there are parts enough. Of a prompt there
+    are not more parts than multiprocessors: a few megabytes, where stretches of 1,024 were gigabytes.
     """
     most = 32 if head_dim > 256 else 64 if head_dim > 128 and gpu.shared < 200_000 else 128
     bq = min(most, max(16, 1 << (rows - 1).bit_length()))  # 64 rows of 512 spill
     bs = 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
-    each = -(-slots * batch // gpu.cores)
-    span = min(1024, max(128, 1 << (each - 1).bit_length()))
+    prompt = tokens > BLOCK
+    each = -(-slots * batch * (-(-rows // bq) if prompt else 1) // gpu.cores)
+    span = max(128, 1 << (each - 1).bit_length())
+    span = span if prompt else min(1024, span)
     few = bq <= 64 and head_dim <= 256 and bq * head_dim <= 8192
     return {"bq": bq, "bs": bs, "span": span, "warps": 4 if few else 8, "stages": 2 if head_dim > 256 or bq == most == 64 else 3}
 
@@ -143,7 +149,7 @@ def attend(q, k, v, positions, held, *, window, scale, sinks, k_scale=None, v_sc
     """As `attention.reference`, but a query that sees nothing gives zeros. `overrides` of `tiles` are for measuring."""
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
-    how = tiles(T * (N // G), B * G, S, H, gpu()) | overrides
+    how = tiles(T, T * (N // G), B * G, S, H, gpu()) | overrides
     splits, nothing = -(-S // how["span"]), jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
     ring, wide = held is not None, max(16, 1 << (H - 1).bit_length())
     shape = (B, T, N, H)

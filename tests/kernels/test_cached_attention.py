@@ -114,5 +114,14 @@ def test_slots_that_nobody_sees_are_not_read():
 
 def test_stretches_begin_where_they_began_for_one_query():
     """So that verifying groups its sums as plain decoding does: they follow from the batch and the cache, not from the queries."""
-    assert len({attention_triton.tiles(rows, 32, 4096, 128, H200)["span"] for rows in (8, 64, 136)}) == 1
-    assert [attention_triton.tiles(64, b * 4, 4096, 128, H200)["span"] for b in (1, 8, 32)] == [128, 1024, 1024]
+    assert len({attention_triton.tiles(tokens, 8 * tokens, 32, 4096, 128, H200)["span"] for tokens in (1, 8, 17, 64)}) == 1
+    assert [attention_triton.tiles(8, 64, b * 4, 4096, 128, H200)["span"] for b in (1, 8, 32)] == [128, 1024, 1024]
+
+
+@pytest.mark.parametrize("tokens, heads, slots", [(65, 4, 512), (512, 8, 4096), (20_000, 32, 20_480)])
+def test_a_prompt_is_not_cut_into_many_parts(tokens, heads, slots):
+    """They are float32, and of 20,000 tokens the parts of stretches of 1,024 slots would take 6.5 GB."""
+    how = attention_triton.tiles(tokens, tokens * heads // 4, 4, slots, 128, H200)
+    splits = -(-slots // how["span"])
+    assert splits == 1 or splits * tokens * heads * 128 * 4 < 2 * 132 * how["bq"] * 128 * 4
+    assert splits * -(-tokens * heads // 4 // how["bq"]) * 4 >= 60 or how["span"] == 128
