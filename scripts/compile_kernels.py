@@ -136,7 +136,7 @@ def mixture(n, k, count, K, N, kind):
 
     def run(start, x, chosen, values, scale):
         rows = experts.tile_rows(n, k, count, parts=1, few=experts.GPU_TILE, most=128)
-        few = n * k <= experts_triton.SORTED
+        few = n * k <= experts_triton.SORTED and count <= experts_triton.BANKS
         sort = (lambda: experts_triton.tiled(chosen, count, rows, start)) if few else lambda: experts.tiled(chosen, count, rows)
         tiles = experts.unsorted(chosen, count) if n == 1 else sort()
         return experts_triton.product(x, tiles, experts.Matrices(kind, values, scale, None), gather=True, start=start)
@@ -160,6 +160,8 @@ CASES = {
     "cache writing, 8 tokens, 16 heads of 256": writing(8, 8, 16, 256, BF16),
     "experts, 1 token of 8, float8 rows": mixture(1, 8, 128, 2048, 1536, "row"),
     "experts, 8 tokens of 8, float8 blocks": mixture(8, 8, 128, 2048, 1536, "block"),
+    "experts, 128 tokens of 8, bfloat16": mixture(128, 8, 128, 2048, 1536, "plain"),
+    "experts, 100 tokens of 10 of 256, bfloat16": mixture(100, 10, 256, 2048, 1536, "plain"),
     "experts, 4096 tokens of 8, float8 blocks": mixture(4096, 8, 128, 2048, 1536, "block"),
     "experts, 8 tokens of 4, MXFP4": mixture(8, 4, 32, 2880, 5760, "mxfp4"),
     "experts, 4096 tokens of 4, MXFP4": mixture(4096, 4, 32, 2880, 5760, "mxfp4"),
@@ -240,7 +242,7 @@ def fill(doc: Path, rows: list[dict]) -> None:
     for row in rows:
         products = [f"{name} {n}" for name, n in sorted(row["instructions"].items()) if "MMA" in name]
         spilled = f", {row['stack']} bytes spilled" if row["stack"] else ""
-        said = f"{' '.join(products)}; {row['registers']} registers, {row['shared'] / 1024:.0f} KB{spilled}"
+        said = " ".join(products) + "; " * bool(products) + f"{row['registers']} registers, {row['shared'] / 1024:.0f} KB{spilled}"
         cells.setdefault((row["kernel"], row["function"]), {})[row["sm"]] = said
     head = ["kernel", *(f"sm_{gpu.capability}" for gpu in GPUS)]
     lines = [head, ["---"] * len(head)]

@@ -138,7 +138,9 @@ def _everywhere(state: DecodeState) -> DecodeState:
 def step(program: Program, target_params, draft_params, limits, stop_ids, sampling, state: DecodeState) -> DecodeState:
     """One draft forward (P-EAGLE), one verify forward, one acceptance scan. Rows that are done stay as they are."""
     target = nnx.merge(program.target, target_params)
-    drafts, draft_logits, draft, out, cache = forward(program, target, draft_params, sampling, state)
+    drafts, draft_logits, draft = propose(program, draft_params, sampling, state)
+    last = jnp.take_along_axis(state.tokens, (state.count - 1)[:, None], axis=1)
+    out, cache = read(target, jnp.concatenate([last, drafts], axis=1), state.cache)
     if sampling is None:
         tokens, accepted = verify_greedy(drafts, target.best(out.hidden))
     else:
@@ -147,24 +149,20 @@ def step(program: Program, target_params, draft_params, limits, stop_ids, sampli
     return commit(program, state, draft, cache, out, tokens.astype(jnp.int32), accepted, limits, stop_ids)
 
 
-def forward(program: Program, target, draft_params, sampling: SamplingParams | None, state: DecodeState):
-    """The forwards of one step: K drafts, and the target over the last token and them.
+def propose(program: Program, draft_params, sampling: SamplingParams | None, state: DecodeState):
+    """Drafts [B K], none in plain decoding; the logits that they were sampled from, or None; the drafter's state."""
+    if not program.drafter:
+        return state.tokens[:, :0], None, state.draft
+    keyed = sampling and program.sample_drafts and dataclasses.replace(sampling, key=_keys(sampling, state.num_drafts, 1))
+    draft = dataclasses.replace(state.draft, sampling=keyed or None)
+    drafts, draft_logits, draft = program.drafter.step(draft_params, draft, state.tokens, state.features, state.count)
+    return drafts, draft_logits, dataclasses.replace(draft, sampling=None)
 
-    Returns:
-      drafts [B K]; the logits that they were sampled from, or None; the drafter's state; the target's output; its cache.
-    """
-    last = jnp.take_along_axis(state.tokens, (state.count - 1)[:, None], axis=1)
-    drafts, draft_logits, draft = last[:, :0], None, state.draft
-    if program.drafter:
-        keyed = sampling and program.sample_drafts and dataclasses.replace(sampling, key=_keys(sampling, state.num_drafts, 1))
-        draft = dataclasses.replace(draft, sampling=keyed or None)
-        drafts, draft_logits, draft = program.drafter.step(draft_params, draft, state.tokens, state.features, state.count)
-        draft = dataclasses.replace(draft, sampling=None)
 
-    block = jnp.concatenate([last, drafts], axis=1)
-    positions = state.cache.length[:, None] + jnp.arange(block.shape[1])[None]
-    out, cache = target(block, positions, CachedAttention(positions), state.cache)
-    return drafts, draft_logits, draft, out, cache
+def read(target, block: Int[Array, "B R"], cache: KVCache) -> tuple[TargetOutput, KVCache]:
+    """The target over the last token and the drafts behind it."""
+    positions = cache.length[:, None] + jnp.arange(block.shape[1])[None]
+    return target(block, positions, CachedAttention(positions), cache)
 
 
 def commit(program, state: DecodeState, draft, cache, out: TargetOutput, tokens, accepted, limits, stop_ids) -> DecodeState:

@@ -14,7 +14,7 @@ from peagle_jax.kernels import experts
 from peagle_jax.kernels.experts import Matrices, Tiles
 from peagle_jax.kernels.launch import Launch, Start, on_gpu
 
-SORTED = 1024  # pairs, at most, that a kernel sorts: beyond, launches are nothing beside the work
+SORTED, BANKS = 1024, 256  # pairs and experts, at most, that a kernel sorts: its work grows with their product, launches do not
 
 
 @triton.jit
@@ -131,6 +131,7 @@ def tiled(chosen, count: int, rows: int, start: Start = on_gpu) -> Tiles:
         constants=dict(
             PAIRS=pairs, CHOICES=chosen.shape[1], E=count, ROWS=rows, TILES=tiles, BP=bp, BE=triton.next_power_of_2(count),
         ),
+        warps=min(16, max(4, triton.next_power_of_2(count) // 16)),  # 128 experts and 4 warps: 254 registers; 256: spills
     )  # fmt: skip
     return Tiles(rows, *start(launch))
 
@@ -177,7 +178,7 @@ def mixture(x, chosen, weight, bank, start: Start = on_gpu) -> jax.Array:
     rows = experts.tile_rows(n, k, bank.count, parts=bank.parts, few=experts.GPU_TILE, most=128)
     if n == 1:
         tiles = experts.unsorted(chosen, bank.count)
-    elif n * k <= SORTED:
+    elif n * k <= SORTED and bank.count <= BANKS:
         tiles = tiled(chosen, bank.count, rows, start)
     else:
         tiles = experts.tiled(chosen, bank.count, rows)

@@ -25,15 +25,17 @@ def attention(q, k, v, at, held, window, scale, sinks) -> np.ndarray:
     return out
 
 
-def written(new, slot, held) -> list[np.ndarray]:
-    """The cache `held`, keys and values in float8 and their scales, after `new` [B T G H] of each went to `slot`."""
+def written(held, k, v, slot) -> list[np.ndarray]:
+    """The cache `held` (keys, values; of float8 their scales) after k and v [B T G H] went to `slot`; those from S on are dropped."""
     out = [np.array(x) for x in held]
     for b, t in np.ndindex(*slot.shape):
         if slot[b, t] < out[0].shape[2]:
-            for i, x in enumerate(new):
+            for i, x in enumerate((k, v)):
                 rows = np.asarray(x[b, t], np.float32)
-                out[2 + i][b, :, slot[b, t]] = scale = np.abs(rows).max(axis=1) / np.float32(448)
-                out[i][b, :, slot[b, t]] = (rows / scale[:, None]).astype(out[i].dtype)
+                if len(out) == 4:
+                    out[2 + i][b, :, slot[b, t]] = scale = np.abs(rows).max(axis=1) / np.float32(448)
+                    rows = rows / scale[:, None]
+                out[i][b, :, slot[b, t]] = rows.astype(out[i].dtype)
     return out
 
 

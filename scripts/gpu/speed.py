@@ -1,5 +1,6 @@
 """Times of every kernel beside XLA's best for the same numbers, in one run and in turns, with the floor of bytes and arithmetic."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -195,6 +196,29 @@ def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
                 yield row(shape, seconds, used * one_expert, 6 * n * k * dim * width) | {"experts_read": used}
 
 
+def small(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """What is bound by its launches: sorting (token, expert) pairs, quantising activations."""
+    row, rng = Rows("small", ceilings), numerics.np.random.default_rng(0)
+    E, k = 128, 8
+    for n in (3,) if tiny else (2, 8, 32, 128):
+        sets = [(jnp.asarray(numerics.np.stack([rng.permutation(E)[:k] for _ in range(n)]), jnp.int32),) for _ in range(4)]
+        rows = experts.tile_rows(n, k, E, parts=1, few=experts.GPU_TILE, most=128)
+        forms = {"xla": lambda chosen, rows=rows: dataclasses.astuple(experts.tiled(chosen, E, rows))[1:]}
+        if some("triton"):
+            from peagle_jax.kernels import experts_triton
+
+            forms["triton"] = lambda chosen, rows=rows: dataclasses.astuple(experts_triton.tiled(chosen, E, rows))[1:]
+        yield row(f"sorting {n * k} pairs of {E} experts", *compare(forms, sets), 16.0 * n * k)
+    for M, K in [(3, 256)] if tiny else [(8, 4096), (64, 4096), (1024, 4096)]:
+        forms = {"xla": lambda x: fp8_matmul.quantise_rows(x, blocks=False)}
+        if some("triton"):
+            from peagle_jax.kernels import fp8_matmul_triton
+
+            forms["triton"] = lambda x: fp8_matmul_triton.quantise_rows(x, blocks=False)
+        sets = rotation(lambda key, M=M, K=K: (normal(key, M, K),), jax.random.key(0))
+        yield row(f"quantising {M} x {K}", *compare(forms, sets), 3.0 * M * K)
+
+
 def tokens(rng, i: int, state, n: int, dim: int, count: int, k: int, alike: bool) -> tuple:
     """Operands of one call: experts, rows, who takes which; all alike, or each its own."""
     picks = [rng.permutation(count)[:k]] * n if alike else [rng.permutation(count)[:k] for _ in range(n)]
@@ -206,6 +230,7 @@ def mixture(form: str, graph, count: int, act: Callable, state, x, chosen, share
     return experts.FORMS[form](x, chosen, share, Bank(*nnx.merge(graph, state), act, count))
 
 
-PARTS = {"matmul": matmul, "fusion": fused, "attention": cached, "packed attention": trained, "vocab": worded, "experts": mixed,
-         "mosaic matmul": functools.partial(matmul, kind="mosaic")}
-
+PARTS = {
+    "matmul": matmul, "fusion": fused, "attention": cached, "packed attention": trained, "vocab": worded, "experts": mixed, "small": small,
+    "mosaic matmul": functools.partial(matmul, kind="mosaic"),
+}  # fmt: skip

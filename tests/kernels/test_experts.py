@@ -118,12 +118,12 @@ def test_tiles_hold_every_pair_once():
     assert alone.expert.tolist() == [4, 5, 1] and alone.size.tolist() == [1, 0, 1] and alone.place.tolist() == alone.first.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("n, k, count, rows", [(2, 1, 3, 1), (7, 3, 5, 4), (40, 2, 6, 16), (33, 8, 130, 16), (90, 4, 7, 64), (65, 1, 1, 16)])
+@pytest.mark.parametrize("n, k, count, rows", [(2, 1, 3, 1), (7, 3, 5, 4), (40, 2, 6, 16), (33, 8, 130, 16), (90, 4, 7, 64), (65, 1, 1, 16), (20, 4, 256, 16)])
 def test_triton_sorts_as_xla_does(n, k, count, rows):
     """Some pairs elsewhere, some experts without rows, some with more than a tile of them; pairs and tiles in several programs."""
     rng = np.random.default_rng(n)
     chosen = np.stack([rng.permutation(count + 1)[:k] for _ in range(n)])
-    chosen[chosen == count // 2] = count
+    chosen[chosen == count // 2] = count if count > 1 else 0
     chosen = jnp.asarray(chosen, jnp.int32)
     got, want = experts_triton.tiled(chosen, count, rows, interpret), experts.tiled(chosen, count, rows)
     used = np.asarray(want.size) > 0
@@ -143,6 +143,10 @@ def test_many_pairs_are_left_to_xla(monkeypatch):
         monkeypatch.setattr(experts_triton, "SORTED", bound)
         np.testing.assert_allclose(run("triton")(x, chosen, weight, bank()), by_hand(x, chosen, weight, bank()), atol=2e-5, rtol=0)
         assert len(sorts) == by_xla
+    monkeypatch.setattr(experts_triton, "SORTED", 9 * K)
+    monkeypatch.setattr(experts_triton, "BANKS", E - 1)
+    np.testing.assert_allclose(run("triton")(x, chosen, weight, bank()), by_hand(x, chosen, weight, bank()), atol=2e-5, rtol=0)
+    assert len(sorts) == 2
 
 
 def test_a_loop_has_a_round_a_tile():
