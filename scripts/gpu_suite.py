@@ -1,14 +1,17 @@
-"""Everything that only a GPU can say, in one call: numerics, times beside XLA's and beside floors, steps at real sizes, training steps.
+"""What only a GPU can say: numerics, times beside XLA's and beside floors, steps at real sizes, drafting, training steps.
 
-    python scripts/gpu_suite.py --out results/gpu.jsonl [--minutes 8] [--only PART ...]     from a bare checkout, on one GPU
+    pip install -e ".[cuda,kernels]"                                     from a bare checkout; a driver for CUDA 13
+    python scripts/gpu_suite.py --out results/gpu.jsonl [--minutes 8] [--only PART ...]
 
-Every row is written when it is known. A second call with the same --out goes on where the first one stopped: finished parts
-(and steps) of this commit on this device are not run again, and what no longer fits into --minutes waits for the next call. Without
-jax-triton only the references and Mosaic GPU run. `--tiny` is a dry run of the whole suite for any machine.
+The most telling parts come first and fit one call of eight minutes; all of them take perhaps ten such calls. Every row is written
+when it is known, and a call with the same --out goes on where the last one stopped: what this code has finished on this device is not
+run again, what no longer fits into --minutes waits. Exit code 1: a number is wrong, or a part failed; 2: nothing was run. Without
+jax-triton only the references and Mosaic GPU run, and the first line says so. `--tiny` is a dry run for any machine.
 """
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import sys
@@ -27,7 +30,7 @@ from rich.table import Table  # noqa: E402
 
 from peagle_jax.files import write_whole  # noqa: E402
 from peagle_jax.kernels.launch import gpu, missing  # noqa: E402
-from peagle_jax.origin import provenance  # noqa: E402
+from peagle_jax.origin import CODE, provenance  # noqa: E402
 
 CONSOLE = Console(width=180, stderr=True)
 
@@ -46,17 +49,20 @@ def main() -> int:
     begun = time.monotonic()
     command = " ".join(["python scripts/gpu_suite.py", *sys.argv[1:]])
     here = provenance(command) | {"suite": "tiny" if args.tiny else "whole", "triton": missing("triton") or "yes"}
-    same = ("commit", "dirty", "device", "suite", "triton", "jax")
+    if here["triton"] != "yes":
+        CONSOLE.print(f"[yellow]without Triton kernels[/yellow]: {here['triton']}")
+    here["code"] = fingerprint()
+    same = ("code", "device", "suite", "triton", "jax")
     known = [row for row in read(args.out) if all(row.get(key) == here[key] for key in same)]
-    done = {row["done"] for row in known if "done" in row}
-    known = [row for row in known if row.get("unit") in done]  # what a kill cut short is measured again
-    for name, part in parts(args.tiny, args.seed, known).items():
+    done = {row["done"]: row["time"] for row in known if "done" in row}
+    known = [row for row in known if done.get(row.get("unit")) == row["time"]]  # of the call that finished the part
+    every = parts(args.tiny, args.seed, known)
+    for name, part in every.items():
         if name in done or args.only and not any(name.startswith(prefix) for prefix in args.only):
             continue
         left = 60 * args.minutes - (time.monotonic() - begun)
         if left < 0 or not args.tiny and left < expected(name):
-            CONSOLE.print(f"no time for {name}, {expected(name)} s perhaps: {left:.0f} s are left; call again")
-            break
+            continue  # a shorter one may fit
         CONSOLE.print(f"[bold]{name}[/bold] ({time.monotonic() - begun:.0f} s)")
         try:
             for row in part():
@@ -70,17 +76,27 @@ def main() -> int:
         finally:
             jax.clear_caches()
         write(args.out, here | {"done": name})
-        done.add(name)
+        done[name] = here["time"]
     show(known)
+    CONSOLE.print(f"{len(done)} of {len(every)} parts are done in {args.out}; the same command goes on")
     wrong = [row for row in known if row.get("right") is False or isinstance(row.get("failed"), str)]
     return 1 if wrong else 0
+
+
+def fingerprint() -> str:
+    """Of everything that the numbers depend on, whatever git knows about it."""
+    digest, root = hashlib.sha256(), Path(__file__).parent.parent
+    paths = [path for folder in CODE for path in [root / folder, *(root / folder).rglob("*")]]
+    for path in sorted(path for path in paths if path.suffix in (".py", ".yaml", ".json")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def expected(name: str) -> int:
     """Seconds that a part may take, by guess until one was measured: it is not begun with less left."""
     if name.startswith("steps"):
         return 30 if "layers" in name else 100
-    return {"ceilings": 10, "matmul": 100, "mosaic matmul": 100, "experts": 100, "training": 100, "drafting": 60}.get(name, 45)
+    return {"ceilings": 10, "matmul": 100, "mosaic matmul": 100, "experts": 100, "training": 100, "drafting": 60}.get(name, 40)
 
 
 def parts(tiny: bool, seed: int, known: list[dict]) -> dict[str, Callable[[], Iterator[dict]]]:
@@ -101,7 +117,8 @@ def parts(tiny: bool, seed: int, known: list[dict]) -> dict[str, Callable[[], It
     # right before fast, whole steps before tables, and last what has never run anywhere and might hang
     whole = [name for name in every if name.startswith("steps") and "layers" not in name]
     late = ["numerics: mosaic", "mosaic matmul"]
-    first = [*(name for name in every if name.startswith("numerics") and name not in late), "drafting", *whole[:3], "attention", "experts"]
+    kernels = [name for name in every if name.startswith("numerics") and name not in late]
+    first = [*kernels[:3], *whole[:2], "drafting", *kernels[3:], *whole[2:3], "matmul", "attention", "experts"]
     order = ["ceilings", *first, *(name for name in every if name not in (*first, *late)), *late]
     every["ceilings"] = measure_ceilings
     return {name: every[name] for name in order}
@@ -133,24 +150,36 @@ def show(rows: list[dict]) -> None:
         if row.get("part") == "numerics":
             table.add_row(row["kernel"], row["form"], row["shape"], f"{row['error']:.1e}{'' if row['right'] else ' WRONG'}")
     out.print(table)
-    table = Table("part", "shape", "floor, us", "us (times as fast as the first)", title="times")
+    table = Table("part", "shape", "us (floor; times as fast as the first)", title="times")
     for row in rows:
-        if "us" in row:
-            times = row.get("times_as_fast") or row.get("times_K=1") or {}
-            said = ", ".join(f"{k} {v:.1f} ({times.get(k, float('nan')):.2f})" for k, v in row["us"].items())
-            table.add_row(row["part"], row["shape"], " ".join(sorted({f"{floor:.1f}" for floor in row["floor_us"].values()})), said)
+        if "times_as_fast" in row:
+            floor, times = row["floor_us"], row["times_as_fast"]
+            said = [f"{k} {v:.1f} ({floor[k]:.1f}; {times.get(k, float('nan')):.2f})" for k, v in row["us"].items()]
+            table.add_row(row["part"], row["shape"], ", ".join(said))
         elif "ms" in row:
             said = ", ".join(f"{k} {v:.0f} ms and {row['temporary_gb'][k]:.1f} GB" for k, v in row["ms"].items())
-            table.add_row(row["part"], row["shape"], "", said)
+            table.add_row(row["part"], row["shape"], said)
     out.print(table)
-    table = Table("step", "routing", "ms", "floor, ms", "tokens/s", "of plain", title="steps; acceptance is SYNTHETIC, at published rates")
+    table = Table("drafting", "floor of K = 1, us", "us (times the cost of K = 1)")
+    for row in rows:
+        if "times_K=1" in row:
+            said = ", ".join(f"{k} {v:.1f} ({row['times_K=1'][k]:.2f})" for k, v in row["us"].items())
+            table.add_row(row["shape"], f"{row['floor_us']['K=1']:.1f}", said)
+    out.print(table)
+    title = "steps; acceptance is SYNTHETIC, at published rates; speedups of whole targets only"
+    table = Table("step", "routing", "experts", "ms", "floor, ms", "tokens/s", "of plain", "of EAGLE-3", title=title)
     found = [row for row in rows if row.get("part") == "steps"]
     setting = lambda row: (row["target"], row["layers"], row["batch"], row["routing"])  # noqa: E731
-    plain = {setting(row): row["tokens_per_s"] for row in found if row["method"] == "none"}
+    best: dict[tuple, dict[str, float]] = {}
     for row in found:
-        ratio = row["tokens_per_s"] / plain[setting(row)] if setting(row) in plain else None
-        numbers = row["step_us"] / 1e3, row["floor_us"] / 1e3, row["tokens_per_s"]
-        table.add_row(row["case"], row["routing"], *map("{:.2f}".format, numbers), "" if ratio is None else f"{ratio:.2f}")
+        if row["layers"] is None:
+            methods = best.setdefault(setting(row), {})
+            methods[row["method"]] = max(row["tokens_per_s"], methods.get(row["method"], 0))
+    for row in found:
+        others = [best.get(setting(row), {}).get(method) for method in ("none", "eagle3")]
+        ratios = ["" if other is None else f"{row['tokens_per_s'] / other:.2f}" for other in others]
+        numbers = row["experts_read"], row["step_us"] / 1e3, row["floor_us"] / 1e3, row["tokens_per_s"]
+        table.add_row(row["case"], row["routing"], *map("{:.2f}".format, numbers), *ratios)
     out.print(table)
     for row in rows:
         if isinstance(row.get("failed"), str):

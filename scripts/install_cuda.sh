@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes an environment that compiles for NVIDIA GPUs without having one: CUDA plugin, jax-triton, 6 GB.  scripts/install_cuda.sh ENV
+# Makes an environment for NVIDIA GPUs, which also compiles for them where there is none: CUDA plugin, jax-triton, 6 GB.  scripts/install_cuda.sh ENV
 set -euo pipefail
 env=${1:?usage: scripts/install_cuda.sh ENV}
 cd "$(dirname "$0")/.."

@@ -60,3 +60,32 @@ def test_rates_are_the_published_ones(method, want, monkeypatch):
     share = np.cumprod(np.asarray(steps.chances(method, 11)))
     np.testing.assert_allclose(share[:2], want, rtol=1e-5)
     np.testing.assert_allclose(share[8:] / share[7:-1], 0.6, rtol=1e-5)
+
+
+def test_speedups_are_of_whole_targets_and_of_the_best_eagle3(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import gpu_suite
+
+    case = {"part": "steps", "target": "t", "batch": 1, "routing": "even", "experts_read": 3.5, "step_us": 2000.0, "floor_us": 500.0}
+    made = [("none", None, 100.0), ("eagle3", None, 200.0), ("eagle3", None, 250.0), ("peagle", None, 400.0), ("peagle", 6, 999.0)]
+    gpu_suite.show([case | {"case": f"{m} {n} {t}", "method": m, "layers": n, "tokens_per_s": t} for m, n, t in made])
+    out = capsys.readouterr().out
+    line = {key: next(line for line in out.splitlines() if key in line) for key in ("peagle None", "peagle 6")}
+    assert "4.00" in line["peagle None"] and "1.60" in line["peagle None"] and "2.00" in line["peagle None"]  # of plain, of EAGLE-3; ms
+    assert "999.00" in line["peagle 6"] and "9.99" not in line["peagle 6"]
+
+
+def test_what_the_code_is_decides_what_is_run_again(monkeypatch, tmp_path):
+    """Not what git has committed; a file of results changes nothing."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import gpu_suite
+
+    for name in ("scripts/gpu_suite.py", "scripts/gpu/speed.py", "peagle_jax/kernels/vocab.py", "results/gpu.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr(gpu_suite, "__file__", str(tmp_path / "scripts/gpu_suite.py"))
+    seen = [gpu_suite.fingerprint()]
+    for name in ("results/gpu.jsonl", "peagle_jax/kernels/vocab.py", "scripts/gpu/speed.py"):
+        (tmp_path / name).write_text("two")
+        seen.append(gpu_suite.fingerprint())
+    assert seen[0] == seen[1] and len(set(seen)) == 3

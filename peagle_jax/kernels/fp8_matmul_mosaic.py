@@ -1,7 +1,6 @@
 """The FP8 product in Pallas, by Mosaic GPU, for Hopper: weights and tokens come by TMA into a ring of tiles, wgmma reads them there.
 
-Operands are swapped as in `fp8_matmul_triton`, for the same reason. Compiled for an H200, M = 8 takes 34 registers and M = 64 takes 91,
-none spilled. Blackwell has other instructions (tcgen05) and is served by Triton.
+Operands are swapped as in `fp8_matmul_triton`, for the same reason. Blackwell has other instructions (tcgen05) and is served by Triton.
 """
 
 import jax

@@ -60,11 +60,12 @@ RECIPES = {QWEN: ("qwen3_coder_30b", "blocks"), OSS: ("gpt_oss_20b", "rows")}
 
 
 def cases(tiny: bool) -> list[Case]:
-    """The most telling first: whole targets; then every K and batch on six layers of each, from which whole steps follow."""
+    """The most telling first: whole targets; then every K and batch on six layers of each: how costs grow, but no speedups."""
     if tiny:
         return [Case(t, m, k, 2, 2) for t in RECIPES for m, k in (("none", 0), ("peagle", 3), ("eagle3", 2))]
     whole = [Case(QWEN, "none", 0, 1), Case(QWEN, "peagle", 7, 1), Case(QWEN, "eagle3", 3, 1)]
-    whole += [Case(OSS, "none", 0, 1), Case(OSS, "peagle", 7, 1), Case(QWEN, "none", 0, 8), Case(QWEN, "peagle", 7, 8)]
+    whole += [Case(OSS, "none", 0, 1), Case(OSS, "peagle", 7, 1), Case(OSS, "eagle3", 3, 1), Case(QWEN, "none", 0, 8)]
+    whole += [Case(QWEN, "peagle", 7, 8), Case(QWEN, "eagle3", 3, 8)]
     sweep = [
         Case(target, method, k, batch, 6)
         for target in RECIPES for batch in (1, 8, 32)
