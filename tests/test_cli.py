@@ -270,6 +270,19 @@ def test_as_a_program(folders):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.parametrize("platform, said", [("gpu", 1), ("cpu", 0)])
+def test_kernels_say_on_a_gpu_which_run(platform, said, capsys, monkeypatch):
+    from peagle_jax.kernels import choose, launch
+
+    run(capsys, "inspect", "nowhere")
+    monkeypatch.setattr(launch, "platform", lambda: platform)
+    choose._serving.cache_clear()
+    for _ in range(2):  # once is enough
+        choose.choose("attention", "auto", ("reference", "triton"), "they are tired")
+    err = capsys.readouterr().err
+    assert err.count("peagle: attention: reference, because of triton kernels ") == said == err.count("\n")
+
+
 def test_overrides_must_be_keys(folders, capsys, tmp_path):
     from pathlib import Path
 

@@ -38,12 +38,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _quiet() -> None:
-    """Libraries' chatter stays out of the way of one-line errors; compiled programs are kept between runs."""
+    """Libraries' chatter stays out of the way of one-line errors; on a GPU kernels say which run; compiled programs are kept."""
     import logging
     import warnings
 
     import jax
 
+    from peagle_jax.kernels import launch
+
+    class OnGpu(logging.Handler):
+        def emit(self, record):
+            if launch.platform() == "gpu":
+                print(f"peagle: {record.getMessage()}", file=sys.stderr)
+
+    chosen = logging.getLogger("peagle_jax.kernels")
+    chosen.setLevel(logging.INFO)
+    chosen.handlers = [OnGpu()]
     logging.getLogger("absl").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install PyTorch, which nothing here needs
     warnings.filterwarnings("ignore", module="orbax")
