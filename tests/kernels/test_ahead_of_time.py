@@ -1,4 +1,4 @@
-"""XLA compiles a whole training step with its kernels for an H200 that is not here; where the CUDA plugin is installed (scripts/install_cuda.sh)."""
+"""XLA compiles a training step with its kernels, and a product in Mosaic GPU, for an H200 that is not here; where the CUDA plugin is installed (scripts/install_cuda.sh)."""
 
 import importlib.util
 import json
@@ -11,6 +11,29 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs an environment of scripts/install_cuda.sh")
+
+
+MOSAIC = """
+import jax, jax.numpy as jnp, size_table
+from jax.sharding import SingleDeviceSharding
+from peagle_jax.kernels import fp8_matmul
+from peagle_jax.kernels.launch import H200, assuming
+
+device = size_table.cuda_device()
+spec = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+product = jax.jit(lambda x, values, scale: fp8_matmul.matmul(x, fp8_matmul.Fp8Matrix(values, scale), "mosaic"))
+for M in (8, 64):
+    args = spec(M, 4096, dtype=jnp.bfloat16), spec(4096, 4096, dtype=jnp.float8_e4m3fn), spec(4096, dtype=jnp.float32)
+    with assuming(H200), jax.default_device(device):
+        print(product.trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text().count('custom_call_target="mosaic_gpu'))
+"""
+
+
+def test_mosaic_product():
+    """To machine code: Mosaic GPU makes it while XLA compiles."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run([sys.executable, "-c", MOSAIC], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.split() == ["1", "1"], done.stderr[-3000:]
 
 
 def test_training_step(tmp_path):
