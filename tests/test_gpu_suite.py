@@ -30,7 +30,8 @@ def test_dry_run(tmp_path):
     done_parts = [row["done"] for row in first if "done" in row]
     assert done_parts[0] == "ceilings" and {"numerics: products", "numerics: mosaic", "fusion", STEP} < set(done_parts)
     numerics = [row for row in first if row.get("part") == "numerics"]
-    assert len(numerics) > 15 and all(row["right"] and 0 < row["error"] < 1e-5 for row in numerics)
+    assert len(numerics) > 15 and all(row["right"] and row["error"] < 1e-5 for row in numerics)
+    assert all(row["error"] > 0 or row["kernel"] == "cache_write" for row in numerics)  # which only copies, in float32
     steps = [row for row in first if row.get("part") == "steps"]
     assert [row["routing"] for row in steps] == ["even", "alike"] and all(row["synthetic_acceptance"] for row in steps)
     for row in steps:  # 3 steps of 2 rows that take 1 to 4 tokens each
