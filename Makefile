@@ -16,8 +16,8 @@ test: .venv/ready-dev
 	.venv/bin/python -m pytest -m "not long" -n 2 --dist loadfile
 
 test-long: .venv/ready-dev
-	scripts/install_vllm.sh .venv-vllm
-	scripts/install_speculators.sh .venv-speculators
+	scripts/peers/install_vllm.sh .venv-vllm
+	scripts/peers/install_speculators.sh .venv-speculators
 	.venv/bin/python -m pytest
 
 lint: .venv/ready-dev

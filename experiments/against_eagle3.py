@@ -19,8 +19,14 @@ BOTH = (Measured(), Measured(temperature=1.0))
 
 def equal_flops(run):
     made = as_eagle3(run)
-    steps = round(run.optimizer.steps * training_flops(run) / training_flops(made))  # depths grow at the same shares of the steps
-    return dataclasses.replace(made, optimizer=dataclasses.replace(made.optimizer, steps=steps), grow=growth(steps, made.ttt.steps))
+    steps = round(
+        run.optimizer.steps * training_flops(run) / training_flops(made)
+    )  # depths grow at the same shares of the steps
+    return dataclasses.replace(
+        made,
+        optimizer=dataclasses.replace(made.optimizer, steps=steps),
+        depth_schedule=growth(steps, made.ttt.steps),
+    )
 
 
 EXPERIMENT = Experiment(
@@ -33,7 +39,9 @@ EXPERIMENT = Experiment(
     variants={
         "P-EAGLE": Variant(measured=BOTH),
         "EAGLE-3": Variant(run=as_eagle3, method="eagle3", measured=BOTH),
-        "EAGLE-3 of equal parameters": Variant(run=lambda run: as_eagle3(run, layers=run.head.layers), method="eagle3", measured=BOTH),
+        "EAGLE-3 of equal parameters": Variant(
+            run=lambda run: as_eagle3(run, layers=run.head.layers), method="eagle3", measured=BOTH
+        ),
         "EAGLE-3 of equal FLOPs": Variant(run=equal_flops, method="eagle3", measured=BOTH),
     },
     paper="Acceptance per position on HumanEval at K = 8: P-EAGLE 63 38 23 14 9 5 3 2 %, EAGLE-3 71 49 32 21 14 9 5 3 % (vLLM #32628).",

@@ -14,7 +14,9 @@ from experiments.base import Experiment, Variant
 
 
 def cod(**changes) -> Variant:
-    return Variant(run=lambda run: dataclasses.replace(run, cod=dataclasses.replace(run.cod, **changes)))
+    return Variant(
+        run=lambda run: dataclasses.replace(run, cod=dataclasses.replace(run.cod, **changes))
+    )
 
 
 EXPERIMENT = Experiment(
@@ -25,8 +27,13 @@ EXPERIMENT = Experiment(
     kind="bars",
     reference="r 0.8 floor 0.1",
     variants={
-        "r 0.8 floor 0.1": cod(), "r 0.5 floor 0.1": cod(ratio=0.5), "r 0.5 floor 0": cod(ratio=0.5, floor=0.0),
-        "r 0.8 floor 0.5": cod(floor=0.5), "r 1": cod(ratio=1.0), "16 anchors": cod(anchors=16), "48 anchors": cod(anchors=48),
+        "r 0.8 floor 0.1": cod(),
+        "r 0.5 floor 0.1": cod(down_sample_ratio=0.5),
+        "r 0.5 floor 0": cod(down_sample_ratio=0.5, down_sample_ratio_min=0.0),
+        "r 0.8 floor 0.5": cod(down_sample_ratio_min=0.5),
+        "r 1": cod(down_sample_ratio=1.0),
+        "16 anchors": cod(max_anchors=16),
+        "48 anchors": cod(max_anchors=48),
     },
     paper="PARD (arXiv:2504.18583) and P-EAGLE drop elements to save memory; defaults r = 0.7 or 0.8, floor 0.2 (speculators 0.9).",
-)  # fmt: skip
+)

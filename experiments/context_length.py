@@ -18,7 +18,9 @@ def length(share: int) -> Variant:
     """Rows of a 1 / share of the budget's length."""
 
     def run(base):
-        data = dataclasses.replace(base.data, length=base.data.length // share, batch=base.data.batch * share)
+        data = dataclasses.replace(
+            base.data, seq_len=base.data.seq_len // share, batch_size=base.data.batch_size * share
+        )
         return dataclasses.replace(base, data=data)
 
     return Variant(run=run, measured=(Measured(), Measured(prompt_tokens=96)), x=1 / share)

@@ -29,8 +29,12 @@ EXPERIMENT = Experiment(
     kind="bars",
     reference="greedy answers",
     variants={
-        "greedy answers": text(), "a quarter of them": text(4), "a sixteenth": text(16), "half greedy half sampled": text(1, (0.0, 1.0)),
-        "sampled answers": text(1, (1.0,)), "the corpus": text(1, ()),
+        "greedy answers": text(),
+        "a quarter of them": text(4),
+        "a sixteenth": text(16),
+        "half greedy half sampled": text(1, (0.0, 1.0)),
+        "sampled answers": text(1, (1.0,)),
+        "the corpus": text(1, ()),
     },
     paper="P-EAGLE's published heads learn from regenerated answers (AWS); speculators' head of 5k ShareGPT samples reaches 1.53.",
-)  # fmt: skip
+)

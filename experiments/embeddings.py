@@ -13,7 +13,9 @@ from experiments.base import Experiment, Variant
 
 
 def reduced(share: int) -> Variant:
-    smaller = lambda head: dataclasses.replace(head, draft_vocab=head.draft_vocab // share)  # noqa: E731
+    def smaller(head):
+        return dataclasses.replace(head, draft_vocab=head.draft_vocab // share)
+
     return Variant(run=lambda run: dataclasses.replace(run, head=smaller(run.head)))
 
 
@@ -26,7 +28,9 @@ EXPERIMENT = Experiment(
     reference="embedding trained",
     variants={
         "embedding trained": Variant(),
-        "embedding frozen": Variant(run=lambda run: dataclasses.replace(run, train_embedding=False)),
+        "embedding frozen": Variant(
+            run=lambda run: dataclasses.replace(run, train_embedding=False)
+        ),
         "output trained too": Variant(run=lambda run: dataclasses.replace(run, train_lm_head=True)),
         "half of the vocabulary": reduced(2),
         "a quarter of it": reduced(4),

@@ -14,13 +14,35 @@ from peagle_jax.types import InputError
 GROUPS = {"structured": STRUCTURED, "code": ("code",), "open": OPEN}
 NUMBER, TEXT = (int, float), (str, type(None))
 NEEDED = {
-    "experiment": str, "variant": str, "seed": int, "budget": str, "changes": list, "time": str, "commit": TEXT, "dirty": bool,
-    "command": str, "device": str, "steps": int, "train_seconds": NUMBER, "train_tokens_per_second": NUMBER, "parameters": NUMBER,
-    "curve": list, "measured": list, "speed": (dict, type(None)), "exact": (dict, type(None)), "export": TEXT,
-}  # fmt: skip
+    "experiment": str,
+    "variant": str,
+    "seed": int,
+    "budget": str,
+    "changes": list,
+    "time": str,
+    "commit": TEXT,
+    "dirty": bool,
+    "command": str,
+    "device": str,
+    "steps": int,
+    "train_seconds": NUMBER,
+    "train_tokens_per_second": NUMBER,
+    "parameters": NUMBER,
+    "curve": list,
+    "measured": list,
+    "speed": (dict, type(None)),
+    "exact": (dict, type(None)),
+    "export": TEXT,
+}
 NEEDED_STEP = {"step": int, "loss": NUMBER, "accuracy": list}
 NEEDED_EXACT = {"same": int, "near_ties": int, "different": int}
-NEEDED_MEASURED = {"k": int, "temperature": NUMBER, "prompt_tokens": int, "new_tokens": int, "prompts": list}
+NEEDED_MEASURED = {
+    "k": int,
+    "temperature": NUMBER,
+    "prompt_tokens": int,
+    "new_tokens": int,
+    "prompts": list,
+}
 NEEDED_PROMPT = {"kind": str, "drafts": int, "accepted": list}
 NAME = re.compile(r"\w[\w.-]*")  # it becomes a file's name and a place in the page
 
@@ -34,7 +56,9 @@ class Finding:
     x: float | None
     method: str
     length: Interval | None = None
-    groups: Mapping[str, Interval] = dataclasses.field(default_factory=dict)  # by group of kinds of text
+    groups: Mapping[str, Interval] = dataclasses.field(
+        default_factory=dict
+    )  # by group of kinds of text
     positions: tuple[float, ...] = ()  # share of all drafts accepted at each, 0..1
     against: Comparison | None = None  # with the reference; None for the reference itself
     at: tuple[Comparison, ...] = ()  # the same by position, as far as both draft
@@ -61,7 +85,9 @@ def read_rows(folder: Path) -> tuple[list[dict], list[str]]:
         try:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
-            raise InputError(path, "results must be readable", error.strerror, "mend the file, or move it away") from None
+            raise InputError(
+                path, "results must be readable", error.strerror, "mend the file, or move it away"
+            ) from None
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -96,7 +122,9 @@ def find(name: str, rows: Sequence[Mapping], experiment: Experiment | None) -> F
         by_variant.setdefault(row["variant"], []).append(row)
     notes = []
     if experiment is None:
-        notes.append("The registry does not know this experiment. All variants are compared with the first one.")
+        notes.append(
+            "The registry does not know this experiment. All variants are compared with the first one."
+        )
         experiment = _unknown(name, list(dict.fromkeys(row["variant"] for row in rows)))
     strange = [v for v in by_variant if v not in experiment.variants]
     if strange:
@@ -113,10 +141,18 @@ def find(name: str, rows: Sequence[Mapping], experiment: Experiment | None) -> F
     return Findings(experiment, tuple(variants), missing, (*notes, *_cautions(rows)))
 
 
-def _finding(name: str, rows: Sequence[Mapping], experiment: Experiment, reference: Sequence[Mapping]) -> tuple[Finding, list[str]]:
+def _finding(
+    name: str, rows: Sequence[Mapping], experiment: Experiment, reference: Sequence[Mapping]
+) -> tuple[Finding, list[str]]:
     known = experiment.variants.get(name)
-    finding = Finding(name, tuple(rows), known.x if known else None, known.method if known else "peagle")
-    notes = [] if len({str(row["changes"]) for row in rows}) == 1 else [f"The runs of {name} differ in more than their seed."]
+    finding = Finding(
+        name, tuple(rows), known.x if known else None, known.method if known else "peagle"
+    )
+    notes = (
+        []
+        if len({str(row["changes"]) for row in rows}) == 1
+        else [f"The runs of {name} differ in more than their seed."]
+    )
     try:
         total = counts(rows)
     except ValueError as error:
@@ -126,7 +162,9 @@ def _finding(name: str, rows: Sequence[Mapping], experiment: Experiment, referen
         here = [i for i, kind in enumerate(total.kinds) if kind in kinds]
         if here and (total.drafts[:, here].sum(1) > 0).all():
             groups[group] = interval(rows, kinds=kinds)
-    finding = dataclasses.replace(finding, length=interval(rows), groups=groups, positions=tuple(per_position(rows)))
+    finding = dataclasses.replace(
+        finding, length=interval(rows), groups=groups, positions=tuple(per_position(rows))
+    )
     if name != experiment.reference and reference:
         try:
             common = min(len(finding.positions), len(per_position(reference)))
@@ -144,19 +182,32 @@ def _cautions(rows: Sequence[Mapping]) -> list[str]:
     if len(commits) > 1:
         notes.append(f"The runs come from {len(commits)} commits: {', '.join(commits)}.")
     if dirty := sum(row["dirty"] for row in rows):
-        notes.append(f"{dirty} of {len(rows)} runs were made in a working tree with changes that their commit does not hold.")
+        notes.append(
+            f"{dirty} of {len(rows)} runs were made in a working tree with changes that their commit does not hold."
+        )
     if len({row["device"] for row in rows}) > 1:
         notes.append("The runs come from several machines: their speeds cannot be compared.")
     targets = {row["stages"].get("target") for row in rows if isinstance(row.get("stages"), dict)}
     if len(targets) > 1:
-        notes.append(f"The runs were measured on {len(targets)} different targets: acceptance lengths differ by that, too.")
+        notes.append(
+            f"The runs were measured on {len(targets)} different targets: acceptance lengths differ by that, too."
+        )
     return notes
 
 
 def _unknown(name: str, variants: Sequence[str]) -> Experiment:
     """Stands in for an experiment that the registry no longer has, or does not have yet."""
     stand_in = {v: Variant(run=lambda run: run, measured=()) for v in variants}
-    return Experiment(name=name, question="", expects="", axis="variant", kind="bars", reference=variants[0], variants=stand_in, paper="")
+    return Experiment(
+        name=name,
+        question="",
+        expects="",
+        axis="variant",
+        kind="bars",
+        reference=variants[0],
+        variants=stand_in,
+        paper="",
+    )
 
 
 def _wrong(row, stem: str) -> str | None:
@@ -168,7 +219,9 @@ def _wrong(row, stem: str) -> str | None:
     if row["experiment"] != stem:
         return f"it tells of the experiment {row['experiment'][:80]!r}, whose file has another name"
     if not NAME.fullmatch(row["experiment"]):
-        return f"an experiment is named by letters, digits and _, this one {row['experiment'][:80]!r}"
+        return (
+            f"an experiment is named by letters, digits and _, this one {row['experiment'][:80]!r}"
+        )
     if not row["measured"]:
         return "it has no measurement"
     parts = [(row["exact"], NEEDED_EXACT, "exact"), (row["speed"], {"speedup": NUMBER}, "speed")]
@@ -192,7 +245,9 @@ def _wrong_measured(one, where: str) -> str | None:
         if prompt["kind"] not in KINDS:
             return f"{place}.kind must be one of {', '.join(KINDS)}, it is {prompt['kind'][:80]!r}"
         accepted = prompt["accepted"]
-        if len(accepted) != one["k"] or not all(isinstance(a, int) and 0 <= a <= prompt["drafts"] for a in accepted):
+        if len(accepted) != one["k"] or not all(
+            isinstance(a, int) and 0 <= a <= prompt["drafts"] for a in accepted
+        ):
             return f"{place}.accepted must be {one['k']} counts of at most {prompt['drafts']} each"
     return None if any(prompt["drafts"] for prompt in one["prompts"]) else f"{where} has no drafts"
 
@@ -204,5 +259,9 @@ def _lacks(given, needed: Mapping, where: str) -> str | None:
     missing = [f"{dot}{key}" for key in needed if key not in given]
     if missing:
         return f"it lacks {', '.join(missing)}"
-    wrong = [key for key, kind in needed.items() if not isinstance(given[key], kind) or (isinstance(given[key], bool) and kind is not bool)]
+    wrong = [
+        key
+        for key, kind in needed.items()
+        if not isinstance(given[key], kind) or (isinstance(given[key], bool) and kind is not bool)
+    ]
     return f"{dot}{wrong[0]} has the wrong type: {str(given[wrong[0]])[:80]!r}" if wrong else None

@@ -14,7 +14,10 @@ from experiments.base import Experiment, Variant
 
 
 def layers(count: int) -> Variant:
-    return Variant(run=lambda run: dataclasses.replace(run, head=dataclasses.replace(run.head, layers=count)), x=count)
+    return Variant(
+        run=lambda run: dataclasses.replace(run, head=dataclasses.replace(run.head, layers=count)),
+        x=count,
+    )
 
 
 EXPERIMENT = Experiment(

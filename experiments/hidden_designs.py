@@ -13,11 +13,15 @@ position, worse at the fourth and fifth) to 2.61 (gated). More in experiments/RE
 import dataclasses
 
 from experiments.base import Experiment, Variant
-from peagle_jax.draft.placeholders import HIDDEN
+from peagle_jax.draft.placeholders import HIDDEN_DESIGNS
 
 
 def design(name: str) -> Variant:
-    return Variant(run=lambda run: dataclasses.replace(run, placeholder=dataclasses.replace(run.placeholder, hidden=name)))
+    return Variant(
+        run=lambda run: dataclasses.replace(
+            run, placeholder=dataclasses.replace(run.placeholder, hidden=name)
+        )
+    )
 
 
 EXPERIMENT = Experiment(
@@ -28,6 +32,6 @@ EXPERIMENT = Experiment(
     axis="hidden side of the placeholder",
     kind="bars",
     reference="shared",
-    variants={name: design(name) for name in HIDDEN},
+    variants={name: design(name) for name in HIDDEN_DESIGNS},
     paper="One learnable vector, shared by all depths, is what P-EAGLE proposes and what vLLM serves (arXiv:2602.01469).",
 )

@@ -15,7 +15,10 @@ from peagle_jax.train.loss import LOSSES
 
 
 def loss(name: str) -> Variant:
-    return Variant(run=lambda run: dataclasses.replace(run, loss=name), measured=(Measured(), Measured(temperature=1.0)))
+    return Variant(
+        run=lambda run: dataclasses.replace(run, loss=name),
+        measured=(Measured(), Measured(temperature=1.0)),
+    )
 
 
 EXPERIMENT = Experiment(

@@ -3,7 +3,11 @@
 import dataclasses
 
 GREAT = "a target of 20B to 120B parameters, its head trained for long; ours are smaller by orders of magnitude"
-TOKENS, TIMES, SHARE = "tokens a target forward", "times as fast", "% of drafts accepted, by position"
+TOKENS, TIMES, SHARE = (
+    "tokens a target forward",
+    "times as fast",
+    "% of drafts accepted, by position",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,62 +23,149 @@ class Published:
 
     def __post_init__(self):
         if len(self.at) != (len(self.values) if self.at else 0) or not self.values:
-            raise ValueError(f"{self.what}: one position or K for each value; got {self.at} for {self.values}; mend the table")
+            raise ValueError(
+                f"{self.what}: one position or K for each value; got {self.at} for {self.values}; mend the table"
+            )
 
 
-HUMANEVAL = "HumanEval on a GPU, where ours are pieces of the Python library; target and head of full size"
+HUMANEVAL = (
+    "HumanEval on a GPU, where ours are pieces of the Python library; target and head of full size"
+)
 # Drawn beside ours: the same axis, "accepted at position i of all drafts", as vLLM counts it.
 PEAGLE_POSITIONS = Published(
-    what="P-EAGLE, K = 8", values=(63, 38, 23, 14, 9, 5, 3, 2), at=tuple(range(1, 9)), unit=SHARE, source="vLLM #32628", differs=HUMANEVAL,
-)  # fmt: skip
+    what="P-EAGLE, K = 8",
+    values=(63, 38, 23, 14, 9, 5, 3, 2),
+    at=tuple(range(1, 9)),
+    unit=SHARE,
+    source="vLLM #32628",
+    differs=HUMANEVAL,
+)
 EAGLE3_POSITIONS = Published(
-    what="EAGLE-3, K = 8", values=(71, 49, 32, 21, 14, 9, 5, 3), at=tuple(range(1, 9)), unit=SHARE, source="vLLM #32628", differs=HUMANEVAL,
-)  # fmt: skip
+    what="EAGLE-3, K = 8",
+    values=(71, 49, 32, 21, 14, 9, 5, 3),
+    at=tuple(range(1, 9)),
+    unit=SHARE,
+    source="vLLM #32628",
+    differs=HUMANEVAL,
+)
 LENGTH_BY_K = Published(
-    what="P-EAGLE for GPT-OSS-20B, acceptance length by K", values=(1.90, 2.68, 3.17, 3.62, 4.08), at=(1, 2, 3, 4, 7), unit=TOKENS,
-    source="aws-neuron/nkipy", differs=f"AWS Trainium; {GREAT}",
-)  # fmt: skip
+    what="P-EAGLE for GPT-OSS-20B, acceptance length by K",
+    values=(1.90, 2.68, 3.17, 3.62, 4.08),
+    at=(1, 2, 3, 4, 7),
+    unit=TOKENS,
+    source="aws-neuron/nkipy",
+    differs=f"AWS Trainium; {GREAT}",
+)
 
 # For the table only: nothing of ours is measured in their unit at their size.
 CARD, AWS = "model card of amazon/gpt-oss-120b-p-eagle", "AWS blog"
 B200 = f"one B200; {GREAT}"
 NUMBERS = (
-    PEAGLE_POSITIONS, EAGLE3_POSITIONS, LENGTH_BY_K,
+    PEAGLE_POSITIONS,
+    EAGLE3_POSITIONS,
+    LENGTH_BY_K,
     Published(
-        what="P-EAGLE for Qwen3-8B, 5,000 ShareGPT samples, trained with 4 depths", values=(41, 11, 1.6, 0.15), at=(1, 2, 3, 4),
-        unit=SHARE, source="speculators, examples/train (acceptance length 1.53)", differs="an 8B target; little training, as ours",
+        what="P-EAGLE for Qwen3-8B, 5,000 ShareGPT samples, trained with 4 depths",
+        values=(41, 11, 1.6, 0.15),
+        at=(1, 2, 3, 4),
+        unit=SHARE,
+        source="speculators, examples/train (acceptance length 1.53)",
+        differs="an 8B target; little training, as ours",
     ),
-    Published(what="P-EAGLE for GPT-OSS-120B, K = 5, MT-Bench", values=(2.68,), unit=TOKENS, source=CARD, differs=GREAT),
+    Published(
+        what="P-EAGLE for GPT-OSS-120B, K = 5, MT-Bench",
+        values=(2.68,),
+        unit=TOKENS,
+        source=CARD,
+        differs=GREAT,
+    ),
     Published(what="the same, HumanEval", values=(3.15,), unit=TOKENS, source=CARD, differs=GREAT),
     Published(what="the same, GSM8K", values=(3.55,), unit=TOKENS, source=CARD, differs=GREAT),
-    Published(what="P-EAGLE against EAGLE-3, best case", values=(1.69,), unit=TIMES, source=AWS, differs=B200),
     Published(
-        what="P-EAGLE against EAGLE-3, lowest and highest of GPT-OSS 120B and 20B, Qwen3-Coder 30B", values=(1.10, 1.36), unit=TIMES,
-        source="arXiv:2602.01469, abstract", differs=GREAT,
+        what="P-EAGLE against EAGLE-3, best case",
+        values=(1.69,),
+        unit=TIMES,
+        source=AWS,
+        differs=B200,
     ),
-    Published(what="P-EAGLE against EAGLE-3, both K = 11, HumanEval, concurrency 1", values=(1.22,), unit=TIMES, source=AWS, differs=B200),
+    Published(
+        what="P-EAGLE against EAGLE-3, lowest and highest of GPT-OSS 120B and 20B, Qwen3-Coder 30B",
+        values=(1.10, 1.36),
+        unit=TIMES,
+        source="arXiv:2602.01469, abstract",
+        differs=GREAT,
+    ),
+    Published(
+        what="P-EAGLE against EAGLE-3, both K = 11, HumanEval, concurrency 1",
+        values=(1.22,),
+        unit=TIMES,
+        source=AWS,
+        differs=B200,
+    ),
     Published(what="the same, concurrency 8", values=(1.12,), unit=TIMES, source=AWS, differs=B200),
     Published(
-        what="P-EAGLE against EAGLE-3, both K = 11, SPEED-Bench, by concurrency", values=(1.41, 1.07, 1.02), at=(1, 32, 128), unit=TIMES,
-        source=AWS, differs=B200,
-    ),
-    Published(
-        what="Qwen3-Coder-30B-A3B, HumanEval, FP8: plain, EAGLE-3, P-EAGLE", values=(294, 955, 1167), unit="tokens/s", source=AWS,
+        what="P-EAGLE against EAGLE-3, both K = 11, SPEED-Bench, by concurrency",
+        values=(1.41, 1.07, 1.02),
+        at=(1, 32, 128),
+        unit=TIMES,
+        source=AWS,
         differs=B200,
     ),
-    Published(what="the same, P-EAGLE against plain decoding, HumanEval", values=(3.97,), unit=TIMES, source=AWS, differs=B200),
+    Published(
+        what="Qwen3-Coder-30B-A3B, HumanEval, FP8: plain, EAGLE-3, P-EAGLE",
+        values=(294, 955, 1167),
+        unit="tokens/s",
+        source=AWS,
+        differs=B200,
+    ),
+    Published(
+        what="the same, P-EAGLE against plain decoding, HumanEval",
+        values=(3.97,),
+        unit=TIMES,
+        source=AWS,
+        differs=B200,
+    ),
     Published(what="the same, SPEED-Bench", values=(2.97,), unit=TIMES, source=AWS, differs=B200),
-    Published(what="best K of P-EAGLE and of EAGLE-3", values=(7, 3), unit="tokens drafted a step", source=AWS, differs=B200),
     Published(
-        what="P-EAGLE's head, smallest and largest share", values=(2, 5), unit="% of the target's parameters", source=AWS, differs=GREAT,
-    ),
-    Published(what="longest training sequence", values=(20_000,), unit="tokens", source="AWS blog, arXiv:2602.01469", differs=GREAT),
-    Published(
-        what="GPT-OSS-120B, P-EAGLE: K = 7 at batch 1, K = 3 at batch 8", values=(561, 2389), unit="tokens/s", source="vLLM #32887",
+        what="best K of P-EAGLE and of EAGLE-3",
+        values=(7, 3),
+        unit="tokens drafted a step",
+        source=AWS,
         differs=B200,
     ),
-    Published(what="P-EAGLE against plain decoding, best: HumanEval, concurrency 4", values=(4.17,), unit=TIMES, source=AWS, differs=B200),
     Published(
-        what="P-EAGLE against plain decoding, GPT-OSS-120B, K = 7, batch 1", values=(1.52,), unit=TIMES, source="vLLM #32887", differs=B200,
+        what="P-EAGLE's head, smallest and largest share",
+        values=(2, 5),
+        unit="% of the target's parameters",
+        source=AWS,
+        differs=GREAT,
     ),
-)  # fmt: skip
+    Published(
+        what="longest training sequence",
+        values=(20_000,),
+        unit="tokens",
+        source="AWS blog, arXiv:2602.01469",
+        differs=GREAT,
+    ),
+    Published(
+        what="GPT-OSS-120B, P-EAGLE: K = 7 at batch 1, K = 3 at batch 8",
+        values=(561, 2389),
+        unit="tokens/s",
+        source="vLLM #32887",
+        differs=B200,
+    ),
+    Published(
+        what="P-EAGLE against plain decoding, best: HumanEval, concurrency 4",
+        values=(4.17,),
+        unit=TIMES,
+        source=AWS,
+        differs=B200,
+    ),
+    Published(
+        what="P-EAGLE against plain decoding, GPT-OSS-120B, K = 7, batch 1",
+        values=(1.52,),
+        unit=TIMES,
+        source="vLLM #32887",
+        differs=B200,
+    ),
+)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.stages import ROOT
 from experiments.work import Job
-from peagle_jax.files import write_whole
+from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
 
 
@@ -32,7 +32,9 @@ class Running:
         """The newest row of the training's metrics; empty before the first."""
         try:
             lines = (self.head / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            return next((row for line in reversed(lines) if "loss" in (row := json.loads(line))), {})
+            return next(
+                (row for line in reversed(lines) if "loss" in (row := json.loads(line))), {}
+            )
         except (OSError, json.JSONDecodeError):
             return {}
 
@@ -40,11 +42,21 @@ class Running:
 class Queue:
     """`step` once a second until it says that nothing is left."""
 
-    def __init__(self, jobs: Sequence[Job], cache: Path, results: Path, command: str, most: int, minutes: float | None):
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        cache: Path,
+        results: Path,
+        command: str,
+        most: int,
+        minutes: float | None,
+    ):
         self.waiting, self.cache, self.results, self.command = list(jobs), cache, results, command
         self.until = None if minutes is None else time.time() + 60 * minutes
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        self.free: list[int | None] = cores[:most] if most <= len(cores) and most > 1 else [None] * max(1, most)
+        self.free: list[int | None] = (
+            cores[:most] if most <= len(cores) and most > 1 else [None] * max(1, most)
+        )
         self.running: list[Running] = []
         self.rows: list[dict] = []
         self.failed: list[tuple[Job, Path]] = []
@@ -53,7 +65,12 @@ class Queue:
             results.mkdir(parents=True, exist_ok=True)
             (cache / "jobs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(error.filename, "the folders of rows and caches must be writable", error.strerror, "choose others") from None
+            raise InputError(
+                error.filename,
+                "the folders of rows and caches must be writable",
+                error.strerror,
+                "choose others",
+            ) from None
 
     @property
     def late(self) -> bool:
@@ -74,8 +91,11 @@ class Queue:
     def news(self) -> list[str]:
         """One line for every row since the last call."""
         new, self.told = self.rows[self.told :], len(self.rows)
-        return [f"{r['experiment']}, {r['variant']}, seed {r['seed']}: acceptance length {r['measured'][0]['acceptance_length']:.3f}, "
-                f"{r['train_seconds'] / 60:.1f} minutes of training" for r in new]  # fmt: skip
+        return [
+            f"{r['experiment']}, {r['variant']}, seed {r['seed']}: acceptance length {r['measured'][0]['acceptance_length']:.3f}, "
+            f"{r['train_seconds'] / 60:.1f} minutes of training"
+            for r in new
+        ]
 
     def stop(self) -> None:
         for running in self.running:
@@ -95,21 +115,40 @@ class Queue:
     def _begin(self, job: Job) -> None:
         # the variant's name too: two of one experiment may be the same run under a small budget
         name = f"{job.key}-{job.experiment.name}-{re.sub('[^A-Za-z0-9]+', '-', job.name)}"
-        spec, out, log = (self.cache / "jobs" / f"{name}.{end}" for end in ("spec.json", "row.json", "log"))
+        spec, out, log = (
+            self.cache / "jobs" / f"{name}.{end}" for end in ("spec.json", "row.json", "log")
+        )
         if out.exists():  # ended after its parent did
             self.waiting.insert(0, job) if not self._keep(job, out) else None
             return
-        facts = {"experiment": job.experiment.name, "variant": job.name, "seed": job.seed, "budget": job.budget_name}
+        facts = {
+            "experiment": job.experiment.name,
+            "variant": job.name,
+            "seed": job.seed,
+            "budget": job.budget_name,
+        }
         facts |= {"cache": str(self.cache), "out": str(out), "command": self.command}
-        write_whole(spec, json.dumps(facts) + "\n")
+        write_atomically(spec, json.dumps(facts) + "\n")
         core = self.free.pop(0)
-        where = {"JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1"}
+        where = {
+            "JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
+        }
         with _whole(), log.open("w") as file, _on(core):
             process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.work", str(spec.absolute())], stdout=file, stderr=subprocess.STDOUT, cwd=Path.cwd(),
-                env={**where, **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-            )  # fmt: skip
-            self.running.append(Running(job, process, core, out, log, job.head_folder(self.cache), time.time()))
+                [sys.executable, "-m", "experiments.work", str(spec.absolute())],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=Path.cwd(),
+                env={
+                    **where,
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                },
+            )
+            self.running.append(
+                Running(job, process, core, out, log, job.head_folder(self.cache), time.time())
+            )
 
     def _collect(self, running: Running) -> None:
         if running.process.returncode != 0 or not self._keep(running.job, running.out):
@@ -147,7 +186,9 @@ def _on(core: int | None) -> Iterator[None]:
 def _whole() -> Iterator[None]:
     """Ctrl-C comes behind this block: a process that had begun, but was not yet among those running, would be stopped by nobody."""
     came, numbers = [], (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
+    before = [
+        signal.signal(number, lambda number, frame: came.append(number)) for number in numbers
+    ]
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from experiments.figures import draw
 from experiments.findings import find, latest, read_rows
 from experiments.report import main_table, markdown, other_measurements, overview
 from experiments.stages import ROOT
-from peagle_jax.files import write_whole
+from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
 
 WIDE = ("changes", "between seeds", "speedup", "lossless")  # columns that only the report has
@@ -29,29 +29,42 @@ def fill(readme: Path, rows: Sequence[dict], experiments: dict) -> list[str]:
     by_name: dict[str, list[dict]] = {}
     for row in rows:
         by_name.setdefault(row["experiment"], []).append(row)
-    found = {name: find(name, latest(mine), experiments[name]) for name, mine in by_name.items() if name in experiments}
+    found = {
+        name: find(name, latest(mine), experiments[name])
+        for name, mine in by_name.items()
+        if name in experiments
+    }
     pictures = readme.parent / "pictures"
     pictures.mkdir(exist_ok=True)
-    parts = {"overview": markdown(overview([found[name] for name in experiments if name in found], []))}
+    parts = {
+        "overview": markdown(overview([found[name] for name in experiments if name in found], []))
+    }
     with tempfile.TemporaryDirectory() as work:
         for name, one in found.items():
-            parts[name] = "".join(f"> {note}\n\n" for note in one.notes) + markdown(narrow(main_table(one)))
+            parts[name] = "".join(f"> {note}\n\n" for note in one.notes) + markdown(
+                narrow(main_table(one))
+            )
             if len((others := other_measurements(one))[0]) > 1:
                 parts[name] += f"\n\nAcceptance length, other measurements:\n\n{markdown(others)}"
-            for made, caption in draw(one, Path(work))[:1]:  # the second one, of training curves, is the report's
+            for made, caption in draw(one, Path(work))[
+                :1
+            ]:  # the second one, of training curves, is the report's
                 shutil.copy(Path(work) / made, pictures / made)
                 parts[name] = f"![{name}](pictures/{made})\n\n{caption}\n\n{parts[name]}"
     for name, part in parts.items():
         pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
         text = pattern.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)
-    write_whole(readme, text)
+    write_atomically(readme, text)
     return [name for name in by_name if f"<!-- {name}: " not in text]
 
 
 def narrow(table: list[list[str]]) -> list[list[str]]:
     """Without what only the report has room for; of the export its first word."""
     export = table[0].index("export")
-    table = [table[0], *([*row[:export], row[export].split(":")[0], *row[export + 1 :]] for row in table[1:])]
+    table = [
+        table[0],
+        *([*row[:export], row[export].split(":")[0], *row[export + 1 :]] for row in table[1:]),
+    ]
     kept = [i for i, title in enumerate(table[0]) if title not in WIDE]
     return [[row[i] for i in kept] for row in table if row[1] != "did not run"]
 
@@ -73,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             rule = f"must hold rows of the budget {args.budget}"
             raise InputError(args.results, rule, "none", "run python -m experiments.run NAME first")
         if not args.readme.exists():
-            raise InputError(args.readme, "this file must exist", "nothing", "name one with --readme")
+            raise InputError(
+                args.readme, "this file must exist", "nothing", "name one with --readme"
+            )
         left = fill(args.readme, rows, EXPERIMENTS)
     except InputError as error:
         print(f"experiments.readme: {error}", file=sys.stderr)

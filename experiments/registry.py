@@ -9,19 +9,31 @@ from experiments import (
     head_layers,
     hidden_designs,
     losses,
-    regularisation,
+    regularization,
     sampling,
     speculation_depth,
     taps,
     token_designs,
     warm_start,
-)  # fmt: skip
+)
 from experiments.base import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
     for module in (
-        hidden_designs, token_designs, regularisation, head_layers, speculation_depth, cod_sampling, context_length, embeddings, losses,
-        taps, data_amount, warm_start, against_eagle3, sampling,
+        hidden_designs,
+        token_designs,
+        regularization,
+        head_layers,
+        speculation_depth,
+        cod_sampling,
+        context_length,
+        embeddings,
+        losses,
+        taps,
+        data_amount,
+        warm_start,
+        against_eagle3,
+        sampling,
     )
-}  # fmt: skip
+}

@@ -38,14 +38,27 @@ def parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = cores if jax.default_backend() == "cpu" else 1  # runs would share one accelerator
     plain = argparse.RawDescriptionHelpFormatter
-    out = argparse.ArgumentParser(prog="python -m experiments.run", description=__doc__, formatter_class=plain)
+    out = argparse.ArgumentParser(
+        prog="python -m experiments.run", description=__doc__, formatter_class=plain
+    )
     out.add_argument("names", nargs="*", metavar="NAME", help="experiments; all: every one")
     out.add_argument("--seeds", type=int, default=3, help="runs of each variant (3)")
     out.add_argument("--budget", choices=BUDGETS, default="small")
-    out.add_argument("--only", nargs="+", metavar="VARIANT", help="these variants (and what they need)")
-    out.add_argument("--jobs", type=int, default=cores, help=f"runs at a time ({cores}, the cores of this machine)")
-    out.add_argument("--minutes", type=float, help="begin no run after so many minutes; the next call goes on")
-    out.add_argument("--cache", type=Path, default=CACHE, help=f"targets, features, heads ({CACHE})")
+    out.add_argument(
+        "--only", nargs="+", metavar="VARIANT", help="these variants (and what they need)"
+    )
+    out.add_argument(
+        "--jobs",
+        type=int,
+        default=cores,
+        help=f"runs at a time ({cores}, the cores of this machine)",
+    )
+    out.add_argument(
+        "--minutes", type=float, help="begin no run after so many minutes; the next call goes on"
+    )
+    out.add_argument(
+        "--cache", type=Path, default=CACHE, help=f"targets, features, heads ({CACHE})"
+    )
     out.add_argument("--results", type=Path, default=RESULTS, help=f"rows ({RESULTS})")
     out.add_argument("--list", action="store_true", help="explain every experiment")
     out.add_argument("--dry-run", action="store_true", help="say what would run, and for how long")
@@ -73,7 +86,11 @@ def go(args) -> int:
     args.cache = args.cache.absolute()  # heads know their files by their paths
     jobs = plan(args.names, args.seeds, args.budget, args.only)
     done = finished(args.results)
-    todo = [job for job in jobs if (job.experiment.name, job.name, job.seed, job.budget_name, job.key) not in done]
+    todo = [
+        job
+        for job in jobs
+        if (job.experiment.name, job.name, job.seed, job.budget_name, job.key) not in done
+    ]
     stages = missing([stage for job in todo for stage in job.stages()], args.cache)
     room = foretell(jobs, todo, stages, args)
     check_room(stages, args.cache, room)
@@ -97,13 +114,35 @@ def plan(names: Sequence[str], seeds: int, budget: str, only: Sequence[str] | No
     if seeds < 1:
         raise InputError("--seeds", "at least one seed is needed", seeds, "raise it")
     if unknown := [name for name in names if name not in EXPERIMENTS and name != "all"]:
-        raise InputError("NAME", f"must be one of all, {', '.join(EXPERIMENTS)}", ", ".join(unknown), "choose one; --list explains them")
-    chosen = list(EXPERIMENTS.values()) if "all" in names else [EXPERIMENTS[name] for name in dict.fromkeys(names)]
+        raise InputError(
+            "NAME",
+            f"must be one of all, {', '.join(EXPERIMENTS)}",
+            ", ".join(unknown),
+            "choose one; --list explains them",
+        )
+    chosen = (
+        list(EXPERIMENTS.values())
+        if "all" in names
+        else [EXPERIMENTS[name] for name in dict.fromkeys(names)]
+    )
     known = [variant for experiment in chosen for variant in experiment.variants]
     if unknown := [name for name in only or () if name not in known]:
-        raise InputError("--only", f"must be variants: {', '.join(dict.fromkeys(known))}", ", ".join(unknown), "choose among them")
-    pick = lambda experiment: [name for name in experiment.variants if not only or name in only]  # noqa: E731
-    return [Job(experiment, name, seed, budget) for seed in range(seeds) for experiment in chosen for name in pick(experiment)]
+        raise InputError(
+            "--only",
+            f"must be variants: {', '.join(dict.fromkeys(known))}",
+            ", ".join(unknown),
+            "choose among them",
+        )
+
+    def pick(experiment):
+        return [name for name in experiment.variants if not only or name in only]
+
+    return [
+        Job(experiment, name, seed, budget)
+        for seed in range(seeds)
+        for experiment in chosen
+        for name in pick(experiment)
+    ]
 
 
 def finished(results: Path) -> set[tuple]:
@@ -123,13 +162,24 @@ def _lines(path: Path) -> list[bytes]:
     try:
         return path.read_bytes().split(b"\n")
     except OSError as error:
-        raise InputError(path, "results must be readable", error.strerror, "mend the file, or move it away") from None
+        raise InputError(
+            path, "results must be readable", error.strerror, "mend the file, or move it away"
+        ) from None
 
 
 def explain() -> Table:
-    table = Table("experiment", "question, and what is expected", "variants (* the reference)", show_lines=True)
+    table = Table(
+        "experiment",
+        "question, and what is expected",
+        "variants (* the reference)",
+        show_lines=True,
+    )
     for name, e in EXPERIMENTS.items():
-        table.add_row(name, f"{e.question}\n{e.expects}", ", ".join(f"{v}*" if v == e.reference else v for v in e.variants))
+        table.add_row(
+            name,
+            f"{e.question}\n{e.expects}",
+            ", ".join(f"{v}*" if v == e.reference else v for v in e.variants),
+        )
     return table
 
 
@@ -137,21 +187,36 @@ def foretell(jobs: Sequence[Job], todo: Sequence[Job], stages, args) -> int:
     """Says what will run. Returns the bytes that its heads will take."""
     budget = BUDGETS[args.budget]
     trained = [one for job in todo for one in (job, job.warm()) if one is not None]
-    heads = {job.head_key: job.plain_run() for job in trained if not (job.head_folder(args.cache) / "result.json").exists()}
+    heads = {
+        job.head_key: job.plain_run()
+        for job in trained
+        if not (job.head_folder(args.cache) / "result.json").exists()
+    }
     table = Table("experiment", "variant", "seeds to run", "changes")
     for experiment, name in dict.fromkeys((job.experiment.name, job.name) for job in jobs):
         mine = [job for job in todo if (job.experiment.name, job.name) == (experiment, name)]
         changes = Job(EXPERIMENTS[experiment], name, 0, args.budget).changes()
-        table.add_row(experiment, name, " ".join(str(job.seed) for job in mine) or "done", "; ".join(changes) or "none: the base")
+        table.add_row(
+            experiment,
+            name,
+            " ".join(str(job.seed) for job in mine) or "done",
+            "; ".join(changes) or "none: the base",
+        )
     if args.dry_run:
         CONSOLE.print(table)
     usual = training_flops(base(budget, 0))
-    minutes = budget.minutes * (sum(training_flops(run) for run in heads.values()) / usual + len(todo) / MEASURING) / args.jobs
+    minutes = (
+        budget.minutes
+        * (sum(training_flops(run) for run in heads.values()) / usual + len(todo) / MEASURING)
+        / args.jobs
+    )
     minutes += budget.stage_minutes if stages else 0
     names = ", ".join(f"{stage.name} ({stage.size / 1e9:.2f} GB)" for stage in stages) or "nothing"
     each = f"the base about {budget.minutes:g} minutes each on {budget.where}"
-    CONSOLE.print(f"{len(todo)} of {len(jobs)} runs to do; {len(heads)} heads to train, {each}: about {minutes:.0f} minutes in all, "
-                  f"{args.jobs} at a time. To be made before: {names}.")  # fmt: skip
+    CONSOLE.print(
+        f"{len(todo)} of {len(jobs)} runs to do; {len(heads)} heads to train, {each}: about {minutes:.0f} minutes in all, "
+        f"{args.jobs} at a time. To be made before: {names}."
+    )
     return sum(4 * STATES * parameters(run) for run in heads.values())
 
 
@@ -188,20 +253,48 @@ def follow(queue: Queue) -> int:
 
 
 def picture(queue: Queue) -> Table:
-    table = Table("experiment", "variant", "seed", "step", "loss", "minutes", title=f"{len(queue.rows)} done, {len(queue.waiting)} waiting")
+    table = Table(
+        "experiment",
+        "variant",
+        "seed",
+        "step",
+        "loss",
+        "minutes",
+        title=f"{len(queue.rows)} done, {len(queue.waiting)} waiting",
+    )
     for running in queue.running:
         last = running.last_logged()
         steps = f"{last.get('step', 0)} / {running.job.plain_run().optimizer.steps}"
-        table.add_row(running.job.experiment.name, running.job.name, str(running.job.seed), steps, f"{last.get('loss', float('nan')):.3f}",
-                      f"{(time.time() - running.since) / 60:.1f}")  # fmt: skip
+        table.add_row(
+            running.job.experiment.name,
+            running.job.name,
+            str(running.job.seed),
+            steps,
+            f"{last.get('loss', float('nan')):.3f}",
+            f"{(time.time() - running.since) / 60:.1f}",
+        )
     for row in queue.rows[-12:]:
-        table.add_row(row["experiment"], row["variant"], str(row["seed"]), "done", f"length {row['measured'][0]['acceptance_length']:.3f}",
-                      f"{row['train_seconds'] / 60:.1f}")  # fmt: skip
+        table.add_row(
+            row["experiment"],
+            row["variant"],
+            str(row["seed"]),
+            "done",
+            f"length {row['measured'][0]['acceptance_length']:.3f}",
+            f"{row['train_seconds'] / 60:.1f}",
+        )
     return table
 
 
 def summary(queue: Queue) -> Table:
-    table = Table("experiment", "variant", "seed", "acceptance length", "accepted per position, %", "exact", "export")
+    table = Table(
+        "experiment",
+        "variant",
+        "seed",
+        "acceptance length",
+        "accepted per position, %",
+        "exact",
+        "export",
+    )
     for row in queue.rows:
         first, exact = row["measured"][0], row["exact"]
         positions = " ".join(f"{100 * a:.0f}" for a in first["accepted_per_position"])
@@ -212,5 +305,7 @@ def summary(queue: Queue) -> Table:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: whoever ends this process ends its runs
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # like Ctrl-C: whoever ends this process ends its runs
     sys.exit(main())

@@ -16,9 +16,11 @@ from experiments.work import with_depths
 KS = (1, 2, 3, 5, 8)
 
 
-def trained(depths: int, k: int) -> Variant:
+def trained(num_depths: int, k: int) -> Variant:
     others = tuple(Measured(k=other) for other in KS if other != k)
-    return Variant(run=lambda run: with_depths(run, depths), measured=(Measured(k=k), *others), x=k)
+    return Variant(
+        run=lambda run: with_depths(run, num_depths), measured=(Measured(k=k), *others), x=k
+    )
 
 
 EXPERIMENT = Experiment(

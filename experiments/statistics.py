@@ -84,18 +84,26 @@ def counts(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
     rows = sorted(rows, key=lambda row: row["seed"])
     seeds = tuple(row["seed"] for row in rows)
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"one variant's runs must have a seed each; got {list(seeds)}; leave out what a later run replaced")
+        raise ValueError(
+            f"one variant's runs must have a seed each; got {list(seeds)}; leave out what a later run replaced"
+        )
     runs = [row["measured"][measurement] for row in rows]
     for run in runs[1:]:
         _same_prompts([p["kind"] for p in runs[0]["prompts"]], [p["kind"] for p in run["prompts"]])
         if run.get("prompts_stage") != runs[0].get("prompts_stage"):
-            raise ValueError("runs are compared on the same prompts; got two sets of them; run all with one cache")
+            raise ValueError(
+                "runs are compared on the same prompts; got two sets of them; run all with one cache"
+            )
     if len({run["k"] for run in runs}) > 1:
-        raise ValueError(f"one variant's runs must be measured with one K; got {[run['k'] for run in runs]}; run the variant again")
+        raise ValueError(
+            f"one variant's runs must be measured with one K; got {[run['k'] for run in runs]}; run the variant again"
+        )
     prompts = [[p for p in run["prompts"] if p["kind"] in kinds] for run in runs]
     drafts = np.array([[p["drafts"] for p in run] for run in prompts], int)
     if (drafts.sum(1) == 0).any():
-        raise ValueError(f"an acceptance length needs drafts; got none on {', '.join(kinds)} in one run or more; measure longer texts")
+        raise ValueError(
+            f"an acceptance length needs drafts; got none on {', '.join(kinds)} in one run or more; measure longer texts"
+        )
     accepted = np.array([[p["accepted"] for p in run] for run in prompts], int)
     return Counts(seeds, tuple(p["kind"] for p in prompts[0]), drafts, accepted)
 
@@ -106,22 +114,35 @@ def pooled(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
     return float(1 + c.accepted.sum() / c.drafts.sum())
 
 
-def per_position(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS) -> list[float]:
+def per_position(
+    rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS
+) -> list[float]:
     """Share of all drafts accepted at each position, 0..1."""
     c = counts(rows, measurement=measurement, kinds=kinds)
     return (c.accepted.sum((0, 1)) / c.drafts.sum()).tolist()
 
 
-def interval(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS, draws: int = DRAWS) -> Interval:
+def interval(
+    rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS, draws: int = DRAWS
+) -> Interval:
     """A variant's pooled acceptance length with its 95 % interval (see the top of this file)."""
     c = counts(rows, measurement=measurement, kinds=kinds)
     seeds, prompts = _draws(len(c.seeds), len(c.kinds), draws)
     low, high = _wider(_pooled(c), _by_seed(c), _pooled(c, seeds, prompts))
-    return Interval(_pooled(c).item(), low, high, dict(zip(c.seeds, _by_seed(c).tolist(), strict=True)))
+    return Interval(
+        _pooled(c).item(), low, high, dict(zip(c.seeds, _by_seed(c).tolist(), strict=True))
+    )
 
 
-def compare(rows_a: Sequence[Row], rows_b: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS,
-            positions: slice = slice(None), draws: int = DRAWS) -> Comparison:  # fmt: skip
+def compare(
+    rows_a: Sequence[Row],
+    rows_b: Sequence[Row],
+    *,
+    measurement: int = 0,
+    kinds: Sequence[str] = KINDS,
+    positions: slice = slice(None),
+    draws: int = DRAWS,
+) -> Comparison:
     """The pooled acceptance length of A minus that of B, on the seeds that both have; prompts are paired by their place.
 
     Args:
@@ -133,20 +154,29 @@ def compare(rows_a: Sequence[Row], rows_b: Sequence[Row], *, measurement: int = 
     common = {row["seed"] for row in rows_a} & {row["seed"] for row in rows_b}
     if not common:
         got = sorted(row["seed"] for row in rows_a), sorted(row["seed"] for row in rows_b)
-        raise ValueError(f"variants are compared on the seeds that both have; got {got[0]} and {got[1]}; run the missing seeds")
+        raise ValueError(
+            f"variants are compared on the seeds that both have; got {got[0]} and {got[1]}; run the missing seeds"
+        )
     a, b = ([row for row in rows if row["seed"] in common] for rows in (rows_a, rows_b))
     a, b = (counts(rows, measurement=measurement, kinds=kinds) for rows in (a, b))
     _same_prompts(a.kinds, b.kinds)
     a, b = (dataclasses.replace(c, accepted=c.accepted[:, :, positions]) for c in (a, b))
     if len({row["measured"][measurement].get("prompts_stage") for row in (*rows_a, *rows_b)}) > 1:
-        raise ValueError("variants are compared on the same prompts; got two sets of them; run all with one cache")
+        raise ValueError(
+            "variants are compared on the same prompts; got two sets of them; run all with one cache"
+        )
     seeds, prompts = _draws(len(a.seeds), len(a.kinds), draws)
-    minus = lambda *drawn: _pooled(a, *drawn) - _pooled(b, *drawn)  # noqa: E731
+
+    def minus(*drawn):
+        return _pooled(a, *drawn) - _pooled(b, *drawn)
+
     by_seed = _by_seed(a) - _by_seed(b)
     low, high = _wider(minus(), by_seed, minus(seeds, prompts))
     word = "better" if low > 0 else "worse" if high < 0 else "within noise"
     by_name = dict(zip(a.seeds, by_seed.tolist(), strict=True))
-    return Comparison(minus().item(), low, high, word if len(common) > 1 else "one seed only", by_name)
+    return Comparison(
+        minus().item(), low, high, word if len(common) > 1 else "one seed only", by_name
+    )
 
 
 def student(freedom: int) -> float:
@@ -159,15 +189,21 @@ def student(freedom: int) -> float:
 
 def _same_prompts(a: Sequence[str], b: Sequence[str]) -> None:
     if len(a) != len(b):
-        raise ValueError(f"runs are compared on the same prompts; got {len(a)} and {len(b)} of them; run both with one budget")
+        raise ValueError(
+            f"runs are compared on the same prompts; got {len(a)} and {len(b)} of them; run both with one budget"
+        )
     wrong = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
     if wrong:
         i = wrong[0]
-        raise ValueError(f"runs are compared on the same prompts; got {a[i]} and {b[i]} as prompt {i}; run both on one set of prompts")
+        raise ValueError(
+            f"runs are compared on the same prompts; got {a[i]} and {b[i]} as prompt {i}; run both on one set of prompts"
+        )
 
 
 @functools.lru_cache(maxsize=32)
-def _draws(seeds: int, prompts: int, draws: int) -> tuple[Int[np.ndarray, "draws R"], Int[np.ndarray, "draws P"]]:
+def _draws(
+    seeds: int, prompts: int, draws: int
+) -> tuple[Int[np.ndarray, "draws R"], Int[np.ndarray, "draws P"]]:
     """How often each seed and each prompt is drawn. Kept: all variants of an experiment then share their draws."""
     generator = np.random.default_rng(20260201)
     return tuple(generator.multinomial(n, np.full(n, 1 / n), draws) for n in (seeds, prompts))
@@ -175,11 +211,16 @@ def _draws(seeds: int, prompts: int, draws: int) -> tuple[Int[np.ndarray, "draws
 
 def _pooled(c: Counts, seeds=None, prompts=None) -> np.ndarray:
     """Pooled acceptance length, of the data or of each draw."""
-    accepted, drafts = c.accepted.sum(2).astype(float), c.drafts.astype(float)  # floats: matrix products of integers are slow
+    accepted, drafts = (
+        c.accepted.sum(2).astype(float),
+        c.drafts.astype(float),
+    )  # floats: matrix products of integers are slow
     if seeds is None:
         return 1 + accepted.sum() / drafts.sum()
     sums = [np.einsum("ds,ds->d", seeds, prompts @ x.T) for x in (accepted, drafts)]
-    return 1 + sums[0] / np.maximum(sums[1], 1)  # a draw can hold nothing but prompts that ended before the first draft
+    return 1 + sums[0] / np.maximum(
+        sums[1], 1
+    )  # a draw can hold nothing but prompts that ended before the first draft
 
 
 def _by_seed(c: Counts) -> np.ndarray:
@@ -191,4 +232,8 @@ def _wider(value, by_seed, drawn) -> tuple[float, float]:
     low, high = np.percentile(drawn, LEVEL)
     n = len(by_seed)
     half = student(n - 1) * np.std(by_seed, ddof=1) / n**0.5 if n > 1 else 0.0
-    return (float(value - half), float(value + half)) if 2 * half > high - low else (float(low), float(high))
+    return (
+        (float(value - half), float(value + half))
+        if 2 * half > high - low
+        else (float(low), float(high))
+    )

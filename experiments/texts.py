@@ -47,7 +47,11 @@ def _functions(tree: ast.Module) -> list[tuple[str, ast.FunctionDef | ast.AsyncF
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.append(("", node))
         elif isinstance(node, ast.ClassDef):
-            found += [(node.name, f) for f in node.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+            found += [
+                (node.name, f)
+                for f in node.body
+                if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
     return found
 
 
@@ -66,28 +70,50 @@ def _pieces(lines: Sequence[str], head: str = "", tail: str = "") -> Iterator[st
 
 def _json(name: str, source: str, tree: ast.Module) -> Iterator[str]:
     rows = [
-        json.dumps({"module": name, "class": owner or None, "name": f.name, "line": f.lineno, "arguments": [a.arg for a in f.args.args],
-                    "documented": ast.get_docstring(f) is not None}, indent=2)
+        json.dumps(
+            {
+                "module": name,
+                "class": owner or None,
+                "name": f.name,
+                "line": f.lineno,
+                "arguments": [a.arg for a in f.args.args],
+                "documented": ast.get_docstring(f) is not None,
+            },
+            indent=2,
+        )
         for owner, f in _functions(tree)
-    ]  # fmt: skip
+    ]
     yield from _pieces([f"{row}," for row in rows], "[\n", "\n]\n")
 
 
 def _table(name: str, source: str, tree: ast.Module) -> Iterator[str]:
-    rows = [f"| {owner or '-'} | {f.name} | {len(f.args.args)} | {f.lineno} | {'yes' if ast.get_docstring(f) else 'no'} |"
-            for owner, f in _functions(tree)]  # fmt: skip
-    yield from _pieces(rows, f"# {name}\n\n| class | function | arguments | line | documented |\n| --- | --- | --- | --- | --- |\n", "\n")
+    rows = [
+        f"| {owner or '-'} | {f.name} | {len(f.args.args)} | {f.lineno} | {'yes' if ast.get_docstring(f) else 'no'} |"
+        for owner, f in _functions(tree)
+    ]
+    yield from _pieces(
+        rows,
+        f"# {name}\n\n| class | function | arguments | line | documented |\n| --- | --- | --- | --- | --- |\n",
+        "\n",
+    )
 
 
 def _boilerplate(name: str, source: str, tree: ast.Module) -> Iterator[str]:
-    lines = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    lines = [
+        ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     owner_before = ""
     for owner, f in _functions(tree):
         if owner != owner_before and owner:
             lines.append(f"\n\nclass {owner}:")
         owner_before = owner
         arguments = ", ".join(a.arg for a in f.args.args)
-        lines.append(textwrap.indent(f"def {f.name}({arguments}):\n    raise NotImplementedError\n", "    " if owner else ""))
+        lines.append(
+            textwrap.indent(
+                f"def {f.name}({arguments}):\n    raise NotImplementedError\n",
+                "    " if owner else "",
+            )
+        )
     yield from _pieces(lines, f'"""Interface of {name}."""\n\n', "\n")
 
 
@@ -96,7 +122,11 @@ def _code(name: str, source: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _prose(name: str, source: str, tree: ast.Module) -> Iterator[str]:
-    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
+    nodes = (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     texts = [text for node in nodes if (text := ast.get_docstring(node)) and len(text) > 80]
     yield from _pieces([line for text in texts for line in (*text.split("\n"), "")])
 
@@ -118,5 +148,10 @@ def _comments(name: str, source: str, tree: ast.Module) -> Iterator[str]:
 
 
 MAKERS: dict[str, Callable[[str, str, ast.Module], Iterator[str]]] = {
-    "json": _json, "table": _table, "boilerplate": _boilerplate, "code": _code, "prose": _prose, "comments": _comments,
-}  # fmt: skip
+    "json": _json,
+    "table": _table,
+    "boilerplate": _boilerplate,
+    "code": _code,
+    "prose": _prose,
+    "comments": _comments,
+}

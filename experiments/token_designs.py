@@ -12,11 +12,15 @@ experiments/README.md.
 import dataclasses
 
 from experiments.base import Experiment, Variant
-from peagle_jax.draft.placeholders import TOKEN
+from peagle_jax.draft.placeholders import TOKEN_DESIGNS
 
 
 def design(name: str) -> Variant:
-    return Variant(run=lambda run: dataclasses.replace(run, placeholder=dataclasses.replace(run.placeholder, token=name)))
+    return Variant(
+        run=lambda run: dataclasses.replace(
+            run, placeholder=dataclasses.replace(run.placeholder, token=name)
+        )
+    )
 
 
 EXPERIMENT = Experiment(
@@ -26,6 +30,6 @@ EXPERIMENT = Experiment(
     axis="token side of the placeholder",
     kind="bars",
     reference="mask",
-    variants={name: design(name) for name in TOKEN},
+    variants={name: design(name) for name in TOKEN_DESIGNS},
     paper="P-EAGLE learns the mask token's embedding, and unfreezes the embedding for it (arXiv:2602.01469).",
 )

@@ -16,7 +16,11 @@ from experiments.work import as_eagle3, growth
 
 def twice(run):
     steps = 2 * run.optimizer.steps
-    return dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, steps=steps), grow=growth(steps, run.cod.depths))
+    return dataclasses.replace(
+        run,
+        optimizer=dataclasses.replace(run.optimizer, steps=steps),
+        depth_schedule=growth(steps, run.cod.num_depths),
+    )
 
 
 EXPERIMENT = Experiment(
@@ -30,9 +34,11 @@ EXPERIMENT = Experiment(
         "target's last layer": Variant(),
         "twice the steps": Variant(run=twice),
         "random": Variant(run=lambda run: dataclasses.replace(run, start="random")),
-        "EAGLE-3 head": Variant(start_from="the EAGLE-3 head itself"),
-        "the EAGLE-3 head itself": Variant(run=lambda run: as_eagle3(run, layers=run.head.layers), method="eagle3"),
-        "all depths at once": Variant(run=lambda run: dataclasses.replace(run, grow=())),
+        "EAGLE-3 head": Variant(init_from="the EAGLE-3 head itself"),
+        "the EAGLE-3 head itself": Variant(
+            run=lambda run: as_eagle3(run, layers=run.head.layers), method="eagle3"
+        ),
+        "all depths at once": Variant(run=lambda run: dataclasses.replace(run, depth_schedule=())),
     },
     paper="arXiv:2602.01469 does not report a warm start; its heads begin at random.",
 )

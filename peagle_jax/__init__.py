@@ -10,14 +10,25 @@ The names below are the public ones; they are imported when first used, so that 
 import importlib
 
 _PUBLIC = {
-    "load_target": "targets", "save_target": "targets",
-    "load_drafter": "pipelines.runs", "save_drafter": "draft.folders", "HeadConfig": "draft.head", "DraftHead": "draft.head",
-    "generate": "decode.generate", "Generation": "decode.generate", "acceptance_length": "decode.generate",
+    "load_target": "checkpoints.target_io",
+    "save_target": "checkpoints.target_io",
+    "load_drafter": "checkpoints.runs",
+    "save_drafter": "checkpoints.head_io",
+    "HeadConfig": "draft.head",
+    "DraftHead": "draft.head",
+    "generate": "decode.generate",
+    "Generation": "decode.generate",
+    "acceptance_length": "decode.generate",
     "Drafter": "decode.drafters",
-    "Cod": "train.cod", "cod_sample": "train.cod", "load_run": "train.config", "train_lm": "train.lm",
-    "train_head": "pipelines.train_head", "convert": "pipelines.convert",
-    "Model": "types", "InputError": "types",
-}  # fmt: skip
+    "CodConfig": "train.cod",
+    "cod_sample": "train.cod",
+    "load_run": "train.config",
+    "train_lm": "train.pretrain",
+    "train_head": "pipelines.train_head",
+    "convert": "checkpoints.convert",
+    "Model": "types",
+    "InputError": "types",
+}
 __all__ = sorted(_PUBLIC)
 
 

@@ -11,7 +11,23 @@ import numpy as np
 
 from peagle_jax.types import InputError
 
-SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h", ".js", ".ts", ".java", ".go", ".rs", ".json", ".html", ".csv", ".tex"}
+SUFFIXES = {
+    ".py",
+    ".txt",
+    ".md",
+    ".rst",
+    ".c",
+    ".h",
+    ".js",
+    ".ts",
+    ".java",
+    ".go",
+    ".rs",
+    ".json",
+    ".html",
+    ".csv",
+    ".tex",
+}
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 
 
@@ -23,12 +39,18 @@ class Document:
     text: str | None
     messages: tuple[dict, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    output_ids: tuple[int, ...] = ()  # a target's own answer to `prompt_ids`: what `peagle regenerate` and `generate --out` write
+    output_ids: tuple[
+        int, ...
+    ] = ()  # a target's own answer to `prompt_ids`: what `peagle regenerate` and `generate --out` write
 
     @property
     def plain(self) -> str:
         """The text, or what the conversation's messages say."""
-        return self.text if self.text is not None else "\n".join(str(m.get("content") or "") for m in self.messages)
+        return (
+            self.text
+            if self.text is not None
+            else "\n".join(str(m.get("content") or "") for m in self.messages)
+        )
 
     @property
     def size(self) -> int:
@@ -58,13 +80,20 @@ def read_corpus(source: str | Path | None) -> list[Document]:
     seen: set[bytes] = set()
     kept = []
     for document in documents:
-        content = document.text or json.dumps([document.messages, document.prompt_ids, document.output_ids])
+        content = document.text or json.dumps(
+            [document.messages, document.prompt_ids, document.output_ids]
+        )
         digest = hashlib.sha256(content.encode()).digest()
         if digest not in seen and (document.text or document.messages or document.output_ids):
             seen.add(digest)
             kept.append(document)
     if not kept:
-        raise InputError(source, f"a corpus needs at least one document ({', '.join(sorted(SUFFIXES))})", "none", "name another corpus")
+        raise InputError(
+            source,
+            f"a corpus needs at least one document ({', '.join(sorted(SUFFIXES))})",
+            "none",
+            "name another corpus",
+        )
     return kept
 
 
@@ -98,7 +127,10 @@ def _jsonl(path: Path) -> Iterator[Document]:
         name = f"{path.name}:{number}"
         if "output_token_ids" in row:
             ids = [row.get("prompt_token_ids"), row["output_token_ids"]]
-            if not all(isinstance(part, list) and all(type(t) is int and t >= 0 for t in part) for part in ids):
+            if not all(
+                isinstance(part, list) and all(type(t) is int and t >= 0 for t in part)
+                for part in ids
+            ):
                 rule = "prompt_token_ids and output_token_ids must be lists of token ids"
                 raise InputError(f"{path}:{number}", rule, json.dumps(ids)[:60], "mend the line")
             yield Document(name, None, (), *map(tuple, ids))
@@ -107,7 +139,9 @@ def _jsonl(path: Path) -> Iterator[Document]:
         elif isinstance(row.get("messages"), list):
             yield Document(name, None, tuple(row["messages"]))
         elif isinstance(row.get("turns"), list):
-            yield Document(name, None, tuple({"role": "user", "content": turn} for turn in row["turns"]))
+            yield Document(
+                name, None, tuple({"role": "user", "content": turn} for turn in row["turns"])
+            )
         else:
             rule = "a line needs text, prompt, messages, turns or output_token_ids"
             raise InputError(f"{path}:{number}", rule, sorted(row), "mend the line")
@@ -121,10 +155,15 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         raise InputError(path, "must be a file", "a folder", "name a file in it") from None
     except OSError as error:
-        raise InputError(path, "this file must be readable", error.strerror, "check the name") from None
+        raise InputError(
+            path, "this file must be readable", error.strerror, "check the name"
+        ) from None
     except UnicodeDecodeError as error:
         raise InputError(
-            path, "must be UTF-8 text", f"byte {error.object[error.start]:#04x} at {error.start}", "convert or remove it"
+            path,
+            "must be UTF-8 text",
+            f"byte {error.object[error.start]:#04x} at {error.start}",
+            "convert or remove it",
         ) from None
 
 
@@ -135,15 +174,25 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{number}", "each line must be a JSON object", error, "mend the line") from None
+            raise InputError(
+                f"{path}:{number}", "each line must be a JSON object", error, "mend the line"
+            ) from None
         if not isinstance(row, dict):
-            raise InputError(f"{path}:{number}", "each line must be a JSON object", type(row).__name__, "mend the line")
+            raise InputError(
+                f"{path}:{number}",
+                "each line must be a JSON object",
+                type(row).__name__,
+                "mend the line",
+            )
         yield number, row
 
 
 def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document], list[Document]]:
     """(train, held out), by a hash of each document's name: a file stays on its side whatever else is there."""
-    place = [int.from_bytes(hashlib.sha256(d.name.encode()).digest()[:8], "big") / 2**64 for d in documents]
+    place = [
+        int.from_bytes(hashlib.sha256(d.name.encode()).digest()[:8], "big") / 2**64
+        for d in documents
+    ]
     train = [d for d, p in zip(documents, place, strict=True) if p >= held_out]
     return train, [d for d, p in zip(documents, place, strict=True) if p < held_out]
 

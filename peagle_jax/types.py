@@ -16,7 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from numpy import ndarray
 
-Params = dict[Any, Any]  # a pure nested dict of arrays: what jit, optax, orbax and the converters share
+Params = dict[
+    Any, Any
+]  # a pure nested dict of arrays: what jit, optax, orbax and the converters share
 
 
 class InputError(ValueError):
@@ -24,7 +26,9 @@ class InputError(ValueError):
 
     def __init__(self, where, rule: str, got, next_step: str):
         # names and values may come from a damaged file: one printable line, of a length that can be read
-        rule, got = (text if len(text) <= 400 else text[:400] + " ..." for text in (str(rule), str(got)))
+        rule, got = (
+            text if len(text) <= 400 else text[:400] + " ..." for text in (str(rule), str(got))
+        )
         line = f"{where}: {rule}; got {got}; {next_step}"
         super().__init__("".join(c if c.isprintable() else " " for c in line))
 
@@ -63,9 +67,13 @@ class CacheShape:
     head_dim: int
     window: int | None  # of all of them, in tokens; None: they see everything
 
-    def held(self, slots: int, block: int | None) -> int:
+    def held(self, cache_size: int, block: int | None) -> int:
         """Slots a row that a cache of `slots` positions needs: fewer in a ring. `block`: see KVCache.empty."""
-        return slots if block is None or self.window is None else min(slots, self.window + block)
+        return (
+            cache_size
+            if block is None or self.window is None
+            else min(cache_size, self.window + block)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -79,9 +87,15 @@ class KVGroup:
 
     k: tuple[Float[Array, "B G S H"], ...]
     v: tuple[Float[Array, "B G S H"], ...]
-    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # model layers held, in order
-    ring: bool = dataclasses.field(metadata={"static": True})  # position p lies in slot p mod S; otherwise in slot p
-    k_scale: tuple[Float[Array, "B G S"], ...] = ()  # of keys and values in float8, one number a slot and head; () where they are not
+    layers: tuple[int, ...] = dataclasses.field(
+        metadata={"static": True}
+    )  # model layers held, in order
+    ring: bool = dataclasses.field(
+        metadata={"static": True}
+    )  # position p lies in slot p mod S; otherwise in slot p
+    k_scale: tuple[
+        Float[Array, "B G S"], ...
+    ] = ()  # of keys and values in float8, one number a slot and head; () where they are not
     v_scale: tuple[Float[Array, "B G S"], ...] = ()
 
 
@@ -99,7 +113,15 @@ class KVCache:
     length: Int[Array, " B"]
 
     @classmethod
-    def empty(cls, shapes: Sequence[CacheShape], batch: int, slots: int, dtype, *, block: int | None = None) -> "KVCache":
+    def empty(
+        cls,
+        shapes: Sequence[CacheShape],
+        batch: int,
+        cache_size: int,
+        dtype,
+        *,
+        block: int | None = None,
+    ) -> "KVCache":
         """Room for `slots` positions.
 
         Args:
@@ -110,12 +132,19 @@ class KVCache:
         """
 
         def group(shape: CacheShape) -> KVGroup:
-            held = shape.held(slots, block)
+            held = shape.held(cache_size, block)
             size = (batch, shape.kv_heads, held, shape.head_dim)
-            zeros = lambda size, dtype: tuple(jnp.zeros(size, dtype) for _ in shape.layers)  # noqa: E731
-            scale = (lambda: zeros(size[:-1], jnp.float32)) if jnp.dtype(dtype).itemsize == 1 else tuple
+
+            def zeros(size, dtype):
+                return tuple(jnp.zeros(size, dtype) for _ in shape.layers)
+
+            scale = (
+                (lambda: zeros(size[:-1], jnp.float32)) if jnp.dtype(dtype).itemsize == 1 else tuple
+            )
             k, v = zeros(size, dtype), zeros(size, dtype)
-            return KVGroup(k, v, tuple(shape.layers), ring=held < slots, k_scale=scale(), v_scale=scale())
+            return KVGroup(
+                k, v, tuple(shape.layers), ring=held < cache_size, k_scale=scale(), v_scale=scale()
+            )
 
         return cls(tuple(group(shape) for shape in shapes), jnp.zeros(batch, jnp.int32))
 
@@ -133,7 +162,9 @@ class AttentionRule:
 
     window: int | None  # the query at position p sees p-window+1 .. p; None: 0 .. p
     scale: float  # of the scores
-    sinks: Float[Array, " N"] | None = None  # one more logit a head, whose share of the softmax goes nowhere (GPT-OSS)
+    sinks: Float[Array, " N"] | None = (
+        None  # one more logit a head, whose share of the softmax goes nowhere (GPT-OSS)
+    )
 
 
 @runtime_checkable
@@ -159,7 +190,9 @@ class Attend(Protocol):
 @dataclasses.dataclass(frozen=True)
 class TargetOutput:
     hidden: Float[Array, "B T D"]  # after the final norm: what `unembed` reads
-    features: Float[Array, "B T A"]  # tapped residual-stream states, concatenated in tap order
+    aux_hidden_states: Float[
+        Array, "B T A"
+    ]  # tapped residual-stream states, concatenated in tap order
 
 
 @jax.tree_util.register_dataclass
@@ -168,8 +201,8 @@ class Batch:
     """Packed training rows. `document` is -1 on padding; `supervised` marks the tokens that a loss may read."""
 
     tokens: Int[Array | ndarray, "B T"]
-    document: Int[Array | ndarray, "B T"]
-    supervised: Bool[Array | ndarray, "B T"]
+    segment_ids: Int[Array | ndarray, "B T"]
+    loss_mask: Bool[Array | ndarray, "B T"]
 
 
 @jax.tree_util.register_dataclass
@@ -194,7 +227,9 @@ class SamplingParams:
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
-    filtered: bool = dataclasses.field(metadata={"static": True})  # False skips the sort that the filters need
+    filtered: bool = dataclasses.field(
+        metadata={"static": True}
+    )  # False skips the sort that the filters need
 
 
 @jax.tree_util.register_dataclass
@@ -214,12 +249,16 @@ class DecodeState:
     cache: KVCache  # of the target; the newest committed token is not in it yet
     draft: DraftState
     tokens: Int[Array, "B R"]  # tokens committed by the last step, `count` of R = K+1 real
-    features: Float[Array, "B R A"]  # the tap of the token BEFORE each of them (peagle.md, section 3)
+    aux_hidden_states: Float[
+        Array, "B R A"
+    ]  # the tap of the token BEFORE each of them (peagle.md, section 3)
     count: Int[Array, " B"]
     output: Int[Array, "B E"]
-    drafted: Bool[Array, "B E"]  # whether an output token was a draft that was accepted
+    is_draft: Bool[Array, "B E"]  # whether an output token was a draft that was accepted
     emitted: Int[Array, " B"]  # tokens written to `output`, also those past the limit
-    length: Int[Array, " B"]  # tokens of the answer: up to the limit, or through the first stop token
+    length: Int[
+        Array, " B"
+    ]  # tokens of the answer: up to the limit, or through the first stop token
     done: Bool[Array, " B"]
     num_drafts: Int[Array, " B"]  # speculative steps taken
-    accepted_at: Int[Array, "B K"]  # how often the draft at each position was accepted
+    num_accepted_per_pos: Int[Array, "B K"]  # how often the draft at each position was accepted

@@ -6,17 +6,23 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; what compiles them runs in processes of its own
+os.environ["TRITON_INTERPRET"] = (
+    "1"  # read when a kernel is decorated; what compiles them runs in processes of its own
+)
 sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would what tests start
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background job ignores Ctrl-C, and so would what tests start
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "peagle_jax" / "xla-tests"))
+jax.config.update(
+    "jax_compilation_cache_dir", str(Path.home() / ".cache" / "peagle_jax" / "xla-tests")
+)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 

@@ -2,19 +2,40 @@
 
 import numpy as np
 
-HIDDEN = ("shared", "shared_fused", "per_depth", "shared_depth", "low_rank", "last_feature", "gated", "mean_feature", "zero", "frozen_random")
-TOKEN = ("mask", "frozen", "last_token", "zero", "mean")
+HIDDEN_DESIGNS = (
+    "shared",
+    "shared_fused",
+    "per_depth",
+    "shared_depth",
+    "low_rank",
+    "last_feature",
+    "gated",
+    "mean_feature",
+    "zero",
+    "frozen_random",
+)
+TOKEN_DESIGNS = ("mask", "frozen", "last_token", "zero", "mean")
 # each side once, the two changed together where that tells as much
-PAIRS = [(hidden, "mask") for hidden in HIDDEN[:8]] + [("zero", "last_token"), ("frozen_random", "zero"), ("shared", "frozen"), ("shared", "mean")]
+PAIRS = [(hidden, "mask") for hidden in HIDDEN_DESIGNS[:8]] + [
+    ("zero", "last_token"),
+    ("frozen_random", "zero"),
+    ("shared", "frozen"),
+    ("shared", "mean"),
+]
 ALL = dict([(f"{h}-{t}", {"placeholder_hidden": h, "placeholder_token": t}) for h, t in PAIRS])
 
 
-def feature(head, depth: int, last: np.ndarray, fuse) -> np.ndarray:
+def fused(head, depth: int, last: np.ndarray, fuse) -> np.ndarray:
     """Of the placeholder at `depth`, behind a real row whose fused feature is `last`. fuse: [1, A] -> [1, D]."""
     params, name = head.params, head.config.placeholder_hidden
     own = {key: np.asarray(value) for key, value in params.get("placeholder", {}).items()}
-    fused = lambda taps: np.asarray(fuse(np.asarray(taps)[None]))[0]  # noqa: E731
-    number = min(depth, head.config.depths - 1) - 1  # drafting deeper than trained repeats the last depth
+
+    def fused(aux_hidden_states):
+        return np.asarray(fuse(np.asarray(aux_hidden_states)[None]))[0]
+
+    number = (
+        min(depth, head.config.num_depths - 1) - 1
+    )  # drafting deeper than trained repeats the last depth
     if name == "shared_fused":
         return own["fused"]
     if name == "per_depth":
@@ -41,4 +62,6 @@ def embedding(head, last: np.ndarray) -> np.ndarray:
         return table[head.config.mask_token]
     if name == "last_token":
         return last
-    return np.zeros_like(last) if name == "zero" else np.asarray(head.params["placeholder"]["token"])
+    return (
+        np.zeros_like(last) if name == "zero" else np.asarray(head.params["placeholder"]["token"])
+    )

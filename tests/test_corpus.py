@@ -13,7 +13,11 @@ from peagle_jax.types import InputError
 def test_standard_library_is_the_default_corpus():
     documents = corpus.read_corpus(None)
     names = {d.name for d in documents}
-    assert len(documents) > 500 and "json/decoder.py" in names and not any("site-packages" in n for n in names)
+    assert (
+        len(documents) > 500
+        and "json/decoder.py" in names
+        and not any("site-packages" in n for n in names)
+    )
 
 
 def test_broken_links_and_other_encodings_are_passed_over(tmp_path):
@@ -31,18 +35,36 @@ def test_a_folder_and_each_kind_of_line(tmp_path):
     assert [d.name for d in corpus.read_corpus(tmp_path)] == ["a.py"]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     answer = {"prompt_token_ids": [5, 6], "output_token_ids": [7], "text": "not this"}
-    lines = [{"text": "t"}, {"prompt": "p"}, {"messages": messages}, {"turns": ["one", "two"]}, answer]
+    lines = [
+        {"text": "t"},
+        {"prompt": "p"},
+        {"messages": messages},
+        {"turns": ["one", "two"]},
+        answer,
+    ]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     got = corpus.read_corpus(tmp_path / "d.jsonl")
-    assert [d.text for d in got] == ["t", "p", None, None, None] and got[2].messages == tuple(messages) and got[3].messages[1]["content"] == "two"
+    assert (
+        [d.text for d in got] == ["t", "p", None, None, None]
+        and got[2].messages == tuple(messages)
+        and got[3].messages[1]["content"] == "two"
+    )
     assert (got[4].prompt_ids, got[4].output_ids, got[4].size) == ((5, 6), (7,), 3)
 
 
-@pytest.mark.parametrize("name, content, words", [
-    ("x.jsonl", b"{\"text\": 1}", "needs text, prompt, messages, turns or"), ("x.jsonl", b"not json", "x.jsonl:1"), ("x.jsonl", b"[1]", "JSON object"),
-    ("x.jsonl", b'{"output_token_ids": [1]}', "lists of token ids"), ("x.jsonl", b'{"prompt_token_ids": [], "output_token_ids": [true]}', "token ids"),
-    ("x.jsonl", b"\xff", "UTF-8"), ("x.jsonl", b"", "at least one document"), ("folder", None, "at least one document"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("x.jsonl", b'{"text": 1}', "needs text, prompt, messages, turns or"),
+        ("x.jsonl", b"not json", "x.jsonl:1"),
+        ("x.jsonl", b"[1]", "JSON object"),
+        ("x.jsonl", b'{"output_token_ids": [1]}', "lists of token ids"),
+        ("x.jsonl", b'{"prompt_token_ids": [], "output_token_ids": [true]}', "token ids"),
+        ("x.jsonl", b"\xff", "UTF-8"),
+        ("x.jsonl", b"", "at least one document"),
+        ("folder", None, "at least one document"),
+    ],
+)
 def test_bad_corpora(name, content, words, tmp_path):
     path = tmp_path / name
     path.mkdir() if content is None else path.write_bytes(content)
@@ -53,16 +75,26 @@ def test_bad_corpora(name, content, words, tmp_path):
 def test_the_split_is_by_name_and_stable():
     documents = [corpus.Document(f"file{i}", "x") for i in range(1000)]
     train, held_out = corpus.split(documents, 0.1)
-    assert 60 < len(held_out) < 140 and {d.name for d in train} | {d.name for d in held_out} == {d.name for d in documents}
-    assert [d.name for d in corpus.split(documents[:500], 0.1)[1]] == [d.name for d in held_out if int(d.name[4:]) < 500]
+    assert 60 < len(held_out) < 140 and {d.name for d in train} | {d.name for d in held_out} == {
+        d.name for d in documents
+    }
+    assert [d.name for d in corpus.split(documents[:500], 0.1)[1]] == [
+        d.name for d in held_out if int(d.name[4:]) < 500
+    ]
 
 
 def test_installed_packages_come_after_the_library(monkeypatch, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "one.py").write_text("one = 1\n")
     (tmp_path / "package" / "bad.py").write_bytes(b"\xff")
-    (tmp_path / "package" / "copy.py").write_text((Path(sysconfig.get_paths()["stdlib"]) / "this.py").read_text())
+    (tmp_path / "package" / "copy.py").write_text(
+        (Path(sysconfig.get_paths()["stdlib"]) / "this.py").read_text()
+    )
     real = sysconfig.get_paths()
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: real | {"purelib": str(tmp_path), "platlib": str(tmp_path)})
+    monkeypatch.setattr(
+        sysconfig, "get_paths", lambda: real | {"purelib": str(tmp_path), "platlib": str(tmp_path)}
+    )
     names = [d.name for d in corpus.read_corpus("installed")]
-    assert names[-1] == "package/one.py" and names[:-1] == [d.name for d in corpus.read_corpus(None)]
+    assert names[-1] == "package/one.py" and names[:-1] == [
+        d.name for d in corpus.read_corpus(None)
+    ]

@@ -9,12 +9,12 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.draft.head import DraftHead, HeadConfig
-from peagle_jax.draft.placeholders import PAPER
+from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.layers import Rope
 from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config
 from peagle_jax.types import Model
 
-TAPS = (1, 2, 3)
+AUX_LAYER_IDS = (1, 2, 3)
 
 
 def shake(params, seed: int, scale: float = 0.4):
@@ -33,10 +33,24 @@ def shake(params, seed: int, scale: float = 0.4):
 
 def target_config(**changes) -> Qwen3Config:
     config = Qwen3Config(
-        vocab=41, layers=4, dim=24, mlp_dim=40, heads=4, kv_heads=2, head_dim=12, rope=Rope.from_hf({"rope_theta": 777.0}, 12, ""),
-        norm_eps=3e-3, attention_bias=False, tied_embeddings=False, windows=(None,) * 4, context=96, taps=TAPS, dtype=jnp.float32,
-        stop_ids=(), source=None,
-    )  # fmt: skip
+        vocab=41,
+        layers=4,
+        dim=24,
+        mlp_dim=40,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        rope=Rope.from_hf({"rope_theta": 777.0}, 12, ""),
+        norm_eps=3e-3,
+        attention_bias=False,
+        tied_embeddings=False,
+        windows=(None,) * 4,
+        context=96,
+        aux_hidden_state_layers=AUX_LAYER_IDS,
+        dtype=jnp.float32,
+        stop_ids=(),
+        source=None,
+    )
     if "head_dim" in changes:
         changes = {"rope": Rope.from_hf({"rope_theta": 777.0}, changes["head_dim"], ""), **changes}
     return dataclasses.replace(config, **changes)
@@ -51,11 +65,31 @@ def target(seed: int = 0, **changes) -> Model:
 
 def head_config(**changes) -> HeadConfig:
     config = HeadConfig(
-        vocab=41, draft_vocab=41, dim=20, layers=2, mlp_dim=36, heads=4, kv_heads=2, head_dim=10,
-        rope=Rope.from_hf({"rope_theta": 555.0}, 10, ""), norm_eps=2e-3, context=96, target_dim=24, taps=TAPS, mask_token=5, depths=6,
-        qk_norm=False, attention_bias=False, norm_before_residual=False, norm_before_fc=False, fc_norm=False, norm_output=False, **PAPER,
-        windows=(None, None), dtype=jnp.float32,
-    )  # fmt: skip
+        vocab=41,
+        draft_vocab=41,
+        dim=20,
+        layers=2,
+        mlp_dim=36,
+        heads=4,
+        kv_heads=2,
+        head_dim=10,
+        rope=Rope.from_hf({"rope_theta": 555.0}, 10, ""),
+        norm_eps=2e-3,
+        context=96,
+        target_dim=24,
+        aux_hidden_state_layers=AUX_LAYER_IDS,
+        mask_token=5,
+        num_depths=6,
+        qk_norm=False,
+        attention_bias=False,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        **PAPER_DESIGN,
+        windows=(None, None),
+        dtype=jnp.float32,
+    )
     return dataclasses.replace(config, **changes)
 
 
@@ -81,7 +115,7 @@ def greedy(prompt: tuple[int, ...], new: int, seed: int = 0) -> list[int]:
         module = model.bind(params)
         positions = jnp.arange(tokens.shape[1])[None]
         out, _ = module(tokens, positions, PackedCausal(jnp.zeros(tokens.shape, jnp.int32)), None)
-        return jnp.argmax(module.unembed(out.hidden[0, length - 1]))
+        return jnp.argmax(module.compute_logits(out.hidden[0, length - 1]))
 
     tokens = np.zeros((1, len(prompt) + new), np.int32)
     tokens[0, : len(prompt)] = prompt

@@ -26,7 +26,9 @@ class Comparison:
         return self.different == 0
 
 
-def compare(target: Model, prompts, ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> Comparison:
+def compare(
+    target: Model, prompts, ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
+) -> Comparison:
     """Token for token; a first difference counts as a near tie only if the target itself was within NEAR_TIE there."""
     same = ties = different = 0
     for prompt, a, b in zip(prompts, ours, theirs, strict=True):
@@ -46,6 +48,11 @@ def _gap(target: Model, context: list[int]) -> float:
     positions = jnp.arange(len(context))[None]
     module = target.bind(target.params)
     with full_precision(target):
-        out, _ = module(jnp.asarray([context]), positions, CachedAttention(positions), target.config.empty_cache(1, len(context)))
-        second, first = np.sort(np.asarray(module.unembed(out.hidden[0, -1:])[0]))[-2:]
+        out, _ = module(
+            jnp.asarray([context]),
+            positions,
+            CachedAttention(positions),
+            target.config.empty_cache(1, len(context)),
+        )
+        second, first = np.sort(np.asarray(module.compute_logits(out.hidden[0, -1:])[0]))[-2:]
     return float(first - second)

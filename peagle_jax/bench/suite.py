@@ -8,9 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from peagle_jax.bench.exact import compare
-from peagle_jax.bench.parts import drafting_seconds, verifying_seconds
-from peagle_jax.decode.generate import Generation, acceptance_length, generate, make_drafter, slots_for
-from peagle_jax.origin import provenance
+from peagle_jax.bench.timing import drafting_seconds, verifying_seconds
+from peagle_jax.decode.generate import (
+    Generation,
+    acceptance_length,
+    cache_size_for,
+    generate,
+    make_drafter,
+)
+from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
 
 METHODS = ("eagle3", "peagle")
@@ -30,24 +36,42 @@ class Case:
 class Suite:
     records: list[dict]
     lossless: bool  # every greedy float32 text was plain decoding's
-    sample: Generation | None  # a P-EAGLE answer, for the report: of the largest K up to 7, the one with the longest steps
+    sample: (
+        Generation | None
+    )  # a P-EAGLE answer, for the report: of the largest K up to 7, the one with the longest steps
     sample_k: int | None = None
 
 
 class Decoding:
     """Decodes all prompts as one case says, `batch` at a time, and keeps the answers and the seconds of every round."""
 
-    def __init__(self, case: Case, target: Model, head: Model | None, prompts: Sequence[Sequence[int]], new_tokens: int):
+    def __init__(
+        self,
+        case: Case,
+        target: Model,
+        head: Model | None,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+    ):
         self.case, self.target, self.head, self.new_tokens = case, target, head, new_tokens
-        spread = [prompts[i % len(prompts)] for i in range(max(len(prompts), case.batch))]  # a batch larger than the prompts repeats them
-        self.groups = [spread[i : i + case.batch] for i in range(0, len(spread) // case.batch * case.batch, case.batch)]
+        spread = [
+            prompts[i % len(prompts)] for i in range(max(len(prompts), case.batch))
+        ]  # a batch larger than the prompts repeats them
+        self.groups = [
+            spread[i : i + case.batch]
+            for i in range(0, len(spread) // case.batch * case.batch, case.batch)
+        ]
         self.seconds: list[float] = []
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
 
     def run(self, *, timed: bool) -> None:
         start = time.perf_counter()
-        self.answers = [a for i, group in enumerate(self.groups) for a in self._decode(group, i * self.case.batch, self.new_tokens)]
+        self.answers = [
+            a
+            for i, group in enumerate(self.groups)
+            for a in self._decode(group, i * self.case.batch, self.new_tokens)
+        ]
         middle = time.perf_counter()
         for group in self.groups:  # the same program, for the one token that the prompt alone gives
             self._decode(group, 0, 1)
@@ -57,26 +81,46 @@ class Decoding:
 
     def _decode(self, group, first: int, new_tokens: int) -> list[Generation]:
         return generate(
-            self.target, self.head, group, k=self.case.k or None, method=self.case.method if self.head else None,
-            max_new_tokens=new_tokens, stop_ids=(), temperature=self.case.temperature, seed=[first + i for i in range(len(group))],
-            slots=slots_for(group, self.new_tokens, self.case.k),
-        )  # fmt: skip
+            self.target,
+            self.head,
+            group,
+            k=self.case.k or None,
+            method=self.case.method if self.head else None,
+            max_new_tokens=new_tokens,
+            stop_ids=(),
+            temperature=self.case.temperature,
+            seed=[first + i for i in range(len(group))],
+            cache_size=cache_size_for(group, self.new_tokens, self.case.k),
+        )
 
     def record(self) -> dict:
         """What was measured, without provenance. `seconds` are of whole calls, prompts included; `step_seconds` are without them."""
         answers, case = self.answers, self.case
         drafts = sum(a.num_drafts for a in answers)
-        steps = sum(max(a.num_drafts if self.head else self.new_tokens - 1 for a in answers[i : i + case.batch])
-                    for i in range(0, len(answers), case.batch))  # fmt: skip
+        steps = sum(
+            max(
+                a.num_drafts if self.head else self.new_tokens - 1
+                for a in answers[i : i + case.batch]
+            )
+            for i in range(0, len(answers), case.batch)
+        )
         median, prompt = statistics.median(self.seconds), statistics.median(self.prompt_seconds)
         return dataclasses.asdict(case) | {
-            "prompts": len(answers), "new_tokens": self.new_tokens, "seconds": self.seconds,
-            "tokens_per_second": sum(len(a.output_token_ids) for a in answers) / median, "prompt_seconds": prompt,
+            "prompts": len(answers),
+            "new_tokens": self.new_tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": sum(len(a.output_token_ids) for a in answers) / median,
+            "prompt_seconds": prompt,
             "step_seconds": (median - prompt) / steps,
-            "acceptance_length": acceptance_length(answers), "num_drafts": drafts,
-            "accepted_per_position": (np.sum([a.accepted_per_position for a in answers], axis=0) / drafts).tolist() if drafts else [],
+            "acceptance_length": acceptance_length(answers),
+            "num_drafts": drafts,
+            "accepted_per_position": (
+                np.sum([a.accepted_per_position for a in answers], axis=0) / drafts
+            ).tolist()
+            if drafts
+            else [],
             "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
-        }  # fmt: skip
+        }
 
 
 def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
@@ -91,10 +135,19 @@ def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
 
 
 def run_suite(
-    target: Model, heads: dict[str, Model], prompts, *, ks: Sequence[int], batches: Sequence[int], new_tokens: int, repeats: int,
-    on_record: Callable[[dict], None], sampled_k: int | None = None, label: dict | None = None,
+    target: Model,
+    heads: dict[str, Model],
+    prompts,
+    *,
+    ks: Sequence[int],
+    batches: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    on_record: Callable[[dict], None],
+    sampled_k: int | None = None,
+    label: dict | None = None,
     progress: Callable[[str], None] = lambda what: None,
-) -> Suite:  # fmt: skip
+) -> Suite:
     """Plain decoding, and every head at every K, at every batch size; then at temperature 1 and one K.
 
     Args:
@@ -114,7 +167,10 @@ def run_suite(
     sample_k = None
     context = max(map(len, prompts)) + new_tokens // 2
     for batch, temperature, cases in sets:
-        runs = [Decoding(Case(m, k, batch, temperature), target, heads.get(m), prompts, new_tokens) for m, k in [("none", 0), *cases]]
+        runs = [
+            Decoding(Case(m, k, batch, temperature), target, heads.get(m), prompts, new_tokens)
+            for m, k in [("none", 0), *cases]
+        ]
         for run in runs:
             progress(f"compiling {run.case.method} K={run.case.k} batch {batch}")
             run.run(timed=False)
@@ -123,12 +179,17 @@ def run_suite(
             for run in runs:
                 run.run(timed=True)
         greedy = temperature == 0
-        exact = greedy and np.dtype(target.config.dtype) == np.float32  # in fewer bits nobody promises equal texts
+        exact = (
+            greedy and np.dtype(target.config.dtype) == np.float32
+        )  # in fewer bits nobody promises equal texts
         verifying = {}
         if greedy:
             progress(f"batch {batch}: the parts of a step")
             ks_here = sorted({run.case.k for run in runs})
-            verifying = {k: verifying_seconds(target, k, batch=batch, context=context, repeats=repeats) for k in ks_here}
+            verifying = {
+                k: verifying_seconds(target, k, batch=batch, context=context, repeats=repeats)
+                for k in ks_here
+            }
         for run in runs:
             record = where | run.record() | {"speedup": _speedup(run, runs[0])}
             # the acceptance length from which such a step would pay, as whole calls cost here
@@ -139,7 +200,10 @@ def run_suite(
                 record |= _exactness(target, run, runs[0])
                 lossless &= record["lossless"]
             if run.case.method == "peagle" and greedy and (sample is None or run.case.k <= 7):
-                sample, sample_k = max(run.answers, key=lambda a: a.num_accepted_tokens / max(a.num_drafts, 1)), run.case.k
+                sample, sample_k = (
+                    max(run.answers, key=lambda a: a.num_accepted_tokens / max(a.num_drafts, 1)),
+                    run.case.k,
+                )
             records.append(record)
             on_record(record)
     return Suite(records, lossless, sample, sample_k)
@@ -160,5 +224,7 @@ def _parts(run: Decoding, verifying: dict[int, float], context: int, repeats: in
     case, drafting = run.case, 0.0
     if run.head is not None:
         drafter = make_drafter(run.head, case.k, case.method)
-        drafting = drafting_seconds(run.head, drafter, batch=case.batch, context=context, repeats=repeats)
+        drafting = drafting_seconds(
+            run.head, drafter, batch=case.batch, context=context, repeats=repeats
+        )
     return {"draft_seconds": drafting, "verify_seconds": verifying[case.k]}

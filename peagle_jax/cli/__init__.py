@@ -27,7 +27,12 @@ def main(argv: list[str] | None = None) -> int:
         args, rest = make_parser(COMMANDS).parse_known_args(argv)
         args.argv = sys.argv[1:] if argv is None else argv
         if rest and args.command is not commands.train:
-            raise InputError(f"peagle {args.name}", "every argument must be known", " ".join(rest), f"run peagle {args.name} --help")
+            raise InputError(
+                f"peagle {args.name}",
+                "every argument must be known",
+                " ".join(rest),
+                f"run peagle {args.name} --help",
+            )
         return args.command(args, rest) if args.command is commands.train else args.command(args)
     except InputError as error:
         print(f"peagle: {' '.join(str(error).split())}", file=sys.stderr)
@@ -55,10 +60,16 @@ def _quiet() -> None:
     chosen.setLevel(logging.INFO)
     chosen.handlers = [OnGpu()]
     logging.getLogger("absl").setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install PyTorch, which nothing here needs
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # it advises to install PyTorch, which nothing here needs
     warnings.filterwarnings("ignore", module="orbax")
     warnings.filterwarnings("always", category=WeightsWarning)
-    warnings.showwarning = lambda message, *_, **__: print(f"peagle: warning: {' '.join(str(message).split())}", file=sys.stderr)
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "peagle_jax" / "xla"))
+    warnings.showwarning = lambda message, *_, **__: print(
+        f"peagle: warning: {' '.join(str(message).split())}", file=sys.stderr
+    )
+    cache = os.environ.get(
+        "JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "peagle_jax" / "xla")
+    )
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -10,13 +10,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from peagle_jax.decode.drafters import METHODS, Drafter
-from peagle_jax.decode.loop import Program, run
+from peagle_jax.decode.loop import DecodeSpec, run
 from peagle_jax.decode.memory import check_cache
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.targets.sharding import mesh_of
 from peagle_jax.types import InputError, Model
 
-MOST_DEPTHS = 7  # K where nobody names one, and the head was trained for more (AWS: best K of P-EAGLE)
+MOST_DEPTHS = (
+    7  # K where nobody names one, and the head was trained for more (AWS: best K of P-EAGLE)
+)
 BUCKET = 64  # tokens; prompts and caches are padded to multiples, so that similar requests share a compiled program
 
 SLIDING_CHUNK = 512  # prompt tokens read at once where sliding layers keep a ring of window + chunk
@@ -29,7 +31,7 @@ class Generation:
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     finish_reason: str  # "stop" or "length"
-    drafted: list[bool]  # which output tokens were accepted drafts
+    is_draft: list[bool]  # which output tokens were accepted drafts
     num_drafts: int
     num_draft_tokens: int
     accepted_per_position: list[int]
@@ -56,12 +58,24 @@ def make_drafter(head: Model, k: int, method: str | None = None) -> Drafter:
       InputError: the head cannot draft that way, or K is below 1.
     """
     if k < 1:
-        raise InputError("K", "at least one token must be drafted a step", k, "use -k 1 or more, or --method none")
+        raise InputError(
+            "K",
+            "at least one token must be drafted a step",
+            k,
+            "use -k 1 or more, or --method none",
+        )
     method = method or ("peagle" if head.config.parallel else "eagle3")
     if method not in METHODS:
-        raise InputError("method", f"must be one of {', '.join(METHODS)} or none", method, "choose one of them")
+        raise InputError(
+            "method", f"must be one of {', '.join(METHODS)} or none", method, "choose one of them"
+        )
     if method == "peagle" and not head.config.parallel:
-        raise InputError("drafter", "parallel drafting needs a mask token and mask_hidden", "a head without them", "use --method eagle3")
+        raise InputError(
+            "drafter",
+            "parallel drafting needs a mask token and mask_hidden",
+            "a head without them",
+            "use --method eagle3",
+        )
     return METHODS[method](head.graph, head.config, k)
 
 
@@ -69,13 +83,26 @@ def check_fit(target: Model, head: Model, where="drafter") -> None:
     """Raises InputError where a head was made for another target."""
     t, h = target.config, head.config
     if h.target_dim != t.dim:
-        raise InputError(where, f"the head must read taps of the target's width {t.dim}", h.target_dim, "use the target it was trained on")
+        raise InputError(
+            where,
+            f"the head must read taps of the target's width {t.dim}",
+            h.target_dim,
+            "use the target it was trained on",
+        )
     if h.vocab != t.vocab:
         raise InputError(
-            where, f"the head's vocabulary must be the target's, {t.vocab} tokens", h.vocab, "use the target it was trained on"
+            where,
+            f"the head's vocabulary must be the target's, {t.vocab} tokens",
+            h.vocab,
+            "use the target it was trained on",
         )
-    if tuple(h.taps) != tuple(t.taps):
-        raise InputError(where, f"the target must be loaded with the head's taps {list(h.taps)}", list(t.taps), "pass them to load_target")
+    if tuple(h.aux_hidden_state_layers) != tuple(t.aux_hidden_state_layers):
+        raise InputError(
+            where,
+            f"the target must be loaded with the head's taps {list(h.aux_hidden_state_layers)}",
+            list(t.aux_hidden_state_layers),
+            "pass them to load_target",
+        )
 
 
 def generate(
@@ -92,7 +119,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     sample_drafts: bool = True,
     stop_ids: Sequence[int] | None = None,
-    slots: int | None = None,
+    cache_size: int | None = None,
     draft_params=None,
     prefill_chunk: int | None = None,
     sliding_cache: bool = False,
@@ -120,33 +147,50 @@ def generate(
     """
     if isinstance(drafter, Model):
         check_fit(target, drafter)
-        k = min(drafter.config.depths or MOST_DEPTHS, MOST_DEPTHS) if k is None else k
+        k = min(drafter.config.num_depths or MOST_DEPTHS, MOST_DEPTHS) if k is None else k
         draft_params, drafter = drafter.params, make_drafter(drafter, k, method)
     depth = drafter.k if drafter else 0
-    check_prompts(prompts, target.config, max_new_tokens, depth, slots)
+    check_prompts(prompts, target.config, max_new_tokens, depth, cache_size)
     lengths = np.array([len(p) for p in prompts], np.int32)
     width = _round_up(int(lengths.max()))
-    if slots is None:
-        slots = slots_for(prompts, max_new_tokens, depth)
-    padded = np.zeros((len(prompts), min(width, slots)), np.int32)
+    if cache_size is None:
+        cache_size = cache_size_for(prompts, max_new_tokens, depth)
+    padded = np.zeros((len(prompts), min(width, cache_size)), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     stops = np.asarray(target.config.stop_ids if stop_ids is None else stop_ids, np.int32)
     seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else seed
     sampling = sampling_params(len(prompts), temperature, top_k, top_p, seeds)
     if prefill_chunk is not None and prefill_chunk < 1:
-        raise InputError("prefill_chunk", "at least one token must be read at once", prefill_chunk, "raise it")
+        raise InputError(
+            "prefill_chunk", "at least one token must be read at once", prefill_chunk, "raise it"
+        )
     chunk = SLIDING_CHUNK if prefill_chunk is None and sliding_cache else prefill_chunk
-    program = Program(target.graph, target.config, drafter, slots, sample_drafts and sampling is not None, chunk, sliding_cache)
+    spec = DecodeSpec(
+        target.graph,
+        target.config,
+        drafter,
+        cache_size,
+        sample_drafts and sampling is not None,
+        chunk,
+        sliding_cache,
+    )
     mesh = mesh_of(target.params)
     parts = 1 if mesh is None else mesh.size
-    check_cache(target.config.cache_shapes(), len(prompts), slots, target.config.kept_dtype, program.block(padded.shape[1]), parts)
+    check_cache(
+        target.config.cache_shapes(),
+        len(prompts),
+        cache_size,
+        target.config.kept_dtype,
+        spec.block(padded.shape[1]),
+        parts,
+    )
     limits = np.full(len(prompts), max_new_tokens, np.int32)
     if mesh is not None:  # in NumPy, and replicated: several processes may hold parts of the target
         draft_params = jax.device_put(draft_params, NamedSharding(mesh, PartitionSpec()))
     with full_precision(target), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         ends = stops if len(stops) else np.array([-1], np.int32)
-        state = run(program, target.params, draft_params, padded, lengths, limits, ends, sampling)
+        state = run(spec, target.params, draft_params, padded, lengths, limits, ends, sampling)
     return _collect(prompts, state, depth, set(stops.tolist()))
 
 
@@ -155,17 +199,19 @@ def full_precision(model: Model):
 
     Losslessness is a float32 rule; a model in fewer bits is computed as JAX does by default.
     """
-    return jax.default_matmul_precision("highest" if jnp.dtype(model.config.dtype) == jnp.float32 else None)
+    return jax.default_matmul_precision(
+        "highest" if jnp.dtype(model.config.dtype) == jnp.float32 else None
+    )
 
 
-def slots_for(prompts: Sequence[Sequence[int]], max_new_tokens: int, k: int) -> int:
+def cache_size_for(prompts: Sequence[Sequence[int]], max_new_tokens: int, k: int) -> int:
     """Size of the cache that `generate` makes when none is named: calls of equal size share a compiled program."""
     return _round_up(_round_up(max(map(len, prompts))) + max_new_tokens + k)
 
 
 def _collect(prompts, state, depth: int, stops: set[int]) -> list[Generation]:
-    output, drafted, length, drafts, accepted = jax.device_get(
-        (state.output, state.drafted, state.length, state.num_drafts, state.accepted_at)
+    output, is_draft, length, drafts, accepted = jax.device_get(
+        (state.output, state.is_draft, state.length, state.num_drafts, state.num_accepted_per_pos)
     )
     answers = []
     for i, prompt in enumerate(prompts):
@@ -176,16 +222,16 @@ def _collect(prompts, state, depth: int, stops: set[int]) -> list[Generation]:
                 list(prompt),
                 ids,
                 "stop" if ids[-1] in stops else "length",
-                drafted[i, : length[i]].tolist(),
+                is_draft[i, : length[i]].tolist(),
                 steps,
                 steps * depth,
                 accepted[i].tolist(),
-            )  # fmt: skip
+            )
         )
     return answers
 
 
-def check_prompts(prompts, config, new: int, depth: int, slots: int | None) -> None:
+def check_prompts(prompts, config, new: int, depth: int, cache_size: int | None) -> None:
     """Raises InputError where a request cannot be served by a target of this `config`."""
     if not prompts:
         raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
@@ -193,15 +239,33 @@ def check_prompts(prompts, config, new: int, depth: int, slots: int | None) -> N
         raise InputError("max_new_tokens", "at least one token must be wanted", new, "ask for more")
     for i, prompt in enumerate(prompts):
         if not len(prompt):
-            raise InputError(f"prompt {i}", "must have at least one token", "an empty one", "give it text, or a start token")
+            raise InputError(
+                f"prompt {i}",
+                "must have at least one token",
+                "an empty one",
+                "give it text, or a start token",
+            )
         if bad := [t for t in prompt if not 0 <= t < config.vocab]:
-            raise InputError(f"prompt {i}", f"token ids must lie in 0..{config.vocab - 1}", bad[0], "use the target's own tokenizer")
+            raise InputError(
+                f"prompt {i}",
+                f"token ids must lie in 0..{config.vocab - 1}",
+                bad[0],
+                "use the target's own tokenizer",
+            )
         if len(prompt) + new > config.context:
-            raise InputError(f"prompt {i}", f"prompt + new tokens must fit the target's context of {config.context} tokens",
-                             f"{len(prompt)} + {new}", "shorten it, or ask for fewer tokens")  # fmt: skip
-        if slots is not None and len(prompt) + new + depth > slots:
-            raise InputError(f"prompt {i}", f"prompt + new tokens + K must fit the cache of {slots} slots",
-                             f"{len(prompt)} + {new} + {depth}", "shorten it, ask for fewer tokens, or raise the cache")  # fmt: skip
+            raise InputError(
+                f"prompt {i}",
+                f"prompt + new tokens must fit the target's context of {config.context} tokens",
+                f"{len(prompt)} + {new}",
+                "shorten it, or ask for fewer tokens",
+            )
+        if cache_size is not None and len(prompt) + new + depth > cache_size:
+            raise InputError(
+                f"prompt {i}",
+                f"prompt + new tokens + K must fit the cache of {cache_size} slots",
+                f"{len(prompt)} + {new} + {depth}",
+                "shorten it, ask for fewer tokens, or raise the cache",
+            )
 
 
 def _round_up(n: int) -> int:

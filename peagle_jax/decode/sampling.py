@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.types import InputError, SamplingParams
 
 
-def sampling_params(batch: int, temperature: float, top_k: int, top_p: float, seeds: Sequence[int]) -> SamplingParams | None:
+def sampling_params(
+    batch: int, temperature: float, top_k: int, top_p: float, seeds: Sequence[int]
+) -> SamplingParams | None:
     """The same rule for every row, a seed for each; None (greedy) at temperature 0.
 
     Raises:
@@ -18,13 +20,26 @@ def sampling_params(batch: int, temperature: float, top_k: int, top_p: float, se
     if bad := [s for s in seeds if not 0 <= s < 2**32]:
         raise InputError("--seed", "a seed must lie in 0..2^32-1", bad[0], "choose another")
     if not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or top_k < 0:
-        raise InputError("sampling", "needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0", f"{temperature}, {top_p}, {top_k}", "mend it")
+        raise InputError(
+            "sampling",
+            "needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0",
+            f"{temperature}, {top_p}, {top_k}",
+            "mend it",
+        )
     if temperature == 0:
         return None
-    full = lambda value, dtype: jnp.full(batch, value, dtype)  # noqa: E731
+
+    def full(value, dtype):
+        return jnp.full(batch, value, dtype)
+
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
-    return SamplingParams(keys, full(temperature, jnp.float32), full(top_k, jnp.int32), full(top_p, jnp.float32),
-                          filtered=top_k > 0 or top_p < 1)  # fmt: skip
+    return SamplingParams(
+        keys,
+        full(temperature, jnp.float32),
+        full(top_k, jnp.int32),
+        full(top_p, jnp.float32),
+        filtered=top_k > 0 or top_p < 1,
+    )
 
 
 def probabilities(logits: Float[Array, "B V"], how: SamplingParams) -> Float[Array, "B V"]:
@@ -37,7 +52,9 @@ def probabilities(logits: Float[Array, "B V"], how: SamplingParams) -> Float[Arr
     return jnp.where((how.temperature > 0)[:, None], jax.nn.softmax(scaled, axis=-1), point)
 
 
-def _filter(scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Float[Array, "B V"]:
+def _filter(
+    scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> Float[Array, "B V"]:
     """Keeps the k largest, then the smallest set of largest whose probability reaches top_p. Ties at the edge stay."""
     ranked = -jnp.sort(-scaled, axis=-1)
     last = jnp.where(top_k > 0, top_k, scaled.shape[-1]) - 1
@@ -45,7 +62,9 @@ def _filter(scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[A
     ranked = jnp.where(ranked >= edge, ranked, -jnp.inf)
     mass = jax.nn.softmax(ranked, axis=-1)
     needed = jnp.cumsum(mass, axis=-1) - mass < top_p[:, None]  # the first is always needed
-    edge = jnp.min(jnp.where(needed & jnp.isfinite(ranked), ranked, jnp.inf), axis=-1, keepdims=True)
+    edge = jnp.min(
+        jnp.where(needed & jnp.isfinite(ranked), ranked, jnp.inf), axis=-1, keepdims=True
+    )
     return jnp.where(scaled >= edge, scaled, -jnp.inf)
 
 

@@ -11,7 +11,9 @@ from peagle_jax.decode.sampling import draw, probabilities
 from peagle_jax.types import SamplingParams
 
 
-def verify_greedy(drafts: Int[Array, "B K"], wanted: Int[Array, "B R"]) -> tuple[Int[Array, "B R"], Int[Array, " B"]]:
+def verify_greedy(
+    drafts: Int[Array, "B K"], wanted: Int[Array, "B R"]
+) -> tuple[Int[Array, "B R"], Int[Array, " B"]]:
     """Keeps the drafts up to the first that is not the target's argmax.
 
     Args:
@@ -24,13 +26,16 @@ def verify_greedy(drafts: Int[Array, "B K"], wanted: Int[Array, "B R"]) -> tuple
     Example:
       drafts [5 6 7], wanted [5 6 9 2] -> tokens [5 6 9 .], accepted 2.
     """
+
     def position(alive, seen):
         want, draft = seen
         alive &= draft == want
         return alive, alive
 
     # unrolled: on a GPU a round of a loop costs several launches, and these are a few numbers
-    _, kept = jax.lax.scan(position, jnp.ones(len(drafts), bool), (wanted[:, :-1].T, drafts.T), unroll=True)
+    _, kept = jax.lax.scan(
+        position, jnp.ones(len(drafts), bool), (wanted[:, :-1].T, drafts.T), unroll=True
+    )
     return wanted, kept.sum(axis=0, dtype=jnp.int32)
 
 
@@ -56,7 +61,10 @@ def verify_sampled(
     def position(alive, seen):
         target, draft, q, key = seen
         p = probabilities(target, how)
-        at = lambda probs: jnp.take_along_axis(probs, jnp.maximum(draft, 0)[:, None], axis=1)[:, 0]  # noqa: E731
+
+        def at(probs):
+            return jnp.take_along_axis(probs, jnp.maximum(draft, 0)[:, None], axis=1)[:, 0]
+
         uniform = jax.vmap(jax.random.uniform)(key[:, 0])
         alive &= (draft >= 0) & (uniform * at(q) < at(p))
         residual = jnp.maximum(p - q, 0)
@@ -69,7 +77,15 @@ def verify_sampled(
         q = jax.nn.one_hot(drafts, V)
     else:
         q = jax.vmap(probabilities, (1, None), 1)(draft_logits, how)
-    bonus = lambda x, value: jnp.concatenate([x, jnp.full((B, 1, *x.shape[2:]), value, x.dtype)], axis=1)  # noqa: E731
-    by_position = (jnp.moveaxis(logits, 1, 0), bonus(drafts, -1).T, jnp.moveaxis(bonus(q, 0), 1, 0), jnp.moveaxis(keys, 1, 0))
+
+    def bonus(x, value):
+        return jnp.concatenate([x, jnp.full((B, 1, *x.shape[2:]), value, x.dtype)], axis=1)
+
+    by_position = (
+        jnp.moveaxis(logits, 1, 0),
+        bonus(drafts, -1).T,
+        jnp.moveaxis(bonus(q, 0), 1, 0),
+        jnp.moveaxis(keys, 1, 0),
+    )
     _, (tokens, kept) = jax.lax.scan(position, jnp.ones(B, bool), by_position)
     return tokens.T.astype(jnp.int32), kept.sum(axis=0, dtype=jnp.int32)

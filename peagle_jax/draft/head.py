@@ -23,7 +23,9 @@ class HeadConfig:
     """Shape and options of one draft head. Every field is read below or by the exporter."""
 
     vocab: int  # of the target, and of the head's own embedding
-    draft_vocab: int  # of lm_head; smaller than `vocab` when the head drafts from a reduced vocabulary
+    draft_vocab: (
+        int  # of lm_head; smaller than `vocab` when the head drafts from a reduced vocabulary
+    )
     dim: int
     layers: int
     mlp_dim: int
@@ -34,10 +36,16 @@ class HeadConfig:
     norm_eps: float
     context: int  # max_position_embeddings
     target_dim: int  # width of one tap
-    taps: tuple[int, ...]  # id i is the target's residual stream BEFORE layer i (vLLM's numbering)
-    mask_token: int | None  # the placeholder's token; None for a head that only drafts autoregressively
-    depths: int | None  # K it was trained for; None where its folder does not say
-    placeholder_hidden: str  # of `placeholders.HIDDEN`; without meaning where there is no mask token, as the next
+    aux_hidden_state_layers: tuple[
+        int, ...
+    ]  # id i is the target's residual stream BEFORE layer i (vLLM's numbering)
+    mask_token: (
+        int | None
+    )  # the placeholder's token; None for a head that only drafts autoregressively
+    num_depths: int | None  # K it was trained for; None where its folder does not say
+    placeholder_hidden: (
+        str  # of `placeholders.HIDDEN`; without meaning where there is no mask token, as the next
+    )
     placeholder_token: str  # of `placeholders.TOKEN`
     qk_norm: bool  # Qwen3-style attention
     attention_bias: bool
@@ -55,10 +63,16 @@ class HeadConfig:
 
     @property
     def sizes(self) -> placeholders.Sizes:
-        return placeholders.Sizes(len(self.taps) * self.target_dim, self.dim, max(1, (self.depths or 2) - 1))
+        return placeholders.Sizes(
+            len(self.aux_hidden_state_layers) * self.target_dim,
+            self.dim,
+            max(1, (self.num_depths or 2) - 1),
+        )
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
-        shape = CacheShape(tuple(range(self.layers)), self.kv_heads, self.head_dim, None)  # windows by mask: a head's cache is small
+        shape = CacheShape(
+            tuple(range(self.layers)), self.kv_heads, self.head_dim, None
+        )  # windows by mask: a head's cache is small
         return KVCache.empty((shape,), batch, slots, self.dtype)
 
 
@@ -74,9 +88,19 @@ class DraftLayer(nnx.Module):
         self.input_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
         self.hidden_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype) if index == 0 else None
         self.attn = Attention(
-            width, cfg.dim, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.rope, bias=cfg.attention_bias, qk_norm=cfg.qk_norm,
-            eps=cfg.norm_eps, window=cfg.windows[index], dtype=cfg.dtype, rngs=rngs,
-        )  # fmt: skip
+            width,
+            cfg.dim,
+            cfg.heads,
+            cfg.kv_heads,
+            cfg.head_dim,
+            cfg.rope,
+            bias=cfg.attention_bias,
+            qk_norm=cfg.qk_norm,
+            eps=cfg.norm_eps,
+            window=cfg.windows[index],
+            dtype=cfg.dtype,
+            rngs=rngs,
+        )
         self.mlp_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
         self.mlp = MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
         self.norm_before_residual = cfg.norm_before_residual
@@ -99,23 +123,45 @@ class DraftHead(nnx.Module):
     def __init__(self, cfg: HeadConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.embed = Embedding(cfg.vocab, cfg.dim, dtype=cfg.dtype, rngs=rngs)
-        self.fusion = Fusion(len(cfg.taps), cfg.target_dim, cfg.dim, cfg.norm_eps, before_fc=cfg.norm_before_fc,
-                             per_tap=cfg.fc_norm, dtype=cfg.dtype, rngs=rngs)  # fmt: skip
-        keys = iter(jax.random.split(rngs.params(), 8))  # one draw for all of a placeholder: layers begin alike whatever its design
-        small = lambda shape: nnx.Param(0.02 * jax.random.normal(next(keys), shape).astype(cfg.dtype))  # noqa: E731
-        reads = cfg.parallel and placeholders.HIDDEN[cfg.placeholder_hidden].mask_hidden
-        self.mask_hidden = small((cfg.sizes.taps,)) if reads else None
+        self.fusion = Fusion(
+            len(cfg.aux_hidden_state_layers),
+            cfg.target_dim,
+            cfg.dim,
+            cfg.norm_eps,
+            before_fc=cfg.norm_before_fc,
+            per_tap=cfg.fc_norm,
+            dtype=cfg.dtype,
+            rngs=rngs,
+        )
+        keys = iter(
+            jax.random.split(rngs.params(), 8)
+        )  # one draw for all of a placeholder: layers begin alike whatever its design
+
+        def small(shape):
+            return nnx.Param(0.02 * jax.random.normal(next(keys), shape).astype(cfg.dtype))
+
+        reads = cfg.parallel and placeholders.HIDDEN_DESIGNS[cfg.placeholder_hidden].mask_hidden
+        self.mask_hidden = small((cfg.sizes.aux_dim,)) if reads else None
         own = placeholders.own_shapes(cfg, cfg.sizes) if cfg.parallel else {}
-        self.placeholder = nnx.Dict({name: small(shape) for name, shape in own.items()}) if own else None
+        self.placeholder = (
+            nnx.Dict({name: small(shape) for name, shape in own.items()}) if own else None
+        )
         self.layers = nnx.List([DraftLayer(cfg, i, rngs=rngs) for i in range(cfg.layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
         self.lm_head = Linear(cfg.dim, cfg.draft_vocab, dtype=cfg.dtype, rngs=rngs)
         # target id = draft id + d2t[draft id]; absent at full vocabulary, where it would be zero
-        self.d2t = Buffer(jnp.zeros(cfg.draft_vocab, jnp.int32)) if cfg.draft_vocab != cfg.vocab else None
+        self.d2t = (
+            Buffer(jnp.zeros(cfg.draft_vocab, jnp.int32)) if cfg.draft_vocab != cfg.vocab else None
+        )
 
     def __call__(
-        self, embeddings: Float[Array, "B T D"], features: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend, state
-    ):  # fmt: skip
+        self,
+        embeddings: Float[Array, "B T D"],
+        fused: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        state,
+    ):
         """Runs rows of (token embedding, fused feature, position).
 
         Row i carries the token one AHEAD of its feature and predicts the token after that (peagle.md, section 3).
@@ -123,21 +169,21 @@ class DraftHead(nnx.Module):
         Returns:
           The residual stream before the final norm [B T D], and the attention state.
         """
-        x = features
+        x = fused
         for i, layer in enumerate(self.layers):
             x, state = layer(x, embeddings, positions, i, attend, state)
         return x, state
 
-    def fuse(self, taps: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:
-        return self.fusion(taps)
+    def fuse(self, aux_hidden_states: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:
+        return self.fusion(aux_hidden_states)
 
-    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
+    def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
         """Over the draft vocabulary."""
         return self.lm_head(self.norm(hidden))
 
-    def best(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
+    def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
         """The argmax of `logits`."""
-        return self.lm_head.best(self.norm(hidden))
+        return self.lm_head.argmax_logits(self.norm(hidden))
 
     def feedback(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """What stands in the place of the feature when the head drafts autoregressively."""
@@ -149,7 +195,14 @@ class DraftHead(nnx.Module):
         return ids if self.d2t is None else ids + self.d2t[...]
 
 
-def random_head(config: HeadConfig, *, seed: int, embedding: jax.Array, output: jax.Array, ids: np.ndarray | None) -> Model:
+def random_head(
+    config: HeadConfig,
+    *,
+    seed: int,
+    embedding: jax.Array,
+    output: jax.Array,
+    ids: np.ndarray | None,
+) -> Model:
     """A head to train: random layers, the target's embedding and output rows where the widths agree.
 
     Args:
@@ -163,5 +216,7 @@ def random_head(config: HeadConfig, *, seed: int, embedding: jax.Array, output: 
         params["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
     if embedding.shape[1] == config.dim:
         params["embed"] = {"table": jnp.asarray(embedding, config.dtype)}
-        params["lm_head"] = {"kernel": jnp.asarray(output if ids is None else output[:, ids], config.dtype)}
+        params["lm_head"] = {
+            "kernel": jnp.asarray(output if ids is None else output[:, ids], config.dtype)
+        }
     return dataclasses.replace(head, params=params)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.kernels.choose import choose, wide
+from peagle_jax.kernels.choose import choose, non_16bit_reason
 
 MASKED = -1e30  # finite: a row that sees nothing must give numbers, not NaN
 
@@ -33,7 +33,10 @@ def reference(
       k_scale, v_scale: what a slot's key and value are multiplied with.
     """
     if k_scale is not None:
-        k, v = ((x.astype(jnp.float32) * s[..., None]).astype(q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
+        k, v = (
+            (x.astype(jnp.float32) * s[..., None]).astype(q.dtype)
+            for x, s in ((k, k_scale), (v, v_scale))
+        )
     if held is None:
         held = jnp.arange(k.shape[2])[None]
     B, T, N, H = q.shape
@@ -41,7 +44,12 @@ def reference(
     R = N // G
     # all queries of a KV head as the rows of one product: no transposed copy of the cache, half the time on CPU (LOG.md)
     q = q.reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
-    scores = jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32).reshape(B, G, R, T, S) * scale
+    scores = (
+        jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32).reshape(
+            B, G, R, T, S
+        )
+        * scale
+    )
     held = held[:, None]
     seen = (held >= 0) & (held <= positions[..., None])
     if window is not None:
@@ -69,5 +77,5 @@ FORMS = {"reference": reference, "triton": triton}
 
 def attend(q, k, v, positions, held, *, form: str, **rule) -> Float[Array, "B T N H"]:
     """As `reference`, by a form of FORMS or "auto"."""
-    held_wide = wide(q) if "k_scale" in rule else wide(q, k, v)
+    held_wide = non_16bit_reason(q) if "k_scale" in rule else non_16bit_reason(q, k, v)
     return FORMS[choose("attention", form, FORMS, held_wide)](q, k, v, positions, held, **rule)

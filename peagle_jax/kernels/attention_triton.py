@@ -12,18 +12,40 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from peagle_jax.kernels.launch import Gpu, Launch, Start, gpu, on_gpu
+from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
 BLOCK = 64  # tokens that decoding may verify at once; more are a prompt's
 
 
 @triton.jit
 def kernel(
-    q_ptr, k_ptr, v_ptr, position_ptr, held_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, out_ptr, lse_ptr,
-    B: tl.constexpr, T: tl.constexpr, N: tl.constexpr, G: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr,
-    WINDOW: tl.constexpr, RING: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
-    BQ: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    position_ptr,
+    held_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    B: tl.constexpr,
+    T: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RING: tl.constexpr,
+    SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BQ: tl.constexpr,
+    BS: tl.constexpr,
+    BH: tl.constexpr,
+):
     """Query tile of one row and KV head over one stretch of SPAN slots. WINDOW 0: none. RING: `held` says what lies in a slot.
 
     Tiles of the same keys are neighbours in the grid, and so find them in the L2 cache. One stretch alone is the whole softmax.
@@ -52,7 +74,11 @@ def kernel(
     total = tl.zeros((BQ,), tl.float32)
     acc = tl.zeros((BQ, BH), tl.float32)
     needed = row < tl.where(begin < end, T * R, 0)
-    q = tl.load(q_ptr + at[:, None].to(tl.int64) * H + h[None, :], mask=needed[:, None] & (h[None, :] < H), other=0.0)
+    q = tl.load(
+        q_ptr + at[:, None].to(tl.int64) * H + h[None, :],
+        mask=needed[:, None] & (h[None, :] < H),
+        other=0.0,
+    )
     base = (b * G + g).to(tl.int64) * S
     for start in range(begin, end, BS):
         s = start + tl.arange(0, BS)
@@ -81,26 +107,49 @@ def kernel(
         top = higher
     if SPLITS == 1:
         if SINKS:
-            sink = tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            sink = (
+                tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            )
             higher = tl.maximum(top, sink)
             shrink = tl.exp2(top - higher)
             acc *= shrink[:, None]
             total = total * shrink + tl.exp2(sink - higher)
         y = acc / tl.maximum(total, 1e-30)[:, None]
-        tl.store(out_ptr + at[:, None].to(tl.int64) * H + h[None, :], y.to(out_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
+        tl.store(
+            out_ptr + at[:, None].to(tl.int64) * H + h[None, :],
+            y.to(out_ptr.dtype.element_ty),
+            mask=real[:, None] & (h[None, :] < H),
+        )
     else:
         some = tl.maximum(total, 1e-30)
         out = (split * B * T * N + at).to(tl.int64)
-        tl.store(lse_ptr + out, tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, -1e30), mask=real)
+        tl.store(
+            lse_ptr + out,
+            tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, -1e30),
+            mask=real,
+        )
         wrote = real & (total > 0)  # `merge_kernel` reads nothing else
-        tl.store(out_ptr + out[:, None] * H + h[None, :], acc / some[:, None], mask=wrote[:, None] & (h[None, :] < H))
+        tl.store(
+            out_ptr + out[:, None] * H + h[None, :],
+            acc / some[:, None],
+            mask=wrote[:, None] & (h[None, :] < H),
+        )
 
 
 @triton.jit
 def merge_kernel(
-    part_ptr, lse_ptr, sink_ptr, out_ptr,
-    M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    lse_ptr,
+    sink_ptr,
+    out_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+):
     """Parts of M softmaxes [SPLITS M H] with their log-sum-exps [SPLITS M], M = tokens * heads, in one pass: the whole ones [M H]."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     h = tl.arange(0, BH)
@@ -116,7 +165,11 @@ def merge_kernel(
         at = (split * M + row).to(tl.int64)
         lse = tl.load(lse_ptr + at, mask=real, other=-1e30)
         some = lse > -1e29
-        part = tl.load(part_ptr + at[:, None] * H + h[None, :], mask=some[:, None] & (h[None, :] < H), other=0.0)
+        part = tl.load(
+            part_ptr + at[:, None] * H + h[None, :],
+            mask=some[:, None] & (h[None, :] < H),
+            other=0.0,
+        )
         higher = tl.maximum(top, lse)
         shrink = tl.exp(top - higher)
         share = tl.where(some, tl.exp(lse - higher), 0.0)
@@ -124,7 +177,11 @@ def merge_kernel(
         total = total * shrink + share
         top = higher
     y = acc / tl.maximum(total, 1e-30)[:, None]
-    tl.store(out_ptr + row[:, None].to(tl.int64) * H + h[None, :], y.to(out_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
+    tl.store(
+        out_ptr + row[:, None].to(tl.int64) * H + h[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (h[None, :] < H),
+    )
 
 
 def tiles(tokens: int, rows: int, batch: int, slots: int, head_dim: int, gpu: Gpu) -> dict:
@@ -142,44 +199,96 @@ def tiles(tokens: int, rows: int, batch: int, slots: int, head_dim: int, gpu: Gp
     span = max(128, 1 << (each - 1).bit_length())
     span = span if prompt else min(1024, span)
     few = bq <= 64 and head_dim <= 256 and bq * head_dim <= 8192
-    return {"bq": bq, "bs": bs, "span": span, "warps": 4 if few else 8, "stages": 2 if head_dim > 256 or bq == most == 64 else 3}
+    return {
+        "bq": bq,
+        "bs": bs,
+        "span": span,
+        "warps": 4 if few else 8,
+        "stages": 2 if head_dim > 256 or bq == most == 64 else 3,
+    }
 
 
-def attend(q, k, v, positions, held, *, window, scale, sinks, k_scale=None, v_scale=None, start: Start = on_gpu, **overrides) -> jax.Array:
+def attend(
+    q,
+    k,
+    v,
+    positions,
+    held,
+    *,
+    window,
+    scale,
+    sinks,
+    k_scale=None,
+    v_scale=None,
+    start: Launcher = on_gpu,
+    **overrides,
+) -> jax.Array:
     """As `attention.reference`, but a query that sees nothing gives zeros. `overrides` of `tiles` are for measuring."""
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
     how = tiles(T, T * (N // G), B * G, S, H, gpu()) | overrides
-    splits, nothing = -(-S // how["span"]), jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
-    ring, wide = held is not None, max(16, 1 << (H - 1).bit_length())
+    splits, nothing = (
+        -(-S // how["span"]),
+        jnp.zeros(1, jnp.float32),
+    )  # in the place of arrays that the kernel will not read
+    ring, non_16bit_reason = held is not None, max(16, 1 << (H - 1).bit_length())
     shape = (B, T, N, H)
     alone = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
-    parts = jax.ShapeDtypeStruct((splits, *shape), jnp.float32), jax.ShapeDtypeStruct((splits, *shape[:3]), jnp.float32)
+    parts = (
+        jax.ShapeDtypeStruct((splits, *shape), jnp.float32),
+        jax.ShapeDtypeStruct((splits, *shape[:3]), jnp.float32),
+    )
     sink = nothing if sinks is None else sinks
-    out, lse = start(Launch(
-        kernel=kernel,
-        inputs=(
-            q, k, v, positions.astype(jnp.int32), jnp.broadcast_to(held, (B, S)).astype(jnp.int32) if ring else jnp.zeros(1, jnp.int32),
-            nothing if k_scale is None else k_scale, nothing if v_scale is None else v_scale, sink,
-        ),
-        outputs=alone if splits == 1 else parts,
-        grid=(-(-(T * (N // G)) // how["bq"]), B * G, splits),
-        constants=dict(
-            B=B, T=T, N=N, G=G, S=S, H=H, SCALE=float(scale), WINDOW=window or 0, RING=ring, SCALED=k_scale is not None,
-            SINKS=sinks is not None, SPAN=how["span"], SPLITS=splits, BQ=how["bq"], BS=how["bs"], BH=wide,
-        ),
-        warps=how["warps"],
-        stages=how["stages"],
-    ))  # fmt: skip
+    out, lse = start(
+        Launch(
+            kernel=kernel,
+            inputs=(
+                q,
+                k,
+                v,
+                positions.astype(jnp.int32),
+                jnp.broadcast_to(held, (B, S)).astype(jnp.int32)
+                if ring
+                else jnp.zeros(1, jnp.int32),
+                nothing if k_scale is None else k_scale,
+                nothing if v_scale is None else v_scale,
+                sink,
+            ),
+            outputs=alone if splits == 1 else parts,
+            grid=(-(-(T * (N // G)) // how["bq"]), B * G, splits),
+            constants=dict(
+                B=B,
+                T=T,
+                N=N,
+                G=G,
+                S=S,
+                H=H,
+                SCALE=float(scale),
+                WINDOW=window or 0,
+                RING=ring,
+                SCALED=k_scale is not None,
+                SINKS=sinks is not None,
+                SPAN=how["span"],
+                SPLITS=splits,
+                BQ=how["bq"],
+                BS=how["bs"],
+                BH=non_16bit_reason,
+            ),
+            warps=how["warps"],
+            stages=how["stages"],
+        )
+    )
     if splits == 1:
         return out
-    M, rows = B * T * N, max(1, 512 // wide)
+    M, rows = B * T * N, max(1, 512 // non_16bit_reason)
     merge = Launch(
         kernel=merge_kernel,
         inputs=(out, lse, sink),
         outputs=(alone[0],),
         grid=(-(-M // rows),),
-        constants=dict(M=M, N=N, H=H, SPLITS=splits, SINKS=sinks is not None, BR=rows, BH=wide),
+        constants=dict(
+            M=M, N=N, H=H, SPLITS=splits, SINKS=sinks is not None, BR=rows, BH=non_16bit_reason
+        ),
         warps=4,
         stages=1,
     )

@@ -40,7 +40,7 @@ class Matrices:
 
 
 @runtime_checkable
-class Bank(Protocol):
+class ExpertWeights(Protocol):
     """E experts, three ways to run them."""
 
     count: int  # E
@@ -55,12 +55,19 @@ class Bank(Protocol):
         """One expert over all rows."""
         ...
 
-    def tiles(self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]) -> Float[Array, "t M D"]:
+    def tiles(
+        self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]
+    ) -> Float[Array, "t M D"]:
         """An expert of its own for each of t groups of rows."""
         ...
 
 
-def reference(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
+def reference(
+    x: Float[Array, "n D"],
+    chosen: Int[Array, "n k"],
+    weight: Float[Array, "n k"],
+    bank: ExpertWeights,
+) -> Float[Array, "n D"]:
     """Every expert for every token: the definition of correct, and E/k times the work."""
 
     def add(y, expert):
@@ -71,7 +78,12 @@ def reference(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[A
     return y
 
 
-def looped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
+def looped(
+    x: Float[Array, "n D"],
+    chosen: Int[Array, "n k"],
+    weight: Float[Array, "n k"],
+    bank: ExpertWeights,
+) -> Float[Array, "n D"]:
     """A loop over tiles of rows sorted by expert; as many rounds as there are tiles.
 
     Reads each chosen expert once a tile, and no other. For CPUs: a round costs nothing there. Not differentiable in reverse.
@@ -86,19 +98,33 @@ def looped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arra
         # rows past the expert's last are another's: they are overwritten, because that one's tile comes later
         return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
-    out = jax.lax.fori_loop(0, (tiles.size > 0).sum(), run, jnp.zeros((n * k + tiles.rows, D), x.dtype))[: n * k]
+    out = jax.lax.fori_loop(
+        0, (tiles.size > 0).sum(), run, jnp.zeros((n * k + tiles.rows, D), x.dtype)
+    )[: n * k]
     return combine(out, tiles, weight * (chosen < E))
 
 
-def gathered(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
+def gathered(
+    x: Float[Array, "n D"],
+    chosen: Int[Array, "n k"],
+    weight: Float[Array, "n k"],
+    bank: ExpertWeights,
+) -> Float[Array, "n D"]:
     """The chosen experts' weights gathered, one batched product: a few rows on a GPU, where rounds of a loop cost launches."""
     n, k = chosen.shape
-    y = bank.tiles(jnp.minimum(chosen, bank.count - 1).reshape(-1), jnp.repeat(x, k, axis=0)[:, None])[:, 0]
+    y = bank.tiles(
+        jnp.minimum(chosen, bank.count - 1).reshape(-1), jnp.repeat(x, k, axis=0)[:, None]
+    )[:, 0]
     share = jnp.where(chosen < bank.count, weight, 0).astype(jnp.float32)
     return (y.astype(jnp.float32).reshape(n, k, -1) * share[..., None]).sum(axis=1)
 
 
-def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
+def grouped(
+    x: Float[Array, "n D"],
+    chosen: Int[Array, "n k"],
+    weight: Float[Array, "n k"],
+    bank: ExpertWeights,
+) -> Float[Array, "n D"]:
     """Rows sorted by expert, in tiles of one expert each, one batched product: many rows on a GPU.
 
     At most two tiles an expert, so it reads and copies each bank at most twice. `jax.lax.ragged_dot` would be the thing to
@@ -107,7 +133,9 @@ def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arr
     (n, D), k, E = x.shape, chosen.shape[1], bank.count
     tiles = tiled(chosen, E, tile_rows(n, k, E, parts=bank.parts, few=GPU_TILE, most=n * k))
     at = tiles.first[:, None] + jnp.arange(tiles.rows)[None]
-    rows = x[tiles.token][jnp.minimum(at, n * k - 1)]  # [t M D]; a tile's rows past its expert's last are computed for nothing
+    rows = x[tiles.token][
+        jnp.minimum(at, n * k - 1)
+    ]  # [t M D]; a tile's rows past its expert's last are computed for nothing
     out = bank.tiles(jnp.minimum(tiles.expert, E - 1), rows).reshape(-1, D)
     place = jnp.arange(n * k)
     begun = (place[:, None] >= tiles.first[None]) & (tiles.size > 0)[None]
@@ -115,14 +143,25 @@ def grouped(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Arr
     return combine(out[tile * tiles.rows + place - tiles.first[tile]], tiles, weight * (chosen < E))
 
 
-def triton(x: Float[Array, "n D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"], bank: Bank) -> Float[Array, "n D"]:
+def triton(
+    x: Float[Array, "n D"],
+    chosen: Int[Array, "n k"],
+    weight: Float[Array, "n k"],
+    bank: ExpertWeights,
+) -> Float[Array, "n D"]:
     """`grouped`, without a copy of any weight. Not differentiable."""
     from peagle_jax.kernels import experts_triton
 
     return experts_triton.mixture(x, chosen, weight, bank)
 
 
-FORMS = {"reference": reference, "looped": looped, "gathered": gathered, "grouped": grouped, "triton": triton}
+FORMS = {
+    "reference": reference,
+    "looped": looped,
+    "gathered": gathered,
+    "grouped": grouped,
+    "triton": triton,
+}
 
 
 def choose(rows: int, k: int, experts: int, backend: str, unsupported: str | None = None) -> str:
@@ -166,10 +205,14 @@ def tiled(chosen: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
     n, k = chosen.shape
     flat = chosen.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True)
-    start = (flat[:, None] < jnp.arange(experts + 1)[None]).sum(axis=0, dtype=jnp.int32)  # places before each expert's own
+    start = (flat[:, None] < jnp.arange(experts + 1)[None]).sum(
+        axis=0, dtype=jnp.int32
+    )  # places before each expert's own
     size = start[1:] - start[:-1]
     tiles = -(-size // rows)
-    before = jnp.where(jnp.tri(experts, k=-1, dtype=bool), tiles[None], 0).sum(axis=1, dtype=jnp.int32)
+    before = jnp.where(jnp.tri(experts, k=-1, dtype=bool), tiles[None], 0).sum(
+        axis=1, dtype=jnp.int32
+    )
     t = jnp.arange(most_tiles(n, k, experts, rows), dtype=jnp.int32)
     expert = (t[:, None] >= (before + tiles)[None]).sum(axis=1, dtype=jnp.int32)
     e = jnp.minimum(expert, experts - 1)
@@ -191,7 +234,9 @@ def unsorted(chosen: Int[Array, "1 k"], experts: int) -> Tiles:
     return Tiles(1, at, jnp.zeros_like(at), flat, at, (flat < experts).astype(jnp.int32))
 
 
-def combine(out: Float[Array, "pairs D"], tiles: Tiles, weight: Float[Array, "n k"]) -> Float[Array, "n D"]:
+def combine(
+    out: Float[Array, "pairs D"], tiles: Tiles, weight: Float[Array, "n k"]
+) -> Float[Array, "n D"]:
     """Back into the order of tokens, and summed over each one's experts. Gathers: adding by index would not be deterministic."""
     n, k = weight.shape
     own = out[tiles.place].reshape(n, k, -1).astype(jnp.float32)

@@ -12,9 +12,12 @@ import triton.language as tl
 
 from peagle_jax.kernels import experts
 from peagle_jax.kernels.experts import Matrices, Tiles
-from peagle_jax.kernels.launch import Launch, Start, on_gpu
+from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 
-SORTED, BANKS = 1024, 256  # pairs and experts, at most, that a kernel sorts: its work grows with their product, launches do not
+SORTED, BANKS = (
+    1024,
+    256,
+)  # pairs and experts, at most, that a kernel sorts: its work grows with their product, launches do not
 
 
 @triton.jit
@@ -26,10 +29,25 @@ def decoded(code, scale):
 
 @triton.jit
 def kernel(
-    x_ptr, row_ptr, expert_ptr, first_ptr, size_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    row_ptr,
+    expert_ptr,
+    first_ptr,
+    size_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATHER: tl.constexpr,
+    W: tl.constexpr,
+    BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     """BN outputs of one expert for the `size` rows of tile t, which stand at `first` in the result.
 
     GATHER: row i of the result comes from row `row_ptr[i]` of x. W, the weights: "plain" [E K N]; float8 [E N K] with scales by "row"
@@ -56,8 +74,14 @@ def kernel(
             there = (n[:, None] < N) & (g[None, :] < K // 32)
             group = (e * N + n[:, None]) * (K // 32) + g[None, :]
             exponent = tl.load(scale_ptr + group, mask=there, other=0)
-            scale = ((exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0)[:, :, None]
-            byte = tl.load(w_ptr + group[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], mask=there[:, :, None], other=0).to(tl.uint16)
+            scale = ((exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0)[
+                :, :, None
+            ]
+            byte = tl.load(
+                w_ptr + group[:, :, None] * 16 + tl.arange(0, 16)[None, None, :],
+                mask=there[:, :, None],
+                other=0,
+            ).to(tl.uint16)
             low = tl.reshape(decoded(byte & 15, scale), (BN, BK // 2)).to(x.dtype)
             high = tl.reshape(decoded(byte >> 4, scale), (BN, BK // 2)).to(x.dtype)
             acc = tl.dot(low, x.T, acc)
@@ -74,7 +98,14 @@ def kernel(
                 across: tl.constexpr = (K + 127) // 128
                 down: tl.constexpr = (N + 127) // 128
                 part = tl.dot(w.to(x.dtype), x.T)
-                acc += part * tl.load(scale_ptr + (e * down + n // 128) * across + at // 128, mask=n < N, other=0.0)[:, None]
+                acc += (
+                    part
+                    * tl.load(
+                        scale_ptr + (e * down + n // 128) * across + at // 128,
+                        mask=n < N,
+                        other=0.0,
+                    )[:, None]
+                )
             else:
                 acc = tl.dot(w.to(x.dtype), x.T, acc)
     if W == "row":
@@ -87,10 +118,20 @@ def kernel(
 
 @triton.jit
 def sort_kernel(
-    chosen_ptr, place_ptr, token_ptr, expert_ptr, first_ptr, size_ptr,
-    PAIRS: tl.constexpr, CHOICES: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    BP: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
+    chosen_ptr,
+    place_ptr,
+    token_ptr,
+    expert_ptr,
+    first_ptr,
+    size_ptr,
+    PAIRS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BP: tl.constexpr,
+    BE: tl.constexpr,
+):
     """BP pairs and BP tiles a program, each compared with all pairs: one launch, where a sort and its counts are seven."""
     i = tl.program_id(0) * BP + tl.arange(0, BP)
     mine = tl.load(chosen_ptr + i, mask=i < PAIRS, other=E)
@@ -100,7 +141,9 @@ def sort_kernel(
     for at in range(0, PAIRS, BP):
         j = at + tl.arange(0, BP)
         other = tl.load(chosen_ptr + j, mask=j < PAIRS, other=E + 1)
-        before = (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+        before = (other[None, :] < mine[:, None]) | (
+            (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
+        )
         place += tl.sum(before.to(tl.int32), 1)
         count += tl.sum((other[None, :] == e[:, None]).to(tl.int32), 1)
     tl.store(place_ptr + i, place, mask=i < PAIRS)
@@ -118,21 +161,32 @@ def sort_kernel(
     tl.store(size_ptr + i, tl.where(expert < E, size, 0), mask=i < TILES)
 
 
-def tiled(chosen, count: int, rows: int, start: Start = on_gpu) -> Tiles:
+def tiled(chosen, count: int, rows: int, start: Launcher = on_gpu) -> Tiles:
     """As `experts.tiled`; the work grows with the square of the pairs."""
     pairs, bp = chosen.size, 64
     tiles = experts.most_tiles(*chosen.shape, count, rows)
-    number = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)  # noqa: E731
+
+    def number(n):
+        return jax.ShapeDtypeStruct((n,), jnp.int32)
+
     launch = Launch(
         kernel=sort_kernel,
         inputs=(chosen.reshape(-1).astype(jnp.int32),),
         outputs=(number(pairs), number(pairs), number(tiles), number(tiles), number(tiles)),
         grid=(-(-max(pairs, tiles) // bp),),
         constants=dict(
-            PAIRS=pairs, CHOICES=chosen.shape[1], E=count, ROWS=rows, TILES=tiles, BP=bp, BE=triton.next_power_of_2(count),
+            PAIRS=pairs,
+            CHOICES=chosen.shape[1],
+            E=count,
+            ROWS=rows,
+            TILES=tiles,
+            BP=bp,
+            BE=triton.next_power_of_2(count),
         ),
-        warps=min(16, max(4, triton.next_power_of_2(count) // 16)),  # 128 experts and 4 warps: 254 registers; 256: spills
-    )  # fmt: skip
+        warps=min(
+            16, max(4, triton.next_power_of_2(count) // 16)
+        ),  # 128 experts and 4 warps: 254 registers; 256: spills
+    )
     return Tiles(rows, *start(launch))
 
 
@@ -140,10 +194,18 @@ def sizes(rows: int, kind: str) -> dict:
     """Tiles for so many rows of an expert."""
     bm = max(16, 1 << (rows - 1).bit_length())
     bn = 128 if bm == 128 and kind != "mxfp4" else 64  # decoding 128 x 128 numbers spills on sm_120
-    return {"bm": bm, "bn": bn, "bk": 64 if kind == "plain" else 128, "warps": 8 if bm == 128 else 4, "stages": 3 if bm == 128 else 4}
+    return {
+        "bm": bm,
+        "bn": bn,
+        "bk": 64 if kind == "plain" else 128,
+        "warps": 8 if bm == 128 else 4,
+        "stages": 3 if bm == 128 else 4,
+    }
 
 
-def product(x, tiles: Tiles, w: Matrices, *, gather: bool, start: Start = on_gpu, **overrides) -> jax.Array:
+def product(
+    x, tiles: Tiles, w: Matrices, *, gather: bool, start: Launcher = on_gpu, **overrides
+) -> jax.Array:
     """Every pair's row times its expert's matrix [pairs N], sorted by expert; rows of pairs that have no expert are not written.
 
     Args:
@@ -158,21 +220,35 @@ def product(x, tiles: Tiles, w: Matrices, *, gather: bool, start: Start = on_gpu
     launch = Launch(
         kernel=kernel,
         inputs=(
-            x, tiles.token, tiles.expert, tiles.first, tiles.size, w.values,
-            nothing if w.scale is None else w.scale, nothing if w.bias is None else w.bias,
+            x,
+            tiles.token,
+            tiles.expert,
+            tiles.first,
+            tiles.size,
+            w.values,
+            nothing if w.scale is None else w.scale,
+            nothing if w.bias is None else w.bias,
         ),
         outputs=(jax.ShapeDtypeStruct((len(tiles.token), N), x.dtype),),
         grid=(-(-N // how["bn"]), len(tiles.expert)),
         constants=dict(
-            E=len(w.values), N=N, K=K, GATHER=gather, W=w.kind, BIAS=w.bias is not None, BM=how["bm"], BN=how["bn"], BK=how["bk"],
+            E=len(w.values),
+            N=N,
+            K=K,
+            GATHER=gather,
+            W=w.kind,
+            BIAS=w.bias is not None,
+            BM=how["bm"],
+            BN=how["bn"],
+            BK=how["bk"],
         ),
         warps=how["warps"],
         stages=how["stages"],
-    )  # fmt: skip
+    )
     return start(launch)[0]
 
 
-def mixture(x, chosen, weight, bank, start: Start = on_gpu) -> jax.Array:
+def mixture(x, chosen, weight, bank, start: Launcher = on_gpu) -> jax.Array:
     """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
     n, k = chosen.shape
     rows = experts.tile_rows(n, k, bank.count, parts=bank.parts, few=experts.GPU_TILE, most=128)
@@ -184,4 +260,8 @@ def mixture(x, chosen, weight, bank, start: Start = on_gpu) -> jax.Array:
         tiles = experts.tiled(chosen, bank.count, rows)
     up, down = bank.matrices()
     hidden = bank.act(product(x, tiles, up, gather=True, start=start))
-    return experts.combine(product(hidden, tiles, down, gather=False, start=start), tiles, weight * (chosen < bank.count))
+    return experts.combine(
+        product(hidden, tiles, down, gather=False, start=start),
+        tiles,
+        weight * (chosen < bank.count),
+    )

@@ -33,7 +33,7 @@ class Fp8Matrix:
     def blocks(self) -> bool:
         return self.scale.ndim == 2
 
-    def dequantised(self) -> Float[Array, "N K"]:
+    def dequantized(self) -> Float[Array, "N K"]:
         """In float32, exactly what is stored."""
         scale = self.scale[:, None]
         if self.blocks:
@@ -47,18 +47,22 @@ def grid(N: int, K: int) -> tuple[int, int]:
     return -(-N // BLOCK), -(-K // BLOCK)
 
 
-def quantise(matrix: Float[Array, "N K"], *, blocks: bool = False) -> Fp8Matrix:
+def quantize(matrix: Float[Array, "N K"], *, blocks: bool = False) -> Fp8Matrix:
     """The matrix in e4m3: its rows, or its blocks, scaled so that the largest value becomes 448."""
     N, K = matrix.shape
     if not blocks:
         return Fp8Matrix(*scaled(matrix, axis=1))
     n, k = grid(N, K)
-    parts = jnp.pad(matrix.astype(jnp.float32), [(0, n * BLOCK - N), (0, k * BLOCK - K)]).reshape(n, BLOCK, k, BLOCK)
+    parts = jnp.pad(matrix.astype(jnp.float32), [(0, n * BLOCK - N), (0, k * BLOCK - K)]).reshape(
+        n, BLOCK, k, BLOCK
+    )
     values, scale = scaled(parts, axis=(1, 3))
     return Fp8Matrix(values.reshape(n * BLOCK, k * BLOCK)[:N, :K], scale)
 
 
-def quantise_rows(x: Float[Array, "M K"], *, blocks: bool) -> tuple[Float[Array, "M K"], Float[Array, "M k"]]:
+def quantize_rows(
+    x: Float[Array, "M K"], *, blocks: bool
+) -> tuple[Float[Array, "M K"], Float[Array, "M k"]]:
     """Activations in e4m3 with one scale a row (k = 1), or one a row and 128 inputs."""
     M, K = x.shape
     k = -(-K // BLOCK) if blocks else 1
@@ -72,12 +76,18 @@ def scaled(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     """(x / scale in e4m3, float32 scale), one scale for all that lies along `axis`, so that the largest becomes 448."""
     x = x.astype(jnp.float32)
     top = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    scale = jnp.where(top > LEAST, top / LARGEST, 1)  # zeros stay zeros, whatever they are divided by
+    scale = jnp.where(
+        top > LEAST, top / LARGEST, 1
+    )  # zeros stay zeros, whatever they are divided by
     return (x / scale).astype(E4M3), scale.squeeze(axis)
 
 
 def reference(
-    x: Float[Array, "M K"], x_scale: Float[Array, "M k"], w: Float[Array, "N K"], w_scale: Float[Array, "..."], dtype
+    x: Float[Array, "M K"],
+    x_scale: Float[Array, "M k"],
+    w: Float[Array, "N K"],
+    w_scale: Float[Array, "..."],
+    dtype,
 ) -> Float[Array, "M N"]:
     """The product by XLA: FP8 operands, float32 sums, scales after. For one scale a row XLA calls cuBLASLt's FP8 (Hopper and later).
 
@@ -86,7 +96,11 @@ def reference(
       w, w_scale: of an `Fp8Matrix`.
       dtype: of the result.
     """
-    product = functools.partial(jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    product = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
     (N, K), by_row = w.shape, w_scale.ndim == 1
     if x_scale.shape[1] == 1 and by_row:
         return (product(x, w) * x_scale * w_scale[None]).astype(dtype)
@@ -122,7 +136,9 @@ def matmul(x: Float[Array, "*rows K"], w: Fp8Matrix, form: str = "auto") -> Floa
       form: a name of FORMS, or "auto".
     """
     rows = x.reshape(-1, x.shape[-1])
-    y = _matmul(rows, w.values, w.scale, choose("fp8_matmul", form, FORMS, _unsupported(form, rows, w)))
+    y = _matmul(
+        rows, w.values, w.scale, choose("fp8_matmul", form, FORMS, _unsupported(form, rows, w))
+    )
     return y.reshape(*x.shape[:-1], -1)
 
 
@@ -137,17 +153,19 @@ def _unsupported(form: str, x, w: Fp8Matrix) -> str | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _matmul(x, values, scale, form):
     blocks = scale.ndim == 2
-    if blocks and form == "triton" and len(x) <= FEW:  # quantised in the kernel, by every tile of outputs anew
+    if (
+        blocks and form == "triton" and len(x) <= FEW
+    ):  # quantised in the kernel, by every tile of outputs anew
         return triton(x, None, values, scale, x.dtype)
-    return FORMS[form](*_quantise(x, blocks, form), values, scale, x.dtype)
+    return FORMS[form](*_quantize(x, blocks, form), values, scale, x.dtype)
 
 
-def _quantise(x, blocks: bool, form: str):
+def _quantize(x, blocks: bool, form: str):
     if form != "triton":
-        return quantise_rows(x, blocks=blocks)
+        return quantize_rows(x, blocks=blocks)
     from peagle_jax.kernels import fp8_matmul_triton
 
-    return fp8_matmul_triton.quantise_rows(x, blocks=blocks)
+    return fp8_matmul_triton.quantize_rows(x, blocks=blocks)
 
 
 def _forward(x, values, scale, form):
@@ -156,7 +174,7 @@ def _forward(x, values, scale, form):
 
 def _backward(form, kept, dy):
     values, scale = kept
-    dx = (dy.astype(jnp.float32) @ Fp8Matrix(values, scale).dequantised()).astype(dy.dtype)
+    dx = (dy.astype(jnp.float32) @ Fp8Matrix(values, scale).dequantized()).astype(dy.dtype)
     return dx, jnp.zeros_like(values), jnp.zeros_like(scale)
 
 

@@ -30,10 +30,18 @@ def tiles(M: int, N: int, K: int) -> dict:
     """As in `fp8_matmul_triton`: splits until every multiprocessor has work, stages as many as fit."""
     tile_n = 128 if N % 128 == 0 and M > 64 else 64
     splits = 1
-    while N // tile_n * splits < gpu().cores and K % (2 * splits * TILE_K) == 0 and K // (2 * splits) >= 512:
+    while (
+        N // tile_n * splits < gpu().cores
+        and K % (2 * splits * TILE_K) == 0
+        and K // (2 * splits) >= 512
+    ):
         splits *= 2
     room = gpu().shared - tile_n * M * 4 - 8192
-    return {"tile_n": tile_n, "splits": splits, "stages": max(2, min(6, K // splits // TILE_K, room // ((tile_n + M) * TILE_K)))}
+    return {
+        "tile_n": tile_n,
+        "splits": splits,
+        "stages": max(2, min(6, K // splits // TILE_K, room // ((tile_n + M) * TILE_K))),
+    }
 
 
 def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> jax.Array:
@@ -51,7 +59,20 @@ def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> ja
     steps = K // TILE_K // splits
     kept = dtype if splits == 1 else jnp.float32
 
-    def body(w_ref, x_ref, w_scale_ref, x_scale_ref, out_ref, w_tiles, x_tiles, ready, w_scales, x_scales, scales_ready, out_tile):
+    def body(
+        w_ref,
+        x_ref,
+        w_scale_ref,
+        x_scale_ref,
+        out_ref,
+        w_tiles,
+        x_tiles,
+        ready,
+        w_scales,
+        x_scales,
+        scales_ready,
+        out_tile,
+    ):
         here = pl.ds(lax.axis_index("n") * tile_n, tile_n)
         split = lax.axis_index("split")
         plgpu.copy_gmem_to_smem(w_scale_ref.at[here], w_scales, scales_ready)
@@ -83,7 +104,9 @@ def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> ja
 
         acc = pl.run_scoped(add, plgpu.ACC((tile_n, M), jnp.float32))
         plgpu.barrier_wait(scales_ready)
-        scale = lax.broadcast_in_dim(w_scales[...], (tile_n, M), (0,)) * lax.broadcast_in_dim(x_scales[...], (tile_n, M), (1,))
+        scale = lax.broadcast_in_dim(w_scales[...], (tile_n, M), (0,)) * lax.broadcast_in_dim(
+            x_scales[...], (tile_n, M), (1,)
+        )
         out_tile[...] = (acc * scale).astype(kept)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_tile, out_ref.at[split, here, :])

@@ -27,10 +27,12 @@ class Launch:
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 3
-    updates: Mapping[int, int] = dataclasses.field(default_factory=dict)  # input -> the output that is it, changed where the kernel writes
+    updates: Mapping[int, int] = dataclasses.field(
+        default_factory=dict
+    )  # input -> the output that is it, changed where the kernel writes
 
 
-Start = Callable[[Launch], tuple[jax.Array, ...]]
+Launcher = Callable[[Launch], tuple[jax.Array, ...]]
 
 
 def on_gpu(launch: Launch) -> tuple[jax.Array, ...]:
@@ -50,7 +52,7 @@ def on_gpu(launch: Launch) -> tuple[jax.Array, ...]:
             compute_capability=gpu().capability,
             input_output_aliases=dict(launch.updates),
             **launch.constants,
-        )  # fmt: skip
+        )
     )
 
 
@@ -67,12 +69,12 @@ class Gpu:
 
 H200, B200, RTX_PRO_6000 = Gpu(90, 132), Gpu(100, 148), Gpu(120, 188)
 _assumed: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed", default=None)
-_instead: contextvars.ContextVar[Start | None] = contextvars.ContextVar("instead", default=None)
+_instead: contextvars.ContextVar[Launcher | None] = contextvars.ContextVar("instead", default=None)
 _withheld: contextvars.ContextVar[bool] = contextvars.ContextVar("withheld", default=False)
 
 
 @contextlib.contextmanager
-def assuming(gpu: Gpu) -> Iterator[None]:
+def target_gpu(gpu: Gpu) -> Iterator[None]:
     """Launches within are made for this GPU, whatever is here: for compiling ahead.
 
     What `jax.jit` traced outside is not traced again: trace new functions.
@@ -85,7 +87,7 @@ def assuming(gpu: Gpu) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def withheld() -> Iterator[None]:
+def disable_kernels() -> Iterator[None]:
     """What is traced within has no kernels, whatever is here: to measure what they bring."""
     token = _withheld.set(True)
     try:
@@ -95,7 +97,7 @@ def withheld() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def instead_of_gpu(start: Start) -> Iterator[None]:
+def interpret_kernels(start: Launcher) -> Iterator[None]:
     """What is traced within is made as for a GPU, and its Triton kernels are started by `start`: whole models in an interpreter."""
     token = _instead.set(start)
     try:
@@ -119,11 +121,13 @@ def _first() -> Gpu | None:
     return Gpu(int(major) * 10 + int(minor), device.core_count)
 
 
-def missing(form: str) -> str | None:
+def unavailable_reason(form: str) -> str | None:
     """Why kernels of this form, "triton" or "mosaic", cannot run here, or be compiled for what is assumed; None when they can."""
     if _withheld.get():
         return "they are withheld"
-    return None if form == "triton" and _instead.get() else _missing(form, platform(), _assumed.get())
+    return (
+        None if form == "triton" and _instead.get() else _missing(form, platform(), _assumed.get())
+    )
 
 
 @functools.cache
@@ -150,4 +154,8 @@ def _missing(form: str, platform: str, assumed: Gpu | None) -> str | None:
 
 def platform() -> str:
     """Where this will run: on the default device, also one that is only compiled for."""
-    return "gpu" if _instead.get() else getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()
+    return (
+        "gpu"
+        if _instead.get()
+        else getattr(jax.config.jax_default_device, "platform", None) or jax.default_backend()
+    )

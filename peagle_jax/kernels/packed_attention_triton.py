@@ -11,22 +11,46 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from peagle_jax.kernels.launch import Launch, Start, gpu, on_gpu
-from peagle_jax.kernels.packed_attention import Seen
+from peagle_jax.kernels.launch import Launch, Launcher, gpu, on_gpu
+from peagle_jax.kernels.packed_attention import AttentionIntervals
 
 
 @triton.jit
-def scores(q, k_ptr, row, there, inside, h, step: tl.constexpr, H: tl.constexpr, FACTOR: tl.constexpr):
+def scores(
+    q, k_ptr, row, there, inside, h, step: tl.constexpr, H: tl.constexpr, FACTOR: tl.constexpr
+):
     """(keys, scaled scores with -inf outside) of one tile; keys are rows `row` of k_ptr, `step` apart."""
-    k = tl.load(k_ptr + row[:, None].to(tl.int64) * step + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
+    k = tl.load(
+        k_ptr + row[:, None].to(tl.int64) * step + h[None, :],
+        mask=there[:, None] & (h[None, :] < H),
+        other=0.0,
+    )
     return k, tl.where(inside, tl.dot(q, k.T) * FACTOR, float("-inf"))
 
 
 @triton.jit
-def add(q, k_ptr, v_ptr, row, there, inside, h, top, total, acc, step: tl.constexpr, H: tl.constexpr, FACTOR: tl.constexpr):
+def add(
+    q,
+    k_ptr,
+    v_ptr,
+    row,
+    there,
+    inside,
+    h,
+    top,
+    total,
+    acc,
+    step: tl.constexpr,
+    H: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
     """One more tile of keys in a running softmax."""
     k, x = scores(q, k_ptr, row, there, inside, h, step, H, FACTOR)
-    v = tl.load(v_ptr + row[:, None].to(tl.int64) * step + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
+    v = tl.load(
+        v_ptr + row[:, None].to(tl.int64) * step + h[None, :],
+        mask=there[:, None] & (h[None, :] < H),
+        other=0.0,
+    )
     higher = tl.maximum(top, tl.max(x, 1))
     p = tl.exp2(x - higher[:, None])
     shrink = tl.exp2(top - higher)
@@ -34,10 +58,29 @@ def add(q, k_ptr, v_ptr, row, there, inside, h, top, total, acc, step: tl.conste
 
 
 @triton.jit
-def descend(q, dy, lse, delta, k_ptr, v_ptr, row, there, inside, h, dq, step: tl.constexpr, H: tl.constexpr, FACTOR: tl.constexpr):
+def descend(
+    q,
+    dy,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    row,
+    there,
+    inside,
+    h,
+    dq,
+    step: tl.constexpr,
+    H: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
     """One more tile of keys in the gradient of queries."""
     k, x = scores(q, k_ptr, row, there, inside, h, step, H, FACTOR)
-    v = tl.load(v_ptr + row[:, None].to(tl.int64) * step + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0)
+    v = tl.load(
+        v_ptr + row[:, None].to(tl.int64) * step + h[None, :],
+        mask=there[:, None] & (h[None, :] < H),
+        other=0.0,
+    )
     d = tl.exp2(x - lse[:, None]) * (tl.dot(dy, v.T) - delta[:, None])
     return tl.dot(d.to(k.dtype), k, dq)
 
@@ -53,16 +96,34 @@ def tile_rows(i, TILES0: tl.constexpr, SIZE: tl.constexpr, N0: tl.constexpr, P: 
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, own_ptr, y_ptr, lse_ptr,
-    P: tl.constexpr, N0: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, CHAIN: tl.constexpr,
-    TILES0: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    first_ptr,
+    last_ptr,
+    own_ptr,
+    y_ptr,
+    lse_ptr,
+    P: tl.constexpr,
+    N0: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHAIN: tl.constexpr,
+    TILES0: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+    BH: tl.constexpr,
+):
     b = tl.program_id(1) // N
     head = tl.program_id(1) % N
     row, real, begin = tile_rows(tl.program_id(0), TILES0, BQ, N0, P)
     h = tl.arange(0, BH)
     at = (b * P + row).to(tl.int64) * N + head
-    q = tl.load(q_ptr + at[:, None] * H + h[None, :], mask=real[:, None] & (h[None, :] < H), other=0.0)
+    q = tl.load(
+        q_ptr + at[:, None] * H + h[None, :], mask=real[:, None] & (h[None, :] < H), other=0.0
+    )
     first = tl.load(first_ptr + b * P + row, mask=real, other=P)
     last = tl.load(last_ptr + b * P + row, mask=real, other=-1)
     own = tl.load(own_ptr + b * P + row, mask=real, other=0)
@@ -78,25 +139,55 @@ def forward_kernel(
     for start in range(low, high, BK):
         s = start + tl.arange(0, BK)
         inside = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
-        top, total, acc = add(q, k_head, v_head, s, s < N0, inside, h, top, total, acc, G * H, H, FACTOR)
+        top, total, acc = add(
+            q, k_head, v_head, s, s < N0, inside, h, top, total, acc, G * H, H, FACTOR
+        )
     if CHAIN > 0:
         if begin >= N0:
             for start in range(tl.maximum(begin - CHAIN + 1, N0), tl.minimum(begin + BQ, P), BK):
                 s = start + tl.arange(0, BK)
                 inside = (s[None, :] <= row[:, None]) & (s[None, :] > (row - own)[:, None])
-                top, total, acc = add(q, k_head, v_head, s, s < P, inside, h, top, total, acc, G * H, H, FACTOR)
+                top, total, acc = add(
+                    q, k_head, v_head, s, s < P, inside, h, top, total, acc, G * H, H, FACTOR
+                )
     least = tl.maximum(total, 1e-30)
     y = acc / least[:, None]
-    tl.store(y_ptr + at[:, None] * H + h[None, :], y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (h[None, :] < H))
-    tl.store(lse_ptr + at, tl.where(total > 0, (top + tl.log2(least)) * 0.6931471805599453, -1e30), mask=real)
+    tl.store(
+        y_ptr + at[:, None] * H + h[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=real[:, None] & (h[None, :] < H),
+    )
+    tl.store(
+        lse_ptr + at,
+        tl.where(total > 0, (top + tl.log2(least)) * 0.6931471805599453, -1e30),
+        mask=real,
+    )
 
 
 @triton.jit
 def query_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, own_ptr, dy_ptr, lse_ptr, delta_ptr, dq_ptr,
-    P: tl.constexpr, N0: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, CHAIN: tl.constexpr,
-    TILES0: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    first_ptr,
+    last_ptr,
+    own_ptr,
+    dy_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    P: tl.constexpr,
+    N0: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHAIN: tl.constexpr,
+    TILES0: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+    BH: tl.constexpr,
+):
     """Gradient of a tile of queries."""
     b = tl.program_id(1) // N
     head = tl.program_id(1) % N
@@ -127,16 +218,42 @@ def query_kernel(
             for start in range(tl.maximum(begin - CHAIN + 1, N0), tl.minimum(begin + BQ, P), BK):
                 s = start + tl.arange(0, BK)
                 inside = (s[None, :] <= row[:, None]) & (s[None, :] > (row - own)[:, None])
-                dq = descend(q, dy, lse, delta, k_head, v_head, s, s < P, inside, h, dq, G * H, H, FACTOR)
-    tl.store(dq_ptr + at[:, None] * H + h[None, :], (dq * SCALE).to(dq_ptr.dtype.element_ty), mask=inside_q)
+                dq = descend(
+                    q, dy, lse, delta, k_head, v_head, s, s < P, inside, h, dq, G * H, H, FACTOR
+                )
+    tl.store(
+        dq_ptr + at[:, None] * H + h[None, :],
+        (dq * SCALE).to(dq_ptr.dtype.element_ty),
+        mask=inside_q,
+    )
 
 
 @triton.jit
 def key_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, own_ptr, dy_ptr, lse_ptr, delta_ptr, range_ptr, dk_ptr, dv_ptr,
-    P: tl.constexpr, N0: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, CHAIN: tl.constexpr,
-    TILES0: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    first_ptr,
+    last_ptr,
+    own_ptr,
+    dy_ptr,
+    lse_ptr,
+    delta_ptr,
+    range_ptr,
+    dk_ptr,
+    dv_ptr,
+    P: tl.constexpr,
+    N0: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    CHAIN: tl.constexpr,
+    TILES0: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+    BH: tl.constexpr,
+):
     """Gradient of a tile of keys and values, summed over the query heads of its group. `range_ptr`: rows to look at, of both parts."""
     b = tl.program_id(1) // G
     g = tl.program_id(1) % G
@@ -177,11 +294,17 @@ def key_kernel(
                 dy = tl.load(dy_ptr + at[:, None] * H + h[None, :], mask=inside_q, other=0.0)
                 lse = tl.load(lse_ptr + at, mask=real, other=0.0) * 1.4426950408889634
                 delta = tl.load(delta_ptr + at, mask=real, other=0.0)
-                p = tl.where(inside, tl.exp2(tl.minimum(tl.dot(k, q.T) * FACTOR - lse[None, :], 0.0)), 0.0)
+                p = tl.where(
+                    inside, tl.exp2(tl.minimum(tl.dot(k, q.T) * FACTOR - lse[None, :], 0.0)), 0.0
+                )
                 dv = tl.dot(p.to(dy.dtype), dy, dv)
                 d = p * (tl.dot(v, dy.T) - delta[None, :])
                 dk = tl.dot(d.to(q.dtype), q, dk)
-    tl.store(dk_ptr + at_k[:, None] * H + h[None, :], (dk * SCALE).to(dk_ptr.dtype.element_ty), mask=inside_k)
+    tl.store(
+        dk_ptr + at_k[:, None] * H + h[None, :],
+        (dk * SCALE).to(dk_ptr.dtype.element_ty),
+        mask=inside_k,
+    )
     tl.store(dv_ptr + at_k[:, None] * H + h[None, :], dv.to(dv_ptr.dtype.element_ty), mask=inside_k)
 
 
@@ -194,15 +317,19 @@ def tiles(head_dim: int) -> dict:
     return {"bq": 128, "kq": 64 if head_dim <= 64 else 32, "bk": 64, "warps": 8, "stages": 3}
 
 
-def attend(q, k, v, seen: Seen, scale: float, start: Start = on_gpu, **overrides):
+def attend(q, k, v, seen: AttentionIntervals, scale: float, start: Launcher = on_gpu, **overrides):
     """As `packed_attention.reference`, but rows that see nothing give zeros. `overrides` of `tiles` are for measuring."""
     numbers = (x.astype(jnp.int32) for x in (seen.first, seen.last, seen.own))
-    return _attend(q, k, v, *numbers, (seen.depth0, seen.chain), float(scale), start, tuple(overrides.items()))
+    return _attend(
+        q, k, v, *numbers, (seen.depth0, seen.chain), float(scale), start, tuple(overrides.items())
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _attend(q, k, v, first, last, own, static, scale, start, overrides):
-    return forward(q, k, v, Seen(first, last, own, *static), scale, start, **dict(overrides))
+    return forward(
+        q, k, v, AttentionIntervals(first, last, own, *static), scale, start, **dict(overrides)
+    )
 
 
 def _forward(*args):
@@ -212,20 +339,39 @@ def _forward(*args):
 
 def _backward(static, scale, start, overrides, kept, above):
     q, k, v, *numbers, y, lse = kept
-    return *backward(q, k, v, Seen(*numbers, *static), scale, y, lse, *above, start, **dict(overrides)), None, None, None
+    return (
+        *backward(
+            q,
+            k,
+            v,
+            AttentionIntervals(*numbers, *static),
+            scale,
+            y,
+            lse,
+            *above,
+            start,
+            **dict(overrides),
+        ),
+        None,
+        None,
+        None,
+    )
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def forward(q, k, v, seen, scale, start: Start, **overrides):
+def forward(q, k, v, seen, scale, start: Launcher, **overrides):
     """(y, lse)."""
     B, P, N, H = q.shape
     how = tiles(H) | overrides
     launch = Launch(
         kernel=forward_kernel,
         inputs=(q, k, v, seen.first, seen.last, seen.own),
-        outputs=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, P, N), jnp.float32)),
+        outputs=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((B, P, N), jnp.float32),
+        ),
         grid=(_tiles(seen, P, how["bq"])[1], B * N),
         constants=_constants(q, k, seen, scale, how, how["bq"]),
         warps=how["warps"],
@@ -234,7 +380,7 @@ def forward(q, k, v, seen, scale, start: Start, **overrides):
     return start(launch)
 
 
-def backward(q, k, v, seen, scale, y, lse, dy, dlse, start: Start, **overrides):
+def backward(q, k, v, seen, scale, y, lse, dy, dlse, start: Launcher, **overrides):
     """Gradients of q, k and v."""
     B, P, N, H = q.shape
     how = tiles(H) | overrides
@@ -277,10 +423,17 @@ def ranges(seen, keys: int, queries: int) -> jax.Array:
             found.append(jnp.zeros((B, len(begin), 2), jnp.int32))
             continue
         some = seen.first[:, low:high] <= seen.last[:, low:high]
-        by_tile = lambda x, fill: jnp.pad(x, [(0, 0), (0, count * queries - x.shape[1])], constant_values=fill).reshape(B, count, queries)  # noqa: E731, B023
+
+        def by_tile(x, fill):
+            return jnp.pad(
+                x, [(0, 0), (0, count * queries - x.shape[1])], constant_values=fill
+            ).reshape(B, count, queries)  # noqa:  B023
+
         first = by_tile(jnp.where(some, seen.first[:, low:high], P), P).min(axis=2)
         last = by_tile(jnp.where(some, seen.last[:, low:high], -1), -1).max(axis=2)
-        meets = (first[..., None] < begin[None, None] + keys) & (last[..., None] >= begin[None, None])  # [B count tiles]
+        meets = (first[..., None] < begin[None, None] + keys) & (
+            last[..., None] >= begin[None, None]
+        )  # [B count tiles]
         any_ = meets.any(axis=1)
         start = low + jnp.argmax(meets, axis=1) * queries
         end = jnp.minimum(low + (count - jnp.argmax(meets[:, ::-1], axis=1)) * queries, high)
@@ -297,6 +450,15 @@ def _tiles(seen, P: int, size: int) -> tuple[int, int]:
 def _constants(q, k, seen, scale, how, size) -> dict:
     (_, P, N, H), G = q.shape, k.shape[2]
     return dict(
-        P=P, N0=seen.depth0, N=N, G=G, H=H, SCALE=float(scale), CHAIN=seen.chain, TILES0=_tiles(seen, P, size)[0],
-        BQ=how["bq"], BK=how["bk"], BH=max(16, 1 << (H - 1).bit_length()),
-    )  # fmt: skip
+        P=P,
+        N0=seen.depth0,
+        N=N,
+        G=G,
+        H=H,
+        SCALE=float(scale),
+        CHAIN=seen.chain,
+        TILES0=_tiles(seen, P, size)[0],
+        BQ=how["bq"],
+        BK=how["bk"],
+        BH=max(16, 1 << (H - 1).bit_length()),
+    )

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.kernels.choose import choose, wide
+from peagle_jax.kernels.choose import choose, non_16bit_reason
 
 CHUNK = 8192  # words whose gradient exists at one time, [P CHUNK]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Peaks:
+class TopK:
     """The largest logits of each row in descending order (of equals, the lowest id first), and the log-sum-exp of all."""
 
     values: Float[Array, "M k"]
@@ -27,8 +27,13 @@ class Peaks:
 
 
 def reference(
-    x: Float[Array, "M K"], w: Float[Array, "..."], k: int, scale: Float[Array, " V"] | None = None, *, by_word: bool = False
-) -> Peaks:
+    x: Float[Array, "M K"],
+    w: Float[Array, "..."],
+    k: int,
+    scale: Float[Array, " V"] | None = None,
+    *,
+    by_word: bool = False,
+) -> TopK:
     """By materialising the logits in float32.
 
     Args:
@@ -40,10 +45,10 @@ def reference(
     if scale is not None:
         logits = logits * scale[None]
     values, ids = jax.lax.top_k(logits, k)
-    return Peaks(values, ids, jax.nn.logsumexp(logits, axis=-1))
+    return TopK(values, ids, jax.nn.logsumexp(logits, axis=-1))
 
 
-def triton(x, w, k, scale=None, *, by_word=False) -> Peaks:
+def triton(x, w, k, scale=None, *, by_word=False) -> TopK:
     from peagle_jax.kernels import vocab_triton
 
     return vocab_triton.peaks(x, w, k, scale, by_word=by_word)
@@ -52,22 +57,31 @@ def triton(x, w, k, scale=None, *, by_word=False) -> Peaks:
 FORMS = {"reference": reference, "triton": triton}
 
 
-def peaks(x, w, k: int, scale=None, *, by_word: bool = False, form: str) -> Peaks:
+def peaks(x, w, k: int, scale=None, *, by_word: bool = False, form: str) -> TopK:
     """The k largest logits a row, as `reference`, by a form of FORMS or "auto"."""
-    return FORMS[choose("vocab", form, FORMS, wide(x) if scale is not None else wide(x, w))](x, w, k, scale, by_word=by_word)
+    return FORMS[
+        choose(
+            "vocab",
+            form,
+            FORMS,
+            non_16bit_reason(x) if scale is not None else non_16bit_reason(x, w),
+        )
+    ](x, w, k, scale, by_word=by_word)
 
 
-def streams(*operands: jax.Array) -> bool:
+def is_supported(*operands: jax.Array) -> bool:
     """Whether "auto" keeps the logits of these operands out of memory here."""
-    return choose("vocab", "auto", FORMS, wide(*operands)) == "triton"
+    return choose("vocab", "auto", FORMS, non_16bit_reason(*operands)) == "triton"
 
 
-def best(x: Float[Array, "*rows K"], w: Float[Array, "..."], scale=None, *, by_word: bool = False) -> Int[Array, "*rows"] | None:
+def argmax_logits(
+    x: Float[Array, "*rows K"], w: Float[Array, "..."], scale=None, *, by_word: bool = False
+) -> Int[Array, "*rows"] | None:
     """The argmax of each row's logits, which never exist; None where that has no advantage, and the caller has its own logits.
 
     In float32, where logits in bfloat16 have ties: the two can differ where the largest are within a rounding step.
     """
-    if not (streams(x) if scale is not None else streams(x, w)):
+    if not (is_supported(x) if scale is not None else is_supported(x, w)):
         return None
     found = peaks(x.reshape(-1, x.shape[-1]), w, 1, scale, by_word=by_word, form="triton")
     return found.ids.reshape(x.shape[:-1])
@@ -75,7 +89,7 @@ def best(x: Float[Array, "*rows K"], w: Float[Array, "..."], scale=None, *, by_w
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Distance:
+class DistillLoss:
     """Between a student's and a teacher's distribution over the same words, a row."""
 
     kl: Float[Array, " P"]  # KL(teacher || student), nats
@@ -86,19 +100,25 @@ class Distance:
     teacher_lse: Float[Array, " P"]
 
 
-def distance_reference(x, w, teacher_x, teacher_w, cap: float | None) -> Distance:
+def distance_reference(x, w, teacher_x, teacher_w, cap: float | None) -> DistillLoss:
     """By materialising both logits. Axes: [P D], [D W], [P E], [E W]; `cap` squeezes the teacher's by tanh (Gemma)."""
     student = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     teacher = jnp.matmul(teacher_x, teacher_w, preferred_element_type=jnp.float32)
     teacher = teacher if cap is None else cap * jnp.tanh(teacher / cap)
     lse, teacher_lse = (jax.nn.logsumexp(y, axis=-1) for y in (student, teacher))
     best = jnp.argmax(teacher, axis=-1)
-    kl = jnp.sum(jnp.exp(teacher - teacher_lse[:, None]) * (teacher - student), axis=-1) - teacher_lse + lse
+    kl = (
+        jnp.sum(jnp.exp(teacher - teacher_lse[:, None]) * (teacher - student), axis=-1)
+        - teacher_lse
+        + lse
+    )
     at_best = jnp.take_along_axis(student, best[:, None], axis=1)[:, 0]
-    return Distance(kl, lse - at_best, jnp.argmax(student, axis=-1), best, lse, teacher_lse)
+    return DistillLoss(kl, lse - at_best, jnp.argmax(student, axis=-1), best, lse, teacher_lse)
 
 
-def slopes_reference(x, w, teacher_x, teacher_w, cap, found: Distance, first: int, kl, cross_entropy) -> Float[Array, "P W"]:
+def slopes_reference(
+    x, w, teacher_x, teacher_w, cap, found: DistillLoss, first: int, kl, cross_entropy
+) -> Float[Array, "P W"]:
     """Gradient of sum(kl * found.kl + cross_entropy * found.cross_entropy) in the student's logits, in the dtype of `x`.
 
     Args:
@@ -108,7 +128,10 @@ def slopes_reference(x, w, teacher_x, teacher_w, cap, found: Distance, first: in
     student = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     teacher = jnp.matmul(teacher_x, teacher_w, preferred_element_type=jnp.float32)
     teacher = teacher if cap is None else cap * jnp.tanh(teacher / cap)
-    q, p = jnp.exp(student - found.student_lse[:, None]), jnp.exp(teacher - found.teacher_lse[:, None])
+    q, p = (
+        jnp.exp(student - found.student_lse[:, None]),
+        jnp.exp(teacher - found.teacher_lse[:, None]),
+    )
     best = (first + jnp.arange(w.shape[1]))[None] == found.teacher[:, None]
     return (kl[:, None] * (q - p) + cross_entropy[:, None] * (q - best)).astype(x.dtype)
 
@@ -125,12 +148,15 @@ def _slopes_triton(*args):
     return vocab_triton.slopes(*args)
 
 
-DISTANCES = {"reference": (distance_reference, slopes_reference), "triton": (_distance_triton, _slopes_triton)}
+DISTANCES = {
+    "reference": (distance_reference, slopes_reference),
+    "triton": (_distance_triton, _slopes_triton),
+}
 
 
 def distance(
     x, w, teacher_x, teacher_w, cap: float | None = None, form: str = "auto"
-) -> tuple[Float[Array, " P"], Float[Array, " P"], Distance]:
+) -> tuple[Float[Array, " P"], Float[Array, " P"], DistillLoss]:
     """(KL, cross entropy) of each row, differentiable in `x` and `w`, and everything else as numbers.
 
     The gradient recomputes the logits, CHUNK words at a time; the teacher gets none.
@@ -141,9 +167,9 @@ def distance(
       cap: of the teacher's logits.
       form: a name of DISTANCES, or "auto".
     """
-    form = choose("vocab distance", form, DISTANCES, wide(x, w, teacher_x, teacher_w))
+    form = choose("vocab distance", form, DISTANCES, non_16bit_reason(x, w, teacher_x, teacher_w))
     kl, cross_entropy, *rest = _losses(x, w, teacher_x, teacher_w, cap, form)
-    return kl, cross_entropy, jax.lax.stop_gradient(Distance(kl, cross_entropy, *rest))
+    return kl, cross_entropy, jax.lax.stop_gradient(DistillLoss(kl, cross_entropy, *rest))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -159,15 +185,22 @@ def _forward(x, w, teacher_x, teacher_w, cap, form):
 
 def _backward(cap, form, kept, above):
     x, w, teacher_x, teacher_w, losses = kept
-    slopes, found = DISTANCES[form][1], Distance(*losses)
+    slopes, found = DISTANCES[form][1], DistillLoss(*losses)
     W = w.shape[1]
     parts, dx = [], jnp.zeros(x.shape, jnp.float32)
-    for first in range(0, W, CHUNK):  # unrolled: each product is the library's own, and XLA frees a stretch after its two products
+    for first in range(
+        0, W, CHUNK
+    ):  # unrolled: each product is the library's own, and XLA frees a stretch after its two products
         here = slice(first, min(W, first + CHUNK))
         d = slopes(x, w[:, here], teacher_x, teacher_w[:, here], cap, found, first, *above[:2])
         dx += jnp.matmul(d, w[:, here].T, preferred_element_type=jnp.float32)
         parts.append(jnp.matmul(x.T, d, preferred_element_type=jnp.float32).astype(w.dtype))
-    return dx.astype(x.dtype), jnp.concatenate(parts, axis=1), jnp.zeros_like(teacher_x), jnp.zeros_like(teacher_w)
+    return (
+        dx.astype(x.dtype),
+        jnp.concatenate(parts, axis=1),
+        jnp.zeros_like(teacher_x),
+        jnp.zeros_like(teacher_w),
+    )
 
 
 _losses.defvjp(_forward, _backward)

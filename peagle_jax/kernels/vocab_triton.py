@@ -9,13 +9,25 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from peagle_jax.kernels.launch import Launch, Start, on_gpu
-from peagle_jax.kernels.vocab import Distance, Peaks
+from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
+from peagle_jax.kernels.vocab import DistillLoss, TopK
 
 
 @triton.jit
-def logits(x_ptr, w_ptr, m, v, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr,
-           BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def logits(
+    x_ptr,
+    w_ptr,
+    m,
+    v,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WK: tl.constexpr,
+    WV: tl.constexpr,
+    BM: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Tile [BV BM] of w.T @ x.T in float32; the matrix's steps along K and V are WK and WV."""
     acc = tl.zeros((BV, BM), tl.float32)
     x_row = x_ptr + m[:, None].to(tl.int64) * K
@@ -23,7 +35,11 @@ def logits(x_ptr, w_ptr, m, v, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr
     for at in range(0, K, BK):
         k = at + tl.arange(0, BK)
         x = tl.load(x_row + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
-        w = tl.load(w_row + k[None, :].to(tl.int64) * WK, mask=(v[:, None] < V) & (k[None, :] < K), other=0.0)
+        w = tl.load(
+            w_row + k[None, :].to(tl.int64) * WK,
+            mask=(v[:, None] < V) & (k[None, :] < K),
+            other=0.0,
+        )
         acc = tl.dot(w.to(x.dtype), x.T, acc)
     return acc
 
@@ -36,10 +52,24 @@ def place(x, best, BV: tl.constexpr):
 
 @triton.jit
 def peaks_kernel(
-    x_ptr, w_ptr, scale_ptr, value_ptr, id_ptr, lse_ptr,
-    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
-    TILES: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    value_ptr,
+    id_ptr,
+    lse_ptr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WK: tl.constexpr,
+    WV: tl.constexpr,
+    SCALED: tl.constexpr,
+    TOP: tl.constexpr,
+    TILES: tl.constexpr,
+    BM: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+):
     tile = tl.program_id(0)
     v = tile * BV + tl.arange(0, BV)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -77,11 +107,26 @@ def placed(COUNT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def distance_kernel(
-    x_ptr, w_ptr, tx_ptr, tw_ptr, number_ptr, id_ptr,
-    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr,
-    TK: tl.constexpr, TV: tl.constexpr,
-    CAP: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    tx_ptr,
+    tw_ptr,
+    number_ptr,
+    id_ptr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    WK: tl.constexpr,
+    WV: tl.constexpr,
+    TK: tl.constexpr,
+    TV: tl.constexpr,
+    CAP: tl.constexpr,
+    TILES: tl.constexpr,
+    BM: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Of a row and tile: the student's top and log-sum-exp, the teacher's, the sum of exp(teacher - its top) * (teacher - student), and the
     student at the teacher's best."""
     tile, rows = placed(TILES, (P + BM - 1) // BM)
@@ -114,11 +159,26 @@ def distance_kernel(
 
 @triton.jit
 def slopes_kernel(
-    x_ptr, w_ptr, tx_ptr, tw_ptr, row_ptr, best_ptr, out_ptr,
-    P: tl.constexpr, D: tl.constexpr, E: tl.constexpr, V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr,
-    TK: tl.constexpr, TV: tl.constexpr,
-    CAP: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    tx_ptr,
+    tw_ptr,
+    row_ptr,
+    best_ptr,
+    out_ptr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    WK: tl.constexpr,
+    WV: tl.constexpr,
+    TK: tl.constexpr,
+    TV: tl.constexpr,
+    CAP: tl.constexpr,
+    BM: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+):
     """row_ptr: student's log-sum-exp, teacher's, weight of KL, of cross entropy. best_ptr: the teacher's argmax within this stretch."""
     tile, rows = placed((V + BV - 1) // BV, (P + BM - 1) // BM)
     v = tile * BV + tl.arange(0, BV)
@@ -142,7 +202,7 @@ def tiles(rows: int) -> dict:
     return {"bm": bm, "bv": 128, "bk": 64, "warps": 8 if bm == 128 else 4, "stages": 3}
 
 
-def peaks(x, w, k, scale=None, *, by_word=False, start: Start = on_gpu, **overrides):
+def peaks(x, w, k, scale=None, *, by_word=False, start: Launcher = on_gpu, **overrides):
     """As `vocab.reference`."""
     M, K = x.shape
     V, WK, WV = (w.shape[0], 1, K) if by_word else (w.shape[1], w.shape[1], 1)
@@ -158,24 +218,49 @@ def peaks(x, w, k, scale=None, *, by_word=False, start: Start = on_gpu, **overri
             jax.ShapeDtypeStruct(shape[:2], jnp.float32),
         ),
         grid=(count, -(-M // how["bm"])),
-        constants=dict(M=M, K=K, V=V, WK=WK, WV=WV, SCALED=scale is not None, TOP=k, TILES=count, BM=how["bm"], BV=how["bv"], BK=how["bk"]),
+        constants=dict(
+            M=M,
+            K=K,
+            V=V,
+            WK=WK,
+            WV=WV,
+            SCALED=scale is not None,
+            TOP=k,
+            TILES=count,
+            BM=how["bm"],
+            BV=how["bv"],
+            BK=how["bk"],
+        ),
         warps=how["warps"],
         stages=how["stages"],
     )
     values, ids, lse = start(launch)
-    best, where = jax.lax.top_k(values.reshape(M, -1), k)  # stable: of equals the earlier tile, and so the lower id
-    return Peaks(best, jnp.take_along_axis(ids.reshape(M, -1), where, axis=1), jax.nn.logsumexp(lse, axis=1))
+    best, where = jax.lax.top_k(
+        values.reshape(M, -1), k
+    )  # stable: of equals the earlier tile, and so the lower id
+    return TopK(
+        best, jnp.take_along_axis(ids.reshape(M, -1), where, axis=1), jax.nn.logsumexp(lse, axis=1)
+    )
 
 
-def distance(x, w, teacher_x, teacher_w, cap, start: Start = on_gpu, **overrides):
+def distance(x, w, teacher_x, teacher_w, cap, start: Launcher = on_gpu, **overrides):
     """As `vocab.distance_reference`."""
     P = x.shape[0]
-    how = {"bm": 64, "bv": 128, "bk": 64, "warps": 8, "stages": 3} | overrides  # two of 128 x 128 spill
+    how = {
+        "bm": 64,
+        "bv": 128,
+        "bk": 64,
+        "warps": 8,
+        "stages": 3,
+    } | overrides  # two of 128 x 128 spill
     count = -(-w.shape[1] // how["bv"])
     launch = Launch(
         kernel=distance_kernel,
         inputs=(x, w, teacher_x, teacher_w),
-        outputs=(jax.ShapeDtypeStruct((6, P, count), jnp.float32), jax.ShapeDtypeStruct((2, P, count), jnp.int32)),
+        outputs=(
+            jax.ShapeDtypeStruct((6, P, count), jnp.float32),
+            jax.ShapeDtypeStruct((2, P, count), jnp.int32),
+        ),
         grid=(count * -(-P // how["bm"]),),
         constants=_constants(x, w, teacher_x, teacher_w, cap, how) | {"TILES": count},
         warps=how["warps"],
@@ -184,18 +269,47 @@ def distance(x, w, teacher_x, teacher_w, cap, start: Start = on_gpu, **overrides
     (s_top, s_lse, t_top, t_lse, gaps, at_best), (s_id, t_id) = start(launch)
     lse, teacher_lse = jax.nn.logsumexp(s_lse, axis=1), jax.nn.logsumexp(t_lse, axis=1)
     kl = (jnp.exp(t_top - teacher_lse[:, None]) * gaps).sum(axis=1) - teacher_lse + lse
-    at = lambda rows, tile: jnp.take_along_axis(rows, tile[:, None], axis=1)[:, 0]  # noqa: E731
+
+    def at(rows, tile):
+        return jnp.take_along_axis(rows, tile[:, None], axis=1)[:, 0]
+
     best = jnp.argmax(t_top, axis=1)
-    return Distance(kl, lse - at(at_best, best), at(s_id, jnp.argmax(s_top, axis=1)), at(t_id, best), lse, teacher_lse)
+    return DistillLoss(
+        kl,
+        lse - at(at_best, best),
+        at(s_id, jnp.argmax(s_top, axis=1)),
+        at(t_id, best),
+        lse,
+        teacher_lse,
+    )
 
 
-def slopes(x, w, teacher_x, teacher_w, cap, found, first, kl, cross_entropy, start: Start = on_gpu, **overrides) -> jax.Array:
+def slopes(
+    x,
+    w,
+    teacher_x,
+    teacher_w,
+    cap,
+    found,
+    first,
+    kl,
+    cross_entropy,
+    start: Launcher = on_gpu,
+    **overrides,
+) -> jax.Array:
     """As `vocab.slopes_reference`."""
     P, W = x.shape[0], w.shape[1]
     how = {"bm": 128, "bv": 128, "bk": 64, "warps": 8, "stages": 3} | overrides
     launch = Launch(
         kernel=slopes_kernel,
-        inputs=(x, w, teacher_x, teacher_w, jnp.stack([found.student_lse, found.teacher_lse, kl, cross_entropy]), found.teacher - first),
+        inputs=(
+            x,
+            w,
+            teacher_x,
+            teacher_w,
+            jnp.stack([found.student_lse, found.teacher_lse, kl, cross_entropy]),
+            found.teacher - first,
+        ),
         outputs=(jax.ShapeDtypeStruct((P, W), x.dtype),),
         grid=(-(-W // how["bv"]) * -(-P // how["bm"]),),
         constants=_constants(x, w, teacher_x, teacher_w, cap, how),
@@ -207,4 +321,17 @@ def slopes(x, w, teacher_x, teacher_w, cap, found, first, kl, cross_entropy, sta
 
 def _constants(x, w, teacher_x, teacher_w, cap, how) -> dict:
     (P, D), E, V = x.shape, teacher_x.shape[1], w.shape[1]
-    return dict(P=P, D=D, E=E, V=V, WK=V, WV=1, TK=V, TV=1, CAP=float(cap or 0), BM=how["bm"], BV=how["bv"], BK=how["bk"])
+    return dict(
+        P=P,
+        D=D,
+        E=E,
+        V=V,
+        WK=V,
+        WV=1,
+        TK=V,
+        TV=1,
+        CAP=float(cap or 0),
+        BM=how["bm"],
+        BV=how["bv"],
+        BK=how["bk"],
+    )

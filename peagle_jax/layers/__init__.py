@@ -1,12 +1,36 @@
 """What targets and draft heads share: norms, rotary embeddings, attention, MLPs, experts, the decoder's frame."""
 
 from peagle_jax.layers.attention import Attention, CachedAttention
-from peagle_jax.layers.basic import MLP, Embedding, LateRMSNorm, Linear, RMSNorm, gelu_tanh, normal, normalise, soft_cap
+from peagle_jax.layers.basic import (
+    MLP,
+    Embedding,
+    LateRMSNorm,
+    Linear,
+    RMSNorm,
+    gelu_tanh,
+    normal,
+    normalize,
+    soft_cap,
+)
 from peagle_jax.layers.decoder import Decoder, PreNormBlock
-from peagle_jax.layers.moe import Experts, Gated
+from peagle_jax.layers.moe import GLU, Experts
 from peagle_jax.layers.rope import Rope
 
 __all__ = [
-    "MLP", "Attention", "CachedAttention", "Decoder", "Embedding", "Experts", "Gated", "LateRMSNorm", "Linear", "PreNormBlock", "RMSNorm",
-    "Rope", "gelu_tanh", "normal", "normalise", "soft_cap",
-]  # fmt: skip
+    "MLP",
+    "Attention",
+    "CachedAttention",
+    "Decoder",
+    "Embedding",
+    "Experts",
+    "GLU",
+    "LateRMSNorm",
+    "Linear",
+    "PreNormBlock",
+    "RMSNorm",
+    "Rope",
+    "gelu_tanh",
+    "normal",
+    "normalize",
+    "soft_cap",
+]

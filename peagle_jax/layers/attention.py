@@ -29,12 +29,22 @@ class CachedAttention:
         group = state.groups[g]
         if k is not None:
             group = self._write(group, i, k, v)
-            state = dataclasses.replace(state, groups=(*state.groups[:g], group, *state.groups[g + 1 :]))
+            state = dataclasses.replace(
+                state, groups=(*state.groups[:g], group, *state.groups[g + 1 :])
+            )
         held = self._held(group, state.length)
         y = attention.attend(
-            q, group.k[i], group.v[i], self.positions, held, window=rule.window, scale=rule.scale, sinks=rule.sinks, form="auto",
+            q,
+            group.k[i],
+            group.v[i],
+            self.positions,
+            held,
+            window=rule.window,
+            scale=rule.scale,
+            sinks=rule.sinks,
+            form="auto",
             **({"k_scale": group.k_scale[i], "v_scale": group.v_scale[i]} if group.k_scale else {}),
-        )  # fmt: skip
+        )
         return y, state
 
     def _write(self, group: KVGroup, i: int, k, v) -> KVGroup:
@@ -44,8 +54,14 @@ class CachedAttention:
             slot = jnp.where(self.real, slot, slots)
         names = ("k", "v", "k_scale", "v_scale") if group.k_scale else ("k", "v")
         held = cache_write.write(k, v, slot, tuple(getattr(group, name)[i] for name in names))
-        swap = lambda all_, new: (*all_[:i], new, *all_[i + 1 :])  # noqa: E731
-        return dataclasses.replace(group, **{name: swap(getattr(group, name), x) for name, x in zip(names, held, strict=True)})
+
+        def swap(all_, new):
+            return (*all_[:i], new, *all_[i + 1 :])
+
+        return dataclasses.replace(
+            group,
+            **{name: swap(getattr(group, name), x) for name, x in zip(names, held, strict=True)},
+        )
 
     def _held(self, group: KVGroup, length: Int[Array, " B"]) -> Int[Array, "B S"] | None:
         """The position that lies in each slot of a ring: the latest one written that belongs there. None: every slot holds its own."""
@@ -61,9 +77,22 @@ class Attention(nnx.Module):
     """Grouped-query attention; with `qk_norm` each head's q and k are normalised before the rotation (Qwen3)."""
 
     def __init__(
-        self, inputs: int, dim: int, heads: int, kv_heads: int, head_dim: int, rope: Rope, *,
-        bias: bool, qk_norm: bool, eps: float, window: int | None, dtype, rngs: nnx.Rngs, sinks: bool = False,
-    ):  # fmt: skip
+        self,
+        inputs: int,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: Rope,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        eps: float,
+        window: int | None,
+        dtype,
+        rngs: nnx.Rngs,
+        sinks: bool = False,
+    ):
         self.q = Linear(inputs, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.k = Linear(inputs, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.v = Linear(inputs, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
@@ -73,10 +102,19 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(heads, dtype)) if sinks else None
         self.head_dim, self.rope, self.window = head_dim, rope, window
 
-    def __call__(self, x: Float[Array, "B T I"], positions: Int[Array, "B T"], layer: int, attend: Attend, state):
+    def __call__(
+        self,
+        x: Float[Array, "B T I"],
+        positions: Int[Array, "B T"],
+        layer: int,
+        attend: Attend,
+        state,
+    ):
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        rule = AttentionRule(self.window, self.head_dim**-0.5, None if self.sinks is None else self.sinks[...])
+        rule = AttentionRule(
+            self.window, self.head_dim**-0.5, None if self.sinks is None else self.sinks[...]
+        )
         y, state = attend(layer, self.rope(q, positions), self.rope(k, positions), v, state, rule)
         return self.o(y.reshape(*x.shape[:2], -1)), state

@@ -34,13 +34,13 @@ class Linear(nnx.Module):
         y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...]).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
-    def best(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
+    def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
         """The argmax of each row of the product."""
-        ids = vocab.best(x, self.kernel[...]) if self.bias is None else None
+        ids = vocab.argmax_logits(x, self.kernel[...]) if self.bias is None else None
         return jnp.argmax(self(x), axis=-1) if ids is None else ids
 
 
-def normalise(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
     """Root mean square 1 along the last axis; in float32, whatever `x` is."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -54,14 +54,16 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        return along_last(self.scale[...], x) * normalise(x, self.eps).astype(x.dtype)
+        return along_last(self.scale[...], x) * normalize(x, self.eps).astype(x.dtype)
 
 
 class LateRMSNorm(RMSNorm):
     """Scales in float32 as well and rounds last (modeling_gpt_oss.py, modeling_gemma4.py): in bfloat16 other numbers than `RMSNorm`."""
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        return (along_last(self.scale[...].astype(jnp.float32), x) * normalise(x, self.eps)).astype(x.dtype)
+        return (along_last(self.scale[...].astype(jnp.float32), x) * normalize(x, self.eps)).astype(
+            x.dtype
+        )
 
 
 class Embedding(nnx.Module):
@@ -75,7 +77,16 @@ class Embedding(nnx.Module):
 class MLP(nnx.Module):
     """Gated MLP: `down(act(gate(x)) * up(x))`."""
 
-    def __init__(self, dim: int, mlp_dim: int, *, dtype, rngs: nnx.Rngs, bias: bool = False, act: Callable = jax.nn.silu):
+    def __init__(
+        self,
+        dim: int,
+        mlp_dim: int,
+        *,
+        dtype,
+        rngs: nnx.Rngs,
+        bias: bool = False,
+        act: Callable = jax.nn.silu,
+    ):
         self.gate = Linear(dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.up = Linear(dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(mlp_dim, dim, bias=bias, dtype=dtype, rngs=rngs)

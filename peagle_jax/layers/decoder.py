@@ -18,7 +18,14 @@ class PreNormBlock(nnx.Module):
     def __init__(self, attn_norm: RMSNorm, attn: Attention, mlp_norm: RMSNorm, mlp: nnx.Module):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
 
-    def __call__(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], layer: int, attend: Attend, state):
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        layer: int,
+        attend: Attend,
+        state,
+    ):
         y, state = self.attn(self.attn_norm(x), positions, layer, attend, state)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
@@ -35,16 +42,28 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, words: int, dim: int, layers: int, block: Callable[[int], nnx.Module], norm: RMSNorm, *,
-        taps: Sequence[int], tied: bool, dtype, rngs: nnx.Rngs, logit_cap: float | None = None,
-    ):  # fmt: skip
-        self.taps, self.logit_cap = tuple(taps), logit_cap
+        self,
+        words: int,
+        dim: int,
+        layers: int,
+        block: Callable[[int], nnx.Module],
+        norm: RMSNorm,
+        *,
+        aux_hidden_state_layers: Sequence[int],
+        tied: bool,
+        dtype,
+        rngs: nnx.Rngs,
+        logit_cap: float | None = None,
+    ):
+        self.aux_hidden_state_layers, self.logit_cap = tuple(aux_hidden_state_layers), logit_cap
         self.embed = Embedding(words, dim, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([block(i) for i in range(layers)])
         self.norm = norm
-        self.head = None if tied else Linear(dim, words, dtype=dtype, rngs=rngs)
+        self.lm_head = None if tied else Linear(dim, words, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, state):
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, state
+    ):
         """Returns (TargetOutput, attention state). Taps are part of the forward; jit drops those nobody reads."""
         x = self.embed(tokens)
         stream = [x]
@@ -54,16 +73,22 @@ class Decoder(nnx.Module):
         return TargetOutput(self.norm(x), self.tapped(stream)), state
 
     def tapped(self, stream: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T A"]:
-        return jnp.concatenate([stream[t] for t in self.taps], axis=-1) if self.taps else stream[0][..., :0]
+        return (
+            jnp.concatenate([stream[t] for t in self.aux_hidden_state_layers], axis=-1)
+            if self.aux_hidden_state_layers
+            else stream[0][..., :0]
+        )
 
-    def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        return soft_cap(hidden @ self.output_weight(), self.logit_cap)
+    def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        return soft_cap(hidden @ self.lm_head_weight(), self.logit_cap)
 
-    def best(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
+    def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
         """The argmax of `unembed`, the next token of greedy decoding. A cap changes no order."""
-        tied = self.head is None
-        ids = vocab.best(hidden, self.embed.table[...] if tied else self.head.kernel[...], by_word=tied)
-        return jnp.argmax(self.unembed(hidden), axis=-1) if ids is None else ids
+        tied = self.lm_head is None
+        ids = vocab.argmax_logits(
+            hidden, self.embed.table[...] if tied else self.lm_head.kernel[...], by_word=tied
+        )
+        return jnp.argmax(self.compute_logits(hidden), axis=-1) if ids is None else ids
 
-    def output_weight(self) -> Float[Array, "D V"]:
-        return self.embed.table[...].T if self.head is None else self.head.kernel[...]
+    def lm_head_weight(self) -> Float[Array, "D V"]:
+        return self.embed.table[...].T if self.lm_head is None else self.lm_head.kernel[...]

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import fp8_matmul, vocab
 from peagle_jax.kernels.fp8_matmul import E4M3, Fp8Matrix
 from peagle_jax.layers.basic import Linear, along_last
-from peagle_jax.layers.moe import Fp8Stack, Stack
-from peagle_jax.weights import Table, Tensor, fp8
+from peagle_jax.layers.moe import ExpertLinear, Fp8ExpertLinear
+from peagle_jax.weights import ParamTable, Tensor, fp8
 
-KEPT = ("router", "head")  # by the name of the module
+KEPT = ("router", "lm_head")  # by the name of the module
 
 
 class Fp8Linear(nnx.Module):
@@ -24,42 +24,52 @@ class Fp8Linear(nnx.Module):
     def __init__(self, linear: Linear, *, blocks: bool):
         inputs, outputs = linear.kernel.shape
         self.values = nnx.Param(jnp.zeros((outputs, inputs), E4M3))
-        self.scale = nnx.Param(jnp.zeros(fp8_matmul.grid(outputs, inputs) if blocks else outputs, jnp.float32))
+        self.scale = nnx.Param(
+            jnp.zeros(fp8_matmul.grid(outputs, inputs) if blocks else outputs, jnp.float32)
+        )
         self.bias = linear.bias
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         y = fp8_matmul.matmul(x, Fp8Matrix(self.values[...], self.scale[...]))
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
-    def best(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
+    def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
         """The argmax of each row of the product; where a kernel finds it, of activations that are not quantised."""
         ids = None
         if self.bias is None and self.scale.ndim == 1:
-            ids = vocab.best(x, self.values[...], self.scale[...], by_word=True)
+            ids = vocab.argmax_logits(x, self.values[...], self.scale[...], by_word=True)
         return jnp.argmax(self(x), axis=-1) if ids is None else ids
 
 
-def _fp8(matrix: Linear | Stack, blocks: bool) -> Fp8Linear | Fp8Stack:
+def _fp8(matrix: Linear | ExpertLinear, blocks: bool) -> Fp8Linear | Fp8ExpertLinear:
     if isinstance(matrix, Linear):
         return Fp8Linear(matrix, blocks=blocks)
-    return Fp8Stack(*matrix.kernel.shape, bias=matrix.bias, blocks=blocks)
+    return Fp8ExpertLinear(*matrix.kernel.shape, bias=matrix.bias, blocks=blocks)
 
 
-def in_fp8(
-    make: Callable[[], nnx.Module], tensors: Mapping[str, Tensor], table: Table, stored: Mapping[str, Tensor], keep: Collection[str] = KEPT
-) -> tuple[Callable[[], nnx.Module], dict[str, Tensor], Table]:
+def quantize_linears(
+    make: Callable[[], nnx.Module],
+    tensors: Mapping[str, Tensor],
+    table: ParamTable,
+    stored: Mapping[str, Tensor],
+    keep: Collection[str] = KEPT,
+) -> tuple[Callable[[], nnx.Module], dict[str, Tensor], ParamTable]:
     """What `weights.load` needs to make the same model with its matrices in FP8.
 
     Args:
       stored: the checkpoint's tensors with its float8 values and scales, by the names of `table`; empty where there are none.
       keep: names of modules whose matrices stay as they are.
     """
-    blocks = fp8.in_blocks(stored)
+    blocks = fp8.has_block_scales(stored)
     paths = {path for *_, path in _matrices(nnx.eval_shape(make), keep)}
-    return replaced(make, blocks=blocks, keep=keep), *fp8.kept(stored, tensors, table, paths, blocks=blocks)
+    return with_fp8_layers(make, blocks=blocks, keep=keep), *fp8.map_fp8_params(
+        stored, tensors, table, paths, blocks=blocks
+    )
 
 
-def replaced(make: Callable[[], nnx.Module], *, blocks: bool, keep: Collection[str] = KEPT) -> Callable[[], nnx.Module]:
+def with_fp8_layers(
+    make: Callable[[], nnx.Module], *, blocks: bool, keep: Collection[str] = KEPT
+) -> Callable[[], nnx.Module]:
     """`make`, with matrices of zeros in FP8."""
 
     def made() -> nnx.Module:
@@ -71,10 +81,12 @@ def replaced(make: Callable[[], nnx.Module], *, blocks: bool, keep: Collection[s
     return made
 
 
-def _matrices(module: nnx.Module, keep: Collection[str], at: str = "") -> Iterator[tuple[nnx.Module, str, nnx.Module, str]]:
+def _matrices(
+    module: nnx.Module, keep: Collection[str], at: str = ""
+) -> Iterator[tuple[nnx.Module, str, nnx.Module, str]]:
     """(parent, name, matrix, dotted path) of all that become FP8."""
     for name, child in vars(module).items():
-        if isinstance(child, Linear | Stack):
+        if isinstance(child, Linear | ExpertLinear):
             if name not in keep:
                 yield module, name, child, at + name
         elif isinstance(child, nnx.List):

@@ -25,31 +25,60 @@ class Rope:
         """Reads `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before)."""
         spec = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(spec, Mapping):
-            raise InputError(where, "rope_parameters and rope_scaling must be objects", repr(spec)[:80], "mend the config")
+            raise InputError(
+                where,
+                "rope_parameters and rope_scaling must be objects",
+                repr(spec)[:80],
+                "mend the config",
+            )
         spec = {key: value for key, value in spec.items() if value is not None}
         if "rope_theta" not in spec:
             if config.get("rope_theta") is None:
-                raise InputError(where, "rope_theta must be given, at top level or in rope_parameters", "none", "add it")
+                raise InputError(
+                    where,
+                    "rope_theta must be given, at top level or in rope_parameters",
+                    "none",
+                    "add it",
+                )
             spec["rope_theta"] = config["rope_theta"]
         old, kind = spec.pop("type", None), spec.pop("rope_type", None)
         kind = spec["rope_type"] = kind or old or "default"
         if not isinstance(kind, str) or kind not in ROPE_KINDS or old not in (None, kind):
             got = kind if old is None else f"{kind} and {old}"
-            raise InputError(where, f"rope_type must be one of {', '.join(ROPE_KINDS)}", got, "use another checkpoint")
-        context = spec.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+            raise InputError(
+                where,
+                f"rope_type must be one of {', '.join(ROPE_KINDS)}",
+                got,
+                "use another checkpoint",
+            )
+        context = spec.get("original_max_position_embeddings") or config.get(
+            "max_position_embeddings"
+        )
         _check_rope(spec, context, head_dim, where)
         plain = spec["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         try:
             frequencies, scale = ROPE_KINDS[kind](plain, spec, context, head_dim)
         except KeyError as missing:
-            raise InputError(where, f"rope_type {kind} needs the key {missing}", "none", "add it to rope_parameters") from None
-        return cls(tuple(float(f) for f in frequencies), float(scale), json.dumps(spec, sort_keys=True))
+            raise InputError(
+                where,
+                f"rope_type {kind} needs the key {missing}",
+                "none",
+                "add it to rope_parameters",
+            ) from None
+        return cls(
+            tuple(float(f) for f in frequencies), float(scale), json.dumps(spec, sort_keys=True)
+        )
 
-    def __call__(self, x: Float[Array, "B T n H"], positions: Int[Array, "B T"]) -> Float[Array, "B T n H"]:
+    def __call__(
+        self, x: Float[Array, "B T n H"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T n H"]:
         """Half-split rotation; angles in float32, because bfloat16 cannot tell position 257 from 256."""
         frequencies = jnp.asarray(self.frequencies, jnp.float32)[None, None, None]
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
-        cos, sin = (self.scale * jnp.cos(angle)).astype(x.dtype), (self.scale * jnp.sin(angle)).astype(x.dtype)
+        cos, sin = (
+            (self.scale * jnp.cos(angle)).astype(x.dtype),
+            (self.scale * jnp.sin(angle)).astype(x.dtype),
+        )
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -58,10 +87,21 @@ def _check_rope(spec: Mapping, context, head_dim: int, where: str) -> None:
     amounts = {key: value for key, value in spec.items() if key not in ("rope_type", "truncate")}
     for key, value in (amounts | {"max_position_embeddings": context or 0}).items():
         if type(value) not in (int, float) or not (value == 0 or 1e-30 < value < 1e30):
-            raise InputError(where, f"{key} of the rotary embedding must be a number of 0 or more", repr(value)[:80], "mend the config")
+            raise InputError(
+                where,
+                f"{key} of the rotary embedding must be a number of 0 or more",
+                repr(value)[:80],
+                "mend the config",
+            )
     low, high = spec.get("low_freq_factor", 0), spec.get("high_freq_factor", 1)
     theta, factor = spec["rope_theta"], spec.get("factor", 1)
-    if theta <= (spec["rope_type"] == "yarn") or factor <= 0 or low >= high or head_dim % 2 or not 0 < head_dim <= 65_536:
+    if (
+        theta <= (spec["rope_type"] == "yarn")
+        or factor <= 0
+        or low >= high
+        or head_dim % 2
+        or not 0 < head_dim <= 65_536
+    ):
         got = f"{theta}, {factor}, {low} and {high}, {head_dim}"
         rule = "rope_theta must be above 0 (YaRN: 1), factor above 0, low_freq_factor below high_freq_factor, head_dim even, to 65,536"
         raise InputError(where, rule, got, "mend the config")
@@ -119,4 +159,10 @@ def _proportional(plain, spec, context, head_dim):
     return np.where(np.arange(head_dim // 2) < pairs, plain, 0.0) / spec.get("factor", 1.0), 1.0
 
 
-ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}
+ROPE_KINDS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}

@@ -8,7 +8,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-REAL, SHARED, DRAFT, GOOD, BAD, TARGET = "#d0ebff", "#ffe3b3", "#c3e6e9", "#b7e4c7", "#f5c2c0", "#e3e7ec"
+REAL, SHARED, DRAFT, GOOD, BAD, TARGET = (
+    "#d0ebff",
+    "#ffe3b3",
+    "#c3e6e9",
+    "#b7e4c7",
+    "#f5c2c0",
+    "#e3e7ec",
+)
 INK, SOFT = "#1d2430", "#5a6473"
 TOKENS = ("for", "i", "in")  # read by the target; the last one was sampled but not read yet
 DRAFTS, WANTED = ("range", "(", "n", ")"), ("range", "(", "len", "(", "x")
@@ -38,11 +45,23 @@ def _x(column: float | int) -> float:
     return column * (WIDTH + GAP)
 
 
-def _cell(axis, column: int, y: float, text: str, colour: str, *, bold=False) -> None:
+def _cell(axis, column: int, y: float, text: str, color: str, *, bold=False) -> None:
     shape = "round,pad=0,rounding_size=0.09"
-    axis.add_patch(FancyBboxPatch((_x(column), y), WIDTH, HEIGHT, boxstyle=shape, fc=colour, ec="#8d99a8", lw=0.8))
-    axis.text(_x(column) + WIDTH / 2, y + HEIGHT / 2, text, ha="center", va="center", fontsize=11 if len(text) < 9 else 10, color=INK,
-              fontweight="bold" if bold else None)  # fmt: skip
+    axis.add_patch(
+        FancyBboxPatch(
+            (_x(column), y), WIDTH, HEIGHT, boxstyle=shape, fc=color, ec="#8d99a8", lw=0.8
+        )
+    )
+    axis.text(
+        _x(column) + WIDTH / 2,
+        y + HEIGHT / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=11 if len(text) < 9 else 10,
+        color=INK,
+        fontweight="bold" if bold else None,
+    )
 
 
 def _label(axis, y: float, text: str) -> None:
@@ -53,8 +72,19 @@ def _title(axis, y: float, text: str) -> None:
     axis.text(-3.6, y, text, ha="left", va="center", fontsize=13, fontweight="bold", color=INK)
 
 
-def _arrow(axis, x0, y0, x1, y1, colour=SOFT) -> None:
-    axis.add_patch(FancyArrowPatch((x0, y0), (x1, y1), arrowstyle="-|>", mutation_scale=11, color=colour, lw=1.2, shrinkA=1, shrinkB=1))
+def _arrow(axis, x0, y0, x1, y1, color=SOFT) -> None:
+    axis.add_patch(
+        FancyArrowPatch(
+            (x0, y0),
+            (x1, y1),
+            arrowstyle="-|>",
+            mutation_scale=11,
+            color=color,
+            lw=1.2,
+            shrinkA=1,
+            shrinkB=1,
+        )
+    )
 
 
 def _draft(axis) -> None:
@@ -73,7 +103,13 @@ def _draft(axis) -> None:
         _arrow(axis, _x(i + 1) + WIDTH / 2, feature, _x(i + 1) + WIDTH / 2, drafted + HEIGHT)
         _cell(axis, i + 1, drafted, text, DRAFT, bold=True)
     axis.text(_x(0), 7.47, "real rows", fontsize=10, color="#1c6fb5")
-    axis.text(_x(2), 7.47, "placeholders: one learned token, one learned hidden state", fontsize=10, color="#a86a00")
+    axis.text(
+        _x(2),
+        7.47,
+        "placeholders: one learned token, one learned hidden state",
+        fontsize=10,
+        color="#a86a00",
+    )
     other = "EAGLE-3 has no placeholders:\nit runs the head 4 times, and\nfeeds each token it drafted\nback into the next run."
     axis.text(_x(5.15), 6.4, other, va="center", fontsize=10.5, color=SOFT)
 
@@ -88,15 +124,34 @@ def _verify(axis) -> None:
     for i, text in enumerate(WANTED):
         good = i < ACCEPTED
         _arrow(axis, _x(i) + WIDTH / 2, read, _x(i) + WIDTH / 2, wanted + HEIGHT)
-        _cell(axis, i, wanted, text, GOOD if good else BAD if i == ACCEPTED else TARGET, bold=i <= ACCEPTED)
+        _cell(
+            axis,
+            i,
+            wanted,
+            text,
+            GOOD if good else BAD if i == ACCEPTED else TARGET,
+            bold=i <= ACCEPTED,
+        )
         if i < len(DRAFTS):  # compared with the draft one column on
-            sign, colour = ("=", "#2b8a3e") if good else ("≠", "#c92a2a") if i == ACCEPTED else ("", SOFT)
-            axis.text(_x(i + 1) - GAP / 2, (read + wanted + HEIGHT) / 2, sign, ha="center", va="center", fontsize=14, color=colour,
-                      fontweight="bold")  # fmt: skip
+            sign, color = (
+                ("=", "#2b8a3e") if good else ("≠", "#c92a2a") if i == ACCEPTED else ("", SOFT)
+            )
+            axis.text(
+                _x(i + 1) - GAP / 2,
+                (read + wanted + HEIGHT) / 2,
+                sign,
+                ha="center",
+                va="center",
+                fontsize=14,
+                color=color,
+                fontweight="bold",
+            )
 
 
 def _accept(axis) -> None:
-    _title(axis, 1.45, "3  Accept: drafts up to the first difference, and the target's own token there")
+    _title(
+        axis, 1.45, "3  Accept: drafts up to the first difference, and the target's own token there"
+    )
     y = 0.45
     _label(axis, y, "emitted")
     for i in range(ACCEPTED):

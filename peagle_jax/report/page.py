@@ -5,7 +5,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from peagle_jax.files import write_whole
+from peagle_jax.atomic_write import write_atomically
 from peagle_jax.report.records import COLUMNS, cells, headline
 
 STYLE = """
@@ -23,9 +23,15 @@ dd { margin: 0 0 .3rem 1.2rem } .scroll { overflow-x: auto } .big { font-size: 1
 
 
 def write_report(
-    out: Path, records: Sequence[dict], *, pictures: Sequence[tuple[str, str]], sample: Sequence[tuple[str, bool]] | None,
-    runs: Sequence[tuple[str, dict]], prompt: str = "", sample_k: int | None = None,
-) -> Path:  # fmt: skip
+    out: Path,
+    records: Sequence[dict],
+    *,
+    pictures: Sequence[tuple[str, str]],
+    sample: Sequence[tuple[str, bool]] | None,
+    runs: Sequence[tuple[str, dict]],
+    prompt: str = "",
+    sample_k: int | None = None,
+) -> Path:
     """Writes `out`/report.html, whole or not at all.
 
     Args:
@@ -36,12 +42,17 @@ def write_report(
     first = [p for p in pictures if p[0] == "method.png"]
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>P-EAGLE in JAX</title>",
-        f"<style>{STYLE}</style><h1>P-EAGLE in JAX</h1>", *(f"<p class=big>{html.escape(line)}</p>" for line in headline(records)),
-        *(_figure(out, *p) for p in first), *_table(records), *(_figure(out, *p) for p in pictures if p not in first),
-        *_text(sample, prompt, sample_k), *_facts(runs), _origin(records),
-    ]  # fmt: skip
+        f"<style>{STYLE}</style><h1>P-EAGLE in JAX</h1>",
+        *(f"<p class=big>{html.escape(line)}</p>" for line in headline(records)),
+        *(_figure(out, *p) for p in first),
+        *_table(records),
+        *(_figure(out, *p) for p in pictures if p not in first),
+        *_text(sample, prompt, sample_k),
+        *_facts(runs),
+        _origin(records),
+    ]
     page = out / "report.html"
-    write_whole(page, "\n".join(parts) + "\n")
+    write_atomically(page, "\n".join(parts) + "\n")
     return page
 
 
@@ -56,17 +67,33 @@ def _table(records: Sequence[dict]) -> list[str]:
     head = "".join(f'<th title="{e(meaning)}">{e(title)}</th>' for title, meaning in COLUMNS)
     for temperature in sorted({r["temperature"] for r in records}):
         here = [r for r in records if r["temperature"] == temperature]
-        rows = "".join(f'<tr class="{r["method"]}">' + "".join(f"<td>{e(c)}</td>" for c in cells(r)) + "</tr>" for r in here)
-        title = "Speed and acceptance, greedy" if temperature == 0 else f"The same at temperature {temperature:g}"
-        parts.append(f"<h2>{title}</h2><div class=scroll><table><tr>{head}</tr>{rows}</table></div>")
+        rows = "".join(
+            f'<tr class="{r["method"]}">' + "".join(f"<td>{e(c)}</td>" for c in cells(r)) + "</tr>"
+            for r in here
+        )
+        title = (
+            "Speed and acceptance, greedy"
+            if temperature == 0
+            else f"The same at temperature {temperature:g}"
+        )
+        parts.append(
+            f"<h2>{title}</h2><div class=scroll><table><tr>{head}</tr>{rows}</table></div>"
+        )
     meanings = "".join(f"<dt>{e(t)}</dt><dd>{e(m)}</dd>" for t, m in COLUMNS if m)
-    return [*parts, f"<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>"] if parts else []
+    return (
+        [*parts, f"<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>"]
+        if parts
+        else []
+    )
 
 
 def _text(sample, prompt: str, k: int | None) -> list[str]:
     if not sample:
         return []
-    marked = "".join(f"<mark>{html.escape(text)}</mark>" if drafted else html.escape(text) for text, drafted in sample)
+    marked = "".join(
+        f"<mark>{html.escape(text)}</mark>" if drafted else html.escape(text)
+        for text, drafted in sample
+    )
     return [
         "<h2>A text, as it was written</h2>"
         f"<p class=note>K = {k}, greedy; of all prompts the one with the longest steps. Grey: the prompt. "
@@ -78,7 +105,10 @@ def _text(sample, prompt: str, k: int | None) -> list[str]:
 def _facts(runs) -> list[str]:
     parts = []
     for title, facts in runs:
-        rows = "".join(f"<tr><td>{html.escape(k.replace('_', ' '))}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+        rows = "".join(
+            f"<tr><td>{html.escape(k.replace('_', ' '))}</td><td>{html.escape(str(v))}</td></tr>"
+            for k, v in facts.items()
+        )
         parts.append(f"<h2>{html.escape(title)}</h2><table class=facts>{rows}</table>")
     return parts
 
@@ -87,8 +117,22 @@ def _origin(records: Sequence[dict]) -> str:
     if not records:
         return ""
     keys = (
-        "time", "device", "python", "peagle_jax", "jax", "flax", "commit", "dirty", "command",
-        "name", "target", "drafters", "dtype", "seed",
-    )  # fmt: skip
-    facts = {key: records[0][key] for key in keys if records[0].get(key) is not None} | {"records": "results.jsonl, beside this page"}
+        "time",
+        "device",
+        "python",
+        "peagle_jax",
+        "jax",
+        "flax",
+        "commit",
+        "dirty",
+        "command",
+        "name",
+        "target",
+        "drafters",
+        "dtype",
+        "seed",
+    )
+    facts = {key: records[0][key] for key in keys if records[0].get(key) is not None} | {
+        "records": "results.jsonl, beside this page"
+    }
     return _facts([("Where the numbers come from", facts)])[0]

@@ -11,17 +11,32 @@ from matplotlib.ticker import MaxNLocator
 
 from peagle_jax.report.records import NAMES
 
-COLOURS = {"peagle": "#0b7285", "eagle3": "#e8590c", "none": "#6b7683"}
+COLORS = {"peagle": "#0b7285", "eagle3": "#e8590c", "none": "#6b7683"}
 PALE = {"peagle": "#99d5de", "eagle3": "#fbc19a", "none": "#c9cfd6"}
 INK = "#1d2430"
 STYLE = {
-    "font.size": 11, "axes.edgecolor": "#9aa4b1", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6eaef", "axes.axisbelow": True,
-    "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.frameon": False, "figure.dpi": 130,
-}  # fmt: skip
+    "font.size": 11,
+    "axes.edgecolor": "#9aa4b1",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6eaef",
+    "axes.axisbelow": True,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "figure.dpi": 130,
+}
 
 
-def draw(out: Path, records: Sequence[dict], curves: dict[str, Sequence[dict]], fresh: Sequence[dict]) -> list[tuple[str, str]]:
+def draw(
+    out: Path, records: Sequence[dict], curves: dict[str, Sequence[dict]], fresh: Sequence[dict]
+) -> list[tuple[str, str]]:
     """Writes every picture that the data allow.
 
     Args:
@@ -73,15 +88,22 @@ def _against_k(records, batch: int):
     panels = (
         ("Acceptance length", "tokens a target forward", lambda r: r["acceptance_length"], None),
         ("Drafting", "ms a step", lambda r: 1e3 * r["draft_seconds"], None),
-        ("Whole step: draft, verify, accept", "ms a step", lambda r: 1e3 * r["step_seconds"], 1e3 * plain["step_seconds"]),
+        (
+            "Whole step: draft, verify, accept",
+            "ms a step",
+            lambda r: 1e3 * r["step_seconds"],
+            1e3 * plain["step_seconds"],
+        ),
         ("Speed", "tokens/s", lambda r: r["tokens_per_second"], plain["tokens_per_second"]),
     )
     figure, axes = plt.subplots(2, 2, figsize=(9.5, 6.6), layout="constrained")
     for axis, (title, unit, value, line) in zip(axes.flat, panels, strict=True):
         for method in _methods(records):
-            axis.plot(*_series(records, method, value), "o-", color=COLOURS[method], label=NAMES[method])
+            axis.plot(
+                *_series(records, method, value), "o-", color=COLORS[method], label=NAMES[method]
+            )
         if line is not None:
-            axis.axhline(line, color=COLOURS["none"], ls="--", label=NAMES["none"])
+            axis.axhline(line, color=COLORS["none"], ls="--", label=NAMES["none"])
         axis.set(title=title, ylabel=unit)
         axis.set_ylim(bottom=1 if title == "Acceptance length" else 0)
         axis.margins(y=0.12)
@@ -96,14 +118,21 @@ def _against_k(records, batch: int):
 
 def _break_even(records):
     batches = sorted({r["batch"] for r in records})
-    figure, axes = plt.subplots(1, len(batches), figsize=(4.9 * len(batches), 3.7), layout="constrained", squeeze=False, sharey=True)
+    figure, axes = plt.subplots(
+        1,
+        len(batches),
+        figsize=(4.9 * len(batches), 3.7),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
+    )
     for axis, batch in zip(axes[0], batches, strict=True):
         here = [r for r in records if r["batch"] == batch]
         for method in _methods(here):
             ks, needed = _series(here, method, lambda r: r["break_even"])
             _, reached = _series(here, method, lambda r: r["acceptance_length"])
-            axis.plot(ks, needed, "--", color=COLOURS[method], label=f"{NAMES[method]}: needed")
-            axis.plot(ks, reached, "o-", color=COLOURS[method], label=f"{NAMES[method]}: reached")
+            axis.plot(ks, needed, "--", color=COLORS[method], label=f"{NAMES[method]}: needed")
+            axis.plot(ks, reached, "o-", color=COLORS[method], label=f"{NAMES[method]}: reached")
         axis.set(title=f"Batch {batch}", ylim=(1, None))
         _k_axis(axis, here)
     axes[0, 0].set_ylabel("acceptance length")
@@ -128,11 +157,37 @@ def _step(records):
             x, first = j + (i - (len(methods) - 1) / 2) * width, j == 0
             draft, verify = 1e3 * r["draft_seconds"], 1e3 * r["verify_seconds"]
             rest = max(0.0, 1e3 * r["step_seconds"] - draft - verify)
-            axis.bar(x, draft, width * 0.92, color=COLOURS[method], label=f"{NAMES[method]} drafts" if first else None)
-            axis.bar(x, verify, width * 0.92, bottom=draft, color=PALE[method], label="target verifies" if first else None)
-            axis.bar(x, rest, width * 0.92, bottom=draft + verify, color="#eef1f4", edgecolor="#c9cfd6", lw=0.6,
-                     label="rest: cold caches, acceptance" if first and i == 0 else None)  # fmt: skip
-    axis.axhline(1e3 * plain["step_seconds"], color=COLOURS["none"], ls="--", label="plain decoding, one token")
+            axis.bar(
+                x,
+                draft,
+                width * 0.92,
+                color=COLORS[method],
+                label=f"{NAMES[method]} drafts" if first else None,
+            )
+            axis.bar(
+                x,
+                verify,
+                width * 0.92,
+                bottom=draft,
+                color=PALE[method],
+                label="target verifies" if first else None,
+            )
+            axis.bar(
+                x,
+                rest,
+                width * 0.92,
+                bottom=draft + verify,
+                color="#eef1f4",
+                edgecolor="#c9cfd6",
+                lw=0.6,
+                label="rest: cold caches, acceptance" if first and i == 0 else None,
+            )
+    axis.axhline(
+        1e3 * plain["step_seconds"],
+        color=COLORS["none"],
+        ls="--",
+        label="plain decoding, one token",
+    )
     axis.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
     axis.set(title=f"Where a step's time goes, batch {batch}", ylabel="ms a step")
     axis.legend(fontsize=9, ncols=2)
@@ -151,15 +206,29 @@ def _per_position(records):
             k = max((r["k"] for r in here if r["k"] <= 8), default=here[0]["k"])
             batch = max(r["batch"] for r in here)
             panels.append((title, [r for r in here if r["k"] == k and r["batch"] == batch]))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.9 * len(panels), 3.6), layout="constrained", squeeze=False, sharey=True)
+    figure, axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(4.9 * len(panels), 3.6),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
+    )
     for axis, (title, here) in zip(axes[0], panels, strict=True):
         width = 0.8 / len(here)
         for i, r in enumerate(here):
             xs = [p + 1 + (i - (len(here) - 1) / 2) * width for p in range(r["k"])]
-            bars = axis.bar(xs, [100 * a for a in r["accepted_per_position"]], width * 0.94, color=COLOURS[r["method"]],
-                            label=f"{NAMES[r['method']]}, acceptance length {r['acceptance_length']:.2f}")  # fmt: skip
+            bars = axis.bar(
+                xs,
+                [100 * a for a in r["accepted_per_position"]],
+                width * 0.94,
+                color=COLORS[r["method"]],
+                label=f"{NAMES[r['method']]}, acceptance length {r['acceptance_length']:.2f}",
+            )
             axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
-        axis.set(title=f"{title}, K = {here[0]['k']}", xlabel="position of the draft", ylim=(0, 105))
+        axis.set(
+            title=f"{title}, K = {here[0]['k']}", xlabel="position of the draft", ylim=(0, 105)
+        )
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(fontsize=9)
     axes[0, 0].set_ylabel("drafts accepted, %")
@@ -171,13 +240,35 @@ def _training(curves):
     for method in ("eagle3", "peagle"):
         rows = [r for r in curves.get(method, ()) if r.get("acceptance_length")]
         minutes = [r["seconds"] / 60 for r in rows]
-        axes[0].plot(minutes, [r["acceptance_length"] for r in rows], "o-", ms=4, color=COLOURS[method], label=NAMES[method])
+        axes[0].plot(
+            minutes,
+            [r["acceptance_length"] for r in rows],
+            "o-",
+            ms=4,
+            color=COLORS[method],
+            label=NAMES[method],
+        )
         for position, style in ((0, "-"), (1, "--"), (3, ":")):
             if rows and position < len(rows[0]["accepted_per_position"]):
-                axes[1].plot(minutes, [100 * r["accepted_per_position"][position] for r in rows], style, color=COLOURS[method],
-                             label=f"{NAMES[method]}, position {position + 1}")  # fmt: skip
-    axes[0].set(title="Acceptance length", xlabel="minutes of training", ylabel="tokens a target forward", ylim=(1, None))
-    axes[1].set(title="By position", xlabel="minutes of training", ylabel="drafts accepted, %", ylim=(0, 100))
+                axes[1].plot(
+                    minutes,
+                    [100 * r["accepted_per_position"][position] for r in rows],
+                    style,
+                    color=COLORS[method],
+                    label=f"{NAMES[method]}, position {position + 1}",
+                )
+    axes[0].set(
+        title="Acceptance length",
+        xlabel="minutes of training",
+        ylabel="tokens a target forward",
+        ylim=(1, None),
+    )
+    axes[1].set(
+        title="By position",
+        xlabel="minutes of training",
+        ylabel="drafts accepted, %",
+        ylim=(0, 100),
+    )
     axes[0].legend()
     axes[1].legend(fontsize=8, ncols=2)
     return figure, (
@@ -189,16 +280,35 @@ def _fresh(rows):
     rows = [r for r in rows if "accuracy" in r]
     figure, axes = plt.subplots(1, 2, figsize=(9.8, 3.5), layout="constrained")
     losses = [r["loss"] for r in rows]
-    axes[0].plot([r["seconds"] for r in rows], losses, color=PALE["peagle"], lw=1, label="one batch")
-    axes[0].plot([r["seconds"] for r in rows], _running_mean(losses), color=COLOURS["peagle"], label="running mean")
+    axes[0].plot(
+        [r["seconds"] for r in rows], losses, color=PALE["peagle"], lw=1, label="one batch"
+    )
+    axes[0].plot(
+        [r["seconds"] for r in rows],
+        _running_mean(losses),
+        color=COLORS["peagle"],
+        label="running mean",
+    )
     axes[0].legend(fontsize=8)
-    axes[0].set(title="Loss (KL to the target)", xlabel="seconds of training", ylabel="nats", ylim=(0, None))
-    depths = max(len(r["accuracy"]) for r in rows)  # depths may be trained one after the other
-    for depth in range(depths):
-        shade = plt.get_cmap("viridis")(0.9 * depth / max(depths - 1, 1))
+    axes[0].set(
+        title="Loss (KL to the target)", xlabel="seconds of training", ylabel="nats", ylim=(0, None)
+    )
+    num_depths = max(len(r["accuracy"]) for r in rows)  # depths may be trained one after the other
+    for depth in range(num_depths):
+        shade = plt.get_cmap("viridis")(0.9 * depth / max(num_depths - 1, 1))
         seen = [r for r in rows if depth < len(r["accuracy"])]
-        axes[1].plot([r["seconds"] for r in seen], _running_mean([100 * r["accuracy"][depth] for r in seen]), color=shade, label=f"{depth}")
-    axes[1].set(title="Argmax as the target's, by depth", xlabel="seconds of training", ylabel="%", ylim=(0, 100))
+        axes[1].plot(
+            [r["seconds"] for r in seen],
+            _running_mean([100 * r["accuracy"][depth] for r in seen]),
+            color=shade,
+            label=f"{depth}",
+        )
+    axes[1].set(
+        title="Argmax as the target's, by depth",
+        xlabel="seconds of training",
+        ylabel="%",
+        ylim=(0, 100),
+    )
     axes[1].legend(title="depth", fontsize=8, ncols=2)
     return figure, (
         "The head that this run trained, to show training; it starts as a copy of the target's last layer. Depth 0 sees a real token and "

@@ -29,18 +29,30 @@ class TargetConfig:
     tied_embeddings: bool
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens, or None
     context: int  # longest sequence the checkpoint was made for, in tokens
-    taps: tuple[int, ...]  # id i is the residual stream BEFORE layer i (vLLM's numbering); 0 is the embedding
+    aux_hidden_state_layers: tuple[
+        int, ...
+    ]  # id i is the residual stream BEFORE layer i (vLLM's numbering); 0 is the embedding
     dtype: DTypeLike
     stop_ids: tuple[int, ...]
-    source: str | None  # config.json that this was read from, for exports; None for a model made here
-    cache_dtype: DTypeLike | None = None  # of keys and values; None: as `dtype`. A choice of who runs it, not the checkpoint's
+    source: (
+        str | None
+    )  # config.json that this was read from, for exports; None for a model made here
+    cache_dtype: DTypeLike | None = (
+        None  # of keys and values; None: as `dtype`. A choice of who runs it, not the checkpoint's
+    )
 
     def kv_heads_of(self, layer: int) -> int:
         return self.kv_heads
 
     def cache_shapes(self) -> tuple[CacheShape, ...]:
-        kinds = {window: [i for i, w in enumerate(self.windows) if w == window] for window in dict.fromkeys(self.windows)}
-        return tuple(CacheShape(tuple(layers), self.kv_heads, self.head_dim, window) for window, layers in kinds.items())
+        kinds = {
+            window: [i for i, w in enumerate(self.windows) if w == window]
+            for window in dict.fromkeys(self.windows)
+        }
+        return tuple(
+            CacheShape(tuple(layers), self.kv_heads, self.head_dim, window)
+            for window, layers in kinds.items()
+        )
 
     @property
     def kept_dtype(self) -> DTypeLike:
@@ -52,7 +64,7 @@ class TargetConfig:
         return KVCache.empty(self.cache_shapes(), batch, slots, self.kept_dtype, block=block)
 
 
-def default_taps(layers: int) -> tuple[int, ...]:
+def default_aux_layers(layers: int) -> tuple[int, ...]:
     """A low, a middle and a high layer, as vLLM and speculators choose them: (2, L//2, L-3).
 
     Below 7 layers those coincide or change order, and vLLM collects taps once each and in layer order; so there three
@@ -64,30 +76,48 @@ def default_taps(layers: int) -> tuple[int, ...]:
 
 
 def read_layers(f: Fields) -> int:
-    layers = f.whole("num_hidden_layers")
+    layers = f.get_int("num_hidden_layers")
     if layers > MOST_LAYERS:  # before as many are listed
-        raise InputError(f.where, f"num_hidden_layers must be at most {MOST_LAYERS:,}", layers, "mend the config")
+        raise InputError(
+            f.where, f"num_hidden_layers must be at most {MOST_LAYERS:,}", layers, "mend the config"
+        )
     return layers
 
 
 def read_heads(f: Fields) -> tuple[int, int]:
     """Query heads and key-value heads."""
-    heads, kv_heads = f.whole("num_attention_heads"), f.whole("num_key_value_heads")
+    heads, kv_heads = f.get_int("num_attention_heads"), f.get_int("num_key_value_heads")
     check_groups(f, heads, kv_heads, "num_key_value_heads")
     return heads, kv_heads
 
 
 def check_groups(f: Fields, heads: int, kv_heads: int, key: str) -> None:
     if heads % kv_heads:
-        raise InputError(f.where, f"num_attention_heads must be a multiple of {key}", f"{heads} and {kv_heads}", "mend it")
+        raise InputError(
+            f.where,
+            f"num_attention_heads must be a multiple of {key}",
+            f"{heads} and {kv_heads}",
+            "mend it",
+        )
 
 
-def read_taps(f: Fields, taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
+def read_aux_layers(
+    f: Fields, aux_hidden_state_layers: Sequence[int] | None, layers: int
+) -> tuple[int, ...]:
     """`taps` None means vLLM's choice."""
-    taps = default_taps(layers) if taps is None else tuple(taps)
-    if bad := [t for t in taps if not 0 <= t <= layers]:
-        raise InputError(f.where, f"tap ids must lie in 0..{layers} (0 is the embedding)", bad, "choose other taps")
-    return taps
+    aux_hidden_state_layers = (
+        default_aux_layers(layers)
+        if aux_hidden_state_layers is None
+        else tuple(aux_hidden_state_layers)
+    )
+    if bad := [t for t in aux_hidden_state_layers if not 0 <= t <= layers]:
+        raise InputError(
+            f.where,
+            f"tap ids must lie in 0..{layers} (0 is the embedding)",
+            bad,
+            "choose other taps",
+        )
+    return aux_hidden_state_layers
 
 
 def read_stops(raw: Mapping) -> tuple[int, ...]:
@@ -100,11 +130,18 @@ KINDS = ("full_attention", "sliding_attention")
 
 def read_kinds(f: Fields, layers: int, default: Sequence[str]) -> tuple[str, ...]:
     """`layer_types`: for every layer, whether it slides."""
-    kinds = tuple(f.texts("layer_types", None) or default)
+    kinds = tuple(f.get_strs("layer_types", None) or default)
     if len(kinds) != layers:
-        raise InputError(f.where, f"layer_types must name all {layers} layers", len(kinds), "mend the config")
+        raise InputError(
+            f.where, f"layer_types must name all {layers} layers", len(kinds), "mend the config"
+        )
     if other := sorted(set(kinds) - set(KINDS)):
-        raise InputError(f.where, f"layer_types must be {' or '.join(KINDS)}", ", ".join(other), "use another checkpoint")
+        raise InputError(
+            f.where,
+            f"layer_types must be {' or '.join(KINDS)}",
+            ", ".join(other),
+            "use another checkpoint",
+        )
     return kinds
 
 

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from peagle_jax.layers import MLP, Attention, Decoder, PreNormBlock, RMSNorm, Rope
-from peagle_jax.targets import config, names
-from peagle_jax.weights import Fields, Table
+from peagle_jax.targets import config, param_names
+from peagle_jax.weights import Fields, ParamTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,33 +20,51 @@ class Qwen3Config(config.TargetConfig):
     """Shape of one Qwen3 checkpoint."""
 
     @classmethod
-    def from_hf(cls, hf: Mapping, *, taps: tuple[int, ...] | None, dtype: DTypeLike, where: str) -> "Qwen3Config":
+    def from_hf(
+        cls,
+        hf: Mapping,
+        *,
+        aux_hidden_state_layers: tuple[int, ...] | None,
+        dtype: DTypeLike,
+        where: str,
+    ) -> "Qwen3Config":
         """Builds the config from a checkpoint's config.json; `taps` None means vLLM's choice, (2, L//2, L-3).
 
         Raises:
           InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
         """
         f = Fields(hf, where, "a Qwen3 config")
-        f.only("hidden_act", "silu", "the MLP is gated by SiLU")
-        layers, head_dim = config.read_layers(f), f.whole("head_dim")
+        f.require("hidden_act", "silu", "the MLP is gated by SiLU")
+        layers, head_dim = config.read_layers(f), f.get_int("head_dim")
         heads, kv_heads = config.read_heads(f)
         return cls(
-            vocab=f.whole("vocab_size"), layers=layers, dim=f.whole("hidden_size"), mlp_dim=f.whole("intermediate_size"),
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=Rope.from_hf(hf, head_dim, where),
-            norm_eps=float(f.number("rms_norm_eps")),
+            vocab=f.get_int("vocab_size"),
+            layers=layers,
+            dim=f.get_int("hidden_size"),
+            mlp_dim=f.get_int("intermediate_size"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=Rope.from_hf(hf, head_dim, where),
+            norm_eps=float(f.get_float("rms_norm_eps")),
             # transformers writes only what differs from these class defaults (configuration_qwen3.py)
-            attention_bias=f.flag("attention_bias", False), tied_embeddings=f.flag("tie_word_embeddings", False),
-            windows=_windows(f, layers), context=f.whole("max_position_embeddings"), taps=config.read_taps(f, taps, layers),
-            dtype=dtype, stop_ids=config.read_stops(hf), source=None,
-        )  # fmt: skip
+            attention_bias=f.get_bool("attention_bias", False),
+            tied_embeddings=f.get_bool("tie_word_embeddings", False),
+            windows=_windows(f, layers),
+            context=f.get_int("max_position_embeddings"),
+            aux_hidden_state_layers=config.read_aux_layers(f, aux_hidden_state_layers, layers),
+            dtype=dtype,
+            stop_ids=config.read_stops(hf),
+            source=None,
+        )
 
 
 def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     """Sliding only with `use_sliding_window`, and from layer `max_window_layers` on unless `layer_types` says which."""
-    window = f.whole("sliding_window", None)
-    if not f.flag("use_sliding_window", False) or window is None:
+    window = f.get_int("sliding_window", None)
+    if not f.get_bool("use_sliding_window", False) or window is None:
         return (None,) * layers
-    first = f.whole("max_window_layers", 28, least=0)
+    first = f.get_int("max_window_layers", 28, least=0)
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     return config.windows_of(config.read_kinds(f, layers, kinds), window)
 
@@ -55,22 +73,46 @@ class Qwen3(Decoder):
     def __init__(self, cfg: Qwen3Config, *, rngs: nnx.Rngs):
         def block(layer: int) -> PreNormBlock:
             attention = Attention(
-                cfg.dim, cfg.dim, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.rope, bias=cfg.attention_bias, qk_norm=True,
-                eps=cfg.norm_eps, window=cfg.windows[layer], dtype=cfg.dtype, rngs=rngs,
-            )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs))
+                cfg.dim,
+                cfg.dim,
+                cfg.heads,
+                cfg.kv_heads,
+                cfg.head_dim,
+                cfg.rope,
+                bias=cfg.attention_bias,
+                qk_norm=True,
+                eps=cfg.norm_eps,
+                window=cfg.windows[layer],
+                dtype=cfg.dtype,
+                rngs=rngs,
+            )
+            return PreNormBlock(
+                norm(), attention, norm(), MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
+            )
 
-        norm = lambda: RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)  # noqa: E731
-        super().__init__(cfg.vocab, cfg.dim, cfg.layers, block, norm(), taps=cfg.taps, tied=cfg.tied_embeddings, dtype=cfg.dtype, rngs=rngs)
+        def norm():
+            return RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+
+        super().__init__(
+            cfg.vocab,
+            cfg.dim,
+            cfg.layers,
+            block,
+            norm(),
+            aux_hidden_state_layers=cfg.aux_hidden_state_layers,
+            tied=cfg.tied_embeddings,
+            dtype=cfg.dtype,
+            rngs=rngs,
+        )
 
 
-def table(cfg: Qwen3Config) -> Table:
+def table(cfg: Qwen3Config) -> ParamTable:
     """Checkpoint name -> (our path, layout): the one list that loading, exporting and completeness checks read."""
-    result = names.frame(cfg.tied_embeddings)
+    result = param_names.frame(cfg.tied_embeddings)
     for i in range(cfg.layers):
         theirs, ours = f"model.layers.{i}", f"blocks.{i}"
-        result |= names.block_norms(theirs, ours) | names.mlp(theirs, ours, bias=False)
-        result |= names.attention(theirs, ours, bias=cfg.attention_bias, qk_norm=True)
+        result |= param_names.block_norms(theirs, ours) | param_names.mlp(theirs, ours, bias=False)
+        result |= param_names.attention(theirs, ours, bias=cfg.attention_bias, qk_norm=True)
     return result
 
 
@@ -78,15 +120,34 @@ def to_hf(cfg: Qwen3Config, dtype_name: str) -> dict:
     """The config.json of an exported folder: `from_hf` reads back what this writes."""
     sliding = next((w for w in cfg.windows if w is not None), None)
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": cfg.vocab,
-        "num_hidden_layers": cfg.layers, "hidden_size": cfg.dim, "intermediate_size": cfg.mlp_dim,
-        "num_attention_heads": cfg.heads, "num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_dim,
-        "rms_norm_eps": cfg.norm_eps, "rope_parameters": json.loads(cfg.rope.source),
-        "attention_bias": cfg.attention_bias, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02,
-        "tie_word_embeddings": cfg.tied_embeddings, "max_position_embeddings": cfg.context, "use_cache": True,
-        "use_sliding_window": sliding is not None, "sliding_window": sliding,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": cfg.vocab,
+        "num_hidden_layers": cfg.layers,
+        "hidden_size": cfg.dim,
+        "intermediate_size": cfg.mlp_dim,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_dim,
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_parameters": json.loads(cfg.rope.source),
+        "attention_bias": cfg.attention_bias,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "tie_word_embeddings": cfg.tied_embeddings,
+        "max_position_embeddings": cfg.context,
+        "use_cache": True,
+        "use_sliding_window": sliding is not None,
+        "sliding_window": sliding,
         "max_window_layers": cfg.windows.index(sliding) if sliding is not None else cfg.layers,
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in cfg.windows],
-        "bos_token_id": None, "eos_token_id": list(cfg.stop_ids) if len(cfg.stop_ids) > 1 else next(iter(cfg.stop_ids), None),
-        "pad_token_id": None, "dtype": dtype_name,
-    }  # fmt: skip
+        "layer_types": [
+            "full_attention" if w is None else "sliding_attention" for w in cfg.windows
+        ],
+        "bos_token_id": None,
+        "eos_token_id": list(cfg.stop_ids)
+        if len(cfg.stop_ids) > 1
+        else next(iter(cfg.stop_ids), None),
+        "pad_token_id": None,
+        "dtype": dtype_name,
+    }

@@ -25,7 +25,10 @@ def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 def spec(path: str, shape: tuple[int, ...], config: TargetConfig, parts: int) -> P:
     """Of the parameter at a dotted path, on an axis of `parts` devices."""
-    over = lambda count, *axes: P(*axes) if count % parts == 0 else P()  # noqa: E731
+
+    def over(count, *axes):
+        return P(*axes) if count % parts == 0 else P()
+
     if found := re.search(r"blocks\.(\d+)\.attn\.([qkvo])\.(kernel|bias)$", path):
         heads = config.heads if found[2] in "qo" else config.kv_heads_of(int(found[1]))
         if found[2] == "o":
@@ -41,7 +44,7 @@ def spec(path: str, shape: tuple[int, ...], config: TargetConfig, parts: int) ->
         return over(shape[-1], *(None, AXIS)[2 - len(shape) :])
     if path == "embed.table":
         return over(shape[0], AXIS, None)
-    if path in ("head.kernel", "ple_embed.table", "ple_in"):
+    if path in ("lm_head.kernel", "ple_embed.table", "ple_in"):
         return over(shape[1], None, AXIS)
     return P()
 

@@ -11,32 +11,38 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import packed_attention
-from peagle_jax.kernels.packed_attention import Seen
+from peagle_jax.kernels.packed_attention import AttentionIntervals
 from peagle_jax.types import AttentionRule
 
 
-def causal(document: Int[Array, "B n"], window: int | None, ahead: int = 0) -> Seen:
+def causal(
+    segment_ids: Int[Array, "B n"], window: int | None, ahead: int = 0
+) -> AttentionIntervals:
     """Of n rows, each what its document holds up to itself; documents are contiguous, -1 sees nothing and is seen by nothing.
 
     Args:
       window: the query at position p sees p - window + 1 .. p.
       ahead: how far a row's position lies behind its own place.
     """
-    here = jnp.broadcast_to(jnp.arange(document.shape[1])[None], document.shape)
-    first = starts(document)
+    here = jnp.broadcast_to(jnp.arange(segment_ids.shape[1])[None], segment_ids.shape)
+    first = starts(segment_ids)
     if window is not None:
         first = jnp.maximum(first, here + ahead - window + 1)
-    return Seen(first, jnp.where(document >= 0, here, -1), jnp.zeros_like(here), document.shape[1], 0)
+    return AttentionIntervals(
+        first, jnp.where(segment_ids >= 0, here, -1), jnp.zeros_like(here), segment_ids.shape[1], 0
+    )
 
 
-def starts(document: Int[Array, "B n"]) -> Int[Array, "B n"]:
+def starts(segment_ids: Int[Array, "B n"]) -> Int[Array, "B n"]:
     """The first row of each row's document."""
-    here = jnp.broadcast_to(jnp.arange(document.shape[1])[None], document.shape)
-    begins = jnp.pad(document[:, 1:] != document[:, :-1], [(0, 0), (1, 0)])
+    here = jnp.broadcast_to(jnp.arange(segment_ids.shape[1])[None], segment_ids.shape)
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)])
     return jax.lax.cummax(jnp.where(begins, here, 0), axis=1)
 
 
-def with_sinks(y: Float[Array, "B P N H"], lse: Float[Array, "B P N"], sinks: Float[Array, " N"] | None) -> Float[Array, "B P N H"]:
+def with_sinks(
+    y: Float[Array, "B P N H"], lse: Float[Array, "B P N"], sinks: Float[Array, " N"] | None
+) -> Float[Array, "B P N H"]:
     """What the softmax gives when one more logit a head takes part in it."""
     if sinks is None:
         return y
@@ -48,13 +54,15 @@ def with_sinks(y: Float[Array, "B P N H"], lse: Float[Array, "B P N"], sinks: Fl
 class PackedCausal:
     """Causal attention within documents, for whole rows: the target's, and depth 0 of a head's."""
 
-    document: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
 
     def __call__(self, layer: int, q, k, v, state, rule: AttentionRule):
         """`state` holds the keys and values of every layer called so far, for those that share them."""
         held = {} if state is None else state
         k, v = held[layer] if k is None else (k, v)
-        y, lse = packed_attention.attend(q, k, v, causal(self.document, rule.window), rule.scale, form="auto")
+        y, lse = packed_attention.attend(
+            q, k, v, causal(self.segment_ids, rule.window), rule.scale, form="auto"
+        )
         return with_sinks(y, lse, rule.sinks), {**held, layer: (k, v)}
 
 
@@ -68,19 +76,33 @@ class PrefixChain:
 
     anchor: Int[Array, "B M"]
     depth: Int[Array, "B M"]
-    document: Int[Array, "B n"]  # of the depth-0 rows
-    depths: int  # K
+    segment_ids: Int[Array, "B n"]  # of the depth-0 rows
+    num_depths: int  # K
 
     def __call__(self, layer: int, q, k, v, state, rule: AttentionRule):
         y, _ = packed_attention.attend(q, k, v, self.seen(rule.window), rule.scale, form="auto")
         return y, state
 
-    def seen(self, window: int | None) -> Seen:
-        of = lambda rows: jnp.take_along_axis(rows, self.anchor, axis=1)  # noqa: E731
-        first, own = of(starts(self.document)), self.depth
+    def seen(self, window: int | None) -> AttentionIntervals:
+        def of(rows):
+            return jnp.take_along_axis(rows, self.anchor, axis=1)
+
+        first, own = of(starts(self.segment_ids)), self.depth
         if window is not None:
-            first, own = jnp.maximum(first, self.anchor + self.depth - window + 1), jnp.minimum(own, window)
-        last = jnp.where((self.depth > 0) & (of(self.document) >= 0), self.anchor, -1)
-        flat = causal(self.document, window)
-        join = lambda a, b: jnp.concatenate([a, b], axis=1)  # noqa: E731
-        return Seen(join(flat.first, first), join(flat.last, last), join(flat.own, own), flat.depth0, self.depths - 1)
+            first, own = (
+                jnp.maximum(first, self.anchor + self.depth - window + 1),
+                jnp.minimum(own, window),
+            )
+        last = jnp.where((self.depth > 0) & (of(self.segment_ids) >= 0), self.anchor, -1)
+        flat = causal(self.segment_ids, window)
+
+        def join(a, b):
+            return jnp.concatenate([a, b], axis=1)
+
+        return AttentionIntervals(
+            join(flat.first, first),
+            join(flat.last, last),
+            join(flat.own, own),
+            flat.depth0,
+            self.num_depths - 1,
+        )

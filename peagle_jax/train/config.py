@@ -8,43 +8,57 @@ from pathlib import Path
 import yaml
 
 from peagle_jax.draft import placeholders
-from peagle_jax.train.cod import Cod
+from peagle_jax.old_names import RECIPE_KEYS, with_new_names
+from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.loss import LOSSES
-from peagle_jax.train.step import Blur
+from peagle_jax.train.peagle_loss import FeatureNoise
 from peagle_jax.types import InputError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
-    source: str | None  # folder or JSONL; "installed"; null: this machine's Python standard library (corpus.read_corpus)
+class DataConfig:
+    source: (
+        str | None
+    )  # folder or JSONL; "installed"; null: this machine's Python standard library (corpus.read_corpus)
     max_chars: int | None  # a random choice of about so many characters; null: all
     held_out: float  # share of documents never trained on
-    length: int  # tokens a row
-    batch: int  # rows a step
+    seq_len: int  # tokens a row
+    batch_size: int  # rows a step
 
     def __post_init__(self):
-        if self.length < 4 or self.batch < 1 or not 0 <= self.held_out < 1 or (self.max_chars is not None and self.max_chars < 1):
-            raise ValueError(f"data needs length >= 4, batch >= 1, 0 <= held_out < 1, max_chars >= 1; got {self}")
+        if (
+            self.seq_len < 4
+            or self.batch_size < 1
+            or not 0 <= self.held_out < 1
+            or (self.max_chars is not None and self.max_chars < 1)
+        ):
+            raise ValueError(
+                f"data needs seq_len >= 4, batch_size >= 1, 0 <= held_out < 1, max_chars >= 1; got {self}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay to a tenth."""
 
     steps: int
     peak_lr: float
     warmup: int  # steps
     weight_decay: float
-    clip: float  # global gradient norm
+    max_grad_norm: float  # global gradient norm
 
     def __post_init__(self):
-        if self.steps < 1 or self.warmup < 0 or self.peak_lr <= 0 or self.clip <= 0:
-            raise ValueError(f"optimizer needs steps >= 1, warmup >= 0, peak_lr > 0, clip > 0; got {self}")
+        if self.steps < 1 or self.warmup < 0 or self.peak_lr <= 0 or self.max_grad_norm <= 0:
+            raise ValueError(
+                f"optimizer needs steps >= 1, warmup >= 0, peak_lr > 0, max_grad_norm > 0; got {self}"
+            )
 
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
     if kv_heads < 1 or heads < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
-        raise ValueError(f"heads must be a multiple of kv_heads, head_dim even; got {heads}, {kv_heads}, {head_dim}")
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, head_dim even; got {heads}, {kv_heads}, {head_dim}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +75,13 @@ class LmShape:
 
     def __post_init__(self):
         _check_heads(self.heads, self.kv_heads, self.head_dim)
-        if min(self.vocab - 259, self.layers, self.dim, self.mlp_dim, self.context) < 1 or self.rope_theta <= 0:
-            raise ValueError(f"model needs vocab >= 260 (bytes and special tokens) and positive sizes; got {self}")
+        if (
+            min(self.vocab - 259, self.layers, self.dim, self.mlp_dim, self.context) < 1
+            or self.rope_theta <= 0
+        ):
+            raise ValueError(
+                f"model needs vocab >= 260 (bytes and special tokens) and positive sizes; got {self}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,15 +90,17 @@ class Run:
 
     out: str
     seed: int
-    data: Data
-    optimizer: Optimizer
+    data: DataConfig
+    optimizer: OptimizerConfig
     log_every: int
     save_every: int
     max_seconds: float | None  # stop after so long even if steps remain
 
     def __post_init__(self):
         if self.log_every < 1 or self.save_every < 1:
-            raise ValueError(f"log_every and save_every must be 1 or more; got {self.log_every} and {self.save_every}")
+            raise ValueError(
+                f"log_every and save_every must be 1 or more; got {self.log_every} and {self.save_every}"
+            )
         if self.seed < 0:
             raise ValueError(f"seed must be 0 or more; got {self.seed}")
 
@@ -104,7 +125,9 @@ class Llama3Rope:
 
     def __post_init__(self):
         if self.theta <= 0 or self.factor <= 0 or self.low >= self.high or self.original < 1:
-            raise ValueError(f"rope needs theta and factor above 0, low below high, original of 1 or more; got {self}")
+            raise ValueError(
+                f"rope needs theta and factor above 0, low below high, original of 1 or more; got {self}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +141,7 @@ class HeadShape:
     kv_heads: int | None
     head_dim: int | None
     draft_vocab: int | None  # null: the whole vocabulary
-    taps: tuple[int, ...] | None
+    aux_hidden_state_layers: tuple[int, ...] | None
     qk_norm: bool
     norm_before_residual: bool
     norm_before_fc: bool
@@ -137,7 +160,7 @@ class HeadShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ttt:
+class TttConfig:
     steps: int
     decay: float
 
@@ -147,38 +170,49 @@ class Ttt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placeholder:
+class PlaceholderConfig:
     """What a placeholder row sees: names of draft/placeholders.py, which says what they are."""
 
     hidden: str
     token: str
 
     def __post_init__(self):
-        for side, known in (("hidden", placeholders.HIDDEN), ("token", placeholders.TOKEN)):
+        for side, known in (
+            ("hidden", placeholders.HIDDEN_DESIGNS),
+            ("token", placeholders.TOKEN_DESIGNS),
+        ):
             if getattr(self, side) not in known:
-                raise ValueError(f"placeholder.{side} must be one of {', '.join(known)}; got {getattr(self, side)}")
+                raise ValueError(
+                    f"placeholder.{side} must be one of {', '.join(known)}; got {getattr(self, side)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grow:
+class DepthStage:
     """Until step `until`, train only this many depths (P-EAGLE) or unrolled steps (EAGLE-3)."""
 
     until: int
-    depths: int
+    num_depths: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measure:
+class EvalConfig:
     """Greedy decoding with the head as it is: what `metrics.jsonl` and the closing table say about acceptance."""
 
-    every: int | None  # steps; null: only when training is done. Its seconds do not count as training
-    prompts: str | None  # JSONL; null: excerpts of held-out documents, or the prompts of held-out answers
-    count: int  # prompts, decoded as one batch
-    new_tokens: int
+    every: (
+        int | None
+    )  # steps; null: only when training is done. Its seconds do not count as training
+    prompts: (
+        str | None
+    )  # JSONL; null: excerpts of held-out documents, or the prompts of held-out answers
+    num_prompts: int  # prompts, decoded as one batch
+    max_new_tokens: int
 
     def __post_init__(self):
-        if min(self.every or 1, self.count, self.new_tokens) < 1:
-            raise ValueError(f"measure needs every, count and new_tokens of 1 or more; got {self}")
+        if min(self.every or 1, self.num_prompts, self.max_new_tokens) < 1:
+            raise ValueError(
+                f"eval needs every, num_prompts and max_new_tokens of 1 or more; got {self}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,48 +221,63 @@ class HeadRun(Run):
 
     target: str
     target_dtype: typing.Literal["float32", "bfloat16"]
-    features: str | None  # folder of `peagle extract` of these very rows, read instead of running the target; null: run it
+    hidden_states_dir: (
+        str | None
+    )  # folder of `peagle extract` of these very rows, read instead of running the target; null: run it
     head: HeadShape
     loss: str  # of train/loss.py
-    start: typing.Literal["random", "target"]  # layers at random, or the target's last one (draft/start.py)
-    start_from: str | None  # folder of a trained head, whose parameters then replace those of the same name and shape
-    grow: tuple[Grow, ...]  # depths one after the other: placeholders learn little before depth 0 has (LOG.md); empty: all at once
+    init: typing.Literal[
+        "random", "target"
+    ]  # layers at random, or the target's last one (draft/init.py)
+    init_from: (
+        str | None
+    )  # folder of a trained head, whose parameters then replace those of the same name and shape
+    depth_schedule: tuple[
+        DepthStage, ...
+    ]  # depths one after the other: placeholders learn little before depth 0 has (LOG.md); empty: all at once
     train_embedding: bool
     train_lm_head: bool
-    measure: Measure
+    eval: EvalConfig
 
     def __post_init__(self):
         super().__post_init__()
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {self.loss}")
-        untils, depths = [0, *(g.until for g in self.grow)], [0, *(g.depths for g in self.grow), self.most_depths]
-        if untils != sorted(set(untils)) or depths != sorted(set(depths)):
-            raise ValueError(f"grow must ascend in until and in depths, and end below {self.most_depths} depths; got {self.grow}")
+        untils, num_depths = (
+            [0, *(g.until for g in self.depth_schedule)],
+            [0, *(g.num_depths for g in self.depth_schedule), self.num_depths],
+        )
+        if untils != sorted(set(untils)) or num_depths != sorted(set(num_depths)):
+            raise ValueError(
+                f"grow must ascend in until and in depths, and end below {self.num_depths} depths; got {self.depth_schedule}"
+            )
         if untils[-1] >= self.optimizer.steps:
-            raise ValueError(f"grow must end before the last of {self.optimizer.steps} steps, or the head is never trained for its K")
+            raise ValueError(
+                f"grow must end before the last of {self.optimizer.steps} steps, or the head is never trained for its K"
+            )
 
     @property
-    def most_depths(self) -> int:
+    def num_depths(self) -> int:
         """K: the depths, or unrolled steps, of the finished head."""
-        return self.cod.depths if isinstance(self, PeagleRun) else self.ttt.steps
+        return self.cod.num_depths if isinstance(self, PeagleRun) else self.ttt.steps
 
-    def depths_at(self, step: int) -> int:
+    def num_depths_at(self, step: int) -> int:
         """How many depths the step trains."""
-        return next((g.depths for g in self.grow if step < g.until), self.most_depths)
+        return next((g.num_depths for g in self.depth_schedule if step < g.until), self.num_depths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeagleRun(HeadRun):
     task: typing.Literal["peagle"]
-    cod: Cod
-    placeholder: Placeholder
-    blur: Blur
+    cod: CodConfig
+    placeholder: PlaceholderConfig
+    feature_noise: FeatureNoise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Run(HeadRun):
     task: typing.Literal["eagle3"]
-    ttt: Ttt
+    ttt: TttConfig
 
 
 TASKS = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
@@ -243,11 +292,17 @@ def load_run(path: Path) -> Run:
     try:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(path, "this file must exist", "nothing", "check the name; configs/train/ has examples") from None
+        raise InputError(
+            path, "this file must exist", "nothing", "check the name; configs/train/ has examples"
+        ) from None
     except OSError as error:
-        raise InputError(path, "this file must be readable", error.strerror, "check the name") from None
+        raise InputError(
+            path, "this file must be readable", error.strerror, "check the name"
+        ) from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(path, "must be UTF-8 YAML", " ".join(str(error).split()), "mend the file") from None
+        raise InputError(
+            path, "must be UTF-8 YAML", " ".join(str(error).split()), "mend the file"
+        ) from None
     if not isinstance(raw, dict) or raw.get("task") not in TASKS:
         got = raw.get("task") if isinstance(raw, dict) else type(raw).__name__
         raise InputError(path, f"the key task must be one of {', '.join(TASKS)}", got, "set it")
@@ -258,11 +313,21 @@ def build(cls: type, raw: typing.Any, where: str):
     """A dataclass from a mapping, strictly."""
     if not isinstance(raw, dict):
         raise InputError(
-            where, "must be a mapping of keys", type(raw).__name__, f"give {', '.join(f.name for f in dataclasses.fields(cls))}"
+            where,
+            "must be a mapping of keys",
+            type(raw).__name__,
+            f"give {', '.join(f.name for f in dataclasses.fields(cls))}",
         )
+    for owner in cls.__mro__:
+        raw = with_new_names(raw, RECIPE_KEYS.get(owner.__name__, {}), where)
     hints = typing.get_type_hints(cls)
     if unknown := sorted(map(str, raw.keys() - hints.keys())):
-        raise InputError(where, f"known keys are {', '.join(hints)}", f"unknown {', '.join(unknown)}", "remove or rename it")
+        raise InputError(
+            where,
+            f"known keys are {', '.join(hints)}",
+            f"unknown {', '.join(unknown)}",
+            "remove or rename it",
+        )
     if missing := [name for name in hints if name not in raw]:
         raise InputError(where, "every key must be given", f"no {', '.join(missing)}", "add it")
     try:
@@ -278,7 +343,11 @@ def _value(hint, raw, where: str):
         return build(hint, raw, where)
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return None if raw is None else _value(next(o for o in options if o is not type(None)), raw, where)
+        return (
+            None
+            if raw is None
+            else _value(next(o for o in options if o is not type(None)), raw, where)
+        )
     if origin is typing.Literal:
         fits = raw in options
     elif origin is tuple and dataclasses.is_dataclass(options[0]) and isinstance(raw, list):
@@ -292,8 +361,14 @@ def _value(hint, raw, where: str):
     else:
         fits = isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool))
     if not fits:
-        kind = f"one of {', '.join(map(str, options))}" if origin is typing.Literal else getattr(hint, "__name__", hint)
-        raise InputError(where, f"must be {kind}", repr(raw), "mend the value (write 1e-3 as 1.0e-3)")
+        kind = (
+            f"one of {', '.join(map(str, options))}"
+            if origin is typing.Literal
+            else getattr(hint, "__name__", hint)
+        )
+        raise InputError(
+            where, f"must be {kind}", repr(raw), "mend the value (write 1e-3 as 1.0e-3)"
+        )
     return raw
 
 

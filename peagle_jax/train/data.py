@@ -14,8 +14,8 @@ class PackedRows:
     """All rows of a corpus, [rows, T]; documents are numbered within the corpus, -1 is padding."""
 
     tokens: np.ndarray
-    document: np.ndarray
-    supervised: np.ndarray
+    segment_ids: np.ndarray
+    loss_mask: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -25,12 +25,12 @@ class PackedRows:
         return self.take(self.picks(size, seed, step))
 
     def take(self, picks: Sequence[int]) -> Batch:
-        return Batch(self.tokens[picks], self.document[picks], self.supervised[picks])
+        return Batch(self.tokens[picks], self.segment_ids[picks], self.loss_mask[picks])
 
     def digest(self) -> str:
         """SHA-256, 16 digits: tells these rows from all others."""
         digest = hashlib.sha256()
-        for part in (self.tokens, self.document, self.supervised):
+        for part in (self.tokens, self.segment_ids, self.loss_mask):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()[:16]
 
@@ -53,7 +53,9 @@ def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     return _CACHE[n, seed][1]
 
 
-def pack(documents: Sequence[tuple[np.ndarray, np.ndarray]], length: int, where="corpus") -> PackedRows:
+def pack(
+    documents: Sequence[tuple[np.ndarray, np.ndarray]], length: int, where="corpus"
+) -> PackedRows:
     """Documents one after another, cut into rows of `length` tokens; the last row is padded.
 
     Args:
@@ -62,8 +64,11 @@ def pack(documents: Sequence[tuple[np.ndarray, np.ndarray]], length: int, where=
     if not documents:
         raise InputError(where, "at least one document is needed", "none", "use a larger corpus")
     tokens = np.concatenate([t for t, _ in documents])
-    supervised = np.concatenate([s for _, s in documents])
+    loss_mask = np.concatenate([s for _, s in documents])
     number = np.repeat(np.arange(len(documents), dtype=np.int32), [len(t) for t, _ in documents])
     short = -len(tokens) % length
-    cut = lambda x, fill: np.pad(x, (0, short), constant_values=fill).reshape(-1, length)  # noqa: E731
-    return PackedRows(cut(tokens, 0), cut(number, -1), cut(supervised, False))
+
+    def cut(x, fill):
+        return np.pad(x, (0, short), constant_values=fill).reshape(-1, length)
+
+    return PackedRows(cut(tokens, 0), cut(number, -1), cut(loss_mask, False))

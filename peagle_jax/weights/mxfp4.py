@@ -30,15 +30,31 @@ def unpack(tensors: Mapping[str, Tensor], where) -> dict[str, Tensor]:
     for name in packed_names(tensors):
         blocks, scales = result.pop(name + BLOCKS), result.pop(name + SCALES, None)
         if scales is None:
-            raise InputError(where, f"{name}{BLOCKS} needs {name}{SCALES}", "none", "fetch the folder again")
-        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or tuple(scales.shape) != tuple(blocks.shape[:3]):
-            rule, got = f"{name}{BLOCKS} must be [E, out, in/32, 16] and its scales [E, out, in/32]", f"{blocks.shape} and {scales.shape}"
+            raise InputError(
+                where, f"{name}{BLOCKS} needs {name}{SCALES}", "none", "fetch the folder again"
+            )
+        if (
+            len(blocks.shape) != 4
+            or blocks.shape[3] != 16
+            or tuple(scales.shape) != tuple(blocks.shape[:3])
+        ):
+            rule, got = (
+                f"{name}{BLOCKS} must be [E, out, in/32, 16] and its scales [E, out, in/32]",
+                f"{blocks.shape} and {scales.shape}",
+            )
             raise InputError(where, rule, got, "fetch the folder again")
         if {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
             got = f"{blocks.dtype.name} and {scales.dtype.name}"
-            raise InputError(where, f"{name}{BLOCKS} and its scales must be uint8", got, "fetch the folder again")
+            raise InputError(
+                where, f"{name}{BLOCKS} and its scales must be uint8", got, "fetch the folder again"
+            )
         E, out, parts, half = blocks.shape
-        result[name] = apply(lambda b, scales=scales: _decode(b, np.asarray(scales)), blocks, (E, 2 * half * parts, out), np.float32)
+        result[name] = apply(
+            lambda b, scales=scales: _decode(b, np.asarray(scales)),
+            blocks,
+            (E, 2 * half * parts, out),
+            np.float32,
+        )
     return result
 
 

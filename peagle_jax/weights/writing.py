@@ -17,7 +17,16 @@ import numpy as np
 
 from peagle_jax.types import InputError
 from peagle_jax.weights.reading import INDEX, SINGLE, read_metadata
-from peagle_jax.weights.tensors import BUFFERS, NAMES, Tensor, blocks, finite, mapped_at, release, warn_unless_finite
+from peagle_jax.weights.tensors import (
+    BUFFERS,
+    NAMES,
+    Tensor,
+    blocks,
+    finite,
+    mapped_at,
+    release,
+    warn_unless_finite,
+)
 
 # what the writers of this package put into a folder: only a folder of these alone is replaced
 OURS = re.compile(
@@ -47,18 +56,40 @@ class FolderWriter:
             self.made = [p for p in self.path.parents if not p.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and not self.path.is_dir():
-                raise InputError(self.path, "the output must be a folder", "a file", "choose another name")
+                raise InputError(
+                    self.path, "the output must be a folder", "a file", "choose another name"
+                )
             if foreign := [p.name for p in self.path.glob("*") if not OURS.fullmatch(p.name)]:
-                raise InputError(self.path, "only a checkpoint folder is replaced", f"one that holds {foreign[0]}", "choose another name")
+                raise InputError(
+                    self.path,
+                    "only a checkpoint folder is replaced",
+                    f"one that holds {foreign[0]}",
+                    "choose another name",
+                )
             if (self.path / "README.md").exists() and not (self.path / "config.json").exists():
-                raise InputError(self.path, "only a checkpoint folder is replaced", "one without config.json", "choose another name")
+                raise InputError(
+                    self.path,
+                    "only a checkpoint folder is replaced",
+                    "one without config.json",
+                    "choose another name",
+                )
             if any(self.path.glob("*.safetensors")) and not _is_ours(self.path):
                 got = "one of somebody else's"
-                raise InputError(self.path, "only a checkpoint folder that peagle wrote is replaced", got, "choose another name")
+                raise InputError(
+                    self.path,
+                    "only a checkpoint folder that peagle wrote is replaced",
+                    got,
+                    "choose another name",
+                )
             self.work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
         except OSError as error:
             self._forget_parents()
-            raise InputError(self.path, "the output folder must be writable", error.strerror, "choose another place") from None
+            raise InputError(
+                self.path,
+                "the output folder must be writable",
+                error.strerror,
+                "choose another place",
+            ) from None
         self.work.chmod(0o755)
         return self.work
 
@@ -73,7 +104,12 @@ class FolderWriter:
         self._forget_parents()
         if isinstance(error, OSError):  # the disk is full, or gone
             next_step = "make room; what lay there before is untouched"
-            raise InputError(self.path, "the output must be written to the end", error.strerror or error, next_step) from None
+            raise InputError(
+                self.path,
+                "the output must be written to the end",
+                error.strerror or error,
+                next_step,
+            ) from None
 
     def _take_the_place(self) -> None:
         if not self.path.exists():
@@ -109,9 +145,13 @@ OnBytes = Callable[[int, int], None]  # told of the bytes written and of those t
 
 
 def write_folder(
-    folder: Path, config: Mapping, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], max_shard_bytes: int | None = None,
+    folder: Path,
+    config: Mapping,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    max_shard_bytes: int | None = None,
     on_bytes: OnBytes | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes config.json and the weights into an existing folder: model.safetensors, or shards with an index where that is too large.
 
     Shards are filled in the order of the names, as transformers and huggingface_hub do; a tensor larger than the limit
@@ -123,7 +163,9 @@ def write_folder(
     shards: list[dict[str, Tensor]] = [{}]
     held = start
     for name, tensor in tensors.items():
-        more = tensor.nbytes + 128 + len(json.dumps(name).encode())  # its bytes, and its line in the header
+        more = (
+            tensor.nbytes + 128 + len(json.dumps(name).encode())
+        )  # its bytes, and its line in the header
         if max_shard_bytes is not None and shards[-1] and held + more > max_shard_bytes:
             shards.append({})
             held = start
@@ -146,13 +188,18 @@ def write_folder(
         return
     index = {
         "metadata": {"total_size": total},
-        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+        "weight_map": {
+            name: file for file, shard in zip(files, shards, strict=True) for name in shard
+        },
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], written: Callable[[int], None] = lambda size: None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    written: Callable[[int], None] = lambda size: None,
 ) -> None:
     """One file. The library's writer copies all tensors into memory first; this one holds one at a time.
 
@@ -164,9 +211,13 @@ def write_safetensors(
         at += tensors[name].nbytes
         ends[name] = at
     header = {"__metadata__": dict(metadata)} | {
-        name: {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [ends[name] - t.nbytes, ends[name]]}
+        name: {
+            "dtype": NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [ends[name] - t.nbytes, ends[name]],
+        }
         for name, t in tensors.items()
-    }  # fmt: skip
+    }
     content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     content += b" " * (-len(content) % 8)
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
@@ -198,10 +249,18 @@ def _write(file: RawIOBase, block: np.ndarray) -> None:
         start += owner.offset - owner.offset % mmap.ALLOCATIONGRANULARITY
         source = os.open(owner.filename, os.O_RDONLY)
         try:
-            while done < block.size and (copied := os.copy_file_range(source, file.fileno(), block.size - done, start + done)):
+            while done < block.size and (
+                copied := os.copy_file_range(source, file.fileno(), block.size - done, start + done)
+            ):
                 done += copied
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
+            if error.errno not in (
+                errno.EXDEV,
+                errno.ENOSYS,
+                errno.EINVAL,
+                errno.EOPNOTSUPP,
+                errno.EPERM,
+            ):
                 raise
         finally:
             os.close(source)

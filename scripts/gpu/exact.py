@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.targets.gpt_oss import Clamped
+from peagle_jax.targets.gpt_oss import ClampedSwiGLU
 
 
 def wide(x) -> np.ndarray:
@@ -18,9 +18,15 @@ def attention(q, k, v, at, held, window, scale, sinks) -> np.ndarray:
         p = held[b][None]
         seen = (p >= 0) & (p <= at[b][:, None]) & (p > at[b][:, None] - (window or at.max() + 2))
         x = np.where(seen, q[b, :, n] @ k[b, g].T * scale, -np.inf)
-        top = x.max(axis=1, keepdims=True) if sinks is None else np.maximum(x.max(axis=1, keepdims=True), sinks[n])
+        top = (
+            x.max(axis=1, keepdims=True)
+            if sinks is None
+            else np.maximum(x.max(axis=1, keepdims=True), sinks[n])
+        )
         weights = np.exp(x - top)
-        total = weights.sum(axis=1, keepdims=True) + (0 if sinks is None else np.exp(sinks[n] - top))
+        total = weights.sum(axis=1, keepdims=True) + (
+            0 if sinks is None else np.exp(sinks[n] - top)
+        )
         out[b, :, n] = weights / total @ v[b, g]
     return out
 
@@ -33,7 +39,9 @@ def written(held, k, v, slot) -> list[np.ndarray]:
             for i, x in enumerate((k, v)):
                 rows = np.asarray(x[b, t], np.float32)
                 if len(out) == 4:
-                    out[2 + i][b, :, slot[b, t]] = scale = np.abs(rows).max(axis=1) / np.float32(448)
+                    out[2 + i][b, :, slot[b, t]] = scale = np.abs(rows).max(axis=1) / np.float32(
+                        448
+                    )
                     rows = rows / scale[:, None]
                 out[i][b, :, slot[b, t]] = rows.astype(out[i].dtype)
     return out
@@ -66,19 +74,27 @@ def distance(x, w, tx, tw, cap, of_kl, of_hard):
     hard = np.zeros(s.shape)
     hard[rows, t.argmax(axis=1)] = 1
     slopes = of_kl[:, None] * (q - p) + of_hard[:, None] * (q - hard)
-    return (p * (log_p - log_q)).sum(axis=1), -(hard * log_q).sum(axis=1), slopes @ w.T, x.T @ slopes
+    return (
+        (p * (log_p - log_q)).sum(axis=1),
+        -(hard * log_q).sum(axis=1),
+        slopes @ w.T,
+        x.T @ slopes,
+    )
 
 
 def mixture(x, chosen, share, stacks, act) -> np.ndarray:
     """Sum of the same experts, decoded. `act`: `Clamped`, or `Gated` with SiLU. Pairs that choose no expert count nothing."""
     up, down = (wide(s.matrices(slice(None), jnp.float32)) for s in stacks)
-    shifts = [np.zeros(w.shape[::2]) if s.bias is None else wide(s.bias[...]) for s, w in zip(stacks, (up, down), strict=True)]
+    shifts = [
+        np.zeros(w.shape[::2]) if s.bias is None else wide(s.bias[...])
+        for s, w in zip(stacks, (up, down), strict=True)
+    ]
     out = np.zeros(x.shape)
     for t, j in np.ndindex(*chosen.shape):
         if (e := chosen[t, j]) == len(up):
             continue
         y = x[t] @ up[e] + shifts[0][e]
-        if isinstance(act, Clamped):
+        if isinstance(act, ClampedSwiGLU):
             gate, value = np.minimum(y[::2], act.limit), np.clip(y[1::2], -act.limit, act.limit)
             hidden = (value + 1) * gate / (1 + np.exp(-act.alpha * gate))
         else:

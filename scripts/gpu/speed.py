@@ -12,9 +12,9 @@ from gpu import numerics
 from gpu.timing import bytes_of, compare, rotation
 from peagle_jax.kernels import attention, experts, fp8_matmul, fusion, packed_attention, vocab
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
-from peagle_jax.kernels.launch import missing
-from peagle_jax.layers.moe import Bank, Gated
-from peagle_jax.targets.gpt_oss import Clamped
+from peagle_jax.kernels.launch import unavailable_reason
+from peagle_jax.layers.moe import GLU, ExpertWeights
+from peagle_jax.targets.gpt_oss import ClampedSwiGLU
 
 
 class Rows:
@@ -23,23 +23,35 @@ class Rows:
     def __init__(self, part: str, ceilings: dict):
         self.part, self.ceilings = part, ceilings
 
-    def __call__(self, shape: str, seconds: dict[str, float], moved: float, flop: float = 0, low: float | None = None) -> dict:
+    def __call__(
+        self,
+        shape: str,
+        seconds: dict[str, float],
+        moved: float,
+        flop: float = 0,
+        low: float | None = None,
+    ) -> dict:
         """`moved`: bytes; `low`: those of forms whose name has fp8 or blocks or rows in it. Their arithmetic is taken as FP8's."""
         floors = {}
         for name in seconds:
             fp8 = low is not None and any(word in name for word in ("fp8", "blocks", "rows"))
             rate = self.ceilings["fp8_flop_per_s" if fp8 else "bf16_flop_per_s"]
-            floors[name] = max((low if fp8 else moved) / self.ceilings["copy_bytes_per_s"], flop / rate)
+            floors[name] = max(
+                (low if fp8 else moved) / self.ceilings["copy_bytes_per_s"], flop / rate
+            )
         base = next((s for name, s in seconds.items() if name.startswith("xla")), None)
         return {
-            "part": self.part, "shape": shape, "us": {k: 1e6 * s for k, s in seconds.items()},
-            "floor_us": {k: 1e6 * f for k, f in floors.items()}, "of_floor": {k: floors[k] / s for k, s in seconds.items()},
+            "part": self.part,
+            "shape": shape,
+            "us": {k: 1e6 * s for k, s in seconds.items()},
+            "floor_us": {k: 1e6 * f for k, f in floors.items()},
+            "of_floor": {k: floors[k] / s for k, s in seconds.items()},
             "times_as_fast": {k: base / s for k, s in seconds.items()} if base else {},
-        }  # fmt: skip
+        }
 
 
 def some(*names: str) -> list[str]:
-    return [name for name in names if missing(name) is None]
+    return [name for name in names if unavailable_reason(name) is None]
 
 
 def normal(key, *shape, dtype=None, scale=1.0):
@@ -55,17 +67,35 @@ def matmul(ceilings: dict, tiny: bool, kind: str = "triton") -> Iterator[dict]:
             def operands(key, M=M, N=N, K=K):
                 a, b = jax.random.split(key)
                 w = normal(b, N, K, scale=K**-0.5)
-                rows, blocks = fp8_matmul.quantise(w), fp8_matmul.quantise(w, blocks=True)
+                rows, blocks = fp8_matmul.quantize(w), fp8_matmul.quantize(w, blocks=True)
                 return normal(a, M, K), w.T, rows.values, rows.scale, blocks.scale
 
             sets = rotation(operands, jax.random.key(M))
-            by_row = lambda form: lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, s), form)  # noqa: E731
-            by_block = lambda form: lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, b), form)  # noqa: E731
-            forms: dict[str, Callable] = {"xla fp8": by_row("reference"), "xla bf16": lambda x, w, v, s, b: x @ w}
-            forms |= {f"{name} rows": by_row(name) for name in some(kind) if name == "triton" or fits_mosaic(sets[0])}
+
+            def by_row(form):
+                return lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, s), form)
+
+            def by_block(form):
+                return lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, b), form)
+
+            forms: dict[str, Callable] = {
+                "xla fp8": by_row("reference"),
+                "xla bf16": lambda x, w, v, s, b: x @ w,
+            }
+            forms |= {
+                f"{name} rows": by_row(name)
+                for name in some(kind)
+                if name == "triton" or fits_mosaic(sets[0])
+            }
             forms |= {f"{name} blocks": by_block(name) for name in some(kind) if name == "triton"}
             moved = 2 * M * (N + K)
-            yield row(f"{M} x {N} x {K}", *compare(forms, sets), 2 * N * K + moved, 2 * M * N * K, N * K + moved)
+            yield row(
+                f"{M} x {N} x {K}",
+                *compare(forms, sets),
+                2 * N * K + moved,
+                2 * M * N * K,
+                N * K + moved,
+            )
 
 
 def fits_mosaic(operands) -> bool:
@@ -80,7 +110,7 @@ def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
         def operands(key, M=M, E=E, D=D):
             a, b, c = jax.random.split(key, 3)
             w = normal(b, 3 * E, D, scale=E**-0.5)
-            low = fp8_matmul.quantise(w.T)
+            low = fp8_matmul.quantize(w.T)
             return normal(a, M, 3, E), w, low.values, low.scale, 1 + normal(c, 3 * E, scale=0.1)
 
         def plain(x, w, v, s, g):
@@ -93,17 +123,34 @@ def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
             how = functools.partial(fusion.fuse, norm="per_tap", eps=1e-5, form=name)
             forms[f"{name} bf16"] = lambda x, w, v, s, g, how=how: how(x, w, g)
             forms[f"{name} fp8"] = lambda x, w, v, s, g, how=how: how(x, Fp8Matrix(v, s), g)
-        yield row(f"{M} x 3 x {E} x {D}", *compare(forms, rotation(operands, jax.random.key(0))), 6 * E * D, low=3 * E * D)
+        yield row(
+            f"{M} x 3 x {E} x {D}",
+            *compare(forms, rotation(operands, jax.random.key(0))),
+            6 * E * D,
+            low=3 * E * D,
+        )
 
 
 def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """Verify attention: ragged lengths around a mean of `context`, slots for twice as many."""
     row = Rows("attention", ceilings)
     N, G, H = (4, 2, 16) if tiny else (32, 4, 128)
-    real = [(1, 1, 4096), (1, 8, 4096), (8, 1, 4096), (8, 8, 4096), (8, 17, 4096), (32, 8, 4096), (8, 8, 512)]
+    real = [
+        (1, 1, 4096),
+        (1, 8, 4096),
+        (8, 1, 4096),
+        (8, 8, 4096),
+        (8, 17, 4096),
+        (32, 8, 4096),
+        (8, 8, 512),
+    ]
     for B, T, context in [(2, 3, 40)] if tiny else real:
         S = 2 * context
-        lengths = jnp.linspace(context // 2, context + context // 2, B).astype(jnp.int32) if B > 1 else jnp.full(1, context, jnp.int32)
+        lengths = (
+            jnp.linspace(context // 2, context + context // 2, B).astype(jnp.int32)
+            if B > 1
+            else jnp.full(1, context, jnp.int32)
+        )
         at = (lengths[:, None] + jnp.arange(T)[None]).astype(jnp.int32)
 
         def operands(key, B=B, T=T, S=S, at=at):
@@ -114,17 +161,25 @@ def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
 
         forms = {
             f"{name} {dtype}": functools.partial(attended, form, dtype == "fp8")
-            for name, form in [("xla", "reference"), *((f, f) for f in some("triton"))] for dtype in ("bf16", "fp8")
-        }  # fmt: skip
+            for name, form in [("xla", "reference"), *((f, f) for f in some("triton"))]
+            for dtype in ("bf16", "fp8")
+        }
         seen = float(lengths.sum() + B * T)
         sets = rotation(operands, jax.random.key(0))
-        yield row(f"{B} x {T} queries over {context}", *compare(forms, sets), 4 * seen * G * H, low=2 * seen * G * (H + 4))
+        yield row(
+            f"{B} x {T} queries over {context}",
+            *compare(forms, sets),
+            4 * seen * G * H,
+            low=2 * seen * G * (H + 4),
+        )
 
 
 def attended(form: str, low: bool, q, at, k, v, k8, k_scale, v8, v_scale):
     scales = {"k_scale": k_scale, "v_scale": v_scale} if low else {}
     held = (k8, v8) if low else (k, v)
-    return attention.attend(q, *held, at, None, window=None, scale=q.shape[-1] ** -0.5, sinks=None, form=form, **scales)
+    return attention.attend(
+        q, *held, at, None, window=None, scale=q.shape[-1] ** -0.5, sinks=None, form=form, **scales
+    )
 
 
 def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -140,13 +195,26 @@ def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
             a, b, c = jax.random.split(key, 3)
             return normal(a, 1, P, N, H), normal(b, 1, P, G, H), normal(c, 1, P, G, H)
 
-        both = lambda form, seen=seen: jax.grad(  # noqa: E731
-            lambda q, k, v: (packed_attention.attend(q, k, v, seen, H**-0.5, form=form)[0].astype(jnp.float32) ** 2).sum(), (0, 1, 2)
-        )
+        def both(form, seen=seen):
+            return jax.grad(
+                lambda q, k, v: (
+                    packed_attention.attend(q, k, v, seen, H**-0.5, form=form)[0].astype(
+                        jnp.float32
+                    )
+                    ** 2
+                ).sum(),
+                (0, 1, 2),
+            )
+
         sets = [operands(jax.random.key(i)) for i in range(2)]
         forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
         seconds = compare(forms, sets, rounds=3, passes=1)
-        yield row(f"{P} rows over {n}, with gradients", *seconds, bytes_of(sets[0]) * 4, 3.5 * 4 * pairs * N * H)
+        yield row(
+            f"{P} rows over {n}, with gradients",
+            *seconds,
+            bytes_of(sets[0]) * 4,
+            3.5 * 4 * pairs * N * H,
+        )
 
 
 def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -157,43 +225,78 @@ def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
         def operands(key, M=M):
             a, b = jax.random.split(key)
             w = normal(b, K, V, scale=K**-0.5)
-            low = fp8_matmul.quantise(w.T)
+            low = fp8_matmul.quantize(w.T)
             return normal(a, M, K), w, low.values, low.scale
 
         sets = rotation(operands, jax.random.key(0), least=2, most=3)
         forms = {"xla bf16": lambda x, w, v, s: jnp.argmax(x @ w, axis=-1)}
         for name in some("triton"):
-            forms[f"{name} bf16"] = lambda x, w, v, s, name=name: vocab.peaks(x, w, 1, form=name).ids
-            forms[f"{name} fp8"] = lambda x, w, v, s, name=name: vocab.peaks(x, v, 1, s, by_word=True, form=name).ids
-        yield row(f"argmax, {M} x {K} x {V}", *compare(forms, sets, passes=10), 2 * K * V, low=K * V)
+            forms[f"{name} bf16"] = lambda x, w, v, s, name=name: (
+                vocab.peaks(x, w, 1, form=name).ids
+            )
+            forms[f"{name} fp8"] = lambda x, w, v, s, name=name: (
+                vocab.peaks(x, v, 1, s, by_word=True, form=name).ids
+            )
+        yield row(
+            f"argmax, {M} x {K} x {V}", *compare(forms, sets, passes=10), 2 * K * V, low=K * V
+        )
     P = 20 if tiny else 4096
-    x, w, tx, tw = (normal(jax.random.key(i), *size, scale=K**-0.5) for i, size in enumerate(((P, K), (K, V), (P, K), (K, V))))
-    both = lambda form: jax.grad(lambda x, w, tx, tw: vocab.distance(x, w, tx, tw, None, form)[0].sum(), (0, 1))  # noqa: E731
+    x, w, tx, tw = (
+        normal(jax.random.key(i), *size, scale=K**-0.5)
+        for i, size in enumerate(((P, K), (K, V), (P, K), (K, V)))
+    )
+
+    def both(form):
+        return jax.grad(
+            lambda x, w, tx, tw: vocab.distance(x, w, tx, tw, None, form)[0].sum(), (0, 1)
+        )
+
     forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
     seconds = compare(forms, [(x, w, tx, tw)], rounds=3, passes=1)
-    yield row(f"KL with gradients, {P} x {K} x {V}", *seconds, bytes_of((x, w, tx, tw)), 12 * P * K * V)
+    yield row(
+        f"KL with gradients, {P} x {K} x {V}", *seconds, bytes_of((x, w, tx, tw)), 12 * P * K * V
+    )
 
 
 def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """One layer's experts at the sizes of Qwen3-Coder-30B-A3B and GPT-OSS-20B; routing spread evenly, and all tokens alike."""
     row = Rows("experts", ceilings)
     rng = numerics.np.random.default_rng(0)
-    sizes = [("row", 5, 2, 64, 32), ("mxfp4", 4, 2, 64, 32)] if tiny else [("block", 128, 8, 2048, 768), ("mxfp4", 32, 4, 2880, 2880)]
+    sizes = (
+        [("row", 5, 2, 64, 32), ("mxfp4", 4, 2, 64, 32)]
+        if tiny
+        else [("block", 128, 8, 2048, 768), ("mxfp4", 32, 4, 2880, 2880)]
+    )
     for kind, count, k, dim, width in sizes:
         shapes = (dim, 2 * width), (width, dim)
-        stacks = [nnx.split(nnx.List([numerics.stack(rng, kind, count, *size) for size in shapes])) for _ in range(2)]
+        stacks = [
+            nnx.split(nnx.List([numerics.stack(rng, kind, count, *size) for size in shapes]))
+            for _ in range(2)
+        ]
         graph, one_expert = stacks[0][0], bytes_of(stacks[0][1]) / count
         for n in (1, 7) if tiny else (1, 8, 64, 512):
             names = ("even", "alike") if n > 1 else ("even",)
-            settings = [[tokens(rng, i, stacks[i % 2][1], n, dim, count, k, name == "alike") for i in range(6)] for name in names]
+            settings = [
+                [
+                    tokens(rng, i, stacks[i % 2][1], n, dim, count, k, name == "alike")
+                    for i in range(6)
+                ]
+                for name in names
+            ]
             xla = "gathered" if n * k <= count else "grouped"
             every = [("xla", xla), *((form, form) for form in some("triton"))]
-            act = Clamped(7.0, 1.702) if kind == "mxfp4" else Gated(jax.nn.silu)
-            forms = {name: functools.partial(mixture, form, graph, count, act) for name, form in every}
-            for name, sets, seconds in zip(names, settings, compare(forms, *settings, passes=10), strict=True):
+            act = ClampedSwiGLU(7.0, 1.702) if kind == "mxfp4" else GLU(jax.nn.silu)
+            forms = {
+                name: functools.partial(mixture, form, graph, count, act) for name, form in every
+            }
+            for name, sets, seconds in zip(
+                names, settings, compare(forms, *settings, passes=10), strict=True
+            ):
                 used = float(numerics.np.mean([len(numerics.np.unique(one[2])) for one in sets]))
                 shape = f"{kind}, {n} tokens of {k} of {count}, {name}"
-                yield row(shape, seconds, used * one_expert, 6 * n * k * dim * width) | {"experts_read": used}
+                yield row(shape, seconds, used * one_expert, 6 * n * k * dim * width) | {
+                    "experts_read": used
+                }
 
 
 def small(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -201,36 +304,55 @@ def small(ceilings: dict, tiny: bool) -> Iterator[dict]:
     row, rng = Rows("small", ceilings), numerics.np.random.default_rng(0)
     E, k = 128, 8
     for n in (3,) if tiny else (2, 8, 32, 128):
-        sets = [(jnp.asarray(numerics.np.stack([rng.permutation(E)[:k] for _ in range(n)]), jnp.int32),) for _ in range(4)]
+        sets = [
+            (jnp.asarray(numerics.np.stack([rng.permutation(E)[:k] for _ in range(n)]), jnp.int32),)
+            for _ in range(4)
+        ]
         rows = experts.tile_rows(n, k, E, parts=1, few=experts.GPU_TILE, most=128)
-        forms = {"xla": lambda chosen, rows=rows: dataclasses.astuple(experts.tiled(chosen, E, rows))[1:]}
+        forms = {
+            "xla": lambda chosen, rows=rows: dataclasses.astuple(experts.tiled(chosen, E, rows))[1:]
+        }
         if some("triton"):
             from peagle_jax.kernels import experts_triton
 
-            forms["triton"] = lambda chosen, rows=rows: dataclasses.astuple(experts_triton.tiled(chosen, E, rows))[1:]
+            forms["triton"] = lambda chosen, rows=rows: dataclasses.astuple(
+                experts_triton.tiled(chosen, E, rows)
+            )[1:]
         yield row(f"sorting {n * k} pairs of {E} experts", *compare(forms, sets), 16.0 * n * k)
     for M, K in [(3, 256)] if tiny else [(8, 4096), (64, 4096), (1024, 4096)]:
-        forms = {"xla": lambda x: fp8_matmul.quantise_rows(x, blocks=False)}
+        forms = {"xla": lambda x: fp8_matmul.quantize_rows(x, blocks=False)}
         if some("triton"):
             from peagle_jax.kernels import fp8_matmul_triton
 
-            forms["triton"] = lambda x: fp8_matmul_triton.quantise_rows(x, blocks=False)
+            forms["triton"] = lambda x: fp8_matmul_triton.quantize_rows(x, blocks=False)
         sets = rotation(lambda key, M=M, K=K: (normal(key, M, K),), jax.random.key(0))
         yield row(f"quantising {M} x {K}", *compare(forms, sets), 3.0 * M * K)
 
 
 def tokens(rng, i: int, state, n: int, dim: int, count: int, k: int, alike: bool) -> tuple:
     """Operands of one call: experts, rows, who takes which; all alike, or each its own."""
-    picks = [rng.permutation(count)[:k]] * n if alike else [rng.permutation(count)[:k] for _ in range(n)]
+    picks = (
+        [rng.permutation(count)[:k]] * n
+        if alike
+        else [rng.permutation(count)[:k] for _ in range(n)]
+    )
     chosen = jnp.asarray(numerics.np.stack(picks), jnp.int32)
     return state, normal(jax.random.key(i), n, dim), chosen, jnp.full((n, k), 1 / k, jnp.float32)
 
 
 def mixture(form: str, graph, count: int, act: Callable, state, x, chosen, share):
-    return experts.FORMS[form](x, chosen, share, Bank(*nnx.merge(graph, state), act, count))
+    return experts.FORMS[form](
+        x, chosen, share, ExpertWeights(*nnx.merge(graph, state), act, count)
+    )
 
 
 PARTS = {
-    "matmul": matmul, "fusion": fused, "attention": cached, "packed attention": trained, "vocab": worded, "experts": mixed, "small": small,
+    "matmul": matmul,
+    "fusion": fused,
+    "attention": cached,
+    "packed attention": trained,
+    "vocab": worded,
+    "experts": mixed,
+    "small": small,
     "mosaic matmul": functools.partial(matmul, kind="mosaic"),
-}  # fmt: skip
+}

@@ -18,25 +18,33 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from peagle_jax.bench.parts import drafting_seconds, median_seconds
+from peagle_jax.bench.timing import drafting_seconds, median_seconds
 from peagle_jax.decode import loop
 from peagle_jax.decode.drafters import METHODS
-from peagle_jax.decode.loop import Program
+from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.verify import verify_greedy
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.kernels import experts
 from peagle_jax.layers import Rope
 from peagle_jax.pipelines import tracing
 from peagle_jax.types import DecodeState, DraftState, KVGroup, Model
-from peagle_jax.weights import flat, nest
+from peagle_jax.weights import flatten_params, unflatten_params
 
 ROOT = Path(__file__).parents[2]
-RATES = {"peagle": (63, 38, 23, 14, 9, 5, 3, 2), "eagle3": (71, 49, 32, 21, 14, 9, 5, 3)}  # %, of all drafts at a position
+RATES = {
+    "peagle": (63, 38, 23, 14, 9, 5, 3, 2),
+    "eagle3": (71, 49, 32, 21, 14, 9, 5, 3),
+}  # %, of all drafts at a position
 CONTEXT, STEPS = 1024, 16
 TINY = {
-    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "intermediate_size": 64,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 320,
+    "intermediate_size": 64,
     "moe_intermediate_size": 64,
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +70,28 @@ RECIPES = {QWEN: ("qwen3_coder_30b", "blocks"), OSS: ("gpt_oss_20b", "rows")}
 def cases(tiny: bool) -> list[Case]:
     """The most telling first: whole targets; then every K and batch on six layers of each: how costs grow, but no speedups."""
     if tiny:
-        return [Case(t, m, k, 2, 2) for t in RECIPES for m, k in (("none", 0), ("peagle", 3), ("eagle3", 2))]
+        return [
+            Case(t, m, k, 2, 2)
+            for t in RECIPES
+            for m, k in (("none", 0), ("peagle", 3), ("eagle3", 2))
+        ]
     whole = [Case(QWEN, "none", 0, 1), Case(QWEN, "peagle", 7, 1), Case(QWEN, "eagle3", 3, 1)]
-    whole += [Case(OSS, "none", 0, 1), Case(OSS, "peagle", 7, 1), Case(OSS, "eagle3", 3, 1), Case(QWEN, "none", 0, 8)]
+    whole += [
+        Case(OSS, "none", 0, 1),
+        Case(OSS, "peagle", 7, 1),
+        Case(OSS, "eagle3", 3, 1),
+        Case(QWEN, "none", 0, 8),
+    ]
     whole += [Case(QWEN, "peagle", 7, 8), Case(QWEN, "eagle3", 3, 8)]
     sweep = [
         Case(target, method, k, batch, 6)
-        for target in RECIPES for batch in (1, 8, 32)
-        for method, k in [("none", 0), *[(m, k) for k in (7, 3, 1, 5, 11, 16) for m in ("peagle", "eagle3")]]
-    ]  # fmt: skip
+        for target in RECIPES
+        for batch in (1, 8, 32)
+        for method, k in [
+            ("none", 0),
+            *[(m, k) for k in (7, 3, 1, 5, 11, 16) for m in ("peagle", "eagle3")],
+        ]
+    ]
     return whole + sweep
 
 
@@ -79,9 +100,12 @@ def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
     recipe, fp8 = RECIPES[case.target]
     hf = json.loads((ROOT / f"configs/targets/{case.target}.json").read_text())
     run, _, head = tracing.recipe(ROOT / f"configs/train/{recipe}.yaml", ROOT / "configs/targets")
-    taps = run.head.taps
+    aux_hidden_state_layers = run.head.aux_hidden_state_layers
     if case.layers is not None:
-        hf["num_hidden_layers"], taps = case.layers, (0, case.layers // 2, case.layers - 1)
+        hf["num_hidden_layers"], aux_hidden_state_layers = (
+            case.layers,
+            (0, case.layers // 2, case.layers - 1),
+        )
         if "layer_types" in hf:
             hf["layer_types"] = hf["layer_types"][: case.layers]
     if tiny:
@@ -91,61 +115,110 @@ def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(hf))
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-        target = tracing.abstract_target(path, dtype=dtype, taps=taps, packed=case.target == OSS, fp8=fp8)
+        target = tracing.abstract_target(
+            path,
+            dtype=dtype,
+            aux_hidden_state_layers=aux_hidden_state_layers,
+            packed=case.target == OSS,
+            fp8=fp8,
+        )
     if case.method == "none":
         return target, None
     c = target.config
-    config: HeadConfig = dataclasses.replace(head.config, taps=c.taps, dtype=c.dtype)
+    config: HeadConfig = dataclasses.replace(
+        head.config, aux_hidden_state_layers=c.aux_hidden_state_layers, dtype=c.dtype
+    )
     if tiny:
         rope = Rope.from_hf({"rope_theta": 1e4}, 32, "tiny")
-        sizes = dict(vocab=c.vocab, draft_vocab=c.vocab, dim=c.dim, target_dim=c.dim, heads=4, kv_heads=2, head_dim=32, mlp_dim=64)
+        sizes = dict(
+            vocab=c.vocab,
+            draft_vocab=c.vocab,
+            dim=c.dim,
+            target_dim=c.dim,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            mlp_dim=64,
+        )
         config = dataclasses.replace(config, **sizes, rope=rope, mask_token=c.vocab - 1)
     if case.method == "eagle3":
-        config = dataclasses.replace(config, layers=1, mask_token=None, depths=None, windows=(None,))
+        config = dataclasses.replace(
+            config, layers=1, mask_token=None, num_depths=None, windows=(None,)
+        )
     return target, tracing.abstract_head(config, fp8=True)
 
 
 def filled(shapes, key, *, alike: bool = False):
     """Random parameters of those shapes; routers of zeros where all tokens shall choose alike."""
-    made, paths = {}, {path for path, _ in flat(shapes)}
-    for i, (path, x) in enumerate(flat(shapes)):
+    made, paths = {}, {path for path, _ in flatten_params(shapes)}
+    for i, (path, x) in enumerate(flatten_params(shapes)):
         parent, _, kind = path.rpartition(".")
         if alike and "router" in path:
             made[path] = jnp.zeros(x.shape, x.dtype)
-        elif kind == "scale" and f"{parent}.values" in paths:  # of FP8 values below 2; other scales are norms'
+        elif (
+            kind == "scale" and f"{parent}.values" in paths
+        ):  # of FP8 values below 2; other scales are norms'
             made[path] = jnp.full(x.shape, 0.02, x.dtype)
         elif kind == "scale" or jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.uint8:
             made[path] = jnp.full(x.shape, kind == "scale", x.dtype)
         else:
             kind = "embed" if path.startswith("embed") else kind
             made[path] = _random(jax.random.fold_in(key, i), x.shape, jnp.dtype(x.dtype).name, kind)
-    return nest(made)
+    return unflatten_params(made)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random(key, shape, dtype: str, kind: str):
     if dtype == "float8_e4m3fn":
-        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8) & 0xBF, jnp.float8_e4m3fn)
+        return jax.lax.bitcast_convert_type(
+            jax.random.bits(key, shape, jnp.uint8) & 0xBF, jnp.float8_e4m3fn
+        )
     if dtype == "uint8":
-        return jnp.full(shape, 120, jnp.uint8) if kind == "scales" else jax.random.bits(key, shape, jnp.uint8)
-    scale = 1 if kind == "embed" else 0.02  # tokens are told apart, and choose experts by themselves
+        return (
+            jnp.full(shape, 120, jnp.uint8)
+            if kind == "scales"
+            else jax.random.bits(key, shape, jnp.uint8)
+        )
+    scale = (
+        1 if kind == "embed" else 0.02
+    )  # tokens are told apart, and choose experts by themselves
     return (scale * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
-def start(program: Program, target: Model, head: Model | None, batch: int, key) -> DecodeState:
+def start(spec: DecodeSpec, target: Model, head: Model | None, batch: int, key) -> DecodeState:
     """As after a prompt of CONTEXT tokens, with random caches."""
     keys = iter(jax.random.split(key, 1000))
-    some = lambda x: jax.random.normal(next(keys), x.shape, jnp.bfloat16).astype(x.dtype)  # noqa: E731
-    fill = lambda cache: jax.tree.map(lambda x: jnp.full_like(x, CONTEXT - 1) if x.dtype == jnp.int32 else some(x), cache)  # noqa: E731
-    R, K, zero = program.k + 1, program.k, jnp.zeros(batch, jnp.int32)
-    draft = DraftState(fill(program.drafter.init(batch, program.slots + K)) if head else None, None)
+
+    def some(x):
+        return jax.random.normal(next(keys), x.shape, jnp.bfloat16).astype(x.dtype)
+
+    def fill(cache):
+        return jax.tree.map(
+            lambda x: jnp.full_like(x, CONTEXT - 1) if x.dtype == jnp.int32 else some(x), cache
+        )
+
+    R, K, zero = spec.k + 1, spec.k, jnp.zeros(batch, jnp.int32)
+    draft = DraftState(fill(spec.drafter.init(batch, spec.cache_size + K)) if head else None, None)
     tokens = jax.random.randint(key, (batch, R), 0, target.config.vocab)
-    features = jax.random.normal(key, (batch, R, len(target.config.taps) * target.config.dim), jnp.bfloat16).astype(target.config.dtype)
+    aux_hidden_states = jax.random.normal(
+        key,
+        (batch, R, len(target.config.aux_hidden_state_layers) * target.config.dim),
+        jnp.bfloat16,
+    ).astype(target.config.dtype)
     return DecodeState(
-        cache=fill(target.config.empty_cache(batch, program.slots)), draft=draft, tokens=tokens, features=features,
-        count=zero + 1, output=jnp.zeros((batch, program.slots), jnp.int32), drafted=jnp.zeros((batch, program.slots), bool),
-        emitted=zero, length=zero, done=zero < 0, num_drafts=zero, accepted_at=jnp.zeros((batch, K), jnp.int32),
-    )  # fmt: skip
+        cache=fill(target.config.empty_cache(batch, spec.cache_size)),
+        draft=draft,
+        tokens=tokens,
+        aux_hidden_states=aux_hidden_states,
+        count=zero + 1,
+        output=jnp.zeros((batch, spec.cache_size), jnp.int32),
+        is_draft=jnp.zeros((batch, spec.cache_size), bool),
+        emitted=zero,
+        length=zero,
+        done=zero < 0,
+        num_drafts=zero,
+        num_accepted_per_pos=jnp.zeros((batch, K), jnp.int32),
+    )
 
 
 def chances(method: str, k: int) -> jax.Array:
@@ -160,46 +233,80 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
     """A row a routing."""
     target, head = models(case, tiny)
     steps = 3 if tiny else STEPS
-    slots = CONTEXT + (steps + 1) * (case.k + 1) + 8
+    cache_size = CONTEXT + (steps + 1) * (case.k + 1) + 8
     drafter = head and METHODS[case.method](head.graph, head.config, case.k)
     config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
-    program = Program(target.graph, config, drafter, slots, False)
+    spec = DecodeSpec(target.graph, config, drafter, cache_size, False)
     chance = chances(case.method, case.k) if head else jnp.zeros(0)
-    limits, stops, key = jnp.full(case.batch, slots, jnp.int32), jnp.full(1, -1, jnp.int32), jax.random.key(0)
+    limits, stops, key = (
+        jnp.full(case.batch, cache_size, jnp.int32),
+        jnp.full(1, -1, jnp.int32),
+        jax.random.key(0),
+    )
 
     @jax.jit
     def run(params, draft_params, state):
         def body(carry):
             i, key, state = carry
             key, luck, words = jax.random.split(key, 3)
-            module = nnx.merge(program.target, params)
-            drafts, _, draft = loop.propose(program, draft_params, None, state)
+            module = nnx.merge(spec.target, params)
+            drafts, _, draft = loop.propose(spec, draft_params, None, state)
             # a random head repeats one token, which would touch few experts: others are verified in the drafts' place, and wait for them
             block = jax.random.randint(words, state.tokens.shape, 0, config.vocab)
             drafts, block = jax.lax.optimization_barrier((drafts, block))
-            out, cache = loop.read(module, block, state.cache)
-            tokens, _ = verify_greedy(block[:, 1:], module.best(out.hidden))
+            out, cache = loop.verify_forward(module, block, state.cache)
+            tokens, _ = verify_greedy(block[:, 1:], module.argmax_logits(out.hidden))
             lucky = jax.random.uniform(luck, drafts.shape) < chance[None]
             accepted = jnp.cumprod(lucky.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-            return i + 1, key, loop.commit(program, state, draft, cache, out, tokens.astype(jnp.int32), accepted, limits, stops)
+            return (
+                i + 1,
+                key,
+                loop.commit(
+                    spec,
+                    state,
+                    draft,
+                    cache,
+                    out,
+                    tokens.astype(jnp.int32),
+                    accepted,
+                    limits,
+                    stops,
+                ),
+            )
 
         # as in `loop.run`, a round ends with a question to the host: is every row done?
-        return jax.lax.while_loop(lambda c: (c[0] < steps) & ~c[2].done.all(), body, (0, key, state))[2].emitted
+        return jax.lax.while_loop(
+            lambda c: (c[0] < steps) & ~c[2].done.all(), body, (0, key, state)
+        )[2].emitted
 
-    length = 1 + float(jnp.cumprod(chance).sum())  # few draws were drawn: speeds are at the rates, not at their luck
+    length = 1 + float(
+        jnp.cumprod(chance).sum()
+    )  # few draws were drawn: speeds are at the rates, not at their luck
     draft_params = head and filled(head.params, key)
     for routing in ("even", "alike"):
         params = filled(target.params, key, alike=routing == "alike")
-        state = start(program, dataclasses.replace(target, config=config), head, case.batch, key)
-        seconds = median_seconds(lambda params=params, state=state: run(params, draft_params, state), 3) / steps
+        state = start(spec, dataclasses.replace(target, config=config), head, case.batch, key)
+        seconds = (
+            median_seconds(lambda params=params, state=state: run(params, draft_params, state), 3)
+            / steps
+        )
         emitted = float(run(params, draft_params, state).sum()) / steps
         used = experts_read(target, params, state)
         floor = floor_bytes(case, target, head, state, used) / ceilings["copy_bytes_per_s"]
         yield {
-            "part": "steps", "case": case.name, **dataclasses.asdict(case), "routing": routing, "step_us": 1e6 * seconds,
-            "tokens_a_step": length, "tokens_drawn": emitted / case.batch, "tokens_per_s": case.batch * length / seconds,
-            "synthetic_acceptance": True, "floor_us": 1e6 * floor, "of_floor": floor / seconds, "experts_read": used,
-        }  # fmt: skip
+            "part": "steps",
+            "case": case.name,
+            **dataclasses.asdict(case),
+            "routing": routing,
+            "step_us": 1e6 * seconds,
+            "tokens_a_step": length,
+            "tokens_drawn": emitted / case.batch,
+            "tokens_per_s": case.batch * length / seconds,
+            "synthetic_acceptance": True,
+            "floor_us": 1e6 * floor,
+            "of_floor": floor / seconds,
+            "experts_read": used,
+        }
         del params, state
 
 
@@ -217,20 +324,36 @@ def experts_read(target: Model, params, state: DecodeState) -> float:
 
         return counted
 
-    with mock.patch.dict(experts.FORMS, {name: counting(form) for name, form in experts.FORMS.items()}):
-        loop.read(target.bind(params), state.tokens, state.cache)
+    with mock.patch.dict(
+        experts.FORMS, {name: counting(form) for name, form in experts.FORMS.items()}
+    ):
+        loop.verify_forward(target.bind(params), state.tokens, state.cache)
     return sum(counts) / len(counts)
 
 
-def floor_bytes(case: Case, target: Model, head: Model | None, state: DecodeState, used: float) -> float:
+def floor_bytes(
+    case: Case, target: Model, head: Model | None, state: DecodeState, used: float
+) -> float:
     """Bytes that a step has to read: weights once, `used` experts a layer, caches as far as they are seen."""
-    size = lambda x: x.size * jnp.dtype(x.dtype).itemsize  # noqa: E731
+
+    def size(x):
+        return x.size * jnp.dtype(x.dtype).itemsize
+
     share = used / target.config.experts
-    read = sum(size(x) * (share if ".experts." in path else 1) for path, x in flat(target.params) if not path.startswith("embed"))
-    read += sum(seen(group, s.window) for group, s in zip(state.cache.groups, target.config.cache_shapes(), strict=True))
+    read = sum(
+        size(x) * (share if ".experts." in path else 1)
+        for path, x in flatten_params(target.params)
+        if not path.startswith("embed")
+    )
+    read += sum(
+        seen(group, s.window)
+        for group, s in zip(state.cache.groups, target.config.cache_shapes(), strict=True)
+    )
     if head:
         passes = 1 if case.method == "peagle" else case.k
-        mine = {path: size(x) for path, x in flat(head.params) if not path.startswith("embed")}
+        mine = {
+            path: size(x) for path, x in flatten_params(head.params) if not path.startswith("embed")
+        }
         read += sum(n * (1 if path.startswith("fusion") else passes) for path, n in mine.items())
         read += passes * sum(seen(group, None) for group in state.draft.cache.groups)
     return read
@@ -238,7 +361,10 @@ def floor_bytes(case: Case, target: Model, head: Model | None, state: DecodeStat
 
 def seen(group: KVGroup, window: int | None) -> float:
     """Bytes of keys and values that a token after CONTEXT others sees."""
-    return sum(x.nbytes / x.shape[2] * min(CONTEXT, window or CONTEXT) for x in (*group.k, *group.v, *group.k_scale, *group.v_scale))
+    return sum(
+        x.nbytes / x.shape[2] * min(CONTEXT, window or CONTEXT)
+        for x in (*group.k, *group.v, *group.k_scale, *group.v_scale)
+    )
 
 
 def drafting(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -246,7 +372,9 @@ def drafting(ceilings: dict, tiny: bool) -> Iterator[dict]:
     for method in ("peagle", "eagle3"):
         _, head = models(Case(QWEN, method, 1, 1, 6), tiny)
         head = dataclasses.replace(head, params=filled(head.params, jax.random.key(0)))
-        read = sum(x.nbytes for path, x in flat(head.params) if not path.startswith("embed"))
+        read = sum(
+            x.nbytes for path, x in flatten_params(head.params) if not path.startswith("embed")
+        )
         seconds = {}
         for k in (1, 3) if tiny else (1, 3, 5, 7, 11, 16):
             drafter = METHODS[method](head.graph, head.config, k)
@@ -254,4 +382,10 @@ def drafting(ceilings: dict, tiny: bool) -> Iterator[dict]:
         floor = {"K=1": 1e6 * read / ceilings["copy_bytes_per_s"]}
         times = {f"K={k}": 1e6 * s for k, s in seconds.items()}
         ratios = {f"K={k}": s / seconds[1] for k, s in seconds.items()}
-        yield {"part": "drafting", "shape": f"{method}, batch 1", "us": times, "floor_us": floor, "times_K=1": ratios}
+        yield {
+            "part": "drafting",
+            "shape": f"{method}, batch 1",
+            "us": times,
+            "floor_us": floor,
+            "times_K=1": ratios,
+        }

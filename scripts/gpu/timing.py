@@ -17,7 +17,9 @@ def bytes_of(tree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def rotation(make: Callable[[jax.Array], tuple], key: jax.Array, *, least: int = 4, most: int = 32) -> list[tuple]:
+def rotation(
+    make: Callable[[jax.Array], tuple], key: jax.Array, *, least: int = 4, most: int = 32
+) -> list[tuple]:
     """So many sets of operands that one pass over what any form reads of them, a third at least, leaves nothing in the cache."""
     first = make(key)
     count = min(most, max(least, int(12 * L2 / max(bytes_of(first), 1)) + 1))
@@ -28,7 +30,8 @@ def repeated(form: Callable, passes: int) -> Callable:
     """A program: `form` on every set, `passes` times over; no pass can be dropped, moved out of the loop or put before another."""
 
     def program(sets):
-        once = lambda sets: [form(*one) for one in sets]  # noqa: E731
+        def once(sets):
+            return [form(*one) for one in sets]
 
         def again(_, results):
             fresh, _ = jax.lax.optimization_barrier((sets, results))
@@ -40,7 +43,10 @@ def repeated(form: Callable, passes: int) -> Callable:
 
 
 def compare(
-    forms: Mapping[str, Callable], *settings: Sequence[tuple], rounds: int = ROUNDS, passes: int = PASSES
+    forms: Mapping[str, Callable],
+    *settings: Sequence[tuple],
+    rounds: int = ROUNDS,
+    passes: int = PASSES,
 ) -> list[dict[str, float]]:
     """Median seconds of one call of each form, for each list of operand sets (all of the same shapes); forms run in turns.
 
@@ -52,7 +58,10 @@ def compare(
         try:
             jax.block_until_ready(program(list(settings[0])))
         except Exception as error:  # one form must not take the others' numbers
-            print(f"{name} failed: {type(error).__name__}: {str(error).splitlines()[0][:300]}", file=sys.stderr)
+            print(
+                f"{name} failed: {type(error).__name__}: {str(error).splitlines()[0][:300]}",
+                file=sys.stderr,
+            )
             del programs[name]
     found = []
     for sets in settings:
@@ -79,10 +88,20 @@ def ceilings(size: float) -> dict[str, float]:
     a, b = (jax.random.normal(k, (n, n), jnp.bfloat16) for k in jax.random.split(key))
     low = [y.astype(jnp.float8_e4m3fn) for y in (a, b)]
     out = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    fp8 = lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)  # noqa: E731
+
+    def fp8(a, b):
+        return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
+
     measured = [
         compare({"": form}, [operands], passes=20)[0][""]
-        for form, operands in ((lambda x: x + 1, (x,)), (lambda a, b: a @ b, (a, b)), (fp8, tuple(low)))
+        for form, operands in (
+            (lambda x: x + 1, (x,)),
+            (lambda a, b: a @ b, (a, b)),
+            (fp8, tuple(low)),
+        )
     ]
     names = "copy_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s"
-    return {name: work / s for name, work, s in zip(names, (8 * words, 2 * n**3, 2 * n**3), measured, strict=True)}
+    return {
+        name: work / s
+        for name, work, s in zip(names, (8 * words, 2 * n**3, 2 * n**3), measured, strict=True)
+    }

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu import steps
-from peagle_jax.bench.parts import median_seconds
-from peagle_jax.kernels.launch import withheld
-from peagle_jax.train.cod import Cod, cod_sample
-from peagle_jax.train.features import Rows, shifted
-from peagle_jax.train.step import peagle_loss
+from peagle_jax.bench.timing import median_seconds
+from peagle_jax.kernels.launch import disable_kernels
+from peagle_jax.train.cod import CodConfig, cod_sample
+from peagle_jax.train.hidden_states import TrainingRows, shifted
+from peagle_jax.train.peagle_loss import peagle_loss
 from peagle_jax.types import Batch
 
-COD = Cod(depths=8, ratio=0.7, floor=0.2, anchors=None)  # configs/train/qwen3_coder_30b.yaml
+COD = CodConfig(
+    num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=None
+)  # configs/train/qwen3_coder_30b.yaml
 
 
 def measure(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -31,28 +33,52 @@ def one(n: int, tiny: bool) -> dict:
     # of a head in training: no matrix of it is FP8
     shapes = steps.tracing.abstract_head(config).params
     params = steps.filled(shapes, key)
-    batch = Batch(np.ones((1, n + 1), np.int32), (np.arange(n + 1) > n // 2).astype(np.int32)[None], np.ones((1, n + 1), bool))
-    document, supervised = shifted(batch)
-    cod = jax.tree.map(jnp.asarray, cod_sample(supervised, document, COD, [0, 0]))
-    normal = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16).astype(dtype)  # noqa: E731
+    batch = Batch(
+        np.ones((1, n + 1), np.int32),
+        (np.arange(n + 1) > n // 2).astype(np.int32)[None],
+        np.ones((1, n + 1), bool),
+    )
+    segment_ids, loss_mask = shifted(batch)
+    cod = jax.tree.map(jnp.asarray, cod_sample(loss_mask, segment_ids, COD, [0, 0]))
+
+    def normal(i, *shape):
+        return jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16).astype(dtype)
+
     width = target.config.dim
-    rows = Rows(
-        jax.random.randint(key, (1, n), 0, config.vocab), normal(1, 1, n, len(config.taps) * width), normal(2, 1, n, width),
-        jnp.asarray(document), jnp.asarray(supervised),
-    )  # fmt: skip
+    rows = TrainingRows(
+        jax.random.randint(key, (1, n), 0, config.vocab),
+        normal(1, 1, n, len(config.aux_hidden_state_layers) * width),
+        normal(2, 1, n, width),
+        jnp.asarray(segment_ids),
+        jnp.asarray(loss_mask),
+    )
     output = 0.02 * normal(3, width, config.vocab)
     packed = n + cod.anchor.shape[1]
-    found: dict = {"part": "training", "shape": f"{n} tokens, {packed} packed rows", "ms": {}, "temporary_gb": {}}
-    for name, how in (("kernels", contextlib.nullcontext()), ("xla", withheld())):
+    found: dict = {
+        "part": "training",
+        "shape": f"{n} tokens, {packed} packed rows",
+        "ms": {},
+        "temporary_gb": {},
+    }
+    for name, how in (("kernels", contextlib.nullcontext()), ("xla", disable_kernels())):
         try:
             with how:
-                loss = lambda params, rows, cod, output: peagle_loss(  # noqa: E731
-                    steps.Model(config, head_graph(config), None).bind(params), rows, cod, COD.depths, output
-                )[0]
+
+                def loss(params, rows, cod, output):
+                    return peagle_loss(
+                        steps.Model(config, head_graph(config), None).bind(params),
+                        rows,
+                        cod,
+                        COD.num_depths,
+                        output,
+                    )[0]
+
                 step = jax.jit(jax.value_and_grad(loss)).lower(params, rows, cod, output).compile()
             memory = step.memory_analysis()
             found["temporary_gb"][name] = memory.temp_size_in_bytes / 1e9
-            found["ms"][name] = 1e3 * median_seconds(lambda step=step: step(params, rows, cod, output), 3)
+            found["ms"][name] = 1e3 * median_seconds(
+                lambda step=step: step(params, rows, cod, output), 3
+            )
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -15,13 +15,24 @@ from peagle_jax.types import DraftState, InputError
 
 WIDTH, B = 48, 3
 START = (4, 11, 1)  # tokens of each row's prompt
-STEPS = ((1, 1, 1), (3, 1, 6), (2, 4, 3), (5, 2, 1), (6, 2, 4))  # tokens committed before each drafting, up to K+1
+STEPS = (
+    (1, 1, 1),
+    (3, 1, 6),
+    (2, 4, 3),
+    (5, 2, 1),
+    (6, 2, 4),
+)  # tokens committed before each drafting, up to K+1
 OPTIONS = {
-    "llama": {}, "qwen3": {"qk_norm": True, "layers": 3, "windows": (None,) * 3}, "residual": {"norm_before_residual": True},
-    "before_fc": {"norm_before_fc": True}, "fc_norm": {"fc_norm": True, "layers": 1, "windows": (None,)},
-    "norm_output": {"norm_output": True}, "bias": {"attention_bias": True}, "reduced": {"draft_vocab": 17},
+    "llama": {},
+    "qwen3": {"qk_norm": True, "layers": 3, "windows": (None,) * 3},
+    "residual": {"norm_before_residual": True},
+    "before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True, "layers": 1, "windows": (None,)},
+    "norm_output": {"norm_output": True},
+    "bias": {"attention_bias": True},
+    "reduced": {"draft_vocab": 17},
     "window": {"windows": (3, None)},
-}  # fmt: skip
+}
 
 
 class Plain:
@@ -32,65 +43,99 @@ class Plain:
         positions = jnp.arange(WIDTH)[None]
 
         @jax.jit
-        def rows(params, embeddings, features, n):
+        def rows(params, embeddings, aux_hidden_states, n):
             module = head.bind(params)
             attend = PackedCausal(jnp.where(positions < n, 0, -1))
-            x, _ = module(embeddings[None], features[None], positions, attend, None)
-            return module.target_ids()[jnp.argmax(module.logits(x[0]), -1)], module.feedback(x[0])
+            x, _ = module(embeddings[None], aux_hidden_states[None], positions, attend, None)
+            return module.target_ids()[
+                jnp.argmax(module.compute_logits(x[0]), -1)
+            ], module.feedback(x[0])
 
-        self.rows, self.fuse = rows, jax.jit(lambda params, taps: head.bind(params).fuse(taps))
+        self.rows, self.fuse = (
+            rows,
+            jax.jit(lambda params, aux_hidden_states: head.bind(params).fuse(aux_hidden_states)),
+        )
 
-    def draft(self, text, taps, k, method):
+    def draft(self, text, aux_hidden_states, k, method):
         """`text` is t_0 .. t_p, `taps` h_0 .. h_{p-1}."""
         p, head, params = len(text) - 1, self.head, self.head.params
         table = np.asarray(params["embed"]["table"])
-        features = np.array(self.fuse(params, jnp.asarray(taps)))
-        pad = lambda rows: jnp.asarray(np.pad(np.array(rows), [(0, WIDTH - len(rows)), (0, 0)]))  # noqa: E731
+        aux_hidden_states = np.array(self.fuse(params, jnp.asarray(aux_hidden_states)))
+
+        def pad(rows):
+            return jnp.asarray(np.pad(np.array(rows), [(0, WIDTH - len(rows)), (0, 0)]))
+
         if method == "peagle":
             fuse = functools.partial(self.fuse, params)
             for depth in range(1, k):
-                features[p - 1 + depth] = designs.feature(head, depth, features[p - 1], fuse)
+                aux_hidden_states[p - 1 + depth] = designs.fused(
+                    head, depth, aux_hidden_states[p - 1], fuse
+                )
             inputs = [*table[text[1:]], *[designs.embedding(head, table[text[-1]])] * (k - 1)]
-            return np.asarray(self.rows(params, pad(inputs), jnp.asarray(features), p + k - 1)[0])[p - 1 : p + k - 1].tolist()
+            return np.asarray(
+                self.rows(params, pad(inputs), jnp.asarray(aux_hidden_states), p + k - 1)[0]
+            )[p - 1 : p + k - 1].tolist()
         drafts, tokens = [], list(text[1:])
         for step in range(k):
-            ids, states = self.rows(params, pad(table[tokens]), jnp.asarray(features), p + step)
+            ids, states = self.rows(
+                params, pad(table[tokens]), jnp.asarray(aux_hidden_states), p + step
+            )
             drafts.append(int(ids[p + step - 1]))
             tokens.append(drafts[-1])
-            features[p + step] = states[p + step - 1]
+            aux_hidden_states[p + step] = states[p + step - 1]
         return drafts
 
 
 @pytest.mark.parametrize(
     "name, method, k",
-    [(n, m, 5) for n in OPTIONS for m in ("peagle", "eagle3")] + [("llama", m, 1) for m in ("peagle", "eagle3")]
+    [(n, m, 5) for n in OPTIONS for m in ("peagle", "eagle3")]
+    + [("llama", m, 1) for m in ("peagle", "eagle3")]
     + [(n, "peagle", 5) for n in list(designs.ALL)[1:]],
-)  # fmt: skip
+)
 def test_every_draft_of_every_step(name, method, k):
-    head = tiny.head(**OPTIONS[name]) if name in OPTIONS else tiny.head(**designs.ALL[name], depths=4)  # K is 5: the last depth repeats
+    head = (
+        tiny.head(**OPTIONS[name])
+        if name in OPTIONS
+        else tiny.head(**designs.ALL[name], num_depths=4)
+    )  # K is 5: the last depth repeats
     rng = np.random.default_rng(8)
-    texts, taps = rng.integers(0, 41, (B, WIDTH)), rng.normal(size=(B, WIDTH, 72)).astype(np.float32)
+    texts, all_aux = (
+        rng.integers(0, 41, (B, WIDTH)),
+        rng.normal(size=(B, WIDTH, 72)).astype(np.float32),
+    )
     drafter, plain = make_drafter(head, k, method), Plain(head)
     step, read = jax.jit(drafter.step), jax.jit(drafter.read)
     lengths = np.array(START)
     width = max(START)
     state = DraftState(drafter.init(B, WIDTH), None)
-    garbage = lambda x, real: np.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 9).astype(x.dtype)  # noqa: E731
+
+    def garbage(x, real):
+        return np.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 9).astype(x.dtype)
+
     real = np.arange(width - 1)[None] < (lengths - 1)[:, None]
-    state = read(head.params, state, jnp.asarray(garbage(texts[:, 1:width], real)), jnp.asarray(garbage(taps[:, : width - 1], real)),
-                 jnp.asarray(lengths - 1))  # fmt: skip
+    state = read(
+        head.params,
+        state,
+        jnp.asarray(garbage(texts[:, 1:width], real)),
+        jnp.asarray(garbage(all_aux[:, : width - 1], real)),
+        jnp.asarray(lengths - 1),
+    )
     different = set()
     for counts in np.minimum(STEPS, k + 1):
         real = np.arange(k + 1)[None] < counts[:, None]
         tokens = np.stack([texts[b, n : n + k + 1] for b, n in enumerate(lengths)])
-        features = np.stack([taps[b, n - 1 : n + k] for b, n in enumerate(lengths)])
+        aux_hidden_states = np.stack([all_aux[b, n - 1 : n + k] for b, n in enumerate(lengths)])
         drafts, logits, state = step(
-            head.params, state, jnp.asarray(garbage(tokens, real)), jnp.asarray(garbage(features, real)), jnp.asarray(counts)
+            head.params,
+            state,
+            jnp.asarray(garbage(tokens, real)),
+            jnp.asarray(garbage(aux_hidden_states, real)),
+            jnp.asarray(counts),
         )
         assert logits is None
         lengths = lengths + counts
         for b, n in enumerate(lengths):
-            want = plain.draft(texts[b, :n], taps[b], k, method)
+            want = plain.draft(texts[b, :n], aux_hidden_states[b], k, method)
             assert drafts[b].tolist() == want
             different.update(want)
     assert len(different) > 3  # heads that always draft the same would show nothing
@@ -98,17 +143,29 @@ def test_every_draft_of_every_step(name, method, k):
 
 
 def test_a_seed_fixes_a_row():
-    target, head, prompts = tiny.target(), tiny.head(), [[3, 1, 4], [1, 5, 2, 6, 5, 3, 5, 0, 2], [2]]
-    draw = lambda prompts, seed: generate(target, head, prompts, k=3, max_new_tokens=12, temperature=0.9, seed=seed)  # noqa: E731
+    target, head, prompts = (
+        tiny.target(),
+        tiny.head(),
+        [[3, 1, 4], [1, 5, 2, 6, 5, 3, 5, 0, 2], [2]],
+    )
+
+    def draw(prompts, seed):
+        return generate(target, head, prompts, k=3, max_new_tokens=12, temperature=0.9, seed=seed)
+
     both = draw(prompts, [5, 6, 7])
     assert draw([prompts[2]], [7])[0].output_token_ids == both[2].output_token_ids
     assert draw([prompts[2]], [8])[0].output_token_ids != both[2].output_token_ids
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"target_dim": 25}, "width 24; got 25"), ({"vocab": 43, "draft_vocab": 43}, "41 tokens; got 43"), ({"taps": (0, 1, 2)}, r"taps \[0, 1, 2\]"),
-    ({"taps": (1, 2)}, r"taps \[1, 2\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"target_dim": 25}, "width 24; got 25"),
+        ({"vocab": 43, "draft_vocab": 43}, "41 tokens; got 43"),
+        ({"taps": (0, 1, 2)}, r"taps \[0, 1, 2\]"),
+        ({"taps": (1, 2)}, r"taps \[1, 2\]"),
+    ],
+)
 def test_heads_that_do_not_fit(changes, words):
     with pytest.raises(InputError, match=words):
         generate(tiny.target(), tiny.head(**changes), [[1]], k=2)
@@ -125,7 +182,12 @@ def test_what_cannot_be_drafted():
 
 
 @pytest.mark.parametrize(
-    "prompts, words", [([], "at least one prompt"), ([[1], []], "prompt 1: must have at least one token"), ([[41]], r"0..40; got 41")]
+    "prompts, words",
+    [
+        ([], "at least one prompt"),
+        ([[1], []], "prompt 1: must have at least one token"),
+        ([[41]], r"0..40; got 41"),
+    ],
 )
 def test_bad_prompts(prompts, words):
     with pytest.raises(InputError, match=words):

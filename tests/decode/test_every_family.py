@@ -20,7 +20,11 @@ from peagle_jax.decode.generate import generate  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
 
 NEW, K = 14, 3
-PROMPTS = [list(range(3, 33)), [7, 90, 2, 55, 13], [60]]  # longer than windows and chunks, shorter, one token
+PROMPTS = [
+    list(range(3, 33)),
+    [7, 90, 2, 55, 13],
+    [60],
+]  # longer than windows and chunks, shorter, one token
 
 
 @functools.cache
@@ -31,28 +35,46 @@ def greedy(case: str) -> list[list[int]]:
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(NEW + K + 1):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+                ids.append(int(model(torch.tensor([ids])).compute_logits[0, -1].argmax()))
         answers.append(ids[len(prompt) :])
     return answers
 
 
 def head(target):
-    return tiny.head(vocab=families.V, draft_vocab=families.V, target_dim=target.config.dim, taps=target.config.taps)
+    return tiny.head(
+        vocab=families.V,
+        draft_vocab=families.V,
+        target_dim=target.config.dim,
+        aux_hidden_state_layers=target.config.aux_hidden_state_layers,
+    )
 
 
 RINGS = {"prefill_chunk": 8, "sliding_cache": True}
 
 
 def check(case: str, drafter, **how):
-    answers = generate(families.ours(case), drafter, PROMPTS, max_new_tokens=NEW, stop_ids=(), **how)
+    answers = generate(
+        families.ours(case), drafter, PROMPTS, max_new_tokens=NEW, stop_ids=(), **how
+    )
     assert [a.output_token_ids for a in answers] == [ids[:NEW] for ids in greedy(case)]
     return answers
 
 
-LATER = ("llama_tied", "qwen3", "qwen3_moe_raw", "gemma4_moe")  # another option of a family: in the long tier
+LATER = (
+    "llama_tied",
+    "qwen3",
+    "qwen3_moe_raw",
+    "gemma4_moe",
+)  # another option of a family: in the long tier
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LATER else []) for case in families.CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if case in LATER else [])
+        for case in families.CASES
+    ],
+)
 def test_a_head_with_rings(case):
     check(case, head(families.ours(case)), k=K, **RINGS)
 
@@ -64,7 +86,10 @@ def test_a_head_and_plain_decoding(case):
     check(case, None)
 
 
-ALL = [pytest.param(case, marks=[] if case in ("gpt_oss", "gemma4_ple") else pytest.mark.long) for case in families.CASES]
+ALL = [
+    pytest.param(case, marks=[] if case in ("gpt_oss", "gemma4_ple") else pytest.mark.long)
+    for case in families.CASES
+]
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -86,19 +111,33 @@ def test_rings_are_small():
     assert [group.k[0].shape[2] for group in cache.groups] == [5 + 8, 640]
     whole = memory.cache_bytes(target.config.cache_shapes(), 2, 640, jnp.float32)
     assert whole == 5 * 2 * 2 * 2 * 640 * 16 * 4
-    assert memory.cache_bytes(target.config.cache_shapes(), 2, 640, jnp.float32, 8) == whole // 5 * 2 + whole // 5 * 3 * 13 // 640
-    parts = [memory.cache_bytes(target.config.cache_shapes(), 2, 640, jnp.float32, parts=n) for n in (2, 4)]
+    assert (
+        memory.cache_bytes(target.config.cache_shapes(), 2, 640, jnp.float32, 8)
+        == whole // 5 * 2 + whole // 5 * 3 * 13 // 640
+    )
+    parts = [
+        memory.cache_bytes(target.config.cache_shapes(), 2, 640, jnp.float32, parts=n)
+        for n in (2, 4)
+    ]
     assert parts == [whole // 2, whole]  # two KV heads do not divide by four devices
 
 
 def test_a_smaller_ring_would_lose_what_is_needed(monkeypatch):
     """Blocks of 7 in a ring of window + 7 are right (tests/targets/test_families.py); two slots fewer, and logits change."""
     target, (tokens, want, _) = families.ours("gpt_oss"), families.truth("gpt_oss")
-    monkeypatch.setattr(CacheShape, "held", lambda self, slots, block: slots if self.window is None else self.window + block - 2)
+    monkeypatch.setattr(
+        CacheShape,
+        "held",
+        lambda self, cache_size, block: (
+            cache_size if self.window is None else self.window + block - 2
+        ),
+    )
     cache, worst = target.config.empty_cache(2, 40, block=7), 0.0
     for start in range(0, 21, 7):
         positions = jnp.broadcast_to(start + jnp.arange(7), (2, 7))
-        got, _, cache = families.run(target, jnp.asarray(tokens[:, start : start + 7]), positions, cache)
+        got, _, cache = families.run(
+            target, jnp.asarray(tokens[:, start : start + 7]), positions, cache
+        )
         cache = dataclasses.replace(cache, length=cache.length + 7)
         worst = max(worst, np.abs(got - want[:, start : start + 7]).max())
     assert worst > 1e-2
@@ -108,15 +147,24 @@ def test_too_large_a_cache_is_said_before_it_is_allocated(monkeypatch):
     target = families.ours("llama")
     monkeypatch.setattr(memory, "free_bytes", lambda: 10**6)
     # 5 layers, keys and values of 2 heads x 16 in float32: 1,280 bytes a token
-    with pytest.raises(InputError, match=r"cache: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, 0.0 GB free; 2 x 390 would fit"):
-        generate(target, None, [[1], [2]], max_new_tokens=4, slots=2048)
+    with pytest.raises(
+        InputError,
+        match=r"cache: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, 0.0 GB free; 2 x 390 would fit",
+    ):
+        generate(target, None, [[1], [2]], max_new_tokens=4, cache_size=2048)
     with pytest.raises(InputError, match="use smaller batches"):
         memory.check_cache(target.config.cache_shapes(), 10**6, 4, jnp.float32, None, 1)
     monkeypatch.undo()
-    slots = 10**9
-    config = dataclasses.replace(target.config, context=2 * slots)
+    cache_size = 10**9
+    config = dataclasses.replace(target.config, context=2 * cache_size)
     with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: ask for less"):
-        generate(dataclasses.replace(target, config=config), None, [[1]], max_new_tokens=4, slots=slots)
+        generate(
+            dataclasses.replace(target, config=config),
+            None,
+            [[1]],
+            max_new_tokens=4,
+            cache_size=cache_size,
+        )
 
 
 def test_free_bytes_heeds_a_container(tmp_path, monkeypatch):
@@ -124,7 +172,9 @@ def test_free_bytes_heeds_a_container(tmp_path, monkeypatch):
     (tmp_path / "max").write_text("5000000\n")
     (tmp_path / "used").write_text("3000000\n")
     (tmp_path / "stat").write_text("anon 5\ninactive_file 1500000\nactive_file 500000\n")
-    monkeypatch.setattr(memory, "CGROUPS", [tuple(tmp_path / name for name in ("max", "used", "stat"))])
+    monkeypatch.setattr(
+        memory, "CGROUPS", [tuple(tmp_path / name for name in ("max", "used", "stat"))]
+    )
     assert memory.free_bytes() == 4_000_000
     (tmp_path / "max").write_text("max\n")
     assert memory.free_bytes() > 10**8

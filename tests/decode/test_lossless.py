@@ -22,13 +22,13 @@ class Scripted:
 
     k: int
 
-    def init(self, batch, slots):
+    def init(self, batch, cache_size):
         return KVCache((), jnp.zeros(batch, jnp.int32))
 
-    def read(self, params, state, tokens, features, count):
+    def read(self, params, state, tokens, aux_hidden_states, count):
         return self._advance(state, count)
 
-    def step(self, params, state, tokens, features, count):
+    def step(self, params, state, tokens, aux_hidden_states, count):
         last = state.cache.length + count  # position of the newest committed token
         where = last[:, None] + 1 + jnp.arange(self.k)[None]
         return jnp.take_along_axis(params, where, axis=1), None, self._advance(state, count)
@@ -63,15 +63,15 @@ def expected_steps(table: np.ndarray, k: int) -> list[tuple[int, list[int], list
     """(drafts, accepted per position, which tokens were drafted) of each row by the slowest loop: compare with the true text position by position."""
     out = []
     for row, prompt, text in zip(table, PROMPTS, truth(), strict=True):
-        emitted, steps, accepted, drafted = 1, 0, [0] * k, [False]
+        emitted, steps, accepted, is_draft = 1, 0, [0] * k, [False]
         while emitted < NEW:
             kept = 0
             while kept < k and row[len(prompt) + emitted + kept] == text[emitted + kept]:
                 accepted[kept] += 1
                 kept += 1
             emitted, steps = emitted + kept + 1, steps + 1
-            drafted += [True] * kept + [False]
-        out.append((steps, accepted, drafted[:NEW]))
+            is_draft += [True] * kept + [False]
+        out.append((steps, accepted, is_draft[:NEW]))
     return out
 
 
@@ -79,35 +79,64 @@ def expected_steps(table: np.ndarray, k: int) -> list[tuple[int, list[int], list
 def test_adversaries(k):
     for name in ADVERSARIES:
         table = script(name)
-        answers = generate(tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(table))
+        answers = generate(
+            tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(table)
+        )
         for answer, text in zip(answers, truth(), strict=True):
             assert answer.output_token_ids == text[:NEW], name
-        assert [(a.num_drafts, a.accepted_per_position, a.drafted) for a in answers] == expected_steps(table, k), name
-        assert all(a.num_draft_tokens == k * a.num_drafts and len(a.drafted) == NEW for a in answers)
+        assert [
+            (a.num_drafts, a.accepted_per_position, a.is_draft) for a in answers
+        ] == expected_steps(table, k), name
+        assert all(
+            a.num_draft_tokens == k * a.num_drafts and len(a.is_draft) == NEW for a in answers
+        )
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("name", ["right", "wrong"])
 def test_up_to_the_last_slot(k, name):
     """The longest prompt fits with no slot to spare; one slot less is refused."""
-    slots = max(map(len, PROMPTS)) + NEW + k
-    answers = generate(tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(script(name)), slots=slots)
+    cache_size = max(map(len, PROMPTS)) + NEW + k
+    answers = generate(
+        tiny.target(),
+        Scripted(k),
+        PROMPTS,
+        max_new_tokens=NEW,
+        draft_params=jnp.asarray(script(name)),
+        cache_size=cache_size,
+    )
     assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
-    with pytest.raises(InputError, match=f"must fit the cache of {slots - 1} slots"):
-        generate(tiny.target(), Scripted(k), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(script(name)), slots=slots - 1)
+    with pytest.raises(InputError, match=f"must fit the cache of {cache_size - 1} slots"):
+        generate(
+            tiny.target(),
+            Scripted(k),
+            PROMPTS,
+            max_new_tokens=NEW,
+            draft_params=jnp.asarray(script(name)),
+            cache_size=cache_size - 1,
+        )
 
 
 def test_plain_decoding_is_greedy():
     answers = generate(tiny.target(), None, PROMPTS, max_new_tokens=NEW)
     assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
-    assert all(a.num_drafts == 0 and a.acceptance_length is None and not any(a.drafted) for a in answers)
+    assert all(
+        a.num_drafts == 0 and a.acceptance_length is None and not any(a.is_draft) for a in answers
+    )
 
 
 @pytest.mark.parametrize("name", ["right", "random"])
 def test_stop_tokens(name):
     """A row ends with its first stop token, even in the middle of an accepted block; others go on."""
     stop = truth()[1][9]
-    answers = generate(tiny.target(), Scripted(5), PROMPTS, max_new_tokens=NEW, draft_params=jnp.asarray(script(name)), stop_ids=[stop, 40])
+    answers = generate(
+        tiny.target(),
+        Scripted(5),
+        PROMPTS,
+        max_new_tokens=NEW,
+        draft_params=jnp.asarray(script(name)),
+        stop_ids=[stop, 40],
+    )
     for answer, text in zip(answers, truth(), strict=True):
         ends = [i for i, t in enumerate(text[:NEW]) if t in (stop, 40)]
         assert answer.output_token_ids == text[: ends[0] + 1 if ends else NEW]
@@ -117,24 +146,41 @@ def test_stop_tokens(name):
 
 @pytest.mark.parametrize("new", [1, 2])
 def test_shortest_answers(new):
-    answers = generate(tiny.target(), Scripted(4), PROMPTS, max_new_tokens=new, draft_params=jnp.asarray(script("right")))
+    answers = generate(
+        tiny.target(),
+        Scripted(4),
+        PROMPTS,
+        max_new_tokens=new,
+        draft_params=jnp.asarray(script("right")),
+    )
     assert [a.output_token_ids for a in answers] == [t[:new] for t in truth()]
     assert [a.num_drafts for a in answers] == [new - 1] * len(PROMPTS)
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_a_row_does_not_depend_on_its_neighbors():
     head = tiny.head()
     together = generate(tiny.target(), head, PROMPTS, k=4, max_new_tokens=NEW)
     for prompt, answer in zip(PROMPTS, together, strict=True):
         alone = generate(tiny.target(), head, [prompt], k=4, max_new_tokens=NEW)[0]
-        assert (alone.output_token_ids, alone.accepted_per_position) == (answer.output_token_ids, answer.accepted_per_position)
+        assert (alone.output_token_ids, alone.accepted_per_position) == (
+            answer.output_token_ids,
+            answer.accepted_per_position,
+        )
 
 
 @pytest.mark.parametrize("method, k", [("peagle", 6), ("peagle", 16), ("eagle3", 6)])
 def test_real_heads_up_to_the_last_slot(method, k):
     """A head with its own cache, past the width of the narrow drafting forward, with no slot to spare."""
-    slots = max(map(len, PROMPTS)) + NEW + k
-    answers = generate(tiny.target(), tiny.head(), PROMPTS, k=k, method=method, max_new_tokens=NEW, slots=slots)
+    cache_size = max(map(len, PROMPTS)) + NEW + k
+    answers = generate(
+        tiny.target(),
+        tiny.head(),
+        PROMPTS,
+        k=k,
+        method=method,
+        max_new_tokens=NEW,
+        cache_size=cache_size,
+    )
     assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
 
 
@@ -144,17 +190,26 @@ def test_real_heads_up_to_the_last_slot(method, k):
 def test_real_heads_at_every_k(method, k):
     """Several heads, so that some drafts are accepted by luck; every K, both ways of drafting."""
     for seed in range(4):
-        answers = generate(tiny.target(), tiny.head(seed=seed), PROMPTS, k=k, method=method, max_new_tokens=NEW)
+        answers = generate(
+            tiny.target(), tiny.head(seed=seed), PROMPTS, k=k, method=method, max_new_tokens=NEW
+        )
         assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
 
 
 def test_defaults():
     """K: what the head was trained for, at most 7. Seeds: one a row, counted on from the first."""
-    for depths, k in ((6, 6), (11, 7), (None, 7)):
-        answer = generate(tiny.target(), tiny.head(depths=depths), PROMPTS[:1], max_new_tokens=4)[0]
+    for num_depths, k in ((6, 6), (11, 7), (None, 7)):
+        answer = generate(
+            tiny.target(), tiny.head(num_depths=num_depths), PROMPTS[:1], max_new_tokens=4
+        )[0]
         assert len(answer.accepted_per_position) == k
 
     def ask(seed):
-        return [a.output_token_ids for a in generate(tiny.target(), None, [[3], [3]], max_new_tokens=12, temperature=1.0, seed=seed)]
+        return [
+            a.output_token_ids
+            for a in generate(
+                tiny.target(), None, [[3], [3]], max_new_tokens=12, temperature=1.0, seed=seed
+            )
+        ]
 
     assert ask(4) == ask([4, 5]) and ask(4)[0] != ask(4)[1]

@@ -18,7 +18,16 @@ from peagle_jax.train.attention import PackedCausal
 
 V, LENGTH, ROWS, CALLS, PROMPT = 5, 3, 20_000, 10, [3, 1]
 SHAPE = {"vocab": V, "dim": 16, "mlp_dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
-HEAD = {"vocab": V, "draft_vocab": V, "target_dim": 16, "layers": 1, "windows": (None,), "mask_token": 4, "dim": 16, "mlp_dim": 16}
+HEAD = {
+    "vocab": V,
+    "draft_vocab": V,
+    "target_dim": 16,
+    "layers": 1,
+    "windows": (None,),
+    "mask_token": 4,
+    "dim": 16,
+    "mlp_dim": 16,
+}
 TEMPERATURE = 0.7
 
 
@@ -34,24 +43,40 @@ def exact(top_k: int, top_p: float) -> np.ndarray:
     how = sampling_params(len(sequences), TEMPERATURE, top_k, top_p, range(len(sequences)))
     total = np.ones(len(sequences))
     for i in range(LENGTH):
-        p = probabilities(module.unembed(out.hidden[:, len(PROMPT) - 1 + i]), how)
+        p = probabilities(module.compute_logits(out.hidden[:, len(PROMPT) - 1 + i]), how)
         total *= np.asarray(p)[np.arange(len(sequences)), sequences[:, i]]
     return total
 
 
-def p_value(head_changes: dict, k: int, method: str, top_k: int, top_p: float, sample_drafts: bool, slots: int) -> float:
+def p_value(
+    head_changes: dict,
+    k: int,
+    method: str,
+    top_k: int,
+    top_p: float,
+    sample_drafts: bool,
+    cache_size: int,
+) -> float:
     target, head = tiny.target(**SHAPE), tiny.head(**{**HEAD, **head_changes})
-    program = loop.Program(target.graph, target.config, make_drafter(head, k, method), slots, sample_drafts)
-    prompts, lengths, limits = jnp.tile(jnp.array(PROMPT), (ROWS, 1)), jnp.full(ROWS, len(PROMPT)), jnp.full(ROWS, LENGTH)
+    spec = loop.DecodeSpec(
+        target.graph, target.config, make_drafter(head, k, method), cache_size, sample_drafts
+    )
+    prompts, lengths, limits = (
+        jnp.tile(jnp.array(PROMPT), (ROWS, 1)),
+        jnp.full(ROWS, len(PROMPT)),
+        jnp.full(ROWS, LENGTH),
+    )
     counts = np.zeros(V**LENGTH)
     accepted = 0
     for call in range(CALLS):
         start = call * ROWS + 1_000_000 * k
         sampling = sampling_params(ROWS, TEMPERATURE, top_k, top_p, range(start, start + ROWS))
-        state = loop.run(program, target.params, head.params, prompts, lengths, limits, jnp.array([-1]), sampling)
+        state = loop.run(
+            spec, target.params, head.params, prompts, lengths, limits, jnp.array([-1]), sampling
+        )
         index = np.asarray(state.output[:, :LENGTH]) @ V ** np.arange(LENGTH - 1, -1, -1)
         counts += np.bincount(index, minlength=V**LENGTH)
-        accepted += int(state.accepted_at.sum())
+        accepted += int(state.num_accepted_per_pos.sum())
     assert accepted > ROWS  # else acceptance was not tested
     return chi_square(counts, exact(top_k, top_p) * counts.sum())
 
@@ -60,22 +85,29 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     """p-value, cells of expected count under 5 merged into one."""
     assert counts[expected == 0].sum() == 0
     small = expected < 5
-    merge = lambda x: np.append(x[~small], x[small].sum())  # noqa: E731
+
+    def merge(x):
+        return np.append(x[~small], x[small].sum())
+
     observed, wanted = merge(counts), merge(expected)
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
     return stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue
 
 
 CASES = {
-    "k1": ({}, 1, "peagle", 0, 1.0, True), "k4": ({}, 4, "peagle", 0, 1.0, True), "k4_greedy_drafts": ({}, 4, "peagle", 0, 1.0, False),
-    "k4_reduced": ({"draft_vocab": 3, "mask_token": 4}, 4, "peagle", 0, 1.0, True), "k1_reduced_greedy": ({"draft_vocab": 3}, 1, "peagle", 0, 1.0, False),
-    "k4_eagle3": ({}, 4, "eagle3", 0, 1.0, True), "k4_filtered": ({}, 4, "peagle", 4, 0.85, True),
-}  # fmt: skip
+    "k1": ({}, 1, "peagle", 0, 1.0, True),
+    "k4": ({}, 4, "peagle", 0, 1.0, True),
+    "k4_greedy_drafts": ({}, 4, "peagle", 0, 1.0, False),
+    "k4_reduced": ({"draft_vocab": 3, "mask_token": 4}, 4, "peagle", 0, 1.0, True),
+    "k1_reduced_greedy": ({"draft_vocab": 3}, 1, "peagle", 0, 1.0, False),
+    "k4_eagle3": ({}, 4, "eagle3", 0, 1.0, True),
+    "k4_filtered": ({}, 4, "peagle", 4, 0.85, True),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_distribution(name):
-    assert p_value(*CASES[name], slots=9) > 0.001
+    assert p_value(*CASES[name], cache_size=9) > 0.001
 
 
 def no_residual(drafts, draft_logits, logits, how):
@@ -84,22 +116,31 @@ def no_residual(drafts, draft_logits, logits, how):
     keys = jax.vmap(lambda key: jax.random.fold_in(key, 99))(how.key)
     p = jax.vmap(lambda x: probabilities(x, how), 1, 1)(logits)
     other = jax.vmap(lambda key, p: jax.random.categorical(key, jnp.log(p)))(keys, p)
-    return jnp.where(jnp.arange(tokens.shape[1])[None] == accepted[:, None], other, tokens), accepted
+    return jnp.where(
+        jnp.arange(tokens.shape[1])[None] == accepted[:, None], other, tokens
+    ), accepted
 
 
 def always_accepts(drafts, draft_logits, logits, how):
     """Wrong: every draft is kept."""
     tokens, _ = verify_sampled(drafts, draft_logits, logits, how)
-    return jnp.concatenate([drafts, tokens[:, -1:]], axis=1), jnp.full(len(drafts), drafts.shape[1], jnp.int32)
+    return jnp.concatenate([drafts, tokens[:, -1:]], axis=1), jnp.full(
+        len(drafts), drafts.shape[1], jnp.int32
+    )
 
 
 @pytest.mark.parametrize("wrong, slots", [(no_residual, 10), (always_accepts, 11)])
-def test_wrong_rules_are_noticed(wrong, slots, monkeypatch):
-    monkeypatch.setattr(loop, "verify_sampled", wrong)  # another number of slots makes another program, traced anew
-    assert p_value(*CASES["k4"], slots=slots) < 1e-6
+def test_wrong_rules_are_noticed(wrong, cache_size, monkeypatch):
+    monkeypatch.setattr(
+        loop, "verify_sampled", wrong
+    )  # another number of slots makes another program, traced anew
+    assert p_value(*CASES["k4"], cache_size=cache_size) < 1e-6
 
 
-@pytest.mark.parametrize("top_k, top_p, kept", [(0, 1.0, 5), (2, 1.0, 2), (0, 0.6, 2), (3, 0.5, 2), (0, 0.05, 1), (9, 1.0, 5)])
+@pytest.mark.parametrize(
+    "top_k, top_p, kept",
+    [(0, 1.0, 5), (2, 1.0, 2), (0, 0.6, 2), (3, 0.5, 2), (0, 0.05, 1), (9, 1.0, 5)],
+)
 def test_filters(top_k, top_p, kept):
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.25, 0.2]]))
     p = np.asarray(probabilities(logits, sampling_params(1, 1.0, top_k, top_p, [0])))[0]

@@ -9,26 +9,86 @@ from experiments.texts import KINDS, STRUCTURED
 PROMPTS = 24
 
 
-def made(rng, experiment, variant, seed, *, k=4, chance=0.5, seed_effect=0.0, prompts=PROMPTS, effects=None, more_k=(), **replaced) -> dict:
+def made(
+    rng,
+    experiment,
+    variant,
+    seed,
+    *,
+    k=4,
+    chance=0.5,
+    seed_effect=0.0,
+    prompts=PROMPTS,
+    effects=None,
+    more_k=(),
+    **replaced,
+) -> dict:
     """One run. `chance`: that a draft is accepted after those before it; more on structured text.
 
     Args:
       effects: of each prompt, added to the chance; the same array for all runs makes prompts easy or hard.
     """
     effects = np.zeros(prompts) if effects is None else effects
-    measured = [{"k": one, "temperature": float(i > 1), "prompt_tokens": 33, "new_tokens": 65, "prompts": _prompts(rng, one, chance + seed_effect, effects),
-                 "acceptance_length": 0.0, "mean_acceptance_length": 0.0, "accepted_per_position": [], "repeated_4grams": 0.2} for i, one in enumerate((k, *more_k))]  # fmt: skip
-    rise = lambda s: 1 - float(np.exp(-s / 800))  # noqa: E731
+    measured = [
+        {
+            "k": one,
+            "temperature": float(i > 1),
+            "prompt_tokens": 33,
+            "new_tokens": 65,
+            "prompts": _prompts(rng, one, chance + seed_effect, effects),
+            "acceptance_length": 0.0,
+            "mean_acceptance_length": 0.0,
+            "accepted_per_position": [],
+            "repeated_4grams": 0.2,
+        }
+        for i, one in enumerate((k, *more_k))
+    ]
+
+    def rise(s):
+        return 1 - float(np.exp(-s / 800))
+
     row = {
-        "experiment": experiment, "variant": variant, "seed": seed, "budget": "small", "key": "3fa9", "changes": [f"head placeholder.hidden: shared -> {variant}"],
-        "config": {}, "time": f"2026-11-2{seed}T10:00:00Z", "commit": "abc1234", "dirty": False, "command": f"python -m experiments.run {experiment} --seeds 3",
-        "device": "AMD EPYC, 1 core", "python": "3.11.9", "peagle_jax": "0.1.0", "jax": "0.10.2", "flax": "0.12.8", "stages": {"target": "t"},
-        "steps": 3000, "train_seconds": 240.1, "train_tokens_per_second": 9000.0, "parameters": 700_000, "train_flops": 1.2e13,
-        "curve": [{"step": s, "seconds": s / 12, "loss": 3 - 2 * rise(s) + float(rng.normal(0, 0.03)),
-                   "accuracy": [chance * rise(s), 0.6 * chance * rise(s), 0.3 * chance * rise(s)]} for s in range(100, 3001, 100)],
-        "measured": measured, "speed": {"k": k, "tokens_per_second": 900.0, "plain_tokens_per_second": 700.0, "speedup": 1.29},
-        "exact": {"same": prompts, "near_ties": 0, "different": 0}, "export": "as it is",
-    }  # fmt: skip
+        "experiment": experiment,
+        "variant": variant,
+        "seed": seed,
+        "budget": "small",
+        "key": "3fa9",
+        "changes": [f"head placeholder.hidden: shared -> {variant}"],
+        "config": {},
+        "time": f"2026-11-2{seed}T10:00:00Z",
+        "commit": "abc1234",
+        "dirty": False,
+        "command": f"python -m experiments.run {experiment} --seeds 3",
+        "device": "AMD EPYC, 1 core",
+        "python": "3.11.9",
+        "peagle_jax": "0.1.0",
+        "jax": "0.10.2",
+        "flax": "0.12.8",
+        "stages": {"target": "t"},
+        "steps": 3000,
+        "train_seconds": 240.1,
+        "train_tokens_per_second": 9000.0,
+        "parameters": 700_000,
+        "train_flops": 1.2e13,
+        "curve": [
+            {
+                "step": s,
+                "seconds": s / 12,
+                "loss": 3 - 2 * rise(s) + float(rng.normal(0, 0.03)),
+                "accuracy": [chance * rise(s), 0.6 * chance * rise(s), 0.3 * chance * rise(s)],
+            }
+            for s in range(100, 3001, 100)
+        ],
+        "measured": measured,
+        "speed": {
+            "k": k,
+            "tokens_per_second": 900.0,
+            "plain_tokens_per_second": 700.0,
+            "speedup": 1.29,
+        },
+        "exact": {"same": prompts, "near_ties": 0, "different": 0},
+        "export": "as it is",
+    }
     return row | replaced
 
 
@@ -39,7 +99,13 @@ def _prompts(rng, k, chance, effects) -> list[dict]:
         p = float(np.clip(chance + effect + 0.1 * (kind in STRUCTURED), 0.02, 0.98))
         drafts = int(rng.integers(20, 40))
         lengths = np.minimum(rng.geometric(1 - p, drafts) - 1, k)
-        out.append({"kind": kind, "drafts": drafts, "accepted": [int((lengths > j).sum()) for j in range(k)]})
+        out.append(
+            {
+                "kind": kind,
+                "drafts": drafts,
+                "accepted": [int((lengths > j).sum()) for j in range(k)],
+            }
+        )
     return out
 
 

@@ -16,67 +16,129 @@ from experiments.published import LENGTH_BY_K, NUMBERS, PEAGLE_POSITIONS
 
 
 def experiment(name, variants, reference, *, kind="bars", **replaced) -> Experiment:
-    made = {v: Variant(run=lambda run: run, measured=(Measured(k=4),), x=x, method="eagle3" if "eagle" in v else "peagle") for v, x in variants.items()}
-    said = {"question": f"Does {name} matter?", "expects": "A little <more>.", "axis": "design", "paper": "Table 9 & text"} | replaced
+    made = {
+        v: Variant(
+            run=lambda run: run,
+            measured=(Measured(k=4),),
+            x=x,
+            method="eagle3" if "eagle" in v else "peagle",
+        )
+        for v, x in variants.items()
+    }
+    said = {
+        "question": f"Does {name} matter?",
+        "expects": "A little <more>.",
+        "axis": "design",
+        "paper": "Table 9 & text",
+    } | replaced
     return Experiment(name=name, kind=kind, reference=reference, variants=made, **said)
 
 
 def runs(name, chances, *, seeds=3, **how) -> list[dict]:
     rng = np.random.default_rng(0)
     effects = rng.normal(0, 0.05, 24)
-    return [made(rng, name, v, s, chance=c, effects=effects, **how) for v, c in chances.items() for s in range(seeds)]
+    return [
+        made(rng, name, v, s, chance=c, effects=effects, **how)
+        for v, c in chances.items()
+        for s in range(seeds)
+    ]
 
 
-SAME = experiment("hidden", {"shared": None, "good": None, "same": None, "later": None}, "shared")
+IDENTITY = experiment(
+    "hidden", {"shared": None, "good": None, "same": None, "later": None}, "shared"
+)
 ROWS = runs("hidden", {"shared": 0.4, "good": 0.6, "same": 0.4})
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
-    depth = experiment("speculation_depth", {"k2": 2.0, "k4": 4.0, "k7": 7.0}, "k4", kind="curve", axis="K")
+    depth = experiment(
+        "speculation_depth", {"k2": 2.0, "k4": 4.0, "k7": 7.0}, "k4", kind="curve", axis="K"
+    )
     against = experiment("against_eagle3", {"p2": None, "eagle": None}, "eagle")
-    rows = [*ROWS, *runs("against_eagle3", {"p2": 0.5, "eagle": 0.5}, more_k=(7,)), *runs("unheard_of", {"x": 0.4, "y": 0.5}, seeds=1, dirty=True)]
-    rows += [row for k in (2, 4, 7) for row in runs("speculation_depth", {f"k{k}": 0.5}, k=k, commit=f"c{k}")]
+    rows = [
+        *ROWS,
+        *runs("against_eagle3", {"p2": 0.5, "eagle": 0.5}, more_k=(7,)),
+        *runs("unheard_of", {"x": 0.4, "y": 0.5}, seeds=1, dirty=True),
+    ]
+    rows += [
+        row
+        for k in (2, 4, 7)
+        for row in runs("speculation_depth", {f"k{k}": 0.5}, k=k, commit=f"c{k}")
+    ]
     waiting = experiment("waiting", {"a": None}, "a")
-    page = report.build(rows, {e.name: e for e in (SAME, depth, against, waiting)}, out, warnings=["file.jsonl:3: <torn>"])
+    page = report.build(
+        rows,
+        {e.name: e for e in (IDENTITY, depth, against, waiting)},
+        out,
+        warnings=["file.jsonl:3: <torn>"],
+    )
     return out, page.read_text(), (out / "tables.md").read_text()
 
 
 def test_the_page_needs_no_other_file(built):
     out, page, _ = built
     names = {p.name for p in out.iterdir()}
-    assert names == {"report.html", "tables.md"} | {f"{e}{t}.png" for e in ("hidden", "speculation_depth", "against_eagle3", "unheard_of") for t in ("", "_training")}
+    assert names == {"report.html", "tables.md"} | {
+        f"{e}{t}.png"
+        for e in ("hidden", "speculation_depth", "against_eagle3", "unheard_of")
+        for t in ("", "_training")
+    }
     assert not re.findall(r"""(?:src|href)=(?!"data:)|url\(|<link|<script|@import|<iframe""", page)
     assert page.count('src="data:image/png;base64,') == 8
 
 
 def test_verdicts_and_values(built):
     _, page, text = built
-    lines = {line.split(" | ")[0]: line for line in section(text, "hidden").split("**Accepted at")[0].splitlines()}
-    assert "| reference |" in lines["| shared"] and "| better |" in lines["| good"] and "| within noise |" in lines["| same"]
-    assert lines["| later"].startswith("| later | did not run |") and "python -m experiments.run hidden --seeds 3" in text
+    lines = {
+        line.split(" | ")[0]: line
+        for line in section(text, "hidden").split("**Accepted at")[0].splitlines()
+    }
+    assert (
+        "| reference |" in lines["| shared"]
+        and "| better |" in lines["| good"]
+        and "| within noise |" in lines["| same"]
+    )
+    assert (
+        lines["| later"].startswith("| later | did not run |")
+        and "python -m experiments.run hidden --seeds 3" in text
+    )
     assert "| 0 1 2 |" in lines["| good"] and "| 1.29x | yes | as it is |" in lines["| good"]
-    found = find("hidden", ROWS, SAME)
+    found = find("hidden", ROWS, IDENTITY)
     good = next(v for v in found.variants if v.name == "good")
-    assert f"{good.length.value:.2f} ({good.length.low:.2f} to {good.length.high:.2f})" in lines["| good"]
-    assert f"good ({good.against.difference:+.2f})" in overview(text, "hidden") and "| 3 of 4 | 3 |" in overview(text, "hidden")
+    assert (
+        f"{good.length.value:.2f} ({good.length.low:.2f} to {good.length.high:.2f})"
+        in lines["| good"]
+    )
+    assert f"good ({good.against.difference:+.2f})" in overview(
+        text, "hidden"
+    ) and "| 3 of 4 | 3 |" in overview(text, "hidden")
     assert '<td class="better">better</td>' in page and "| 0 of 1 |" in overview(text, "waiting")
 
 
 def test_what_a_reader_must_know_is_said(built):
     _, page, text = built
-    assert "The registry does not know this experiment" in section(text, "unheard_of") and "one seed only" in section(text, "unheard_of")
-    assert "2 of 2 runs were made in a working tree with changes" in section(text, "unheard_of") and "abc1234 (with changes)" in section(text, "unheard_of")
+    assert "The registry does not know this experiment" in section(
+        text, "unheard_of"
+    ) and "one seed only" in section(text, "unheard_of")
+    assert "2 of 2 runs were made in a working tree with changes" in section(
+        text, "unheard_of"
+    ) and "abc1234 (with changes)" in section(text, "unheard_of")
     assert "from 3 commits: c2, c4, c7" in section(text, "speculation_depth")
-    assert "temperature" not in section(text, "hidden") and "K = 7, greedy, 65 after 33 tokens" in section(text, "against_eagle3")
+    assert "temperature" not in section(
+        text, "hidden"
+    ) and "K = 7, greedy, 65 after 33 tokens" in section(text, "against_eagle3")
     assert "file.jsonl:3: &lt;torn&gt;" in page and "file.jsonl:3: \\<torn>" in text
 
 
 def test_published_numbers_stand_beside_ours(built):
     _, page, text = built
     captions = dict(re.findall(r'<h2 id="(\w+)">.*?<figcaption>(.*?)</figcaption>', page, re.S))
-    assert PEAGLE_POSITIONS.source in captions["against_eagle3"] and LENGTH_BY_K.source in captions["speculation_depth"]
+    assert (
+        PEAGLE_POSITIONS.source in captions["against_eagle3"]
+        and LENGTH_BY_K.source in captions["speculation_depth"]
+    )
     assert "Dotted" not in captions["hidden"]
     assert all(n.source in text and n.differs in text for n in NUMBERS)
 
@@ -85,25 +147,43 @@ def test_positions_are_compared_with_the_reference(built):
     _, page, text = built
     part = section(text, "hidden").split("**Accepted at each position")[1].split("**")[1]
     lines = {line.split(" | ")[0]: line for line in part.splitlines()}
-    good = next(v for v in find("hidden", ROWS, SAME).variants if v.name == "good")
+    good = next(v for v in find("hidden", ROWS, IDENTITY).variants if v.name == "good")
     first = good.at[0]
-    assert len(good.at) == 4 and good.at[0].word == "better" and sum(c.difference for c in good.at) == pytest.approx(good.against.difference)
-    assert f"| good | {100 * first.difference:+.1f} ({100 * first.low:+.1f} to {100 * first.high:+.1f}) better |" in lines["| good"]
-    assert "| shared" not in lines and "better" not in lines["| same"] and "| same | " in lines["| same"]
+    assert (
+        len(good.at) == 4
+        and good.at[0].word == "better"
+        and sum(c.difference for c in good.at) == pytest.approx(good.against.difference)
+    )
+    assert (
+        f"| good | {100 * first.difference:+.1f} ({100 * first.low:+.1f} to {100 * first.high:+.1f}) better |"
+        in lines["| good"]
+    )
+    assert (
+        "| shared" not in lines
+        and "better" not in lines["| same"]
+        and "| same | " in lines["| same"]
+    )
     assert "**Accepted at each position" not in section(text, "unheard_of")  # one seed: no claim
     deeper = section(text, "speculation_depth").split("**Accepted at each position")[1]
-    assert re.search(r"\| k2 \| [^|]+ \| [^|]+ \|  \|  \|", deeper)  # the reference drafts 4, this one 2
+    assert re.search(
+        r"\| k2 \| [^|]+ \| [^|]+ \|  \|  \|", deeper
+    )  # the reference drafts 4, this one 2
 
 
 def test_tables_are_tables(built):
     *_, text = built
     for table in re.findall(r"(?:^\|.*\n?)+", text, re.M):
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.strip().splitlines()}) == 1, table
+        assert (
+            len({len(re.findall(r"(?<!\\)\|", line)) for line in table.strip().splitlines()}) == 1
+        ), table
 
 
 def test_everything_is_escaped(tmp_path):
     bad = "<script>alert('$x$')</script> | _b_ &"
-    rows = [row | {"variant": bad, "command": bad, "device": bad, "export": bad, "changes": [bad]} for row in runs("hidden", {"x": 0.5})]
+    rows = [
+        row | {"variant": bad, "command": bad, "device": bad, "export": bad, "changes": [bad]}
+        for row in runs("hidden", {"x": 0.5})
+    ]
     held = experiment("hidden", {bad: None}, bad, question=bad, expects=bad, axis=bad, paper=bad)
     page = report.build(rows, {"hidden": held}, tmp_path, warnings=[bad]).read_text()
     assert "<script" not in page and page.count("&lt;script&gt;") > 10
@@ -115,29 +195,56 @@ def test_a_later_row_replaces_an_earlier_one():
     other = ROWS[0] | {"budget": "full"}
     again = ROWS[0] | {"commit": "new"}
     kept = latest([*ROWS, other, again])
-    assert len(kept) == len(ROWS) + 1 and [r["commit"] for r in kept if r["variant"] == "shared" and r["seed"] == 0 and r["budget"] == "small"] == ["new"]
+    assert len(kept) == len(ROWS) + 1 and [
+        r["commit"]
+        for r in kept
+        if r["variant"] == "shared" and r["seed"] == 0 and r["budget"] == "small"
+    ] == ["new"]
 
 
 def test_variants_that_the_registry_forgot_or_that_cannot_be_compared():
-    rows = [*ROWS, *runs("hidden", {"renamed": 0.5}), *runs("hidden", {"later": 0.5}, prompts=24)[:1]]
+    rows = [
+        *ROWS,
+        *runs("hidden", {"renamed": 0.5}),
+        *runs("hidden", {"later": 0.5}, prompts=24)[:1],
+    ]
     rows[-1]["measured"][0]["prompts"] = rows[-1]["measured"][0]["prompts"][:5]
     rows[-1]["exact"]["different"] = 2
-    found = find("hidden", rows, SAME)
-    assert [v.name for v in found.variants] == ["shared", "good", "same", "later", "renamed"] and not found.missing
+    found = find("hidden", rows, IDENTITY)
+    assert [v.name for v in found.variants] == [
+        "shared",
+        "good",
+        "same",
+        "later",
+        "renamed",
+    ] and not found.missing
     assert any("does not know these variants: renamed" in note for note in found.notes)
-    assert any(note.startswith("later cannot be compared with shared: runs are compared on the same prompts; got 5 and 24") for note in found.notes)
+    assert any(
+        note.startswith(
+            "later cannot be compared with shared: runs are compared on the same prompts; got 5 and 24"
+        )
+        for note in found.notes
+    )
     cells = dict(zip(*[report.main_table(found)[i] for i in (0, 4)], strict=True))
     assert cells["verdict"] == "not compared" and cells["lossless"] == "NO: 2 of 26 differ"
-    without = find("hidden", [row for row in ROWS if row["variant"] != "shared"], SAME)
-    assert any("The reference shared did not run" in note for note in without.notes) and not any(v.against for v in without.variants)
+    without = find("hidden", [row for row in ROWS if row["variant"] != "shared"], IDENTITY)
+    assert any("The reference shared did not run" in note for note in without.notes) and not any(
+        v.against for v in without.variants
+    )
 
 
 def test_seeds_that_were_measured_differently_are_shown_without_numbers(tmp_path):
-    rows = [*ROWS, *runs("hidden", {"later": 0.5}, seeds=1), made(np.random.default_rng(0), "hidden", "later", 1, k=5, changes=["other"])]
-    found = find("hidden", rows, SAME)
-    assert found.variants[-1].length is None and any("later cannot be counted" in note for note in found.notes)
+    rows = [
+        *ROWS,
+        *runs("hidden", {"later": 0.5}, seeds=1),
+        made(np.random.default_rng(0), "hidden", "later", 1, k=5, changes=["other"]),
+    ]
+    found = find("hidden", rows, IDENTITY)
+    assert found.variants[-1].length is None and any(
+        "later cannot be counted" in note for note in found.notes
+    )
     assert any("The runs of later differ in more than their seed" in note for note in found.notes)
-    assert "cannot be said" in report.build(rows, {"hidden": SAME}, tmp_path).read_text()
+    assert "cannot be said" in report.build(rows, {"hidden": IDENTITY}, tmp_path).read_text()
 
 
 def broken(**change) -> dict:
@@ -156,14 +263,20 @@ def measured(**change) -> dict:
         (b'{"experiment": "hid', "no JSON"),
         (b"\xff\xfe", "no JSON"),
         (b"[1]", "this is list"),
-        (json.dumps({k: v for k, v in ROWS[0].items() if k not in ("seed", "budget")}), "it lacks seed, budget"),
+        (
+            json.dumps({k: v for k, v in ROWS[0].items() if k not in ("seed", "budget")}),
+            "it lacks seed, budget",
+        ),
         (json.dumps(broken(seed="0")), "seed has the wrong type: '0'"),
         (json.dumps(broken(steps=True)), "steps has the wrong type"),
         (json.dumps(broken(experiment="../../x")), "whose file has another name"),
         (json.dumps(broken(measured=[])), "no measurement"),
         (json.dumps(broken(speed={"k": 4})), "it lacks speed.speedup"),
         (json.dumps(broken(curve=[{"step": 1, "loss": 2.0}])), "it lacks curve[0].accuracy"),
-        (json.dumps(measured(kind="poem")), "measured[0].prompts[1].kind must be one of json, table"),
+        (
+            json.dumps(measured(kind="poem")),
+            "measured[0].prompts[1].kind must be one of json, table",
+        ),
         (json.dumps(measured(accepted=[3, 2, 1])), "prompts[1].accepted must be 4 counts"),
         (json.dumps(measured(accepted=[99, 2, 1, 0])), "prompts[1].accepted must be 4 counts"),
     ],
@@ -171,27 +284,45 @@ def measured(**change) -> dict:
 def test_bad_lines_are_named_and_left_out(tmp_path, line, said):
     write(tmp_path, ROWS[:2])
     with (tmp_path / "hidden.jsonl").open("ab") as file:
-        file.write((line if isinstance(line, bytes) else line.encode()) + b"\n\n" + json.dumps(ROWS[2]).encode())  # no newline at the end
+        file.write(
+            (line if isinstance(line, bytes) else line.encode())
+            + b"\n\n"
+            + json.dumps(ROWS[2]).encode()
+        )  # no newline at the end
     rows, warnings = read_rows(tmp_path)
     assert rows == ROWS[:3] and len(warnings) == 1
     assert warnings[0].startswith(f"{tmp_path / 'hidden.jsonl'}:3: ") and said in warnings[0]
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "experiments.registry", types.SimpleNamespace(EXPERIMENTS={"hidden": SAME}))
+    monkeypatch.setitem(
+        sys.modules, "experiments.registry", types.SimpleNamespace(EXPERIMENTS={"hidden": IDENTITY})
+    )
     args = ["--results", str(tmp_path / "rows"), "--out", str(tmp_path / "out")]
     assert report.main(args) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and str(tmp_path / "rows") in error and "got none; run python -m experiments.run" in error
+    assert (
+        error.count("\n") == 1
+        and str(tmp_path / "rows") in error
+        and "got none; run python -m experiments.run" in error
+    )
     write(tmp_path / "rows", ROWS)
-    assert report.main([*args, "--budget", "full"]) == 2 and "got rows of small; choose one of these with --budget" in capsys.readouterr().err
+    assert (
+        report.main([*args, "--budget", "full"]) == 2
+        and "got rows of small; choose one of these with --budget" in capsys.readouterr().err
+    )
     (tmp_path / "taken").write_text("")
-    assert report.main([*args[:3], str(tmp_path / "taken")]) == 2 and "must be writable" in capsys.readouterr().err
+    assert (
+        report.main([*args[:3], str(tmp_path / "taken")]) == 2
+        and "must be writable" in capsys.readouterr().err
+    )
     with (tmp_path / "rows" / "hidden.jsonl").open("a") as file:
         file.write("torn\n")
     assert report.main(args) == 0
     said = capsys.readouterr()
-    assert "hidden.jsonl:10: no JSON" in said.err and said.out.strip() == str(tmp_path / "out" / "report.html")
+    assert "hidden.jsonl:10: no JSON" in said.err and said.out.strip() == str(
+        tmp_path / "out" / "report.html"
+    )
     assert "hidden.jsonl:10: no JSON" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -205,21 +336,41 @@ def section(text: str, name: str) -> str:
 
 
 def overview(text: str, name: str) -> str:
-    return next(line for line in text.split("\n## ")[0].splitlines() if line.startswith(f"| {name} |"))
+    return next(
+        line for line in text.split("\n## ")[0].splitlines() if line.startswith(f"| {name} |")
+    )
 
 
 def test_the_readme_is_filled_between_its_markers(tmp_path):
     """Twice, with a row that was run again: the same text, and all around the markers stays."""
     path = tmp_path / "README.md"
-    path.write_text("# Before\n<!-- overview: x -->\nold\n<!-- end -->\nbetween\n<!-- hidden: y -->\n<!-- end -->\nafter\n")
+    path.write_text(
+        "# Before\n<!-- overview: x -->\nold\n<!-- end -->\nbetween\n<!-- hidden: y -->\n<!-- end -->\nafter\n"
+    )
     rows = [*ROWS, ROWS[0], *runs("unheard_of", {"x": 0.4}, seeds=1)]
-    assert readme.fill(path, rows, {"hidden": SAME}) == ["unheard_of"]
+    assert readme.fill(path, rows, {"hidden": IDENTITY}) == ["unheard_of"]
     text = path.read_text()
-    assert text.startswith("# Before\n<!-- overview: x -->\n| experiment |") and "between\n<!-- hidden: y -->\n![" in text and text.endswith("<!-- end -->\nafter\n")
-    assert "old" not in text and "| good | 0 1 2 |" in text and "| better |" in text and "did not run" not in text and "cannot be said" not in text
-    assert (tmp_path / "pictures" / "hidden.png").stat().st_size > 1000 and [p.name for p in (tmp_path / "pictures").iterdir()] == ["hidden.png"]
-    assert not {"changes", "speedup"} & set(re.findall(r"[a-z]+", text.split("<!-- hidden: y -->")[1].split("\n| ---")[0].split("\n| ")[1]))
-    readme.fill(path, rows, {"hidden": SAME})
+    assert (
+        text.startswith("# Before\n<!-- overview: x -->\n| experiment |")
+        and "between\n<!-- hidden: y -->\n![" in text
+        and text.endswith("<!-- end -->\nafter\n")
+    )
+    assert (
+        "old" not in text
+        and "| good | 0 1 2 |" in text
+        and "| better |" in text
+        and "did not run" not in text
+        and "cannot be said" not in text
+    )
+    assert (tmp_path / "pictures" / "hidden.png").stat().st_size > 1000 and [
+        p.name for p in (tmp_path / "pictures").iterdir()
+    ] == ["hidden.png"]
+    assert not {"changes", "speedup"} & set(
+        re.findall(
+            r"[a-z]+", text.split("<!-- hidden: y -->")[1].split("\n| ---")[0].split("\n| ")[1]
+        )
+    )
+    readme.fill(path, rows, {"hidden": IDENTITY})
     assert path.read_text() == text
 
 
@@ -229,6 +380,9 @@ def test_the_readme_shows_other_measurements(tmp_path):
     rows = runs("hidden", {"shared": 0.4, "good": 0.6}, more_k=(7,))
     for row in rows:
         row["measured"][1]["sample_drafts"] = row["variant"] == "good"
-    readme.fill(path, rows, {"hidden": SAME})
+    readme.fill(path, rows, {"hidden": IDENTITY})
     after = path.read_text().split("Acceptance length, other measurements:")[1]
-    assert "| design | K = 7, greedy, 65 after 33 tokens | K = 7, greedy, sampled drafts, 65 after 33 tokens |" in after
+    assert (
+        "| design | K = 7, greedy, 65 after 33 tokens | K = 7, greedy, sampled drafts, 65 after 33 tokens |"
+        in after
+    )

@@ -63,40 +63,75 @@ def overlap(a: dict, b: dict) -> bool:
 
 
 def test_runs_that_share_a_head_wait_for_each_other(line):
-    rows = finish(line(("sampling", "0", 0), ("sampling", "1", 0), ("hidden_designs", "gated", 0), ("taps", "last", 0)))
-    assert [r["variant"] for r in sorted(rows, key=lambda r: r["begin"])][2:] != [] and len(rows) == 4
+    rows = finish(
+        line(
+            ("sampling", "0", 0),
+            ("sampling", "1", 0),
+            ("hidden_designs", "gated", 0),
+            ("taps", "last", 0),
+        )
+    )
+    assert [r["variant"] for r in sorted(rows, key=lambda r: r["begin"])][2:] != [] and len(
+        rows
+    ) == 4
     by = {r["variant"]: r for r in rows}
     assert not overlap(by["0"], by["1"]) and overlap(by["0"], by["gated"])
-    assert max(sum(overlap(a, b) for b in rows) for a in rows) <= 3  # itself, one beside it, and the one after that
+    assert (
+        max(sum(overlap(a, b) for b in rows) for a in rows) <= 3
+    )  # itself, one beside it, and the one after that
 
 
 def test_a_warm_start_waits_for_the_head_that_it_starts_from(line):
-    rows = finish(line(("warm_start", "EAGLE-3 head", 0), ("warm_start", "the EAGLE-3 head itself", 0), ("warm_start", "random", 0)))
+    rows = finish(
+        line(
+            ("warm_start", "EAGLE-3 head", 0),
+            ("warm_start", "the EAGLE-3 head itself", 0),
+            ("warm_start", "random", 0),
+        )
+    )
     by = {r["variant"]: r for r in rows}
-    assert not overlap(by["EAGLE-3 head"], by["the EAGLE-3 head itself"]) and overlap(by["EAGLE-3 head"], by["random"])
+    assert not overlap(by["EAGLE-3 head"], by["the EAGLE-3 head itself"]) and overlap(
+        by["EAGLE-3 head"], by["random"]
+    )
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs two cores",
+)
 def test_each_on_its_own_core(line):
     cores = sorted(os.sched_getaffinity(0))
     rows = finish(line(("sampling", "0", 0), ("taps", "last", 0)))
     assert sorted(r["cores"] for r in rows) == [[cores[0]], [cores[1]]] and overlap(*rows)
     alone = finish(line(("sampling", "0", 0), most=1))
-    assert alone[0]["cores"] == cores and sorted(os.sched_getaffinity(0)) == cores  # one at a time may use all
+    assert (
+        alone[0]["cores"] == cores and sorted(os.sched_getaffinity(0)) == cores
+    )  # one at a time may use all
 
 
 def test_rows_end_in_their_file_and_are_told_once(line, tmp_path):
     q = line(("sampling", "0", 0), ("sampling", "0", 1), ("taps", "last", 0))
     finish(q)
-    assert {r["seed"] for r in lines(tmp_path / "results" / "sampling.jsonl")} == {0, 1} and len(lines(tmp_path / "results" / "taps.jsonl")) == 1
+    assert {r["seed"] for r in lines(tmp_path / "results" / "sampling.jsonl")} == {0, 1} and len(
+        lines(tmp_path / "results" / "taps.jsonl")
+    ) == 1
     told = q.news()
-    assert len(told) == 3 and "taps, last, seed 0: acceptance length 2.500, 1.0 minutes of training" in told and q.news() == []
-    assert {p.name.split(".", 1)[1] for p in (tmp_path / "cache" / "jobs").iterdir()} == {"spec.json", "log"}
+    assert (
+        len(told) == 3
+        and "taps, last, seed 0: acceptance length 2.500, 1.0 minutes of training" in told
+        and q.news() == []
+    )
+    assert {p.name.split(".", 1)[1] for p in (tmp_path / "cache" / "jobs").iterdir()} == {
+        "spec.json",
+        "log",
+    }
 
 
 def test_a_row_begins_a_line_of_its_own(line, tmp_path):
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "sampling.jsonl").write_text('{"experiment": "sam')  # a machine stopped here
+    (tmp_path / "results" / "sampling.jsonl").write_text(
+        '{"experiment": "sam'
+    )  # a machine stopped here
     finish(line(("sampling", "0", 0)))
     first, second = (tmp_path / "results" / "sampling.jsonl").read_text().splitlines()
     assert first == '{"experiment": "sam' and json.loads(second)["variant"] == "0"
@@ -105,9 +140,18 @@ def test_a_row_begins_a_line_of_its_own(line, tmp_path):
 
 
 def test_failures_are_kept_with_their_logs(line):
-    q = line(("sampling", "0", 0), ("sampling", "0.5", 0), ("taps", "last", 0), ("taps", "low", 0), **{"0": "fails", "last": "torn"})
+    q = line(
+        ("sampling", "0", 0),
+        ("sampling", "0.5", 0),
+        ("taps", "last", 0),
+        ("taps", "low", 0),
+        **{"0": "fails", "last": "torn"},
+    )
     assert {r["variant"] for r in finish(q)} == {"0.5", "low"}
-    assert {(job.name, "no luck" in log.read_text()) for job, log in q.failed} == {("0", True), ("last", False)}
+    assert {(job.name, "no luck" in log.read_text()) for job, log in q.failed} == {
+        ("0", True),
+        ("last", False),
+    }
     assert not q.running and not q.waiting and len(q.free) == 2
 
 
@@ -118,7 +162,12 @@ def test_what_ended_after_its_parent_did_is_kept(line, tmp_path):
     out = q.running[0].out
     until(out.exists)  # nobody collects it
     again = line(("sampling", "0", 0))
-    assert finish(again) and len(again.begun) == 1 and len(lines(tmp_path / "results" / "sampling.jsonl")) == 1 and not out.exists()
+    assert (
+        finish(again)
+        and len(again.begun) == 1
+        and len(lines(tmp_path / "results" / "sampling.jsonl")) == 1
+        and not out.exists()
+    )
     out.write_text("{torn")
     third = line(("sampling", "0", 0))
     assert finish(third) and len(third.begun) == 2
@@ -126,12 +175,17 @@ def test_what_ended_after_its_parent_did_is_kept(line, tmp_path):
 
 def test_runs_that_are_equal_under_a_budget_keep_their_names(line):
     """EAGLE-3 of the smoke budget has as many layers as its parallel head."""
-    rows = finish(line(("against_eagle3", "EAGLE-3", 0), ("against_eagle3", "EAGLE-3 of equal parameters", 0)))
+    rows = finish(
+        line(("against_eagle3", "EAGLE-3", 0), ("against_eagle3", "EAGLE-3 of equal parameters", 0))
+    )
     assert [r["variant"] for r in rows] == ["EAGLE-3", "EAGLE-3 of equal parameters"]
     first = line(("against_eagle3", "EAGLE-3", 0))
     first.step()
     until(first.running[0].out.exists)
-    assert finish(line(("against_eagle3", "EAGLE-3 of equal parameters", 0)))[0]["variant"] == "EAGLE-3 of equal parameters"
+    assert (
+        finish(line(("against_eagle3", "EAGLE-3 of equal parameters", 0)))[0]["variant"]
+        == "EAGLE-3 of equal parameters"
+    )
 
 
 def test_no_run_begins_late_and_those_that_began_end(line):
@@ -145,13 +199,28 @@ def test_stopping_leaves_nobody(line):
     q.step()
     processes = [r.process for r in q.running]
     q.stop()
-    assert len(processes) == 2 and all(p.returncode == -signal.SIGTERM for p in processes) and q.running == [] and q.rows == []
+    assert (
+        len(processes) == 2
+        and all(p.returncode == -signal.SIGTERM for p in processes)
+        and q.running == []
+        and q.rows == []
+    )
 
 
 def test_the_newest_step_of_a_run(tmp_path):
-    running = queue.Running(Job(EXPERIMENTS["sampling"], "0", 0, "smoke"), None, None, tmp_path / "o", tmp_path / "l", tmp_path, 0.0)
+    running = queue.Running(
+        Job(EXPERIMENTS["sampling"], "0", 0, "smoke"),
+        None,
+        None,
+        tmp_path / "o",
+        tmp_path / "l",
+        tmp_path,
+        0.0,
+    )
     assert running.last_logged() == {}
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "acceptance_length": 1.5}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "acceptance_length": 1.5}\n'
+    )
     assert running.last_logged() == {"step": 2, "loss": 2.0}
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
@@ -171,4 +240,7 @@ def test_ctrl_c_while_a_worker_begins_waits_until_it_is_known(line, monkeypatch)
         q.step()
     [running] = q.running
     q.stop()
-    assert running.process.returncode == -signal.SIGTERM and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (
+        running.process.returncode == -signal.SIGTERM
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )

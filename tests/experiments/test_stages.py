@@ -10,7 +10,17 @@ import pytest
 from experiments import stages, work
 from experiments.budgets import BUDGETS
 from experiments.registry import EXPERIMENTS
-from experiments.stages import DONE, Stage, answers_stage, code_hash, features_stage, missing, prepare, prompts_stage, target_stage
+from experiments.stages import (
+    DONE,
+    Stage,
+    answers_stage,
+    code_hash,
+    features_stage,
+    missing,
+    prepare,
+    prompts_stage,
+    target_stage,
+)
 from experiments.texts import KINDS
 from peagle_jax import text
 from peagle_jax.types import InputError
@@ -43,10 +53,15 @@ def hashed(root, source: str, name: str = "part.py") -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        ("# two of them", "# in other words"), ("  # two of them", ""), ("LEAST = 3", "# why\nLEAST = 3\n\n"), ('"""Twice."""', '"""x + x,\n    that is."""'),
-        ("What it is", "What it was"), ("2 * x", "(2\n            * x)"), ("def double(x):", "def double(\n    x,\n):"),
+        ("# two of them", "# in other words"),
+        ("  # two of them", ""),
+        ("LEAST = 3", "# why\nLEAST = 3\n\n"),
+        ('"""Twice."""', '"""x + x,\n    that is."""'),
+        ("What it is", "What it was"),
+        ("2 * x", "(2\n            * x)"),
+        ("def double(x):", "def double(\n    x,\n):"),
     ],
-)  # fmt: skip
+)
 def test_words_and_layout_are_not_code(root, change):
     before = hashed(root, SOURCE)
     assert SOURCE.replace(*change) != SOURCE and hashed(root, SOURCE.replace(*change)) == before
@@ -54,9 +69,16 @@ def test_words_and_layout_are_not_code(root, change):
 
 @pytest.mark.parametrize(
     "change",
-    [("LEAST = 3", "LEAST = 4"), ("2 * x", "x * 2"), ("2 * x", "2.0 * x"), ("double", "twice"), ("(x)", "(x=1)"), ("LEAST = 3", "LEAST: int = 3"),
-     ("return 2 * x", "return '2 * x'")],
-)  # fmt: skip
+    [
+        ("LEAST = 3", "LEAST = 4"),
+        ("2 * x", "x * 2"),
+        ("2 * x", "2.0 * x"),
+        ("double", "twice"),
+        ("(x)", "(x=1)"),
+        ("LEAST = 3", "LEAST: int = 3"),
+        ("return 2 * x", "return '2 * x'"),
+    ],
+)
 def test_a_change_of_code_is_noticed(root, change):
     before = hashed(root, SOURCE)
     assert SOURCE.replace(*change) != SOURCE and hashed(root, SOURCE.replace(*change)) != before
@@ -78,20 +100,32 @@ def test_a_folder_is_all_its_files(root):
     code_hash.cache_clear()
     assert len({before, added, code_hash(("room",))}) == 3
     (root / "other.py").write_text("")
-    assert code_hash(("room", "other.py")) == code_hash(("other.py", "room")) != code_hash(("room",))
+    assert (
+        code_hash(("room", "other.py")) == code_hash(("other.py", "room")) != code_hash(("room",))
+    )
 
 
 def test_what_is_hashed_is_there():
     """A folder's name that is wrong would be a hash of nothing."""
-    jobs = [work.Job(e, variant, 0, "small") for e in EXPERIMENTS.values() for variant in e.variants]
-    every = {name for job in jobs for stage in job.stages() for one in stage.all() for name in one.code} | set(work.TRAINING) | set(work.MEASURING)
+    jobs = [
+        work.Job(e, variant, 0, "small") for e in EXPERIMENTS.values() for variant in e.variants
+    ]
+    every = (
+        {name for job in jobs for stage in job.stages() for one in stage.all() for name in one.code}
+        | set(work.TRAINING)
+        | set(work.MEASURING)
+    )
     assert len(every) > 20
     for name in every:
         name, _, function = name.partition(":")
         path = stages.ROOT / name
-        assert not function or any(f"\n{kind} {function}(" in path.read_text() for kind in ("def", "class"))
+        assert not function or any(
+            f"\n{kind} {function}(" in path.read_text() for kind in ("def", "class")
+        )
         assert path.is_file() if name.endswith(".py") else list(path.glob("*.py")), name
-        assert not path.is_dir() or not [p for p in path.rglob("*.py") if p.parent != path], f"{name} has folders that are not hashed"
+        assert not path.is_dir() or not [p for p in path.rglob("*.py") if p.parent != path], (
+            f"{name} has folders that are not hashed"
+        )
 
 
 # ---------------------------------------------------------------- stages
@@ -103,10 +137,14 @@ def made(root):
     return []
 
 
-def stage(made, name="text", *, parents=(), config=None, code="text.py", size=10, fails=None) -> Stage:
+def stage(
+    made, name="text", *, parents=(), config=None, code="text.py", size=10, fails=None
+) -> Stage:
     def make(own, folders, say):
         made.append(name)
-        assert all((folder / DONE).exists() for folder in folders) and [f.name.split("-")[0] for f in folders] == [p.name for p in parents]
+        assert all((folder / DONE).exists() for folder in folders) and [
+            f.name.split("-")[0] for f in folders
+        ] == [p.name for p in parents]
         with (own / "lines").open("a") as file:
             file.write("line\n")
         if fails:
@@ -120,7 +158,12 @@ def stage(made, name="text", *, parents=(), config=None, code="text.py", size=10
 
 def test_a_key_is_name_config_code_and_parents(made, root):
     plain = stage(made)
-    others = [stage(made, "target"), stage(made, config={"chars": 6}), stage(made, config={"chars": 5, "x": None}), stage(made, code="b.py")]
+    others = [
+        stage(made, "target"),
+        stage(made, config={"chars": 6}),
+        stage(made, config={"chars": 5, "x": None}),
+        stage(made, code="b.py"),
+    ]
     above = [stage(made, "answers", parents=[one]) for one in (plain, *others)]
     keys = [one.key for one in (plain, *others, *above)]
     assert len(set(keys)) == len(keys) and stage(made, size=99).key == plain.key
@@ -146,7 +189,12 @@ def test_made_once_and_found_again(made, root, tmp_path):
     assert made == ["text", "features", "prompts"] and missing(wanted, cache) == []
     assert said[:2] == [f"text-{source.key}: being made", "text has 1 lines"] and len(said) == 6
     facts = json.loads((wanted[0].folder(cache) / DONE).read_text())
-    assert facts == {"name": "features", "config": {"chars": 5}, "code": code_hash(("text.py",)), "parents": [source.key]}
+    assert facts == {
+        "name": "features",
+        "config": {"chars": 5},
+        "code": code_hash(("text.py",)),
+        "parents": [source.key],
+    }
     said.clear()
     prepare(wanted, cache, said.append)
     assert made == ["text", "features", "prompts"] and said == []
@@ -161,11 +209,21 @@ def test_what_is_stale_is_named_and_left(made, root, tmp_path):
     code_hash.cache_clear()
     new = stage(made)
     prepare([stage(made, "features", parents=[new])], tmp_path, said.append)
-    assert len(said) == 6 and "is of other settings, parents or code; made anew" in said[0] and said[1] == f"text-{new.key}: being made"
-    assert before < {p.name for p in tmp_path.glob("*-*")} and any(name in said[0] for name in before)
+    assert (
+        len(said) == 6
+        and "is of other settings, parents or code; made anew" in said[0]
+        and said[1] == f"text-{new.key}: being made"
+    )
+    assert before < {p.name for p in tmp_path.glob("*-*")} and any(
+        name in said[0] for name in before
+    )
     said.clear()
     prepare([stage(made, config={"chars": 7})], tmp_path, said.append)
-    assert said[0].startswith("text: text-") and ", text-" in said[0] and "are of other settings" in said[0]
+    assert (
+        said[0].startswith("text: text-")
+        and ", text-" in said[0]
+        and "are of other settings" in said[0]
+    )
 
 
 def test_several_of_one_name_are_not_stale(made, tmp_path):
@@ -182,7 +240,11 @@ def test_a_stage_that_was_cut_short_goes_on(made, tmp_path):
         prepare([wanted], tmp_path, said.append)
     assert missing([wanted], tmp_path) == [wanted] and not (wanted.folder(tmp_path) / DONE).exists()
     prepare([wanted], tmp_path, said.append)
-    assert made == ["text", "answers", "answers"] and said[-1] == "answers has 2 lines" and missing([wanted], tmp_path) == []
+    assert (
+        made == ["text", "answers", "answers"]
+        and said[-1] == "answers has 2 lines"
+        and missing([wanted], tmp_path) == []
+    )
     assert not any("settings" in line for line in said)  # what is half made is not stale
 
 
@@ -194,7 +256,12 @@ def test_too_little_room_is_said_before_anything_is_made(made, tmp_path, monkeyp
     with pytest.raises(InputError) as error:
         prepare([wanted], cache)
     said = str(error.value)
-    assert f"{cache}: what is to be cached takes 3.5 GB (text 2.0, features 1.5); got 3.4 GB free" in said and "--cache" in said and "\n" not in said
+    assert (
+        f"{cache}: what is to be cached takes 3.5 GB (text 2.0, features 1.5); got 3.4 GB free"
+        in said
+        and "--cache" in said
+        and "\n" not in said
+    )
     assert made == [] and not cache.exists() and asked == [tmp_path]
     room.free = 3_500_000_000
     prepare([wanted], cache, lambda line: None)
@@ -207,24 +274,49 @@ def test_stages_of_a_budget():
     whole = features_stage(small, small.answers, 128)
     assert [one.name for one in whole.all()] == ["text", "target", "answers", "features"]
     fewer = features_stage(small, dataclasses.replace(small.answers, count=9), 128)
-    assert [a.key == b.key for a, b in zip(whole.all(), fewer.all(), strict=True)] == [True, True, False, False]
-    assert [a.key == b.key for a, b in zip(whole.all(), features_stage(small, small.answers, 64).all(), strict=True)] == [True] * 3 + [False]
-    assert not {one.key for one in whole.all()} & {one.key for one in features_stage(smoke, smoke.answers, 64).all()}
+    assert [a.key == b.key for a, b in zip(whole.all(), fewer.all(), strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [
+        a.key == b.key
+        for a, b in zip(whole.all(), features_stage(small, small.answers, 64).all(), strict=True)
+    ] == [True] * 3 + [False]
+    assert not {one.key for one in whole.all()} & {
+        one.key for one in features_stage(smoke, smoke.answers, 64).all()
+    }
     # a forward of every answer, each tap and the final hidden state in float32
-    assert whole.size == pytest.approx(4096 * 128 * 4 * 128 * 4, rel=0.02) and whole.config["taps"] == (1, 4, 5)
+    assert whole.size == pytest.approx(4096 * 128 * 4 * 128 * 4, rel=0.02) and whole.config[
+        "taps"
+    ] == (1, 4, 5)
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     """(folder of a text stage, folder of a target stage): the texts that prompts and answers are cut from, and a tokenizer."""
     root = tmp_path_factory.mktemp("texts")
-    lines = {kind: [f"{kind} {i} " + " ".join(f"{kind[:2]}{i * j}" for j in range(40 + i)) for i in range(9)] for kind in KINDS}
-    rows = [{"name": f"{kind}{i}", "kind": kind, "text": t} for kind, many in lines.items() for i, t in enumerate(many)]
+    lines = {
+        kind: [
+            f"{kind} {i} " + " ".join(f"{kind[:2]}{i * j}" for j in range(40 + i)) for i in range(9)
+        ]
+        for kind in KINDS
+    }
+    rows = [
+        {"name": f"{kind}{i}", "kind": kind, "text": t}
+        for kind, many in lines.items()
+        for i, t in enumerate(many)
+    ]
     for folder in ("text", "target/model"):
         (root / folder).mkdir(parents=True)
     for side in ("train", "held_out"):
-        (root / "text" / f"{side}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text.train_tokenizer([row["text"] for row in rows], 320).save_pretrained(root / "target" / "model")
+        (root / "text" / f"{side}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+    text.train_tokenizer([row["text"] for row in rows], 320).save_pretrained(
+        root / "target" / "model"
+    )
     return root / "text", root / "target", lines
 
 
@@ -246,17 +338,26 @@ def test_prompts_are_of_every_kind(corpora, tmp_path):
 
 
 def test_too_few_prompts(corpora, tmp_path):
-    with pytest.raises(InputError, match="10 held-out texts of more than 21 tokens are needed of kind json; got 9; use a Python") as error:
-        prompts_stage(dataclasses.replace(BUDGETS["smoke"], prompts=10), 21).make(tmp_path, corpora[:2], lambda line: None)
+    with pytest.raises(
+        InputError,
+        match="10 held-out texts of more than 21 tokens are needed of kind json; got 9; use a Python",
+    ) as error:
+        prompts_stage(dataclasses.replace(BUDGETS["smoke"], prompts=10), 21).make(
+            tmp_path, corpora[:2], lambda line: None
+        )
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_the_corpus_itself_as_answers(corpora, tmp_path):
     source, target, lines = corpora
-    how = dataclasses.replace(BUDGETS["smoke"].answers, count=12, prompt_tokens=5, new_tokens=7, temperatures=())
+    how = dataclasses.replace(
+        BUDGETS["smoke"].answers, count=12, prompt_tokens=5, new_tokens=7, temperatures=()
+    )
     answers_stage(BUDGETS["smoke"], how).make(tmp_path, [source, target], lambda line: None)
     rows, tokenizer = read(tmp_path / "answers.jsonl"), text.load_tokenizer(target / "model")
-    assert len(rows) == 12 and all(len(row["prompt_token_ids"]) == 5 and len(row["output_token_ids"]) == 7 for row in rows)
+    assert len(rows) == 12 and all(
+        len(row["prompt_token_ids"]) == 5 and len(row["output_token_ids"]) == 7 for row in rows
+    )
     every = [line for many in lines.values() for line in many]
     for row in rows:
         said = tokenizer.decode(row["prompt_token_ids"] + row["output_token_ids"])
@@ -265,4 +366,8 @@ def test_the_corpus_itself_as_answers(corpora, tmp_path):
 
 def test_the_target_is_the_budgets():
     config = target_stage(BUDGETS["small"]).config
-    assert config["model"] == dataclasses.asdict(BUDGETS["small"].model) and config["optimizer"]["steps"] == 2400 and config["seed"] == 0
+    assert (
+        config["model"] == dataclasses.asdict(BUDGETS["small"].model)
+        and config["optimizer"]["steps"] == 2400
+        and config["seed"] == 0
+    )

@@ -16,7 +16,10 @@ def run(seed, drafts, accepted, kinds=None, k=1):
     """A row whose prompt i had drafts[i] drafts; accepted[i] is a count, or one for each position."""
     kinds = kinds or [KINDS[i % len(KINDS)] for i in range(len(drafts))]
     each = [a if isinstance(a, list) else [a] for a in accepted]
-    prompts = [{"kind": kind, "drafts": int(d), "accepted": [int(x) for x in a]} for kind, d, a in zip(kinds, drafts, each, strict=True)]
+    prompts = [
+        {"kind": kind, "drafts": int(d), "accepted": [int(x) for x in a]}
+        for kind, d, a in zip(kinds, drafts, each, strict=True)
+    ]
     return {"seed": seed, "measured": [{"k": k, "prompts": prompts}]}
 
 
@@ -36,20 +39,31 @@ def simulated(rng, truth, *, seeds, prompts, runs=3, number=48):
 
 
 def test_pooled_by_hand():
-    rows = [run(0, [10, 30], [[5, 1], [6, 3]], ["json", "prose"], k=2), run(7, [20, 20], [[10, 2], [4, 0]], ["json", "prose"], k=2)]
+    rows = [
+        run(0, [10, 30], [[5, 1], [6, 3]], ["json", "prose"], k=2),
+        run(7, [20, 20], [[10, 2], [4, 0]], ["json", "prose"], k=2),
+    ]
     assert pooled(rows) == pytest.approx(1 + 31 / 80)
     assert per_position(rows) == pytest.approx([25 / 80, 6 / 80])
     assert pooled(rows, kinds=OPEN) == pytest.approx(1 + 13 / 50)
     found = interval(rows)
-    assert found.value == pooled(rows) and found.by_seed == pytest.approx({0: 1 + 15 / 40, 7: 1 + 16 / 40})
-    assert found.deviation == pytest.approx(np.std([1.375, 1.4], ddof=1)) and found.range == pytest.approx((1.375, 1.4))
+    assert found.value == pooled(rows) and found.by_seed == pytest.approx(
+        {0: 1 + 15 / 40, 7: 1 + 16 / 40}
+    )
+    assert found.deviation == pytest.approx(
+        np.std([1.375, 1.4], ddof=1)
+    ) and found.range == pytest.approx((1.375, 1.4))
 
 
 def test_another_measurement_is_read_when_asked_for():
     rows = [run(s, [10], [5]) for s in (0, 1)]
     for row in rows:
         row["measured"].append(run(0, [10], [2])["measured"][0])
-    assert pooled(rows) == 1.5 and pooled(rows, measurement=1) == 1.2 and interval(rows, measurement=1).value == 1.2
+    assert (
+        pooled(rows) == 1.5
+        and pooled(rows, measurement=1) == 1.2
+        and interval(rows, measurement=1).value == 1.2
+    )
 
 
 def test_draws_against_resampling_by_hand():
@@ -59,11 +73,17 @@ def test_draws_against_resampling_by_hand():
     fast = statistics._pooled(c, seeds, prompts)
     for draw in range(50):
         accepted = drafts = 0
-        for s in np.repeat(range(3), seeds[draw]):  # each seed as often as it was drawn, and for each the same prompts
+        for s in np.repeat(
+            range(3), seeds[draw]
+        ):  # each seed as often as it was drawn, and for each the same prompts
             for p in np.repeat(range(9), prompts[draw]):
                 accepted, drafts = accepted + c.accepted[s, p].sum(), drafts + c.drafts[s, p]
         assert fast[draw] == pytest.approx(1 + accepted / drafts)
-    assert (seeds.sum(1) == 3).all() and (prompts.sum(1) == 9).all() and len(np.unique(prompts, axis=0)) > 40
+    assert (
+        (seeds.sum(1) == 3).all()
+        and (prompts.sum(1) == 9).all()
+        and len(np.unique(prompts, axis=0)) > 40
+    )
 
 
 def test_student_against_scipy():
@@ -90,14 +110,18 @@ def test_the_bootstrap_alone_would_be_too_narrow():
     for _ in range(200):
         a, b = (counts(rows) for rows in simulated(rng, 0.15, seeds=0.1, prompts=0.0))
         drawn = statistics._draws(3, 48, 400)
-        low, high = np.percentile(statistics._pooled(a, *drawn) - statistics._pooled(b, *drawn), statistics.LEVEL)
+        low, high = np.percentile(
+            statistics._pooled(a, *drawn) - statistics._pooled(b, *drawn), statistics.LEVEL
+        )
         covered += low < 0.15 < high
     assert covered < 170
 
 
 def test_nothing_is_found_where_nothing_is():
     rng = np.random.default_rng(3)
-    words = [compare(*simulated(rng, 0.0, seeds=0.05, prompts=0.1), draws=400).word for _ in range(200)]
+    words = [
+        compare(*simulated(rng, 0.0, seeds=0.05, prompts=0.1), draws=400).word for _ in range(200)
+    ]
     assert words.count("within noise") >= 180 and set(words) <= {"within noise", "better", "worse"}
 
 
@@ -109,7 +133,10 @@ def test_identical_rows_are_within_noise():
 
 def test_pairing_finds_what_two_intervals_hide():
     rng = np.random.default_rng(2)
-    drafts, base = np.full(60, 100), rng.integers(20, 300, 60)  # prompts differ much more than the variants
+    drafts, base = (
+        np.full(60, 100),
+        rng.integers(20, 300, 60),
+    )  # prompts differ much more than the variants
     a = [run(s, drafts, base + 8 + rng.integers(-4, 5, 60)) for s in range(3)]
     b = [run(s, drafts, base + rng.integers(-4, 5, 60)) for s in range(3)]
     assert interval(a).low < interval(b).high
@@ -121,9 +148,15 @@ def test_only_common_seeds_are_compared():
     rows = {s: run(s, [20, 20], [10 + s, 8]) for s in range(6)}
     worse = {s: run(s, [20, 20], [9, 8 + s]) for s in range(6)}
     found = compare([rows[2], rows[0], rows[1]], [worse[1], worse[5], worse[2]])
-    assert found.by_seed == pytest.approx({1: 1 / 40, 2: 1 / 40}) and found.difference == pytest.approx(1 / 40)
+    assert found.by_seed == pytest.approx(
+        {1: 1 / 40, 2: 1 / 40}
+    ) and found.difference == pytest.approx(1 / 40)
     alone = compare([rows[0], rows[1]], [worse[1], worse[2]])
-    assert alone.word == "one seed only" and alone.difference == pytest.approx(1 / 40) and interval([rows[1]]).deviation is None
+    assert (
+        alone.word == "one seed only"
+        and alone.difference == pytest.approx(1 / 40)
+        and interval([rows[1]]).deviation is None
+    )
 
 
 def test_different_k_can_be_compared():
@@ -136,7 +169,9 @@ def test_positions_alone_by_hand():
     a = [run(s, [10, 30], [[8, 2], [20, 6 + s]], k=2) for s in range(2)]
     b = [run(s, [20, 20], [[8, 4], [16, 2]], k=2) for s in range(2)]
     first, second = (compare(a, b, positions=slice(i, i + 1)) for i in range(2))
-    assert first.difference == pytest.approx(28 / 40 - 24 / 40) and first.by_seed == pytest.approx({0: 0.1, 1: 0.1})
+    assert first.difference == pytest.approx(28 / 40 - 24 / 40) and first.by_seed == pytest.approx(
+        {0: 0.1, 1: 0.1}
+    )
     assert second.by_seed == pytest.approx({0: 8 / 40 - 6 / 40, 1: 9 / 40 - 6 / 40})
     assert first.difference + second.difference == pytest.approx(compare(a, b).difference)
 
@@ -146,7 +181,10 @@ def test_positions_alone_by_hand():
     [
         ([run(0, [9, 9], [3, 3], ["json", "code"])], "got json and prose as prompt 0"),
         ([run(0, [9], [3], ["json"])], "got 1 and 2 of them"),
-        ([run(4, [9, 9], [3, 3], ["prose", "code"])], "got \\[4\\] and \\[0\\]; run the missing seeds"),
+        (
+            [run(4, [9, 9], [3, 3], ["prose", "code"])],
+            "got \\[4\\] and \\[0\\]; run the missing seeds",
+        ),
         ([run(0, [9, 9], [3, 3], ["prose", "code"])] * 2, "a seed each; got \\[0, 0\\]"),
         ([run(0, [0, 0], [0, 0], ["prose", "code"])], "needs drafts"),
     ],
@@ -175,8 +213,16 @@ def test_the_same_every_time_and_fast():
 def test_two_sets_of_prompts_are_not_compared():
     """The kinds may be the same where the prompts are not: another machine's library, another target."""
     rows = [run(seed, [10, 20], [5, 9]) for seed in (0, 1)]
-    of = lambda key, rows: [{**r, "measured": [{**r["measured"][0], "prompts_stage": key}]} for r in rows]  # noqa: E731
+
+    def of(key, rows):
+        return [{**r, "measured": [{**r["measured"][0], "prompts_stage": key}]} for r in rows]
+
     assert compare(of("a", rows), of("a", rows)).difference == 0
-    for call in (lambda: compare(of("a", rows), of("b", rows)), lambda: counts([*of("a", rows[:1]), *of("b", rows[1:])])):
-        with pytest.raises(ValueError, match="on the same prompts; got two sets of them; run all with one cache"):
+    for call in (
+        lambda: compare(of("a", rows), of("b", rows)),
+        lambda: counts([*of("a", rows[:1]), *of("b", rows[1:])]),
+    ):
+        with pytest.raises(
+            ValueError, match="on the same prompts; got two sets of them; run all with one cache"
+        ):
             call()

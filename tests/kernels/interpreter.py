@@ -18,9 +18,14 @@ from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
 GUARD = 1 << 16  # bytes
 TYPES = {
-    np.dtype(ml_dtypes.float8_e4m3fn): "fp8e4nv", np.dtype(ml_dtypes.bfloat16): "bf16", np.dtype("float16"): "fp16",
-    np.dtype("float32"): "fp32", np.dtype("int32"): "i32", np.dtype("uint8"): "u8", np.dtype("bool"): "i1",
-}  # fmt: skip
+    np.dtype(ml_dtypes.float8_e4m3fn): "fp8e4nv",
+    np.dtype(ml_dtypes.bfloat16): "bf16",
+    np.dtype("float16"): "fp16",
+    np.dtype("float32"): "fp32",
+    np.dtype("int32"): "i32",
+    np.dtype("uint8"): "u8",
+    np.dtype("bool"): "i1",
+}
 
 
 NARROW = {tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.bfloat16: ml_dtypes.bfloat16}
@@ -41,7 +46,9 @@ _dot = interpreter.InterpreterBuilder.create_dot
 
 def dot(builder, a, b, d, precision, imprecise):
     """Of the numbers that bfloat16 stands for; Triton 3.9's interpreter multiplies the 16 bits as if they were integers."""
-    wide = [builder.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+    wide = [
+        builder.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+    ]
     return _dot(builder, *wide, d, precision, imprecise)
 
 
@@ -92,7 +99,9 @@ class Guarded:
 
 def interpret(launch) -> tuple:
     """A `Launch`, executed on the spot."""
-    assert isinstance(launch.kernel, InterpretedFunction), "TRITON_INTERPRET=1 must be set before triton is imported"
+    assert isinstance(launch.kernel, InterpretedFunction), (
+        "TRITON_INTERPRET=1 must be set before triton is imported"
+    )
     unwrap(launch.kernel)
     before = [np.asarray(x) for x in launch.inputs]
     inputs = [Guarded(x.shape, x.dtype, x) for x in before]
@@ -100,7 +109,9 @@ def interpret(launch) -> tuple:
     for i, o in launch.updates.items():
         outputs[o].array[...] = before[i]
     launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
-    assert all(x.whole() for x in inputs + outputs), f"{launch.kernel.__name__} wrote outside its arrays"
+    assert all(x.whole() for x in inputs + outputs), (
+        f"{launch.kernel.__name__} wrote outside its arrays"
+    )
     for x, held in zip(before, inputs, strict=True):
         assert held.array.tobytes() == x.tobytes(), f"{launch.kernel.__name__} wrote to an input"
     return tuple(jnp.asarray(x.array) for x in outputs)
@@ -108,7 +119,10 @@ def interpret(launch) -> tuple:
 
 def interpret_later(launch) -> tuple:
     """The same as part of a jitted function."""
-    start = lambda *inputs: interpret(dataclasses.replace(launch, inputs=inputs))  # noqa: E731
+
+    def start(*inputs):
+        return interpret(dataclasses.replace(launch, inputs=inputs))
+
     return tuple(jax.pure_callback(start, launch.outputs, *launch.inputs))
 
 

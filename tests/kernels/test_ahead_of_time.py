@@ -1,4 +1,4 @@
-"""XLA compiles a training step with its kernels, and a product in Mosaic GPU, for an H200 that is not here; where the CUDA plugin is installed (scripts/install_cuda.sh)."""
+"""XLA compiles a training step with its kernels, and a product in Mosaic GPU, for an H200 that is not here; where the CUDA plugin is installed (scripts/gpu/install_cuda.sh)."""
 
 import importlib.util
 import json
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs an environment of scripts/install_cuda.sh")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None,
+    reason="needs an environment of scripts/gpu/install_cuda.sh",
+)
 
 
 MOSAIC = """
@@ -32,15 +35,32 @@ for M in (8, 64):
 def test_mosaic_product():
     """To machine code: Mosaic GPU makes it while XLA compiles."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "scripts")}
-    done = subprocess.run([sys.executable, "-c", MOSAIC], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", MOSAIC],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0 and done.stdout.split() == ["1", "1"], done.stderr[-3000:]
 
 
 def test_training_step(tmp_path):
     """Attention forward and backward of four layers, fusion, distances and slopes are Triton's; scores and logits take no memory."""
     out = tmp_path / "rows.jsonl"
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, ROOT / "scripts" / "compile_ahead.py", "--without", "--only", "training", "--out", out]
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "JAX_PLATFORMS": "cpu"
+    }
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "compile_ahead.py",
+        "--without",
+        "--only",
+        "training",
+        "--out",
+        out,
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     with_kernels, without = (json.loads(line) for line in out.read_text().splitlines())

@@ -13,7 +13,10 @@ from peagle_jax.kernels.fp8_matmul import E4M3
 def case(B, T, G, S, H, dtype, seed=1):
     """A cache full of other numbers, some slots of which do not exist; no two tokens of a row share one."""
     rng = np.random.default_rng(seed)
-    random = lambda *shape, dtype=np.float32: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+
+    def random(*shape, dtype=np.float32):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
     slot = np.stack([rng.permutation(S + T)[:T] for _ in range(B)])  # S and more: dropped
     held = random(B, G, S, H, dtype=dtype), random(B, G, S, H, dtype=dtype)
     if dtype == E4M3:
@@ -37,7 +40,9 @@ def by_hand(k, v, slot, held):
     return out
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, E4M3], ids=["float32", "bfloat16", "float8"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, E4M3], ids=["float32", "bfloat16", "float8"]
+)
 @pytest.mark.parametrize("B, T, G, S, H", [(1, 1, 1, 3, 16), (3, 5, 3, 20, 24), (2, 9, 8, 8, 64)])
 def test_all_agree(B, T, G, S, H, dtype):
     """The kernel bit for bit; XLA may round a scale otherwise, and then a value. What no token was written to stays as it is."""
@@ -49,7 +54,11 @@ def test_all_agree(B, T, G, S, H, dtype):
         assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in args[3]]
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             a = np.asarray(a, np.float64)
-            assert np.allclose(a, b, rtol=2e-7, atol=0) if i > 1 else np.mean(a != b) < 0.01 and (np.abs(a - b) <= np.abs(b) / 8).all()
+            assert (
+                np.allclose(a, b, rtol=2e-7, atol=0)
+                if i > 1
+                else np.mean(a != b) < 0.01 and (np.abs(a - b) <= np.abs(b) / 8).all()
+            )
 
 
 def test_slots_before_the_first_are_dropped_by_the_kernel():

@@ -27,7 +27,9 @@ def slow(q, k, v, positions, held, window, scale, sinks):
     for b, t, n in np.ndindex(B, T, N):
         p = int(positions[b, t])
         here = np.arange(S) if held is None else np.asarray(held[b])
-        slots = [s for s in range(S) if 0 <= here[s] <= p and (window is None or here[s] > p - window)]
+        slots = [
+            s for s in range(S) if 0 <= here[s] <= p and (window is None or here[s] > p - window)
+        ]
         x = k[b, n // (N // G), slots] @ q[b, t, n] * scale
         x = np.append(x, -np.inf if sinks is None else float(sinks[n]))
         w = np.exp(x - x.max())
@@ -55,19 +57,48 @@ def test_all_agree(rule, span):
     args = case()
     want = slow(*args, None, **rule)
     assert np.abs(np.asarray(attention.reference(*args, None, **rule)) - want).max() < 1e-5
-    assert np.abs(np.asarray(attention_triton.attend(*args, None, **rule, start=interpret, span=span)) - want).max() < 1e-5
+    assert (
+        np.abs(
+            np.asarray(attention_triton.attend(*args, None, **rule, start=interpret, span=span))
+            - want
+        ).max()
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("how", [{}, {"bs": 16, "span": 32}], ids=["one stretch", "two"])
-@pytest.mark.parametrize("rule", [RULES["window"] | {"window": 30}, RULES["sinks"] | {"window": 9}], ids=["window", "sinks"])
+@pytest.mark.parametrize(
+    "rule",
+    [RULES["window"] | {"window": 30}, RULES["sinks"] | {"window": 9}],
+    ids=["window", "sinks"],
+)
 def test_rings_agree(rule, how):
     q, k, v, positions = case(S=40)
     want = slow(q, k, v, positions, ring(), **rule)
-    assert np.abs(np.asarray(attention.reference(q, k, v, positions, ring(), **rule)) - want).max() < 1e-5
-    assert np.abs(np.asarray(attention_triton.attend(q, k, v, positions, ring(), **rule, start=interpret, **how)) - want).max() < 1e-5
+    assert (
+        np.abs(np.asarray(attention.reference(q, k, v, positions, ring(), **rule)) - want).max()
+        < 1e-5
+    )
+    assert (
+        np.abs(
+            np.asarray(
+                attention_triton.attend(q, k, v, positions, ring(), **rule, start=interpret, **how)
+            )
+            - want
+        ).max()
+        < 1e-5
+    )
 
 
-@pytest.mark.parametrize("shape", [dict(T=1, N=2, G=2, H=16), dict(T=9, N=16, G=1, H=64, S=200), dict(T=17, N=16, G=2, H=16, S=170)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(T=1, N=2, G=2, H=16),
+        dict(T=9, N=16, G=1, H=64, S=200),
+        dict(T=17, N=16, G=2, H=16, S=170),
+    ],
+    ids=str,
+)
 def test_shapes_agree(shape):
     """One query, and 144 and 136 a KV head: more than a tile."""
     q, k, v, positions = case(**shape)
@@ -79,13 +110,29 @@ def test_shapes_agree(shape):
 def test_float8_with_scales():
     q, k, v, positions = case()
     rng = np.random.default_rng(5)
-    k_scale, v_scale = (jnp.asarray(rng.uniform(0.2, 3, k.shape[:3]), jnp.float32) for _ in range(2))
+    k_scale, v_scale = (
+        jnp.asarray(rng.uniform(0.2, 3, k.shape[:3]), jnp.float32) for _ in range(2)
+    )
     k8, v8 = k.astype(E4M3), v.astype(E4M3)
     rule = RULES["window, sinks"]
-    want = slow(q, k8.astype(jnp.float32) * k_scale[..., None], v8.astype(jnp.float32) * v_scale[..., None], positions, None, **rule)
+    want = slow(
+        q,
+        k8.astype(jnp.float32) * k_scale[..., None],
+        v8.astype(jnp.float32) * v_scale[..., None],
+        positions,
+        None,
+        **rule,
+    )
     scales = dict(k_scale=k_scale, v_scale=v_scale)
-    assert np.abs(np.asarray(attention.reference(q, k8, v8, positions, None, **rule, **scales)) - want).max() < 1e-5
-    got = attention_triton.attend(q, k8, v8, positions, None, **rule, **scales, start=interpret, span=64)
+    assert (
+        np.abs(
+            np.asarray(attention.reference(q, k8, v8, positions, None, **rule, **scales)) - want
+        ).max()
+        < 1e-5
+    )
+    got = attention_triton.attend(
+        q, k8, v8, positions, None, **rule, **scales, start=interpret, span=64
+    )
     assert np.abs(np.asarray(got) - want).max() < 1e-5
 
 
@@ -96,17 +143,27 @@ def test_bfloat16():
     for rule in (RULES["plain"], RULES["window, sinks"]):
         want = slow(q, k, v, positions, None, **rule)
         for span in (64, 192):
-            got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, span=span)
-            assert got.dtype == jnp.bfloat16 and np.abs(np.asarray(got, np.float64) - want).max() < 2**-7 * np.abs(want).max()
+            got = attention_triton.attend(
+                q, k, v, positions, None, **rule, start=interpret, span=span
+            )
+            assert (
+                got.dtype == jnp.bfloat16
+                and np.abs(np.asarray(got, np.float64) - want).max() < 2**-7 * np.abs(want).max()
+            )
 
 
 def test_slots_that_nobody_sees_are_not_read():
     """NaN in whole tiles past every row's own length, and before its window: not even multiplied with zero."""
     q, k, v, positions = case()
     rule = RULES["window"]
-    attend = lambda k, v: attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, span=64)  # noqa: E731
+
+    def attend(k, v):
+        return attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, span=64)
+
     slot, at = np.arange(k.shape[2])[None] // 64, np.asarray(positions)
-    unseen = (slot > at[:, -1:] // 64) | (slot < np.maximum(at[:, :1] - rule["window"] + 1, 0) // 64)
+    unseen = (slot > at[:, -1:] // 64) | (
+        slot < np.maximum(at[:, :1] - rule["window"] + 1, 0) // 64
+    )
     assert unseen[0, 64:].all() and unseen[2, :128].all()
     nan = [jnp.where(unseen[:, None, :, None], jnp.nan, x) for x in (k, v)]
     np.testing.assert_array_equal(np.asarray(attend(*nan)), np.asarray(attend(k, v)))
@@ -114,11 +171,25 @@ def test_slots_that_nobody_sees_are_not_read():
 
 def test_stretches_begin_where_they_began_for_one_query():
     """So that verifying groups its sums as plain decoding does: they follow from the batch and the cache, not from the queries."""
-    assert len({attention_triton.tiles(tokens, 8 * tokens, 32, 4096, 128, H200)["span"] for tokens in (1, 8, 17, 64)}) == 1
-    assert [attention_triton.tiles(8, 64, b * 4, 4096, 128, H200)["span"] for b in (1, 8, 32)] == [128, 1024, 1024]
+    assert (
+        len(
+            {
+                attention_triton.tiles(tokens, 8 * tokens, 32, 4096, 128, H200)["span"]
+                for tokens in (1, 8, 17, 64)
+            }
+        )
+        == 1
+    )
+    assert [attention_triton.tiles(8, 64, b * 4, 4096, 128, H200)["span"] for b in (1, 8, 32)] == [
+        128,
+        1024,
+        1024,
+    ]
 
 
-@pytest.mark.parametrize("tokens, heads, slots", [(65, 4, 512), (512, 8, 4096), (20_000, 32, 20_480)])
+@pytest.mark.parametrize(
+    "tokens, heads, slots", [(65, 4, 512), (512, 8, 4096), (20_000, 32, 20_480)]
+)
 def test_a_prompt_is_not_cut_into_many_parts(tokens, heads, slots):
     """They are float32, and of 20,000 tokens the parts of stretches of 1,024 slots would take 6.5 GB."""
     how = attention_triton.tiles(tokens, tokens * heads // 4, 4, slots, 128, H200)

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from peagle_jax.kernels import attention, choose, fp8_matmul, fusion, launch, packed_attention, vocab
+from peagle_jax.kernels import (
+    attention,
+    choose,
+    fp8_matmul,
+    fusion,
+    launch,
+    packed_attention,
+    vocab,
+)
 from peagle_jax.types import InputError
 
 FORMS = ("reference", "triton", "mosaic")
@@ -25,43 +33,69 @@ def test_auto_takes_triton_where_it_can(hopper, caplog):
     with caplog.at_level(logging.INFO):
         assert [choose.choose("k", "auto", FORMS) for _ in range(3)] == ["triton"] * 3
         assert choose.choose("k", "auto", FORMS, "they are tired") == "reference"
-    assert [r.message for r in caplog.records] == ["k: triton", "k: reference, because of triton kernels they are tired"]
-    assert choose.choose("k", "mosaic", FORMS) == "mosaic" and choose.choose("k", "reference", FORMS, "x") == "reference"
+    assert [r.message for r in caplog.records] == [
+        "k: triton",
+        "k: reference, because of triton kernels they are tired",
+    ]
+    assert (
+        choose.choose("k", "mosaic", FORMS) == "mosaic"
+        and choose.choose("k", "reference", FORMS, "x") == "reference"
+    )
 
 
 def test_a_named_form_that_cannot_serve_is_an_error(hopper):
-    with pytest.raises(InputError, match="kernel k: mosaic kernels cannot serve: they are tired; got mosaic; ask for auto or reference"):
+    with pytest.raises(
+        InputError,
+        match="kernel k: mosaic kernels cannot serve: they are tired; got mosaic; ask for auto or reference",
+    ):
         choose.choose("k", "mosaic", FORMS, "they are tired")
-    with pytest.raises(InputError, match="must be auto or one of reference, triton, mosaic; got cutlass"):
+    with pytest.raises(
+        InputError, match="must be auto or one of reference, triton, mosaic; got cutlass"
+    ):
         choose.choose("k", "cutlass", FORMS)
 
 
 def test_on_this_machine_it_is_the_reference():
     choose._serving.cache_clear()
     assert choose.choose("k", "auto", FORMS) == "reference"
-    assert launch.missing("triton") == launch.missing("mosaic") == "they need a GPU, and JAX runs on cpu"
+    assert (
+        launch.unavailable_reason("triton")
+        == launch.unavailable_reason("mosaic")
+        == "they need a GPU, and JAX runs on cpu"
+    )
 
 
 def test_where_it_is_only_compiled_for_a_gpu(monkeypatch):
     """A default device that is not here, as ahead-of-time compilation has it."""
     monkeypatch.setattr(launch, "platform", lambda: "gpu")
     for form in ("triton", "mosaic"):
-        assert launch.missing(form) == "they need a GPU, and this machine only compiles for one"
-    with launch.assuming(launch.H200):
-        assert launch.missing("mosaic") is None and launch.missing("triton") == "TRITON_INTERPRET is set"
-    with launch.assuming(launch.Gpu(80, 108)):
-        assert "and this GPU has 8.0" in launch.missing("triton")
+        assert (
+            launch.unavailable_reason(form)
+            == "they need a GPU, and this machine only compiles for one"
+        )
+    with launch.target_gpu(launch.H200):
+        assert (
+            launch.unavailable_reason("mosaic") is None
+            and launch.unavailable_reason("triton") == "TRITON_INTERPRET is set"
+        )
+    with launch.target_gpu(launch.Gpu(80, 108)):
+        assert "and this GPU has 8.0" in launch.unavailable_reason("triton")
 
 
 def test_precision_is_never_taken_away(hopper, monkeypatch):
     """float32 operands stay with the reference: a tensor core would cut them to 10 bits."""
     asked = []
     for module in (attention, packed_attention, fusion, vocab, fp8_matmul):
-        monkeypatch.setattr(module, "choose", lambda *args, **_: asked.append(choose.choose(*args)) or "reference")
+        monkeypatch.setattr(
+            module, "choose", lambda *args, **_: asked.append(choose.choose(*args)) or "reference"
+        )
     f, b = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 2, 2, 16), jnp.bfloat16)
     at, rule = jnp.zeros((1, 2), jnp.int32), dict(window=None, scale=1.0, sinks=None)
-    swap = lambda x: x.swapaxes(1, 2)  # noqa: E731
-    seen = packed_attention.Seen(at, at, at, 2, 0)
+
+    def swap(x):
+        return x.swapaxes(1, 2)
+
+    seen = packed_attention.AttentionIntervals(at, at, at, 2, 0)
     for x in (f, b):
         attention.attend(x, swap(x), swap(x), at, None, form="auto", **rule)
         packed_attention.attend(x, x, x, seen, 1.0, form="auto")
@@ -71,18 +105,32 @@ def test_precision_is_never_taken_away(hopper, monkeypatch):
     assert asked == ["reference"] * 5 + ["triton"] * 5
     attention.attend(b, swap(f), swap(f), at, None, form="auto", **rule)
     scale = jnp.ones((1, 2, 2))
-    attention.attend(b, swap(f).astype(fp8_matmul.E4M3), swap(f).astype(fp8_matmul.E4M3), at, None, form="auto", k_scale=scale, v_scale=scale, **rule)
+    attention.attend(
+        b,
+        swap(f).astype(fp8_matmul.E4M3),
+        swap(f).astype(fp8_matmul.E4M3),
+        at,
+        None,
+        form="auto",
+        k_scale=scale,
+        v_scale=scale,
+        **rule,
+    )
     assert asked[10:] == ["reference", "triton"]
 
 
 def test_what_kernels_were_not_made_for(hopper):
     wide = jnp.ones((1, 2, 2, 256), jnp.bfloat16)
     assert "heads up to 128, and these have 256" in packed_attention.unsupported(wide, wide, wide)
-    w = fp8_matmul.quantise(jnp.ones((64, 100)))
+    w = fp8_matmul.quantize(jnp.ones((64, 100)))
     with pytest.raises(InputError, match="K in 128s, and this product is 3 x 64 x 100"):
         fp8_matmul.matmul(jnp.ones((3, 100), jnp.bfloat16), w, "mosaic")
     with pytest.raises(InputError, match="one scale a row, not blocks"):
-        fp8_matmul.matmul(jnp.ones((3, 128), jnp.bfloat16), fp8_matmul.quantise(jnp.ones((64, 128)), blocks=True), "mosaic")
+        fp8_matmul.matmul(
+            jnp.ones((3, 128), jnp.bfloat16),
+            fp8_matmul.quantize(jnp.ones((64, 128)), blocks=True),
+            "mosaic",
+        )
 
 
 def test_not_on_a_mesh(hopper, monkeypatch):

@@ -19,8 +19,17 @@ WIDE = {90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}  # bfloat16, of a tile of 64 r
 def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("compiled") / "rows.jsonl"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(Path.home() / ".cache" / "peagle_jax" / "triton"), "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, ROOT / "scripts" / "compile_kernels.py", "--out", out], env=env, check=True, capture_output=True, timeout=900)
+    env |= {
+        "TRITON_CACHE_DIR": str(Path.home() / ".cache" / "peagle_jax" / "triton"),
+        "JAX_PLATFORMS": "cpu",
+    }
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "compile_kernels.py", "--out", out],
+        env=env,
+        check=True,
+        capture_output=True,
+        timeout=900,
+    )
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -28,35 +37,64 @@ def test_all_of_them_on_all_three(rows):
     names = {row["kernel"] for row in rows}
     functions = {row["function"] for row in rows}
     assert {row["sm"] for row in rows} == set(FP8) and len(names) >= 20
-    vocab, packed = {"peaks_kernel", "distance_kernel", "slopes_kernel"}, {"forward_kernel", "query_kernel", "key_kernel"}
+    vocab, packed = (
+        {"peaks_kernel", "distance_kernel", "slopes_kernel"},
+        {"forward_kernel", "query_kernel", "key_kernel"},
+    )
     assert functions == {"kernel", *SMALL} | vocab | packed
     for name in names:
         assert {row["sm"] for row in rows if row["kernel"] == name} == set(FP8), name
 
 
 def test_nothing_spills_and_everything_fits(rows):
-    bad = [row for row in rows if row["stack"] or row["shared"] > row["shared_limit"] or row["tensor_memory"] > 512]
+    bad = [
+        row
+        for row in rows
+        if row["stack"] or row["shared"] > row["shared_limit"] or row["tensor_memory"] > 512
+    ]
     assert any(row["tensor_memory"] for row in rows if row["sm"] == 100)
-    assert not bad, [(row["kernel"], row["function"], row["sm"], row["stack"], row["shared"]) for row in bad]
-    small = [row for row in rows if row["kernel"].startswith("fp8_matmul 8x")]  # several blocks a multiprocessor hide each other's waiting
+    assert not bad, [
+        (row["kernel"], row["function"], row["sm"], row["stack"], row["shared"]) for row in bad
+    ]
+    small = [
+        row for row in rows if row["kernel"].startswith("fp8_matmul 8x")
+    ]  # several blocks a multiprocessor hide each other's waiting
     assert small and all(row["registers"] <= 64 for row in small)
 
 
 def test_loads_run_ahead(rows):
     """Without asynchronous loads a kernel waits for memory at every tile."""
-    mine = [row for row in rows if row["function"] not in SMALL and not row["kernel"].startswith("cache writing")]
+    mine = [
+        row
+        for row in rows
+        if row["function"] not in SMALL and not row["kernel"].startswith("cache writing")
+    ]
     assert not [row["kernel"] for row in mine if not row["instructions"].get("LDGSTS")]
 
 
 def test_fp8_products_are_done_in_fp8(rows):
-    mine = [row for row in rows if row["kernel"].startswith("fp8_matmul ") or "fusion" in row["kernel"] and "float8" in row["kernel"]]
+    mine = [
+        row
+        for row in rows
+        if row["kernel"].startswith("fp8_matmul ")
+        or "fusion" in row["kernel"]
+        and "float8" in row["kernel"]
+    ]
     assert len(mine) >= 18
     for row in mine:
         counts = row["instructions"]
         assert counts.get(FP8[row["sm"]]) and "HMMA" not in counts, row
-        if row["sm"] == 90 and row["kernel"] in ("fp8_matmul 8x4096x4096", "fp8_matmul 64x4096x4096", "fp8_matmul 512x4096x4096"):
-            assert row["imprecise_sums"] == [128], row  # Hopper's own sums keep few bits; groups end after 128 anyway
-        assert counts.get("F2FP.E4M3", 0) == 0 or "bfloat16 in" in row["kernel"], row  # nothing is unpacked; some quantise
+        if row["sm"] == 90 and row["kernel"] in (
+            "fp8_matmul 8x4096x4096",
+            "fp8_matmul 64x4096x4096",
+            "fp8_matmul 512x4096x4096",
+        ):
+            assert row["imprecise_sums"] == [128], (
+                row
+            )  # Hopper's own sums keep few bits; groups end after 128 anyway
+        assert counts.get("F2FP.E4M3", 0) == 0 or "bfloat16 in" in row["kernel"], (
+            row
+        )  # nothing is unpacked; some quantise
 
 
 def test_wide_tiles_use_wide_instructions(rows):

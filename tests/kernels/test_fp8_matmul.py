@@ -10,7 +10,11 @@ from peagle_jax.kernels import fp8_matmul, fp8_matmul_triton
 from peagle_jax.kernels.fp8_matmul import E4M3
 from peagle_jax.types import InputError
 
-KINDS = {"rows": (False, False), "blocks": (True, True), "groups and rows": (True, False)}  # scales of activations, of weights
+KINDS = {
+    "rows": (False, False),
+    "blocks": (True, True),
+    "groups and rows": (True, False),
+}  # scales of activations, of weights
 
 
 def operands(M, N, K, kind, seed=3):
@@ -18,21 +22,39 @@ def operands(M, N, K, kind, seed=3):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((M, K)) * rng.uniform(0.1, 10, (M, 1))
     w = rng.standard_normal((N, K)) * rng.uniform(0.1, 10, (N, 1))
-    matrix = fp8_matmul.quantise(jnp.asarray(w, jnp.float32), blocks=blocks)
-    return *fp8_matmul.quantise_rows(jnp.asarray(x, jnp.float32), blocks=groups), matrix.values, matrix.scale
+    matrix = fp8_matmul.quantize(jnp.asarray(w, jnp.float32), blocks=blocks)
+    return (
+        *fp8_matmul.quantize_rows(jnp.asarray(x, jnp.float32), blocks=groups),
+        matrix.values,
+        matrix.scale,
+    )
 
 
 def exact(x, x_scale, w, w_scale):
     """In float64, scale by scale."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     x_scale, w_scale = np.asarray(x_scale, np.float64), np.asarray(w_scale, np.float64)
-    grow = lambda a, axis, size: np.repeat(a, 128, axis=axis).take(range(size), axis=axis)  # noqa: E731
-    x = x * (x_scale if x_scale.shape[1] == 1 else grow(x_scale, 1, x.shape[1]))
-    w = w * (w_scale[:, None] if w_scale.ndim == 1 else grow(grow(w_scale, 0, w.shape[0]), 1, w.shape[1]))
+
+    def depth_schedule(a, axis, size):
+        return np.repeat(a, 128, axis=axis).take(range(size), axis=axis)
+
+    x = x * (x_scale if x_scale.shape[1] == 1 else depth_schedule(x_scale, 1, x.shape[1]))
+    w = w * (
+        w_scale[:, None]
+        if w_scale.ndim == 1
+        else depth_schedule(depth_schedule(w_scale, 0, w.shape[0]), 1, w.shape[1])
+    )
     return x @ w.T
 
 
-SHAPES = [(1, 64, 128), (3, 70, 200), (16, 64, 1024), (17, 130, 384), (70, 200, 256), (129, 140, 130)]
+SHAPES = [
+    (1, 64, 128),
+    (3, 70, 200),
+    (16, 64, 1024),
+    (17, 130, 384),
+    (70, 200, 256),
+    (129, 140, 130),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,53 +81,64 @@ def test_triton_splits_and_tiles(how, kind):
     """K = 640 is five tiles: splits get different shares, the last of four gets one... and none."""
     args = operands(9, 100, 640, kind)
     want = exact(*args)
-    got = np.asarray(fp8_matmul_triton.product(*args, jnp.float32, start=interpret, **how), np.float64)
+    got = np.asarray(
+        fp8_matmul_triton.product(*args, jnp.float32, start=interpret, **how), np.float64
+    )
     assert np.abs(got - want).max() / np.abs(want).max() < 1e-6
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_triton_quantises_by_itself(blocks):
+def test_triton_quantizes_by_itself(blocks):
     """As `quantise_rows` does, group by group; a row of zeros stays zeros."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5, 300)) * 10.0 ** rng.integers(-3, 4, (5, 300))
     x[2] = 0
     x = jnp.asarray(x, jnp.float32)
-    w = fp8_matmul.quantise(jnp.asarray(rng.standard_normal((70, 300)), jnp.float32), blocks=blocks)
-    want = exact(*fp8_matmul.quantise_rows(x, blocks=True), w.values, w.scale)
-    got = np.asarray(fp8_matmul_triton.product(x, None, w.values, w.scale, jnp.float32, start=interpret), np.float64)
+    w = fp8_matmul.quantize(jnp.asarray(rng.standard_normal((70, 300)), jnp.float32), blocks=blocks)
+    want = exact(*fp8_matmul.quantize_rows(x, blocks=True), w.values, w.scale)
+    got = np.asarray(
+        fp8_matmul_triton.product(x, None, w.values, w.scale, jnp.float32, start=interpret),
+        np.float64,
+    )
     assert np.abs(got - want).max() / np.abs(want).max() < 1e-6 and not got[2].any()
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("M, K", [(1, 128), (5, 300), (3, 1000)])
-def test_triton_quantises_rows(M, K, blocks):
+def test_triton_quantizes_rows(M, K, blocks):
     """Bit for bit; rows of very different sizes, one of zeros, one with its largest number at the end."""
     x = np.random.default_rng(K).standard_normal((M, K)) * np.logspace(-6, 5, M)[:, None]
     x[0, -1] = 9 * np.abs(x[0]).max()
     x[M // 2] *= M == 1
     x = jnp.asarray(x, jnp.bfloat16)
-    values, scale = fp8_matmul_triton.quantise_rows(x, blocks=blocks, start=interpret)
+    values, scale = fp8_matmul_triton.quantize_rows(x, blocks=blocks, start=interpret)
     width = 128 if blocks else K
     for m, g in np.ndindex(scale.shape):
         group = np.asarray(x[m, g * width : (g + 1) * width], np.float32)
         top = np.abs(group).max()
         assert scale[m, g] == (top / np.float32(448) if top else 1)
-        assert np.array_equal(values[m, g * width : (g + 1) * width], (group / np.float32(scale[m, g])).astype(E4M3))
-    np.testing.assert_allclose(scale, fp8_matmul.quantise_rows(x, blocks=blocks)[1], rtol=2e-7)  # XLA divides a little otherwise
+        assert np.array_equal(
+            values[m, g * width : (g + 1) * width], (group / np.float32(scale[m, g])).astype(E4M3)
+        )
+    np.testing.assert_allclose(
+        scale, fp8_matmul.quantize_rows(x, blocks=blocks)[1], rtol=2e-7
+    )  # XLA divides a little otherwise
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_quantised_again_is_the_same(blocks):
+def test_quantized_again_is_the_same(blocks):
     """Largest values become 448; what e4m3 can hold comes back, and the rest within its half step, 1/16."""
     w = np.random.default_rng(1).standard_normal((130, 140))
     w[128] = 0
-    matrix = fp8_matmul.quantise(jnp.asarray(w, jnp.float32), blocks=blocks)
+    matrix = fp8_matmul.quantize(jnp.asarray(w, jnp.float32), blocks=blocks)
     assert matrix.scale.shape == ((2, 2) if blocks else (130,)) and matrix.blocks is blocks
-    back = np.asarray(matrix.dequantised())
+    back = np.asarray(matrix.dequantized())
     scale = np.abs(w).max() if blocks else np.abs(w).max(1, keepdims=True)
-    assert (np.abs(back - w) <= np.maximum(np.abs(w) / 16, scale * 2.0**-9 / 448 * 1.01)).all() and not back[128].any()
-    again = fp8_matmul.quantise(matrix.dequantised(), blocks=blocks)
-    np.testing.assert_allclose(np.asarray(again.dequantised()), back, rtol=1e-6)
+    assert (
+        np.abs(back - w) <= np.maximum(np.abs(w) / 16, scale * 2.0**-9 / 448 * 1.01)
+    ).all() and not back[128].any()
+    again = fp8_matmul.quantize(matrix.dequantized(), blocks=blocks)
+    np.testing.assert_allclose(np.asarray(again.dequantized()), back, rtol=1e-6)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -113,14 +146,18 @@ def test_gradient_is_straight_through(blocks):
     """Of the dequantised matrix; none for the matrix itself."""
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 3, 140), (2, 3, 70)))
-    w = fp8_matmul.quantise(jnp.asarray(rng.standard_normal((70, 140)), jnp.float32), blocks=blocks)
+    w = fp8_matmul.quantize(jnp.asarray(rng.standard_normal((70, 140)), jnp.float32), blocks=blocks)
     y, back = jax.vjp(lambda x: fp8_matmul.matmul(x, w, "reference"), x)
-    np.testing.assert_allclose(np.asarray(y), np.asarray(x @ w.dequantised().T), atol=0.08 * float(jnp.abs(y).max()))
-    np.testing.assert_allclose(np.asarray(back(dy)[0]), np.asarray(dy @ w.dequantised()), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(y), np.asarray(x @ w.dequantized().T), atol=0.08 * float(jnp.abs(y).max())
+    )
+    np.testing.assert_allclose(
+        np.asarray(back(dy)[0]), np.asarray(dy @ w.dequantized()), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_form_that_cannot_serve_is_refused():
-    x, w = jnp.ones((2, 128)), fp8_matmul.quantise(jnp.ones((4, 128)))
+    x, w = jnp.ones((2, 128)), fp8_matmul.quantize(jnp.ones((4, 128)))
     with pytest.raises(InputError, match="triton kernels cannot serve: they need a GPU"):
         fp8_matmul.matmul(x, w, "triton")
     with pytest.raises(InputError, match="must be auto or one of reference, triton"):

@@ -8,7 +8,10 @@ import pytest
 from peagle_jax.kernels import fp8_matmul
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
-    pytest.skip(f"Mosaic GPU's interpreter needs jax 0.11, this is {jax.__version__}: scripts/install_mosaic.sh", allow_module_level=True)
+    pytest.skip(
+        f"Mosaic GPU's interpreter needs jax 0.11, this is {jax.__version__}: scripts/gpu/install_mosaic.sh",
+        allow_module_level=True,
+    )
 
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -17,14 +20,31 @@ from peagle_jax.kernels import fp8_matmul_mosaic
 
 
 @pytest.mark.parametrize("how", [{}, {"splits": 2}, {"stages": 2}, {"tile_n": 128}], ids=str)
-@pytest.mark.parametrize("shape", [(1, 128, 1024), (8, 256, 512), (21, 384, 512), (130, 128, 512)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 128, 1024), (8, 256, 512), (21, 384, 512), (130, 128, 512)], ids=str
+)
 def test_is_the_product(shape, how):
     M, N, K = shape
     rng = np.random.default_rng(4)
-    w = fp8_matmul.quantise(jnp.asarray(rng.standard_normal((N, K)) * rng.uniform(0.1, 10, (N, 1)), jnp.float32))
-    x, x_scale = fp8_matmul.quantise_rows(jnp.asarray(rng.standard_normal((M, K)) * rng.uniform(0.1, 10, (M, 1)), jnp.float32), blocks=False)
-    want = (np.asarray(x, np.float64) * np.asarray(x_scale)) @ (np.asarray(w.values, np.float64) * np.asarray(w.scale)[:, None]).T
-    got = fp8_matmul_mosaic.product(x, x_scale, w.values, w.scale, jnp.float32, interpret=InterpretGPUParams(detect_races=True), **how)
+    w = fp8_matmul.quantize(
+        jnp.asarray(rng.standard_normal((N, K)) * rng.uniform(0.1, 10, (N, 1)), jnp.float32)
+    )
+    x, x_scale = fp8_matmul.quantize_rows(
+        jnp.asarray(rng.standard_normal((M, K)) * rng.uniform(0.1, 10, (M, 1)), jnp.float32),
+        blocks=False,
+    )
+    want = (np.asarray(x, np.float64) * np.asarray(x_scale)) @ (
+        np.asarray(w.values, np.float64) * np.asarray(w.scale)[:, None]
+    ).T
+    got = fp8_matmul_mosaic.product(
+        x,
+        x_scale,
+        w.values,
+        w.scale,
+        jnp.float32,
+        interpret=InterpretGPUParams(detect_races=True),
+        **how,
+    )
     assert np.abs(np.asarray(got) - want).max() / np.abs(want).max() < 1e-6
     assert not interpret_pallas_call.get_races().races_found
 
@@ -33,5 +53,7 @@ def test_what_it_cannot_take():
     why = fp8_matmul_mosaic.unsupported
     assert why(8, 4096, 4096, True) is None
     assert "one scale a row" in why(8, 4096, 4096, False)
-    assert "300 x 4096 x 4096" in why(300, 4096, 4096, True) and "8 x 100 x 4096" in why(8, 100, 4096, True)
+    assert "300 x 4096 x 4096" in why(300, 4096, 4096, True) and "8 x 100 x 4096" in why(
+        8, 100, 4096, True
+    )
     assert "8 x 128 x 200" in why(8, 128, 200, True)

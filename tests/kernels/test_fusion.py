@@ -12,32 +12,58 @@ from peagle_jax.kernels import fp8_matmul, fusion, fusion_triton
 from peagle_jax.layers.fp8 import Fp8Linear
 
 
-def case(M=5, E=128, D=70, taps=3, seed=0):
+def case(M=5, E=128, D=70, aux_hidden_state_layers=3, seed=0):
     rng = np.random.default_rng(seed)
-    x = [jnp.asarray(rng.standard_normal((M, E)) * 2.0**i, jnp.float32) for i in range(taps)]
-    return x, jnp.asarray(rng.standard_normal((taps * E, D)) * 0.1, jnp.float32), jnp.asarray(rng.uniform(0.3, 2, taps * E), jnp.float32)
+    x = [
+        jnp.asarray(rng.standard_normal((M, E)) * 2.0**i, jnp.float32)
+        for i in range(aux_hidden_state_layers)
+    ]
+    return (
+        x,
+        jnp.asarray(rng.standard_normal((aux_hidden_state_layers * E, D)) * 0.1, jnp.float32),
+        jnp.asarray(rng.uniform(0.3, 2, aux_hidden_state_layers * E), jnp.float32),
+    )
 
 
-def exact(taps, w, gain, norm, eps):
-    x = np.stack([np.asarray(t, np.float64) for t in taps], 1)
+def exact(aux_hidden_state_layers, w, gain, norm, eps):
+    x = np.stack([np.asarray(t, np.float64) for t in aux_hidden_state_layers], 1)
     mean = (x**2).mean(axis=(1, 2) if norm == "whole" else 2, keepdims=True)
     x = x if norm == "none" else x / np.sqrt(mean + eps)
-    return (x.reshape(len(x), -1) * (1 if gain is None else np.asarray(gain, np.float64))) @ np.asarray(w, np.float64)
+    return (
+        x.reshape(len(x), -1) * (1 if gain is None else np.asarray(gain, np.float64))
+    ) @ np.asarray(w, np.float64)
 
 
 NORMS = ["none", "whole", "per_tap"]
 
 
-@pytest.mark.parametrize("shape", [dict(), dict(M=1, E=100, taps=2), dict(M=70, E=70, D=130, taps=4), dict(taps=1)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(),
+        dict(M=1, E=100, aux_hidden_state_layers=2),
+        dict(M=70, E=70, D=130, aux_hidden_state_layers=4),
+        dict(aux_hidden_state_layers=1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("norm", NORMS)
 def test_plain(norm, shape):
-    taps, w, gain = case(**shape)
+    aux_hidden_state_layers, w, gain = case(**shape)
     gain = None if norm == "none" else gain
-    want = exact(taps, w, gain, norm, 0.3)
-    joint = jnp.stack(taps, axis=1)
-    triton = [fusion_triton.fuse(joint, w, gain, norm, 0.3, start=interpret), fusion.reference(joint, w, gain, norm, 0.3)]
-    triton += [fusion_triton.fuse(taps, w, gain, norm, 0.3, start=interpret, splits=splits, be=32) for splits in (1, 2, 3)]
-    for got in (fusion.reference(taps, w, gain, norm, 0.3), *triton):
+    want = exact(aux_hidden_state_layers, w, gain, norm, 0.3)
+    joint = jnp.stack(aux_hidden_state_layers, axis=1)
+    triton = [
+        fusion_triton.fuse(joint, w, gain, norm, 0.3, start=interpret),
+        fusion.reference(joint, w, gain, norm, 0.3),
+    ]
+    triton += [
+        fusion_triton.fuse(
+            aux_hidden_state_layers, w, gain, norm, 0.3, start=interpret, splits=splits, be=32
+        )
+        for splits in (1, 2, 3)
+    ]
+    for got in (fusion.reference(aux_hidden_state_layers, w, gain, norm, 0.3), *triton):
         assert np.abs(np.asarray(got) - want).max() / np.abs(want).max() < 1e-5
 
 
@@ -45,38 +71,59 @@ def test_plain(norm, shape):
 @pytest.mark.parametrize("norm", NORMS)
 def test_fp8(norm, blocks):
     """Triton against the reference, which quantises alike; and both near the product of the same matrix without quantised taps."""
-    taps, w, gain = case(E=256)
+    aux_hidden_state_layers, w, gain = case(E=256)
     gain = None if norm == "none" else gain
-    matrix = fp8_matmul.quantise(w.T, blocks=blocks)
-    want = fusion.reference(taps, matrix, gain, norm, 0.3)
+    matrix = fp8_matmul.quantize(w.T, blocks=blocks)
+    want = fusion.reference(aux_hidden_state_layers, matrix, gain, norm, 0.3)
     for splits in (1, 2):
-        got = fusion_triton.fuse(taps, matrix, gain, norm, 0.3, start=interpret, splits=splits)
+        got = fusion_triton.fuse(
+            aux_hidden_state_layers, matrix, gain, norm, 0.3, start=interpret, splits=splits
+        )
         assert jnp.abs(got - want).max() / jnp.abs(want).max() < 1e-5
-    near = exact(taps, matrix.dequantised().T, gain, norm, 0.3)
+    near = exact(aux_hidden_state_layers, matrix.dequantized().T, gain, norm, 0.3)
     assert 1e-4 < np.linalg.norm(np.asarray(want) - near) / np.linalg.norm(near) < 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"before_fc": True}, {"per_tap": True}, {"per_tap": True, "before_fc": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"before_fc": True}, {"per_tap": True}, {"per_tap": True, "before_fc": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
     """Which gives what its own products give; with both norms there is no kernel. Gradients are those of its own products."""
-    taps, w, _ = case(E=128, D=40)
-    made = Fusion(3, 128, 40, 0.3, **{"before_fc": False, "per_tap": False} | options, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    aux_hidden_state_layers, w, _ = case(E=128, D=40)
+    made = Fusion(
+        3,
+        128,
+        40,
+        0.3,
+        **{"before_fc": False, "per_tap": False} | options,
+        dtype=jnp.float32,
+        rngs=nnx.Rngs(0),
+    )
     rng = np.random.default_rng(1)
     for norm in [made.input_norm, *(made.fc_norm or [])]:
         if norm is not None:
             norm.scale[...] = jnp.asarray(rng.uniform(0.3, 2, norm.scale.shape), jnp.float32)
     made.fc.kernel[...] = w
     if fp8:
-        matrix = fp8_matmul.quantise(w.T)
+        matrix = fp8_matmul.quantize(w.T)
         made.fc = Fp8Linear(made.fc, blocks=False)
         made.fc.values[...], made.fc.scale[...] = matrix.values, matrix.scale
-    x = jnp.concatenate(taps, axis=-1).reshape(5, 1, -1)
-    loss = lambda x: (made(x) ** 2).sum()  # noqa: E731
+    x = jnp.concatenate(aux_hidden_state_layers, axis=-1).reshape(5, 1, -1)
+
+    def loss(x):
+        return (made(x) ** 2).sum()
+
     want, slope = made(x), jax.grad(loss)(x)
     used = []
     monkeypatch.setattr(fusion, "choose", lambda *_: "triton")
-    monkeypatch.setitem(fusion.FORMS, "triton", lambda *args: used.append(1) or fusion_triton.fuse(*args, start=interpret))
+    monkeypatch.setitem(
+        fusion.FORMS,
+        "triton",
+        lambda *args: used.append(1) or fusion_triton.fuse(*args, start=interpret),
+    )
     off = 0.05 if fp8 else 1e-5  # other groups of activations share a scale
     assert jnp.linalg.norm(made(x) - want) / jnp.linalg.norm(want) < off
     assert jnp.linalg.norm(jax.grad(loss)(x) - slope) / jnp.linalg.norm(slope) < 2 * off
@@ -84,13 +131,28 @@ def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
 
 
 def test_what_kernels_cannot_take():
-    taps, w, gain = case(E=100)
-    matrix = fp8_matmul.quantise(w.T)
+    aux_hidden_state_layers, w, gain = case(E=100)
+    matrix = fp8_matmul.quantize(w.T)
     with pytest.raises(ValueError, match="they need a GPU"):
-        fusion.fuse(taps, w, gain, "whole", 0.3, form="triton")
-    np.testing.assert_array_equal(fusion.fuse(taps, w, gain, "whole", 0.3, form="auto"), fusion.reference(taps, w, gain, "whole", 0.3))
-    assert fusion.unsupported(taps, matrix) == "in FP8 taps must be multiples of 128 wide, and these have 100"
-    assert fusion.unsupported(taps, w) == "they multiply in 16 bits, and operands are float32"
-    taps, w = [tap.astype(jnp.bfloat16) for tap in taps], w.astype(jnp.bfloat16)
-    assert fusion.unsupported(taps * 2, w) == "they take 4 taps at most, and there are 6"
-    assert fusion.unsupported(taps, w) is None
+        fusion.fuse(aux_hidden_state_layers, w, gain, "whole", 0.3, form="triton")
+    np.testing.assert_array_equal(
+        fusion.fuse(aux_hidden_state_layers, w, gain, "whole", 0.3, form="auto"),
+        fusion.reference(aux_hidden_state_layers, w, gain, "whole", 0.3),
+    )
+    assert (
+        fusion.unsupported(aux_hidden_state_layers, matrix)
+        == "in FP8 taps must be multiples of 128 wide, and these have 100"
+    )
+    assert (
+        fusion.unsupported(aux_hidden_state_layers, w)
+        == "they multiply in 16 bits, and operands are float32"
+    )
+    aux_hidden_state_layers, w = (
+        [tap.astype(jnp.bfloat16) for tap in aux_hidden_state_layers],
+        w.astype(jnp.bfloat16),
+    )
+    assert (
+        fusion.unsupported(aux_hidden_state_layers * 2, w)
+        == "they take 4 taps at most, and there are 6"
+    )
+    assert fusion.unsupported(aux_hidden_state_layers, w) is None

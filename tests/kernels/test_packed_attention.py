@@ -9,13 +9,13 @@ import pytest
 from kernels.interpreter import interpret
 
 from peagle_jax.kernels import packed_attention, packed_attention_triton
-from peagle_jax.kernels.packed_attention import Seen
+from peagle_jax.kernels.packed_attention import AttentionIntervals
 
 
-def case(n=150, chains=60, depths=4, B=2, N=4, G=2, H=24, window=None, pad=0, seed=0):
+def case(n=150, chains=60, num_depths=4, B=2, N=4, G=2, H=24, window=None, pad=0, seed=0):
     """Two documents of n depth-0 rows; random anchors, ascending, with chains of random length; padding at the end."""
     rng = np.random.default_rng(seed)
-    M = chains * (depths - 1)
+    M = chains * (num_depths - 1)
     first, last, own = (np.zeros((B, n + M), np.int32) for _ in range(3))
     for b in range(B):
         cut = n // 3 + 11 * b
@@ -25,15 +25,19 @@ def case(n=150, chains=60, depths=4, B=2, N=4, G=2, H=24, window=None, pad=0, se
             first[b, :n] = np.maximum(start, np.arange(n) - window + 1)
         first[b, n - pad : n], last[b, n - pad : n] = 1, 0  # of no document
         row = n
-        for a in np.sort(rng.choice(n, chains - 7, replace=False)) if depths > 1 else ():
-            for d in range(1, 1 + rng.integers(1, depths)):
+        for a in np.sort(rng.choice(n, chains - 7, replace=False)) if num_depths > 1 else ():
+            for d in range(1, 1 + rng.integers(1, num_depths)):
                 first[b, row], last[b, row], own[b, row] = start[a], a, d
                 if window:
                     first[b, row], own[b, row] = max(start[a], a + d - window + 1), min(d, window)
                 row += 1
         first[b, row:], last[b, row:] = 1, 0
-    seen = Seen(jnp.asarray(first), jnp.asarray(last), jnp.asarray(own), n, depths - 1)
-    q, k, v = (jnp.asarray(rng.standard_normal((B, n + M, heads, H)), jnp.float32) for heads in (N, G, G))
+    seen = AttentionIntervals(
+        jnp.asarray(first), jnp.asarray(last), jnp.asarray(own), n, num_depths - 1
+    )
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((B, n + M, heads, H)), jnp.float32) for heads in (N, G, G)
+    )
     return q, k, v, seen
 
 
@@ -47,19 +51,28 @@ def dense(q, k, v, seen, scale):
     x = jnp.where(mask[:, None], x, -1e30)
     lse = jax.nn.logsumexp(x, axis=-1)
     p = jnp.where(mask[:, None], jnp.exp(x - lse[..., None]), 0)
-    return jnp.einsum("bnpk,bknh->bpnh", p, jnp.repeat(v, R, axis=2)), lse.transpose(0, 2, 1), mask.any(axis=-1)
+    return (
+        jnp.einsum("bnpk,bknh->bpnh", p, jnp.repeat(v, R, axis=2)),
+        lse.transpose(0, 2, 1),
+        mask.any(axis=-1),
+    )
 
 
 CASES = {
-    "two documents": dict(), "a window": dict(window=9), "a window shorter than chains": dict(window=2), "one chain step": dict(depths=2),
-    "no chains, and padding": dict(depths=1, pad=20),
+    "two documents": dict(),
+    "a window": dict(window=9),
+    "a window shorter than chains": dict(window=2),
+    "one chain step": dict(num_depths=2),
+    "no chains, and padding": dict(num_depths=1, pad=20),
     "wide": dict(n=70, chains=30, H=40, N=2, G=2, B=1),
-}  # fmt: skip
+}
 
 
 FORMS = {
     "reference": packed_attention.reference,
-    "triton": functools.partial(packed_attention_triton.attend, start=interpret, bq=32, kq=32, bk=16),  # several tiles of each kind
+    "triton": functools.partial(
+        packed_attention_triton.attend, start=interpret, bq=32, kq=32, bk=16
+    ),  # several tiles of each kind
 }
 
 
@@ -69,20 +82,36 @@ def test_forward_and_backward(kind, run):
     """With weights on outputs and log-sum-exps; rows that see nothing count for nothing."""
     q, k, v, seen = case(**kind)
     rng = np.random.default_rng(8)
-    weight, lse_weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (q.shape, q.shape[:3]))
+    weight, lse_weight = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (q.shape, q.shape[:3])
+    )
     sees = jax.jit(dense)(q, k, v, seen, 0.4)[2]
     assert not sees.all()
 
     def total(q, k, v, attend):
         y, lse, *_ = attend(q, k, v, seen, 0.4)
-        return (jnp.where(sees[..., None, None], y * weight, 0)).sum() + jnp.where(sees[..., None], lse * lse_weight, 0).sum()
+        return (jnp.where(sees[..., None, None], y * weight, 0)).sum() + jnp.where(
+            sees[..., None], lse * lse_weight, 0
+        ).sum()
 
     want = jax.jit(dense)(q, k, v, seen, 0.4)
     got = run(q, k, v, seen, 0.4)
     for a, b in zip(got, want, strict=False):
-        assert jnp.abs(jnp.where(sees.reshape(sees.shape + (1,) * (a.ndim - 2)), a - b, 0)).max() < 1e-5
-    slopes = lambda attend: jax.grad(functools.partial(total, attend=attend), argnums=(0, 1, 2))  # noqa: E731
-    compiled = lambda attend: jax.jit(slopes(attend)) if attend in (dense, packed_attention.reference) else slopes(attend)  # noqa: E731
+        assert (
+            jnp.abs(jnp.where(sees.reshape(sees.shape + (1,) * (a.ndim - 2)), a - b, 0)).max()
+            < 1e-5
+        )
+
+    def slopes(attend):
+        return jax.grad(functools.partial(total, attend=attend), argnums=(0, 1, 2))
+
+    def compiled(attend):
+        return (
+            jax.jit(slopes(attend))
+            if attend in (dense, packed_attention.reference)
+            else slopes(attend)
+        )
+
     grads = [compiled(attend)(q, k, v) for attend in (dense, run)]
     for a, b in zip(*grads, strict=True):
         assert jnp.abs(a - b).max() / jnp.abs(a).max() < 1e-5
@@ -91,11 +120,25 @@ def test_forward_and_backward(kind, run):
 def test_keys_that_nobody_sees_are_not_read():
     """NaN in whole tiles of the first document: queries of tiles that lie behind it, and their gradients, do not notice."""
     q, k, v, seen = case(n=160, B=1, chains=40)
-    bound = int(seen.first[0, 159]) // 16 * 16  # keys before it lie in tiles of the first document alone
-    attend = lambda q, k, v: FORMS["triton"](q, k, v, seen, 0.4)[0]  # noqa: E731
-    tiles = [range(at, min(at + 32, end)) for begin, end in ((0, 160), (160, q.shape[1])) for at in range(begin, end, 32)]
+    bound = (
+        int(seen.first[0, 159]) // 16 * 16
+    )  # keys before it lie in tiles of the first document alone
+
+    def attend(q, k, v):
+        return FORMS["triton"](q, k, v, seen, 0.4)[0]
+
+    tiles = [
+        range(at, min(at + 32, end))
+        for begin, end in ((0, 160), (160, q.shape[1]))
+        for at in range(begin, end, 32)
+    ]
     sees = np.asarray(seen.last >= seen.first)[0]
-    rows = [i for tile in tiles for i in tile if min((int(seen.first[0, j]) for j in tile if sees[j]), default=0) >= bound and sees[i]]
+    rows = [
+        i
+        for tile in tiles
+        for i in tile
+        if min((int(seen.first[0, j]) for j in tile if sees[j]), default=0) >= bound and sees[i]
+    ]
     assert bound >= 48 and len(rows) > 60
     keys = np.arange(q.shape[1]) < bound
     hidden = [jnp.where(keys[None, :, None, None], jnp.nan, x) for x in (k, v)]

@@ -9,12 +9,18 @@ import pytest
 from kernels.interpreter import interpret_later
 
 from peagle_jax.kernels import cache_write
-from peagle_jax.kernels.launch import instead_of_gpu
+from peagle_jax.kernels.launch import interpret_kernels
 
 PARTS = {
-    "products": "fp8_matmul", "attention": "attention", "experts": "experts", "words": "vocab peaks", "distances": "vocab distance",
-    "writes": "cache_write", "training": "packed_attention", "fusion": "fusion",
-}  # fmt: skip
+    "products": "fp8_matmul",
+    "attention": "attention",
+    "experts": "experts",
+    "words": "vocab peaks",
+    "distances": "vocab distance",
+    "writes": "cache_write",
+    "training": "packed_attention",
+    "fusion": "fusion",
+}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -26,12 +32,14 @@ def test_kernels_are_right(part, monkeypatch):
     monkeypatch.setattr(numerics, "DTYPE", jnp.bfloat16)
     monkeypatch.setattr(numerics, "forms", lambda *names: ["reference", "triton"])
     jax.clear_caches()
-    with instead_of_gpu(interpret_later):
+    with interpret_kernels(interpret_later):
         rows = list(numerics.PARTS[part](np.random.default_rng(3), True))
     jax.clear_caches()
     rows = [row for row in rows if row["form"] == "triton"]
     assert rows and {row["kernel"] for row in rows} == {PARTS[part]}
-    assert all(row["right"] for row in rows) and (part == "writes" or all(row["error"] > 0 for row in rows)), rows
+    assert all(row["right"] for row in rows) and (
+        part == "writes" or all(row["error"] > 0 for row in rows)
+    ), rows
 
 
 def test_a_wrong_kernel_is_noticed(monkeypatch):
@@ -41,11 +49,17 @@ def test_a_wrong_kernel_is_noticed(monkeypatch):
 
     right = cache_write.reference
     spoil = {
-        "scales": lambda k, v, slot, held: tuple(x * 1.1 if x.ndim == 3 else x for x in right(k, v, slot, held)),
-        "a slot": lambda k, v, slot, held: (right(k, v, slot, held)[0].at[1, 0, jnp.setdiff1d(jnp.arange(40), slot[1], size=1)[0]].set(0),
-                                            *right(k, v, slot, held)[1:]),
+        "scales": lambda k, v, slot, held: tuple(
+            x * 1.1 if x.ndim == 3 else x for x in right(k, v, slot, held)
+        ),
+        "a slot": lambda k, v, slot, held: (
+            right(k, v, slot, held)[0]
+            .at[1, 0, jnp.setdiff1d(jnp.arange(40), slot[1], size=1)[0]]
+            .set(0),
+            *right(k, v, slot, held)[1:],
+        ),
         "nothing": right,
-    }  # fmt: skip
+    }
     found = {}
     for name, form in spoil.items():
         monkeypatch.setitem(cache_write.FORMS, "reference", form)

@@ -10,7 +10,7 @@ from flax import nnx
 from kernels.interpreter import interpret
 
 from peagle_jax.kernels import vocab, vocab_triton
-from peagle_jax.kernels.fp8_matmul import quantise
+from peagle_jax.kernels.fp8_matmul import quantize
 from peagle_jax.layers import Linear, RMSNorm
 from peagle_jax.layers.decoder import Decoder
 from peagle_jax.layers.fp8 import Fp8Linear
@@ -33,17 +33,22 @@ def test_peaks(shape):
     for found in (vocab.reference(x, w, 5), vocab_triton.peaks(x, w, 5, start=interpret)):
         order = np.argsort(-logits, axis=1, kind="stable")[:, :5]
         np.testing.assert_array_equal(found.ids, order)
-        np.testing.assert_allclose(found.values, np.take_along_axis(logits, order, 1), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            found.values, np.take_along_axis(logits, order, 1), rtol=1e-5, atol=1e-5
+        )
         np.testing.assert_allclose(found.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
     assert found.ids[-1, 0] == 3 and found.ids[-1, 1] == shape[2] // 2
 
 
 def test_peaks_in_float8():
     x, w = rows(5, 70, 300)
-    matrix = quantise(w.T)
-    logits = np.asarray(x, np.float64) @ np.asarray(matrix.dequantised(), np.float64).T
+    matrix = quantize(w.T)
+    logits = np.asarray(x, np.float64) @ np.asarray(matrix.dequantized(), np.float64).T
     args = x, matrix.values, 2, matrix.scale
-    for found in (vocab.reference(*args, by_word=True), vocab_triton.peaks(*args, by_word=True, start=interpret)):
+    for found in (
+        vocab.reference(*args, by_word=True),
+        vocab_triton.peaks(*args, by_word=True, start=interpret),
+    ):
         np.testing.assert_array_equal(found.ids, np.argsort(-logits, axis=1, kind="stable")[:, :2])
         np.testing.assert_allclose(found.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
 
@@ -53,23 +58,38 @@ def test_modules_ask_for_the_best_word(monkeypatch):
     rng = np.random.default_rng(5)
     x = jnp.asarray(rng.standard_normal((2, 3, 70)), jnp.float32)
     linear = Linear(70, 300, dtype=jnp.float32, rngs=nnx.Rngs(1))
-    in_fp8 = Fp8Linear(linear, blocks=False)
-    matrix = quantise(linear.kernel[...].T)
-    in_fp8.values[...], in_fp8.scale[...] = matrix.values, matrix.scale
+    quantize_linears = Fp8Linear(linear, blocks=False)
+    matrix = quantize(linear.kernel[...].T)
+    quantize_linears.values[...], quantize_linears.scale[...] = matrix.values, matrix.scale
     norm = RMSNorm(70, 1e-5, dtype=jnp.float32)
     decoders = [
-        Decoder(300, 70, 0, lambda i: None, norm, taps=(), tied=tied, dtype=jnp.float32, rngs=nnx.Rngs(2), logit_cap=cap)
+        Decoder(
+            300,
+            70,
+            0,
+            lambda i: None,
+            norm,
+            aux_hidden_state_layers=(),
+            tied=tied,
+            dtype=jnp.float32,
+            rngs=nnx.Rngs(2),
+            logit_cap=cap,
+        )
         for tied, cap in ((False, None), (True, 5.0))
     ]
-    modules = [linear, in_fp8, *decoders]
-    plain = [module.best(x) for module in modules]
-    assert [ids.tolist() for ids in plain[2:]] == [jnp.argmax(d.unembed(x), axis=-1).tolist() for d in decoders]
+    modules = [linear, quantize_linears, *decoders]
+    plain = [module.argmax_logits(x) for module in modules]
+    assert [ids.tolist() for ids in plain[2:]] == [
+        jnp.argmax(d.compute_logits(x), axis=-1).tolist() for d in decoders
+    ]
     asked = []
     kernel = functools.partial(vocab_triton.peaks, start=interpret)
     monkeypatch.setattr(vocab, "choose", lambda *_: "triton")
-    monkeypatch.setitem(vocab.FORMS, "triton", lambda *args, **how: asked.append(how) or kernel(*args, **how))
+    monkeypatch.setitem(
+        vocab.FORMS, "triton", lambda *args, **how: asked.append(how) or kernel(*args, **how)
+    )
     for module, want in zip(modules, plain, strict=True):
-        np.testing.assert_array_equal(module.best(x), want)
+        np.testing.assert_array_equal(module.argmax_logits(x), want)
     assert [how["by_word"] for how in asked] == [False, True, False, True]
 
 
@@ -87,13 +107,24 @@ def test_distance(cap):
     x, w, tx, tw = four()
     s, t = (np.asarray(a, np.float64) @ np.asarray(b, np.float64) for a, b in ((x, w), (tx, tw)))
     t = t if cap is None else cap * np.tanh(t / cap)
-    log = lambda y: y - np.log(np.exp(y).sum(1, keepdims=True))  # noqa: E731
+
+    def log(y):
+        return y - np.log(np.exp(y).sum(1, keepdims=True))
+
     kl = (np.exp(log(t)) * (log(t) - log(s))).sum(1)
-    for found in (vocab.distance_reference(x, w, tx, tw, cap), vocab_triton.distance(x, w, tx, tw, cap, start=interpret)):
+    for found in (
+        vocab.distance_reference(x, w, tx, tw, cap),
+        vocab_triton.distance(x, w, tx, tw, cap, start=interpret),
+    ):
         np.testing.assert_allclose(found.kl, kl, rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(found.teacher, t.argmax(1))
         np.testing.assert_array_equal(found.student, s.argmax(1))
-        np.testing.assert_allclose(found.cross_entropy, -np.take_along_axis(log(s), t.argmax(1)[:, None], 1)[:, 0], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            found.cross_entropy,
+            -np.take_along_axis(log(s), t.argmax(1)[:, None], 1)[:, 0],
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 @pytest.mark.parametrize("cap", CAPS)
@@ -113,7 +144,10 @@ def test_gradients(cap, monkeypatch):
     want = jax.grad(plain, argnums=(0, 1))(x, w)
     monkeypatch.setattr(vocab, "CHUNK", 128)
     got = [jax.grad(ours, argnums=(0, 1))(x, w)]
-    triton = functools.partial(vocab_triton.distance, start=interpret), functools.partial(vocab_triton.slopes, start=interpret)
+    triton = (
+        functools.partial(vocab_triton.distance, start=interpret),
+        functools.partial(vocab_triton.slopes, start=interpret),
+    )
     monkeypatch.setitem(vocab.DISTANCES, "reference", triton)
     got.append(jax.grad(ours, argnums=(0, 1))(x, w))
     for mine in got:

@@ -1,4 +1,4 @@
-"""Real vLLM on a tiny target of every family, with a head trained on it (scripts/check_targets.py): all of them."""
+"""Real vLLM on a tiny target of every family, with a head trained on it (scripts/peers/check_targets.py): all of them."""
 
 import subprocess
 import sys
@@ -11,6 +11,13 @@ from test_matrix import ROOT, VLLM
 def test_vllm_agrees_on_every_family(tmp_path):
     if not (VLLM / "bin/python").exists():
         pytest.skip(".venv-vllm: make test-long installs it")
-    command = [sys.executable, ROOT / "scripts/check_targets.py", "--vllm", VLLM, "--out", tmp_path / "targets"]
+    command = [
+        sys.executable,
+        ROOT / "scripts/peers/check_targets.py",
+        "--vllm",
+        VLLM,
+        "--out",
+        tmp_path / "targets",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]

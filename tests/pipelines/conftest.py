@@ -1,11 +1,10 @@
 """What the tests of `peagle extract` share, computed once."""
 
-
 import pytest
 from features import TEXTS, how, write_corpus, write_target
 
 from peagle_jax import text
-from peagle_jax.pipelines.extract import extract_features
+from peagle_jax.pipelines.extract import extract_hidden_states
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +18,7 @@ def place(tmp_path_factory, tokenizer):
     root = tmp_path_factory.mktemp("extract")
     write_corpus(root / "corpus.jsonl")
     write_target(root / "target", tokenizer)
-    extract_features(root / "target", how(root), root / "whole", lambda line: None, command="peagle extract")
+    extract_hidden_states(
+        root / "target", how(root), root / "whole", lambda line: None, command="peagle extract"
+    )
     return root

@@ -5,21 +5,44 @@ import json
 import numpy as np
 import pytest
 import tiny
+from peagle_jax.pipelines.compute_hidden_states import Extraction, extract_hidden_states
 
 from peagle_jax import corpus, text
-from peagle_jax.pipelines.extract import Extraction, extract_features
-from peagle_jax.targets import save_target
+from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.train.data import pack
 from peagle_jax.types import InputError
 
 TEXTS = [f"def f{i}(x):\n    return x + {i * 37}\n" * (1 + i % 4) for i in range(22)]
 CHAT = [{"role": "user", "content": "say f"}, {"role": "assistant", "content": "return f"}]
-HOW = dict(taps=(1, 3), length=12, batch=3, rows_per_shard=10, dtype="float32", compute_dtype="float32", max_chars=None, held_out=0.2, seed=4)
-FLAGS = {"taps": "1,3", "length": 12, "batch": 3, "rows-per-shard": 10, "dtype": "float32", "compute-dtype": "float32", "held-out": 0.2, "seed": 4}
+HOW = dict(
+    aux_hidden_state_layers=(1, 3),
+    length=12,
+    batch=3,
+    rows_per_shard=10,
+    dtype="float32",
+    compute_dtype="float32",
+    max_chars=None,
+    held_out=0.2,
+    seed=4,
+)
+FLAGS = {
+    "taps": "1,3",
+    "length": 12,
+    "batch": 3,
+    "rows-per-shard": 10,
+    "dtype": "float32",
+    "compute-dtype": "float32",
+    "held-out": 0.2,
+    "seed": 4,
+}
 
 
 def write_corpus(path, texts=TEXTS, answer=(3, 4, 5)):
-    rows = [*({"text": t} for t in texts), {"messages": CHAT}, {"prompt_token_ids": [7, 8], "output_token_ids": list(answer)}]
+    rows = [
+        *({"text": t} for t in texts),
+        {"messages": CHAT},
+        {"prompt_token_ids": [7, 8], "output_token_ids": list(answer)},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -37,7 +60,13 @@ def how(place, **changes):
 def go(place, out, target=None, **changes):
     """What was said."""
     lines = []
-    extract_features(target or place / "target", how(place, **changes), out, lines.append, command="peagle extract")
+    extract_hidden_states(
+        target or place / "target",
+        how(place, **changes),
+        out,
+        lines.append,
+        command="peagle extract",
+    )
     return lines
 
 
@@ -46,7 +75,12 @@ def contents(folder):
 
 
 def rows_of(place, tokenizer, length=12, held_out=0.2):
-    return pack(text.encode(tokenizer, corpus.split(corpus.read_corpus(place / "corpus.jsonl"), held_out)[0]), length)
+    return pack(
+        text.encode(
+            tokenizer, corpus.split(corpus.read_corpus(place / "corpus.jsonl"), held_out)[0]
+        ),
+        length,
+    )
 
 
 def close(got, want):

@@ -9,12 +9,12 @@ import pytest
 
 from peagle_jax import text, weights
 from peagle_jax.bench.exact import compare
+from peagle_jax.checkpoints.convert import read_serving
+from peagle_jax.checkpoints.head_io import load_drafter
+from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import acceptance_length, check_fit, generate
-from peagle_jax.draft.folders import load_drafter
-from peagle_jax.pipelines.convert import read_serving
 from peagle_jax.pipelines.demo import ASSETS, read_metrics, standard_prompts
-from peagle_jax.targets import load_target
 
 KINDS = ("target", "peagle", "eagle3")
 HEADS = KINDS[1:]
@@ -25,7 +25,9 @@ def test_sizes():
     assert {p.name for p in ASSETS.iterdir()} == set(KINDS)
     assert shards and all(p.stat().st_size <= 12_000_000 for p in shards)
     assert sum(p.stat().st_size for p in ASSETS.rglob("*") if p.is_file()) <= 48_000_000
-    assert {str(t.dtype) for kind in KINDS for t in weights.open_folder(ASSETS / kind).values()} == {"bfloat16"}
+    assert {
+        str(t.dtype) for kind in KINDS for t in weights.open_folder(ASSETS / kind).values()
+    } == {"bfloat16"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,26 +43,39 @@ def test_transformers_computes_the_same():
     """Shards, bf16 weights and config as another library reads them."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
-    target = load_target(ASSETS / "target", taps=())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        ASSETS / "target", dtype=torch.float32
+    ).eval()
+    target = load_target(ASSETS / "target", aux_hidden_state_layers=())
     prompt = standard_prompts(text.load_tokenizer(ASSETS / "target"), 2)[1]
     ours = generate(target, None, [prompt], max_new_tokens=16, stop_ids=())[0].output_token_ids
     with torch.no_grad():
-        answer = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        answer = theirs.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     assert answer[0, len(prompt) :].tolist() == ours
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_heads_fit_and_draft_well(kind):
     """Greedy text with the head is the target's own, and the head is worth having; trained heads, real text, bf16 files read as float32."""
-    target = load_target(ASSETS / "target", taps=read_serving(ASSETS / kind).config.taps)
+    target = load_target(
+        ASSETS / "target",
+        aux_hidden_state_layers=read_serving(ASSETS / kind).config.aux_hidden_state_layers,
+    )
     head = load_drafter(ASSETS / kind, dtype="float32", embedding=target.params["embed"]["table"])
     check_fit(target, head)
-    assert head.config.parallel == (kind == "peagle") and head.config.depths >= 5
+    assert head.config.parallel == (kind == "peagle") and head.config.num_depths >= 5
     prompts = standard_prompts(text.load_tokenizer(ASSETS / "target"), 4)
     answers = generate(target, head, prompts, k=4, max_new_tokens=48, stop_ids=())
     plain = generate(target, None, prompts, max_new_tokens=48, stop_ids=())
-    assert compare(target, prompts, [a.output_token_ids for a in answers], [a.output_token_ids for a in plain]).lossless
+    assert compare(
+        target, prompts, [a.output_token_ids for a in answers], [a.output_token_ids for a in plain]
+    ).lossless
     assert acceptance_length(answers) > 2.2
 
 
@@ -75,7 +90,9 @@ def test_training_curves_come_along(kind):
 def test_runs_that_follow_each_other_make_one_curve(tmp_path):
     """What a run did after its last checkpoint is left out, as the next one began there; steps and seconds go on."""
     script = Path(__file__).parents[2] / "scripts" / "make_assets.py"
-    made = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("make_assets", script))
+    made = importlib.util.module_from_spec(
+        spec := importlib.util.spec_from_file_location("make_assets", script)
+    )
     spec.loader.exec_module(made)
     runs = []
     for name, steps, checkpoints in (("a", (2, 4, 6), (2, 4)), ("b", (2, 4), (4,))):
@@ -85,13 +102,26 @@ def test_runs_that_follow_each_other_make_one_curve(tmp_path):
         for step in checkpoints:
             (tmp_path / name / "checkpoints" / str(step)).mkdir(parents=True)
         runs.append(types.SimpleNamespace(out=str(tmp_path / name)))
-    assert [(r["step"], r["seconds"]) for r in made.training(runs)] == [(2, 20), (4, 40), (6, 60), (8, 80)]
+    assert [(r["step"], r["seconds"]) for r in made.training(runs)] == [
+        (2, 20),
+        (4, 40),
+        (6, 60),
+        (8, 80),
+    ]
 
 
-@pytest.mark.parametrize("flags, words", [
-    ([], ["comes with the package", "K = 1, 3, 5, 7, 11"]), (["--budget", "smoke"], ["K = 1, 4"]),
-    (["--budget", "full"], ["12 layers, width 768", "4 layers, K = 8", "bfloat16", "16", "to do"]), (["--from-scratch"], ["6 layers, width 192"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], ["comes with the package", "K = 1, 3, 5, 7, 11"]),
+        (["--budget", "smoke"], ["K = 1, 4"]),
+        (
+            ["--budget", "full"],
+            ["12 layers, width 768", "4 layers, K = 8", "bfloat16", "16", "to do"],
+        ),
+        (["--from-scratch"], ["6 layers, width 192"]),
+    ],
+)
 def test_dry_run_says_what_would_be_done(flags, words, tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "out"), "--dry-run", *flags]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -19,26 +19,29 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle_jax import corpus, text, weights
+from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.cli import main
 from peagle_jax.pipelines import extract as room
-from peagle_jax.pipelines.extract import extract_features
-from peagle_jax.targets import load_target
+from peagle_jax.pipelines.extract import extract_hidden_states
 from peagle_jax.train.data import pack
-from peagle_jax.train.features import extract, shifted, training_rows
-from peagle_jax.train.stored import open_features, read_index, shard_path
+from peagle_jax.train.hidden_state_store import open_hidden_states, read_index, shard_path
+from peagle_jax.train.hidden_states import compute_hidden_states, shifted, training_rows
 from peagle_jax.types import Batch, InputError
 
 # ---------------------------------------------------------------- what is stored
 
 
-def segments(document):
+def segments(segment_ids):
     """(row, start, stop) of every document's part in a row."""
-    for row, numbers in enumerate(document):
+    for row, numbers in enumerate(segment_ids):
         edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         yield from ((row, a, b) for a, b in zip(edges, edges[1:], strict=False) if numbers[a] >= 0)
 
 
-LONG = [pytest.param(case, marks=pytest.mark.long) for case in ("llama_tied", "qwen3_moe", "qwen3_moe_raw", "gpt_oss", "gemma4", "gemma4_moe")]
+LONG = [
+    pytest.param(case, marks=pytest.mark.long)
+    for case in ("llama_tied", "qwen3_moe", "qwen3_moe_raw", "gpt_oss", "gemma4", "gemma4_moe")
+]
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma4_ple", *LONG])
@@ -48,75 +51,122 @@ def test_features_are_transformers_document_by_document(case, tmp_path):
 
     model, folder = families.make(case)
     shutil.copytree(folder, tmp_path / "target")
-    words = Tokenizer(models.WordLevel({"<end>": 0, **{f"w{i}": i for i in range(1, families.V)}}, unk_token="<end>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {"<end>": 0, **{f"w{i}": i for i in range(1, families.V)}}, unk_token="<end>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path / "target")
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(
+        tmp_path / "target"
+    )
     rng = np.random.default_rng(1)
-    documents = [" ".join(f"w{i}" for i in rng.integers(1, families.V, n)) for n in (3, 30, 1, 17, 9)]
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+    documents = [
+        " ".join(f"w{i}" for i in rng.integers(1, families.V, n)) for n in (3, 30, 1, 17, 9)
+    ]
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in documents)
+    )
 
-    go(tmp_path, tmp_path / "out", taps=(0, 2, 4), length=24, batch=2, rows_per_shard=2, held_out=0.0)
-    stored = open_features(tmp_path / "out")
+    go(
+        tmp_path,
+        tmp_path / "out",
+        aux_hidden_state_layers=(0, 2, 4),
+        length=24,
+        batch=2,
+        rows_per_shard=2,
+        held_out=0.0,
+    )
+    stored = open_hidden_states(tmp_path / "out")
     got = stored.batch(range(len(stored)))
-    parts = list(segments(got.batch.document))
-    assert len(stored) == 3 and stored.config.tokens == 65 == sum(b - a for _, a, b in parts) and len(parts) == 7
+    parts = list(segments(got.batch.segment_ids))
+    assert (
+        len(stored) == 3
+        and stored.config.tokens == 65 == sum(b - a for _, a, b in parts)
+        and len(parts) == 7
+    )
     for row, a, b in parts:
         with torch.no_grad():
-            states = model(torch.from_numpy(got.batch.tokens[row : row + 1, a:b].astype(np.int64)), output_hidden_states=True).hidden_states
+            states = model(
+                torch.from_numpy(got.batch.tokens[row : row + 1, a:b].astype(np.int64)),
+                output_hidden_states=True,
+            ).hidden_states
         want = np.concatenate([states[t][0].numpy() for t in (0, 2, 4)], -1)
-        np.testing.assert_allclose(got.taps[row, a:b], want, atol=2e-5, rtol=0)
+        np.testing.assert_allclose(got.aux_hidden_states[row, a:b], want, atol=2e-5, rtol=0)
         np.testing.assert_allclose(got.hidden[row, a:b], states[-1][0].numpy(), atol=2e-5, rtol=0)
 
 
 def test_rows_are_those_of_training(place, tokenizer):
     """All of them, none of what fills batches and shards up; held-out documents are not among them; padding is zero."""
-    rows, stored = rows_of(place, tokenizer), open_features(place / "whole")
-    assert len(rows) % 10 and 10 % 3 and len(stored) == len(rows) and stored.config.shards == -(-len(rows) // 10) > 3
+    rows, stored = rows_of(place, tokenizer), open_hidden_states(place / "whole")
+    assert (
+        len(rows) % 10
+        and 10 % 3
+        and len(stored) == len(rows)
+        and stored.config.shards == -(-len(rows) // 10) > 3
+    )
     got = stored.batch(range(len(rows)))
-    for name in ("tokens", "document", "supervised"):
+    for name in ("tokens", "segment_ids", "loss_mask"):
         want = getattr(rows, name)
         assert getattr(got.batch, name).dtype == want.dtype
         np.testing.assert_array_equal(getattr(got.batch, name), want)
-    assert stored.config.tokens == (rows.document >= 0).sum() and 0 < stored.config.supervised == rows.supervised.sum() < stored.config.tokens
+    assert (
+        stored.config.tokens == (rows.segment_ids >= 0).sum()
+        and 0 < stored.config.num_loss_tokens == rows.loss_mask.sum() < stored.config.tokens
+    )
     everything = pack(text.encode(tokenizer, corpus.read_corpus(place / "corpus.jsonl")), 12)
     assert everything.tokens.size > rows.tokens.size + 12
-    model = load_target(place / "target", taps=(1, 3))
-    taps, hidden = jax.jit(lambda p, b: extract(model.bind(p), b))(model.params, Batch(rows.tokens, rows.document, rows.supervised))
-    real = (rows.document >= 0)[..., None]
+    model = load_target(place / "target", aux_hidden_state_layers=(1, 3))
+    aux_hidden_state_layers, hidden = jax.jit(lambda p, b: compute_hidden_states(model.bind(p), b))(
+        model.params, Batch(rows.tokens, rows.segment_ids, rows.loss_mask)
+    )
+    real = (rows.segment_ids >= 0)[..., None]
     assert not real.all()
-    close(got.taps, np.where(real, taps, 0))
+    close(got.aux_hidden_states, np.where(real, aux_hidden_state_layers, 0))
     close(got.hidden, np.where(real, hidden, 0))
-    assert not got.taps[~real[..., 0]].any() and not got.hidden[~real[..., 0]].any()
-    assert got.taps.shape == (*rows.tokens.shape, 48) and got.hidden.shape == (*rows.tokens.shape, 24)
-    unembed = model.bind(model.params).unembed
-    close(unembed(jnp.asarray(got.hidden)), unembed(hidden) * real)
+    assert not got.aux_hidden_states[~real[..., 0]].any() and not got.hidden[~real[..., 0]].any()
+    assert got.aux_hidden_states.shape == (*rows.tokens.shape, 48) and got.hidden.shape == (
+        *rows.tokens.shape,
+        24,
+    )
+    compute_logits = model.bind(model.params).compute_logits
+    close(compute_logits(jnp.asarray(got.hidden)), compute_logits(hidden) * real)
 
 
 def test_batches_are_filled_up_with_nothing(tokenizer, place):
     rows = rows_of(place, tokenizer)
-    tokens, document = room._padded(rows, range(40, len(rows)), 16)
-    assert tokens.shape == document.shape == (16, 12) and not tokens[len(rows) - 40 :].any() and (document[len(rows) - 40 :] == -1).all()
+    tokens, segment_ids = room._padded(rows, range(40, len(rows)), 16)
+    assert (
+        tokens.shape == segment_ids.shape == (16, 12)
+        and not tokens[len(rows) - 40 :].any()
+        and (segment_ids[len(rows) - 40 :] == -1).all()
+    )
     np.testing.assert_array_equal(tokens[: len(rows) - 40], rows.tokens[40:])
 
 
 def test_a_head_can_learn_from_them(place):
     """Shifted, they are what training computes online."""
-    model, stored = load_target(place / "target", taps=(1, 3)), open_features(place / "whole").batch([4, 0])
+    model, stored = (
+        load_target(place / "target", aux_hidden_state_layers=(1, 3)),
+        open_hidden_states(place / "whole").batch([4, 0]),
+    )
     rows = jax.jit(lambda params, *args: training_rows(model.bind(params), *args))
     online = rows(model.params, stored.batch, *shifted(stored.batch))
-    close(stored.taps[:, :-1], online.taps)
-    close(stored.hidden[:, 1:], online.teacher)
+    close(stored.aux_hidden_states[:, :-1], online.aux_hidden_states)
+    close(stored.hidden[:, 1:], online.teacher_hidden)
 
 
 def test_rows_in_any_order_from_any_shard(place):
-    stored = open_features(str(place / "whole"))
+    stored = open_hidden_states(str(place / "whole"))
     everything, some = stored.batch(range(len(stored))), [len(stored) - 1, 0, 10, 9, 10]
     got = stored.batch(np.array(some))
     for mine, all_of_it in zip(jax.tree.leaves(got), jax.tree.leaves(everything), strict=True):
         assert type(mine) is np.ndarray and mine.flags.writeable  # no view of a file
         np.testing.assert_array_equal(mine, all_of_it[some])
     for wrong in ([], [len(stored)], [-1]):
-        with pytest.raises(InputError, match=f"whole: a batch is one or more rows of 0..{len(stored) - 1}"):
+        with pytest.raises(
+            InputError, match=f"whole: a batch is one or more rows of 0..{len(stored) - 1}"
+        ):
             stored.batch(wrong)
     with pytest.raises(TypeError):
         stored.batch([1.5])
@@ -125,11 +175,19 @@ def test_rows_in_any_order_from_any_shard(place):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_stored_dtypes(dtype, place, tmp_path):
     go(place, tmp_path / "out", dtype=dtype)
-    got, exact = (open_features(folder).batch([0, 12, 31]) for folder in (tmp_path / "out", place / "whole"))
+    got, exact = (
+        open_hidden_states(folder).batch([0, 12, 31])
+        for folder in (tmp_path / "out", place / "whole")
+    )
     for name in ("taps", "hidden"):
         assert getattr(got, name).dtype == jnp.dtype(dtype)
-        np.testing.assert_array_equal(getattr(got, name), getattr(exact, name).astype(jnp.dtype(dtype)))
-    sizes = {shard_path(tmp_path / "out", 0).stat().st_size - len(header(shard_path(tmp_path / "out", 0)))}
+        np.testing.assert_array_equal(
+            getattr(got, name), getattr(exact, name).astype(jnp.dtype(dtype))
+        )
+    sizes = {
+        shard_path(tmp_path / "out", 0).stat().st_size
+        - len(header(shard_path(tmp_path / "out", 0)))
+    }
     assert sizes == {10 * 12 * (9 + 72 * 2)}
 
 
@@ -140,20 +198,57 @@ def header(path):
 
 def test_computed_in_bfloat16(place, tmp_path):
     go(place, tmp_path / "out", compute_dtype="bfloat16")
-    got, exact = (open_features(folder).batch(range(5)) for folder in (tmp_path / "out", place / "whole"))
+    got, exact = (
+        open_hidden_states(folder).batch(range(5)) for folder in (tmp_path / "out", place / "whole")
+    )
     off = np.abs(got.hidden - exact.hidden).max() / np.abs(exact.hidden).max()
-    assert 1e-4 < off < 0.1 and np.array_equal(got.hidden, got.hidden.astype(jnp.bfloat16).astype(np.float32))
+    assert 1e-4 < off < 0.1 and np.array_equal(
+        got.hidden, got.hidden.astype(jnp.bfloat16).astype(np.float32)
+    )
 
 
 def test_what_the_files_say(place):
     said = json.loads((place / "whole" / "index.json").read_text())
-    named = {key: said[key] for key in ("format_version", "target", "taps", "tap_width", "hidden_width", "dtype", "length", "rows_per_shard", "data")}
-    assert named == {"format_version": 1, "target": "target", "taps": [1, 3], "tap_width": 48, "hidden_width": 24, "dtype": "float32", "length": 12,
-                     "rows_per_shard": 10, "data": "corpus.jsonl"}  # fmt: skip
-    assert said["command"] == "peagle extract" and "jax" in said["versions"] and str(place) not in json.dumps(said)
+    named = {
+        key: said[key]
+        for key in (
+            "format_version",
+            "target",
+            "taps",
+            "tap_width",
+            "hidden_width",
+            "dtype",
+            "length",
+            "rows_per_shard",
+            "data",
+        )
+    }
+    assert named == {
+        "format_version": 1,
+        "target": "target",
+        "taps": [1, 3],
+        "tap_width": 48,
+        "hidden_width": 24,
+        "dtype": "float32",
+        "length": 12,
+        "rows_per_shard": 10,
+        "data": "corpus.jsonl",
+    }
+    assert (
+        said["command"] == "peagle extract"
+        and "jax" in said["versions"]
+        and str(place) not in json.dumps(said)
+    )
     facts = json.loads(header(shard_path(place / "whole", 1))[8:])["__metadata__"]
-    assert facts["shard"] == f"2 of {said['shards']}" and facts["rows_hash"] == said["rows_hash"] and facts["taps"] == "1,3"
-    assert sorted(contents(place / "whole")) == ["index.json", *(f"shard-{i:05}.safetensors" for i in range(said["shards"]))]
+    assert (
+        facts["shard"] == f"2 of {said['shards']}"
+        and facts["rows_hash"] == said["rows_hash"]
+        and facts["taps"] == "1,3"
+    )
+    assert sorted(contents(place / "whole")) == [
+        "index.json",
+        *(f"shard-{i:05}.safetensors" for i in range(said["shards"])),
+    ]
 
 
 def test_tokens_a_second(place, tokenizer, tmp_path, monkeypatch):
@@ -161,17 +256,34 @@ def test_tokens_a_second(place, tokenizer, tmp_path, monkeypatch):
     ticks = itertools.count(100)
     monkeypatch.setattr(room, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
     told, rows = [], rows_of(place, tokenizer)
-    done = extract_features(place / "target", how(place, rows_per_shard=30), tmp_path / "out", lambda line: None, lambda *news: told.append(news))
-    real = (rows.document >= 0).sum(axis=1)
-    assert told == [(n, len(rows), round(float(real[:n].sum()) / (i + 1), 1)) for i, n in enumerate([*range(3, len(rows), 3), len(rows)])]
-    assert done.tokens_per_second == round(float(real.sum()) / (len(told) + 1), 1) and done.tokens == real.sum() < rows.tokens.size
+    done = extract_hidden_states(
+        place / "target",
+        how(place, rows_per_shard=30),
+        tmp_path / "out",
+        lambda line: None,
+        lambda *news: told.append(news),
+    )
+    real = (rows.segment_ids >= 0).sum(axis=1)
+    assert told == [
+        (n, len(rows), round(float(real[:n].sum()) / (i + 1), 1))
+        for i, n in enumerate([*range(3, len(rows), 3), len(rows)])
+    ]
+    assert (
+        done.tokens_per_second == round(float(real.sum()) / (len(told) + 1), 1)
+        and done.tokens == real.sum() < rows.tokens.size
+    )
 
 
 def test_what_is_not_said_is_the_targets(place, tmp_path):
     """Taps and length; and shards of whole batches, of about as many bytes as are meant."""
-    go(place, tmp_path / "out", taps=None, length=None, rows_per_shard=None)
+    go(place, tmp_path / "out", aux_hidden_state_layers=None, length=None, rows_per_shard=None)
     config = read_index(tmp_path / "out")
-    assert config.taps == (1, 2, 3) and config.length == 96 and config.shards == 1 and config.rows_per_shard % 3 == 0
+    assert (
+        config.aux_hidden_state_layers == (1, 2, 3)
+        and config.seq_len == 96
+        and config.shards == 1
+        and config.rows_per_shard % 3 == 0
+    )
     row = 96 * (9 + 4 * 24 * 4)
     assert room.SHARD - 3 * row < config.rows_per_shard * row <= room.SHARD
 
@@ -180,7 +292,7 @@ def test_a_choice_of_documents(place, tokenizer, tmp_path):
     go(place, tmp_path / "out", max_chars=200)
     kept = corpus.limit(corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)[0], 200, 4)
     want = pack(text.encode(tokenizer, kept), 12)
-    stored = open_features(tmp_path / "out")
+    stored = open_hidden_states(tmp_path / "out")
     np.testing.assert_array_equal(stored.batch(range(len(stored))).batch.tokens, want.tokens)
     assert len(want) < read_index(place / "whole").rows
 
@@ -197,27 +309,49 @@ def stop_at(rows, error):
     return told
 
 
-@pytest.mark.parametrize("rows, shards, error", [(20, 2, RuntimeError()), (23, 2, KeyboardInterrupt()), (9, 0, RuntimeError())])
+@pytest.mark.parametrize(
+    "rows, shards, error",
+    [(20, 2, RuntimeError()), (23, 2, KeyboardInterrupt()), (9, 0, RuntimeError())],
+)
 def test_resumes_to_the_same_bytes(rows, shards, error, place, tmp_path):
     with pytest.raises(type(error)):
-        extract_features(place / "target", how(place), tmp_path / "out", lambda line: None, stop_at(rows, error), command="peagle extract")
+        extract_hidden_states(
+            place / "target",
+            how(place),
+            tmp_path / "out",
+            lambda line: None,
+            stop_at(rows, error),
+            command="peagle extract",
+        )
     names = ["index.json", *(f"shard-{i:05}.safetensors" for i in range(shards))]
     assert sorted(contents(tmp_path / "out")) == names
     times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     told = []
-    done = extract_features(place / "target", how(place), tmp_path / "out", lambda line: None, lambda *news: told.append(news))
+    done = extract_hidden_states(
+        place / "target",
+        how(place),
+        tmp_path / "out",
+        lambda line: None,
+        lambda *news: told.append(news),
+    )
     assert contents(tmp_path / "out") == contents(place / "whole")
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == times[name] for name in names)
     total = read_index(place / "whole").rows
     assert told[0][:2] == (shards * 10 + 3, total) and told[-1][:2] == (total, total)
-    assert done.tokens_per_second > 0 and done.bytes == sum(len(c) for c in contents(place / "whole").values())
+    assert done.tokens_per_second > 0 and done.bytes == sum(
+        len(c) for c in contents(place / "whole").values()
+    )
 
 
 def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
     """Interrupted in the middle of a file; and a file that a SIGKILL left half is written over."""
     out, real, calls = tmp_path / "out", weights.write_safetensors, []
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append((os.fstat(handle).st_size, len(list(out.glob("shard*"))))))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda handle: synced.append((os.fstat(handle).st_size, len(list(out.glob("shard*"))))),
+    )
 
     def half(path, tensors, metadata):
         calls.append(path.name)
@@ -229,9 +363,15 @@ def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "write_safetensors", half)
     with pytest.raises(KeyboardInterrupt):
         go(place, out)
-    assert sorted(contents(out)) == ["index.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    assert sorted(contents(out)) == [
+        "index.json",
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
+    ]
     assert calls[2] == ".shard-00002.safetensors.tmp"
-    assert synced == [(shard_path(out, shard).stat().st_size, shard) for shard in range(2)]  # all of it on the disk, before it has its name
+    assert synced == [
+        (shard_path(out, shard).stat().st_size, shard) for shard in range(2)
+    ]  # all of it on the disk, before it has its name
     (out / calls[2]).write_bytes(b"x" * 100_000)
     go(place, out)
     assert contents(out) == contents(place / "whole")
@@ -241,23 +381,46 @@ def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
 def test_killed(place, tmp_path):
     """SIGKILL, after the first shard."""
     words = [str(w) for flag, value in FLAGS.items() for w in (f"--{flag}", value)]
-    ask = ["extract", "--target", place / "target", "--data", place / "corpus.jsonl", "--out", tmp_path / "out", *words]
-    code = "import sys, time; from peagle_jax.train import stored as s; r = s.write_shard\n" \
-           "from peagle_jax.pipelines import extract as e\n" \
-           "e.write_shard = lambda *a: (r(*a), time.sleep(0 if a[2] == 0 else 60))\n" \
-           "from peagle_jax.cli import main; sys.exit(main(sys.argv[1:]))"  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", code, *map(str, ask)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ask = [
+        "extract",
+        "--target",
+        place / "target",
+        "--data",
+        place / "corpus.jsonl",
+        "--out",
+        tmp_path / "out",
+        *words,
+    ]
+    code = (
+        "import sys, time; from peagle_jax.train import stored as s; r = s.write_shard\n"
+        "from peagle_jax.pipelines import extract as e\n"
+        "e.write_shard = lambda *a: (r(*a), time.sleep(0 if a[2] == 0 else 60))\n"
+        "from peagle_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, ask)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     until = time.monotonic() + 60
     while not shard_path(tmp_path / "out", 1).exists() and time.monotonic() < until:
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -9
-    assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    assert sorted(contents(tmp_path / "out")) == [
+        "index.json",
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
+    ]
     go(place, tmp_path / "out")
     got, want = contents(tmp_path / "out"), contents(place / "whole")
-    assert got.pop("index.json") != want.pop("index.json") and got.keys() == want.keys()  # another command began it
-    a, b = (open_features(folder) for folder in (tmp_path / "out", place / "whole"))
-    for mine, theirs in zip(*(jax.tree.leaves(f.batch(range(len(f)))) for f in (a, b)), strict=True):
+    assert (
+        got.pop("index.json") != want.pop("index.json") and got.keys() == want.keys()
+    )  # another command began it
+    a, b = (open_hidden_states(folder) for folder in (tmp_path / "out", place / "whole"))
+    for mine, theirs in zip(
+        *(jax.tree.leaves(f.batch(range(len(f)))) for f in (a, b)), strict=True
+    ):
         np.testing.assert_array_equal(mine, theirs)
 
 
@@ -265,8 +428,11 @@ def test_a_shard_lost_in_the_middle(place, tmp_path):
     """Reading says which, and what to do; that does it, and computes no other."""
     out = shutil.copytree(place / "whole", tmp_path / "out")
     shard_path(out, 1).unlink()
-    with pytest.raises(InputError, match=r"shard-00001.safetensors: shard 2 of \d must be there; got nothing; run .* again"):
-        open_features(out)
+    with pytest.raises(
+        InputError,
+        match=r"shard-00001.safetensors: shard 2 of \d must be there; got nothing; run .* again",
+    ):
+        open_hidden_states(out)
     lines = go(place, out)
     assert contents(out) == contents(place / "whole") and "in 1 of " in lines[1]
     shard_path(out, 4).unlink()
@@ -277,12 +443,20 @@ def test_nothing_left_to_do(place, monkeypatch):
     monkeypatch.setattr(room, "load_target", None)
     before = {p: p.stat().st_mtime_ns for p in (place / "whole").iterdir()}
     lines = go(place, place / "whole")
-    assert "are there" in lines[-1] and before == {p: p.stat().st_mtime_ns for p in (place / "whole").iterdir()}
+    assert "are there" in lines[-1] and before == {
+        p: p.stat().st_mtime_ns for p in (place / "whole").iterdir()
+    }
 
 
 def test_one_writer_at_a_time(place, tmp_path):
     with pytest.raises(RuntimeError):
-        extract_features(place / "target", how(place), tmp_path / "out", lambda line: None, stop_at(12, RuntimeError()))
+        extract_hidden_states(
+            place / "target",
+            how(place),
+            tmp_path / "out",
+            lambda line: None,
+            stop_at(12, RuntimeError()),
+        )
     handle = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     before = contents(tmp_path / "out")
@@ -297,7 +471,9 @@ def test_one_writer_at_a_time(place, tmp_path):
 
 
 def command(place, out, **changes):
-    flags = {"target": place / "target", "data": place / "corpus.jsonl", "out": out} | FLAGS | changes
+    flags = (
+        {"target": place / "target", "data": place / "corpus.jsonl", "out": out} | FLAGS | changes
+    )
     return ["extract", *(str(w) for flag, value in flags.items() for w in (f"--{flag}", value))]
 
 
@@ -309,31 +485,70 @@ def test_the_command_line(place, tmp_path, capsys):
     index = json.loads(got.pop("index.json"))
     assert got == {name: content for name, content in want.items() if name != "index.json"}
     assert index | {"command": "peagle extract"} == json.loads(want["index.json"])
-    assert index["command"].startswith("peagle extract --target target --data corpus.jsonl --out 'o[u]t'")
-    table = {cells[1].strip(): cells[2].strip() for line in said.out.splitlines() if len(cells := line.split("│")) == 4}
-    assert table["rows"] == str(index["rows"]) and table["shards"] == "5" and table["tokens"] == str(index["tokens"])
-    assert int(table["bytes"].replace(",", "")) == sum(len(c) for c in contents(out).values()) and float(table["tokens per second"]) > 0
-    assert f"{out}: " in said.out and "bytes to write, in 5 of 5 shards" in said.out and not said.err
+    assert index["command"].startswith(
+        "peagle extract --target target --data corpus.jsonl --out 'o[u]t'"
+    )
+    table = {
+        cells[1].strip(): cells[2].strip()
+        for line in said.out.splitlines()
+        if len(cells := line.split("│")) == 4
+    }
+    assert (
+        table["rows"] == str(index["rows"])
+        and table["shards"] == "5"
+        and table["tokens"] == str(index["tokens"])
+    )
+    assert (
+        int(table["bytes"].replace(",", "")) == sum(len(c) for c in contents(out).values())
+        and float(table["tokens per second"]) > 0
+    )
+    assert (
+        f"{out}: " in said.out and "bytes to write, in 5 of 5 shards" in said.out and not said.err
+    )
     assert main(command(place, out)) == 0 and "all 5 shards are there" in capsys.readouterr().out
     assert main(command(place, out, length=13)) == 2
     assert capsys.readouterr().err.startswith(f"peagle: {out}/index.json: length was 12 when")
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"target": "nowhere"}, "nowhere: this folder must exist"), ({"data": "nowhere"}, "nowhere: this file must exist"), ({"taps": "1,x"}, "--taps: must be numbers of 0 or more"),
-    ({"taps": ""}, "--taps: must be numbers"), ({"taps": "0,9"}, "tap ids must lie in 0..4"), ({"dtype": "float64"}, "float64"), ({"compute-dtype": "float16"}, "float16"),
-    ({"batch": "many"}, "many"), ({"batch": 0}, "--batch: must be 1"), ({"held-out": "2"}, "--held-out"), ({"max-chars": "0"}, "--max-chars"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"target": "nowhere"}, "nowhere: this folder must exist"),
+        ({"data": "nowhere"}, "nowhere: this file must exist"),
+        ({"taps": "1,x"}, "--taps: must be numbers of 0 or more"),
+        ({"taps": ""}, "--taps: must be numbers"),
+        ({"taps": "0,9"}, "tap ids must lie in 0..4"),
+        ({"dtype": "float64"}, "float64"),
+        ({"compute-dtype": "float16"}, "float16"),
+        ({"batch": "many"}, "many"),
+        ({"batch": 0}, "--batch: must be 1"),
+        ({"held-out": "2"}, "--held-out"),
+        ({"max-chars": "0"}, "--max-chars"),
+    ],
+)
 def test_mistakes_are_one_line(changes, words, place, tmp_path, capsys):
     assert main(command(place, tmp_path / "out", **changes)) == 2
     err = capsys.readouterr().err
-    assert err.startswith("peagle: ") and err.count("\n") == 1 and words in err and not (tmp_path / "out").exists()
+    assert (
+        err.startswith("peagle: ")
+        and err.count("\n") == 1
+        and words in err
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_what_must_be_named(place, capsys):
     for lacking in ("target", "data", "out"):
         words = {"target": place / "target", "data": place / "corpus.jsonl", "out": place / "never"}
-        assert main(["extract", *(str(w) for k, v in words.items() if k != lacking for w in (f"--{k}", v))]) == 2
+        assert (
+            main(
+                [
+                    "extract",
+                    *(str(w) for k, v in words.items() if k != lacking for w in (f"--{k}", v)),
+                ]
+            )
+            == 2
+        )
         assert f"--{lacking}" in capsys.readouterr().err
 
 
@@ -348,7 +563,14 @@ def test_control_c(place, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(room, "write_shard", stop)
     assert main(command(place, tmp_path / "out")) == 1 and "interrupted" in capsys.readouterr().err
-    assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+    assert sorted(contents(tmp_path / "out")) == [
+        "index.json",
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
+    ]
     monkeypatch.setattr(room, "write_shard", real)
-    assert main(command(place, tmp_path / "out", taps="0,3")) == 2 and "taps was [1, 3]" in capsys.readouterr().err
+    assert (
+        main(command(place, tmp_path / "out", aux_hidden_state_layers="0,3")) == 2
+        and "taps was [1, 3]" in capsys.readouterr().err
+    )
     assert main(command(place, tmp_path / "out")) == 0

@@ -13,29 +13,53 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from peagle_jax import text, weights
+from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.pipelines import extract as room
-from peagle_jax.targets import save_target
 from peagle_jax.train.data import pack
-from peagle_jax.train.stored import FeatureConfig, open_features, read_index, shard_path
+from peagle_jax.train.hidden_state_store import (
+    HiddenStateIndex,
+    open_hidden_states,
+    read_index,
+    shard_path,
+)
 from peagle_jax.types import InputError
 
 # ---------------------------------------------------------------- other settings
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(taps=(1, 2)), "taps was [1, 3] when this folder was begun, and must stay so; got [1, 2]"), (dict(taps=None), "taps was [1, 3]"),
-    (dict(length=13), "length was 12 when this folder was begun, and must stay so; got 13"), (dict(batch=2), "batch was 3"),
-    (dict(rows_per_shard=5), "rows_per_shard was 10"), (dict(dtype="bfloat16"), "dtype was float32 when this folder was begun, and must stay so; got bfloat16"),
-    (dict(compute_dtype="bfloat16"), "compute_dtype was float32"), (dict(max_chars=50), "max_chars was None"), (dict(held_out=0.1), "held_out was 0.2"),
-    (dict(seed=5), "seed was 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            dict(aux_hidden_state_layers=(1, 2)),
+            "taps was [1, 3] when this folder was begun, and must stay so; got [1, 2]",
+        ),
+        (dict(aux_hidden_state_layers=None), "taps was [1, 3]"),
+        (dict(length=13), "length was 12 when this folder was begun, and must stay so; got 13"),
+        (dict(batch=2), "batch was 3"),
+        (dict(rows_per_shard=5), "rows_per_shard was 10"),
+        (
+            dict(dtype="bfloat16"),
+            "dtype was float32 when this folder was begun, and must stay so; got bfloat16",
+        ),
+        (dict(compute_dtype="bfloat16"), "compute_dtype was float32"),
+        (dict(max_chars=50), "max_chars was None"),
+        (dict(held_out=0.1), "held_out was 0.2"),
+        (dict(seed=5), "seed was 4"),
+    ],
+)
 def test_other_options(changes, words, place):
     refuse(place, place / "whole", words, **changes)
 
 
 def test_other_targets_and_corpora(place, tokenizer, tmp_path):
     """By their names, and by what is in them where the names are the same."""
-    refuse(place, place / "whole", "target was target when", target=write_target(tmp_path / "other", tokenizer))
+    refuse(
+        place,
+        place / "whole",
+        "target was target when",
+        target=write_target(tmp_path / "other", tokenizer),
+    )
     (tmp_path / "runs").mkdir()
     target = write_target(tmp_path / "runs" / "target", tokenizer, seed=1)
     refuse(place, place / "whole", "target_hash was ", target=target)
@@ -45,23 +69,40 @@ def test_other_targets_and_corpora(place, tokenizer, tmp_path):
     (same / "config.json").write_text(json.dumps(config))
     refuse(place, place / "whole", "target_hash was ", target=same)
 
-    copy = lambda name: write_corpus(tmp_path / name)  # noqa: E731
-    refuse(place, place / "whole", "data was corpus.jsonl when this folder was begun, and must stay so; got mine.jsonl", source=str(copy("mine.jsonl")))
+    def copy(name):
+        return write_corpus(tmp_path / name)
+
+    refuse(
+        place,
+        place / "whole",
+        "data was corpus.jsonl when this folder was begun, and must stay so; got mine.jsonl",
+        source=str(copy("mine.jsonl")),
+    )
     assert "are there" in go(place, place / "whole", source=str(copy("corpus.jsonl")))[-1]
     write_corpus(tmp_path / "corpus.jsonl", [*TEXTS, "more"])
     refuse(place, place / "whole", " was ", source=str(tmp_path / "corpus.jsonl"))
-    write_corpus(tmp_path / "corpus.jsonl", answer=(3, 4, 6))  # as many tokens, as many supervised: only the hash tells
+    write_corpus(
+        tmp_path / "corpus.jsonl", answer=(3, 4, 6)
+    )  # as many tokens, as many supervised: only the hash tells
     refuse(place, place / "whole", "rows_hash was ", source=str(tmp_path / "corpus.jsonl"))
     tokenizer = text.load_tokenizer(place / "target")
-    tokenizer.chat_template = text.CHAT_TEMPLATE.replace("'\n'", "' '", 1)  # another token, as many of them
+    tokenizer.chat_template = text.CHAT_TEMPLATE.replace(
+        "'\n'", "' '", 1
+    )  # another token, as many of them
     tokenizer.save_pretrained(target)
     refuse(place, place / "whole", "", target=target)
 
 
 def test_every_flag_of_a_token_is_in_the_hash():
-    rows = pack([(np.array([1, 2, 3], np.int32), np.ones(3, bool)), (np.array([4, 5], np.int32), np.array([True, False]))], 4)
+    rows = pack(
+        [
+            (np.array([1, 2, 3], np.int32), np.ones(3, bool)),
+            (np.array([4, 5], np.int32), np.array([True, False])),
+        ],
+        4,
+    )
     seen = {room._facts(rows, 2)["rows_hash"]}
-    for name, value in {"tokens": 9, "document": 1, "supervised": False}.items():
+    for name, value in {"tokens": 9, "segment_ids": 1, "loss_mask": False}.items():
         changed = getattr(rows, name).copy()
         changed[0, 0] = value
         seen.add(room._facts(type(rows)(**{**vars(rows), name: changed}), 2)["rows_hash"])
@@ -71,15 +112,31 @@ def test_every_flag_of_a_token_is_in_the_hash():
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(length=3), "--length: must be 4 or more; got 3"), (dict(batch=0), "--batch: must be 1 or more"), (dict(rows_per_shard=0), "--rows-per-shard: must be 1"),
-    (dict(max_chars=0), "--max-chars: must be 1"), (dict(seed=-1), "--seed: must be 0"), (dict(held_out=1.0), "--held-out: must lie in"),
-    (dict(held_out=float("nan")), "--held-out"), (dict(held_out=-0.1), "--held-out"), (dict(dtype="int8"), "--dtype: must be one of"),
-    (dict(compute_dtype="float16"), "--compute-dtype one of float32, bfloat16; got float32, float16"),
-    (dict(length=97), "--length: must be at most the target's context of 96 tokens; got 97"), (dict(taps=(3, 1)), "--taps: must ascend"),
-    (dict(taps=(1, 1)), "--taps: must ascend"), (dict(taps=()), "--taps: must ascend"), (dict(taps=(1, 5)), "tap ids must lie in 0..4"),
-    (dict(source="nowhere.jsonl"), "nowhere.jsonl: this file must exist"), (dict(held_out=0.9999999), "at least one document is needed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(length=3), "--length: must be 4 or more; got 3"),
+        (dict(batch=0), "--batch: must be 1 or more"),
+        (dict(rows_per_shard=0), "--rows-per-shard: must be 1"),
+        (dict(max_chars=0), "--max-chars: must be 1"),
+        (dict(seed=-1), "--seed: must be 0"),
+        (dict(held_out=1.0), "--held-out: must lie in"),
+        (dict(held_out=float("nan")), "--held-out"),
+        (dict(held_out=-0.1), "--held-out"),
+        (dict(dtype="int8"), "--dtype: must be one of"),
+        (
+            dict(compute_dtype="float16"),
+            "--compute-dtype one of float32, bfloat16; got float32, float16",
+        ),
+        (dict(length=97), "--length: must be at most the target's context of 96 tokens; got 97"),
+        (dict(aux_hidden_state_layers=(3, 1)), "--taps: must ascend"),
+        (dict(aux_hidden_state_layers=(1, 1)), "--taps: must ascend"),
+        (dict(aux_hidden_state_layers=()), "--taps: must ascend"),
+        (dict(aux_hidden_state_layers=(1, 5)), "tap ids must lie in 0..4"),
+        (dict(source="nowhere.jsonl"), "nowhere.jsonl: this file must exist"),
+        (dict(held_out=0.9999999), "at least one document is needed"),
+    ],
+)
 def test_options_that_make_no_sense(changes, words, place, tmp_path):
     refuse(place, tmp_path / "out", words, **changes)
     assert not (tmp_path / "out").exists()
@@ -107,7 +164,9 @@ def test_vocabularies(tokenizer):
     with pytest.raises(InputError, match="^t: "):
         text.check_vocabulary(tokenizer, len(tokenizer) - 1, "t")
 
-    holes = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")))
+    holes = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    )
     assert len(holes) == 2
     text.check_vocabulary(holes, 8, "t")
     with pytest.raises(InputError, match="7 rows; got a tokenizer that needs 8"):
@@ -123,15 +182,25 @@ def test_room_on_the_disk(place, tmp_path, monkeypatch):
         go(place, tmp_path / "a" / "out")
     config = read_index(place / "whole")
     size = sum(config.bytes_of(shard) for shard in range(config.shards))
-    assert f"{size:,} bytes must be free to write the features; got 10,000 bytes; make room" in str(error.value) and not (tmp_path / "a").exists()
+    assert (
+        f"{size:,} bytes must be free to write the features; got 10,000 bytes; make room"
+        in str(error.value)
+        and not (tmp_path / "a").exists()
+    )
     written = [shard_path(place / "whole", shard).stat().st_size for shard in range(config.shards)]
-    assert all(config.bytes_of(shard) - 4096 < written[shard] <= config.bytes_of(shard) for shard in range(config.shards))
+    assert all(
+        config.bytes_of(shard) - 4096 < written[shard] <= config.bytes_of(shard)
+        for shard in range(config.shards)
+    )
     out = shutil.copytree(place / "whole", tmp_path / "out")
     shard_path(out, 0).unlink()
     free = config.bytes_of(0) - 1
     refuse(place, out, f"{config.bytes_of(0):,} bytes must be free")
     free += 1
-    assert go(place, out)[1] == f"{out}: {free:,} bytes to write, in 1 of {config.shards} shards; {free:,} bytes are free"
+    assert (
+        go(place, out)[1]
+        == f"{out}: {free:,} bytes to write, in 1 of {config.shards} shards; {free:,} bytes are free"
+    )
 
 
 def test_a_disk_that_fills_up(place, tmp_path, monkeypatch):
@@ -143,7 +212,10 @@ def test_a_disk_that_fills_up(place, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "write_safetensors", full)
-    with pytest.raises(InputError, match="out: the features must be written to the end; got No space left on device; make room"):
+    with pytest.raises(
+        InputError,
+        match="out: the features must be written to the end; got No space left on device; make room",
+    ):
         go(place, tmp_path / "out")
     assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors"]
 
@@ -154,30 +226,61 @@ def test_folders_of_something_else(place, tmp_path, monkeypatch):
     refuse(place, tmp_path / "file" / "x", "must be writable")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("")
-    refuse(place, tmp_path / "notes", "notes: must be a new folder, or one that `peagle extract` began: with index.json; got a.txt without it")
+    refuse(
+        place,
+        tmp_path / "notes",
+        "notes: must be a new folder, or one that `peagle extract` began: with index.json; got a.txt without it",
+    )
     lost = shutil.copytree(place / "whole", tmp_path / "lost")
     (lost / "index.json").unlink()
     refuse(place, lost, "got shard-00000.safetensors without it")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / ".index.json.tmp").write_text("half")
     go(place, tmp_path / "new")
-    assert open_features(tmp_path / "new").config.rows == read_index(place / "whole").rows
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: collections.namedtuple("Usage", "free")(10**9))
+    assert open_hidden_states(tmp_path / "new").config.rows == read_index(place / "whole").rows
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: collections.namedtuple("Usage", "free")(10**9)
+    )
     refuse(place, type(place)("/proc/x"), "/proc/x: the output folder must be writable")
 
 
 DAMAGE = {
-    "half": (lambda s: s[:40], "index.json: the file must be JSON"), "a list": (lambda s: "[]", "index.json: the file must be a JSON object"),
-    "of something else": (lambda s: "{}", "index.json: must be the index of `peagle extract`, format_version 1; got None"),
-    "newer": (lambda s: s.replace('"format_version": 1', '"format_version": 2'), "format_version 1; got 2"),
-    "a key less": (lambda s: s.replace('  "length": 12,\n', ""), "index.json: every key must be given; got no length"),
-    "a key more": (lambda s: s.replace('"length": 12', '"length": 12, "speed": 3'), "got unknown speed"),
-    "a word for a number": (lambda s: s.replace('"length": 12', '"length": "12"'), "index.json: length: must be int"),
+    "half": (lambda s: s[:40], "index.json: the file must be JSON"),
+    "a list": (lambda s: "[]", "index.json: the file must be a JSON object"),
+    "of something else": (
+        lambda s: "{}",
+        "index.json: must be the index of `peagle extract`, format_version 1; got None",
+    ),
+    "newer": (
+        lambda s: s.replace('"format_version": 1', '"format_version": 2'),
+        "format_version 1; got 2",
+    ),
+    "a key less": (
+        lambda s: s.replace('  "length": 12,\n', ""),
+        "index.json: every key must be given; got no length",
+    ),
+    "a key more": (
+        lambda s: s.replace('"length": 12', '"length": 12, "speed": 3'),
+        "got unknown speed",
+    ),
+    "a word for a number": (
+        lambda s: s.replace('"length": 12', '"length": "12"'),
+        "index.json: length: must be int",
+    ),
     "no batch": (lambda s: s.replace('"batch": 3', '"batch": 0'), "sizes must be 1 or more"),
-    "fewer shards": (lambda s: s.replace('"shards": 5', '"shards": 4'), "shards and tap_width must follow"),
-    "another width": (lambda s: s.replace('"tap_width": 48', '"tap_width": 49'), "shards and tap_width must follow"),
-    "another dtype": (lambda s: s.replace('"dtype": "float32"', '"dtype": "float64"', 1), "dtypes of float32"),
-}  # fmt: skip
+    "fewer shards": (
+        lambda s: s.replace('"shards": 5', '"shards": 4'),
+        "shards and tap_width must follow",
+    ),
+    "another width": (
+        lambda s: s.replace('"tap_width": 48', '"tap_width": 49'),
+        "shards and tap_width must follow",
+    ),
+    "another dtype": (
+        lambda s: s.replace('"dtype": "float32"', '"dtype": "float64"', 1),
+        "dtypes of float32",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -189,7 +292,7 @@ def test_a_damaged_index(name, place, tmp_path):
     assert (out / "index.json").read_text() != before
     refuse(place, out, words)
     with pytest.raises(InputError) as error:
-        open_features(out)
+        open_hidden_states(out)
     assert words in str(error.value)
 
 
@@ -198,13 +301,26 @@ def test_damaged_shards(place, tmp_path):
     whole, other = shard_path(place / "whole", 1), tmp_path / "other"
     tensors = {name: np.array(t) for name, t in weights.open_safetensors(whole).items()}
     changed = {
-        "cut": (whole.read_bytes()[:-7], "shard-00001.safetensors: a shard must be whole; got"), "empty": (b"", "a shard must be whole"),
-        "of another shape": (tensors | {"taps": tensors["taps"][:, :, :47]}, "taps must be float32 [10, 12, 48], as index.json says; got float32 [10, 12, 47]"),
-        "of fewer rows": ({n: t[:9] for n, t in tensors.items()}, "document must be int32 [10, 12], as index.json says; got int32 [9, 12]"),
-        "of another dtype": (tensors | {"hidden": tensors["hidden"].astype(np.float16)}, "hidden must be float32 [10, 12, 24]"),
-        "without hidden": ({n: t for n, t in tensors.items() if n != "hidden"}, "hidden must be float32 [10, 12, 24], as index.json says; got nothing"),
+        "cut": (whole.read_bytes()[:-7], "shard-00001.safetensors: a shard must be whole; got"),
+        "empty": (b"", "a shard must be whole"),
+        "of another shape": (
+            tensors | {"taps": tensors["taps"][:, :, :47]},
+            "taps must be float32 [10, 12, 48], as index.json says; got float32 [10, 12, 47]",
+        ),
+        "of fewer rows": (
+            {n: t[:9] for n, t in tensors.items()},
+            "document must be int32 [10, 12], as index.json says; got int32 [9, 12]",
+        ),
+        "of another dtype": (
+            tensors | {"hidden": tensors["hidden"].astype(np.float16)},
+            "hidden must be float32 [10, 12, 24]",
+        ),
+        "without hidden": (
+            {n: t for n, t in tensors.items() if n != "hidden"},
+            "hidden must be float32 [10, 12, 24], as index.json says; got nothing",
+        ),
         "with more": (tensors | {"more": tensors["tokens"]}, "more must be nothing"),
-    }  # fmt: skip
+    }
     out = shutil.copytree(place / "whole", tmp_path / "out")
     for name, (content, words) in changed.items():
         if isinstance(content, dict):
@@ -214,27 +330,38 @@ def test_damaged_shards(place, tmp_path):
         refuse(place, out, words)
         with pytest.raises(InputError) as error:
             go(place, out)
-        assert "shard-00001.safetensors" in str(error.value) and "delete it" in str(error.value), name
+        assert "shard-00001.safetensors" in str(error.value) and "delete it" in str(error.value), (
+            name
+        )
         with pytest.raises(InputError, match="shard-00001.safetensors"):
-            open_features(out)
-    for name in ("tokens", "document", "supervised"):
-        weights.write_safetensors(other, tensors | {name: tensors[name] ^ np.ones((), tensors[name].dtype)}, {})
+            open_hidden_states(out)
+    for name in ("tokens", "segment_ids", "loss_mask"):
+        weights.write_safetensors(
+            other, tensors | {name: tensors[name] ^ np.ones((), tensors[name].dtype)}, {}
+        )
         shard_path(out, 1).write_bytes(other.read_bytes())
-        refuse(place, out, f"shard-00001.safetensors: must hold the rows that index.json names; got other {name}; delete it")
-    stored = open_features(out)
+        refuse(
+            place,
+            out,
+            f"shard-00001.safetensors: must hold the rows that index.json names; got other {name}; delete it",
+        )
+    stored = open_hidden_states(out)
     shard_path(out, 1).unlink()
     stored.batch([0, 20])
     with pytest.raises(InputError, match="shard-00001.safetensors: shard 2 of 5 must be there"):
         stored.batch([0, 10])
     with pytest.raises(InputError, match=r"index.json: this file must exist"):
-        open_features(tmp_path / "none")
+        open_hidden_states(tmp_path / "none")
 
 
 @pytest.mark.filterwarnings("ignore::peagle_jax.types.WeightsWarning")
 def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
     """Residual streams of real models pass float16's 65504; a target of NaN has nothing to teach."""
     model = tiny.target(vocab=len(tokenizer))
-    for factor, words in {1e6: "float16 must hold every number; got", float("nan"): "got nan in taps"}.items():
+    for factor, words in {
+        1e6: "float16 must hold every number; got",
+        float("nan"): "got nan in taps",
+    }.items():
         folder = tmp_path / str(factor)
         params = {**model.params, "embed": {"table": model.params["embed"]["table"] * factor}}
         save_target(type(model)(model.config, model.graph, params), folder)
@@ -247,9 +374,33 @@ def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
 
 def test_config_is_of_one_piece():
     """Rows of a shard, and sizes, of the last one too."""
-    said = dict(format_version=1, target="t", target_hash="", taps=(2,), tap_width=8, hidden_width=8, dtype="bfloat16", compute_dtype="float32", length=4,
-                batch=2, rows_per_shard=3, data="d", max_chars=None, held_out=0.0, seed=0, rows=7, shards=3, tokens=20, supervised=20, rows_hash="",
-                versions="", command="")  # fmt: skip
-    config = FeatureConfig(**said)
+    said = dict(
+        format_version=1,
+        target="t",
+        target_hash="",
+        aux_hidden_state_layers=(2,),
+        tap_width=8,
+        hidden_width=8,
+        dtype="bfloat16",
+        compute_dtype="float32",
+        length=4,
+        batch=2,
+        rows_per_shard=3,
+        data="d",
+        max_chars=None,
+        held_out=0.0,
+        seed=0,
+        rows=7,
+        shards=3,
+        tokens=20,
+        loss_mask=20,
+        rows_hash="",
+        versions="",
+        command="",
+    )
+    config = HiddenStateIndex(**said)
     assert [list(config.rows_of(s)) for s in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert config.bytes_of(2) == 4096 + 4 * (9 + 16 * 2) and config.tensors_of(0)["taps"] == ((3, 4, 8), jnp.dtype("bfloat16"))
+    assert config.bytes_of(2) == 4096 + 4 * (9 + 16 * 2) and config.tensors_of(0)["taps"] == (
+        (3, 4, 8),
+        jnp.dtype("bfloat16"),
+    )

@@ -6,14 +6,23 @@ import numpy as np
 import pytest
 
 from peagle_jax import corpus, text
+from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
 from peagle_jax.pipelines.regenerate import Regeneration, excerpts_of, regenerate
-from peagle_jax.targets import load_target, save_target
 from peagle_jax.types import InputError
 from tests import tiny
 
-HOW = Regeneration(source="", held_out=0.3, answers=6, prompt_tokens=3, new_tokens=5, temperatures=(0.0, 0.7), batch_size=2, seed=4)
+HOW = Regeneration(
+    source="",
+    held_out=0.3,
+    answers=6,
+    prompt_tokens=3,
+    new_tokens=5,
+    temperatures=(0.0, 0.7),
+    batch_size=2,
+    seed=4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +33,9 @@ def place(tmp_path_factory):
         (folder / "corpus" / f"m{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 3)
     tokenizer = text.train_tokenizer(["def f(x):\n    return x\n" * 50], 300)
     tokenizer.save_pretrained(folder / "tokenizer")
-    save_target(tiny.target(vocab=len(tokenizer)), folder / "target", tokenizer_from=folder / "tokenizer")
+    save_target(
+        tiny.target(vocab=len(tokenizer)), folder / "target", tokenizer_from=folder / "tokenizer"
+    )
     return folder
 
 
@@ -38,13 +49,30 @@ def rows(path):
 
 def test_answers_are_the_targets_own(place, tmp_path):
     regenerate(place / "target", how(place), tmp_path / "a.jsonl", lambda s: None)
-    target = load_target(place / "target", taps=())
+    target = load_target(place / "target", aux_hidden_state_layers=())
     got = rows(tmp_path / "a.jsonl")
     prompts = [r["prompt_token_ids"] for r in got]
     assert len(got) == 6 and all(len(r["output_token_ids"]) == 5 for r in got)
-    greedy = [a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5, stop_ids=())]
-    warm = [a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5, stop_ids=(), temperature=0.7, seed=[4 + i for i in range(6)])]
-    assert [r["output_token_ids"] for r in got] == [*greedy[:2], *warm[2:4], *greedy[4:]]  # batches of two take the temperatures in turn
+    greedy = [
+        a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5, stop_ids=())
+    ]
+    warm = [
+        a.output_token_ids
+        for a in generate(
+            target,
+            None,
+            prompts,
+            max_new_tokens=5,
+            stop_ids=(),
+            temperature=0.7,
+            seed=[4 + i for i in range(6)],
+        )
+    ]
+    assert [r["output_token_ids"] for r in got] == [
+        *greedy[:2],
+        *warm[2:4],
+        *greedy[4:],
+    ]  # batches of two take the temperatures in turn
 
 
 def test_a_cut_file_is_completed_to_the_same_answers(place, tmp_path):
@@ -95,25 +123,58 @@ def test_no_excerpt_is_of_a_held_out_file(place):
 
 
 def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
-    code = main(["regenerate", "--target", str(place / "target"), "--source", str(place / "corpus"), "--answers", "2", "--prompt-tokens", "3",
-                 "--new-tokens", "5", "--temperature", "0", "--out", str(tmp_path / "a.jsonl")])  # fmt: skip
+    code = main(
+        [
+            "regenerate",
+            "--target",
+            str(place / "target"),
+            "--source",
+            str(place / "corpus"),
+            "--answers",
+            "2",
+            "--prompt-tokens",
+            "3",
+            "--new-tokens",
+            "5",
+            "--temperature",
+            "0",
+            "--out",
+            str(tmp_path / "a.jsonl"),
+        ]
+    )
     assert code == 0
     tokenizer = text.load_tokenizer(place / "target")
     documents = corpus.read_corpus(tmp_path / "a.jsonl")
-    (ids, supervised), _ = text.encode(tokenizer, documents)
+    (ids, loss_mask), _ = text.encode(tokenizer, documents)
     first = rows(tmp_path / "a.jsonl")[0]
     assert ids.tolist() == first["prompt_token_ids"] + first["output_token_ids"]
-    np.testing.assert_array_equal(supervised, [False] * 3 + [True] * 5)
+    np.testing.assert_array_equal(loss_mask, [False] * 3 + [True] * 5)
     foreign = corpus.Document("x", None, (), (1,), (len(tokenizer),))
     with pytest.raises(InputError, match="token ids must lie in"):
         text.encode(tokenizer, [foreign])
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--answers", "0"], "--answers"), (["--temperature", "-1"], "no --temperature or --seed below 0"), (["--seed", "-1"], "no --temperature or --seed below 0"), (["--held-out", "1"], "--held-out must lie in"),
-    (["--source", "nowhere"], "nowhere"), (["--out", "/proc/x"], "must be writable"), (["--prompt-tokens", "20", "--new-tokens", "90"], "fit the target's context"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--answers", "0"], "--answers"),
+        (["--temperature", "-1"], "no --temperature or --seed below 0"),
+        (["--seed", "-1"], "no --temperature or --seed below 0"),
+        (["--held-out", "1"], "--held-out must lie in"),
+        (["--source", "nowhere"], "nowhere"),
+        (["--out", "/proc/x"], "must be writable"),
+        (["--prompt-tokens", "20", "--new-tokens", "90"], "fit the target's context"),
+    ],
+)
 def test_refusals(place, tmp_path, capsys, flags, words):
-    base = ["regenerate", "--target", str(place / "target"), "--source", str(place / "corpus"), "--out", str(tmp_path / "a.jsonl")]
+    base = [
+        "regenerate",
+        "--target",
+        str(place / "target"),
+        "--source",
+        str(place / "corpus"),
+        "--out",
+        str(tmp_path / "a.jsonl"),
+    ]
     assert main([*base, *flags]) == 2
     assert words in capsys.readouterr().err

@@ -11,15 +11,15 @@ import tiny
 import yaml
 from features import go, rows_of, write_target
 
+from peagle_jax.checkpoints.runs import read_run
+from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
-from peagle_jax.pipelines import train_head as train_module
-from peagle_jax.pipelines.head_batches import HeadBatches
-from peagle_jax.pipelines.runs import read_run
 from peagle_jax.pipelines.train_head import train_head
-from peagle_jax.targets import load_target
+from peagle_jax.train import train_head as train_module
 from peagle_jax.train.config import TASKS, build, load_run
-from peagle_jax.train.stored import open_features
+from peagle_jax.train.head_batches import HeadBatches
+from peagle_jax.train.hidden_state_store import open_hidden_states
 from peagle_jax.types import InputError
 
 CONFIG = """
@@ -68,7 +68,9 @@ def config(place, out, task="peagle", **changes) -> dict:
 def train(place, out, task="peagle", **changes):
     """The result, what was said, and the rows of metrics without seconds."""
     lines = []
-    result = train_head(build(TASKS[task], config(place, out, task, **changes), "test"), lines.append)
+    result = train_head(
+        build(TASKS[task], config(place, out, task, **changes), "test"), lines.append
+    )
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return result, lines, [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
@@ -77,7 +79,7 @@ def train(place, out, task="peagle", **changes):
 def features(place, tmp_path_factory):
     """Taps 0 to 3, of which a head reads 1 and 3: its columns are two stretches apart from each other."""
     folder = tmp_path_factory.mktemp("stored") / "features"
-    go(place, folder, taps=(0, 1, 2, 3), batch=5)
+    go(place, folder, aux_hidden_state_layers=(0, 1, 2, 3), batch=5)
     return folder
 
 
@@ -86,32 +88,63 @@ def test_stored_features_train_the_same_head(task, steps, place, features, tmp_p
     changes = {"optimizer.steps": steps, "optimizer.warmup": 0, "log_every": 1}
     found = {}
     for name, stored in (("plain", None), ("stored", str(features))):
-        _, _, metrics = train(place, tmp_path / name, task, features=stored, **changes)
+        _, _, metrics = train(place, tmp_path / name, task, hidden_states_dir=stored, **changes)
         found[name] = metrics, read_run(tmp_path / name)
     (plain, a), (stored, b) = found["plain"], found["stored"]
-    assert [row["step"] for row in plain] == [row["step"] for row in stored] == list(range(1, steps + 1))
+    assert (
+        [row["step"] for row in plain]
+        == [row["step"] for row in stored]
+        == list(range(1, steps + 1))
+    )
     for x, y in zip(plain, stored, strict=True):
-        np.testing.assert_allclose(y["loss"], x["loss"], rtol=1e-5, atol=1e-6)  # six digits are logged
+        np.testing.assert_allclose(
+            y["loss"], x["loss"], rtol=1e-5, atol=1e-6
+        )  # six digits are logged
         np.testing.assert_allclose(y["grad_norm"], x["grad_norm"], rtol=1e-4)
         np.testing.assert_allclose(y["accuracy"], x["accuracy"], atol=1e-5)
     assert len({row["loss"] for row in plain}) == steps
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a.params), jax.tree.leaves(b.params), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(a.params), jax.tree.leaves(b.params), strict=True
+    ):
         np.testing.assert_allclose(y, x, atol=1e-4, rtol=0, err_msg=str(path))
 
 
 def test_the_seed_order_and_epochs_are_those_of_the_rows(place, features, tokenizer):
     """A batch of features is of the very rows that a step would run the target on, also past the first epoch."""
-    run = build(TASKS["peagle"], config(place, place / "never", features=str(features)), "test")
-    rows, target = rows_of(place, tokenizer), load_target(place / "target", taps=(1, 3))
-    batches, everything = HeadBatches(run, rows, target), HeadBatches(dataclasses.replace(run, features=None), rows, target)
+    run = build(
+        TASKS["peagle"], config(place, place / "never", hidden_states_dir=str(features)), "test"
+    )
+    rows, target = (
+        rows_of(place, tokenizer),
+        load_target(place / "target", aux_hidden_state_layers=(1, 3)),
+    )
+    batches, everything = (
+        HeadBatches(run, rows, target),
+        HeadBatches(dataclasses.replace(run, hidden_states_dir=None), rows, target),
+    )
     shards = batches.folder.batch(range(len(rows)))
     for step in (0, 3, len(rows)):
         stored, plain = batches(step), everything(step)
         assert plain.stored is None
-        for a, b in zip(*([*jax.tree.leaves(x.batch), x.document, x.supervised, *jax.tree.leaves(x.cod)] for x in (stored, plain)), strict=True):
+        for a, b in zip(
+            *(
+                [*jax.tree.leaves(x.batch), x.segment_ids, x.loss_mask, *jax.tree.leaves(x.cod)]
+                for x in (stored, plain)
+            ),
+            strict=True,
+        ):
             np.testing.assert_array_equal(a, b)
         picks = rows.picks(4, 9, step)
-        np.testing.assert_array_equal(stored.stored[0], np.concatenate([shards.taps[picks][..., 24:48], shards.taps[picks][..., 72:96]], axis=-1))
+        np.testing.assert_array_equal(
+            stored.stored[0],
+            np.concatenate(
+                [
+                    shards.aux_hidden_states[picks][..., 24:48],
+                    shards.aux_hidden_states[picks][..., 72:96],
+                ],
+                axis=-1,
+            ),
+        )
         np.testing.assert_array_equal(stored.stored[1], shards.hidden[picks])
 
 
@@ -125,18 +158,30 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
         return jnp.zeros(()), {"correct": jnp.ones(2), "total": jnp.full(2, 4.0)}
 
     monkeypatch.setattr(train_module, f"{task}_loss", called)
-    run = build(TASKS[task], config(place, place / "never", task, features=str(features)), "test")
-    rows, target = rows_of(place, tokenizer), load_target(place / "target", taps=(1, 3))
-    head, batches = tiny.head(vocab=len(tokenizer), draft_vocab=len(tokenizer), taps=(1, 3)), HeadBatches(run, rows, target)
+    run = build(
+        TASKS[task], config(place, place / "never", task, hidden_states_dir=str(features)), "test"
+    )
+    rows, target = (
+        rows_of(place, tokenizer),
+        load_target(place / "target", aux_hidden_state_layers=(1, 3)),
+    )
+    head, batches = (
+        tiny.head(vocab=len(tokenizer), draft_vocab=len(tokenizer), aux_hidden_state_layers=(1, 3)),
+        HeadBatches(run, rows, target),
+    )
     for step in (2, 3):
         batch = jax.tree.map(jnp.asarray, batches(step))
-        _, metrics = train_module.head_loss(run, target, head, head.params, batch, (target.params, {}))
+        _, metrics = train_module.head_loss(
+            run, target, head, head.params, batch, (target.params, {})
+        )
         assert metrics["accuracy"].tolist() == [0.25, 0.25]
         given, args = calls[-1]
-        np.testing.assert_array_equal(given.taps, batch.stored[0][:, :-1])
-        np.testing.assert_array_equal(given.teacher, batch.stored[1][:, 1:])
+        np.testing.assert_array_equal(given.aux_hidden_states, batch.stored[0][:, :-1])
+        np.testing.assert_array_equal(given.teacher_hidden, batch.stored[1][:, 1:])
         np.testing.assert_array_equal(given.tokens, batch.batch.tokens[:, 1:])
-        assert "kl_and_total_variation" in args and (run.blur in args if task == "peagle" else 0.8 in args)
+        assert "kl_and_total_variation" in args and (
+            run.feature_noise in args if task == "peagle" else 0.8 in args
+        )
     if task == "peagle":
         keys = [jax.random.key_data(args[-1]).tolist() for _, args in calls]
         assert keys[0] != keys[1]
@@ -144,73 +189,186 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
 
 def test_what_is_not_learned_begins_as_the_mean_of_the_targets_taps(place, features, tokenizer):
     """Of the first 8,192 tokens that the run trains on, here all, padding left out."""
-    run = build(TASKS["peagle"], config(place, place / "never", features=str(features), **{"placeholder.hidden": "mean_feature"}), "test")
-    rows, target = rows_of(place, tokenizer), load_target(place / "target", taps=(1, 3))
+    run = build(
+        TASKS["peagle"],
+        config(
+            place,
+            place / "never",
+            hidden_states_dir=str(features),
+            **{"placeholder.hidden": "mean_feature"},
+        ),
+        "test",
+    )
+    rows, target = (
+        rows_of(place, tokenizer),
+        load_target(place / "target", aux_hidden_state_layers=(1, 3)),
+    )
     head = train_module.new_head(run, target, rows, tokenizer)
-    first = open_features(features).batch(range(len(rows)))
-    taps = np.concatenate([first.taps[..., 24:48], first.taps[..., 72:96]], axis=-1)[first.batch.document >= 0]
-    np.testing.assert_allclose(head.params["mask_hidden"], taps.mean(axis=0), rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(head.params["placeholder"]["token"], target.params["embed"]["table"][tokenizer.mask_token_id])
+    first = open_hidden_states(features).batch(range(len(rows)))
+    aux_hidden_state_layers = np.concatenate(
+        [first.aux_hidden_states[..., 24:48], first.aux_hidden_states[..., 72:96]], axis=-1
+    )[first.batch.segment_ids >= 0]
+    np.testing.assert_allclose(
+        head.params["mask_hidden"], aux_hidden_state_layers.mean(axis=0), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_array_equal(
+        head.params["placeholder"]["token"],
+        target.params["embed"]["table"][tokenizer.mask_token_id],
+    )
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"target": "OTHER"}, "stored features must be of the run's target, {root}/other; got those of target; extract again"),
-    ({"data.length": 16}, "stored features must be of the rows that the run trains on: data.source, max_chars, held_out, length and seed as extracted; got "),
-    ({"data.held_out": 0.5}, "stored features must be of the rows that the run trains on"),
-    ({"data.max_chars": 500}, "stored features must be of the rows that the run trains on"),
-    ({"head.taps": [1, 3, 4]}, "every tap of the head must be stored: 0, 1, 2, 3 are; got 4; extract again with --taps, or set head.taps"),
-    ({"features": "nowhere"}, "nowhere"),
-])  # fmt: skip
-def test_features_of_something_else_are_refused(changes, words, place, features, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"target": "OTHER"},
+            "stored features must be of the run's target, {root}/other; got those of target; extract again",
+        ),
+        (
+            {"data.seq_len": 16},
+            "stored features must be of the rows that the run trains on: data.source, max_chars, held_out, length and seed as extracted; got ",
+        ),
+        ({"data.held_out": 0.5}, "stored features must be of the rows that the run trains on"),
+        ({"data.max_chars": 500}, "stored features must be of the rows that the run trains on"),
+        (
+            {"head.taps": [1, 3, 4]},
+            "every tap of the head must be stored: 0, 1, 2, 3 are; got 4; extract again with --taps, or set head.taps",
+        ),
+        ({"features": "nowhere"}, "nowhere"),
+    ],
+)
+def test_features_of_something_else_are_refused(
+    changes, words, place, features, tokenizer, tmp_path
+):
     if "target" in changes:
         changes = {"target": str(write_target(tmp_path / "other", tokenizer, seed=8))}
-    run = build(TASKS["peagle"], config(place, tmp_path / "run", **{"features": str(features), **changes}), "test")
+    run = build(
+        TASKS["peagle"],
+        config(place, tmp_path / "run", **{"features": str(features), **changes}),
+        "test",
+    )
     with pytest.raises(InputError) as error:
         train_head(run, lambda line: None)
     line = str(error.value)
-    assert words.format(root=tmp_path) in line and "\n" not in line and line.startswith(run.features)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "head.json").exists()
+    assert (
+        words.format(root=tmp_path) in line
+        and "\n" not in line
+        and line.startswith(run.hidden_states_dir)
+    )
+    assert (
+        not (tmp_path / "run" / "metrics.jsonl").exists()
+        and not (tmp_path / "run" / "head.json").exists()
+    )
 
 
 def test_a_design_that_vllm_does_not_know_decodes_from_its_run(place, tokenizer, tmp_path, capsys):
     """Trained, measured, kept as a run, and used from the command line: what it drafts is verified as anything else."""
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f"}\n{"prompt_token_ids": [9, 8, 7]}\n')
-    result, lines, _ = train(place, tmp_path / "run", **{
-        "placeholder.hidden": "gated", "placeholder.token": "last_token", "measure.prompts": str(tmp_path / "prompts.jsonl"), "optimizer.steps": 3})  # fmt: skip
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "def f"}\n{"prompt_token_ids": [9, 8, 7]}\n'
+    )
+    result, lines, _ = train(
+        place,
+        tmp_path / "run",
+        **{
+            "placeholder.hidden": "gated",
+            "placeholder.token": "last_token",
+            "measure.prompts": str(tmp_path / "prompts.jsonl"),
+            "optimizer.steps": 3,
+        },
+    )
     said = "its placeholders depend on the text before them; vLLM has one pair of vectors for all"
-    assert any(line.startswith("no folder for vLLM is written: ") and said in line for line in lines)
+    assert any(
+        line.startswith("no folder for vLLM is written: ") and said in line for line in lines
+    )
     assert result.folder == tmp_path / "run" and not (tmp_path / "run" / "head").exists()
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["folder"] == str(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["folder"] == str(
+        tmp_path / "run"
+    )
     assert result.acceptance_length >= 1 and len(result.accepted_per_position) == 3
     head = read_run(tmp_path / "run")
-    assert (head.config.placeholder_hidden, head.config.placeholder_token, head.config.depths) == ("gated", "last_token", 3)
+    assert (
+        head.config.placeholder_hidden,
+        head.config.placeholder_token,
+        head.config.num_depths,
+    ) == ("gated", "last_token", 3)
     assert np.asarray(head.params["placeholder"]["gate"]).any()  # it begins as zeros
     rows = {}
-    for name, flags in (("plain", ["--method", "none"]), ("drafted", ["--drafter", str(tmp_path / "run")])):
+    for name, flags in (
+        ("plain", ["--method", "none"]),
+        ("drafted", ["--drafter", str(tmp_path / "run")]),
+    ):
         out = tmp_path / f"{name}.jsonl"
-        assert main(["generate", "--target", str(place / "target"), *flags, "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "14",
-                     "--ignore-eos", "--out", str(out)]) == 0, capsys.readouterr().err  # fmt: skip
+        assert (
+            main(
+                [
+                    "generate",
+                    "--target",
+                    str(place / "target"),
+                    *flags,
+                    "--prompts",
+                    str(tmp_path / "prompts.jsonl"),
+                    "--max-new-tokens",
+                    "14",
+                    "--ignore-eos",
+                    "--out",
+                    str(out),
+                ]
+            )
+            == 0
+        ), capsys.readouterr().err
         rows[name] = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["output_token_ids"] for r in rows["drafted"]] == [r["output_token_ids"] for r in rows["plain"]]
+    assert [r["output_token_ids"] for r in rows["drafted"]] == [
+        r["output_token_ids"] for r in rows["plain"]
+    ]
     assert all(r["num_draft_tokens"] == 3 * r["num_drafts"] > 0 for r in rows["drafted"])
-    target = load_target(place / "target", taps=(1, 3))
-    ours = generate(target, head, [r["prompt_token_ids"] for r in rows["drafted"]], k=3, max_new_tokens=14, stop_ids=())
-    assert [list(a.accepted_per_position) for a in ours] == [r["accepted_per_position"] for r in rows["drafted"]]
+    target = load_target(place / "target", aux_hidden_state_layers=(1, 3))
+    ours = generate(
+        target,
+        head,
+        [r["prompt_token_ids"] for r in rows["drafted"]],
+        k=3,
+        max_new_tokens=14,
+        stop_ids=(),
+    )
+    assert [list(a.accepted_per_position) for a in ours] == [
+        r["accepted_per_position"] for r in rows["drafted"]
+    ]
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "vllm"]) == 2
     error = capsys.readouterr().err
-    assert "cannot be exported" in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert (
+        "cannot be exported" in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    )
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"placeholder.hidden": "mean"}, "placeholder.hidden must be one of shared, shared_fused, per_depth, shared_depth, low_rank, last_feature, gated, mean_feature, zero, frozen_random; got mean"),
-    ({"placeholder.token": "shared"}, "placeholder.token must be one of mask, frozen, last_token, zero, mean; got shared"),
-    ({"loss": "kl"}, "loss must be one of forward_kl, cross_entropy, total_variation, kl_and_total_variation, negative_log_acceptance; got kl"),
-    ({"cod.anchors": 0}, "anchors >= 1 or null; got Cod(depths=3, ratio=0.8, floor=0.2, anchors=0)"),
-    ({"blur.feature_dropout": 1.0}, "0 <= feature_dropout < 1; got Blur(feature_noise=0.1, feature_dropout=1.0)"),
-    ({"blur.feature_noise": -1}, "feature_noise >= 0"), ({"placeholder.hidden": ["shared"]}, "placeholder: hidden: must be str; got ['shared']"),
-    ({"placeholder": {"hidden": "zero"}}, "placeholder: every key must be given; got no token"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"placeholder.hidden": "mean"},
+            "placeholder.hidden must be one of shared, shared_fused, per_depth, shared_depth, low_rank, last_feature, gated, mean_feature, zero, frozen_random; got mean",
+        ),
+        (
+            {"placeholder.token": "shared"},
+            "placeholder.token must be one of mask, frozen, last_token, zero, mean; got shared",
+        ),
+        (
+            {"loss": "kl"},
+            "loss must be one of forward_kl, cross_entropy, total_variation, kl_and_total_variation, negative_log_acceptance; got kl",
+        ),
+        (
+            {"cod.anchors": 0},
+            "anchors >= 1 or null; got Cod(depths=3, ratio=0.8, floor=0.2, anchors=0)",
+        ),
+        (
+            {"blur.feature_dropout": 1.0},
+            "0 <= feature_dropout < 1; got Blur(feature_noise=0.1, feature_dropout=1.0)",
+        ),
+        ({"blur.feature_noise": -1}, "feature_noise >= 0"),
+        ({"placeholder.hidden": ["shared"]}, "placeholder: hidden: must be str; got ['shared']"),
+        ({"placeholder": {"hidden": "zero"}}, "placeholder: every key must be given; got no token"),
+    ],
+)
 def test_values_that_are_refused(changes, words, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config(tmp_path, tmp_path / "run", **changes)))

@@ -11,20 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.draft.config_writing import vllm_config
-from peagle_jax.pipelines import tracing, train_head
-from peagle_jax.pipelines.head_batches import HeadBatch
+from peagle_jax.checkpoints.config_writing import vllm_config
+from peagle_jax.pipelines import tracing
+from peagle_jax.train import train_head
 from peagle_jax.train.cod import cod_sample
-from peagle_jax.train.features import shifted
+from peagle_jax.train.head_batches import HeadBatch
+from peagle_jax.train.hidden_states import shifted
 from peagle_jax.types import Batch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # billions of parameters of the text model: model cards (and vLLM's logs) round to these
 PUBLISHED = {
-    "llama-3.1-8b-instruct": 8.03, "qwen3-8b": 8.19, "qwen3-coder-30b-a3b-instruct": 30.53, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
-    "gemma-4-31b-it": 30.7, "gemma-4-26b-a4b-it": 25.23, "gemma-4-e2b": 4.63, "gemma-4-e4b": 7.46,
-}  # fmt: skip
-RECIPES = [path for path in sorted((CONFIGS / "train").glob("*.yaml")) if not path.stem.startswith("demo")]
+    "llama-3.1-8b-instruct": 8.03,
+    "qwen3-8b": 8.19,
+    "qwen3-coder-30b-a3b-instruct": 30.53,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+    "gemma-4-31b-it": 30.7,
+    "gemma-4-26b-a4b-it": 25.23,
+    "gemma-4-e2b": 4.63,
+    "gemma-4-e4b": 7.46,
+}
+RECIPES = [
+    path for path in sorted((CONFIGS / "train").glob("*.yaml")) if not path.stem.startswith("demo")
+]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -34,27 +44,40 @@ def test_full_size(name):
     assert round(one.parameters / 1e9, 2) == PUBLISHED[name] and one.bf16 == 2 * one.parameters
     assert one.bf16 / 8 <= eight.bf16 <= one.bf16 / 7 and one.cache / 8 <= eight.cache <= one.cache
     if name.startswith("gpt-oss"):  # OpenAI's card: 12.8 and 60.8 GiB
-        assert one.mxfp4 / 2**30 == pytest.approx({"gpt-oss-20b": 12.8, "gpt-oss-120b": 60.8}[name], abs=0.05)
+        assert one.mxfp4 / 2**30 == pytest.approx(
+            {"gpt-oss-20b": 12.8, "gpt-oss-120b": 60.8}[name], abs=0.05
+        )
         packed = tracing.abstract_target(CONFIGS / "targets" / f"{name}.json", packed=True)
         assert tracing.parameter_bytes(packed.params) == pytest.approx(one.mxfp4, rel=1e-3)
 
 
 def test_there_are_no_others():
     assert {path.stem for path in (CONFIGS / "targets").glob("*.json")} == PUBLISHED.keys()
-    assert {path.stem for path in RECIPES} == {path.stem for path in (CONFIGS / "draft").glob("*.json")} and len(RECIPES) == 4
+    assert {path.stem for path in RECIPES} == {
+        path.stem for path in (CONFIGS / "draft").glob("*.json")
+    } and len(RECIPES) == 4
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_recipes(path):
     """Its head is what configs/draft says, and its loss can be traced at full size."""
     run, target, head = tracing.recipe(path, CONFIGS / "targets")
-    assert vllm_config(head.config, "bfloat16", run.most_depths) == json.loads((CONFIGS / "draft" / f"{path.stem}.json").read_text())
-    assert head.config.taps == target.config.taps == run.head.taps
-    n = 256  # of the run's data.length: the trace does not depend on it, COD sampling does
+    assert vllm_config(head.config, "bfloat16", run.num_depths) == json.loads(
+        (CONFIGS / "draft" / f"{path.stem}.json").read_text()
+    )
+    assert (
+        head.config.aux_hidden_state_layers
+        == target.config.aux_hidden_state_layers
+        == run.head.aux_hidden_state_layers
+    )
+    n = 256  # of the run's data.seq_len: the trace does not depend on it, COD sampling does
     batch = Batch(np.ones((1, n), np.int32), np.zeros((1, n), np.int32), np.ones((1, n), bool))
-    document, supervised = shifted(batch)
-    cod = cod_sample(supervised, document, run.cod, [0, 0])
-    inputs = jax.tree.map(jnp.asarray, HeadBatch(batch, None, document, supervised, cod, np.zeros((), np.int32), run.most_depths))
+    segment_ids, loss_mask = shifted(batch)
+    cod = cod_sample(loss_mask, segment_ids, run.cod, [0, 0])
+    inputs = jax.tree.map(
+        jnp.asarray,
+        HeadBatch(batch, None, segment_ids, loss_mask, cod, np.zeros((), np.int32), run.num_depths),
+    )
 
     def loss(params, target_params):
         return train_head.head_loss(run, target, head, params, inputs, (target_params, {}))[0]
@@ -65,12 +88,30 @@ def test_recipes(path):
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", pytest.param("all", marks=pytest.mark.long)])
 def test_lowered_for_eight_devices(name, tmp_path):
-    """In a process of its own, because devices are counted when JAX starts; `scripts/size_table.py` does the same for docs/sizes.md."""
+    """In a process of its own, because devices are counted when JAX starts; `scripts/generate/size_table.py` does the same for docs/sizes.md."""
     only = [] if name == "all" else ["--only", name]
-    command = [sys.executable, "scripts/size_table.py", "--out", str(tmp_path / "sizes.md"), *only]
-    done = subprocess.run(command, cwd=CONFIGS.parent, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "scripts/generate/size_table.py",
+        "--out",
+        str(tmp_path / "sizes.md"),
+        *only,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=CONFIGS.parent,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "sizes.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 * (len(PUBLISHED) if name == "all" else 1) and all(min(row["program_bytes"]) > 100_000 for row in rows)
+    assert len(rows) == 2 * (len(PUBLISHED) if name == "all" else 1) and all(
+        min(row["program_bytes"]) > 100_000 for row in rows
+    )
     published = (CONFIGS.parent / "docs/sizes.md").read_text()
-    assert all(line in published for line in (tmp_path / "sizes.md").read_text().splitlines() if line.startswith(f"| {name} "))
+    assert all(
+        line in published
+        for line in (tmp_path / "sizes.md").read_text().splitlines()
+        if line.startswith(f"| {name} ")
+    )

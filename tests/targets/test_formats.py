@@ -16,9 +16,10 @@ import transformers  # noqa: E402
 from families import T, V, make, ours, run, truth  # noqa: E402
 
 from peagle_jax import weights  # noqa: E402
+from peagle_jax.checkpoints.convert import convert  # noqa: E402
+from peagle_jax.checkpoints.target_io import load_target  # noqa: E402
 from peagle_jax.layers.moe import decode_mxfp4  # noqa: E402
-from peagle_jax.pipelines.convert import convert  # noqa: E402
-from peagle_jax.targets import load_target, read_config  # noqa: E402
+from peagle_jax.targets import read_config  # noqa: E402
 from peagle_jax.types import InputError  # noqa: E402
 
 TOLERANCE = 2e-5
@@ -47,10 +48,16 @@ def edit(case: str, folder, change_tensors=None, **config):
 def pack(tensors) -> None:
     """Random blocks and scales in the place of every expert matrix; small enough for the activations."""
     rng = np.random.default_rng(3)
-    for name in [n for n in tensors if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")]:
+    for name in [
+        n for n in tensors if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")
+    ]:
         E, inputs, outputs = tensors.pop(name).shape
-        tensors[name + "_blocks"] = rng.integers(0, 256, (E, outputs, inputs // 32, 16)).astype(np.uint8)
-        tensors[name + "_scales"] = rng.integers(119, 126, (E, outputs, inputs // 32)).astype(np.uint8)
+        tensors[name + "_blocks"] = rng.integers(0, 256, (E, outputs, inputs // 32, 16)).astype(
+            np.uint8
+        )
+        tensors[name + "_scales"] = rng.integers(119, 126, (E, outputs, inputs // 32)).astype(
+            np.uint8
+        )
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +65,21 @@ def packed(tmp_path_factory):
     """(folder, transformers' logits with the experts that its own code unpacks)"""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    folder = edit("gpt_oss", tmp_path_factory.mktemp("mxfp4"), pack, quantization_config={"quant_method": "mxfp4"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(make("gpt_oss")[1], dtype=torch.float32, attn_implementation="eager").eval()
+    folder = edit(
+        "gpt_oss",
+        tmp_path_factory.mktemp("mxfp4"),
+        pack,
+        quantization_config={"quant_method": "mxfp4"},
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        make("gpt_oss")[1], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     state, stored = model.state_dict(), weights.open_folder(folder)
     for name in [n.removesuffix("_blocks") for n in stored if n.endswith("_blocks")]:
         pair = [torch.from_numpy(np.array(stored[name + part])) for part in ("_blocks", "_scales")]
         state[name].copy_(convert_moe_packed_tensors(*pair, dtype=torch.float32))
     with torch.no_grad():
-        return folder, model(torch.from_numpy(truth("gpt_oss")[0])).logits.numpy()
+        return folder, model(torch.from_numpy(truth("gpt_oss")[0])).compute_logits.numpy()
 
 
 @pytest.mark.parametrize("mxfp4", ["packed", "plain"])
@@ -73,17 +87,23 @@ def test_mxfp4_experts(packed, mxfp4):
     folder, want = packed
     target = load_target(folder, mxfp4=mxfp4)
     experts = target.params["blocks"][0]["mlp"]["experts"]["gate_up"]
-    assert experts.keys() == ({"blocks", "scales", "bias"} if mxfp4 == "packed" else {"kernel", "bias"})
+    assert experts.keys() == (
+        {"blocks", "scales", "bias"} if mxfp4 == "packed" else {"kernel", "bias"}
+    )
     np.testing.assert_allclose(logits(target, truth("gpt_oss")[0]), want, atol=TOLERANCE, rtol=0)
 
 
 def test_every_code_and_every_scale():
     """Bit for bit what ml_dtypes reads, in the order that transformers' code has, which the test above uses."""
     scales = np.arange(255, dtype=np.uint8).reshape(255, 1, 1)  # 255 is not a number
-    blocks = np.tile(np.arange(16, dtype=np.uint8) * 16 + np.arange(16, dtype=np.uint8)[::-1], (255, 1, 1, 1))
+    blocks = np.tile(
+        np.arange(16, dtype=np.uint8) * 16 + np.arange(16, dtype=np.uint8)[::-1], (255, 1, 1, 1)
+    )
     codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(255, 1, 32)
     with np.errstate(over="ignore"):
-        want = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        want = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scales.view(
+            ml_dtypes.float8_e8m0fnu
+        ).astype(np.float32)
     got = np.asarray(decode_mxfp4(jnp.asarray(blocks), jnp.asarray(scales), jnp.float32))
     normal = np.abs(want) >= 2.0**-126  # below, CPUs flush to zero
     assert np.array_equal(got[normal], want[normal]) and (np.abs(got[~normal]) < 2.0**-126).all()
@@ -94,12 +114,21 @@ def test_mxfp4_converted(packed, tmp_path):
     convert(folder, tmp_path / "same", to="hf", max_shard_bytes=30_000)
     same, old = weights.open_folder(tmp_path / "same"), weights.open_folder(folder)
     assert same.keys() == old.keys() and all(np.array_equal(same[n], old[n]) for n in old)
-    assert json.loads((tmp_path / "same/config.json").read_text())["quantization_config"] == {"quant_method": "mxfp4"}
+    assert json.loads((tmp_path / "same/config.json").read_text())["quantization_config"] == {
+        "quant_method": "mxfp4"
+    }
     convert(folder, tmp_path / "plain", to="hf", dtype="float32")
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32, attn_implementation="eager").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
-        np.testing.assert_allclose(again(torch.from_numpy(truth("gpt_oss")[0])).logits.numpy(), want, atol=1e-6, rtol=0)
+        np.testing.assert_allclose(
+            again(torch.from_numpy(truth("gpt_oss")[0])).compute_logits.numpy(),
+            want,
+            atol=1e-6,
+            rtol=0,
+        )
 
 
 def drop(end):
@@ -116,10 +145,15 @@ def misshape(end, shape, dtype=np.uint8):
     return change
 
 
-@pytest.mark.parametrize("change, words", [
-    (drop("_scales"), "_blocks needs .*_scales; got none"), (misshape("_blocks", (5, 128, 1, 8)), r"must be \[E, out, in/32, 16\]"),
-    (misshape("_scales", (5, 32, 2), np.int32), "must be uint8"), (misshape("_blocks", (5, 64, 1, 16)), r"down_proj_blocks must be \[E, out, in/32, 16\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (drop("_scales"), "_blocks needs .*_scales; got none"),
+        (misshape("_blocks", (5, 128, 1, 8)), r"must be \[E, out, in/32, 16\]"),
+        (misshape("_scales", (5, 32, 2), np.int32), "must be uint8"),
+        (misshape("_blocks", (5, 64, 1, 16)), r"down_proj_blocks must be \[E, out, in/32, 16\]"),
+    ],
+)
 def test_damaged_mxfp4(tmp_path, change, words):
     folder = edit("gpt_oss", tmp_path / "x", lambda t: (pack(t), change(t)))
     with pytest.raises(InputError, match=words):
@@ -140,20 +174,31 @@ def test_fp8_experts_in_blocks(tmp_path):
     """Every expert's matrices with `weight_scale_inv`, as Qwen3-Coder's FP8 release has them."""
     products = {}
 
-    def quantise(tensors):
+    def quantize(tensors):
         rng = np.random.default_rng(1)
         for name in [n for n in tensors if "_proj.weight" in n]:
-            matrix = np.clip(np.asarray(tensors[name]) * 200, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-            scale = rng.uniform(0.004, 0.006, tuple(-(-s // 24) for s in matrix.shape)).astype(np.float32)
-            products[name] = matrix.astype(np.float32) * np.kron(scale, np.ones((24, 24), np.float32))[: matrix.shape[0], : matrix.shape[1]]
+            matrix = np.clip(np.asarray(tensors[name]) * 200, -448, 448).astype(
+                ml_dtypes.float8_e4m3fn
+            )
+            scale = rng.uniform(0.004, 0.006, tuple(-(-s // 24) for s in matrix.shape)).astype(
+                np.float32
+            )
+            products[name] = (
+                matrix.astype(np.float32)
+                * np.kron(scale, np.ones((24, 24), np.float32))[
+                    : matrix.shape[0], : matrix.shape[1]
+                ]
+            )
             tensors |= {name: matrix, name + "_scale_inv": scale}
 
     how = {"quant_method": "fp8", "weight_block_size": [24, 24]}
-    target = load_target(edit("qwen3_moe", tmp_path / "fp8", quantise, quantization_config=how))
+    target = load_target(edit("qwen3_moe", tmp_path / "fp8", quantize, quantization_config=how))
     experts = target.params["blocks"][1]["mlp"]["experts"]
     for e in range(6):
         name = f"model.layers.1.mlp.experts.{e}"
-        both = np.concatenate([products[f"{name}.gate_proj.weight"], products[f"{name}.up_proj.weight"]]).T
+        both = np.concatenate(
+            [products[f"{name}.gate_proj.weight"], products[f"{name}.up_proj.weight"]]
+        ).T
         assert np.array_equal(experts["gate_up"]["kernel"][e], both)
         assert np.array_equal(experts["down"]["kernel"][e], products[f"{name}.down_proj.weight"].T)
 
@@ -165,16 +210,28 @@ def test_a_multimodal_checkpoint_and_its_leftovers(tmp_path):
         for name in list(tensors):
             tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
         for part in ("k_proj", "v_proj", "k_norm"):
-            tensors[f"model.language_model.layers.5.self_attn.{part}.weight"] = np.ones((3, 4), np.float32)
-        tensors |= {"model.vision_tower.x.weight": np.ones(3, np.float32), "model.embed_audio.y.weight": np.ones(3, np.float32)}
+            tensors[f"model.language_model.layers.5.self_attn.{part}.weight"] = np.ones(
+                (3, 4), np.float32
+            )
+        tensors |= {
+            "model.vision_tower.x.weight": np.ones(3, np.float32),
+            "model.embed_audio.y.weight": np.ones(3, np.float32),
+        }
         tensors["lm_head.weight"] = np.zeros((V, 32), np.float32)
 
     text = json.loads((make("gemma4_ple")[1] / "config.json").read_text())
     other = {key: None for key in text if key not in ("model_type",)}
-    folder = edit("gemma4_ple", tmp_path / "mm", wrap, **other | {"model_type": "gemma4", "text_config": text, "eos_token_id": [5, 6]})
-    target = load_target(folder, taps=(0, 1, 4))
+    folder = edit(
+        "gemma4_ple",
+        tmp_path / "mm",
+        wrap,
+        **other | {"model_type": "gemma4", "text_config": text, "eos_token_id": [5, 6]},
+    )
+    target = load_target(folder, aux_hidden_state_layers=(0, 1, 4))
     assert target.config.stop_ids == (5, 6)
-    np.testing.assert_allclose(logits(target, truth("gemma4_ple")[0]), truth("gemma4_ple")[1], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(
+        logits(target, truth("gemma4_ple")[0]), truth("gemma4_ple")[1], atol=TOLERANCE, rtol=0
+    )
     convert(folder, tmp_path / "half", to="hf", dtype="bfloat16")
     kept = weights.open_folder(tmp_path / "half")
     assert "model.vision_tower.x.weight" in kept and "lm_head.weight" not in kept
@@ -183,16 +240,27 @@ def test_a_multimodal_checkpoint_and_its_leftovers(tmp_path):
 def test_hub_and_transformers_spell_full_layers_differently():
     raw = json.loads((make("gemma4")[1] / "config.json").read_text())
     assert "per_layer_config" in raw
-    hub = {k: v for k, v in raw.items() if k != "per_layer_config"} | {"global_head_dim": 32, "num_global_key_value_heads": 1}
-    assert dataclasses.replace(read_config(hub)[1], source="") == dataclasses.replace(read_config(raw)[1], source="")
-    hub["attention_k_eq_v"] = False  # then the number of global KV heads does not count (configuration_gemma4.py)
+    hub = {k: v for k, v in raw.items() if k != "per_layer_config"} | {
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+    }
+    assert dataclasses.replace(read_config(hub)[1], source="") == dataclasses.replace(
+        read_config(raw)[1], source=""
+    )
+    hub["attention_k_eq_v"] = (
+        False  # then the number of global KV heads does not count (configuration_gemma4.py)
+    )
     assert read_config(hub)[1].full_kv_heads == 2
 
 
 def test_an_older_spelling_of_experts():
     raw = json.loads((make("qwen3_moe")[1] / "config.json").read_text())
     old = {k: v for k, v in raw.items() if k not in ("num_experts", "num_local_experts")}
-    assert read_config(old | {"num_experts": 6})[1].experts == read_config(old | {"num_local_experts": 6})[1].experts == 6
+    assert (
+        read_config(old | {"num_experts": 6})[1].experts
+        == read_config(old | {"num_local_experts": 6})[1].experts
+        == 6
+    )
 
 
 # ---------------------------------------------------------------- bfloat16
@@ -203,45 +271,109 @@ def test_an_older_spelling_of_experts():
 BF16 = 0.04
 
 
-LATER = ("llama_tied", "qwen3_moe_raw", "gemma4_moe")  # another option of a family: in the long tier
+LATER = (
+    "llama_tied",
+    "qwen3_moe_raw",
+    "gemma4_moe",
+)  # another option of a family: in the long tier
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LATER else []) for case in families.CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if case in LATER else [])
+        for case in families.CASES
+    ],
+)
 def test_bfloat16(case):
     _, folder = make(case)
     tokens = truth(case)[0]
-    half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    half = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
-        theirs = half(torch.from_numpy(tokens)).logits.float().numpy()
+        theirs = half(torch.from_numpy(tokens)).compute_logits.float().numpy()
     mine = np.asarray(logits(load_target(folder, dtype=jnp.bfloat16), tokens).astype(jnp.float32))
     exact = truth(case)[1]
-    rms = lambda a: np.sqrt(np.mean(a**2, axis=-1))  # noqa: E731
-    error = lambda a: float(np.median(rms(a - exact) / rms(exact)))  # noqa: E731 of tokens: rounding sends a few to other experts
+
+    def rms(a):
+        return np.sqrt(np.mean(a**2, axis=-1))
+
+    def error(a):
+        return float(
+            np.median(rms(a - exact) / rms(exact))
+        )  # of tokens: rounding sends a few to other experts
+
     assert error(mine) < BF16 and error(mine) < 1.3 * error(theirs)
 
 
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("case, change, config, words", [
-    ("qwen3_moe", drop("experts.4.up_proj.weight"), {}, r"missing: model.layers.1.mlp.experts.4.up_proj.weight"),
-    ("qwen3_moe", None, {"num_experts": 7, "num_local_experts": None}, "missing: .*experts.6"),
-    ("qwen3_moe", None, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts; got 9 of 6"),
-    ("qwen3_moe", None, {"norm_topk_prob": None}, "needs the key 'norm_topk_prob'"),
-    ("qwen3_moe", misshape("experts.2.down_proj.weight", (24, 32), np.float32), {}, r"down_proj.weight \[24, 32\] where the config says \[32, 24\]"),
-    ("gpt_oss", None, {"num_experts_per_tok": 6}, "got 6 of 5"), ("gpt_oss", None, {"layer_types": ["full_attention"] * 4}, "must name all 5 layers"),
-    ("gpt_oss", None, {"layer_types": ["chunked_attention"] * 5}, "full_attention or sliding_attention; got chunked_attention"),
-    ("gpt_oss", None, {"sliding_window": None}, "needs the key 'sliding_window'"),
-    ("gpt_oss", drop("sinks"), {}, "missing: model.layers..*sinks"), ("llama", None, {"hidden_act": "gelu"}, "hidden_act must be silu"),
-    ("llama", None, {"num_key_value_heads": 3}, "multiple of num_key_value_heads; got 4 and 3"),
-    ("gemma4", None, {"use_bidirectional_attention": "all"}, "decoded causally; got all"),
-    ("gemma4", None, {"hidden_activation": "silu"}, "hidden_activation must be gelu_pytorch_tanh"),
-    ("gemma4", None, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping must be null"),
-    ("gemma4", None, {"per_layer_config": {"1": {"head_dim": 32}, "4": {"head_dim": 16}}}, "per_layer_config must give every full_attention layer the same"),
-    ("gemma4_ple", None, {"num_kv_shared_layers": 6}, "must hold one of every kind; got 6|that these are of; got 6"),
-    ("gemma4_moe", drop("router.scale"), {}, "missing: model.layers.0.router.scale"),
-    ("gemma4", None, {"model_type": "gemma3_text"}, "model_type must be one of llama, qwen3, qwen3_moe, gpt_oss, gemma4, gemma4_text; got gemma3_text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case, change, config, words",
+    [
+        (
+            "qwen3_moe",
+            drop("experts.4.up_proj.weight"),
+            {},
+            r"missing: model.layers.1.mlp.experts.4.up_proj.weight",
+        ),
+        ("qwen3_moe", None, {"num_experts": 7, "num_local_experts": None}, "missing: .*experts.6"),
+        (
+            "qwen3_moe",
+            None,
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok must be at most num_experts; got 9 of 6",
+        ),
+        ("qwen3_moe", None, {"norm_topk_prob": None}, "needs the key 'norm_topk_prob'"),
+        (
+            "qwen3_moe",
+            misshape("experts.2.down_proj.weight", (24, 32), np.float32),
+            {},
+            r"down_proj.weight \[24, 32\] where the config says \[32, 24\]",
+        ),
+        ("gpt_oss", None, {"num_experts_per_tok": 6}, "got 6 of 5"),
+        ("gpt_oss", None, {"layer_types": ["full_attention"] * 4}, "must name all 5 layers"),
+        (
+            "gpt_oss",
+            None,
+            {"layer_types": ["chunked_attention"] * 5},
+            "full_attention or sliding_attention; got chunked_attention",
+        ),
+        ("gpt_oss", None, {"sliding_window": None}, "needs the key 'sliding_window'"),
+        ("gpt_oss", drop("sinks"), {}, "missing: model.layers..*sinks"),
+        ("llama", None, {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ("llama", None, {"num_key_value_heads": 3}, "multiple of num_key_value_heads; got 4 and 3"),
+        ("gemma4", None, {"use_bidirectional_attention": "all"}, "decoded causally; got all"),
+        (
+            "gemma4",
+            None,
+            {"hidden_activation": "silu"},
+            "hidden_activation must be gelu_pytorch_tanh",
+        ),
+        ("gemma4", None, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping must be null"),
+        (
+            "gemma4",
+            None,
+            {"per_layer_config": {"1": {"head_dim": 32}, "4": {"head_dim": 16}}},
+            "per_layer_config must give every full_attention layer the same",
+        ),
+        (
+            "gemma4_ple",
+            None,
+            {"num_kv_shared_layers": 6},
+            "must hold one of every kind; got 6|that these are of; got 6",
+        ),
+        ("gemma4_moe", drop("router.scale"), {}, "missing: model.layers.0.router.scale"),
+        (
+            "gemma4",
+            None,
+            {"model_type": "gemma3_text"},
+            "model_type must be one of llama, qwen3, qwen3_moe, gpt_oss, gemma4, gemma4_text; got gemma3_text",
+        ),
+    ],
+)
 def test_bad_checkpoints(tmp_path, case, change, config, words):
     folder = edit(case, tmp_path / "x", change, **config)
     with pytest.raises(InputError, match=words):
@@ -252,5 +384,11 @@ def test_shards_with_experts_in_different_files(tmp_path):
     _, source = make("qwen3_moe")
     convert(source, tmp_path / "shards", to="hf", max_shard_bytes=20_000)
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 5
-    got, want = load_target(tmp_path / "shards", taps=(0, 1, 4)), ours("qwen3_moe")
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True))
+    got, want = (
+        load_target(tmp_path / "shards", aux_hidden_state_layers=(0, 1, 4)),
+        ours("qwen3_moe"),
+    )
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True)
+    )

@@ -23,9 +23,13 @@ PROGRAM = Path(__file__).with_name("spread.py")
 
 
 def spawn(job: dict, **env):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])} | env
+    environment = (
+        os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])} | env
+    )
     command = [sys.executable, str(PROGRAM), json.dumps(job)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(process) -> dict:
@@ -43,24 +47,45 @@ def eight(cases, answers):
 
 @functools.cache
 def truth(case):
-    answers = generate(families.ours(case, wide=True), None, PROMPTS, max_new_tokens=NEW, stop_ids=())
+    answers = generate(
+        families.ours(case, wide=True), None, PROMPTS, max_new_tokens=NEW, stop_ids=()
+    )
     return families.truth(case, wide=True)[1][:1], [a.output_token_ids for a in answers]
 
 
 def test_eight_devices():
     got = eight(CASES, ["qwen3_moe_raw"])
     for case in CASES:
-        np.testing.assert_allclose(np.asarray(got[case]["logits"]), families.truth(case, wide=True)[1][:1], atol=3e-5, rtol=0)
+        np.testing.assert_allclose(
+            np.asarray(got[case]["logits"]),
+            families.truth(case, wide=True)[1][:1],
+            atol=3e-5,
+            rtol=0,
+        )
     assert got["qwen3_moe_raw"]["answers"] == truth("qwen3_moe_raw")[1]
     for logits in got["qwen3_moe_raw"]["gpu"]:  # what a GPU would run, on CPUs
         logits = np.asarray(logits)
-        np.testing.assert_allclose(logits, families.truth("qwen3_moe_raw", wide=True)[1][:1, : logits.shape[1]], atol=3e-5, rtol=0)
+        np.testing.assert_allclose(
+            logits,
+            families.truth("qwen3_moe_raw", wide=True)[1][:1, : logits.shape[1]],
+            atol=3e-5,
+            rtol=0,
+        )
     # each device holds an eighth of what divides by 8, and all of what does not
     shards = got["gpt_oss"]["shards"]
-    assert shards["embed.table"] == [13, 32] and shards["head.kernel"] == [32, 13] and shards["blocks.0.attn.sinks"] == [1]
+    assert (
+        shards["embed.table"] == [13, 32]
+        and shards["lm_head.kernel"] == [32, 13]
+        and shards["blocks.0.attn.sinks"] == [1]
+    )
     assert shards["blocks.0.attn.q.kernel"] == [32, 16] and shards["blocks.0.attn.q.bias"] == [16]
-    assert shards["blocks.0.attn.k.kernel"] == [32, 64] and shards["blocks.0.attn.o.kernel"] == [16, 32]  # 4 KV heads
-    assert shards["blocks.0.mlp.experts.gate_up.kernel"] == [1, 32, 128] and shards["blocks.0.mlp.experts.down.bias"] == [1, 32]
+    assert shards["blocks.0.attn.k.kernel"] == [32, 64] and shards["blocks.0.attn.o.kernel"] == [
+        16,
+        32,
+    ]  # 4 KV heads
+    assert shards["blocks.0.mlp.experts.gate_up.kernel"] == [1, 32, 128] and shards[
+        "blocks.0.mlp.experts.down.bias"
+    ] == [1, 32]
     assert got["gemma4_ple"]["shards"]["blocks.0.mlp.gate.kernel"] == [32, 8]
 
 
@@ -79,11 +104,21 @@ def test_two_processes():
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
     case = "qwen3_moe_raw"
-    job = {"folders": {case: str(families.make(case, wide=True)[1])}, "prompts": PROMPTS, "new": NEW, "answers": [case], "address": address}
+    job = {
+        "folders": {case: str(families.make(case, wide=True)[1])},
+        "prompts": PROMPTS,
+        "new": NEW,
+        "answers": [case],
+        "address": address,
+    }
     got = [finish(p)[case] for p in [spawn(job | {"process": i}) for i in range(2)]]
     logits, answers = truth(case)
     for one in got:
         np.testing.assert_allclose(np.asarray(one["logits"]), logits, atol=3e-5, rtol=0)
-        assert one["answers"] == answers and one["shards"]["blocks.0.mlp.experts.gate_up.kernel"] == [4, 32, 48]
+        assert one["answers"] == answers and one["shards"][
+            "blocks.0.mlp.experts.gate_up.kernel"
+        ] == [4, 32, 48]
     # of 8 experts with 3 matrices in each of 5 layers, four each
-    assert len(got[0]["read"]) == len(got[1]["read"]) == 4 * 3 * 5 and not set(got[0]["read"]) & set(got[1]["read"])
+    assert len(got[0]["read"]) == len(got[1]["read"]) == 4 * 3 * 5 and not set(
+        got[0]["read"]
+    ) & set(got[1]["read"])

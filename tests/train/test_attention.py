@@ -7,7 +7,7 @@ import pytest
 
 from peagle_jax.kernels import packed_attention
 from peagle_jax.train.attention import PackedCausal, PrefixChain
-from peagle_jax.train.cod import Cod, cod_sample
+from peagle_jax.train.cod import CodConfig, cod_sample
 from peagle_jax.types import AttentionRule
 
 B, n, N, G, H, K = 2, 26, 4, 2, 8, 5
@@ -15,22 +15,32 @@ TOLERANCE = 1e-6
 
 
 def inputs():
-    document = np.stack([np.repeat([0, 1, 2], [9, 13, 4]), np.where(np.arange(n) < 23, 0, -1)])
-    supervised = (np.random.default_rng(0).random((B, n)) < 0.85) & (document >= 0)
-    cod = cod_sample(supervised, document, Cod(depths=K, ratio=0.8, floor=0.2, anchors=None), 3)
+    segment_ids = np.stack([np.repeat([0, 1, 2], [9, 13, 4]), np.where(np.arange(n) < 23, 0, -1)])
+    loss_mask = (np.random.default_rng(0).random((B, n)) < 0.85) & (segment_ids >= 0)
+    cod = cod_sample(
+        loss_mask,
+        segment_ids,
+        CodConfig(num_depths=K, down_sample_ratio=0.8, down_sample_ratio_min=0.2, max_anchors=None),
+        3,
+    )
     P = n + cod.anchor.shape[1]
     keys = jax.random.split(jax.random.key(1), 4)
-    shape = lambda heads: (B, P, heads, H)  # noqa: E731
-    q, k, v, weight = (jax.random.normal(key, shape(heads)) for key, heads in zip(keys, (N, G, G, N), strict=True))
-    return document, cod, q, k, v, weight
+
+    def shape(heads):
+        return (B, P, heads, H)
+
+    q, k, v, weight = (
+        jax.random.normal(key, shape(heads)) for key, heads in zip(keys, (N, G, G, N), strict=True)
+    )
+    return segment_ids, cod, q, k, v, weight
 
 
-def dense(document, cod, q, k, v, window):
+def dense(segment_ids, cod, q, k, v, window):
     """The mask written out, [P, P]: peagle.md section 4, 'Attention'."""
     here = np.broadcast_to(np.arange(n), (B, n))
     anchor, depth = np.concatenate([here, cod.anchor], 1), np.concatenate([0 * here, cod.depth], 1)
-    doc = np.take_along_axis(document, anchor, 1)
-    real = np.concatenate([document >= 0, cod.real], 1)
+    doc = np.take_along_axis(segment_ids, anchor, 1)
+    real = np.concatenate([segment_ids >= 0, cod.real], 1)
     qa, ka, qd, kd = anchor[:, :, None], anchor[:, None], depth[:, :, None], depth[:, None]
     seen = ((kd == 0) & (ka <= qa)) | ((ka == qa) & (kd <= qd))
     seen &= (doc[:, :, None] == doc[:, None]) & real[:, None] & real[:, :, None]
@@ -43,12 +53,17 @@ def dense(document, cod, q, k, v, window):
 
 
 # 16: the queries go through in parts
-@pytest.mark.parametrize("chunk, window", [(16, None), (16, 7), (2048, 3), pytest.param(2048, None, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "chunk, window",
+    [(16, None), (16, 7), (2048, 3), pytest.param(2048, None, marks=pytest.mark.long)],
+)
 def test_equals_dense(window, chunk, monkeypatch):
     monkeypatch.setattr(packed_attention, "CHUNK", chunk)
-    document, cod, q, k, v, weight = inputs()
-    attend = PrefixChain(jnp.asarray(cod.anchor), jnp.asarray(cod.depth), jnp.asarray(document), K)
-    _, real = dense(document, cod, q, k, v, window)
+    segment_ids, cod, q, k, v, weight = inputs()
+    attend = PrefixChain(
+        jnp.asarray(cod.anchor), jnp.asarray(cod.depth), jnp.asarray(segment_ids), K
+    )
+    _, real = dense(segment_ids, cod, q, k, v, window)
     mask = jnp.asarray(real)[:, :, None, None] * weight  # padding gives numbers that nobody reads
 
     def value(f):
@@ -56,7 +71,7 @@ def test_equals_dense(window, chunk, monkeypatch):
         return (f(q, k, v) * (mask != 0), out, *grads)
 
     ours = value(lambda q, k, v: attend(0, q, k, v, None, AttentionRule(window, H**-0.5))[0])
-    theirs = value(lambda q, k, v: dense(document, cod, q, k, v, window)[0])
+    theirs = value(lambda q, k, v: dense(segment_ids, cod, q, k, v, window)[0])
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=TOLERANCE * np.abs(b).max(), rtol=0)
 
@@ -73,7 +88,12 @@ def test_the_worked_example():
 
 
 def test_documents_do_not_see_each_other():
-    document, _, q, k, v, _ = inputs()
-    f = lambda v: PackedCausal(jnp.asarray(document))(0, q[:, :n], k[:, :n], v, None, AttentionRule(None, H**-0.5))[0][0, 9:22].sum()  # noqa: E731
+    segment_ids, _, q, k, v, _ = inputs()
+
+    def f(v):
+        return PackedCausal(jnp.asarray(segment_ids))(
+            0, q[:, :n], k[:, :n], v, None, AttentionRule(None, H**-0.5)
+        )[0][0, 9:22].sum()
+
     seen = np.abs(np.asarray(jax.grad(f)(v[:, :n]))).sum((2, 3))[0] > 0
-    assert np.array_equal(seen, document[0] == 1)
+    assert np.array_equal(seen, segment_ids[0] == 1)

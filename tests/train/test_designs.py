@@ -15,41 +15,81 @@ import tiny
 from scipy import special
 
 from peagle_jax.train.attention import PackedCausal
-from peagle_jax.train.cod import Cod, cod_sample
-from peagle_jax.train.config import Optimizer
-from peagle_jax.train.features import Rows
-from peagle_jax.train.fit import _decayed, make_optimizer
-from peagle_jax.train.step import peagle_loss
+from peagle_jax.train.cod import CodConfig, cod_sample
+from peagle_jax.train.config import OptimizerConfig
+from peagle_jax.train.hidden_states import TrainingRows
+from peagle_jax.train.peagle_loss import peagle_loss
+from peagle_jax.train.trainer import _decayed, make_optimizer
 from peagle_jax.types import CodSample
-from peagle_jax.weights import flat
+from peagle_jax.weights import flatten_params
 
 B, N, K, E, MASK = 2, 11, 4, 7, 5
 DOCUMENT = np.array([[0, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2] * 9 + [-1, -1]])
 SHAPE = {"layers": 1, "windows": (None,), "depths": K}
 LEARNED = {
-    "shared": {"mask_hidden"}, "shared_fused": {"fused"}, "per_depth": {"table"}, "shared_depth": {"mask_hidden", "depth"},
-    "low_rank": {"mask_hidden", "codes", "directions"}, "last_feature": set(), "gated": {"mask_hidden", "gate"}, "mean_feature": set(),
-    "zero": set(), "frozen_random": set(),
-}  # fmt: skip
-FROZEN = {"mean_feature": {"mask_hidden"}, "frozen_random": {"mask_hidden"}, "frozen": {"token"}, "mean": {"token"}}
+    "shared": {"mask_hidden"},
+    "shared_fused": {"fused"},
+    "per_depth": {"table"},
+    "shared_depth": {"mask_hidden", "depth"},
+    "low_rank": {"mask_hidden", "codes", "directions"},
+    "last_feature": set(),
+    "gated": {"mask_hidden", "gate"},
+    "mean_feature": set(),
+    "zero": set(),
+    "frozen_random": set(),
+}
+FROZEN = {
+    "mean_feature": {"mask_hidden"},
+    "frozen_random": {"mask_hidden"},
+    "frozen": {"token"},
+    "mean": {"token"},
+}
 
 
 def own(params) -> dict[str, np.ndarray]:
     """The parameters that placeholders have for themselves, by name."""
-    named = {**params.get("placeholder", {}), **({"mask_hidden": params["mask_hidden"]} if "mask_hidden" in params else {})}
+    named = {
+        **params.get("placeholder", {}),
+        **({"mask_hidden": params["mask_hidden"]} if "mask_hidden" in params else {}),
+    }
     return {name: np.asarray(x) for name, x in named.items()}
 
 
 @functools.cache
-def case() -> tuple[Rows, CodSample, jax.Array]:
+def case() -> tuple[TrainingRows, CodSample, jax.Array]:
     rng = np.random.default_rng(4)
-    tokens = rng.choice(np.delete(np.arange(41), MASK), (B, N))  # nobody reads the mask token but placeholders
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    supervised = (DOCUMENT >= 0) & (rng.random((B, N)) < 0.85)
-    cod = cod_sample(supervised, DOCUMENT, Cod(depths=K, ratio=0.8, floor=0.3, anchors=None), 3)
+    tokens = rng.choice(
+        np.delete(np.arange(41), MASK), (B, N)
+    )  # nobody reads the mask token but placeholders
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    loss_mask = (DOCUMENT >= 0) & (rng.random((B, N)) < 0.85)
+    cod = cod_sample(
+        loss_mask,
+        DOCUMENT,
+        CodConfig(num_depths=K, down_sample_ratio=0.8, down_sample_ratio_min=0.3, max_anchors=None),
+        3,
+    )
     assert not cod.real.all() and set(cod.depth[cod.real]) == {1, 2, 3}  # padding, and every depth
-    rows = Rows(*(jnp.asarray(x) for x in (tokens.astype(np.int32), draw(B, N, 72), draw(B, N, E), DOCUMENT.astype(np.int32), supervised)))
-    return rows, CodSample(*(jnp.asarray(x) for x in (cod.anchor, cod.depth, cod.real))), jnp.asarray(draw(E, 41))
+    rows = TrainingRows(
+        *(
+            jnp.asarray(x)
+            for x in (
+                tokens.astype(np.int32),
+                draw(B, N, 72),
+                draw(B, N, E),
+                DOCUMENT.astype(np.int32),
+                loss_mask,
+            )
+        )
+    )
+    return (
+        rows,
+        CodSample(*(jnp.asarray(x) for x in (cod.anchor, cod.depth, cod.real))),
+        jnp.asarray(draw(E, 41)),
+    )
 
 
 @functools.cache
@@ -61,11 +101,13 @@ def plainly():
     def last(module, embeddings, features, length):
         attend = PackedCausal(jnp.where(positions < length, 0, -1))
         hidden, _ = module(embeddings[None], features[None], positions, attend, None)
-        return module.logits(hidden[0, length - 1])
+        return module.compute_logits(hidden[0, length - 1])
 
     @jax.jit
     def run(params, embeddings, features, lengths):
-        module = base.bind({**base.params, **{name: params[name] for name in ("layers", "norm", "lm_head")}})
+        module = base.bind(
+            {**base.params, **{name: params[name] for name in ("layers", "norm", "lm_head")}}
+        )
         return jax.vmap(functools.partial(last, module))(embeddings, features, lengths)
 
     return run
@@ -75,31 +117,50 @@ def slowly(head) -> list[tuple[int, float, bool]]:
     """(depth, loss, hit) of every supervised element: each one's own run, from its document's first row to its last placeholder."""
     rows, cod, output = case()
     kernel = np.asarray(head.params["fusion"]["fc"]["kernel"])
-    fuse = lambda taps: np.asarray(taps) @ kernel  # noqa: E731  the tiny head has no norm before fc
-    features, table = fuse(rows.taps), np.asarray(head.params["embed"]["table"])
-    supervised, tokens = np.asarray(rows.supervised), np.asarray(rows.tokens)
+
+    def fuse(aux_hidden_states):
+        return np.asarray(aux_hidden_states) @ kernel  # the tiny head has no norm before fc
+
+    features, table = fuse(rows.aux_hidden_states), np.asarray(head.params["embed"]["table"])
+    loss_mask, tokens = np.asarray(rows.loss_mask), np.asarray(rows.tokens)
     elements = [(b, a, 0) for b in range(B) for a in range(N)]
-    elements += [(b, int(a), int(d)) for b in range(B) for a, d, real in zip(*(np.asarray(x)[b] for x in (cod.anchor, cod.depth, cod.real)), strict=True) if real]
-    elements = [(b, a, d) for b, a, d in elements if supervised[b, a + d]]
+    elements += [
+        (b, int(a), int(d))
+        for b in range(B)
+        for a, d, real in zip(
+            *(np.asarray(x)[b] for x in (cod.anchor, cod.depth, cod.real)), strict=True
+        )
+        if real
+    ]
+    elements = [(b, a, d) for b, a, d in elements if loss_mask[b, a + d]]
     inputs = np.zeros((2, len(elements), N, table.shape[1]), np.float32)
     lengths = np.zeros(len(elements), np.int32)
     for i, (b, a, d) in enumerate(elements):
         first = np.flatnonzero(DOCUMENT[b] == DOCUMENT[b, a])[0]
         behind = table[tokens[b, a]], features[b, a]
-        made = [(designs.embedding(head, behind[0]), designs.feature(head, depth, behind[1], fuse)) for depth in range(1, d + 1)]
+        made = [
+            (designs.embedding(head, behind[0]), designs.fused(head, depth, behind[1], fuse))
+            for depth in range(1, d + 1)
+        ]
         run = [(table[tokens[b, j]], features[b, j]) for j in range(first, a + 1)] + made
         lengths[i] = len(run)
         inputs[:, i, : len(run)] = np.stack([np.stack(pair) for pair in run], axis=1)
-    logits = np.asarray(plainly()(head.params, *jnp.asarray(inputs), jnp.asarray(lengths)), np.float64)
+    logits = np.asarray(
+        plainly()(head.params, *jnp.asarray(inputs), jnp.asarray(lengths)), np.float64
+    )
     found = []
     for (b, a, d), student in zip(elements, logits, strict=True):
-        teacher = np.asarray(rows.teacher[b, a + d], np.float64) @ np.asarray(output, np.float64)
+        teacher = np.asarray(rows.teacher_hidden[b, a + d], np.float64) @ np.asarray(
+            output, np.float64
+        )
         loss = special.rel_entr(special.softmax(teacher), special.softmax(student)).sum()
         found.append((d, loss, bool(teacher.argmax() == student.argmax())))
     return found
 
 
-OPTIMIZER = make_optimizer(Optimizer(steps=8, peak_lr=1e-2, warmup=1, weight_decay=0.3, clip=1.0))
+OPTIMIZER = make_optimizer(
+    OptimizerConfig(steps=8, peak_lr=1e-2, warmup=1, weight_decay=0.3, max_grad_norm=1.0)
+)
 
 
 @functools.cache
@@ -110,7 +171,9 @@ def step(name):
 
     @jax.jit
     def run(params, opt, cod):
-        (loss, by_depth), grads = jax.value_and_grad(lambda p: peagle_loss(head.bind(p), rows, cod, K, output), has_aux=True)(params)
+        (loss, by_depth), grads = jax.value_and_grad(
+            lambda p: peagle_loss(head.bind(p), rows, cod, K, output), has_aux=True
+        )(params)
         updates, opt = OPTIMIZER.update(grads, opt, params)
         return loss, by_depth, grads, optax.apply_updates(params, updates), opt
 
@@ -125,13 +188,22 @@ def test_packed_loss_is_that_of_every_element_run_alone(name):
     loss, by_depth, *_ = run(head.params, opt, cod)
     np.testing.assert_allclose(loss, np.mean([x for _, x, _ in found]), rtol=1e-5)
     for key, value in (("total", lambda hit: 1), ("correct", int)):
-        np.testing.assert_array_equal(by_depth[key], [sum(value(hit) for d, _, hit in found if d == depth) for depth in range(K)])
+        np.testing.assert_array_equal(
+            by_depth[key],
+            [sum(value(hit) for d, _, hit in found if d == depth) for depth in range(K)],
+        )
     counts = np.asarray(by_depth["total"])
     assert (counts > 0).all() and sum(counts) == len(found)
     for depth in range(1, K):  # the depth's own elements, beside depth 0
-        loss, by_depth, *_ = run(head.params, opt, CodSample(cod.anchor, cod.depth, cod.real & (cod.depth == depth)))
-        np.testing.assert_array_equal(by_depth["total"], np.where(np.isin(range(K), (0, depth)), counts, 0))
-        np.testing.assert_allclose(loss, np.mean([x for d, x, _ in found if d in (0, depth)]), rtol=1e-5)
+        loss, by_depth, *_ = run(
+            head.params, opt, CodSample(cod.anchor, cod.depth, cod.real & (cod.depth == depth))
+        )
+        np.testing.assert_array_equal(
+            by_depth["total"], np.where(np.isin(range(K), (0, depth)), counts, 0)
+        )
+        np.testing.assert_allclose(
+            loss, np.mean([x for d, x, _ in found if d in (0, depth)]), rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", designs.ALL)
@@ -156,14 +228,23 @@ def test_what_is_learned_and_what_is_frozen(name):
     for _ in range(5):
         *_, params, opt = run(params, opt, cod)
     still = {"mask_hidden"} if "mask_hidden" in frozen else {"placeholder"} if frozen else set()
-    _nothing_is_missing(head, run, cod, grads, {"fusion", "embed", "mask_hidden", "placeholder"} & head.params.keys() - still)
+    _nothing_is_missing(
+        head,
+        run,
+        cod,
+        grads,
+        {"fusion", "embed", "mask_hidden", "placeholder"} & head.params.keys() - still,
+    )
     before, after = own(head.params), own(params)
     for which in before:
         if which in frozen:
             np.testing.assert_array_equal(after[which], before[which])
         else:
             assert (after[which] != before[which]).mean() > 0.95, which
-    assert (np.asarray(params["fusion"]["fc"]["kernel"]) != np.asarray(head.params["fusion"]["fc"]["kernel"])).all()
+    assert (
+        np.asarray(params["fusion"]["fc"]["kernel"])
+        != np.asarray(head.params["fusion"]["fc"]["kernel"])
+    ).all()
 
 
 def _nothing_is_missing(head, run, cod, grads, parts):
@@ -174,18 +255,44 @@ def _nothing_is_missing(head, run, cod, grads, parts):
         size = sum(x.size for x in leaves)
         for seed in range(3):
             rng = np.random.default_rng(seed)
-            way = jax.tree.unflatten(tree, [rng.normal(0, size**-0.5, x.shape).astype(np.float32) for x in leaves])
-            moved = lambda far: {**head.params, part: jax.tree.map(lambda p, w: p + far * w, head.params[part], way)}  # noqa: B023, E731
-            got = (float(run(moved(0.03), opt, cod)[0]) - float(run(moved(-0.03), opt, cod)[0])) / 0.06
-            want = sum(float(np.vdot(g, w)) for g, w in zip(leaves, jax.tree.leaves(way), strict=True))
-            np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * float(optax.tree.norm(grads[part])) * size**-0.5, err_msg=part)
+            way = jax.tree.unflatten(
+                tree, [rng.normal(0, size**-0.5, x.shape).astype(np.float32) for x in leaves]
+            )
+
+            def moved(far):
+                return {
+                    **head.params,
+                    part: jax.tree.map(lambda p, w: p + far * w, head.params[part], way),
+                }  # noqa: B023, E731
+
+            got = (
+                float(run(moved(0.03), opt, cod)[0]) - float(run(moved(-0.03), opt, cod)[0])
+            ) / 0.06
+            want = sum(
+                float(np.vdot(g, w)) for g, w in zip(leaves, jax.tree.leaves(way), strict=True)
+            )
+            np.testing.assert_allclose(
+                got,
+                want,
+                rtol=0,
+                atol=0.02 * float(optax.tree.norm(grads[part])) * size**-0.5,
+                err_msg=part,
+            )
 
 
 def test_what_is_decayed():
     """Matrices of layers, not vectors; nor a placeholder's table, which stands where the paper's design has a vector."""
     for name in ("shared", "per_depth", "low_rank", "shared_depth"):
         params = tiny.head(**designs.ALL[f"{name}-mask"]).params
-        marks = dict(flat(_decayed(params)))
-        assert not any(mark for path, mark in marks.items() if path.startswith("placeholder") or path == "mask_hidden")
-        assert all(mark == (x.ndim > 1) for (path, x), mark in zip(flat(params), marks.values(), strict=True) if not path.startswith("placeholder"))
+        marks = dict(flatten_params(_decayed(params)))
+        assert not any(
+            mark
+            for path, mark in marks.items()
+            if path.startswith("placeholder") or path == "mask_hidden"
+        )
+        assert all(
+            mark == (x.ndim > 1)
+            for (path, x), mark in zip(flatten_params(params), marks.values(), strict=True)
+            if not path.startswith("placeholder")
+        )
         assert marks["layers.0.attn.q.kernel"]

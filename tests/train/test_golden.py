@@ -1,6 +1,6 @@
 """Loss and every gradient against speculators 0.9 on the same weights and the same (anchor, depth), float32.
 
-The golden files come from scripts/make_golden.py, which runs speculators' own PyTorch trainer.
+The golden files come from scripts/generate/make_golden.py, which runs speculators' own PyTorch trainer.
 """
 
 import json
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from peagle_jax import weights
-from peagle_jax.draft import folders, names
+from peagle_jax.checkpoints import head_io, param_mapping
 from peagle_jax.draft.head import DraftHead
-from peagle_jax.train.features import Rows
-from peagle_jax.train.step import peagle_loss
-from peagle_jax.train.ttt import eagle3_loss
+from peagle_jax.train.eagle3_loss import eagle3_loss
+from peagle_jax.train.hidden_states import TrainingRows
+from peagle_jax.train.peagle_loss import peagle_loss
 from peagle_jax.types import CodSample
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -27,12 +27,16 @@ def read(name, tmp_path):
     data = dict(np.load(GOLDEN / f"{name}.npz"))
     tensors = {k[2:]: v for k, v in data.items() if k.startswith("w/")}
     weights.write_folder(tmp_path, json.loads(str(data["config"])), tensors, {})
-    head = folders.load_drafter(tmp_path)
+    head = head_io.load_drafter(tmp_path)
     teacher = jnp.asarray(data["teacher"])
     normed = teacher * jax.lax.rsqrt((teacher**2).mean(-1, keepdims=True) + head.config.norm_eps)
     normed *= tensors["verifier_norm.weight"][None, None]
-    rows = Rows(
-        jnp.asarray(data["tokens"]), jnp.asarray(data["taps"]), normed, jnp.asarray(data["document"]), jnp.asarray(data["supervised"])
+    rows = TrainingRows(
+        jnp.asarray(data["tokens"]),
+        jnp.asarray(data["taps"]),
+        normed,
+        jnp.asarray(data["document"]),
+        jnp.asarray(data["supervised"]),
     )
     # our losses take the target's whole output matrix; the columns outside the draft vocabulary are never read
     output = np.full((head.config.dim, head.config.vocab), np.nan, np.float32)
@@ -43,7 +47,9 @@ def read(name, tmp_path):
 
 def check_gradients(data, head, grads, count):
     """Our gradients, under speculators' tensor names, beside theirs."""
-    ours = weights.export(grads, {n: t for n, t in names.table(head.config).items() if n != "d2t"})
+    ours = weights.export_params(
+        grads, {n: t for n, t in param_mapping.table(head.config).items() if n != "d2t"}
+    )
     theirs = {k[2:]: v for k, v in data.items() if k.startswith("g/")}
     assert len(theirs) == count and theirs.keys() <= ours.keys()
     for name, want in theirs.items():
@@ -55,16 +61,21 @@ def split(head, loss):
     """value_and_grad over the trained arrays only: d2t is an integer table."""
     fixed = {k: v for k, v in head.params.items() if k == "d2t"}
     trained = {k: v for k, v in head.params.items() if k != "d2t"}
-    return jax.jit(jax.value_and_grad(lambda p: loss(head.bind({**p, **fixed})), has_aux=True))(trained)
+    return jax.jit(jax.value_and_grad(lambda p: loss(head.bind({**p, **fixed})), has_aux=True))(
+        trained
+    )
 
 
 @pytest.mark.parametrize("name, gradients", [("peagle_qwen3", 42), ("peagle_llama", 33)])
 def test_peagle(name, gradients, tmp_path):
     data, head, rows, output = read(name, tmp_path)
-    assert head.config.depths == 5 and isinstance(head.bind(head.params), DraftHead)
+    assert head.config.num_depths == 5 and isinstance(head.bind(head.params), DraftHead)
     anchor, depth = data["anchor"][data["depth"] > 0], data["depth"][data["depth"] > 0]
     order = np.lexsort((depth, anchor))
-    pad = lambda x: jnp.asarray(np.pad(x[order], (0, 6))[None], jnp.int32)  # noqa: E731
+
+    def pad(x):
+        return jnp.asarray(np.pad(x[order], (0, 6))[None], jnp.int32)
+
     cod = CodSample(pad(anchor), pad(depth), jnp.arange(len(anchor) + 6)[None] < len(anchor))
     (loss, by_depth), grads = split(head, lambda h: peagle_loss(h, rows, cod, 5, output))
     np.testing.assert_allclose(loss, data["loss"], rtol=RELATIVE)

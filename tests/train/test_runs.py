@@ -20,29 +20,55 @@ from peagle_jax.train.config import TASKS, load_run
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "train"
 STEPS = 120  # of the runs that are killed: long enough to be caught in the middle
-CORPUS = ["def f{0}(x):\n    return x + {0}\n", "class C{0}:\n    value = {0}\n\n    def get(self):\n        return self.value\n"]
+CORPUS = [
+    "def f{0}(x):\n    return x + {0}\n",
+    "class C{0}:\n    value = {0}\n\n    def get(self):\n        return self.value\n",
+]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(60):
-        (folder / f"m{i}.py").write_text("".join(CORPUS[(i + j) % 2].format(i * j) for j in range(12)))
+        (folder / f"m{i}.py").write_text(
+            "".join(CORPUS[(i + j) % 2].format(i * j) for j in range(12))
+        )
     return folder
 
 
 def config(task: str, corpus: Path, out: Path, target: Path | None = None, **changes) -> dict:
     raw = yaml.safe_load((CONFIGS / f"demo_{'target' if task == 'lm' else task}.yaml").read_text())
     raw |= {"out": str(out), "log_every": 2, "save_every": 4}
-    raw["data"] |= {"source": str(corpus), "max_chars": None, "held_out": 0.1, "length": 48, "batch": 4}
+    raw["data"] |= {
+        "source": str(corpus),
+        "max_chars": None,
+        "held_out": 0.1,
+        "length": 48,
+        "batch": 4,
+    }
     raw["optimizer"] |= {"steps": 12, "warmup": 2}
     if task == "lm":
-        raw["model"] |= {"vocab": 320, "layers": 4, "dim": 32, "mlp_dim": 48, "heads": 2, "kv_heads": 1, "head_dim": 16}
+        raw["model"] |= {
+            "vocab": 320,
+            "layers": 4,
+            "dim": 32,
+            "mlp_dim": 48,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 16,
+        }
     else:
         raw |= {"target": str(target), "start": "random", "grow": [], "train_lm_head": True}
-        raw["head"] |= {"layers": 2 if task == "peagle" else 1, "mlp_dim": None, "taps": None, "qk_norm": False}
+        raw["head"] |= {
+            "layers": 2 if task == "peagle" else 1,
+            "mlp_dim": None,
+            "taps": None,
+            "qk_norm": False,
+        }
         raw["measure"] |= {"every": 250, "prompts": None, "count": 8, "new_tokens": 64}
-        raw["cod" if task == "peagle" else "ttt"] |= {"depths": 3} if task == "peagle" else {"steps": 3}
+        raw["cod" if task == "peagle" else "ttt"] |= (
+            {"depths": 3} if task == "peagle" else {"steps": 3}
+        )
     return {**raw, **changes}
 
 
@@ -93,29 +119,52 @@ def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
     assert main(["train", str(run_file("whole"))]) == 0
     killed = run_file("killed")
     log = tmp_path / "killed" / "metrics.jsonl"
-    for least in (4, 20):  # metric rows there when it is killed: steps 8 and 40, with a save every 4 steps
-        process = subprocess.Popen([sys.executable, "-m", "peagle_jax.cli", "train", str(killed)],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= least):
+    for least in (
+        4,
+        20,
+    ):  # metric rows there when it is killed: steps 8 and 40, with a save every 4 steps
+        process = subprocess.Popen(
+            [sys.executable, "-m", "peagle_jax.cli", "train", str(killed)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while process.poll() is None and not (
+            log.exists() and len(log.read_text().splitlines()) >= least
+        ):
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    saved = [int(p.name) for p in (tmp_path / "killed" / "checkpoints").glob("[0-9]*") if p.name.isdigit()]
+    saved = [
+        int(p.name)
+        for p in (tmp_path / "killed" / "checkpoints").glob("[0-9]*")
+        if p.name.isdigit()
+    ]
     assert saved and max(saved) < STEPS
     assert main(["train", str(killed)]) == 0
     assert same(tmp_path / "killed" / "head", tmp_path / "whole" / "head")
-    strip = lambda out: [{k: v for k, v in r.items() if k != "seconds"} for r in rows(out)]  # noqa: E731
+
+    def strip(out):
+        return [{k: v for k, v in r.items() if k != "seconds"} for r in rows(out)]
+
     assert strip(tmp_path / "killed") == strip(tmp_path / "whole")
-    assert [r["step"] for r in rows(tmp_path / "whole") if "loss" in r] == list(range(2, STEPS + 1, 2))
-    depths = {r["step"]: len(r["accuracy"]) for r in rows(tmp_path / "whole") if "accuracy" in r}
-    assert (depths[10], depths[12], depths[60], depths[62]) == (1, 2, 2, 3)
+    assert [r["step"] for r in rows(tmp_path / "whole") if "loss" in r] == list(
+        range(2, STEPS + 1, 2)
+    )
+    num_depths = {
+        r["step"]: len(r["accuracy"]) for r in rows(tmp_path / "whole") if "accuracy" in r
+    }
+    assert (num_depths[10], num_depths[12], num_depths[60], num_depths[62]) == (1, 2, 2, 3)
     measured = [r for r in rows(tmp_path / "whole") if "acceptance_length" in r]
-    assert [r["step"] for r in measured] == [30, 60, 90, 120] and len(measured[0]["accepted_per_position"]) == 3
+    assert [r["step"] for r in measured] == [30, 60, 90, 120] and len(
+        measured[0]["accepted_per_position"]
+    ) == 3
     for name in ("whole", "killed"):  # time goes on where it stopped
         seconds = [r["seconds"] for r in rows(tmp_path / name)]
         assert seconds == sorted(seconds)
     result = json.loads((tmp_path / "killed" / "result.json").read_text())
-    assert result["step"] == STEPS and result["acceptance_length"] == measured[-1]["acceptance_length"]
+    assert (
+        result["step"] == STEPS and result["acceptance_length"] == measured[-1]["acceptance_length"]
+    )
 
 
 def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_path, capsys):
@@ -129,17 +178,30 @@ def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_p
 @pytest.mark.parametrize("task", [pytest.param("peagle", marks=pytest.mark.long), "eagle3"])
 def test_growing_depths_begin_as_a_run_of_fewer(task, corpus, target, tmp_path):
     """While only depth 0 is trained, losses are those of a run that never has more; then they differ. Overrides still work."""
-    grown = config(task, corpus, tmp_path / "grown", target, log_every=1, grow=[{"until": 4, "depths": 1}])
+    grown = config(
+        task,
+        corpus,
+        tmp_path / "grown",
+        target,
+        log_every=1,
+        depth_schedule=[{"until": 4, "depths": 1}],
+    )
     fewer = config(task, corpus, tmp_path / "fewer", target, log_every=1)
-    fewer["cod" if task == "peagle" else "ttt"] |= {"depths": 1} if task == "peagle" else {"steps": 1}
+    fewer["cod" if task == "peagle" else "ttt"] |= (
+        {"depths": 1} if task == "peagle" else {"steps": 1}
+    )
     for raw in (grown, fewer):
-        assert main(["train", str(write(tmp_path / "run.yaml", raw)), "--optimizer.steps", "6"]) == 0
+        assert (
+            main(["train", str(write(tmp_path / "run.yaml", raw)), "--optimizer.steps", "6"]) == 0
+        )
     a, b = ([r["loss"] for r in rows(tmp_path / name)] for name in ("grown", "fewer"))
     assert a[:4] == b[:4] and a[4] != b[4] and len(a) == 6
 
 
 def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
-    raw = config("peagle", corpus, tmp_path / "run", target, train_embedding=False, train_lm_head=False)
+    raw = config(
+        "peagle", corpus, tmp_path / "run", target, train_embedding=False, train_lm_head=False
+    )
     raw["head"] |= {"draft_vocab": 100, "qk_norm": True, "fc_norm": True}
     assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
     head, model = weights.open_folder(tmp_path / "run" / "head"), weights.open_folder(target)
@@ -157,10 +219,26 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     """Own answers as data, prompts from a file, layers from the target with a narrower MLP, depths growing, a second run that goes on."""
     model = weights.open_folder(target)
     rng = np.random.default_rng(0)
-    answers = [{"prompt_token_ids": rng.integers(4, 300, 5).tolist(), "output_token_ids": rng.integers(4, 300, 40).tolist()} for _ in range(20)]
+    answers = [
+        {
+            "prompt_token_ids": rng.integers(4, 300, 5).tolist(),
+            "output_token_ids": rng.integers(4, 300, 40).tolist(),
+        }
+        for _ in range(20)
+    ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [9, 8, 7, 30]}\n{"prompt_token_ids": [50, 60]}\n')
-    raw = config("peagle", corpus, tmp_path / "first", target, start="target", train_lm_head=False, grow=[{"until": 5, "depths": 1}])
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt_token_ids": [9, 8, 7, 30]}\n{"prompt_token_ids": [50, 60]}\n'
+    )
+    raw = config(
+        "peagle",
+        corpus,
+        tmp_path / "first",
+        target,
+        start="target",
+        train_lm_head=False,
+        depth_schedule=[{"until": 5, "depths": 1}],
+    )
     raw["head"] |= {"mlp_dim": 20, "qk_norm": True, "taps": [1, 2, 3]}
     raw["data"] |= {"source": str(tmp_path / "answers.jsonl")}
     raw["measure"] |= {"every": 6, "prompts": str(tmp_path / "prompts.jsonl"), "new_tokens": 5}
@@ -169,29 +247,53 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     head = weights.open_folder(tmp_path / "first" / "head")
     near = functools.partial(np.testing.assert_allclose, atol=1e-5)
     near(head["midlayer.self_attn.o_proj.weight"], model["model.layers.3.self_attn.o_proj.weight"])
-    near(head["midlayer.self_attn.q_proj.weight"][:, 32:], model["model.layers.3.self_attn.q_proj.weight"])
-    assert head["layers.1.mlp.gate_proj.weight"].shape == (20, 32) and np.array_equal(head["lm_head.weight"], model["lm_head.weight"])
+    near(
+        head["midlayer.self_attn.q_proj.weight"][:, 32:],
+        model["model.layers.3.self_attn.q_proj.weight"],
+    )
+    assert head["layers.1.mlp.gate_proj.weight"].shape == (20, 32) and np.array_equal(
+        head["lm_head.weight"], model["lm_head.weight"]
+    )
     measured = [r for r in rows(tmp_path / "first") if "acceptance_length" in r]
     assert [r["step"] for r in measured] == [6, 12]
     result = json.loads((tmp_path / "first" / "result.json").read_text())
     assert result["tokens_per_second"] > 0
-    assert main(["train", str(tmp_path / "run.yaml")]) == 0  # nothing left to train: what was measured stays
-    assert json.loads((tmp_path / "first" / "result.json").read_text())["tokens_per_second"] == result["tokens_per_second"]
+    assert (
+        main(["train", str(tmp_path / "run.yaml")]) == 0
+    )  # nothing left to train: what was measured stays
+    assert (
+        json.loads((tmp_path / "first" / "result.json").read_text())["tokens_per_second"]
+        == result["tokens_per_second"]
+    )
     origin = json.loads((tmp_path / "first" / "origin.json").read_text())
     assert origin["jax"] == jax.__version__ and origin["device"]
-    raw |= {"out": str(tmp_path / "second"), "start_from": str(tmp_path / "first" / "head"), "grow": []}
+    raw |= {
+        "out": str(tmp_path / "second"),
+        "start_from": str(tmp_path / "first" / "head"),
+        "grow": [],
+    }
     assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
     second = weights.open_folder(tmp_path / "second" / "head")
     for name in head.keys() - {"d2t", "t2d"}:
         np.testing.assert_allclose(second[name], head[name], atol=1e-5, err_msg=name)
     raw["measure"] |= {"prompts": None}
-    for name, held_out in (("third", 0.3), ("fourth", 0.0)):  # prompts of held-out answers; none: said, not hidden
-        raw |= {"out": str(tmp_path / name), "start_from": str(tmp_path / "second")}  # a training run, not a folder
+    for name, held_out in (
+        ("third", 0.3),
+        ("fourth", 0.0),
+    ):  # prompts of held-out answers; none: said, not hidden
+        raw |= {
+            "out": str(tmp_path / name),
+            "start_from": str(tmp_path / "second"),
+        }  # a training run, not a folder
         raw["data"] |= {"held_out": held_out}
         capsys.readouterr()
         assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
-        assert ("acceptance is not measured" in " ".join(capsys.readouterr().out.split())) == (held_out == 0)
-        assert (json.loads((tmp_path / name / "result.json").read_text())["acceptance_length"] is None) == (held_out == 0)
+        assert ("acceptance is not measured" in " ".join(capsys.readouterr().out.split())) == (
+            held_out == 0
+        )
+        assert (
+            json.loads((tmp_path / name / "result.json").read_text())["acceptance_length"] is None
+        ) == (held_out == 0)
 
 
 def test_a_resumed_target_keeps_its_tokenizer(corpus, tmp_path):
@@ -219,7 +321,7 @@ def test_shipped_configs_load(path):
     [
         ({"out": "FILE/x"}, "output folder must be writable"),
         ({"log_every": 0}, "log_every and save_every must be 1 or more"),
-        ({"data.length": 0}, "length >= 4"),
+        ({"data.seq_len": 0}, "length >= 4"),
         ({"optimizer.steps": 0}, "steps >= 1"),
         ({"cod.depths": 0}, "COD needs depths >= 1"),
         ({"head.taps": [3, 2, 1]}, "head.taps: must ascend"),
@@ -233,7 +335,10 @@ def test_shipped_configs_load(path):
         ({"grow": [{"until": 5, "depths": 1}, {"until": 5, "depths": 2}]}, "grow must ascend"),
         ({"grow": [{"until": 5}]}, "grow[0]: every key must be given; got no depths"),
         ({"start": "lukewarm"}, "start: must be one of random, target"),
-        ({"start": "target", "head.mlp_dim": 64}, "the head's mlp_dim must be at most the target's, 48"),
+        (
+            {"start": "target", "head.mlp_dim": 64},
+            "the head's mlp_dim must be at most the target's, 48",
+        ),
         ({"grow": [{"until": 12, "depths": 1}]}, "grow must end before the last of 12 steps"),
         ({"start_from": "nowhere"}, "nowhere"),
         ({"measure.count": 0}, "measure needs every, count and new_tokens of 1 or more"),

@@ -15,9 +15,25 @@ from peagle_jax.types import InputError
 from peagle_jax.weights.tensors import DTYPES
 
 NAMES = {v: k for k, v in DTYPES.items()}
-numbers = st.one_of(st.integers(-3, 40), st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.none(), st.text(max_size=3))
-anything = st.recursive(numbers, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)
-names = st.one_of(st.sampled_from(["a", "b", "lm_head.weight", "__metadata__", "", "\u202e", "a\nb", "\ud800"]), st.text(max_size=5))
+numbers = st.one_of(
+    st.integers(-3, 40),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=3),
+)
+anything = st.recursive(
+    numbers,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+names = st.one_of(
+    st.sampled_from(["a", "b", "lm_head.weight", "__metadata__", "", "\u202e", "a\nb", "\ud800"]),
+    st.text(max_size=5),
+)
 
 
 @st.composite
@@ -25,14 +41,23 @@ def files(draw) -> bytes:
     """A well-formed file, of which something may then be broken."""
     header, at = {}, 0
     for name in draw(st.lists(names, max_size=4, unique=True)):
-        kind, shape = draw(st.sampled_from(list(DTYPES))), draw(st.lists(st.integers(0, 4), max_size=3))
+        kind, shape = (
+            draw(st.sampled_from(list(DTYPES))),
+            draw(st.lists(st.integers(0, 4), max_size=3)),
+        )
         size = int(np.prod(shape, dtype=int)) * np.dtype(DTYPES[kind]).itemsize
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     if draw(st.booleans()):
-        header["__metadata__"] = draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+        header["__metadata__"] = draw(
+            st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2)
+        )
     data = draw(st.binary(min_size=at, max_size=at))
-    how = draw(st.sampled_from(["whole", "value", "key", "offsets", "bytes", "cut", "grow", "length", "twice", "text"]))
+    how = draw(
+        st.sampled_from(
+            ["whole", "value", "key", "offsets", "bytes", "cut", "grow", "length", "twice", "text"]
+        )
+    )
     entry = draw(st.sampled_from(sorted(header) or ["x"]))
     spec = header.get(entry)
     if how == "value" and isinstance(spec, dict):
@@ -52,7 +77,9 @@ def files(draw) -> bytes:
     elif how == "grow":
         content += draw(st.binary(max_size=9))
     elif how == "length":
-        content = struct.pack("<Q", draw(st.integers(0, 2**64 - 1) | st.integers(0, 200))) + content[8:]
+        content = (
+            struct.pack("<Q", draw(st.integers(0, 2**64 - 1) | st.integers(0, 200))) + content[8:]
+        )
     elif how == "bytes":
         place = draw(st.integers(0, len(content) - 1))
         content = content[:place] + draw(st.binary(min_size=1, max_size=3)) + content[place + 1 :]
@@ -115,7 +142,22 @@ def indices(draw) -> bytes:
     """An index over two real shards, of which something may be broken."""
     where = {"a": "x-1.safetensors", "b": "x-2.safetensors"}
     raw: dict = {"metadata": {"total_size": 20}, "weight_map": where}
-    files = st.sampled_from(["x-1.safetensors", "x-2.safetensors", "../x", "x", "", ".", "x\0y.safetensors", "/dev/zero", "x-1.safetensors/"]) | anything
+    files = (
+        st.sampled_from(
+            [
+                "x-1.safetensors",
+                "x-2.safetensors",
+                "../x",
+                "x",
+                "",
+                ".",
+                "x\0y.safetensors",
+                "/dev/zero",
+                "x-1.safetensors/",
+            ]
+        )
+        | anything
+    )
     for _ in range(draw(st.integers(0, 2))):
         how = draw(st.sampled_from(["file", "name", "lost", "map", "text"]))
         if how == "file" and where:
@@ -128,11 +170,18 @@ def indices(draw) -> bytes:
             raw["weight_map"] = draw(anything)
     content = json.dumps(raw).encode("utf-8", "surrogatepass")
     place = draw(st.integers(0, len(content) - 1))
-    return content[:place] + draw(st.binary(max_size=2)) + content[place + draw(st.integers(0, 1)) :] if draw(st.booleans()) else content
+    return (
+        content[:place] + draw(st.binary(max_size=2)) + content[place + draw(st.integers(0, 1)) :]
+        if draw(st.booleans())
+        else content
+    )
 
 
 def check_index(folder, content: bytes) -> None:
-    for name, tensors in (("x-1", {"a": np.ones(3, np.float32)}), ("x-2", {"b": np.zeros(1, np.int64)})):
+    for name, tensors in (
+        ("x-1", {"a": np.ones(3, np.float32)}),
+        ("x-2", {"b": np.zeros(1, np.int64)}),
+    ):
         if not (folder / f"{name}.safetensors").exists():
             weights.write_safetensors(folder / f"{name}.safetensors", tensors, {})
     (folder / weights.INDEX).write_bytes(content)
@@ -141,7 +190,11 @@ def check_index(folder, content: bytes) -> None:
     except InputError as error:
         assert str(error).isprintable() and len(str(error)) < 2000
         return
-    assert {name: t.tolist() for name, t in read.items()} in ({"a": [1, 1, 1], "b": [0]}, {"a": [1, 1, 1]}, {"b": [0]})
+    assert {name: t.tolist() for name, t in read.items()} in (
+        {"a": [1, 1, 1], "b": [0]},
+        {"a": [1, 1, 1]},
+        {"b": [0]},
+    )
 
 
 @ORDINARY

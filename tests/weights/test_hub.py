@@ -5,9 +5,9 @@ import tiny
 from huggingface_hub import constants
 
 from peagle_jax import weights
+from peagle_jax.checkpoints.head_io import load_drafter, save_drafter
+from peagle_jax.checkpoints.target_io import load_target, read_facts, save_target
 from peagle_jax.cli import main
-from peagle_jax.draft.folders import load_drafter, save_drafter
-from peagle_jax.targets import load_target, read_facts, save_target
 from peagle_jax.types import InputError
 from peagle_jax.weights import hub
 
@@ -40,10 +40,22 @@ def test_wherever_a_folder_is_read(cache, capsys):
     assert load_drafter(f"{HEAD}@{REVISION}").config == head.config
     out = cache / "out"
     for words in (
-        ["inspect", HEAD], ["serve-config", HEAD, "--engine", "vllm"], ["inspect", TARGET],
+        ["inspect", HEAD],
+        ["serve-config", HEAD, "--engine", "vllm"],
+        ["inspect", TARGET],
         ["convert", HEAD, str(out), "--to", "speculators", "--target", TARGET],
-        ["generate", "--target", TARGET, "--drafter", HEAD, "--prompts", str(cache / "prompts.jsonl"), "--max-new-tokens", "4"],
-    ):  # fmt: skip
+        [
+            "generate",
+            "--target",
+            TARGET,
+            "--drafter",
+            HEAD,
+            "--prompts",
+            str(cache / "prompts.jsonl"),
+            "--max-new-tokens",
+            "4",
+        ],
+    ):
         (cache / "prompts.jsonl").write_text('{"prompt_token_ids": [3, 4]}\n')
         assert main(words) == 0, words
     assert f'"model": "{HEAD}"' in capsys.readouterr().out
@@ -57,9 +69,17 @@ def test_wherever_a_folder_is_read(cache, capsys):
 def test_a_targets_config_is_all_that_is_fetched_of_it(monkeypatch, tmp_path):
     asked = []
     save_target(tiny.target(), tmp_path / "t")
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(tmp_path / "t"))
+    monkeypatch.setattr(
+        hub,
+        "snapshot_download",
+        lambda name, **how: asked.append((name, how)) or str(tmp_path / "t"),
+    )
     assert read_facts("owner/name@rev").layers == 4
-    assert asked[0][0] == "owner/name" and asked[0][1]["revision"] == "rev" and asked[0][1]["allow_patterns"] == ["config.json"]
+    assert (
+        asked[0][0] == "owner/name"
+        and asked[0][1]["revision"] == "rev"
+        and asked[0][1]["allow_patterns"] == ["config.json"]
+    )
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "owner/" + "y" * 300])
@@ -68,9 +88,21 @@ def test_names_that_no_file_can_have(name):
         weights.find_folder(name)
 
 
-@pytest.mark.parametrize("name", ["amazon/GPT-OSS-20B-P-EAGLE", "amazon/Tiny-P-EAGLE@other", "nobody/no-such-model", "no/my model", "nowhere", "/not/here"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "amazon/GPT-OSS-20B-P-EAGLE",
+        "amazon/Tiny-P-EAGLE@other",
+        "nobody/no-such-model",
+        "no/my model",
+        "nowhere",
+        "/not/here",
+    ],
+)
 def test_what_is_not_there(name, cache):
-    with pytest.raises(InputError, match="must (exist|be a local folder, or a hub id that is online or cached)") as error:
+    with pytest.raises(
+        InputError, match="must (exist|be a local folder, or a hub id that is online or cached)"
+    ) as error:
         weights.find_folder(name)
     assert name in str(error.value)
 

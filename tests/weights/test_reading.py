@@ -15,13 +15,24 @@ from peagle_jax.weights.reading import MAX_HEADER
 
 
 def test_every_dtype_and_no_copy(tmp_path):
-    tensors = {"f32": np.arange(6, dtype=np.float32).reshape(2, 3), "i64": np.array([2**40]), "bool": np.array([True, False]),
-               "bf16": np.arange(4).astype(ml_dtypes.bfloat16), "f8": np.arange(4).astype(ml_dtypes.float8_e4m3fn),
-               "u16": np.array([65535], np.uint16), "scalar": np.array(3.5, np.float16), "empty": np.zeros((0, 4), np.float32)}  # fmt: skip
+    tensors = {
+        "f32": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "i64": np.array([2**40]),
+        "bool": np.array([True, False]),
+        "bf16": np.arange(4).astype(ml_dtypes.bfloat16),
+        "f8": np.arange(4).astype(ml_dtypes.float8_e4m3fn),
+        "u16": np.array([65535], np.uint16),
+        "scalar": np.array(3.5, np.float16),
+        "empty": np.zeros((0, 4), np.float32),
+    }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt", "who": "me"})
     read = weights.open_folder(tmp_path)
     for name, want in tensors.items():
-        assert read[name].dtype == want.dtype and read[name].shape == want.shape and read[name].tobytes() == want.tobytes()
+        assert (
+            read[name].dtype == want.dtype
+            and read[name].shape == want.shape
+            and read[name].tobytes() == want.tobytes()
+        )
     assert isinstance(read["f32"].base, np.memmap)
     assert weights.read_metadata(tmp_path) == {"format": "pt", "who": "me"}
 
@@ -31,34 +42,71 @@ def test_an_empty_file_has_no_tensors(tmp_path):
     assert weights.open_folder(tmp_path) == {} and weights.read_metadata(tmp_path) == {}
 
 
-@pytest.mark.parametrize("content, words", [
-    (b"", "header must fit"), (b"\x05\0\0\0\0\0\0\0{}", "header must fit"), ((2**60).to_bytes(8, "little") + b"{}", "header must fit"),
-    (container({"a": f32(0, 8)}), "needs 8 of the 0 bytes"), (container({"a": f32(0, 8)}, b"\0" * 7), "needs 8 of the 7 bytes"),
-    (container({"a": f32(0, 8, shape=[3])}, b"\0" * 8), "needs 12 of the 8"), (container({"a": f32(0, 8, dtype="F31")}, b"\0" * 8), "got F31"),
-    (container({"a": f32(0, 8, data_offsets=[4, -4])}, b"\0" * 8), "needs dtype, shape"),
-    (container({"a": f32(0, 8, data_offsets=[8, 0])}, b"\0" * 8), "truncated or damaged"),
-    (container({"a": f32(0, 8, data_offsets=[0.0, 8.0])}, b"\0" * 8), "needs dtype, shape"),
-    (container({"a": f32(0, 4, shape=[True])}, b"\0" * 4), "needs dtype, shape"), (container({"a": f32(0, 8, shape=2)}, b"\0" * 8), "needs dtype, shape"),
-    (container({"a": {"dtype": "F32"}}), "needs dtype, shape"), (container({"a": [1]}), "printable name and an object"),
-    (container({"a\x1b[31m": f32(0, 8)}, b"\0" * 8), "printable name"), (container(b"not json"), r"must begin with \{"),
-    (container(b"{not json}"), "must be JSON"), (container(b'{"a": \xff}'), "must be JSON"), (container([1]), r"must begin with \{"),
-    (container(b'{"a": ' + b"[" * 100_000), "must be JSON"), (container(b'{"a": ' + b"9" * 5000 + b"}"), "must be JSON"),
-    (container({"a": f32(0, 8, shape=[-1, -2])}, b"\0" * 8), "needs dtype, shape"),
-    (container({"a": f32(0, 4, shape=[1] * 33)}, b"\0" * 4), "at most 32 axes"), (container({"a": f32(0, 0, shape=[0, 2**70])}), "needs 0 of"),
-    (container({"a": f32(0, 0, shape=[0, 2**61])}), "shape that an array can have"),
-    (container({"a": f32(0, 8), "b": f32(4, 12)}, b"\0" * 12), "an overlap between a and b, at byte 4"),
-    (container({"a": f32(0, 4), "b": f32(8, 12)}, b"\0" * 12), "a hole between a and b, at byte 4"),
-    (container({"a": f32(4, 8)}, b"\0" * 8), "a hole between the header and a"), (container({"a": f32(0, 4)}, b"\0" * 8), "must fill the 8 bytes"),
-    (container(b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}, "a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4), "'a' twice"),
-    (container(b'{"a": {"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}', b"\0" * 4), "'shape' twice"),
-    (container({"__metadata__": {"a": 1}}), "must name strings"), (container({"__metadata__": [1]}), "must name strings"),
-    (b"PK\x03\x04" + b"\0" * 60, r"must fit|must begin"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "header must fit"),
+        (b"\x05\0\0\0\0\0\0\0{}", "header must fit"),
+        ((2**60).to_bytes(8, "little") + b"{}", "header must fit"),
+        (container({"a": f32(0, 8)}), "needs 8 of the 0 bytes"),
+        (container({"a": f32(0, 8)}, b"\0" * 7), "needs 8 of the 7 bytes"),
+        (container({"a": f32(0, 8, shape=[3])}, b"\0" * 8), "needs 12 of the 8"),
+        (container({"a": f32(0, 8, dtype="F31")}, b"\0" * 8), "got F31"),
+        (container({"a": f32(0, 8, data_offsets=[4, -4])}, b"\0" * 8), "needs dtype, shape"),
+        (container({"a": f32(0, 8, data_offsets=[8, 0])}, b"\0" * 8), "truncated or damaged"),
+        (container({"a": f32(0, 8, data_offsets=[0.0, 8.0])}, b"\0" * 8), "needs dtype, shape"),
+        (container({"a": f32(0, 4, shape=[True])}, b"\0" * 4), "needs dtype, shape"),
+        (container({"a": f32(0, 8, shape=2)}, b"\0" * 8), "needs dtype, shape"),
+        (container({"a": {"dtype": "F32"}}), "needs dtype, shape"),
+        (container({"a": [1]}), "printable name and an object"),
+        (container({"a\x1b[31m": f32(0, 8)}, b"\0" * 8), "printable name"),
+        (container(b"not json"), r"must begin with \{"),
+        (container(b"{not json}"), "must be JSON"),
+        (container(b'{"a": \xff}'), "must be JSON"),
+        (container([1]), r"must begin with \{"),
+        (container(b'{"a": ' + b"[" * 100_000), "must be JSON"),
+        (container(b'{"a": ' + b"9" * 5000 + b"}"), "must be JSON"),
+        (container({"a": f32(0, 8, shape=[-1, -2])}, b"\0" * 8), "needs dtype, shape"),
+        (container({"a": f32(0, 4, shape=[1] * 33)}, b"\0" * 4), "at most 32 axes"),
+        (container({"a": f32(0, 0, shape=[0, 2**70])}), "needs 0 of"),
+        (container({"a": f32(0, 0, shape=[0, 2**61])}), "shape that an array can have"),
+        (
+            container({"a": f32(0, 8), "b": f32(4, 12)}, b"\0" * 12),
+            "an overlap between a and b, at byte 4",
+        ),
+        (
+            container({"a": f32(0, 4), "b": f32(8, 12)}, b"\0" * 12),
+            "a hole between a and b, at byte 4",
+        ),
+        (container({"a": f32(4, 8)}, b"\0" * 8), "a hole between the header and a"),
+        (container({"a": f32(0, 4)}, b"\0" * 8), "must fill the 8 bytes"),
+        (
+            container(
+                b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}, "a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+                b"\0" * 4,
+            ),
+            "'a' twice",
+        ),
+        (
+            container(
+                b'{"a": {"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}', b"\0" * 4
+            ),
+            "'shape' twice",
+        ),
+        (container({"__metadata__": {"a": 1}}), "must name strings"),
+        (container({"__metadata__": [1]}), "must name strings"),
+        (b"PK\x03\x04" + b"\0" * 60, r"must fit|must begin"),
+    ],
+)
 def test_damage(content, words, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(InputError, match=words) as error:
         weights.open_folder(tmp_path)
-    assert "model.safetensors" in str(error.value) and str(error.value).isprintable() and len(str(error.value)) < 1500
+    assert (
+        "model.safetensors" in str(error.value)
+        and str(error.value).isprintable()
+        and len(str(error.value)) < 1500
+    )
 
 
 @pytest.mark.parametrize("length", [100_000_000, MAX_HEADER + 1])
@@ -101,27 +149,51 @@ def shards(tmp_path):
 
 
 def index(folder, weight_map):
-    (folder / weights.INDEX).write_text(weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map}))
+    (folder / weights.INDEX).write_text(
+        weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
+    )
 
 
 def test_shards(shards):
-    for second in ("x-2.safetensors", "alias.safetensors"):  # a link inside the folder is a file like another
+    for second in (
+        "x-2.safetensors",
+        "alias.safetensors",
+    ):  # a link inside the folder is a file like another
         index(shards, {"a": "x-1.safetensors", "b": second})
-        assert {n: t.tolist() for n, t in weights.open_folder(shards).items()} == {"a": [1, 1, 1], "b": [0, 0]}
+        assert {n: t.tolist() for n, t in weights.open_folder(shards).items()} == {
+            "a": [1, 1, 1],
+            "b": [0, 0],
+        }
     assert weights.read_metadata(shards) in ({"who": "me"}, {})
 
 
-@pytest.mark.parametrize("weight_map, words", [
-    ({"a": "x-1.safetensors", "b": "../outside.safetensors"}, "lie in the folder itself"), ({"a": "/etc/passwd"}, "lie in the folder itself"),
-    ({"a": ""}, "lie in the folder|must be safetensors"), ({"a": "."}, "lie in the folder"), ({"a": ".."}, "must be safetensors"),
-    ({"a": "x\0.safetensors"}, "lie in the folder"),
-    ({"a": "x-1.safetensors", "c": "link.safetensors"}, "a link to elsewhere"), ({"a": "loop.safetensors"}, "a link to elsewhere|must exist"),
-    ({"a": "x-1.safetensors", "b": "x-3.safetensors"}, "this file must exist"), ({"a": "x-1.safetensors", "b": "x-1.safetensors"}, "must hold b"),
-    ({"a": "x-1.safetensors", "c": "x-2.safetensors"}, "b is in x-2.safetensors.*got no such tensor"),
-    ({"a": "x-2.safetensors", "b": "x-2.safetensors"}, "must hold a"), ({"a": "pytorch_model-1.bin"}, "pickles can run code"),
-    ({}, "must name the shard"), ({"a": 3}, "must name the shard"), ([], "must name the shard"), ('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"),
-    ("[]", "must be a JSON object"), ('{"weight_map": 1', "must be JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "weight_map, words",
+    [
+        ({"a": "x-1.safetensors", "b": "../outside.safetensors"}, "lie in the folder itself"),
+        ({"a": "/etc/passwd"}, "lie in the folder itself"),
+        ({"a": ""}, "lie in the folder|must be safetensors"),
+        ({"a": "."}, "lie in the folder"),
+        ({"a": ".."}, "must be safetensors"),
+        ({"a": "x\0.safetensors"}, "lie in the folder"),
+        ({"a": "x-1.safetensors", "c": "link.safetensors"}, "a link to elsewhere"),
+        ({"a": "loop.safetensors"}, "a link to elsewhere|must exist"),
+        ({"a": "x-1.safetensors", "b": "x-3.safetensors"}, "this file must exist"),
+        ({"a": "x-1.safetensors", "b": "x-1.safetensors"}, "must hold b"),
+        (
+            {"a": "x-1.safetensors", "c": "x-2.safetensors"},
+            "b is in x-2.safetensors.*got no such tensor",
+        ),
+        ({"a": "x-2.safetensors", "b": "x-2.safetensors"}, "must hold a"),
+        ({"a": "pytorch_model-1.bin"}, "pickles can run code"),
+        ({}, "must name the shard"),
+        ({"a": 3}, "must name the shard"),
+        ([], "must name the shard"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"),
+        ("[]", "must be a JSON object"),
+        ('{"weight_map": 1', "must be JSON"),
+    ],
+)
 def test_bad_indices(weight_map, words, shards):
     index(shards, weight_map)
     with pytest.raises(InputError, match=words):
@@ -131,5 +203,8 @@ def test_bad_indices(weight_map, words, shards):
 def test_a_tensor_in_two_shards(shards):
     save_file({"a": np.ones(3, np.float32), "b": np.zeros(2, np.int64)}, shards / "x-2.safetensors")
     index(shards, {"a": "x-1.safetensors", "b": "x-2.safetensors"})
-    with pytest.raises(InputError, match="a is in x-2.safetensors, and no other shard may hold it; got it in x-1.safetensors"):
+    with pytest.raises(
+        InputError,
+        match="a is in x-2.safetensors, and no other shard may hold it; got it in x-1.safetensors",
+    ):
         weights.open_folder(shards)

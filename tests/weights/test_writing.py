@@ -24,10 +24,19 @@ from peagle_jax.weights.tensors import DTYPES, finite
 
 def test_the_library_reads_what_is_written(tmp_path):
     rng = np.random.default_rng(3)
-    tensors = {"t2d": rng.random(7) < 0.5, "d2t": rng.integers(-9, 9, 5), "bf16": rng.normal(size=(3, 5)).astype(ml_dtypes.bfloat16),
-               "f16": rng.normal(size=(2, 1, 3)).astype(np.float16), "f32": rng.normal(size=(4, 3)).astype(np.float32).T,
-               "scalar": np.array(2.5, np.float32), "empty": np.zeros((0, 3), np.float32), "u8": np.arange(3, dtype=np.uint8)}  # fmt: skip
-    weights.write_safetensors(tmp_path / "x.safetensors", tensors, {"format": "pt", "wörds": "\u2713 \x01"})
+    tensors = {
+        "t2d": rng.random(7) < 0.5,
+        "d2t": rng.integers(-9, 9, 5),
+        "bf16": rng.normal(size=(3, 5)).astype(ml_dtypes.bfloat16),
+        "f16": rng.normal(size=(2, 1, 3)).astype(np.float16),
+        "f32": rng.normal(size=(4, 3)).astype(np.float32).T,
+        "scalar": np.array(2.5, np.float32),
+        "empty": np.zeros((0, 3), np.float32),
+        "u8": np.arange(3, dtype=np.uint8),
+    }
+    weights.write_safetensors(
+        tmp_path / "x.safetensors", tensors, {"format": "pt", "wörds": "\u2713 \x01"}
+    )
     read = safetensors.numpy.load_file(tmp_path / "x.safetensors")
     assert read.keys() == tensors.keys()
     for name, want in tensors.items():
@@ -59,26 +68,43 @@ def test_one_tensor_at_a_time(tmp_path):
         seen.append(weakref.ref(array))
         return array
 
-    tensors = {f"t{i}": weights.Lazy((50, 10), np.dtype(np.float32), lambda i=i: read(i)) for i in range(6)}
+    tensors = {
+        f"t{i}": weights.LazyTensor((50, 10), np.dtype(np.float32), lambda i=i: read(i))
+        for i in range(6)
+    }
     weights.write_folder(tmp_path, {}, tensors, {})
-    assert most == [0] * 6 and [t[0, 0] for t in weights.open_folder(tmp_path).values()] == list(range(6))
+    assert most == [0] * 6 and [t[0, 0] for t in weights.open_folder(tmp_path).values()] == list(
+        range(6)
+    )
 
 
 @pytest.mark.parametrize("kernel", ["copies", "is asked in vain", "is not asked"])
 def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
     """Copied by the kernel, or by a mapping where it cannot; every block's pages are given back."""
     rng = np.random.default_rng(0)
-    tensors = {"a": rng.normal(size=1001).astype(np.float32), "odd": np.arange(7, dtype=np.uint8), "b": rng.normal(size=(30, 40)).astype(np.float16)}
+    tensors = {
+        "a": rng.normal(size=1001).astype(np.float32),
+        "odd": np.arange(7, dtype=np.uint8),
+        "b": rng.normal(size=(30, 40)).astype(np.float16),
+    }
     # a header of several pages: the mapping of the data then begins inside the file
     weights.write_safetensors(tmp_path / "x.safetensors", tensors, {"long": "x" * 9000})
     monkeypatch.setattr(tensors_module, "BLOCK", 1024)
     released, copied, cast = [], [], []
     given_back = tensors_module.release
-    monkeypatch.setattr(tensors_module, "release", lambda block: cast.append(block.nbytes) or given_back(block))
-    monkeypatch.setattr(writing, "release", lambda block: released.append(block.nbytes) or given_back(block))
+    monkeypatch.setattr(
+        tensors_module, "release", lambda block: cast.append(block.nbytes) or given_back(block)
+    )
+    monkeypatch.setattr(
+        writing, "release", lambda block: released.append(block.nbytes) or given_back(block)
+    )
     real = os.copy_file_range
     if kernel == "copies":
-        monkeypatch.setattr(os, "copy_file_range", lambda *args: copied.append(1) or real(args[0], args[1], min(args[2], 700), *args[3:]))
+        monkeypatch.setattr(
+            os,
+            "copy_file_range",
+            lambda *args: copied.append(1) or real(args[0], args[1], min(args[2], 700), *args[3:]),
+        )
     elif kernel == "is asked in vain":
 
         def refuse(*args):
@@ -88,13 +114,23 @@ def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
     else:
         monkeypatch.delattr(os, "copy_file_range")
     source = weights.open_safetensors(tmp_path / "x.safetensors")
-    weights.write_safetensors(tmp_path / "y.safetensors", source | {"cast": weights.cast({"a": source["a"]}, np.float16)["a"]}, {})
+    weights.write_safetensors(
+        tmp_path / "y.safetensors",
+        source | {"cast": weights.cast({"a": source["a"]}, np.float16)["a"]},
+        {},
+    )
     read = weights.open_safetensors(tmp_path / "y.safetensors")
     for name, want in (tensors | {"cast": tensors["a"].astype(np.float16)}).items():
         assert np.array_equal(read[name], want), name
-    assert max(released) == 1024 and sum(released) == sum(t.nbytes for t in read.values()) and bool(copied) == (kernel == "copies")
+    assert (
+        max(released) == 1024
+        and sum(released) == sum(t.nbytes for t in read.values())
+        and bool(copied) == (kernel == "copies")
+    )
     assert cast == [1024, 1024, 1024, 932]  # what was cast came from the file, too
-    assert np.array_equal(source["a"], tensors["a"])  # pages given back are read again when asked for
+    assert np.array_equal(
+        source["a"], tensors["a"]
+    )  # pages given back are read again when asked for
 
 
 @pytest.mark.parametrize("kind", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
@@ -104,9 +140,15 @@ def test_finite_is_isfinite(kind):
     bits = np.dtype(f"u{dtype.itemsize}")
     most = 2 ** (8 * dtype.itemsize)
     rng = np.random.default_rng(0)
-    patterns = np.arange(most, dtype=bits) if dtype.itemsize < 4 else rng.integers(0, most, 1000, dtype=bits)
+    patterns = (
+        np.arange(most, dtype=bits)
+        if dtype.itemsize < 4
+        else rng.integers(0, most, 1000, dtype=bits)
+    )
     for value in patterns.view(dtype)[:: max(1, patterns.size // 2000)]:
-        assert finite(np.array([value]).view(np.uint8), dtype) == bool(np.isfinite(value.astype(np.float64))), value
+        assert finite(np.array([value]).view(np.uint8), dtype) == bool(
+            np.isfinite(value.astype(np.float64))
+        ), value
     top = ml_dtypes.finfo(dtype).max
     good = np.full(200_000, -top, dtype)
     assert finite(good.view(np.uint8), dtype)
@@ -115,20 +157,37 @@ def test_finite_is_isfinite(kind):
 
 
 def test_nan_and_overflow_are_warned_of_and_written(tmp_path):
-    tensors = {"good": np.ones(3, np.float32), "bad": np.array([1, np.nan], np.float32), "large": np.array([1e5], np.float32)}
+    tensors = {
+        "good": np.ones(3, np.float32),
+        "bad": np.array([1, np.nan], np.float32),
+        "large": np.array([1e5], np.float32),
+    }
     with pytest.warns(WeightsWarning) as seen:
         weights.write_safetensors(tmp_path / "x.safetensors", weights.cast(tensors, np.float16), {})
-    assert [str(w.message) for w in seen] == [f"x.safetensors: {n} holds NaN or infinite numbers" for n in ("bad", "large")]
+    assert [str(w.message) for w in seen] == [
+        f"x.safetensors: {n} holds NaN or infinite numbers" for n in ("bad", "large")
+    ]
     assert np.isnan(weights.open_safetensors(tmp_path / "x.safetensors")["bad"][1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weights.write_safetensors(tmp_path / "y.safetensors", {"good": tensors["good"], "ids": np.array([-1])}, {})
+        weights.write_safetensors(
+            tmp_path / "y.safetensors", {"good": tensors["good"], "ids": np.array([-1])}, {}
+        )
 
 
 def test_cast_leaves_tables_alone():
-    tensors = {"d2t": np.array([2**40]), "t2d": np.array([True]), "w": np.ones(2, ml_dtypes.bfloat16), "same": np.ones(2, np.float16)}
+    tensors = {
+        "d2t": np.array([2**40]),
+        "t2d": np.array([True]),
+        "w": np.ones(2, ml_dtypes.bfloat16),
+        "same": np.ones(2, np.float16),
+    }
     out = weights.cast(tensors, np.float16)
-    assert out["d2t"] is tensors["d2t"] and out["t2d"] is tensors["t2d"] and out["same"] is tensors["same"]
+    assert (
+        out["d2t"] is tensors["d2t"]
+        and out["t2d"] is tensors["t2d"]
+        and out["same"] is tensors["same"]
+    )
     assert out["w"].dtype == np.float16 and np.asarray(out["w"]).dtype == np.float16
 
 
@@ -143,17 +202,23 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError), weights.new_folder(out) as work:
         (work / "b").write_text("2")
         raise RuntimeError
-    assert [p.name for p in out.iterdir()] == ["config.json"] and [p.name for p in out.parent.iterdir()] == ["out"]
+    assert [p.name for p in out.iterdir()] == ["config.json"] and [
+        p.name for p in out.parent.iterdir()
+    ] == ["out"]
     with weights.new_folder(out) as work:
         (work / "c").write_text("3")
-    assert [p.name for p in out.iterdir()] == ["c"] and [p.name for p in out.parent.iterdir()] == ["out"]
+    assert [p.name for p in out.iterdir()] == ["c"] and [p.name for p in out.parent.iterdir()] == [
+        "out"
+    ]
 
 
 def test_only_a_checkpoint_folder_is_replaced(tmp_path):
     """A mistyped output must not cost a training run or a folder of runs."""
     (tmp_path / "runs" / "peagle").mkdir(parents=True)
     with (
-        pytest.raises(InputError, match="only a checkpoint folder is replaced; got one that holds peagle"),
+        pytest.raises(
+            InputError, match="only a checkpoint folder is replaced; got one that holds peagle"
+        ),
         weights.new_folder(tmp_path / "runs"),
     ):
         pass
@@ -164,27 +229,42 @@ def test_a_folder_of_something_similar_is_not_replaced(tmp_path):
     for name in ("config.json.bak", "tokenizer_backup", "checkpoints_old"):
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / name).write_text("mine")
-        with pytest.raises(InputError, match="only a checkpoint folder is replaced"), weights.new_folder(tmp_path / "a"):
+        with (
+            pytest.raises(InputError, match="only a checkpoint folder is replaced"),
+            weights.new_folder(tmp_path / "a"),
+        ):
             pass
         (tmp_path / "a" / name).unlink()
         (tmp_path / "a").rmdir()
 
 
-@pytest.mark.parametrize("facts, replaced", [
-    ({}, False), ({"format": "pt"}, False), ({"writer": "peagle_jax 0.1.0"}, True), ({"source": "peagle train, task peagle"}, True), (None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "facts, replaced",
+    [
+        ({}, False),
+        ({"format": "pt"}, False),
+        ({"writer": "peagle_jax 0.1.0"}, True),
+        ({"source": "peagle train, task peagle"}, True),
+        (None, False),
+    ],
+)
 def test_a_download_is_not_replaced(facts, replaced, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     if facts is None:
         (tmp_path / "model.safetensors").write_bytes(b"damaged")
     else:
-        safetensors.numpy.save_file({"a": np.ones(2)}, tmp_path / "model.safetensors", metadata=facts)
+        safetensors.numpy.save_file(
+            {"a": np.ones(2)}, tmp_path / "model.safetensors", metadata=facts
+        )
     if replaced:
         with weights.new_folder(tmp_path) as work:
             (work / "new").write_text("")
         assert [p.name for p in tmp_path.iterdir()] == ["new"]
         return
-    with pytest.raises(InputError, match="only a checkpoint folder that peagle wrote is replaced"), weights.new_folder(tmp_path):
+    with (
+        pytest.raises(InputError, match="only a checkpoint folder that peagle wrote is replaced"),
+        weights.new_folder(tmp_path),
+    ):
         pass
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -208,18 +288,27 @@ def test_the_old_output_stays_if_the_new_cannot_take_its_place(tmp_path, monkeyp
         return real(self, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(InputError, match="must be written to the end"), weights.new_folder(out) as work:
+    with (
+        pytest.raises(InputError, match="must be written to the end"),
+        weights.new_folder(out) as work,
+    ):
         (work / "config.json").write_text("new")
-    assert (out / "config.json").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (out / "config.json").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == [
+        "out"
+    ]
 
 
 def test_a_transposed_matrix_is_written_by_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(tensors_module, "BLOCK", 256)
     matrix = np.arange(60 * 50, dtype=np.float32).reshape(50, 60)
     tensors = {"t": weights.apply(lambda a: a.T, matrix, (60, 50), np.float32)}
-    weights.write_safetensors(tmp_path / "x.safetensors", tensors | {"c": weights.cast(tensors, np.float16)["t"]}, {})
+    weights.write_safetensors(
+        tmp_path / "x.safetensors", tensors | {"c": weights.cast(tensors, np.float16)["t"]}, {}
+    )
     read = weights.open_safetensors(tmp_path / "x.safetensors")
-    assert np.array_equal(read["t"], matrix.T) and np.array_equal(read["c"], matrix.T.astype(np.float16))
+    assert np.array_equal(read["t"], matrix.T) and np.array_equal(
+        read["c"], matrix.T.astype(np.float16)
+    )
 
 
 def test_output_that_cannot_be(tmp_path):
@@ -250,24 +339,50 @@ def test_a_disk_that_is_full_half_way(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("before")
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(out)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(out)], capture_output=True, text=True
+    )
     assert done.returncode == 2, done.stderr
-    assert "must be written to the end" in done.stdout and "what lay there before is untouched" in done.stdout
-    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (out / "config.json").read_text() == "before"
+    assert (
+        "must be written to the end" in done.stdout
+        and "what lay there before is untouched" in done.stdout
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (
+        out / "config.json"
+    ).read_text() == "before"
 
 
 def test_shards_of_a_limited_size_are_read_back(tmp_path):
     rng = np.random.default_rng(0)
-    tensors = {f"t{i}": rng.normal(size=(n, 100)).astype(np.float32) for i, n in enumerate((10, 40, 1, 200, 30))}  # 4, 16, 0.4, 80, 12 kB
+    tensors = {
+        f"t{i}": rng.normal(size=(n, 100)).astype(np.float32)
+        for i, n in enumerate((10, 40, 1, 200, 30))
+    }  # 4, 16, 0.4, 80, 12 kB
     told = []
-    weights.write_folder(tmp_path, {}, tensors, {"source": "x" * 3000}, max_shard_bytes=30_000, on_bytes=lambda *now: told.append(now))
+    weights.write_folder(
+        tmp_path,
+        {},
+        tensors,
+        {"source": "x" * 3000},
+        max_shard_bytes=30_000,
+        on_bytes=lambda *now: told.append(now),
+    )
     total = sum(t.nbytes for t in tensors.values())
-    assert [done for done, _ in told] == sorted(done for done, _ in told) and told[-1] == (total, total) and len(told) >= 5
+    assert (
+        [done for done, _ in told] == sorted(done for done, _ in told)
+        and told[-1] == (total, total)
+        and len(told) >= 5
+    )
     files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
-    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 2
+    assert (
+        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+        and len(files) > 2
+    )
     sizes = {file: (tmp_path / file).stat().st_size for file in files}
     where = json.loads((tmp_path / weights.INDEX).read_text())
-    assert all(size <= 30_000 for file, size in sizes.items() if file != where["weight_map"]["t3"])  # one tensor alone is larger
+    assert all(
+        size <= 30_000 for file, size in sizes.items() if file != where["weight_map"]["t3"]
+    )  # one tensor alone is larger
     assert [file for file in where["weight_map"].values()].count(where["weight_map"]["t3"]) == 1
     assert where["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     read = weights.open_folder(tmp_path)
@@ -281,5 +396,9 @@ def test_shards_of_a_limited_size_are_read_back(tmp_path):
 def test_the_result_of_arithmetic_on_a_mapped_file_is_written(tmp_path):
     """NumPy calls it a memmap, and it maps nothing."""
     np.arange(6, dtype=np.float32).tofile(tmp_path / "x")
-    weights.write_safetensors(tmp_path / "y.safetensors", {"x": np.memmap(tmp_path / "x", np.float32) * 2}, {})
-    assert np.array_equal(weights.open_safetensors(tmp_path / "y.safetensors")["x"], 2 * np.arange(6))
+    weights.write_safetensors(
+        tmp_path / "y.safetensors", {"x": np.memmap(tmp_path / "x", np.float32) * 2}, {}
+    )
+    assert np.array_equal(
+        weights.open_safetensors(tmp_path / "y.safetensors")["x"], 2 * np.arange(6)
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints: draft heads, targets and training runs, read, written, converted and described."""

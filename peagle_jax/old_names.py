@@ -1,0 +1,63 @@
+"""Former names of keys in files: recipes, checkpoints and stored hidden states written before the
+names were those of docs/glossary.md are still read. New files have the new names only.
+"""
+
+from collections.abc import Mapping
+
+from peagle_jax.types import InputError
+
+# By the class of peagle_jax/train/config.py that a mapping of a recipe becomes.
+RECIPE_KEYS: dict[str, dict[str, str]] = {
+    "HeadRun": {
+        "features": "hidden_states_dir",
+        "start": "init",
+        "start_from": "init_from",
+        "grow": "depth_schedule",
+        "blur": "feature_noise",
+        "measure": "eval",
+    },
+    "HeadShape": {"taps": "aux_hidden_state_layers"},
+    "CodConfig": {
+        "depths": "num_depths",
+        "ratio": "down_sample_ratio",
+        "floor": "down_sample_ratio_min",
+        "anchors": "max_anchors",
+    },
+    "DepthStage": {"depths": "num_depths"},
+    "FeatureNoise": {"feature_noise": "noise", "feature_dropout": "dropout"},
+    "OptimizerConfig": {"clip": "max_grad_norm"},
+    "EvalConfig": {"count": "num_prompts", "new_tokens": "max_new_tokens"},
+    "DataConfig": {"length": "seq_len", "batch": "batch_size"},
+}
+HEAD_JSON_KEYS = {"taps": "aux_hidden_state_layers", "depths": "num_depths"}
+# index.json of `peagle extract`, format_version 1, and the tensors of its shards
+HIDDEN_STATE_INDEX_KEYS = {
+    "taps": "aux_hidden_state_layers",
+    "tap_width": "aux_width",
+    "supervised": "num_loss_tokens",
+    "length": "seq_len",
+    "batch": "batch_size",
+}
+HIDDEN_STATE_TENSORS = {
+    "document": "segment_ids",
+    "supervised": "loss_mask",
+    "taps": "aux_hidden_states",
+}
+
+
+def with_new_names(raw: Mapping, new_names: Mapping[str, str], where: str) -> dict:
+    """A copy of `raw` whose keys have their new names.
+
+    Args:
+      raw: as it was read.
+      new_names: old key -> new key.
+      where: the file, for the error.
+
+    Raises:
+      InputError: a key stands there under both of its names.
+    """
+    for old, new in new_names.items():
+        if old in raw and new in raw:
+            rule = f"{new} was formerly called {old}: only one of the two may be given"
+            raise InputError(where, rule, "both", f"remove {old}")
+    return {new_names.get(key, key): value for key, value in raw.items()}

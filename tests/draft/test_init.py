@@ -1,0 +1,176 @@
+"""Where a head's training starts: what is taken from the target or from another head, and what is refused."""
+
+import dataclasses
+
+import designs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from peagle_jax.draft.head import DraftHead
+from peagle_jax.draft.init import init_from_head, init_from_target, init_placeholders
+from peagle_jax.types import InputError
+from peagle_jax.weights import flatten_params
+
+IDENTITY = {"dim": 24, "mlp_dim": 40, "heads": 4, "kv_heads": 2, "head_dim": 12}
+
+
+def test_a_head_starts_as_its_targets_last_layer():
+    target, head = tiny.target(), tiny.head(3, qk_norm=True, **IDENTITY)
+    made = init_from_target(head, target)
+    last, (first, second) = (
+        target.params["blocks"][3],
+        (made.params["layers"][0], made.params["layers"][1]),
+    )
+    for name in ("q", "k", "v"):
+        np.testing.assert_array_equal(
+            first["attn"][name]["kernel"][24:], last["attn"][name]["kernel"]
+        )  # the feature half
+        np.testing.assert_array_equal(
+            first["attn"][name]["kernel"][:24],
+            head.params["layers"][0]["attn"][name]["kernel"][:24],
+        )
+        np.testing.assert_array_equal(second["attn"][name]["kernel"], last["attn"][name]["kernel"])
+    for layer in (first, second):
+        jax.tree.map(np.testing.assert_array_equal, layer["mlp"], last["mlp"])
+        np.testing.assert_array_equal(layer["attn"]["o"]["kernel"], last["attn"]["o"]["kernel"])
+    np.testing.assert_array_equal(
+        second["attn"]["q_norm"]["scale"], last["attn"]["q_norm"]["scale"]
+    )
+    np.testing.assert_array_equal(second["input_norm"]["scale"], last["attn_norm"]["scale"])
+    np.testing.assert_array_equal(made.params["norm"]["scale"], target.params["norm"]["scale"])
+    fc = np.asarray(made.params["fusion"]["fc"]["kernel"]) - 0.1 * np.asarray(
+        head.params["fusion"]["fc"]["kernel"]
+    )
+    np.testing.assert_allclose(fc, np.vstack([np.zeros((48, 24)), np.eye(24)]), atol=1e-6)
+    for same in ("mask_hidden", "embed", "lm_head"):
+        jax.tree.map(np.testing.assert_array_equal, made.params[same], head.params[same])
+
+    def shapes(m):
+        return {path: (x.shape, x.dtype) for path, x in flatten_params(m.params)}
+
+    assert shapes(made) == shapes(head)
+
+
+@pytest.mark.parametrize("name", designs.ALL)
+def test_placeholders_start_as_what_is_most_ordinary(name):
+    """Every design of the hidden side begins as the mean tap, in its own form; the token side as the mean embedding or the target's row."""
+    head = tiny.head(3, **designs.ALL[name])
+    aux_hidden_states, fuse = (
+        np.linspace(-1, 2, 72).astype(np.float32),
+        jax.jit(lambda aux_hidden_states: head.bind(head.params).fuse(aux_hidden_states)),
+    )
+    made, table = (
+        init_placeholders(head, jnp.asarray(aux_hidden_states), seed=4),
+        np.asarray(head.params["embed"]["table"]),
+    )
+    hidden, token, last = (
+        head.config.placeholder_hidden,
+        head.config.placeholder_token,
+        np.full(20, 3.0, np.float32),
+    )
+    for depth in (1, 5):
+        got = designs.fused(made, depth, last, fuse)
+        mean = np.asarray(fuse(aux_hidden_states[None]))[0]
+        want = {"last_feature": last, "zero": 0 * last, "gated": (last + mean) / 2}.get(
+            hidden, mean
+        )
+        if hidden == "frozen_random":
+
+            def size(x):
+                return np.sqrt(np.mean(np.square(x)))
+
+            vector = np.asarray(made.params["mask_hidden"])
+            assert (
+                0.7 < size(vector) / size(aux_hidden_states) < 1.4
+                and abs(np.corrcoef(vector, aux_hidden_states)[0, 1]) < 0.3
+            )
+        else:
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    want = {
+        "mask": table.mean(axis=0),
+        "mean": table.mean(axis=0),
+        "frozen": table[5],
+        "last_token": last,
+        "zero": 0 * last,
+    }[token]
+    np.testing.assert_allclose(designs.embedding(made, last), want, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(
+        np.delete(made.params["embed"]["table"], 5, axis=0), np.delete(table, 5, axis=0)
+    )
+    if token != "mask":
+        np.testing.assert_array_equal(made.params["embed"]["table"], table)
+    assert {p: (x.shape, x.dtype) for p, x in flatten_params(made.params)} == {
+        p: (x.shape, x.dtype) for p, x in flatten_params(head.params)
+    }
+    small = init_placeholders(head, None, seed=4)
+    if "mask_hidden" in small.params and hidden != "frozen_random":
+        assert 0.01 < np.std(small.params["mask_hidden"]) < 0.03
+
+
+def _layers(config):
+    state = nnx.to_pure_dict(nnx.state(DraftHead(config, rngs=nnx.Rngs(6))))
+    return list(flatten_params({name: state[name] for name in ("layers", "lm_head", "fusion")}))
+
+
+def test_layers_begin_alike_whatever_the_placeholder():
+    """One seed, any design or none: comparisons are paired by it."""
+    plain = _layers(tiny.head_config())
+    for changes in (*designs.ALL.values(), {"mask_token": None}):
+        for (path, a), (_, b) in zip(plain, _layers(tiny.head_config(**changes)), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=f"{path} {changes}")
+
+
+def test_the_head_given_is_left_alone():
+    head = tiny.head(4, qk_norm=True, **IDENTITY)
+    before = jax.tree.map(np.array, head.params)
+    init_from_target(head, tiny.target())
+    init_placeholders(head, jnp.zeros(72), seed=0)
+    jax.tree.map(np.testing.assert_array_equal, before, head.params)
+
+
+def test_a_narrower_mlp_gets_the_neurons_of_largest_weights():
+    """Neurons 3 and 17 are made small in one vector each: they are what a head of two neurons fewer goes without."""
+    target = tiny.target()
+    mlp = jax.tree.map(np.array, target.params["blocks"][3]["mlp"])
+    mlp["up"]["kernel"][:, 3] *= 0.01
+    mlp["down"]["kernel"][17] *= 0.01
+    blocks = {**target.params["blocks"], 3: {**target.params["blocks"][3], "mlp": mlp}}
+    target = dataclasses.replace(target, params={**target.params, "blocks": blocks})
+    made = init_from_target(tiny.head(3, **{**IDENTITY, "mlp_dim": 38}), target)
+    for layer in made.params["layers"].values():
+        np.testing.assert_array_equal(
+            layer["mlp"]["gate"]["kernel"], np.delete(mlp["gate"]["kernel"], [3, 17], axis=1)
+        )
+        np.testing.assert_array_equal(
+            layer["mlp"]["up"]["kernel"], np.delete(mlp["up"]["kernel"], [3, 17], axis=1)
+        )
+        np.testing.assert_array_equal(
+            layer["mlp"]["down"]["kernel"], np.delete(mlp["down"]["kernel"], [3, 17], axis=0)
+        )
+
+
+@pytest.mark.parametrize("changes", [{"dim": 20}, {"mlp_dim": 44}, {"heads": 2}, {"head_dim": 10}])
+def test_other_shapes_are_refused(changes):
+    with pytest.raises(
+        InputError, match=f"head's {next(iter(changes))} must be (at most )?the target's"
+    ):
+        init_from_target(tiny.head(3, **{**IDENTITY, **changes}), tiny.target())
+
+
+def test_another_heads_parameters_are_taken_over():
+    """An EAGLE-3 head of one layer into a P-EAGLE head of two: the second layer and the placeholder stay."""
+    old, new = tiny.head(1, layers=1, mask_token=None, windows=(None,)), tiny.head(2)
+    made = dict(flatten_params(init_from_head(new, old, "x").params))
+    for path, _ in flatten_params(new.params):
+        source = (
+            dict(flatten_params(new.params))
+            if path.startswith("layers.1.") or path == "mask_hidden"
+            else dict(flatten_params(old.params))
+        )
+        np.testing.assert_array_equal(made[path], source[path], err_msg=path)
+    with pytest.raises(InputError, match="must read the taps"):
+        init_from_head(new, tiny.head(1, aux_hidden_state_layers=(0, 1, 2)), "x")
