@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 FLOORS = [  # lowest first
     {"types"},
-    {"kernels", "corpus", "weights", "provenance", "atomic_write", "old_names"},
+    {"kernels", "corpus", "weights", "provenance", "atomic_write", "old_names", "progress"},
     {"text"},
     {"layers"},
     {"targets", "draft"},

@@ -1,0 +1,93 @@
+"""Progress of long work: a bar on a terminal, a line every half minute elsewhere.
+
+Everything goes to stderr, so that what a command prints on stdout can be piped.
+"""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+INTERVAL = 30.0  # seconds between two lines where stderr is not a terminal
+
+
+class ProgressReport:
+    """Context manager that shows how far a piece of work is.
+
+    Args:
+      label: what is being done, for example "train peagle".
+      total: units of work in all; None while it is not known.
+      completed: units that an earlier session has done.
+      unit: what is counted, for example "steps".
+    """
+
+    def __init__(self, label: str, total: int | None, completed: int = 0, unit: str = "") -> None:
+        self.label, self.total, self.completed, self.unit = label, total, completed, unit
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._started_at = self._printed_at = time.monotonic()
+        self._completed_before = completed
+
+    def __enter__(self) -> "ProgressReport":
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(
+                self.label, total=self.total, completed=self.completed, note=""
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, completed: int, *, total: int | None = None, note: str = "") -> None:
+        """Reports that `completed` units are done.
+
+        Args:
+          completed: since the very beginning, not since the last call.
+          total: replaces the total given before.
+          note: a few words to show beside it, for example "loss 2.31".
+        """
+        self.completed = completed
+        self.total = self.total if total is None else total
+        if self._bar is not None:
+            self._bar.update(self._task, completed=completed, total=self.total, note=note)
+            return
+        now = time.monotonic()
+        if now - self._printed_at >= INTERVAL:
+            self._printed_at = now
+            print(self._line(now, note), file=sys.stderr, flush=True)
+
+    def _line(self, now: float, note: str) -> str:
+        """One line of plain text: how much is done, and how long the rest will take."""
+        of_total = "" if self.total is None else f" of {self.total:,}"
+        parts = [f"{self.label}: {self.completed:,}{of_total} {self.unit}".rstrip()]
+        if note:
+            parts.append(note)
+        done = self.completed - self._completed_before
+        if self.total is not None and done > 0:
+            seconds = (self.total - self.completed) * (now - self._started_at) / done
+            parts.append(f"about {max(seconds, 0) / 60:.0f} minutes left")
+        return ", ".join(parts)
