@@ -1,27 +1,42 @@
-# make demo: the main job on this machine's own Python source.   make test: everything a stranger should run.
-# Both create their environment in .venv; no other step is needed.
+# make demo      the main job on this machine's own Python source
+# make test      a few minutes: every promise is touched; what a stranger should run
+# make test-all  every test that needs no peer
+# make test-peers  real vLLM, speculators and the Mosaic GPU interpreter, in environments of their own
+# make lint      style, formatting, types
+# All create their environment in .venv; no other step is needed.
 
 # the first of these that runs; 3.11 first, because torch has a small CPU build for it more often
 KNOWN = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "$(KNOWN)" 2>/dev/null && echo $$p && break; done)
 BUDGET ?= small
 OUT ?= runs/demo-$(BUDGET)
+PYTEST = .venv/bin/python -m pytest
 
-.PHONY: demo test test-long lint
+.PHONY: demo test test-all test-peers test-long lint
 
 demo: .venv/ready
 	.venv/bin/peagle demo --out $(OUT) --budget $(BUDGET)
 
 test: .venv/ready-dev
-	.venv/bin/python -m pytest -m "not long" -n 2 --dist loadfile
+	$(PYTEST) -m "not slow and not long and not peer" -n 2 --dist loadfile
 
-test-long: .venv/ready-dev
+test-all: .venv/ready-dev
+	$(PYTEST) -m "not peer" -n 2 --dist loadfile
+
+test-peers: .venv/ready-dev
 	scripts/peers/install_vllm.sh .venv-vllm
 	scripts/peers/install_speculators.sh .venv-speculators
-	.venv/bin/python -m pytest
+	$(PYTEST) -m peer
+	if scripts/gpu/install_mosaic.sh .venv-mosaic; then \
+	    .venv-mosaic/bin/python -m pytest -q tests/kernels/test_fp8_matmul_mosaic.py; \
+	else echo "SKIPPED: the Mosaic GPU interpreter needs jax 0.11, and so Python 3.12"; fi
+
+test-long: test-all test-peers
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
 
 .venv/ready: pyproject.toml
 	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 to 3.13 is needed and none was found; name one: make PYTHON=/path/to/python" >&2; exit 2; }

@@ -1,1 +1,1 @@
-"""One file per question. Run from a checkout."""
+"""Experiments on draft heads: questions, and the machinery that runs and reports them."""

@@ -2,69 +2,69 @@
 
 import dataclasses
 
-from peagle_jax.train.config import HeadRun, PeagleRun
+from peagle_jax.train.config import HeadRun, HeadShape, PeagleRun
 
 
 def training_flops(run: HeadRun) -> float:
-    """Of all steps, every row real: a backward pass counts twice its forward, of weights that are not trained and of inputs that
-    need no gradient once; the loss forms logits twice (recomputation).
+    """Floating-point operations of all training steps, as if every row were full.
 
-    The target's own forward is not counted, since its features are stored; its logits are, since the loss forms them. The run says
-    every size of its head, and the head is as wide as its target.
+    A backward pass counts twice its forward, and once for weights that are not trained and for
+    inputs that need no gradient. The loss forms logits twice, because it recomputes them. The
+    target's own forward is not counted, since its hidden states are stored; its logits are, since
+    the loss forms them.
+
+    Args:
+      run: which names every size of its head; the head is as wide as its target.
     """
-    head = run.head
-    qkv, attention = head.head_dim * (head.heads + 2 * head.kv_heads), head.heads * head.head_dim
-
-    def layer(width):
-        return width * qkv + attention * head.dim + 3 * head.dim * head.mlp_dim
-
-    layers = layer(2 * head.dim) + (head.layers - 1) * layer(head.dim)
-    fusion, output = (
-        len(head.aux_hidden_state_layers) * head.dim * head.dim,
-        head.dim * head.draft_vocab,
-    )  # the target's output has that size too
-    total = 0.0
-    for step_depths, steps in _depths(run):
-        n = run.data.seq_len - 1
-        if isinstance(run, PeagleRun):
-            rows = n + dataclasses.replace(run.cod, num_depths=step_depths).capacity(n)
-            fused = n
-        else:
-            rows, fused = n * step_depths, n
-        scores = (
-            2 * rows * (n / 2) * attention * head.layers
-        )  # q.k and weights.v over a causal prefix, half of it on average
-        logits = (
-            rows * (2 + 2 + 1 + run.train_lm_head) * output
-        )  # the head's and the target's twice; backward
-        total += (
-            steps
-            * run.data.batch_size
-            * 2
-            * (3 * (rows * layers + scores) + 2 * fused * fusion + logits)
-        )
-    return total
-
-
-def parameters(run: HeadRun) -> int:
-    """Of the head, about: norms are not counted."""
-    head = run.head
-    qkv, attention = head.head_dim * (head.heads + 2 * head.kv_heads), head.heads * head.head_dim
-    layers = (
-        head.layers * (head.dim * qkv + attention * head.dim + 3 * head.dim * head.mlp_dim)
-        + head.dim * qkv
+    return sum(
+        num_steps * run.data.batch_size * _row_flops(run, num_depths)
+        for num_depths, num_steps in _depths(run)
     )
-    return (
-        layers
-        + len(head.aux_hidden_state_layers) * head.dim * head.dim
-        + 2 * head.dim * head.draft_vocab
-    )
+
+
+def _row_flops(run: HeadRun, num_depths: int) -> float:
+    """Operations of one step on one packed row."""
+    head = run.head
+    num_positions = run.data.seq_len - 1
+    if isinstance(run, PeagleRun):
+        cod = dataclasses.replace(run.cod, num_depths=num_depths)
+        num_elements = num_positions + cod.capacity(num_positions)
+    else:
+        num_elements = num_positions * num_depths
+    # q.k and weights.v over a causal prefix, half of the row on average
+    attention_dim = head.heads * head.head_dim
+    scores = 2 * num_elements * (num_positions / 2) * attention_dim * head.layers
+    first_layer = _layer_size(head, 2 * head.dim)  # reads embedding and hidden state side by side
+    layers = first_layer + (head.layers - 1) * _layer_size(head, head.dim)
+    # the head's logits and the target's twice, and the backward pass to the hidden states
+    logit_products = 2 + 2 + 1 + run.train_lm_head
+    logits = num_elements * logit_products * head.dim * head.draft_vocab
+    fusion = 2 * num_positions * _fusion_size(head)
+    return 2 * (3 * (num_elements * layers + scores) + fusion + logits)
+
+
+def num_parameters(run: HeadRun) -> int:
+    """Parameters of a head, about: norms are not counted."""
+    head = run.head
+    first_layer = _layer_size(head, 2 * head.dim)
+    layers = first_layer + (head.layers - 1) * _layer_size(head, head.dim)
+    return layers + _fusion_size(head) + 2 * head.dim * head.draft_vocab
+
+
+def _layer_size(head: HeadShape, input_dim: int) -> int:
+    """Weights of one layer's matrices."""
+    qkv = input_dim * head.head_dim * (head.heads + 2 * head.kv_heads)
+    output = head.heads * head.head_dim * head.dim
+    return qkv + output + 3 * head.dim * head.mlp_dim
+
+
+def _fusion_size(head: HeadShape) -> int:
+    return len(head.aux_hidden_state_layers) * head.dim * head.dim
 
 
 def _depths(run: HeadRun) -> list[tuple[int, int]]:
-    """(depths, steps trained with so many)."""
-    starts = [0, *(g.until for g in run.depth_schedule), run.optimizer.steps]
-    num_depths = [*(g.num_depths for g in run.depth_schedule), run.num_depths]
-    return [
-        (d, end - begin) for d, begin, end in zip(num_depths, starts[:-1], starts[1:], strict=True)
-    ]
+    """How many depths are trained, and in how many steps, stage by stage."""
+    ends = [*(stage.until for stage in run.depth_schedule), run.optimizer.steps]
+    counts = [*(stage.num_depths for stage in run.depth_schedule), run.num_depths]
+    starts = [0, *ends[:-1]]
+    return [(n, end - start) for n, start, end in zip(counts, starts, ends, strict=True)]

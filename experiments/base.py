@@ -1,70 +1,102 @@
-"""What an experiment is: one question, a base run, and variants that are the base with a few values replaced."""
+"""What an experiment is: one question, a base run, and variants that change a few of its values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
-from experiments.budgets import Answers, Budget
+from experiments.budgets import AnswerOptions, Budget
 from peagle_jax.train.config import HeadRun, PeagleRun
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One greedy or sampled decoding of all prompts with the trained head. None takes the budget's."""
+class Measurement:
+    """One decoding of all prompts with the trained head. None stands for the budget's value.
+
+    Attributes:
+      k: tokens drafted in one step.
+      temperature: 0 decodes greedily.
+      sample_drafts: with a temperature, drafts are sampled too. Otherwise they are argmaxes, which
+        is vLLM's default.
+      prompt_tokens: length of each prompt.
+      max_new_tokens: tokens written after each prompt.
+    """
 
     k: int | None = None
     temperature: float = 0.0
-    sample_drafts: bool = (
-        False  # with a temperature: sample the drafts too; False: argmax drafts, vLLM's default
-    )
+    sample_drafts: bool = False
     prompt_tokens: int | None = None
-    new_tokens: int | None = None
+    max_new_tokens: int | None = None
 
-    def filled(self, budget: Budget) -> "Measured":
-        def pick(mine, usual):
-            return usual if mine is None else mine
-
+    def with_defaults(self, budget: Budget) -> "Measurement":
+        """The same measurement without None."""
         return dataclasses.replace(
             self,
-            k=pick(self.k, budget.k),
-            prompt_tokens=pick(self.prompt_tokens, budget.answers.prompt_tokens),
-            new_tokens=pick(self.new_tokens, budget.new_tokens),
+            k=_or_default(self.k, budget.k),
+            prompt_tokens=_or_default(self.prompt_tokens, budget.answers.prompt_tokens),
+            max_new_tokens=_or_default(self.max_new_tokens, budget.max_new_tokens),
         )
+
+
+def _or_default(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def same_run(base: PeagleRun) -> HeadRun:
+    """The `run` of variants that train the base itself."""
+    return base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One run of an experiment: how it is trained, and every decoding that it is measured by."""
+    """One answer to an experiment's question: how a head is trained, and how it is measured.
 
-    run: Callable[[PeagleRun], HeadRun] = lambda run: run  # of the base; a `dataclasses.replace`
-    measured: tuple[Measured, ...] = (
-        Measured(),
-    )  # the first one is what tables and comparisons read
-    x: float | None = None  # place on the axis of a curve
+    Attributes:
+      run: makes the variant's training run from the base run, usually by `dataclasses.replace`.
+      measurements: every decoding of the trained head. Tables and comparisons read the first one.
+      x: place on the axis of a curve.
+      method: how the head drafts.
+      answers: changes the text that the head learns from; None keeps the budget's.
+      init_from: the variant of the same experiment whose trained head this one starts from.
+    """
+
+    run: Callable[[PeagleRun], HeadRun] = same_run
+    measurements: tuple[Measurement, ...] = (Measurement(),)
+    x: float | None = None
     method: Literal["peagle", "eagle3"] = "peagle"
-    answers: Callable[[Answers], Answers] | None = None  # another text to learn from
-    init_from: str | None = None  # the variant whose head this one starts from
+    answers: Callable[[AnswerOptions], AnswerOptions] | None = None
+    init_from: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    name: str
-    question: str  # one sentence that ends in a question mark
-    expects: str  # written before it ran
-    axis: (
-        str  # what the variants differ in, with its unit: a table's first column, a curve's x label
-    )
-    kind: Literal["bars", "curve"]
-    reference: str  # the variant that all others are compared with
-    variants: Mapping[str, Variant]
-    paper: (
-        str  # what the paper or its peers say about it, with the source; "" where they say nothing
-    )
+    """One question with the variants that answer it.
 
-    def __post_init__(self):
+    Attributes:
+      name: name of its file in experiments/questions/ and of its rows' file.
+      question: one sentence that ends in a question mark.
+      expects: what was expected, written before the experiment ran.
+      axis: what the variants differ in, with its unit: the head of a table's first column, and the
+        x label of a curve.
+      kind: how it is drawn.
+      reference: the variant that all others are compared with.
+      variants: by name.
+      paper: what the paper or its peers say about the question, with the source.
+    """
+
+    name: str
+    question: str
+    expects: str
+    axis: str
+    kind: Literal["bars", "curve"]
+    reference: str
+    variants: Mapping[str, Variant]
+    paper: str
+
+    def __post_init__(self) -> None:
         if self.reference not in self.variants:
-            raise ValueError(
-                f"{self.name}: the reference {self.reference} must be one of {', '.join(self.variants)}"
-            )
+            names = ", ".join(self.variants)
+            raise ValueError(f"{self.name}: the reference {self.reference} must be one of {names}")
         if self.kind == "curve" and any(v.x is None for v in self.variants.values()):
             raise ValueError(f"{self.name}: every variant of a curve needs x")

@@ -1,11 +1,14 @@
-"""How does drafting time grow with K, and where does a step's time go against the bytes and arithmetic it needs?
+"""How does drafting time grow with K, and how far is it from its floor?
 
-    python -m experiments.drafting_time [--layers 8 --dim 512 --repeats 7] [--out results/drafting_time.jsonl]
+    python -m experiments.drafting_time [--layers 8 --dim 512 --repeats 7]
 
-Random weights: a Qwen3 target, a P-EAGLE head of 2 layers, an EAGLE-3 head of 1; batch 1, a cache of 256 tokens, float32. A drafting
-takes in two committed tokens; "all accepted" is the one after a step that accepted all K.
-Expects: P-EAGLE at K = 16 over K = 1 at most 3.5 on a CPU, EAGLE-3 about 16; 3 minutes on 2 cores.
-Result:  see LOG.md, 2026-11-20, and results/drafting_time.jsonl.
+The floor is the least time that the bytes, or the arithmetic, of a drafting allow. Weights are
+random: a Qwen3 target, a P-EAGLE head of 2 layers and an EAGLE-3 head of 1; batch 1, a cache of 256
+tokens, float32. A drafting takes in two committed tokens; "all accepted" is the drafting after a
+step that accepted all K drafts.
+Expects: P-EAGLE takes at most 3.5 times as long at K = 16 as at K = 1 on a CPU, EAGLE-3 about 16
+times; 3 minutes on 2 cores.
+Result: see LOG.md, 2026-11-20, and results/drafting_time.jsonl.
 """
 
 import argparse
@@ -35,6 +38,7 @@ KS, CONTEXT, VOCAB, STEPS = (1, 2, 4, 8, 11, 16), 256, 4096, 20
 
 
 def make_target(layers: int, dim: int) -> Model:
+    """A Qwen3 with random weights."""
     config = Qwen3Config(
         vocab=VOCAB,
         layers=layers,
@@ -54,10 +58,11 @@ def make_target(layers: int, dim: int) -> Model:
         stop_ids=(),
         source=None,
     )
-    return Model.of(Qwen3(config, rngs=nnx.Rngs(0)), config)
+    return Model.from_module(Qwen3(config, rngs=nnx.Rngs(0)), config)
 
 
 def make_head(target: Model, layers: int, parallel: bool) -> Model:
+    """A head with random weights: P-EAGLE's if it drafts in parallel, else EAGLE-3's."""
     t = target.config
     config = HeadConfig(
         vocab=t.vocab,
@@ -85,37 +90,46 @@ def make_head(target: Model, layers: int, parallel: bool) -> Model:
         windows=(None,) * layers,
         dtype=t.dtype,
     )
-    return Model.of(DraftHead(config, rngs=nnx.Rngs(1)), config)
+    return Model.from_module(DraftHead(config, rngs=nnx.Rngs(1)), config)
 
 
-def machine(repeats: int) -> tuple[float, float]:
-    """(bytes a second of reading weights by matrix-vector products, FLOP a second of a large matrix product), measured here."""
-    matrices = [
-        jax.random.normal(jax.random.key(i), (1024, 2048)) for i in range(16)
-    ]  # 134 MB: larger than the caches
+def machine_speed(repeats: int) -> tuple[float, float]:
+    """Bytes per second of matrix-vector products, and FLOP per second of a large matrix product."""
+    # 134 MB, which is more than the processor's caches hold
+    matrices = [jax.random.normal(jax.random.key(i), (1024, 2048)) for i in range(16)]
     x = jax.random.normal(jax.random.key(99), (1, 1024))
-    read = jax.jit(lambda x, ws: sum((x @ w).sum() for w in ws))
-    bandwidth = sum(w.nbytes for w in matrices) / timing.median_seconds(
-        functools.partial(read, x, matrices), repeats
-    )
+
+    @jax.jit
+    def read(x: jax.Array, matrices: list[jax.Array]) -> jax.Array:
+        return sum((x @ matrix).sum() for matrix in matrices)
+
+    num_bytes = sum(matrix.nbytes for matrix in matrices)
+    read_seconds = timing.median_seconds(functools.partial(read, x, matrices), repeats)
+
     square = jax.random.normal(jax.random.key(1), (1536, 1536))
-    product = jax.jit(lambda a: a @ a)
-    return bandwidth, 2 * 1536**3 / timing.median_seconds(
-        functools.partial(product, square), repeats
-    )
+
+    @jax.jit
+    def multiply(a: jax.Array) -> jax.Array:
+        return a @ a
+
+    product_seconds = timing.median_seconds(functools.partial(multiply, square), repeats)
+    return num_bytes / read_seconds, 2 * 1536**3 / product_seconds
 
 
 def matmul_weights(head: Model) -> tuple[int, int, int]:
-    """Parameters in the matrix products of (fusion, layers, lm_head)."""
+    """Parameters in the matrix products of fusion, layers and lm_head."""
 
-    def size(part):
+    def size(part: dict) -> int:
         return sum(x.size for x in jax.tree.leaves(part) if x.ndim == 2)
 
     return size(head.params["fusion"]), size(head.params["layers"]), size(head.params["lm_head"])
 
 
 def floor(head: Model, k: int, bandwidth: float, flops: float) -> dict:
-    """What one P-EAGLE drafting must at least do: read each weight once, multiply 2 + K-1 rows (K through lm_head)."""
+    """What one P-EAGLE drafting must at least do.
+
+    It reads each weight once, and multiplies 2 + K - 1 rows (K of them through lm_head).
+    """
     fusion, layers, lm_head = matmul_weights(head)
     arithmetic = 2 * (2 * fusion + (k + 1) * layers + k * lm_head)
     size = 4 * (fusion + layers + lm_head)
@@ -127,30 +141,66 @@ def floor(head: Model, k: int, bandwidth: float, flops: float) -> dict:
     }
 
 
-def products(head: Model, k: int, repeats: int) -> dict:
-    """Seconds of the matrix products alone, at the rows that drafting gives them: fusion, layers, lm_head."""
-    taken = SHORT if k > SHORT else k + 1
+def matmul_seconds(head: Model, k: int, repeats: int) -> dict:
+    """Seconds of the matrix products of fusion, layers and lm_head alone.
 
-    def kernels(tree):
-        return [x for x in jax.tree.leaves(tree) if x.ndim == 2]
+    They have the rows that drafting gives them.
+    """
+    num_committed = SHORT if k > SHORT else k + 1
+
+    def matrices_of(part: dict) -> list[jax.Array]:
+        return [x for x in jax.tree.leaves(part) if x.ndim == 2]
 
     work = {
-        "fusion": (taken, kernels(head.params["fusion"])),
-        "layers": (taken + k - 1, kernels(head.params["layers"])),
-        "lm_head": (k, kernels(head.params["lm_head"])),
+        "fusion": (num_committed, matrices_of(head.params["fusion"])),
+        "layers": (num_committed + k - 1, matrices_of(head.params["layers"])),
+        "lm_head": (k, matrices_of(head.params["lm_head"])),
     }
 
     @functools.partial(jax.jit, static_argnums=1)
-    def multiply(matrices, rows):
-        def body(_, total):  # the scale depends on the last round, so no round can be dropped
-            return sum(((1 + 0 * total) * jnp.ones((rows, w.shape[0])) @ w).sum() for w in matrices)
+    def multiply(matrices: list[jax.Array], num_rows: int) -> jax.Array:
+        def body(_: jax.Array, total: jax.Array) -> jax.Array:
+            one = 1 + 0 * total  # depends on the last round, so that no round can be dropped
+            return sum((one * jnp.ones((num_rows, w.shape[0])) @ w).sum() for w in matrices)
 
         return jax.lax.fori_loop(0, STEPS, body, 0.0)
 
     return {
-        name: timing.median_seconds(functools.partial(multiply, ws, rows), repeats) / STEPS
-        for name, (rows, ws) in work.items()
+        name: timing.median_seconds(functools.partial(multiply, weights, num_rows), repeats) / STEPS
+        for name, (num_rows, weights) in work.items()
     }
+
+
+def measure(target: Model, heads: dict[str, Model], repeats: int) -> list[dict]:
+    """A row for every method and K, without where and when it was measured."""
+    bandwidth, flops = machine_speed(repeats)
+    settings = {"batch": 1, "context": CONTEXT, "repeats": repeats, "steps": STEPS}
+    plain = timing.verifying_seconds(target, 0, **settings)
+    rows, at_first_k = [], {}
+    for k in KS:
+        verify = timing.verifying_seconds(target, k, **settings)
+        for method, head in heads.items():
+            drafter = make_drafter(head, k, method)
+            seconds = timing.drafting_seconds(head, drafter, **settings)
+            at_first_k.setdefault(method, seconds)
+            row = {
+                "name": "drafting_time",
+                "method": method,
+                "k": k,
+                "draft_seconds": seconds,
+                "over_k1": seconds / at_first_k[method],
+                "verify_seconds": verify,
+                "plain_step_seconds": plain,
+                "break_even": (seconds + verify) / plain,
+            }
+            if method == "peagle":
+                row["draft_seconds_after_all_accepted"] = timing.drafting_seconds(
+                    head, drafter, **settings, committed=k + 1
+                )
+                row["floor"] = floor(head, k, bandwidth, flops)
+                row["matmul_seconds"] = matmul_seconds(head, k, repeats)
+            rows.append(row | {"bandwidth": bandwidth, "flops": flops, **_shape(target)})
+    return rows
 
 
 def main() -> None:
@@ -164,70 +214,27 @@ def main() -> None:
     args = parser.parse_args()
     target = make_target(args.layers, args.dim)
     heads = {"peagle": make_head(target, 2, True), "eagle3": make_head(target, 1, False)}
-    bandwidth, flops = machine(args.repeats)
-    plain = timing.verifying_seconds(
-        target, 0, batch=1, context=CONTEXT, repeats=args.repeats, steps=STEPS
+    command = (
+        f"python -m experiments.drafting_time --layers {args.layers} --dim {args.dim} "
+        f"--repeats {args.repeats}"
     )
-    where = provenance(
-        f"python -m experiments.drafting_time --layers {args.layers} --dim {args.dim} --repeats {args.repeats}"
-    )
-    rows, first = [], {}
-    for k in KS:
-        verify = timing.verifying_seconds(
-            target, k, batch=1, context=CONTEXT, repeats=args.repeats, steps=STEPS
-        )
-        for method, head in heads.items():
-            seconds = timing.drafting_seconds(
-                head,
-                make_drafter(head, k, method),
-                batch=1,
-                context=CONTEXT,
-                repeats=args.repeats,
-                steps=STEPS,
-            )
-            first.setdefault(method, seconds)
-            row = {
-                "name": "drafting_time",
-                "method": method,
-                "k": k,
-                "draft_seconds": seconds,
-                "over_k1": seconds / first[method],
-                "verify_seconds": verify,
-                "plain_step_seconds": plain,
-                "break_even": (seconds + verify) / plain,
-            }
-            if method == "peagle":
-                drafter = make_drafter(head, k, method)
-                row["draft_seconds_after_all_accepted"] = timing.drafting_seconds(
-                    head,
-                    drafter,
-                    batch=1,
-                    context=CONTEXT,
-                    committed=k + 1,
-                    repeats=args.repeats,
-                    steps=STEPS,
-                )
-                row |= {
-                    "floor": floor(head, k, bandwidth, flops),
-                    "matmul_seconds": products(head, k, args.repeats),
-                }
-            rows.append(where | row | {"bandwidth": bandwidth, "flops": flops, **_shape(target)})
+    rows = measure(target, heads, args.repeats)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    Console(width=150).print(
-        f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s; plain step {1e3 * plain:.2f} ms",
-        _table(rows),
-    )
+        file.writelines(json.dumps(provenance(command) | row) + "\n" for row in rows)
+    bandwidth, flops, plain = (rows[0][key] for key in ("bandwidth", "flops", "plain_step_seconds"))
+    speeds = f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s"
+    Console(width=150).print(f"{speeds}; plain step {1e3 * plain:.2f} ms", _table(rows))
 
 
 def _shape(target: Model) -> dict:
+    """The target's sizes, for a row."""
     config = {f.name: getattr(target.config, f.name) for f in dataclasses.fields(target.config)}
     return {"target": {key: config[key] for key in ("layers", "dim", "mlp_dim", "vocab")}}
 
 
 def _table(rows: list[dict]) -> Table:
-    titles = (
+    table = Table(
         "method",
         "K",
         "draft ms",
@@ -235,24 +242,37 @@ def _table(rows: list[dict]) -> Table:
         "all accepted ms",
         "floor ms: bytes, arithmetic",
         "products ms: fusion, layers, lm_head",
+        "rest ms",
+        "verify ms",
+        "break-even AL",
     )
-    table = Table(*titles, "rest ms", "verify ms", "break-even AL")
-    for r in rows:
-        milli = [f"{1e3 * r['draft_seconds']:.2f}", f"{r['over_k1']:.2f}", "", "", "", ""]
-        if r["method"] == "peagle":
-            low, products = r["floor"], r["matmul_seconds"].values()
-            milli[2] = f"{1e3 * r['draft_seconds_after_all_accepted']:.2f}"
-            milli[3] = f"{1e3 * low['bytes_seconds']:.2f} , {1e3 * low['flop_seconds']:.2f}"
-            milli[4] = " , ".join(f"{1e3 * s:.2f}" for s in products)
-            milli[5] = f"{1e3 * (r['draft_seconds'] - sum(products)):.2f}"
+    for row in rows:
         table.add_row(
-            r["method"],
-            str(r["k"]),
-            *milli,
-            f"{1e3 * r['verify_seconds']:.2f}",
-            f"{r['break_even']:.2f}",
+            row["method"],
+            str(row["k"]),
+            _milliseconds(row["draft_seconds"]),
+            f"{row['over_k1']:.2f}",
+            *(_parallel_cells(row) if row["method"] == "peagle" else ("", "", "", "")),
+            _milliseconds(row["verify_seconds"]),
+            f"{row['break_even']:.2f}",
         )
     return table
+
+
+def _parallel_cells(row: dict) -> tuple[str, str, str, str]:
+    """What is only known of P-EAGLE: after all accepted, the floor, the products, the rest."""
+    least, products = row["floor"], row["matmul_seconds"].values()
+    floors = least["bytes_seconds"], least["flop_seconds"]
+    return (
+        _milliseconds(row["draft_seconds_after_all_accepted"]),
+        " , ".join(map(_milliseconds, floors)),
+        " , ".join(map(_milliseconds, products)),
+        _milliseconds(row["draft_seconds"] - sum(products)),
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
 
 
 if __name__ == "__main__":

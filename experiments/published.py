@@ -1,36 +1,53 @@
-"""What others published, to be drawn beside our numbers: which number, from where, and why it is not the same measurement as ours."""
+"""What others published, to be drawn beside our numbers.
+
+Each has its source, and why it is not the same measurement as ours.
+"""
 
 import dataclasses
 
-GREAT = "a target of 20B to 120B parameters, its head trained for long; ours are smaller by orders of magnitude"
-TOKENS, TIMES, SHARE = (
-    "tokens a target forward",
-    "times as fast",
-    "% of drafts accepted, by position",
+LARGE = (
+    "a target of 20B to 120B parameters, its head trained for long; ours are smaller by orders of "
+    "magnitude"
 )
+TOKENS = "tokens per target forward"
+TIMES = "times as fast"
+SHARE = "% of drafts accepted, by position"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """One published number, or a row of them."""
+    """One published number, or a row of them.
+
+    Attributes:
+      what: that was measured.
+      values: one or more.
+      unit: of the values.
+      source: where they stand.
+      differs: from what we measure: target, hardware, texts.
+      at: position or K of each value; empty for a single number.
+    """
 
     what: str
     values: tuple[float, ...]
     unit: str
     source: str
-    differs: str  # from what we measure: target, hardware, texts
-    at: tuple[int, ...] = ()  # position or K of each value; empty for a single number
+    differs: str
+    at: tuple[int, ...] = ()
 
-    def __post_init__(self):
-        if len(self.at) != (len(self.values) if self.at else 0) or not self.values:
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError(f"{self.what}: needs a value; got none; name one or more")
+        if self.at and len(self.at) != len(self.values):
             raise ValueError(
-                f"{self.what}: one position or K for each value; got {self.at} for {self.values}; mend the table"
+                f"{self.what}: needs one position or K for each value; got {self.at} for "
+                f"{self.values}; give `at` and `values` equal lengths"
             )
 
 
 HUMANEVAL = (
     "HumanEval on a GPU, where ours are pieces of the Python library; target and head of full size"
 )
+
 # Drawn beside ours: the same axis, "accepted at position i of all drafts", as vLLM counts it.
 PEAGLE_POSITIONS = Published(
     what="P-EAGLE, K = 8",
@@ -54,12 +71,12 @@ LENGTH_BY_K = Published(
     at=(1, 2, 3, 4, 7),
     unit=TOKENS,
     source="aws-neuron/nkipy",
-    differs=f"AWS Trainium; {GREAT}",
+    differs=f"AWS Trainium; {LARGE}",
 )
 
 # For the table only: nothing of ours is measured in their unit at their size.
 CARD, AWS = "model card of amazon/gpt-oss-120b-p-eagle", "AWS blog"
-B200 = f"one B200; {GREAT}"
+B200 = f"one B200; {LARGE}"
 NUMBERS = (
     PEAGLE_POSITIONS,
     EAGLE3_POSITIONS,
@@ -77,10 +94,10 @@ NUMBERS = (
         values=(2.68,),
         unit=TOKENS,
         source=CARD,
-        differs=GREAT,
+        differs=LARGE,
     ),
-    Published(what="the same, HumanEval", values=(3.15,), unit=TOKENS, source=CARD, differs=GREAT),
-    Published(what="the same, GSM8K", values=(3.55,), unit=TOKENS, source=CARD, differs=GREAT),
+    Published(what="the same, HumanEval", values=(3.15,), unit=TOKENS, source=CARD, differs=LARGE),
+    Published(what="the same, GSM8K", values=(3.55,), unit=TOKENS, source=CARD, differs=LARGE),
     Published(
         what="P-EAGLE against EAGLE-3, best case",
         values=(1.69,),
@@ -93,7 +110,7 @@ NUMBERS = (
         values=(1.10, 1.36),
         unit=TIMES,
         source="arXiv:2602.01469, abstract",
-        differs=GREAT,
+        differs=LARGE,
     ),
     Published(
         what="P-EAGLE against EAGLE-3, both K = 11, HumanEval, concurrency 1",
@@ -129,7 +146,7 @@ NUMBERS = (
     Published(
         what="best K of P-EAGLE and of EAGLE-3",
         values=(7, 3),
-        unit="tokens drafted a step",
+        unit="tokens drafted in a step",
         source=AWS,
         differs=B200,
     ),
@@ -138,14 +155,14 @@ NUMBERS = (
         values=(2, 5),
         unit="% of the target's parameters",
         source=AWS,
-        differs=GREAT,
+        differs=LARGE,
     ),
     Published(
         what="longest training sequence",
         values=(20_000,),
         unit="tokens",
         source="AWS blog, arXiv:2602.01469",
-        differs=GREAT,
+        differs=LARGE,
     ),
     Published(
         what="GPT-OSS-120B, P-EAGLE: K = 7 at batch 1, K = 3 at batch 8",

@@ -1,4 +1,8 @@
-"""Runs waiting, running and done: each in a process of its own, pinned to a core; identical runs are done once."""
+"""The jobs of a command: waiting, running and done.
+
+Each runs in a process of its own, pinned to one core. Jobs that share a head run one after another,
+so that the head is trained once.
+"""
 
 import contextlib
 import dataclasses
@@ -11,36 +15,58 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
-from experiments.stages import ROOT
-from experiments.work import Job
+from experiments.folders import ROOT
+from experiments.jobs import Job
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
 
 
 @dataclasses.dataclass
 class Running:
+    """A job at work.
+
+    Attributes:
+      core: that its process is pinned to; None for any.
+      out: the file that its row is written to.
+      log: what it prints.
+      head: the folder of the head that it trains.
+      started_at: in seconds, as `time.time` counts them.
+    """
+
     job: Job
     process: subprocess.Popen
     core: int | None
     out: Path
     log: Path
     head: Path
-    since: float
+    started_at: float
 
     def last_logged(self) -> dict:
         """The newest row of the training's metrics; empty before the first."""
         try:
-            lines = (self.head / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            return next(
-                (row for line in reversed(lines) if "loss" in (row := json.loads(line))), {}
-            )
-        except (OSError, json.JSONDecodeError):
+            text = (self.head / "metrics.jsonl").read_text(encoding="utf-8")
+            rows = (json.loads(line) for line in reversed(text.splitlines()))
+            return next((row for row in rows if "loss" in row), {})
+        except (OSError, json.JSONDecodeError):  # none yet, or its last line is being written
             return {}
 
 
 class Queue:
-    """`step` once a second until it says that nothing is left."""
+    """Call `step` once a second until it says that nothing is left.
+
+    Args:
+      jobs: in the order in which they begin.
+      cache: the folder of stages, heads and logs. The stages must be there.
+      results: the folder of rows; NAME.jsonl is appended to.
+      command: what the rows say that they were made with.
+      max_running: jobs at a time.
+      minutes: no job begins after so many; None for no limit.
+
+    Raises:
+      InputError: a folder cannot be written.
+    """
 
     def __init__(
         self,
@@ -48,19 +74,19 @@ class Queue:
         cache: Path,
         results: Path,
         command: str,
-        most: int,
+        max_running: int,
         minutes: float | None,
-    ):
-        self.waiting, self.cache, self.results, self.command = list(jobs), cache, results, command
-        self.until = None if minutes is None else time.time() + 60 * minutes
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        self.free: list[int | None] = (
-            cores[:most] if most <= len(cores) and most > 1 else [None] * max(1, most)
-        )
+    ) -> None:
+        self.waiting = list(jobs)
+        self.cache = cache
+        self.results = results
+        self.command = command
+        self.deadline = None if minutes is None else time.time() + 60 * minutes
+        self.free_cores = _cores(max_running)
         self.running: list[Running] = []
         self.rows: list[dict] = []
-        self.failed: list[tuple[Job, Path]] = []
-        self.told = 0
+        self.failed: list[tuple[Job, Path]] = []  # with their logs
+        self._num_announced = 0
         try:
             results.mkdir(parents=True, exist_ok=True)
             (cache / "jobs").mkdir(parents=True, exist_ok=True)
@@ -69,35 +95,45 @@ class Queue:
                 error.filename,
                 "the folders of rows and caches must be writable",
                 error.strerror,
-                "choose others",
+                "name other folders with --results and --cache",
             ) from None
 
     @property
-    def late(self) -> bool:
-        """Whether nothing may begin any more."""
-        return self.until is not None and time.time() >= self.until
+    def is_late(self) -> bool:
+        """Whether no job may begin any more."""
+        return self.deadline is not None and time.time() >= self.deadline
 
     def step(self) -> bool:
-        """Collects what ended, begins what can begin; False when nothing runs and nothing may begin."""
+        """Collects what ended and begins what can begin.
+
+        Returns:
+          False when nothing runs and nothing may begin.
+        """
         for running in [r for r in self.running if r.process.poll() is not None]:
             self.running.remove(running)
-            self.free.append(running.core)
+            self.free_cores.append(running.core)
             self._collect(running)
-        late = self.late
-        while self.free and not late and (job := self._next()) is not None:
+        is_late = self.is_late
+        while self.free_cores and not is_late and (job := self._next()) is not None:
             self._begin(job)
-        return bool(self.running) or bool(self.waiting) and not late
+        return bool(self.running) or (bool(self.waiting) and not is_late)
 
     def news(self) -> list[str]:
         """One line for every row since the last call."""
-        new, self.told = self.rows[self.told :], len(self.rows)
-        return [
-            f"{r['experiment']}, {r['variant']}, seed {r['seed']}: acceptance length {r['measured'][0]['acceptance_length']:.3f}, "
-            f"{r['train_seconds'] / 60:.1f} minutes of training"
-            for r in new
-        ]
+        new = self.rows[self._num_announced :]
+        self._num_announced = len(self.rows)
+        lines = []
+        for row in new:
+            length = row["measurements"][0]["acceptance_length"]
+            minutes = row["train_seconds"] / 60
+            lines.append(
+                f"{row['experiment']}, {row['variant']}, seed {row['seed']}: acceptance length "
+                f"{length:.3f}, {minutes:.1f} minutes of training"
+            )
+        return lines
 
     def stop(self) -> None:
+        """Ends the processes that run; they lose the steps since their last checkpoints."""
         for running in self.running:
             running.process.terminate()
         for running in self.running:
@@ -105,57 +141,61 @@ class Queue:
         self.running = []
 
     def _next(self) -> Job | None:
-        """The first one whose head nobody else is training: that one will find it trained."""
-        busy = {key for r in self.running for key in heads(r.job)}
+        """The first job whose heads nobody else is training; it will then find them trained."""
+        busy = {key for running in self.running for key in head_keys(running.job)}
         for i, job in enumerate(self.waiting):
-            if not busy & heads(job):
+            if not busy & head_keys(job):
                 return self.waiting.pop(i)
         return None
 
     def _begin(self, job: Job) -> None:
-        # the variant's name too: two of one experiment may be the same run under a small budget
+        # The variant's name too: under a small budget two variants may be the same run.
         name = f"{job.key}-{job.experiment.name}-{re.sub('[^A-Za-z0-9]+', '-', job.name)}"
         spec, out, log = (
-            self.cache / "jobs" / f"{name}.{end}" for end in ("spec.json", "row.json", "log")
+            self.cache / "jobs" / f"{name}.{suffix}" for suffix in ("spec.json", "row.json", "log")
         )
-        if out.exists():  # ended after its parent did
-            self.waiting.insert(0, job) if not self._keep(job, out) else None
+        if out.exists():  # a process ended after its queue did
+            if not self._take_row(job, out):
+                self.waiting.insert(0, job)
             return
         facts = {
             "experiment": job.experiment.name,
             "variant": job.name,
             "seed": job.seed,
             "budget": job.budget_name,
+            "cache": str(self.cache),
+            "out": str(out),
+            "command": self.command,
         }
-        facts |= {"cache": str(self.cache), "out": str(out), "command": self.command}
         write_atomically(spec, json.dumps(facts) + "\n")
-        core = self.free.pop(0)
-        where = {
-            "JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
-        }
-        with _whole(), log.open("w") as file, _on(core):
+        core = self.free_cores.pop(0)
+        with _signals_deferred(), log.open("w") as file, _pinned_to(core):
             process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.work", str(spec.absolute())],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=Path.cwd(),
-                env={
-                    **where,
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                },
+                env=self._environment(),
             )
-            self.running.append(
-                Running(job, process, core, out, log, job.head_folder(self.cache), time.time())
-            )
+            head = job.head_folder(self.cache)
+            self.running.append(Running(job, process, core, out, log, head, time.time()))
+
+    def _environment(self) -> dict[str, str]:
+        """Of a job's process: this one's, with a compilation cache where it names none."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
 
     def _collect(self, running: Running) -> None:
-        if running.process.returncode != 0 or not self._keep(running.job, running.out):
+        succeeded = running.process.returncode == 0 and self._take_row(running.job, running.out)
+        if not succeeded:
             self.failed.append((running.job, running.log))
 
-    def _keep(self, job: Job, out: Path) -> bool:
-        """Appends the row to its experiment's file; then it may go."""
+    def _take_row(self, job: Job, out: Path) -> bool:
+        """Appends a job's row to its experiment's file and removes its own; False if it is torn."""
         try:
             row = json.loads(out.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
@@ -167,10 +207,20 @@ class Queue:
         return True
 
 
+def _cores(max_running: int) -> list[int | None]:
+    """One core for each job at a time. None, all cores: for one job, or more jobs than cores."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if 1 < max_running <= len(cores):
+        return list(cores[:max_running])
+    return [None] * max(1, max_running)
+
+
 @contextlib.contextmanager
-def _on(core: int | None) -> Iterator[None]:
-    """A process started meanwhile runs on this core alone: it inherits its parent's place. (Popen's preexec_fn would fork in the midst of
-    JAX's threads, which may deadlock.)"""
+def _pinned_to(core: int | None) -> Iterator[None]:
+    """A process that is started within runs on this core alone: it inherits its parent's place.
+
+    (Popen's preexec_fn would fork in the midst of JAX's threads, which may deadlock.)
+    """
     if core is None:
         yield
         return
@@ -183,31 +233,38 @@ def _on(core: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _whole() -> Iterator[None]:
-    """Ctrl-C comes behind this block: a process that had begun, but was not yet among those running, would be stopped by nobody."""
-    came, numbers = [], (signal.SIGINT, signal.SIGTERM)
-    before = [
-        signal.signal(number, lambda number, frame: came.append(number)) for number in numbers
-    ]
+def _signals_deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect after this block.
+
+    A process that had begun, but was not yet among those running, would be stopped by nobody.
+    """
+    received: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, remember) for number in numbers]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
 def _append(path: Path, line: str) -> None:
-    """Adds a line, of its own also where a crash tore the last one."""
+    """Adds a line, and begins it on a new one also where a crash tore the last one."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else f"\n{line}"
+            if file.read(1) != b"\n":
+                line = f"\n{line}"
         file.write(f"{line}\n".encode())
 
 
-def heads(job: Job) -> set[str]:
+def head_keys(job: Job) -> set[str]:
     """Keys of the heads that a job may have to train."""
-    warm = job.warm()
-    return {job.head_key} | (heads(warm) if warm else set())
+    initial = job.initial_job()
+    return {job.head_key} | (head_keys(initial) if initial else set())

@@ -1,99 +1,119 @@
-"""Writes the tables and pictures of experiments/README.md, between its markers: `python -m experiments.readme`, after new rows."""
+"""Writes the tables and pictures of experiments/README.md: `python -m experiments.readme`.
+
+Everything between `<!-- NAME: ... -->` and `<!-- end -->` is written anew from the rows.
+"""
 
 import argparse
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments import folders
+from experiments.base import Experiment
 from experiments.figures import draw
-from experiments.findings import find, latest, read_rows
-from experiments.report import main_table, markdown, other_measurements, overview
-from experiments.stages import ROOT
+from experiments.findings import Findings, find
+from experiments.rows import latest, read_rows
+from experiments.tables import Table, main_table, markdown, other_measurements, overview
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
 
-WIDE = ("changes", "between seeds", "speedup", "lossless")  # columns that only the report has
-README = ROOT / "experiments" / "README.md"
+REPORT_COLUMNS = ("changes", "between seeds", "speedup", "lossless")  # the report's alone
+README = folders.ROOT / "experiments" / "README.md"
+COLUMNS = 100  # of a line of text
 
 
-def fill(readme: Path, rows: Sequence[dict], experiments: dict) -> list[str]:
-    """Everything between `<!-- NAME: ... -->` and `<!-- end -->` is written anew, and pictures/NAME.png beside it.
+def fill(readme: Path, rows: Sequence[Mapping], experiments: Mapping[str, Experiment]) -> list[str]:
+    """Writes what stands between the markers anew, and pictures/NAME.png beside the file.
+
+    Args:
+      readme: the file, which exists.
+      rows: of one budget.
+      experiments: the registry.
 
     Returns:
-      Experiments with rows that the file has no marker for.
+      Names of experiments that have rows, but no marker in the file.
     """
     text = readme.read_text(encoding="utf-8")
-    by_name: dict[str, list[dict]] = {}
+    by_name: dict[str, list[Mapping]] = {}
     for row in rows:
         by_name.setdefault(row["experiment"], []).append(row)
-    found = {
-        name: find(name, latest(mine), experiments[name])
-        for name, mine in by_name.items()
-        if name in experiments
+    all_findings = {
+        name: find(name, latest(by_name[name]), experiment)
+        for name, experiment in experiments.items()
+        if name in by_name
     }
+    parts = {"overview": markdown(overview(list(all_findings.values()), []))}
     pictures = readme.parent / "pictures"
     pictures.mkdir(exist_ok=True)
-    parts = {
-        "overview": markdown(overview([found[name] for name in experiments if name in found], []))
-    }
-    with tempfile.TemporaryDirectory() as work:
-        for name, one in found.items():
-            parts[name] = "".join(f"> {note}\n\n" for note in one.notes) + markdown(
-                narrow(main_table(one))
-            )
-            if len((others := other_measurements(one))[0]) > 1:
-                parts[name] += f"\n\nAcceptance length, other measurements:\n\n{markdown(others)}"
-            for made, caption in draw(one, Path(work))[
-                :1
-            ]:  # the second one, of training curves, is the report's
-                shutil.copy(Path(work) / made, pictures / made)
-                parts[name] = f"![{name}](pictures/{made})\n\n{caption}\n\n{parts[name]}"
+    for name, findings in all_findings.items():
+        parts[name] = _section(findings, pictures)
     for name, part in parts.items():
-        pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        text = pattern.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)
+        marked = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+        text = marked.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)
     write_atomically(readme, text)
     return [name for name in by_name if f"<!-- {name}: " not in text]
 
 
-def narrow(table: list[list[str]]) -> list[list[str]]:
-    """Without what only the report has room for; of the export its first word."""
-    export = table[0].index("export")
-    table = [
-        table[0],
-        *([*row[:export], row[export].split(":")[0], *row[export + 1 :]] for row in table[1:]),
-    ]
-    kept = [i for i, title in enumerate(table[0]) if title not in WIDE]
-    return [[row[i] for i in kept] for row in table if row[1] != "did not run"]
+def _section(findings: Findings, pictures: Path) -> str:
+    """What stands between an experiment's markers; its picture goes to `pictures`."""
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        # the second picture, of training curves, is in the report only
+        for name, caption in draw(findings, Path(folder))[:1]:
+            shutil.copy(Path(folder) / name, pictures / name)
+            parts.append(f"![{findings.experiment.name}](pictures/{name})")
+            parts.append(textwrap.fill(caption, COLUMNS, break_long_words=False))
+    parts += [f"> {note}" for note in findings.notes]
+    parts.append(markdown(narrow(main_table(findings))))
+    others = other_measurements(findings)
+    if len(others[0]) > 1:
+        parts += ["Acceptance length, other measurements:", markdown(others)]
+    return "\n\n".join(parts)
+
+
+def narrow(table: Table) -> Table:
+    """The main table without what only the report has room for; of the export, its first word."""
+    head, *rows = table
+    shown = [i for i, title in enumerate(head) if title not in REPORT_COLUMNS]
+    export = head.index("export")
+    narrowed = [[head[i] for i in shown]]
+    for row in rows:
+        if row[1] != "did not run":
+            cells = [*row[:export], row[export].split(":")[0], *row[export + 1 :]]
+            narrowed.append([cells[i] for i in shown])
+    return narrowed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.readme", description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "experiments")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.readme", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--results", type=Path, default=folders.ROOT / folders.RESULTS)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--budget", default="small")
     args = parser.parse_args(argv)
-    from experiments.registry import EXPERIMENTS
+    from experiments.registry import EXPERIMENTS  # here: `fill` works with other experiments too
 
-    rows, warnings = read_rows(args.results)
-    for line in warnings:
-        print(f"experiments.readme: warning: {line}", file=sys.stderr)
-    rows = [row for row in rows if row["budget"] == args.budget]
     try:
+        rows, warnings = read_rows(args.results)
+        for warning in warnings:
+            print(f"experiments.readme: warning: {warning}", file=sys.stderr)
+        rows = [row for row in rows if row["budget"] == args.budget]
         if not rows:
             rule = f"must hold rows of the budget {args.budget}"
             raise InputError(args.results, rule, "none", "run python -m experiments.run NAME first")
         if not args.readme.exists():
-            raise InputError(
-                args.readme, "this file must exist", "nothing", "name one with --readme"
-            )
-        left = fill(args.readme, rows, EXPERIMENTS)
+            rule, next_step = "this file must exist", "name an existing file with --readme"
+            raise InputError(args.readme, rule, "nothing", next_step)
+        without_marker = fill(args.readme, rows, EXPERIMENTS)
     except InputError as error:
         print(f"experiments.readme: {error}", file=sys.stderr)
         return 2
-    for name in left:
+    for name in without_marker:
         print(f"{name} has rows, and no marker in {args.readme.name}")
     return 0
 

@@ -1,7 +1,9 @@
 """All experiments, in the order in which they are reported."""
 
-from experiments import (
+from experiments.base import Experiment
+from experiments.questions import (
     against_eagle3,
+    aux_layers,
     cod_sampling,
     context_length,
     data_amount,
@@ -12,11 +14,9 @@ from experiments import (
     regularization,
     sampling,
     speculation_depth,
-    taps,
     token_designs,
     warm_start,
 )
-from experiments.base import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
@@ -30,7 +30,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         context_length,
         embeddings,
         losses,
-        taps,
+        aux_layers,
         data_amount,
         warm_start,
         against_eagle3,

@@ -1,73 +1,81 @@
-"""Corpora: documents from folders, JSONL files and this machine's Python source; who is held out; no tokenizer here."""
+"""Corpora: documents from folders, JSONL files and this machine's Python source.
+
+Which documents are held out is decided here too. Tokenizers are the business of text.py.
+"""
 
 import dataclasses
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from peagle_jax.types import InputError
 
+# fmt: off
 SUFFIXES = {
-    ".py",
-    ".txt",
-    ".md",
-    ".rst",
-    ".c",
-    ".h",
-    ".js",
-    ".ts",
-    ".java",
-    ".go",
-    ".rs",
-    ".json",
-    ".html",
-    ".csv",
-    ".tex",
+    ".py", ".txt", ".md", ".rst", ".c", ".h", ".js", ".ts", ".java", ".go", ".rs", ".json", ".html",
+    ".csv", ".tex",
 }
+# fmt: on
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text, one conversation, or one answer in tokens; `name` decides on which side of the held-out split it falls."""
+    """One text, one conversation, or one answer in tokens.
+
+    Attributes:
+      name: decides whether the document is held out.
+      text: of a text; otherwise None.
+      messages: of a conversation, with `role` and `content`.
+      prompt_ids: of an answer: the prompt's token ids.
+      output_ids: of an answer: what a target wrote, as in the files of `peagle regenerate` and
+        `peagle generate --out`.
+    """
 
     name: str
     text: str | None
     messages: tuple[dict, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    output_ids: tuple[
-        int, ...
-    ] = ()  # a target's own answer to `prompt_ids`: what `peagle regenerate` and `generate --out` write
+    output_ids: tuple[int, ...] = ()
 
     @property
     def plain(self) -> str:
-        """The text, or what the conversation's messages say."""
-        return (
-            self.text
-            if self.text is not None
-            else "\n".join(str(m.get("content") or "") for m in self.messages)
-        )
+        """The text, or the contents of the conversation's messages."""
+        if self.text is not None:
+            return self.text
+        return "\n".join(str(message.get("content") or "") for message in self.messages)
 
     @property
     def size(self) -> int:
-        """Characters; of an answer in tokens, its tokens."""
+        """Characters; of an answer, tokens."""
         return len(self.plain) or len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to train on."""
+        return not (self.text or self.messages or self.output_ids)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the content, without the name."""
+        parts = [self.messages, self.prompt_ids, self.output_ids]
+        return hashlib.sha256((self.text or json.dumps(parts)).encode()).digest()
 
 
 def read_corpus(source: str | Path | None) -> list[Document]:
-    """Documents of a corpus, in a fixed order, without exact duplicates.
+    """Reads the documents of a corpus, in a fixed order and without exact duplicates.
 
     Args:
-      source: a folder of text files; a JSONL with `text`, `prompt`, `messages`, `turns`, or `prompt_token_ids` and
-        `output_token_ids` a line; None for the source code of this machine's Python standard library, its tests included;
-        "installed" for that and all packages of this environment.
+      source: a folder of text files; a JSONL with `text`, `prompt`, `messages`, `turns`, or
+        `prompt_token_ids` and `output_token_ids` in each line; None for the source code of this
+        machine's Python standard library, its tests included; "installed" for that and all packages
+        of this environment.
 
     Raises:
-      InputError: nothing is there, or a file is not UTF-8, or a line is not what it must be.
+      InputError: there are no documents, or a file is not UTF-8, or a line is none of the above.
     """
     if source is None:
         documents = _standard_library()
@@ -77,24 +85,15 @@ def read_corpus(source: str | Path | None) -> list[Document]:
         documents = _folder(Path(source))
     else:
         documents = _jsonl(Path(source))
-    seen: set[bytes] = set()
-    kept = []
+    unique: dict[bytes, Document] = {}
     for document in documents:
-        content = document.text or json.dumps(
-            [document.messages, document.prompt_ids, document.output_ids]
-        )
-        digest = hashlib.sha256(content.encode()).digest()
-        if digest not in seen and (document.text or document.messages or document.output_ids):
-            seen.add(digest)
-            kept.append(document)
-    if not kept:
-        raise InputError(
-            source,
-            f"a corpus needs at least one document ({', '.join(sorted(SUFFIXES))})",
-            "none",
-            "name another corpus",
-        )
-    return kept
+        if not document.is_empty:
+            unique.setdefault(document.digest(), document)
+    if not unique:
+        rule = f"a corpus needs at least one document ({', '.join(sorted(SUFFIXES))})"
+        next_step = "name a folder with such files, or a JSONL file"
+        raise InputError(source, rule, "none", next_step)
+    return list(unique.values())
 
 
 def _standard_library() -> Iterator[Document]:
@@ -103,18 +102,21 @@ def _standard_library() -> Iterator[Document]:
 
 
 def _installed() -> Iterator[Document]:
-    """The standard library under its own names, so that its held-out files stay held out; then the packages."""
+    """The standard library under its own names, so that the same files are held out; then
+    packages."""
     yield from _standard_library()
     for root in sorted({Path(sysconfig.get_paths()[kind]) for kind in ("purelib", "platlib")}):
         yield from _python(root, root.rglob("*.py"))
 
 
-def _python(root: Path, paths) -> Iterator[Document]:
+def _python(root: Path, paths: Iterable[Path]) -> Iterator[Document]:
     for path in sorted(paths):
         try:
             yield Document(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, OSError):
-            continue  # the library tests itself on files in other encodings; an installation may hold broken links
+            # the library tests itself on files in other encodings, and installations have broken
+            # links
+            continue
 
 
 def _folder(root: Path) -> Iterator[Document]:
@@ -124,30 +126,36 @@ def _folder(root: Path) -> Iterator[Document]:
 
 def _jsonl(path: Path) -> Iterator[Document]:
     for number, row in read_jsonl(path):
-        name = f"{path.name}:{number}"
+        name, where = f"{path.name}:{number}", f"{path}:{number}"
         if "output_token_ids" in row:
-            ids = [row.get("prompt_token_ids"), row["output_token_ids"]]
-            if not all(
-                isinstance(part, list) and all(type(t) is int and t >= 0 for t in part)
-                for part in ids
-            ):
+            prompt_ids, output_ids = row.get("prompt_token_ids"), row["output_token_ids"]
+            if not (_is_token_ids(prompt_ids) and _is_token_ids(output_ids)):
                 rule = "prompt_token_ids and output_token_ids must be lists of token ids"
-                raise InputError(f"{path}:{number}", rule, json.dumps(ids)[:60], "mend the line")
-            yield Document(name, None, (), *map(tuple, ids))
+                got = json.dumps([prompt_ids, output_ids])[:60]
+                raise InputError(where, rule, got, "write both as lists like [1, 2]")
+            yield Document(name, None, (), tuple(prompt_ids or ()), tuple(output_ids))
         elif isinstance(row.get("text") or row.get("prompt"), str):
             yield Document(name, row.get("text") or row["prompt"])
         elif isinstance(row.get("messages"), list):
             yield Document(name, None, tuple(row["messages"]))
         elif isinstance(row.get("turns"), list):
-            yield Document(
-                name, None, tuple({"role": "user", "content": turn} for turn in row["turns"])
-            )
+            messages = [{"role": "user", "content": turn} for turn in row["turns"]]
+            yield Document(name, None, tuple(messages))
         else:
             rule = "a line needs text, prompt, messages, turns or output_token_ids"
-            raise InputError(f"{path}:{number}", rule, sorted(row), "mend the line")
+            raise InputError(where, rule, sorted(row), 'write it as {"text": ".."}')
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
 def read_text(path: Path) -> str:
+    """Reads a UTF-8 file.
+
+    Raises:
+      InputError: it is missing, a folder, not readable, or not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -155,56 +163,64 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         raise InputError(path, "must be a file", "a folder", "name a file in it") from None
     except OSError as error:
-        raise InputError(
-            path, "this file must be readable", error.strerror, "check the name"
-        ) from None
+        next_step = "name a file that you may read"
+        raise InputError(path, "this file must be readable", error.strerror, next_step) from None
     except UnicodeDecodeError as error:
-        raise InputError(
-            path,
-            "must be UTF-8 text",
-            f"byte {error.object[error.start]:#04x} at {error.start}",
-            "convert or remove it",
-        ) from None
+        got = f"byte {error.object[error.start]:#04x} at {error.start}"
+        next_step = "convert the file to UTF-8, or remove it"
+        raise InputError(path, "must be UTF-8 text", got, next_step) from None
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict]]:
+    """The line number, from 1, and the object of each line that is not blank.
+
+    Raises:
+      InputError: the file cannot be read, or a line is not a JSON object.
+    """
+    rule, next_step = "each line must be a JSON object", "correct or remove the line"
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise InputError(
-                f"{path}:{number}", "each line must be a JSON object", error, "mend the line"
-            ) from None
+            raise InputError(f"{path}:{number}", rule, error, next_step) from None
         if not isinstance(row, dict):
-            raise InputError(
-                f"{path}:{number}",
-                "each line must be a JSON object",
-                type(row).__name__,
-                "mend the line",
-            )
+            raise InputError(f"{path}:{number}", rule, type(row).__name__, next_step)
         yield number, row
 
 
 def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document], list[Document]]:
-    """(train, held out), by a hash of each document's name: a file stays on its side whatever else is there."""
-    place = [
-        int.from_bytes(hashlib.sha256(d.name.encode()).digest()[:8], "big") / 2**64
-        for d in documents
-    ]
-    train = [d for d, p in zip(documents, place, strict=True) if p >= held_out]
-    return train, [d for d, p in zip(documents, place, strict=True) if p < held_out]
+    """Splits documents into (train, held out) by a hash of their names.
+
+    A file is therefore on the same side whatever else is in the corpus.
+
+    Args:
+      documents: all documents.
+      held_out: share of names that is held out, 0 to 1.
+    """
+    train, kept_back = [], []
+    for document in documents:
+        digest = hashlib.sha256(document.name.encode()).digest()
+        place = int.from_bytes(digest[:8], "big") / 2**64  # in 0..1
+        (kept_back if place < held_out else train).append(document)
+    return train, kept_back
 
 
-def limit(documents: Sequence[Document], characters: int | None, seed: int) -> list[Document]:
-    """A random choice of documents of about that many characters in all (tokens, for answers in tokens)."""
+def subsample(documents: Sequence[Document], characters: int | None, seed: int) -> list[Document]:
+    """A random choice of documents.
+
+    Args:
+      documents: all documents.
+      characters: about so many in all (tokens, for answers in tokens); None: all documents.
+      seed: of the choice.
+    """
     if characters is None:
         return list(documents)
-    kept, total = [], 0
+    chosen, total = [], 0
     for i in np.random.default_rng(seed).permutation(len(documents)):
         if total >= characters:
             break
-        kept.append(documents[i])
+        chosen.append(documents[i])
         total += documents[i].size
-    return kept
+    return chosen

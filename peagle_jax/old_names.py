@@ -17,6 +17,12 @@ RECIPE_KEYS: dict[str, dict[str, str]] = {
         "measure": "eval",
     },
     "HeadShape": {"taps": "aux_hidden_state_layers"},
+    "Llama3Rope": {
+        "theta": "rope_theta",
+        "low": "low_freq_factor",
+        "high": "high_freq_factor",
+        "original": "original_max_position_embeddings",
+    },
     "CodConfig": {
         "depths": "num_depths",
         "ratio": "down_sample_ratio",
@@ -30,6 +36,10 @@ RECIPE_KEYS: dict[str, dict[str, str]] = {
     "DataConfig": {"length": "seq_len", "batch": "batch_size"},
 }
 HEAD_JSON_KEYS = {"taps": "aux_hidden_state_layers", "depths": "num_depths"}
+# parameters of a target that `peagle train` (task: lm) saved, in its Orbax checkpoints
+TRAINING_STATE_KEYS = {"head": "lm_head"}
+# keyword arguments of `peagle_jax.convert`
+CONVERSION_OPTIONS = {"tap_numbering": "aux_layer_numbering"}
 # index.json of `peagle extract`, format_version 1, and the tensors of its shards
 HIDDEN_STATE_INDEX_KEYS = {
     "taps": "aux_hidden_state_layers",
@@ -42,6 +52,12 @@ HIDDEN_STATE_TENSORS = {
     "document": "segment_ids",
     "supervised": "loss_mask",
     "taps": "aux_hidden_states",
+}
+# Result rows of `peagle bench` and `peagle demo`; the rows in results/ are read, not rewritten.
+RESULT_ROW_KEYS = {
+    "batch": "batch_size",
+    "prompts": "num_prompts",
+    "new_tokens": "max_new_tokens",
 }
 
 

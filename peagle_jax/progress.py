@@ -46,6 +46,8 @@ class ProgressReport:
                 TextColumn("{task.fields[note]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
+                # rich would print stdout's lines above the bar, on stderr: wrong for a pipe
+                redirect_stdout=sys.stdout.isatty(),
             )
             self._bar.start()
             self._task = self._bar.add_task(
@@ -89,5 +91,12 @@ class ProgressReport:
         done = self.completed - self._completed_before
         if self.total is not None and done > 0:
             seconds = (self.total - self.completed) * (now - self._started_at) / done
-            parts.append(f"about {max(seconds, 0) / 60:.0f} minutes left")
+            parts.append(f"about {duration(max(seconds, 0.0))} left")
         return ", ".join(parts)
+
+
+def duration(seconds: int | float) -> str:
+    """A time in whole minutes, or in seconds where it is less than one and a half minutes."""
+    number, unit = (seconds, "second") if seconds < 90 else (seconds / 60, "minute")
+    rounded = round(number)
+    return f"{rounded} {unit}" if rounded == 1 else f"{rounded} {unit}s"

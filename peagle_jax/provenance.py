@@ -10,67 +10,76 @@ from pathlib import Path
 
 import jax
 
-CODE = (
-    "peagle_jax",
-    "experiments",
-    "scripts",
-    "configs",
-    "pyproject.toml",
-)  # changes elsewhere, as new results, change no number
+# Paths that decide what a number is. Uncommitted changes elsewhere, as new results, change none.
+CODE = ("peagle_jax", "experiments", "scripts", "configs", "pyproject.toml")
+PACKAGES = ("peagle-jax", "jax", "flax")
 
 
 def provenance(command: str | None = None) -> dict:
-    """Where a number comes from: machine, versions, commit, command."""
+    """What has to be known of a measurement to repeat it.
+
+    Args:
+      command: what was run; None takes the command line of this process.
+
+    Returns:
+      Keys `time` (UTC), `commit` (None outside of a git checkout), `dirty` (whether code has
+      uncommitted changes), `command`, `device`, `python`, and the versions of this package, jax and
+      flax.
+    """
     device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _git("rev-parse", "--short", "HEAD") or None,
         "dirty": bool(_git("status", "--porcelain", "--", *CODE)),
         "command": command or " ".join(["peagle", *sys.argv[1:]]),
-        "device": device.device_kind if device.platform != "cpu" else f"{_cpu()}, {_cores()}",
+        "device": f"{_cpu_name()}, {_cpu_cores()}" if on_cpu else device.device_kind,
         "python": platform.python_version(),
-        **{name.replace("-", "_"): _version(name) for name in ("peagle-jax", "jax", "flax")},
+        **{name.replace("-", "_"): _version(name) for name in PACKAGES},
     }
 
 
 def versions() -> str:
-    """One line for the metadata of a file."""
-    return ", ".join(
-        f"{name.replace('-', '_')} {_version(name)}" for name in ("peagle-jax", "jax", "flax")
-    )
+    """The versions of this package, jax and flax in one line, for the metadata of a file."""
+    return ", ".join(f"{name.replace('-', '_')} {_version(name)}" for name in PACKAGES)
 
 
 def _version(name: str) -> str:
+    """The version of an installed package; this one may run from a checkout without being so."""
     try:
         return version(name)
-    except PackageNotFoundError:  # this package, run from a checkout that is not installed
+    except PackageNotFoundError:
         return "not installed"
 
 
-def _git(*args: str) -> str:
-    """Empty where there is no git, or where this package is not run from its own checkout."""
+def _git(*words: str) -> str:
+    """What git prints; nothing where there is no git, or where this package is no checkout."""
     root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
     try:
-        return (
-            subprocess.run(["git", *args], cwd=root, capture_output=True, text=True).stdout.strip()
-            if (root / ".git").exists()
-            else ""
-        )
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
     except OSError:
         return ""
+    return done.stdout.strip()
 
 
-def _cores() -> str:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{count} core{'s' if count != 1 else ''}"
+def _cpu_cores() -> str:
+    """The cores that this process may use; macOS and Windows tell only those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count()
+    return "1 core" if count == 1 else f"{count} cores"
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
+    """The processor's name as Linux tells it, or what the platform says elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    for line in lines:
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.machine()

@@ -1,8 +1,12 @@
-"""Strings to token ids: tokenizer, chat template, prompts, loss masks. Other rooms see token ids only."""
+"""Strings to token ids: tokenizers, chat templates, prompts, loss masks.
+
+The other rooms work with token ids only.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,7 +18,8 @@ from peagle_jax.types import InputError
 END, MASK, START_TURN, END_TURN = "<|endoftext|>", "<|draft_mask|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -23,17 +28,21 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer in Hugging Face form: every byte has a token, so nothing is unknown.
+    """Trains a byte-level BPE tokenizer, in Hugging Face's format.
 
-    `<|draft_mask|>` never occurs in text: P-EAGLE's placeholder token.
+    Every byte has a token, so that every text can be encoded. `<|draft_mask|>` is P-EAGLE's mask
+    token; it occurs in no text.
+
+    Args:
+      texts: to train on.
+      vocab: tokens at most, special ones included.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [END, MASK, START_TURN, END_TURN]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=special,
+        special_tokens=[END, MASK, START_TURN, END_TURN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -49,170 +58,180 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, or None where it has none."""
-    if (
-        not (Path(folder) / "tokenizer.json").exists()
-        and not (Path(folder) / "tokenizer_config.json").exists()
-    ):
+    """Loads the tokenizer of a folder; None if it has none.
+
+    Raises:
+      InputError: one of its files is not JSON.
+    """
+    paths = [Path(folder) / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    paths = [path for path in paths if path.exists()]
+    if not paths:
         return None
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (Path(folder) / name).exists():
-            try:
-                json.loads(read_text(Path(folder) / name))
-            except json.JSONDecodeError as error:
-                raise InputError(
-                    Path(folder) / name, "must be JSON", error, "restore the file"
-                ) from None
+    for path in paths:
+        try:
+            json.loads(read_text(path))
+        except json.JSONDecodeError as error:
+            raise InputError(path, "must be JSON", error, "download the file again") from None
     return AutoTokenizer.from_pretrained(str(folder))
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where) -> None:
-    """Whether an embedding of `vocab` rows has one for every token; what lies outside of an array, JAX reads without a word.
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where: str | Path) -> None:
+    """Checks that an embedding has a row for every token.
+
+    JAX reads outside of an array without an error, so nothing later would notice.
+
+    Args:
+      tokenizer: the target's.
+      vocab: rows of the target's embedding.
+      where: the target, for errors.
 
     Raises:
-      InputError: it has not; `where` names the target.
+      InputError: a token has no row.
     """
-    needed = (
-        max(tokenizer.get_vocab().values(), default=-1) + 1
-    )  # more than len(tokenizer) where ids have holes
+    # more than len(tokenizer) if some ids are not in use
+    needed = max(tokenizer.get_vocab().values(), default=-1) + 1
     if needed > vocab:
+        rule = f"the target's embedding has {vocab} rows"
         next_step = "take tokenizer and weights from one checkpoint"
-        raise InputError(
-            where,
-            f"the target's embedding has {vocab} rows",
-            f"a tokenizer that needs {needed}",
-            next_step,
-        )
+        raise InputError(where, rule, f"a tokenizer that needs {needed}", next_step)
+
+
+# ---------------------------------------------------------------- documents
 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(token ids, supervised) of each document: text whole with an end token, conversations and answers on what the model says."""
-    plain = [d for d in documents if d.text is not None]
-    if plain and tokenizer.eos_token_id is None:
-        raise InputError(
-            "tokenizer",
-            "needs an end-of-sequence token to separate texts",
-            "none",
-            "set eos_token in tokenizer_config.json",
-        )
-    if any(d.messages for d in documents) and not tokenizer.chat_template:
-        raise InputError(
-            "tokenizer",
-            "conversations need a chat template",
-            "none",
-            "add chat_template.jinja to the target's folder",
-        )
-    ids = iter(
-        tokenizer([d.text for d in plain], add_special_tokens=False)["input_ids"] if plain else []
-    )
+    """Encodes documents for training.
+
+    Returns:
+      (token ids, loss mask) of each document. Texts end with an end-of-sequence token, and the loss
+      reads all of them; of conversations it reads what the assistant says, and of answers in tokens
+      what the target wrote.
+
+    Raises:
+      InputError: texts without an end-of-sequence token, conversations without a chat template, or
+        an answer with token ids that the tokenizer does not have.
+    """
+    texts = [document.text for document in documents if document.text is not None]
+    if texts and tokenizer.eos_token_id is None:
+        rule = "needs an end-of-sequence token to separate texts"
+        raise InputError("tokenizer", rule, "none", "set eos_token in tokenizer_config.json")
+    if any(document.messages for document in documents) and not tokenizer.chat_template:
+        next_step = "add chat_template.jinja to the target's folder"
+        raise InputError("tokenizer", "conversations need a chat template", "none", next_step)
+    all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    ids_of_texts = iter(cast(list[list[int]], all_ids))
     encoded = []
     for document in documents:
         if document.text is not None:
-            tokens = np.array([*next(ids), tokenizer.eos_token_id], np.int32)
+            tokens = np.array([*next(ids_of_texts), tokenizer.eos_token_id], np.int32)
             encoded.append((tokens, np.ones(len(tokens), bool)))
         elif document.messages:
-            encoded.append(_conversation(tokenizer, list(document.messages)))
+            encoded.append(_encode_conversation(tokenizer, list(document.messages)))
         else:
-            encoded.append(_answer(tokenizer, document))
+            encoded.append(_encode_answer(tokenizer, document))
     return encoded
 
 
-def _answer(tokenizer, document: Document) -> tuple[np.ndarray, np.ndarray]:
+def _encode_answer(
+    tokenizer: PreTrainedTokenizerBase, document: Document
+) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.array([*document.prompt_ids, *document.output_ids], np.int32)
-    if (most := int(tokens.max())) >= len(tokenizer):
-        raise InputError(
-            document.name,
-            f"token ids must lie in 0..{len(tokenizer) - 1}",
-            most,
-            "use answers of this very target",
-        )
+    if (largest := int(tokens.max())) >= len(tokenizer):
+        rule = f"token ids must lie in 0..{len(tokenizer) - 1}"
+        raise InputError(document.name, rule, largest, "use answers that this target wrote")
     return tokens, np.arange(len(tokens)) >= len(document.prompt_ids)
 
 
-def _conversation(tokenizer, messages: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a rendered chat; supervised where the assistant speaks, or everywhere if it never does."""
-    ids = np.array(
-        tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"],
-        np.int32,
-    )
-    loss_mask = np.zeros(len(ids), bool)
+def _encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a rendered chat. The loss reads the assistant's turns, or all if there are none.
+
+    A turn is found as the tokens by which the chat grows when it is rendered with it: most
+    published templates do not mark generations.
+    """
+    tokens = np.array(_chat_ids(tokenizer, messages), np.int32)
+    loss_mask = np.zeros(len(tokens), bool)
     for i, message in enumerate(messages):
-        if (
-            message["role"] == "assistant"
-        ):  # by prefix lengths: most published templates do not mark generations
-            before = tokenizer.apply_chat_template(
-                messages[:i], tokenize=True, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-            through = tokenizer.apply_chat_template(
-                messages[: i + 1], tokenize=True, return_dict=True
-            )["input_ids"]
-            loss_mask[len(before) : len(through)] = True
-    return ids, loss_mask if loss_mask.any() else np.ones(len(ids), bool)
+        if message["role"] == "assistant":
+            begin = len(_chat_ids(tokenizer, messages[:i], add_generation_prompt=True))
+            end = len(_chat_ids(tokenizer, messages[: i + 1]))
+            loss_mask[begin:end] = True
+    return tokens, loss_mask if loss_mask.any() else np.ones(len(tokens), bool)
+
+
+def _chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool = False
+) -> list[int]:
+    """Token ids of a conversation, through the chat template."""
+    rendered = tokenizer.apply_chat_template(
+        messages,
+        tokenize=True,
+        add_generation_prompt=add_generation_prompt,
+        return_dict=True,
+    )
+    return list(cast(dict, rendered)["input_ids"])
 
 
 # ---------------------------------------------------------------- prompts
 
 
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Token ids of each line: `prompt_token_ids`, `prompt`, or `turns` (the first turn, through the chat template).
+    """Reads the prompts of a JSONL file as token ids.
+
+    Args:
+      path: its lines have `prompt_token_ids`, `prompt`, or `turns`; of turns the first one is
+        taken, through the chat template.
+      tokenizer: the target's; None if it has none.
 
     Raises:
-      InputError: no line, an unknown line, or text for a target without a tokenizer.
+      InputError: there are no lines, or a line is none of the above, or has text for a target
+        without a tokenizer.
     """
     prompts = []
     for number, row in read_jsonl(path):
+        where = f"{path}:{number}"
         if "prompt_token_ids" in row:
             ids = row["prompt_token_ids"]
-            if not isinstance(ids, list) or not all(
-                isinstance(t, int) and not isinstance(t, bool) for t in ids
-            ):
-                raise InputError(
-                    f"{path}:{number}",
-                    "prompt_token_ids must be a list of whole numbers",
-                    json.dumps(ids)[:60],
-                    "mend the line",
-                )
+            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+                rule = "prompt_token_ids must be a list of whole numbers"
+                raise InputError(where, rule, json.dumps(ids)[:60], "write it as [1, 2, 3]")
             prompts.append(ids)
             continue
         turns = row.get("turns")
-        text = row.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
+        first_turn = turns[0] if isinstance(turns, list) and turns else None
+        text = row.get("prompt") or first_turn
         if not isinstance(text, str):
-            raise InputError(
-                f"{path}:{number}",
-                "a prompt needs prompt_token_ids, prompt or turns",
-                sorted(row),
-                "mend the line",
-            )
-        prompts.append(
-            encode_prompt(text, tokenizer, chat="turns" in row, where=f"{path}:{number}")
-        )
+            rule = "a prompt needs prompt_token_ids, prompt or turns"
+            raise InputError(where, rule, sorted(row), 'write it as {"prompt": "def main"}')
+        prompts.append(encode_prompt(text, tokenizer, chat="turns" in row, where=where))
     if not prompts:
-        raise InputError(
-            path,
-            "at least one prompt is needed",
-            "an empty file",
-            'add a line like {"prompt": "def main"}',
-        )
+        next_step = 'add a line like {"prompt": "def main"}'
+        raise InputError(path, "at least one prompt is needed", "an empty file", next_step)
     return prompts
 
 
 def encode_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase | None, *, chat: bool, where
+    text: str, tokenizer: PreTrainedTokenizerBase | None, *, chat: bool, where: str | Path
 ) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+      text: the prompt.
+      tokenizer: the target's; None if it has none.
+      chat: whether the prompt is a user's turn, which goes through the chat template if there is
+        one.
+      where: the prompt's place, for errors.
+
+    Raises:
+      InputError: there is no tokenizer.
+    """
     if tokenizer is None:
-        raise InputError(
-            where,
-            "text needs the target's tokenizer",
-            "a target folder without tokenizer.json",
-            "give prompt_token_ids",
-        )
+        rule, got = "text needs the target's tokenizer", "a target folder without tokenizer.json"
+        raise InputError(where, rule, got, "give prompt_token_ids")
     if chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
-        return list(
-            tokenizer.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        )
-    return list(tokenizer(text, add_special_tokens=True)["input_ids"])
+        return _chat_ids(tokenizer, messages, add_generation_prompt=True)
+    return list(cast(list[int], tokenizer(text, add_special_tokens=True)["input_ids"]))

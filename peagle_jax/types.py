@@ -1,9 +1,16 @@
-"""The values that flow between floors, and the axis letters used everywhere.
+"""The values that pass between the rooms of this package. Read this file first.
 
-B batch      T tokens in this call   S cache slots      L layers      V vocabulary
-D model dim  A tapped layers * D     N query heads      G kv heads    H head dim
-K speculation depth: tokens drafted per step (arXiv:2602.01469)
-M packed multi-token (depth >= 1) training elements   W draft vocabulary
+Array shapes are jaxtyping annotations. One letter means the same axis everywhere:
+
+    B  rows of a batch               T  tokens of a row in this call
+    V  target vocabulary             W  draft vocabulary
+    D  width of a model              A  width of the aux hidden states: number of aux layers * D
+    N  query heads                   G  key-value heads
+    H  head dimension                S  slots of a KV cache
+    K  draft tokens per step         R  K + 1: the last token and its drafts
+    E  length of the output buffer   M  packed training elements of depth 1 and more
+
+The terms are explained in docs/glossary.md. P-EAGLE is arXiv:2602.01469.
 """
 
 import dataclasses
@@ -13,36 +20,56 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 from numpy import ndarray
 
-Params = dict[
-    Any, Any
-]  # a pure nested dict of arrays: what jit, optax, orbax and the converters share
+# Nested dicts of arrays, and nothing else: what jit, optax, Orbax and the converters share.
+Params = dict[Any, Any]
+
+# ---------------------------------------------------------------- errors
 
 
 class InputError(ValueError):
-    """A mistake a user can make and mend. The command line prints it as one line and exits with 2."""
+    """A mistake that the user can correct. The command line prints it as one line and exits with 2.
 
-    def __init__(self, where, rule: str, got, next_step: str):
-        # names and values may come from a damaged file: one printable line, of a length that can be read
-        rule, got = (
-            text if len(text) <= 400 else text[:400] + " ..." for text in (str(rule), str(got))
-        )
-        line = f"{where}: {rule}; got {got}; {next_step}"
+    Args:
+      where: the file, key or option that is wrong.
+      rule: what it must be.
+      got: what it is.
+      next_step: what to do now, with the key's name and a value that works.
+    """
+
+    MAX_CHARS = 400  # of the rule and of the value; both may quote a damaged file
+
+    def __init__(self, where: object, rule: object, got: object, next_step: object) -> None:
+        line = f"{where}: {self._shorten(rule)}; got {self._shorten(got)}; {next_step}"
         super().__init__("".join(c if c.isprintable() else " " for c in line))
+
+    @classmethod
+    def _shorten(cls, value: object) -> str:
+        text = str(value)
+        return text if len(text) <= cls.MAX_CHARS else text[: cls.MAX_CHARS] + " ..."
 
 
 class WeightsWarning(UserWarning):
-    """Weights that can be used but look wrong: NaN, infinity."""
+    """The weights can be used but look wrong: they contain NaN or infinity."""
+
+
+# ---------------------------------------------------------------- models
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A Flax NNX module split once: a static graph, and its arrays as a pure dict.
+    """A Flax NNX module, split once into a static graph and a plain dict of its arrays.
 
-    `jax.jit` functions take `params` as an argument and call `model.bind(params)` inside: passing the module
-    itself costs 4 to 70 times the dispatch time (flax 0.12.8, jax 0.10.2).
+    A jitted function takes `params` as an argument and calls `model.bind(params)` inside. Passing
+    the module itself takes 4 to 70 times as long to dispatch (flax 0.12.8, jax 0.10.2).
+
+    Attributes:
+      config: `TargetConfig` of a target, `HeadConfig` of a draft head.
+      graph: the module without its arrays; hashable, so it can be a static argument.
+      params: the module's arrays.
     """
 
     config: Any
@@ -50,63 +77,99 @@ class Model:
     params: Params
 
     @classmethod
-    def of(cls, module: nnx.Module, config) -> "Model":
+    def from_module(cls, module: nnx.Module, config: Any) -> "Model":
+        """Splits `module`, which was made from `config`."""
         graph, state = nnx.split(module)
         return cls(config, graph, nnx.to_pure_dict(state))
 
     def bind(self, params: Params) -> nnx.Module:
+        """The module with `params` as its arrays."""
         return nnx.merge(self.graph, params)
+
+
+# ---------------------------------------------------------------- KV caches
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """Model layers whose keys and values have one shape; what a cache of them is made from."""
+    """Layers of a model whose keys and values have the same shape, and are cached together.
+
+    Attributes:
+      layers: which layers of the model, by number.
+      kv_heads: G, key-value heads of each layer.
+      head_dim: H.
+      window: sliding window of these layers in tokens; None for full attention.
+    """
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
-    window: int | None  # of all of them, in tokens; None: they see everything
+    window: int | None
 
-    def held(self, cache_size: int, block: int | None) -> int:
-        """Slots a row that a cache of `slots` positions needs: fewer in a ring. `block`: see KVCache.empty."""
-        return (
-            cache_size
-            if block is None or self.window is None
-            else min(cache_size, self.window + block)
-        )
+    def num_slots(self, cache_size: int, block: int | None) -> int:
+        """S, slots per row in a cache of `cache_size` positions; `block`: see `KVCache.empty`."""
+        if block is None or self.window is None:
+            return cache_size
+        return min(cache_size, self.window + block)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVGroup:
-    """Keys and values of the layers that share one shape.
+    """Cached keys and values of the layers of one `CacheShape`.
 
-    One array a layer, heads before slots: on 2 CPU cores a step of 8 layers, 1,024 slots took 2.9 ms so, against
-    5.8 ms with one [L B S G H] array, whose layers are copied out before each attention.
+    There is one array per layer, with heads before slots. On 2 CPU cores a step over 8 layers of
+    1,024 slots takes 2.9 ms this way. With one array [layers B S G H] it takes 5.8 ms, because each
+    layer's part is copied out before attention.
+
+    Attributes:
+      k: keys, one array per layer of `layers`.
+      v: values, likewise.
+      layers: the model's numbers of the layers, in the order of `k`.
+      ring: in a ring cache position p is in slot p mod S, and overwrites position p - S. Otherwise
+        position p is in slot p.
+      k_scale: with float8 keys, the number by which each vector is multiplied when it is read; ()
+        with wider dtypes.
+      v_scale: likewise for values.
     """
 
     k: tuple[Float[Array, "B G S H"], ...]
     v: tuple[Float[Array, "B G S H"], ...]
-    layers: tuple[int, ...] = dataclasses.field(
-        metadata={"static": True}
-    )  # model layers held, in order
-    ring: bool = dataclasses.field(
-        metadata={"static": True}
-    )  # position p lies in slot p mod S; otherwise in slot p
-    k_scale: tuple[
-        Float[Array, "B G S"], ...
-    ] = ()  # of keys and values in float8, one number a slot and head; () where they are not
+    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    ring: bool = dataclasses.field(metadata={"static": True})
+    k_scale: tuple[Float[Array, "B G S"], ...] = ()
     v_scale: tuple[Float[Array, "B G S"], ...] = ()
+
+    @classmethod
+    def empty(
+        cls, shape: CacheShape, batch: int, slots: int, dtype: DTypeLike, *, ring: bool
+    ) -> "KVGroup":
+        """A group of zeros with `slots` slots per row."""
+        size = (batch, shape.kv_heads, slots, shape.head_dim)
+
+        def zeros_per_layer(size: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, ...]:
+            return tuple(jnp.zeros(size, dtype) for _ in shape.layers)
+
+        k, v = zeros_per_layer(size, dtype), zeros_per_layer(size, dtype)
+        if jnp.dtype(dtype).itemsize > 1:
+            return cls(k, v, tuple(shape.layers), ring)
+        k_scale, v_scale = (zeros_per_layer(size[:-1], jnp.float32) for _ in range(2))
+        return cls(k, v, tuple(shape.layers), ring, k_scale, v_scale)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """What the model has read: `length[b]` positions of row b are real.
+    """Keys and values of the tokens that a model has read so far.
 
-    Rolling back rejected tokens is `dataclasses.replace(cache, length=shorter)`: attention never looks past the
-    querying token's own position, and the next write overwrites what lies there. Zero-filled, because a NaN in a masked
-    slot would still leak through 0 * NaN.
+    To roll back rejected tokens, shorten `length`: `dataclasses.replace(cache, length=shorter)`.
+    Nothing is erased. Attention reads no position after the querying token's own, and the next
+    write overwrites what is there. Slots begin as zeros, because a NaN in a masked slot would still
+    reach the output as 0 * NaN.
+
+    Attributes:
+      groups: the layers, grouped by shape. Layers that reuse another layer's keys are in none.
+      length: how many positions of each row are valid.
     """
 
     groups: tuple[KVGroup, ...]
@@ -118,61 +181,75 @@ class KVCache:
         shapes: Sequence[CacheShape],
         batch: int,
         cache_size: int,
-        dtype,
+        dtype: DTypeLike,
         *,
         block: int | None = None,
     ) -> "KVCache":
-        """Room for `slots` positions.
+        """An empty cache with room for `cache_size` positions per row.
 
         Args:
-          dtype: float8 keeps a scale beside every key and value.
-          block: positions written at once, at most. Sliding layers then get a ring of window + block slots, if that is
-            fewer: when the last of a block is written, everything its first query sees is still there, and so is
-            everything that a query sees after any part of the block was rolled back. None: no rings.
+          dtype: of keys and values. A float8 cache has a scale beside every vector.
+          block: the largest number of positions written by one call. Layers with a sliding window
+            then get a ring cache of window + block slots, if that is fewer than `cache_size`. This
+            is enough: when the last position of a block is written, the window of the block's first
+            query is still there, and so it is after any part of the block is rolled back. None
+            gives every layer `cache_size` slots.
         """
 
-        def group(shape: CacheShape) -> KVGroup:
-            held = shape.held(cache_size, block)
-            size = (batch, shape.kv_heads, held, shape.head_dim)
+        def empty_group(shape: CacheShape) -> KVGroup:
+            slots = shape.num_slots(cache_size, block)
+            return KVGroup.empty(shape, batch, slots, dtype, ring=slots < cache_size)
 
-            def zeros(size, dtype):
-                return tuple(jnp.zeros(size, dtype) for _ in shape.layers)
-
-            scale = (
-                (lambda: zeros(size[:-1], jnp.float32)) if jnp.dtype(dtype).itemsize == 1 else tuple
-            )
-            k, v = zeros(size, dtype), zeros(size, dtype)
-            return KVGroup(
-                k, v, tuple(shape.layers), ring=held < cache_size, k_scale=scale(), v_scale=scale()
-            )
-
-        return cls(tuple(group(shape) for shape in shapes), jnp.zeros(batch, jnp.int32))
+        return cls(tuple(map(empty_group, shapes)), jnp.zeros(batch, jnp.int32))
 
     def find(self, layer: int) -> tuple[int, int]:
-        """The group that holds a model layer, and the layer's place in it."""
+        """Index of the group that caches a layer of the model, and the layer's index in that group.
+
+        Raises:
+          KeyError: no group caches the layer.
+        """
         for g, group in enumerate(self.groups):
             if layer in group.layers:
                 return g, group.layers.index(layer)
         raise KeyError(f"no cache group holds layer {layer}")
 
 
+# ---------------------------------------------------------------- attention
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionRule:
-    """What a layer's attention is, beside queries, keys and values."""
+    """What distinguishes one layer's attention from another's, apart from q, k and v.
 
-    window: int | None  # the query at position p sees p-window+1 .. p; None: 0 .. p
-    scale: float  # of the scores
-    sinks: Float[Array, " N"] | None = (
-        None  # one more logit a head, whose share of the softmax goes nowhere (GPT-OSS)
-    )
+    Attributes:
+      window: the query at position p attends to p - window + 1 .. p; None for 0 .. p.
+      scale: factor of the scores q k.
+      sinks: one further logit per head, which takes a share of the softmax and adds nothing to the
+        output (GPT-OSS); None without.
+    """
+
+    window: int | None
+    scale: float
+    sinks: Float[Array, " N"] | None = None
 
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention as an argument: decoding passes a cached one, training prefix + chain, tests a plain mask.
+    """Attention as an argument of a model's layers, so that models know nothing of caches or masks.
 
-    `state` is whatever that attention threads through the layers (a KVCache, or None at first). `k` and `v` are None
-    for a layer that reads those of an earlier one (Gemma 4): `layer` is then the earlier layer.
+    Decoding passes `layers.CachedAttention`, training attention over packed rows and chains.
+
+    Args:
+      layer: the layer whose keys and values are meant.
+      q: queries.
+      k: this layer's keys, or None for a layer that reuses those of the earlier layer `layer`
+        (Gemma 4).
+      v: values, or None likewise.
+      state: whatever the implementation passes from layer to layer, such as a `KVCache`.
+      rule: window, scale and sinks of this layer.
+
+    Returns:
+      The attention output, and the state for the next layer.
     """
 
     def __call__(
@@ -189,16 +266,30 @@ class Attend(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TargetOutput:
-    hidden: Float[Array, "B T D"]  # after the final norm: what `unembed` reads
-    aux_hidden_states: Float[
-        Array, "B T A"
-    ]  # tapped residual-stream states, concatenated in tap order
+    """What a forward of the target returns beside its attention state.
+
+    Attributes:
+      hidden: after the final norm; `compute_logits` and `argmax_logits` read it.
+      aux_hidden_states: inputs of the layers `aux_hidden_state_layers`, concatenated in that order.
+    """
+
+    hidden: Float[Array, "B T D"]
+    aux_hidden_states: Float[Array, "B T A"]
+
+
+# ---------------------------------------------------------------- training
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed training rows. `document` is -1 on padding; `supervised` marks the tokens that a loss may read."""
+    """Packed training rows.
+
+    Attributes:
+      tokens: token ids.
+      segment_ids: which document of its row each token belongs to; -1 is padding.
+      loss_mask: whether a loss may read the token as a label.
+    """
 
     tokens: Int[Array | ndarray, "B T"]
     segment_ids: Int[Array | ndarray, "B T"]
@@ -208,9 +299,11 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CodSample:
-    """The depth >= 1 elements that COD sampling kept, ordered by (anchor, depth) so that chains are contiguous.
+    """The training elements of depth 1 and more that COD sampling selected.
 
-    Element m stands at shifted position anchor + depth. Padding has `real` False, anchor 0 and depth 0.
+    They are sorted by anchor, then depth, so that each chain is contiguous. Element m is at
+    position anchor + depth of the row whose tokens are shifted by one. Unused places of the M have
+    `real` False, anchor 0 and depth 0.
     """
 
     anchor: Int[Array | ndarray, "B M"]
@@ -218,24 +311,38 @@ class CodSample:
     real: Bool[Array | ndarray, "B M"]
 
 
+# ---------------------------------------------------------------- decoding
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How each row samples. `temperature` 0 means greedy; `top_k` 0 and `top_p` 1 mean no filter."""
+    """How each row of a batch samples. Greedy decoding has None in the place of this.
 
-    key: Array  # [B] typed PRNG keys, one a request: a row's text does not depend on its neighbours
+    Attributes:
+      key: typed PRNG keys, one per row: a row's text does not depend on the rest of its batch.
+      temperature: 0 makes a row greedy.
+      top_k: 0 for no such filter.
+      top_p: 1 for no such filter.
+      filtered: whether any row uses `top_k` or `top_p`, which need a sort of the vocabulary.
+    """
+
+    key: Array
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
-    filtered: bool = dataclasses.field(
-        metadata={"static": True}
-    )  # False skips the sort that the filters need
+    filtered: bool = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftState:
-    """What a drafter carries between steps: its own cache, and how its rows sample (None: argmax)."""
+    """What a drafter carries from step to step.
+
+    Attributes:
+      cache: the draft head's own KV cache; None for a drafter without one.
+      sampling: how drafts are sampled in this step; None drafts argmaxes.
+    """
 
     cache: KVCache | None
     sampling: SamplingParams | None
@@ -244,21 +351,36 @@ class DraftState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything one decoding step needs and returns. E is the length of the output buffer."""
+    """The state of a batch between two decoding steps.
 
-    cache: KVCache  # of the target; the newest committed token is not in it yet
+    A step commits 1 to K + 1 tokens per row: the accepted drafts and one token of the target's own.
+    The last committed token is in no cache yet. The next step's verification reads it first.
+
+    Attributes:
+      cache: the target's KV cache, without the last committed token.
+      draft: the drafter's state.
+      tokens: the tokens that the last step committed, in the first `count` of R places.
+      aux_hidden_states: for each of `tokens` the target's aux hidden states at the position BEFORE
+        it, which predict it; the draft head reads a token together with these.
+      count: how many of `tokens` are real, 1 to K + 1.
+      output: the answers; a row's buffer is as long as the cache.
+      is_draft: which tokens of `output` are accepted drafts.
+      emitted: tokens written to `output`. A step may write beyond the limit.
+      length: tokens of the answer so far: `emitted`, cut at the limit and after a stop token.
+      done: rows whose answer is complete. Steps leave them as they are.
+      num_drafts: speculative steps taken.
+      num_accepted_per_pos: in how many steps the draft at each of the K positions was accepted.
+    """
+
+    cache: KVCache
     draft: DraftState
-    tokens: Int[Array, "B R"]  # tokens committed by the last step, `count` of R = K+1 real
-    aux_hidden_states: Float[
-        Array, "B R A"
-    ]  # the tap of the token BEFORE each of them (peagle.md, section 3)
+    tokens: Int[Array, "B R"]
+    aux_hidden_states: Float[Array, "B R A"]
     count: Int[Array, " B"]
     output: Int[Array, "B E"]
-    is_draft: Bool[Array, "B E"]  # whether an output token was a draft that was accepted
-    emitted: Int[Array, " B"]  # tokens written to `output`, also those past the limit
-    length: Int[
-        Array, " B"
-    ]  # tokens of the answer: up to the limit, or through the first stop token
+    is_draft: Bool[Array, "B E"]
+    emitted: Int[Array, " B"]
+    length: Int[Array, " B"]
     done: Bool[Array, " B"]
-    num_drafts: Int[Array, " B"]  # speculative steps taken
-    num_accepted_per_pos: Int[Array, "B K"]  # how often the draft at each position was accepted
+    num_drafts: Int[Array, " B"]
+    num_accepted_per_pos: Int[Array, "B K"]

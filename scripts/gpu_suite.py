@@ -1,12 +1,14 @@
-"""What only a GPU can say: numerics, times beside XLA's and beside floors, steps at real sizes, drafting, training steps.
+"""What only a GPU can say: numerics, times beside XLA's and floors, steps, drafting, training.
 
-    pip install -e ".[cuda,kernels]"                                     from a bare checkout; a driver for CUDA 13
+    pip install -e ".[cuda,kernels]"          from a bare checkout; a driver for CUDA 13
     python scripts/gpu_suite.py --out results/gpu.jsonl [--minutes 8] [--only PART ...]
 
-The most telling parts come first and fit one call of eight minutes; all of them take perhaps ten such calls. Every row is written
-when it is known, and a call with the same --out goes on where the last one stopped: what this code has finished on this device is not
-run again, what no longer fits into --minutes waits. Exit code 1: a number is wrong, or a part failed; 2: nothing was run. Without
-jax-triton only the references and Mosaic GPU run, and the first line says so. `--tiny` is a dry run for any machine.
+The most telling parts come first and fit one call of eight minutes; all of them take perhaps ten
+such calls. Every row is written when it is known, and a call with the same --out goes on where the
+last one stopped: what this code has finished on this device is not run again, and what no longer
+fits into --minutes waits. Exit code 1: a number is wrong, or a part failed; 2: nothing was run.
+Without jax-triton only the references and Mosaic GPU run, and the first line says so. `--tiny` is a
+dry run for any machine.
 """
 
 import argparse
@@ -35,6 +37,10 @@ from peagle_jax.provenance import CODE, provenance  # noqa: E402
 CONSOLE = Console(width=180, stderr=True)
 
 
+# rows with these facts in common are of one state of the code, on one machine
+SAME = ("code", "device", "suite", "triton", "jax")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,7 +56,7 @@ def main() -> int:
         default=time.time_ns() % 2**32,
         help="of the numerics' operands; fresh by default",
     )
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a dry run at small sizes")
     args = parser.parse_args()
     if jax.default_backend() != "gpu" and not args.tiny:
         print(
@@ -58,57 +64,68 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    begun = time.monotonic()
-    command = " ".join(["python scripts/gpu_suite.py", *sys.argv[1:]])
-    here = provenance(command) | {
-        "suite": "tiny" if args.tiny else "whole",
-        "triton": unavailable_reason("triton") or "yes",
-    }
-    if here["triton"] != "yes":
-        CONSOLE.print(f"[yellow]without Triton kernels[/yellow]: {here['triton']}")
-    here["code"] = fingerprint()
-    same = ("code", "device", "suite", "triton", "jax")
-    known = [row for row in read(args.out) if all(row.get(key) == here[key] for key in same)]
-    done = {row["done"]: row["time"] for row in known if "done" in row}
-    known = [
-        row for row in known if done.get(row.get("unit")) == row["time"]
-    ]  # of the call that finished the part
-    every = parts(args.tiny, args.seed, known)
-    for name, part in every.items():
-        if name in done or args.only and not any(name.startswith(prefix) for prefix in args.only):
+    started_at = time.monotonic()
+    facts = suite_facts(args.tiny)
+    if facts["triton"] != "yes":
+        CONSOLE.print(f"[yellow]without Triton kernels[/yellow]: {facts['triton']}")
+    rows = [row for row in read(args.out) if all(row.get(key) == facts[key] for key in SAME)]
+    done = {row["done"]: row["time"] for row in rows if "done" in row}
+    # of each part, those of the call that finished it
+    rows = [row for row in rows if done.get(row.get("unit")) == row["time"]]
+    all_parts = parts(args.tiny, args.seed, rows)
+    for name, part in all_parts.items():
+        is_wanted = not args.only or any(name.startswith(prefix) for prefix in args.only)
+        if name in done or not is_wanted:
             continue
-        left = 60 * args.minutes - (time.monotonic() - begun)
-        if left < 0 or not args.tiny and left < expected(name):
+        seconds = time.monotonic() - started_at
+        seconds_left = 60 * args.minutes - seconds
+        if seconds_left < 0 or not args.tiny and seconds_left < expected(name):
             continue  # a shorter one may fit
-        CONSOLE.print(f"[bold]{name}[/bold] ({time.monotonic() - begun:.0f} s)")
-        try:
-            for row in part():
-                known.append(here | {"unit": name} | row)
-                write(args.out, known[-1])
-        except Exception as error:  # one part that fails must not take the others' time
-            CONSOLE.print(f"[red]{name} failed[/red]: {type(error).__name__}: {str(error)[:500]}")
-            write(
-                args.out,
-                here | {"failed": name, "error": f"{type(error).__name__}: {str(error)[:2000]}"},
-            )
-            known.append({"failed": name, "error": f"{type(error).__name__}: {str(error)[:300]}"})
-            continue
-        finally:
-            jax.clear_caches()
-        write(args.out, here | {"done": name})
-        done[name] = here["time"]
-    show(known)
+        CONSOLE.print(f"[bold]{name}[/bold] ({seconds:.0f} s)")
+        if run_part(name, part, facts, args.out, rows):
+            done[name] = facts["time"]
+    show(rows)
     CONSOLE.print(
-        f"{len(done)} of {len(every)} parts are done in {args.out}; the same command goes on"
+        f"{len(done)} of {len(all_parts)} parts are done in {args.out}; the same command goes on"
     )
-    wrong = [
-        row for row in known if row.get("right") is False or isinstance(row.get("failed"), str)
-    ]
-    return 1 if wrong else 0
+    return 1 if any(is_wrong(row) for row in rows) else 0
+
+
+def suite_facts(tiny: bool) -> dict:
+    """What every row of this call says of itself."""
+    command = " ".join(["python scripts/gpu_suite.py", *sys.argv[1:]])
+    return provenance(command) | {
+        "suite": "tiny" if tiny else "whole",
+        "triton": unavailable_reason("triton") or "yes",
+        "code": fingerprint(),
+    }
+
+
+def run_part(name: str, part: Callable, facts: dict, out: Path, rows: list[dict]) -> bool:
+    """Runs a part, and adds its rows to `out` and to `rows`; False where it fails."""
+    try:
+        for row in part():
+            rows.append(facts | {"unit": name} | row)
+            write(out, rows[-1])
+    except Exception as error:  # the other parts still have their turn
+        text = f"{type(error).__name__}: {error}"
+        CONSOLE.print(f"[red]{name} failed[/red]: {text[:500]}")
+        write(out, facts | {"failed": name, "error": text[:2000]})
+        rows.append({"failed": name, "error": text[:300]})
+        return False
+    finally:
+        jax.clear_caches()
+    write(out, facts | {"done": name})
+    return True
+
+
+def is_wrong(row: dict) -> bool:
+    """Whether a row says that a number is wrong, or that a part failed."""
+    return row.get("right") is False or isinstance(row.get("failed"), str)
 
 
 def fingerprint() -> str:
-    """Of everything that the numbers depend on, whatever git knows about it."""
+    """A hash of every file that the numbers depend on, whatever git knows about it."""
     digest, root = hashlib.sha256(), Path(__file__).parent.parent
     paths = [path for folder in CODE for path in [root / folder, *(root / folder).rglob("*")]]
     for path in sorted(path for path in paths if path.suffix in (".py", ".yaml", ".json")):
@@ -117,70 +134,58 @@ def fingerprint() -> str:
 
 
 def expected(name: str) -> int:
-    """Seconds that a part may take, by guess until one was measured: it is not begun with less left."""
+    """Seconds that a part may take, by guess: it is not begun with less time left."""
     if name.startswith("steps"):
         return 30 if "layers" in name else 100
-    return {
-        "ceilings": 10,
-        "matmul": 100,
-        "mosaic matmul": 100,
-        "experts": 100,
-        "training": 100,
-        "drafting": 60,
-    }.get(name, 40)
+    seconds = {"ceilings": 10, "drafting": 60}
+    seconds |= dict.fromkeys(("matmul", "mosaic matmul", "experts", "training"), 100)
+    return seconds.get(name, 40)
 
 
-def parts(tiny: bool, seed: int, known: list[dict]) -> dict[str, Callable[[], Iterator[dict]]]:
-    """By name, in the order of what matters most."""
+def parts(tiny: bool, seed: int, rows: list[dict]) -> dict[str, Callable[[], Iterator[dict]]]:
+    """All parts by name, in the order of what matters most.
+
+    Args:
+      rows: known so far; ceilings that are among them are not measured again.
+    """
     size = 1e-3 if tiny else 1
-    ceilings = functools.cache(
-        lambda: (
-            next((row for row in known if row.get("part") == "ceilings"), None)
-            or timing.ceilings(size)
-        )
-    )
+
+    @functools.cache
+    def ceilings():
+        known = (row for row in rows if row.get("part") == "ceilings")
+        return next(known, None) or timing.ceilings(size)
 
     def measure_ceilings():
-        yield {
-            "part": "ceilings",
-            **timing.ceilings(size),
-            "gpu": f"sm_{gpu().capability}, {gpu().cores} multiprocessors",
-        }
+        description = f"sm_{gpu().capability}, {gpu().num_sms} multiprocessors"
+        yield {"part": "ceilings", **timing.ceilings(size), "gpu": description}
 
     def check(part):
         return lambda: part(np.random.default_rng(seed), tiny)
 
-    def time_(part):
+    def measure(part):
         return lambda: part(ceilings(), tiny)
 
-    def step(case):
+    def measure_step(case):
         return lambda: steps.measure(case, ceilings(), tiny)
 
-    every = {f"numerics: {name}": check(part) for name, part in numerics.PARTS.items()}
-    every |= {name: time_(part) for name, part in speed.PARTS.items()}
-    every |= {"drafting": time_(steps.drafting), "training": time_(training.measure)}
-    every |= {f"steps: {case.name}": step(case) for case in steps.cases(tiny)}
-    # right before fast, whole steps before tables, and last what has never run anywhere and might hang
-    whole = [name for name in every if name.startswith("steps") and "layers" not in name]
+    by_name = {"ceilings": measure_ceilings}
+    by_name |= {f"numerics: {name}": check(part) for name, part in numerics.PARTS.items()}
+    by_name |= {name: measure(part) for name, part in speed.PARTS.items()}
+    by_name |= {"drafting": measure(steps.drafting), "training": measure(training.measure)}
+    by_name |= {f"steps: {case.name}": measure_step(case) for case in steps.cases(tiny)}
+    # right before fast, whole steps before tables, and last what has never run anywhere and might
+    # hang
     late = ["numerics: mosaic", "mosaic matmul"]
-    kernels = [name for name in every if name.startswith("numerics") and name not in late]
-    first = [
-        *kernels[:3],
-        *whole[:2],
-        "drafting",
-        *kernels[3:],
-        *whole[2:3],
-        "matmul",
-        "attention",
-        "experts",
-    ]
-    order = ["ceilings", *first, *(name for name in every if name not in (*first, *late)), *late]
-    every["ceilings"] = measure_ceilings
-    return {name: every[name] for name in order}
+    whole = [name for name in by_name if name.startswith("steps") and "layers" not in name]
+    checks = [name for name in by_name if name.startswith("numerics") and name not in late]
+    first = ["ceilings", *checks[:3], *whole[:2], "drafting", *checks[3:], *whole[2:3]]
+    first += ["matmul", "attention", "experts"]
+    others = [name for name in by_name if name not in (*first, *late)]
+    return {name: by_name[name] for name in (*first, *others, *late)}
 
 
 def read(path: Path) -> list[dict]:
-    """Rows so far; a line that a kill cut short is taken out of the file."""
+    """Rows so far. A last line that a kill cut short is taken out of the file."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     if text and not text.endswith("\n"):
         text = text[: text.rfind("\n") + 1]
@@ -189,77 +194,86 @@ def read(path: Path) -> list[dict]:
 
 
 def write(path: Path, row: dict) -> None:
+    """Adds a row to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def show(rows: list[dict]) -> None:
+    """Prints all rows as tables."""
     out = Console(width=180)
     for row in rows:
         if row.get("part") == "ceilings":
-            copy, *rates = (
-                row[key] / 1e12 for key in ("copy_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s")
-            )
-            out.print(
-                f"{row['gpu']}: copy {copy:.2f} TB/s, bfloat16 {rates[0]:.0f} TFLOP/s, float8 {rates[1]:.0f} TFLOP/s"
-            )
+            keys = "copy_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s"
+            copy, bf16, fp8 = (row[key] / 1e12 for key in keys)
+            products = f"bfloat16 {bf16:.0f} TFLOP/s, float8 {fp8:.0f} TFLOP/s"
+            out.print(f"{row['gpu']}: copy {copy:.2f} TB/s, {products}")
+    out.print(numerics_table(rows))
+    out.print(times_table(rows))
+    out.print(drafting_table(rows))
+    out.print(steps_table(rows))
+    for row in rows:
+        if isinstance(row.get("failed"), str):
+            out.print(f"failed: {row['failed']}: {row.get('error', '')[:300]}")
+
+
+def numerics_table(rows: list[dict]) -> Table:
     table = Table("kernel", "form", "shape", "relative error", title="numerics, against float64")
     for row in rows:
         if row.get("part") == "numerics":
-            table.add_row(
-                row["kernel"],
-                row["form"],
-                row["shape"],
-                f"{row['error']:.1e}{'' if row['right'] else ' WRONG'}",
-            )
-    out.print(table)
+            error = f"{row['error']:.1e}{'' if row['right'] else ' WRONG'}"
+            table.add_row(row["kernel"], row["form"], row["shape"], error)
+    return table
+
+
+def times_table(rows: list[dict]) -> Table:
     table = Table("part", "shape", "us (floor; times as fast as the first)", title="times")
     for row in rows:
         if "times_as_fast" in row:
-            floor, times = row["floor_us"], row["times_as_fast"]
-            said = [
-                f"{k} {v:.1f} ({floor[k]:.1f}; {times.get(k, float('nan')):.2f})"
-                for k, v in row["us"].items()
+            floor, ratios = row["floor_us"], row["times_as_fast"]
+            texts = [
+                f"{name} {us:.1f} ({floor[name]:.1f}; {ratios.get(name, float('nan')):.2f})"
+                for name, us in row["us"].items()
             ]
-            table.add_row(row["part"], row["shape"], ", ".join(said))
         elif "ms" in row:
-            said = ", ".join(
-                f"{k} {v:.0f} ms and {row['temporary_gb'][k]:.1f} GB" for k, v in row["ms"].items()
-            )
-            table.add_row(row["part"], row["shape"], said)
-    out.print(table)
+            texts = [
+                f"{name} {ms:.0f} ms and {row['temporary_gb'][name]:.1f} GB"
+                for name, ms in row["ms"].items()
+            ]
+        else:
+            continue
+        table.add_row(row["part"], row["shape"], ", ".join(texts))
+    return table
+
+
+def drafting_table(rows: list[dict]) -> Table:
     table = Table("drafting", "floor of K = 1, us", "us (times the cost of K = 1)")
     for row in rows:
         if "times_K=1" in row:
-            said = ", ".join(
-                f"{k} {v:.1f} ({row['times_K=1'][k]:.2f})" for k, v in row["us"].items()
-            )
-            table.add_row(row["shape"], f"{row['floor_us']['K=1']:.1f}", said)
-    out.print(table)
+            ratios = row["times_K=1"]
+            texts = [f"{name} {us:.1f} ({ratios[name]:.2f})" for name, us in row["us"].items()]
+            table.add_row(row["shape"], f"{row['floor_us']['K=1']:.1f}", ", ".join(texts))
+    return table
+
+
+def steps_table(rows: list[dict]) -> Table:
+    """Steps, with their speed beside that of plain decoding and of the best EAGLE-3 step."""
     title = "steps; acceptance is SYNTHETIC, at published rates; speedups of whole targets only"
-    table = Table(
-        "step",
-        "routing",
-        "experts",
-        "ms",
-        "floor, ms",
-        "tokens/s",
-        "of plain",
-        "of EAGLE-3",
-        title=title,
-    )
-    found = [row for row in rows if row.get("part") == "steps"]
+    headers = ["step", "routing", "experts", "ms", "floor, ms", "tokens/s"]
+    table = Table(*headers, "of plain", "of EAGLE-3", title=title)
+    step_rows = [row for row in rows if row.get("part") == "steps"]
 
     def setting(row):
-        return (row["target"], row["layers"], row["batch"], row["routing"])
+        return row["target"], row["layers"], row["batch"], row["routing"]
 
+    # setting -> method -> tokens a second of its best step
     best: dict[tuple, dict[str, float]] = {}
-    for row in found:
+    for row in step_rows:
         if row["layers"] is None:
             methods = best.setdefault(setting(row), {})
             methods[row["method"]] = max(row["tokens_per_s"], methods.get(row["method"], 0))
-    for row in found:
+    for row in step_rows:
         others = [best.get(setting(row), {}).get(method) for method in ("none", "eagle3")]
         ratios = ["" if other is None else f"{row['tokens_per_s'] / other:.2f}" for other in others]
         numbers = (
@@ -269,10 +283,7 @@ def show(rows: list[dict]) -> None:
             row["tokens_per_s"],
         )
         table.add_row(row["case"], row["routing"], *map("{:.2f}".format, numbers), *ratios)
-    out.print(table)
-    for row in rows:
-        if isinstance(row.get("failed"), str):
-            out.print(f"failed: {row['failed']}: {row.get('error', '')[:300]}")
+    return table
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Strict settings, and one compilation cache for all runs."""
+"""Strict settings, one compilation cache for all runs, and the tiers of docs/testing.md."""
 
 import os
 import signal
@@ -6,30 +6,45 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["TRITON_INTERPRET"] = (
-    "1"  # read when a kernel is decorated; what compiles them runs in processes of its own
-)
-sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py
+# Read when a kernel is decorated; the tests that compile kernels do so in processes of their own.
+os.environ["TRITON_INTERPRET"] = "1"
+# Tests ask whether numbers are right, not whether they come quickly: unoptimized machine code
+# compiles in a bit more than half the time (docs/testing.md). Subprocesses inherit this.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+).strip()
+sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py, tests/tiers.py
 
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores Ctrl-C, and so would what tests start
+# A shell's background job ignores Ctrl-C, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from tiers import is_slow  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update(
     "jax_compilation_cache_dir", str(Path.home() / ".cache" / "peagle_jax" / "xla-tests")
 )
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test` leaves to `make test-all`: the list is tests/tiers.py."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_mappings():
-    """Every compiled program is a few mappings of memory for as long as `jax.jit` holds it. Linux allows a process 65,530, the tests of
-    one worker come to 60,000, and what follows is a crash within XLA."""
+    """Lets go of compiled programs before Linux runs out of memory mappings.
+
+    Every compiled program is a few mappings of memory for as long as `jax.jit` holds it. Linux
+    allows a process 65,530, the tests of one worker come to 60,000, and what follows is a crash
+    within XLA.
+    """
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:

@@ -1,4 +1,7 @@
-"""What every placeholder design is, written a second time: from its words, in NumPy, with no help from draft/placeholders.py."""
+"""What every placeholder design is, written a second time in NumPy, from its description alone.
+
+Nothing here comes from peagle_jax/draft/placeholders.py.
+"""
 
 import numpy as np
 
@@ -15,7 +18,7 @@ HIDDEN_DESIGNS = (
     "frozen_random",
 )
 TOKEN_DESIGNS = ("mask", "frozen", "last_token", "zero", "mean")
-# each side once, the two changed together where that tells as much
+# each design once; both sides are changed together where that tells as much
 PAIRS = [(hidden, "mask") for hidden in HIDDEN_DESIGNS[:8]] + [
     ("zero", "last_token"),
     ("frozen_random", "zero"),
@@ -26,33 +29,39 @@ ALL = dict([(f"{h}-{t}", {"placeholder_hidden": h, "placeholder_token": t}) for 
 
 
 def fused(head, depth: int, last: np.ndarray, fuse) -> np.ndarray:
-    """Of the placeholder at `depth`, behind a real row whose fused feature is `last`. fuse: [1, A] -> [1, D]."""
+    """Hidden side of the placeholder at `depth`.
+
+    Args:
+      last: fused hidden state of the real row before it.
+      fuse: [1, A] -> [1, D].
+    """
     params, name = head.params, head.config.placeholder_hidden
     own = {key: np.asarray(value) for key, value in params.get("placeholder", {}).items()}
 
-    def fused(aux_hidden_states):
+    def fuse_one(aux_hidden_states):
         return np.asarray(fuse(np.asarray(aux_hidden_states)[None]))[0]
 
-    number = (
-        min(depth, head.config.num_depths - 1) - 1
-    )  # drafting deeper than trained repeats the last depth
+    # drafting deeper than trained repeats the last depth
+    number = min(depth, head.config.num_depths - 1) - 1
     if name == "shared_fused":
         return own["fused"]
     if name == "per_depth":
-        return fused(own["table"][number])
+        return fuse_one(own["table"][number])
     if name == "last_feature":
         return last
     if name == "zero":
         return np.zeros_like(last)
     shared = np.asarray(params["mask_hidden"])
     if name == "low_rank":
-        return fused(shared + sum(own["codes"][number][r] * own["directions"][r] for r in range(4)))
+        return fuse_one(
+            shared + sum(own["codes"][number][r] * own["directions"][r] for r in range(4))
+        )
     if name == "shared_depth":
-        return fused(shared) + own["depth"][number]
+        return fuse_one(shared) + own["depth"][number]
     if name == "gated":
         share = 1 / (1 + np.exp(-own["gate"]))
-        return share * last + (1 - share) * fused(shared)
-    return fused(shared)
+        return share * last + (1 - share) * fuse_one(shared)
+    return fuse_one(shared)
 
 
 def embedding(head, last: np.ndarray) -> np.ndarray:
@@ -62,6 +71,6 @@ def embedding(head, last: np.ndarray) -> np.ndarray:
         return table[head.config.mask_token]
     if name == "last_token":
         return last
-    return (
-        np.zeros_like(last) if name == "zero" else np.asarray(head.params["placeholder"]["token"])
-    )
+    if name == "zero":
+        return np.zeros_like(last)
+    return np.asarray(head.params["placeholder"]["token"])

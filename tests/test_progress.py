@@ -45,8 +45,22 @@ def test_work_whose_size_becomes_known_later(clock, capsys):
         report.update(14, total=28)
     assert capsys.readouterr().err.splitlines() == [
         "rows: 7",
-        "rows: 14 of 28, about 1 minutes left",
+        "rows: 14 of 28, about 62 seconds left",
     ]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.2, "0 seconds"),
+        (1.0, "1 second"),
+        (89.0, "89 seconds"),
+        (95.0, "2 minutes"),
+        (3600.0, "60 minutes"),
+    ],
+)
+def test_durations_are_rounded(seconds, text):
+    assert progress.duration(seconds) == text
 
 
 def test_a_bar_on_a_terminal_prints_no_lines(clock, monkeypatch, capsys):
@@ -56,3 +70,10 @@ def test_a_bar_on_a_terminal_prints_no_lines(clock, monkeypatch, capsys):
         report.update(3, note="all there")
         assert report._bar is not None and report._bar.tasks[0].completed == 3
     assert "minutes left" not in capsys.readouterr().err
+
+
+def test_a_bar_leaves_a_piped_stdout_alone(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with ProgressReport("rows", 3):
+        print("a result")
+    assert capsys.readouterr().out == "a result\n"

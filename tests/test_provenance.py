@@ -7,15 +7,15 @@ from peagle_jax import provenance
 
 
 def test_without_git_and_affinity(monkeypatch):
-    def missing(*args, **kwargs):
+    def no_git(*args, **kwargs):
         raise FileNotFoundError("git")
 
-    here = provenance.provenance("x")
-    assert here["commit"] and here["command"] == "x" and " core" in here["device"]
-    monkeypatch.setattr(subprocess, "run", missing)
+    complete = provenance.provenance("x")
+    assert complete["commit"] and complete["command"] == "x"
+    assert " core" in complete["device"]
+    monkeypatch.setattr(subprocess, "run", no_git)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    there = provenance.provenance()
-    assert (
-        there["commit"] is None and there["dirty"] is False and there["device"].endswith(", 1 core")
-    )
+    partial = provenance.provenance()
+    assert partial["commit"] is None and partial["dirty"] is False
+    assert partial["device"].endswith(", 1 core")

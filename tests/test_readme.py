@@ -1,79 +1,290 @@
-"""README's numbers are rows of results/, and the files and commands it names exist."""
+"""README and the guides: numbers are rows of results/, and paths, commands and options exist."""
 
+import argparse
 import json
 import re
+import runpy
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from peagle_jax.cli import COMMANDS
-from peagle_jax.report.records import NAMES
+from peagle_jax.cli.commands import COMMANDS, make_parser, parse_arguments
+from peagle_jax.train.config import TASKS
+from peagle_jax.train.overrides import apply_overrides
+from peagle_jax.train.settings import build
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def line(r: dict) -> str:
-    """A record as README's table says it."""
-
-    def ms(key):
-        return f"{1e3 * r[key]:.2f}"
-
-    accepted = " ".join(f"{100 * a:.0f}" for a in r["accepted_per_position"])
-    parts = [
-        NAMES[r["method"]],
-        str(r["k"] or ""),
-        f"{r['tokens_per_second']:.0f}",
-        f"{r['speedup']:.2f}",
-        f"{r['acceptance_length']:.2f}" if r["k"] else "",
-        accepted,
-        ms("draft_seconds") if r["k"] else "",
-        ms("verify_seconds"),
-        ms("step_seconds"),
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# CHANGELOG.md and LOG.md name files and options of former days
+PAGES = sorted(
+    [
+        README,
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "scripts" / "README.md",
+        ROOT / "experiments" / "README.md",
+        ROOT / "configs" / "targets" / "README.md",
     ]
-    return "| " + " | ".join(parts) + " |"
-
-
-def newest() -> list[dict]:
-    """The last small demo's greedy rows at batch 1."""
-    rows = [json.loads(text) for text in (ROOT / "results" / "demo.jsonl").read_text().splitlines()]
-    rows = [r for r in rows if r["name"] == "demo/small"]
-    return [
-        r
-        for r in rows
-        if r["time"] == rows[-1]["time"] and r["batch"] == 1 and r["temperature"] == 0
-    ]
-
-
-def test_the_measured_table_is_the_newest_demo():
-    rows = newest()
-    assert {(r["method"], r["k"]) for r in rows} >= {
-        (m, k) for m in ("eagle3", "peagle") for k in (1, 3, 5, 7, 11)
-    }
-    for r in rows:
-        assert line(r) in README, line(r)
-    assert all(r["lossless"] for r in rows if r["k"]) and not any(r["dirty"] for r in rows)
-
-
-def test_every_path_and_command_it_names_exists():
-    for name in re.findall(r"\]\(([\w./-]+)\)", README):
-        assert (ROOT / name).exists(), name
-    tree = README.split("## What is where")[1].split("```")[1]
-    for name in re.findall(r"^  (\S+)", tree, re.MULTILINE):
-        assert (ROOT / "peagle_jax" / name).exists(), name
-    for name in re.findall(r"^(\w+/\S*)", tree, re.MULTILINE):
-        assert (ROOT / name).exists(), name
-    for command in re.findall(r"^peagle ([\w-]+)", README, re.MULTILINE):
-        assert command in COMMANDS, command
-
-
-@pytest.mark.parametrize(
-    "room",
-    sorted(
-        p.name
-        for p in (ROOT / "peagle_jax").iterdir()
-        if p.suffix == ".py" and p.stem != "__init__"
-    ),
 )
-def test_every_file_of_the_ground_floor_is_in_the_tree(room):
-    assert f"  {room} " in README, room
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+ROOMS = "peagle_jax|scripts|tests|configs|docs|experiments"
+PATH = re.compile(rf"(?<![\w/.-])(?:{ROOMS})/[\w./*-]*[\w/*]")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of the page's code blocks."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The command lines in the page's code blocks, with their continuation lines joined.
+
+    In a block that marks its commands with `$ `, the other lines are output.
+    """
+    for language, block in blocks(page):
+        if language not in ("", "bash", "sh"):
+            continue
+        lines = block.replace("\\\n", " ").splitlines()
+        marked = any(line.startswith("$ ") for line in lines)
+        for line in lines:
+            if not marked or line.startswith("$ "):
+                yield line.removeprefix("$ ")
+
+
+def words(command: str) -> list[str]:
+    try:
+        return shlex.split(command, comments=True)
+    except ValueError:  # a line of a here document
+        return []
+
+
+def peagle_commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `peagle ...` command line, up to a pipe or the next command."""
+    for command in commands(page):
+        arguments = words(command)
+        if arguments and arguments[0].removeprefix(".venv/bin/") == "peagle":
+            ends = [i for i, word in enumerate(arguments) if word in ("|", ">", ";", "&&")]
+            yield arguments[1 : ends[0] if ends else None]
+
+
+# ---------------------------------------------------------------- README
+
+
+def test_readme_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130
+    assert not [line for line in lines if len(line) > 100]
+
+
+def demo_table() -> dict:
+    return runpy.run_path(str(ROOT / "scripts" / "generate" / "readme_table.py"))
+
+
+def newest_demos() -> dict[str, list[dict]]:
+    lines = (ROOT / "results" / "demo.jsonl").read_text(encoding="utf-8").splitlines()
+    return demo_table()["newest_demos"](lines)
+
+
+def test_the_block_is_what_the_script_writes():
+    assert demo_table()["block"](newest_demos()) in README.read_text(encoding="utf-8")
+
+
+def test_every_number_of_the_table_is_its_row():
+    """Read back from README, apart from the script that writes the table."""
+    text = README.read_text(encoding="utf-8")
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    start = next(i for i, line in enumerate(table) if line.startswith("| method | K |"))
+    rows = [line.strip("| ").split("|") for line in table[start:]]
+    devices = newest_demos()
+    names = {"plain decoding": "none", "EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
+    checked = 0
+    for line in table[start + 2 :]:
+        method, k, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if method not in names:
+            break
+        assert len(cells) == 3 * len(devices), line
+        for i, measured in enumerate(devices.values()):
+            case = (names[method], int(k or 0), 1)
+            row = [r for r in measured if (r["method"], r["k"], r["batch_size"]) == case]
+            tokens, speedup, length = cells[3 * i : 3 * i + 3]
+            if not tokens:
+                assert not row, f"{line}: left out, but there is a row"
+                continue
+            assert tokens == f"{row[0]['tokens_per_second']:.0f}"
+            assert speedup == f"{row[0]['speedup']:.2f}"
+            assert length == (f"{row[0]['acceptance_length']:.2f}" if k else "")
+            checked += 1
+    assert checked >= 11 and len(rows) > 11
+
+
+def test_the_rows_are_of_clean_commits_and_lossless():
+    for rows in newest_demos().values():
+        pairs = {(row["method"], row["k"]) for row in rows}
+        assert pairs >= {(m, k) for m in ("eagle3", "peagle") for k in (1, 3, 5, 7, 11)}
+        assert all(row["lossless"] for row in rows if row["k"])
+        assert not any(row["dirty"] for row in rows)
+
+
+def test_the_share_of_repetitions_is_its_rows():
+    text = README.read_text(encoding="utf-8")
+    stated = re.search(r"\((\d+) % of its 4-grams occurred before\)", " ".join(text.split()))
+    assert stated, "README says how much of the output repeats itself"
+    for rows in newest_demos().values():
+        shares = {f"{100 * row['repeated_4grams']:.0f}" for row in rows if row["batch_size"] == 1}
+        assert shares == {stated[1]}
+
+
+def test_a_newer_demo_replaces_the_rows_of_its_device(tmp_path):
+    def row(time, device, speed, **changes):
+        case = {"method": "peagle", "k": 3, "batch": 1, "temperature": 0.0}
+        origin = {"name": "demo/small", "time": time, "commit": time, "device": device}
+        numbers = {"tokens_per_second": speed, "speedup": 1.5, "acceptance_length": 2.0}
+        return json.dumps(case | origin | numbers | changes)
+
+    lines = [
+        row("1", "A, 2 cores", 10),
+        row("2", "B(R) Processor, 4 cores", 20),
+        row("3", "A, 2 cores", 30),
+        row("3", "A, 2 cores", 40, temperature=1.0),
+        row("4", "A, 2 cores", 50, name="demo/smoke"),
+    ]
+    script = demo_table()
+    demos = script["newest_demos"](lines)
+    assert [r["tokens_per_second"] for r in demos["A, 2 cores"]] == [30]
+    header = "| method | K | A: tokens/s | speedup | length | B: tokens/s | speedup | length |"
+    assert script["table"](demos)[0] == header
+    assert script["table"](demos)[2] == "| P-EAGLE | 3 | 30 | 1.50 | 2.00 | 20 | 1.50 | 2.00 |"
+
+
+# ---------------------------------------------------------------- all pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_exist(page):
+    for path in PATH.findall(page.read_text(encoding="utf-8")):
+        # docs/testing.md leaves out tests/ before the files that it names
+        found = [*ROOT.glob(path), *(ROOT / "tests").glob(path)]
+        assert found, f"{name_of(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_peagle_commands_parse(page):
+    for arguments in peagle_commands(page):
+        options = parse_arguments(arguments)
+        if options.name == "train":
+            check_overrides(options.config, options.overrides)
+        for word in arguments[1:]:
+            if word.startswith("-") and word not in options.overrides:
+                check_present_spelling(options.name, word.partition("=")[0])
+
+
+def check_present_spelling(command: str, option: str) -> None:
+    """Former spellings of options work, but no page teaches them."""
+    action = subparsers()[command]._option_string_actions[option]
+    assert option in action.option_strings, f"{option} is now {action.option_strings[-1]}"
+
+
+def check_overrides(recipe: Path, rest: list[str]) -> None:
+    """Every option behind a recipe is one of its keys; a recipe that is no file is P-EAGLE's."""
+    raw = {"task": "peagle", "target": "T", "out": "O", "data": {"source": None}}
+    if (ROOT / recipe).exists():
+        raw = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))
+    apply_overrides(build(TASKS[raw["task"]], raw, str(recipe)), rest, str(recipe))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_options_in_the_text_exist(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    parsers = subparsers()
+    for span in INLINE.findall(text):
+        match = re.match(r"peagle ([a-z][\w-]*)(.*)", span)
+        if match is None:
+            continue
+        command, rest = match.groups()
+        assert command in COMMANDS, f"{name_of(page)}: {span}"
+        for option in re.findall(r"(?<!\S)(--?[a-zA-Z][\w.-]*)", rest):
+            if command != "train" or "." not in option:
+                known = parsers[command]._option_string_actions
+                assert option in known, f"{name_of(page)}: {span}: unknown {option}"
+                check_present_spelling(command, option)
+
+
+def subparsers() -> dict[str, argparse.ArgumentParser]:
+    actions = make_parser()._actions
+    choices = next(a.choices for a in actions if isinstance(a, argparse._SubParsersAction))
+    return dict(choices)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_other_commands_exist(page):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in commands(page):
+        arguments = words(command)
+        if arguments[:1] == ["make"] and len(arguments) > 1:
+            assert arguments[1] in targets, f"{name_of(page)}: {command}"
+        if arguments[1:2] == ["-m"] and arguments[2].startswith("experiments."):
+            assert (ROOT / f"{arguments[2].replace('.', '/')}.py").exists(), command
+        if len(arguments) > 1 and arguments[1].startswith("scripts/"):
+            source = (ROOT / arguments[1]).read_text(encoding="utf-8")
+            for option in (word for word in arguments[2:] if word.startswith("--")):
+                assert f'"{option}"' in source, f"{name_of(page)}: {command}: unknown {option}"
+    for span in INLINE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if match := re.match(r"make ([\w-]+)", span):
+            assert match[1] in targets, f"{name_of(page)}: {span}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_recipes_shown_are_valid(page):
+    for language, block in blocks(page):
+        if language == "yaml" and re.search(r"^task:", block, re.MULTILINE):
+            raw = yaml.safe_load(block)
+            build(TASKS[raw["task"]], raw, name_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_shown_compiles_and_names_public_functions(page):
+    import peagle_jax
+
+    for language, block in blocks(page):
+        if language == "python":
+            compile(block, name_of(page), "exec")
+            for name in re.findall(r"peagle_jax\.(\w+)\(", block):
+                assert name in peagle_jax.__all__, f"{name_of(page)}: peagle_jax.{name}"
+
+
+# ---------------------------------------------------------------- the tree
+
+
+def test_the_tree_names_every_file_and_no_other():
+    tree = next(block for _, block in blocks(ARCHITECTURE) if block.startswith("peagle_jax/"))
+    named = set()
+    room = ""
+    for line in tree.splitlines()[1:]:
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        if name.endswith("/"):
+            room = name
+        elif name.endswith(".py"):
+            named.add(name if len(indent) == 2 else room + name)
+    package = ROOT / "peagle_jax"
+    files = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    assert named == files

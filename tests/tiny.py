@@ -14,7 +14,7 @@ from peagle_jax.layers import Rope
 from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config
 from peagle_jax.types import Model
 
-AUX_LAYER_IDS = (1, 2, 3)
+AUX_LAYERS = (1, 2, 3)  # whose inputs the head reads
 
 
 def shake(params, seed: int, scale: float = 0.4):
@@ -46,7 +46,7 @@ def target_config(**changes) -> Qwen3Config:
         tied_embeddings=False,
         windows=(None,) * 4,
         context=96,
-        aux_hidden_state_layers=AUX_LAYER_IDS,
+        aux_hidden_state_layers=AUX_LAYERS,
         dtype=jnp.float32,
         stop_ids=(),
         source=None,
@@ -59,7 +59,7 @@ def target_config(**changes) -> Qwen3Config:
 @functools.cache
 def target(seed: int = 0, **changes) -> Model:
     config = target_config(**changes)
-    model = Model.of(Qwen3(config, rngs=nnx.Rngs(0)), config)
+    model = Model.from_module(Qwen3(config, rngs=nnx.Rngs(0)), config)
     return dataclasses.replace(model, params=shake(model.params, seed))
 
 
@@ -77,7 +77,7 @@ def head_config(**changes) -> HeadConfig:
         norm_eps=2e-3,
         context=96,
         target_dim=24,
-        aux_hidden_state_layers=AUX_LAYER_IDS,
+        aux_hidden_state_layers=AUX_LAYERS,
         mask_token=5,
         num_depths=6,
         qk_norm=False,
@@ -96,7 +96,7 @@ def head_config(**changes) -> HeadConfig:
 @functools.cache
 def head(seed: int = 1, **changes) -> Model:
     config = head_config(**changes)
-    model = Model.of(DraftHead(config, rngs=nnx.Rngs(0)), config)
+    model = Model.from_module(DraftHead(config, rngs=nnx.Rngs(0)), config)
     params = shake(model.params, seed)
     if config.draft_vocab != config.vocab:
         ids = np.sort(np.random.default_rng(seed).permutation(config.vocab)[: config.draft_vocab])

@@ -1,1 +1,1 @@
-"""Measuring: exactness, whole decodings, the parts of a step, and where a number comes from."""
+"""Measurements: lossless output, whole decodings, and the parts of a step."""

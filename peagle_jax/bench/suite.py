@@ -1,9 +1,14 @@
-"""A table of decoders: every method at every K and batch size, in rounds, so that a ratio compares neighbours in time."""
+"""Measures decoders: every method at every K and batch size, as result rows.
+
+Decoders of one batch size are timed in rounds, each of which runs every decoder once. A speedup
+compares a decoder with plain decoding of the same round, so that a slow moment of the machine
+concerns both.
+"""
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,30 +25,65 @@ from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
 
 METHODS = ("eagle3", "peagle")
+# The sample text is decoded with the largest K that is not above this.
+MAX_SAMPLE_K = 7
+# A text that repeats more of its 4-grams than this is shown only if there is no other.
+MAX_SAMPLE_REPEATED = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One decoder. `method` is none, eagle3 or peagle; K is 0 for plain decoding."""
+    """One decoder.
+
+    Attributes:
+      method: "none" for plain decoding, "eagle3" or "peagle".
+      k: tokens drafted per step; 0 for plain decoding.
+      batch_size: prompts decoded together.
+      temperature: 0 is greedy.
+    """
 
     method: str
     k: int
-    batch: int
+    batch_size: int
     temperature: float
 
 
 @dataclasses.dataclass(frozen=True)
+class Sample:
+    """An answer of the P-EAGLE head to show in the report.
+
+    Attributes:
+      repeated_4grams: see `repeated_share`.
+      num_candidates: answers that it was chosen from.
+    """
+
+    answer: Generation
+    k: int
+    temperature: float
+    repeated_4grams: float
+    num_candidates: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Suite:
+    """What `run_suite` measured.
+
+    Attributes:
+      records: result rows, in the order in which they were measured.
+      lossless: whether every greedy float32 answer equals plain decoding's.
+      sample: see `choose_sample`; None without a P-EAGLE head.
+    """
+
     records: list[dict]
-    lossless: bool  # every greedy float32 text was plain decoding's
-    sample: (
-        Generation | None
-    )  # a P-EAGLE answer, for the report: of the largest K up to 7, the one with the longest steps
-    sample_k: int | None = None
+    lossless: bool
+    sample: Sample | None
 
 
 class Decoding:
-    """Decodes all prompts as one case says, `batch` at a time, and keeps the answers and the seconds of every round."""
+    """Decodes all prompts as one case says, and keeps the answers and the seconds of each round.
+
+    A batch larger than the prompts repeats them. Prompts that do not fill a batch are left out.
+    """
 
     def __init__(
         self,
@@ -51,180 +91,260 @@ class Decoding:
         target: Model,
         head: Model | None,
         prompts: Sequence[Sequence[int]],
-        new_tokens: int,
-    ):
-        self.case, self.target, self.head, self.new_tokens = case, target, head, new_tokens
-        spread = [
-            prompts[i % len(prompts)] for i in range(max(len(prompts), case.batch))
-        ]  # a batch larger than the prompts repeats them
-        self.groups = [
-            spread[i : i + case.batch]
-            for i in range(0, len(spread) // case.batch * case.batch, case.batch)
+        max_new_tokens: int,
+    ) -> None:
+        self.case, self.target, self.head = case, target, head
+        self.max_new_tokens = max_new_tokens
+        num_prompts = max(len(prompts), case.batch_size)
+        cycled = [prompts[i % len(prompts)] for i in range(num_prompts)]
+        self.batches = [
+            cycled[start : start + case.batch_size]
+            for start in range(0, num_prompts - case.batch_size + 1, case.batch_size)
         ]
         self.seconds: list[float] = []
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
 
     def run(self, *, timed: bool) -> None:
+        """One round. The answers of an earlier round are replaced; they are the same."""
         start = time.perf_counter()
-        self.answers = [
-            a
-            for i, group in enumerate(self.groups)
-            for a in self._decode(group, i * self.case.batch, self.new_tokens)
-        ]
-        middle = time.perf_counter()
-        for group in self.groups:  # the same program, for the one token that the prompt alone gives
-            self._decode(group, 0, 1)
+        self.answers = []
+        for i, batch in enumerate(self.batches):
+            first_seed = i * self.case.batch_size
+            self.answers += self._decode(batch, first_seed, self.max_new_tokens)
+        end = time.perf_counter()
+        # the same program for one new token, which the prefill alone gives
+        for batch in self.batches:
+            self._decode(batch, 0, 1)
         if timed:
-            self.seconds.append(middle - start)
-            self.prompt_seconds.append(time.perf_counter() - middle)
+            self.seconds.append(end - start)
+            self.prompt_seconds.append(time.perf_counter() - end)
 
-    def _decode(self, group, first: int, new_tokens: int) -> list[Generation]:
+    def _decode(
+        self, batch: Sequence[Sequence[int]], first_seed: int, max_new_tokens: int
+    ) -> list[Generation]:
         return generate(
             self.target,
             self.head,
-            group,
+            batch,
             k=self.case.k or None,
             method=self.case.method if self.head else None,
-            max_new_tokens=new_tokens,
+            max_new_tokens=max_new_tokens,
             stop_ids=(),
             temperature=self.case.temperature,
-            seed=[first + i for i in range(len(group))],
-            cache_size=cache_size_for(group, self.new_tokens, self.case.k),
+            seed=[first_seed + i for i in range(len(batch))],
+            cache_size=cache_size_for(batch, self.max_new_tokens, self.case.k),
         )
 
     def record(self) -> dict:
-        """What was measured, without provenance. `seconds` are of whole calls, prompts included; `step_seconds` are without them."""
-        answers, case = self.answers, self.case
-        drafts = sum(a.num_drafts for a in answers)
-        steps = sum(
-            max(
-                a.num_drafts if self.head else self.new_tokens - 1
-                for a in answers[i : i + case.batch]
-            )
-            for i in range(0, len(answers), case.batch)
-        )
-        median, prompt = statistics.median(self.seconds), statistics.median(self.prompt_seconds)
-        return dataclasses.asdict(case) | {
-            "prompts": len(answers),
-            "new_tokens": self.new_tokens,
+        """The result row, without provenance and comparisons.
+
+        `seconds` are of whole calls with their prompts, one number per round; `step_seconds` are
+        without the prompts.
+        """
+        answers = self.answers
+        num_drafts = sum(answer.num_drafts for answer in answers)
+        num_tokens = sum(len(answer.output_token_ids) for answer in answers)
+        seconds = statistics.median(self.seconds)
+        prompt_seconds = statistics.median(self.prompt_seconds)
+        accepted_per_position = []
+        if num_drafts:
+            accepted = np.sum([answer.accepted_per_position for answer in answers], axis=0)
+            accepted_per_position = (accepted / num_drafts).tolist()
+        return dataclasses.asdict(self.case) | {
+            "num_prompts": len(answers),
+            "max_new_tokens": self.max_new_tokens,
             "seconds": self.seconds,
-            "tokens_per_second": sum(len(a.output_token_ids) for a in answers) / median,
-            "prompt_seconds": prompt,
-            "step_seconds": (median - prompt) / steps,
+            "tokens_per_second": num_tokens / seconds,
+            "prompt_seconds": prompt_seconds,
+            "step_seconds": (seconds - prompt_seconds) / self._num_steps(),
             "acceptance_length": acceptance_length(answers),
-            "num_drafts": drafts,
-            "accepted_per_position": (
-                np.sum([a.accepted_per_position for a in answers], axis=0) / drafts
-            ).tolist()
-            if drafts
-            else [],
-            "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
+            "num_drafts": num_drafts,
+            "accepted_per_position": accepted_per_position,
+            "repeated_4grams": repeated_share([answer.output_token_ids for answer in answers]),
         }
+
+    def _num_steps(self) -> int:
+        """Steps of all batches. A batch takes as many as its slowest row."""
+        if not self.head:
+            return len(self.batches) * (self.max_new_tokens - 1)
+        size = self.case.batch_size
+        starts = range(0, len(self.answers), size)
+        return sum(max(a.num_drafts for a in self.answers[i : i + size]) for i in starts)
 
 
 def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Share of n-grams that occurred before in the same text: looping text flatters a drafter."""
-    grams = again = 0
-    for ids in texts:
-        seen: set = set()
-        for gram in zip(*(ids[i:] for i in range(n)), strict=False):
-            grams, again = grams + 1, again + (gram in seen)
+    """Share of n-grams that occurred before in the same text.
+
+    Text that repeats itself is easy to draft, and inflates acceptance.
+    """
+    num_grams = num_repeated = 0
+    for token_ids in texts:
+        seen: set[tuple[int, ...]] = set()
+        for gram in zip(*(token_ids[i:] for i in range(n)), strict=False):
+            num_grams += 1
+            num_repeated += gram in seen
             seen.add(gram)
-    return again / grams if grams else 0.0
+    return num_repeated / num_grams if num_grams else 0.0
+
+
+def choose_sample(decodings: Sequence[Decoding]) -> Sample | None:
+    """The P-EAGLE answer that repeats itself least, so that the report shows ordinary text.
+
+    Greedy answers with the largest K up to 7 are considered first. If all of them repeat more than
+    a fifth of their 4-grams, answers at a higher temperature are considered, too.
+
+    Returns:
+      None where no P-EAGLE head was measured.
+    """
+    ours = [d for d in decodings if d.case.method == "peagle"]
+    samples = []
+    for temperature in sorted({d.case.temperature for d in ours}):
+        here = [d for d in ours if d.case.temperature == temperature]
+        ks = [d.case.k for d in here]
+        k = max((k for k in ks if k <= MAX_SAMPLE_K), default=min(ks))
+        answers = next(d.answers for d in here if d.case.k == k)
+        shares = [repeated_share([answer.output_token_ids]) for answer in answers]
+        share = min(shares)
+        answer = answers[shares.index(share)]
+        samples.append(Sample(answer, k, temperature, share, len(answers)))
+        if share <= MAX_SAMPLE_REPEATED:
+            break
+    return min(samples, key=lambda sample: sample.repeated_4grams, default=None)
 
 
 def run_suite(
     target: Model,
     heads: dict[str, Model],
-    prompts,
+    prompts: Sequence[Sequence[int]],
     *,
     ks: Sequence[int],
-    batches: Sequence[int],
-    new_tokens: int,
+    batch_sizes: Sequence[int],
+    max_new_tokens: int,
     repeats: int,
-    on_record: Callable[[dict], None],
+    on_record: Callable[[dict], object],
     sampled_k: int | None = None,
     label: dict | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], object] = lambda activity: None,
 ) -> Suite:
-    """Plain decoding, and every head at every K, at every batch size; then at temperature 1 and one K.
+    """Measures plain decoding, and every head at every K and batch size.
 
     Args:
-      heads: method ("peagle", "eagle3") -> head.
-      prompts: at least one; every case decodes all of them, `batch` at a time (a rest that fills no batch is left out).
-      repeats: rounds. In each, every case of a batch size runs once, plain decoding first; speedups are medians of the
-        rounds' own ratios.
-      on_record: called with each record as it is made.
-      sampled_k: K of the cases at temperature 1, at the largest batch; None for none.
-      label: more to write into every record.
-      progress: told what is being done.
+      heads: draft heads by method, "peagle" and "eagle3".
+      prompts: token ids. Every case decodes all of them, except a rest that fills no batch.
+      ks: tokens drafted per step.
+      batch_sizes: prompts decoded together.
+      max_new_tokens: length of every answer; stop tokens are ignored.
+      repeats: rounds. Speedups are medians of the rounds' own ratios.
+      on_record: is given each result row as soon as it is there.
+      sampled_k: K of a further group of cases at temperature 1 and the largest batch size; None
+        for no such group.
+      label: more keys for every result row.
+      progress: is told in a few words what is being done.
     """
-    order = [m for m in METHODS if m in heads]
-    sets = [(batch, 0.0, [(m, k) for m in order for k in ks]) for batch in batches]
-    sets += [(max(batches), 1.0, [(m, sampled_k) for m in order])] if sampled_k else []
-    where, records, lossless, sample = provenance() | (label or {}), [], True, None
-    sample_k = None
-    context = max(map(len, prompts)) + new_tokens // 2
-    for batch, temperature, cases in sets:
-        runs = [
-            Decoding(Case(m, k, batch, temperature), target, heads.get(m), prompts, new_tokens)
-            for m, k in [("none", 0), *cases]
-        ]
-        for run in runs:
-            progress(f"compiling {run.case.method} K={run.case.k} batch {batch}")
-            run.run(timed=False)
-        for number in range(repeats):
-            progress(f"batch {batch}, temperature {temperature:g}: round {number + 1} of {repeats}")
-            for run in runs:
-                run.run(timed=True)
-        greedy = temperature == 0
-        exact = (
-            greedy and np.dtype(target.config.dtype) == np.float32
-        )  # in fewer bits nobody promises equal texts
-        verifying = {}
-        if greedy:
-            progress(f"batch {batch}: the parts of a step")
-            ks_here = sorted({run.case.k for run in runs})
-            verifying = {
-                k: verifying_seconds(target, k, batch=batch, context=context, repeats=repeats)
-                for k in ks_here
-            }
-        for run in runs:
-            record = where | run.record() | {"speedup": _speedup(run, runs[0])}
-            # the acceptance length from which such a step would pay, as whole calls cost here
-            record["break_even"] = (record["acceptance_length"] or 1.0) / record["speedup"]
-            if greedy:
-                record |= _parts(run, verifying, context, repeats)
-            if exact and run.head:
-                record |= _exactness(target, run, runs[0])
-                lossless &= record["lossless"]
-            if run.case.method == "peagle" and greedy and (sample is None or run.case.k <= 7):
-                sample, sample_k = (
-                    max(run.answers, key=lambda a: a.num_accepted_tokens / max(a.num_drafts, 1)),
-                    run.case.k,
-                )
+    origin = provenance() | (label or {})
+    context = max(map(len, prompts)) + max_new_tokens // 2
+    records: list[dict] = []
+    decodings: list[Decoding] = []
+    for cases in _case_groups([m for m in METHODS if m in heads], ks, batch_sizes, sampled_k):
+        group = [Decoding(c, target, heads.get(c.method), prompts, max_new_tokens) for c in cases]
+        _run_rounds(group, repeats, progress)
+        progress(f"batch size {cases[0].batch_size}: the parts of a step")
+        for measured in _group_records(target, group, context, repeats):
+            record = origin | measured
             records.append(record)
             on_record(record)
-    return Suite(records, lossless, sample, sample_k)
+        decodings += group
+    lossless = all(record.get("lossless", True) for record in records)
+    return Suite(records, lossless, choose_sample(decodings))
 
 
-def _speedup(run: Decoding, plain: Decoding) -> float:
-    return statistics.median(p / s for p, s in zip(plain.seconds, run.seconds, strict=True))
+def _case_groups(
+    methods: Sequence[str], ks: Sequence[int], batch_sizes: Sequence[int], sampled_k: int | None
+) -> Iterator[list[Case]]:
+    """Cases that are timed in the same rounds. The first of each group is plain decoding."""
+    for batch_size in batch_sizes:
+        cases = [Case(method, k, batch_size, 0.0) for method in methods for k in ks]
+        yield [Case("none", 0, batch_size, 0.0), *cases]
+    if sampled_k is not None:
+        batch_size = max(batch_sizes)
+        cases = [Case(method, sampled_k, batch_size, 1.0) for method in methods]
+        yield [Case("none", 0, batch_size, 1.0), *cases]
 
 
-def _exactness(target: Model, run: Decoding, plain: Decoding) -> dict:
-    texts = [[a.output_token_ids for a in r.answers] for r in (run, plain)]
-    check = compare(target, [a.prompt_token_ids for a in run.answers], *texts)
-    return {"lossless": check.lossless, "near_ties": check.near_ties, "different": check.different}
+def _run_rounds(group: Sequence[Decoding], repeats: int, progress: Callable[[str], object]) -> None:
+    """Compiles every decoder of a group, then times all of them in each round."""
+    batch_size, temperature = group[0].case.batch_size, group[0].case.temperature
+    for decoding in group:
+        case = decoding.case
+        progress(f"compiling {case.method}, K = {case.k}, batch size {batch_size}")
+        decoding.run(timed=False)
+    for number in range(1, repeats + 1):
+        where = f"batch size {batch_size}, temperature {temperature:g}"
+        progress(f"{where}: round {number} of {repeats}")
+        for decoding in group:
+            decoding.run(timed=True)
 
 
-def _parts(run: Decoding, verifying: dict[int, float], context: int, repeats: int) -> dict:
-    """Seconds of drafting and of the target's forward, each alone in a loop; a step, which finds neither in cache, takes more."""
-    case, drafting = run.case, 0.0
-    if run.head is not None:
-        drafter = make_drafter(run.head, case.k, case.method)
-        drafting = drafting_seconds(
-            run.head, drafter, batch=case.batch, context=context, repeats=repeats
-        )
-    return {"draft_seconds": drafting, "verify_seconds": verifying[case.k]}
+def _group_records(
+    target: Model, group: Sequence[Decoding], context: int, repeats: int
+) -> Iterator[dict]:
+    """The result rows of a group, with what compares each decoder to plain decoding."""
+    plain = group[0]
+    is_greedy = plain.case.temperature == 0
+    # in fewer bits the same logits may be summed in another order, and texts may differ
+    is_exact = is_greedy and np.dtype(target.config.dtype) == np.float32
+    verify_seconds: dict[int, float] = {}
+    for decoding in group:
+        record = decoding.record()
+        record["speedup"] = _speedup(decoding, plain)
+        # the acceptance length from which such a step would pay
+        record["break_even"] = (record["acceptance_length"] or 1.0) / record["speedup"]
+        if is_greedy:
+            k = decoding.case.k
+            if k not in verify_seconds:
+                verify_seconds[k] = verifying_seconds(
+                    target,
+                    k,
+                    batch=decoding.case.batch_size,
+                    context=context,
+                    repeats=repeats,
+                )
+            record["draft_seconds"] = _draft_seconds(decoding, context, repeats)
+            record["verify_seconds"] = verify_seconds[k]
+        if is_exact and decoding.head:
+            record |= _exactness(target, decoding, plain)
+        yield record
+
+
+def _speedup(decoding: Decoding, plain: Decoding) -> float:
+    """Over plain decoding: the median of the rounds' own ratios."""
+    ratios = [p / s for p, s in zip(plain.seconds, decoding.seconds, strict=True)]
+    return statistics.median(ratios)
+
+
+def _draft_seconds(decoding: Decoding, context: int, repeats: int) -> float:
+    """Seconds to draft K tokens once; 0 in plain decoding.
+
+    Drafting and verification are each timed alone, in a loop that finds weights in the processor's
+    cache. A whole step takes more than the two together.
+    """
+    if decoding.head is None:
+        return 0.0
+    drafter = make_drafter(decoding.head, decoding.case.k, decoding.case.method)
+    return drafting_seconds(
+        decoding.head, drafter, batch=decoding.case.batch_size, context=context, repeats=repeats
+    )
+
+
+def _exactness(target: Model, decoding: Decoding, plain: Decoding) -> dict:
+    """Whether the answers are plain decoding's."""
+    prompts = [answer.prompt_token_ids for answer in decoding.answers]
+    texts = [answer.output_token_ids for answer in decoding.answers]
+    plain_texts = [answer.output_token_ids for answer in plain.answers]
+    result = compare(target, prompts, texts, plain_texts)
+    return {
+        "lossless": result.lossless,
+        "near_ties": result.near_ties,
+        "different": result.different,
+    }

@@ -1,22 +1,29 @@
-"""The parts of a step, each in its own jitted loop: drafting K tokens, and the target's forward over K+1."""
+"""Seconds of the two parts of a step: drafting K tokens, and the target's forward over K + 1.
+
+Each part runs many times in one jitted loop, so that the time to launch it does not count.
+"""
 
 import dataclasses
 import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.generate import full_precision
-from peagle_jax.layers import CachedAttention
-from peagle_jax.types import DraftState, Model
+from peagle_jax.layers import CachedAttention, Decoder
+from peagle_jax.types import DraftState, KVCache, Model
 
 
 def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median wall seconds of `call`, whose result is waited for; the first call compiles and is not counted."""
+    """Median wall seconds of `call`, including the wait for its result.
+
+    `call` runs `repeats` + 1 times. The first run compiles and is not counted.
+    """
     jax.block_until_ready(call())
     seconds = []
     for _ in range(repeats):
@@ -36,33 +43,41 @@ def drafting_seconds(
     repeats: int = 5,
     steps: int = 20,
 ) -> float:
-    """Seconds to draft K tokens once, by `steps` drafts in one jitted loop, with a cache that holds `context` tokens.
+    """Seconds to draft K tokens once, for every row of a batch.
 
-    Every step takes in `committed` tokens (two: a common case) and rolls its cache back, so all steps cost the same.
+    Every step reads `committed` tokens and then rolls its cache back, so that all steps cost the
+    same.
+
+    Args:
+      batch: rows.
+      context: tokens that the draft head has read before.
+      committed: tokens that a step reads, 1 to K + 1. Two is a common case.
+      repeats: timed runs, of which the median counts.
+      steps: drafts per run.
     """
     cache_size = context + 4 * drafter.k + 8
-    width = len(head.config.aux_hidden_state_layers) * head.config.target_dim
+    aux_width = len(head.config.aux_hidden_state_layers) * head.config.target_dim
     tokens = jnp.ones((batch, drafter.k + 1), jnp.int32)
-    aux_hidden_states = jnp.ones((batch, drafter.k + 1, width), head.config.dtype)
+    aux_hidden_states = jnp.ones((batch, drafter.k + 1, aux_width), head.config.dtype)
     count = jnp.full(batch, committed, jnp.int32)
 
     @jax.jit
     def loop(params, cache):
         def body(_, carry):
             tokens, cache = carry
-            same, tokens = jax.lax.optimization_barrier(
-                (aux_hidden_states, tokens)
-            )  # so that fusing them stays in the loop
-            ids, _, state = drafter.step(params, DraftState(cache, None), tokens, same, count)
-            # the next step reads this one's drafts, so that no step can be dropped or moved out of the loop
-            return jnp.concatenate([ids[:, :1], ids], axis=1), dataclasses.replace(
-                state.cache, length=cache.length
-            )
+            # the barrier keeps the fusion of the aux hidden states inside of the loop
+            aux, tokens = jax.lax.optimization_barrier((aux_hidden_states, tokens))
+            drafts, _, state = drafter.step(params, DraftState(cache, None), tokens, aux, count)
+            assert state.cache is not None
+            # the next step reads these drafts, so that no step can be dropped or moved
+            tokens = jnp.concatenate([drafts[:, :1], drafts], axis=1)
+            return tokens, dataclasses.replace(state.cache, length=cache.length)
 
         return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
 
     cache = drafter.init(batch, cache_size)
-    cache = dataclasses.replace(cache, length=jnp.full(batch, context, jnp.int32))
+    assert cache is not None, "a drafter that runs a draft head has a cache"
+    cache = _with_length(cache, context)
     with full_precision(head):
         return median_seconds(functools.partial(loop, head.params, cache), repeats) / steps
 
@@ -70,24 +85,31 @@ def drafting_seconds(
 def verifying_seconds(
     target: Model, k: int, *, batch: int, context: int, repeats: int = 5, steps: int = 20
 ) -> float:
-    """Seconds of one target forward over K+1 tokens, logits and argmax included, likewise."""
+    """Seconds of one forward of the target over K + 1 tokens per row, with logits and argmax.
+
+    Args: as of `drafting_seconds`; `context` tokens are in the target's cache.
+    """
     cache_size = context + k + 8
 
     @jax.jit
     def loop(params, cache):
-        module = target.bind(params)
+        module = cast(Decoder, target.bind(params))
 
         def body(_, carry):
             tokens, cache = carry
             positions = cache.length[:, None] + jnp.arange(k + 1)[None]
-            out, new = module(tokens, positions, CachedAttention(positions), cache)
-            return module.argmax_logits(out.hidden).astype(jnp.int32), dataclasses.replace(
-                new, length=cache.length
-            )
+            out, written = module(tokens, positions, CachedAttention(positions), cache)
+            tokens = module.argmax_logits(out.hidden).astype(jnp.int32)
+            return tokens, dataclasses.replace(written, length=cache.length)
 
-        return jax.lax.fori_loop(0, steps, body, (jnp.ones((batch, k + 1), jnp.int32), cache))[0]
+        tokens = jnp.ones((batch, k + 1), jnp.int32)
+        return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
 
-    cache = target.config.empty_cache(batch, cache_size)
-    cache = dataclasses.replace(cache, length=jnp.full(batch, context, jnp.int32))
+    cache = _with_length(target.config.empty_cache(batch, cache_size), context)
     with full_precision(target):
         return median_seconds(functools.partial(loop, target.params, cache), repeats) / steps
+
+
+def _with_length(cache: KVCache, length: int) -> KVCache:
+    """The cache as after `length` tokens per row, whatever these were."""
+    return dataclasses.replace(cache, length=jnp.full_like(cache.length, length))

@@ -1,6 +1,10 @@
-"""Any layout's config.json of a draft head -> HeadConfig. docs/checkpoints.md has the layouts as tables."""
+"""config.json of a draft head, in any checkpoint format -> HeadConfig.
+
+docs/checkpoints.md lists the formats and their keys.
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -10,35 +14,35 @@ from peagle_jax.layers import Rope
 from peagle_jax.types import InputError
 from peagle_jax.weights import Fields, Tensor
 
-MASK_TOKEN_KEYS = (
-    "mask_token_id",
-    "pard_token",
-    "ptd_token_id",
-)  # in vLLM's order, after dflash_config.mask_token_id
+# In the order in which vLLM looks for them, after dflash_config.mask_token_id.
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# an id names the layer whose input is tapped (vLLM, speculators), or whose output is: numbering "input" and "output"
+# The writers of these formats name the layer whose OUTPUT the head reads. In the others, as in
+# vLLM and speculators, an id names the layer whose INPUT it reads.
 COUNTS_OUTPUTS = ("automodel", "specforge")
 
 
 def detect_format(raw: Mapping) -> str:
-    """ "speculators", "automodel", "specforge", or "vllm", by what their writers alone write."""
-    names = _architectures(raw)
+    """The checkpoint format of a config.json, told by the keys that only one writer writes.
+
+    Returns:
+      "speculators", "automodel", "specforge" or, where nothing tells otherwise, "vllm".
+    """
+    architectures = _architectures(raw)
     if "speculators_model_type" in raw:
         return "speculators"
-    return (
-        "automodel"
-        if "LlamaEagle3DraftModel" in names
-        else "specforge"
-        if "PEagleDraftModel" in names
-        else "vllm"
-    )
+    if "LlamaEagle3DraftModel" in architectures:
+        return "automodel"
+    if "PEagleDraftModel" in architectures:
+        return "specforge"
+    return "vllm"
 
 
 def is_drafter(raw: Mapping) -> bool:
     """Whether a config.json describes a draft head rather than a target."""
     return (
         "speculators_model_type" in raw
-        or any("agle" in name for name in _architectures(raw))
+        or any("agle" in name for name in _architectures(raw))  # Eagle3..., PEagle...
         or "draft_vocab_size" in raw
     )
 
@@ -55,21 +59,26 @@ def read_config(
     *,
     target_layers: int | None = None,
     mask_token: int | None = None,
-    numbering: str | None = None,
+    aux_layer_numbering: str | None = None,
 ) -> HeadConfig:
-    """HeadConfig from any layout's config.json; what a config may leave out is read off the tensors.
+    """The configuration of a head. What a config.json may leave out is read off the tensors.
 
     Args:
-      tensors: by plain names (`names.plain`), scales of FP8 already applied.
-      target_layers: of the target, for a folder that names no taps: vLLM then takes (2, L//2, L-3).
-      mask_token: for a folder that does not name it.
-      numbering: of the tap ids, "input" or "output"; None takes what the layout's writers use.
+      raw: the parsed config.json.
+      tensors: under the names of `param_mapping.plain_name`, with FP8 scales already applied.
+      where: the file, for errors.
+      target_layers: how many layers the target has. It is needed where the config does not say
+        which aux hidden states the head reads: vLLM then takes layers (2, L//2, L-3).
+      mask_token: id of the mask token, where the config does not name it.
+      aux_layer_numbering: "input" or "output", what an aux layer id names of its layer; None
+        takes what the writers of the format mean.
 
     Raises:
       InputError: a key is missing or wrong, or asks for what this head does not compute.
     """
     checkpoint_format = detect_format(raw)
-    top, eagle = Fields(raw, where), Fields(raw, where).child("eagle_config")
+    top = Fields(raw, where)
+    eagle = top.child("eagle_config")
     shape = top.child("transformer_layer_config") if checkpoint_format == "speculators" else top
     if "fc.weight" not in tensors or len(tensors["fc.weight"].shape) != 2:
         raise InputError(
@@ -78,49 +87,32 @@ def read_config(
             "none",
             "check that this is an EAGLE-3 or P-EAGLE head",
         )
-    _refuse_what_is_not_computed(top, shape, eagle)
-    dim, heads, layers, vocab = (
-        shape.get_int(k)
-        for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    )
-    if (
-        checkpoint_format == "automodel"
-    ):  # whose config is its target's: as many layers, and windows that the head does not have
-        layers = (
-            len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) or layers
-        )
-    kv_heads, head_dim = (
-        shape.get_int("num_key_value_heads", heads),
-        shape.get_int("head_dim", None) or dim // heads or 1,
-    )
+    _refuse_unsupported_options(top, shape, eagle)
+    dim = shape.get_int("hidden_size")
+    heads = shape.get_int("num_attention_heads")
+    layers = shape.get_int("num_hidden_layers")
+    vocab = shape.get_int("vocab_size")
+    if checkpoint_format == "automodel":
+        # Automodel copies the target's config: it has the target's number of layers, and windows
+        # that the head does not have.
+        layers = _count_layers(tensors) or layers
+    kv_heads = shape.get_int("num_key_value_heads", heads)
+    head_dim = shape.get_int("head_dim", None) or dim // heads or 1
     if heads % kv_heads:
         raise InputError(
             where,
             "num_attention_heads must be a multiple of num_key_value_heads",
             f"{heads} and {kv_heads}",
-            "mend it",
+            "use the config.json that came with these weights",
         )
     if layers > len(tensors):  # before a table of so many layers is made
         raise InputError(
             where,
             "num_hidden_layers must be what the weights hold",
             f"{layers} with {len(tensors)} tensors",
-            "mend it",
+            "use the config.json that came with these weights",
         )
-    aux_hidden_state_layers = _aux_layers(top, eagle, checkpoint_format, target_layers, numbering)
-    width = tensors["fc.weight"].shape[1]
-    target_dim = top.get_int("target_hidden_size", None) or width // len(aux_hidden_state_layers)
-    if top.get_int(
-        "num_aux_hidden_states",
-        shape.get_int("num_aux_hidden_states", len(aux_hidden_state_layers)),
-    ) != len(aux_hidden_state_layers) or width != target_dim * len(aux_hidden_state_layers):
-        got = f"{len(aux_hidden_state_layers)} taps of {target_dim} and fc.weight over {width}"
-        raise InputError(
-            where,
-            "fc.weight must read all taps",
-            got,
-            f"mend {AUX_LAYER_IDS} or target_hidden_size",
-        )
+    aux_layers = _aux_layers(top, eagle, checkpoint_format, target_layers, aux_layer_numbering)
     return HeadConfig(
         vocab=vocab,
         draft_vocab=top.get_int("draft_vocab_size", vocab),
@@ -133,13 +125,13 @@ def read_config(
         rope=Rope.from_hf(shape.raw, head_dim, where),
         norm_eps=float(shape.get_float("rms_norm_eps")),
         context=shape.get_int("max_position_embeddings"),
-        target_dim=target_dim,
-        aux_hidden_state_layers=aux_hidden_state_layers,
+        target_dim=_target_dim(top, shape, tensors["fc.weight"].shape[1], len(aux_layers)),
+        aux_hidden_state_layers=aux_layers,
         mask_token=_mask_token(top, tensors, vocab, mask_token),
-        num_depths=_depths(top),
+        num_depths=_num_depths(top),
         qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        # an absent norm_before_residual means True in speculators' EAGLE-3 alone
+        # An absent norm_before_residual means True in speculators' EAGLE-3 alone.
         norm_before_residual=top.get_bool(
             "norm_before_residual", raw.get("speculators_model_type") == "eagle3"
         ),
@@ -152,22 +144,57 @@ def read_config(
     )
 
 
-def read_target(raw: Mapping, where) -> tuple[str | None, str | None]:
-    """Name and architecture of the target, which speculators' layout carries."""
+def read_target(raw: Mapping, where: str | Path) -> tuple[str | None, str | None]:
+    """Name and architecture of the target, which the speculators format carries."""
     verifier = Fields(raw, where).child("speculators_config").child("verifier")
     architectures = verifier.get_strs("architectures", None) or [None]
     return verifier.get_str("name_or_path", None), architectures[0]
 
 
-def _refuse_what_is_not_computed(top: Fields, shape: Fields, eagle: Fields) -> None:
+def names_aux_layers(raw: Mapping, where: str | Path) -> bool:
+    """Whether the config says which aux hidden states the head reads."""
+    top = Fields(raw, where)
+    return bool(top.get(AUX_LAYER_IDS, None) or top.child("eagle_config").get(AUX_LAYER_IDS, None))
+
+
+def names_mask_token(raw: Mapping, where: str | Path) -> bool:
+    """Whether the config names the mask token, under any of its keys."""
+    if any(raw.get(key) is not None for key in MASK_TOKEN_KEYS):
+        return True
+    return Fields(raw, where).child("dflash_config").get("mask_token_id", None) is not None
+
+
+def _refuse_unsupported_options(top: Fields, shape: Fields, eagle: Fields) -> None:
     shape.require("mlp_bias", False, "the MLP has no biases here")
     shape.require("hidden_act", "silu", "the MLP is gated by SiLU")
     shape.require("hidden_activation", "silu", "the MLP is gated by SiLU")
     shape.require("partial_rotary_factor", 1.0, "all of a head is rotated")
     top.require("logit_scale", 1.0, "logits are not scaled")
     eagle.require(
-        "use_aux_hidden_state", True, "a head reads its target's taps (EAGLE-1 and -2 do not)"
+        "use_aux_hidden_state",
+        True,
+        "a head reads aux hidden states of its target (EAGLE-1 and -2 do not)",
     )
+
+
+def _count_layers(tensors: Mapping[str, Tensor]) -> int:
+    return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+
+
+def _target_dim(top: Fields, shape: Fields, fc_width: int, num_aux_layers: int) -> int:
+    """Width of one aux hidden state; fc.weight [D, A] must read all of them."""
+    target_dim = top.get_int("target_hidden_size", None) or fc_width // num_aux_layers
+    declared = top.get_int(
+        "num_aux_hidden_states", shape.get_int("num_aux_hidden_states", num_aux_layers)
+    )
+    if declared != num_aux_layers or fc_width != target_dim * num_aux_layers:
+        raise InputError(
+            top.where,
+            "fc.weight must read all aux hidden states",
+            f"{num_aux_layers} of width {target_dim}, and fc.weight over {fc_width}",
+            f"correct {AUX_LAYER_IDS}, num_aux_hidden_states or target_hidden_size",
+        )
+    return target_dim
 
 
 def _aux_layers(
@@ -177,24 +204,29 @@ def _aux_layers(
     target_layers: int | None,
     numbering: str | None,
 ) -> tuple[int, ...]:
-    """In vLLM's numbering: id i is the input of layer i."""
-    ids, nested = top.get_ints(AUX_LAYER_IDS, None), eagle.get_ints(AUX_LAYER_IDS, None)
-    if ids and nested and ids != nested:
+    """The layers whose hidden states the head reads, in vLLM's numbering: id i is layer i's input.
+
+    Raises:
+      InputError: the two places of the ids disagree; no place has them and `target_layers` is
+        not given; or `numbering` is given and there is nothing to number.
+    """
+    ids, nested_ids = top.get_ints(AUX_LAYER_IDS, None), eagle.get_ints(AUX_LAYER_IDS, None)
+    if ids and nested_ids and ids != nested_ids:
         raise InputError(
             top.where,
             f"{AUX_LAYER_IDS} must be the same at top level and in eagle_config",
-            f"{ids} and {nested}",
-            "mend one",
+            f"{ids} and {nested_ids}",
+            "keep one of the two, the one that the head was trained with",
         )
-    ids = ids or nested
-    if not ids and numbering is not None:
-        raise InputError(
-            "--tap-numbering",
-            "the config names no taps whose numbering could be said",
-            numbering,
-            "leave it out",
-        )
+    ids = ids or nested_ids
     if not ids:
+        if numbering is not None:
+            raise InputError(
+                "--aux-layer-numbering",
+                "the config names no aux hidden state layers whose numbering could be said",
+                numbering,
+                "leave it out",
+            )
         if target_layers is None:
             raise InputError(
                 top.where,
@@ -202,19 +234,18 @@ def _aux_layers(
                 "none",
                 "give --target",
             )
-        return (
-            2,
-            target_layers // 2,
-            target_layers - 3,
-        )  # vLLM's; Automodel and SpecForge write the same as outputs 1, L//2-1, L-4
-    outputs = numbering == "output" or numbering is None and checkpoint_format in COUNTS_OUTPUTS
-    return tuple(i + 1 for i in ids) if outputs else tuple(ids)
+        # vLLM's default. Automodel and SpecForge mean the same by outputs 1, L//2-1, L-4.
+        return (2, target_layers // 2, target_layers - 3)
+    if numbering is None:
+        numbering = "output" if checkpoint_format in COUNTS_OUTPUTS else "input"
+    return tuple(i + 1 for i in ids) if numbering == "output" else tuple(ids)
 
 
 def _mask_token(
     top: Fields, tensors: Mapping[str, Tensor], vocab: int, given: int | None
 ) -> int | None:
-    if "mask_hidden" not in tensors:  # a head that only drafts one by one
+    """The mask token's id, from the config or as `given`; None for an autoregressive head."""
+    if "mask_hidden" not in tensors:
         if given is not None:
             raise InputError(
                 "--mask-token",
@@ -238,38 +269,43 @@ def _mask_token(
         )
     if token >= vocab:
         raise InputError(
-            top.where, f"the mask token must lie in 0..{vocab - 1}", token, "mend the config"
+            top.where,
+            f"the mask token must lie in 0..{vocab - 1}",
+            token,
+            "set mask_token_id to the id that the head was trained with",
         )
     return token
 
 
-def _depths(top: Fields) -> int | None:
-    """K: Automodel's and our `num_depths`, or the first proposal of speculators."""
+def _num_depths(top: Fields) -> int | None:
+    """K: `num_depths` of Automodel and of our own folders, or speculators' first proposal."""
     methods = top.child("speculators_config").get("proposal_methods", None) or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise InputError(
             top.where,
             "proposal_methods must be a list of objects",
             repr(methods)[:80],
-            "mend the config",
+            "use the config.json that speculators wrote",
         )
-    return top.get_int(
-        "num_depths",
-        Fields(methods[0], top.where, "the proposal method").get_int("speculative_tokens", None),
-    )
+    first = Fields(methods[0], top.where, "the proposal method")
+    return top.get_int("num_depths", first.get_int("speculative_tokens", None))
 
 
 def _windows(shape: Fields, layers: int) -> tuple[int | None, ...]:
-    """As vLLM's draft models: `layer_types` says which layers slide, and without it none does; but a Qwen3 config slides only with
-    `use_sliding_window`, and then without `layer_types` from `max_window_layers` on (configuration_qwen3.py)."""
+    """Each layer's sliding window, by the rule of vLLM's draft models.
+
+    `layer_types` says which layers slide, and without it none does. A Qwen3 config slides only
+    with `use_sliding_window`; without `layer_types` it then slides from layer `max_window_layers`
+    on (transformers, configuration_qwen3.py).
+    """
     kinds = shape.get_strs("layer_types", [])
     if shape.get_str("model_type", None) == "qwen3":
-        first = shape.get_int("max_window_layers", 28, least=0)
+        first_sliding = shape.get_int("max_window_layers", 28, least=0)
         if not shape.get_bool("use_sliding_window", False):
             return (None,) * layers
         kinds = kinds or [
-            "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+            "sliding_attention" if i >= first_sliding else "full_attention" for i in range(layers)
         ]
-    sliding = [i < len(kinds) and kinds[i] == "sliding_attention" for i in range(layers)]
-    window = shape.get_int("sliding_window") if any(sliding) else None
-    return tuple(window if s else None for s in sliding)
+    is_sliding = [i < len(kinds) and kinds[i] == "sliding_attention" for i in range(layers)]
+    window = shape.get_int("sliding_window") if any(is_sliding) else None
+    return tuple(window if sliding else None for sliding in is_sliding)

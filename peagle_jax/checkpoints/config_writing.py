@@ -1,4 +1,4 @@
-"""HeadConfig -> config.json in vLLM's layout or in speculators'; and what serves a folder."""
+"""HeadConfig -> config.json in the vllm or the speculators format; and the flag that serves it."""
 
 import json
 
@@ -8,16 +8,15 @@ from peagle_jax.types import InputError
 
 
 def _shape(cfg: HeadConfig, dtype: str) -> dict:
+    """The keys that a Llama or Qwen3 config of this shape has."""
     rope = json.loads(cfg.rope.source)
-    sliding = next((w for w in cfg.windows if w is not None), None)
-    if (
-        len(set(cfg.windows)) > 1
-    ):  # "All drafting layers should belong to the same kv cache group" (0.32)
+    if len(set(cfg.windows)) > 1:
+        # vLLM 0.32: "All drafting layers should belong to the same kv cache group"
         raise InputError(
             "drafter",
             "vLLM drafts with one cache: all layers have one sliding window, or none",
             cfg.windows,
-            "train it so",
+            "train a head whose layers have the same window",
         )
     shape = {
         "model_type": "qwen3" if cfg.qk_norm else "llama",
@@ -43,11 +42,10 @@ def _shape(cfg: HeadConfig, dtype: str) -> dict:
     }
     if rope["rope_type"] != "default":  # readers older than transformers 5 look here
         shape["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if sliding is not None:
-        kinds = ["full_attention" if w is None else "sliding_attention" for w in cfg.windows]
+    if cfg.windows and cfg.windows[0] is not None:
         shape |= {
-            "sliding_window": sliding,
-            "layer_types": kinds,
+            "sliding_window": cfg.windows[0],
+            "layer_types": ["sliding_attention"] * len(cfg.windows),
             "use_sliding_window": True,
             "max_window_layers": 0,
         }
@@ -57,7 +55,8 @@ def _shape(cfg: HeadConfig, dtype: str) -> dict:
 
 
 def _options(cfg: HeadConfig) -> dict:
-    return {
+    """The keys that only draft heads have, in both formats."""
+    options = {
         "draft_vocab_size": cfg.draft_vocab,
         "target_hidden_size": cfg.target_dim,
         "norm_before_residual": cfg.norm_before_residual,
@@ -65,11 +64,26 @@ def _options(cfg: HeadConfig) -> dict:
         "fc_norm": cfg.fc_norm,
         "norm_output": cfg.norm_output,
         AUX_LAYER_IDS: list(cfg.aux_hidden_state_layers),
-    } | ({"mask_token_id": cfg.mask_token} if cfg.parallel else {})
+    }
+    if cfg.parallel:
+        options["mask_token_id"] = cfg.mask_token
+    return options
 
 
 def vllm_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
-    """vLLM reads the taps at top level or in `eagle_config`, and counts them in the latter: both are written."""
+    """config.json in the vllm format.
+
+    vLLM reads the aux hidden state layers at top level or in `eagle_config`, and counts them in
+    the latter, so both have them.
+
+    Args:
+      cfg: the head; its placeholder design is not looked at (see export_placeholders.py).
+      dtype: name of the weights' dtype.
+      k: tokens to draft in one step; None leaves it out.
+
+    Raises:
+      InputError: the layers have different sliding windows.
+    """
     architecture = "Eagle3Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLMEagle3"
     config = {"architectures": [architecture]} | _shape(cfg, dtype) | _options(cfg)
     config["eagle_config"] = {
@@ -78,12 +92,26 @@ def vllm_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
     }
     if cfg.parallel:
         config["ptd_token_id"] = cfg.mask_token
-    return config | ({"num_depths": k} if k else {})
+    if k:
+        config["num_depths"] = k
+    return config
 
 
 def speculators_config(
     cfg: HeadConfig, dtype: str, k: int, target: str | None, target_architecture: str | None
 ) -> dict:
+    """config.json in the speculators format (speculators 0.9).
+
+    Args:
+      cfg: the head.
+      dtype: name of the weights' dtype.
+      k: tokens to draft in one step.
+      target: name or path of the target; with it vLLM serves the folder by its name alone.
+      target_architecture: of the target, for example "Qwen3ForCausalLM".
+
+    Raises:
+      InputError: the layers have different sliding windows.
+    """
     algorithm = "peagle" if cfg.parallel else "eagle3"
     options = _options(cfg)
     if cfg.target_dim == cfg.dim:
@@ -117,10 +145,18 @@ def speculators_config(
 
 
 def serving_flags(cfg: HeadConfig, path: str, k: int, revision: str | None = None) -> str:
-    """vLLM's --speculative-config (also SageMaker's SM_VLLM_SPECULATIVE_CONFIG), as JSON. `revision` is a hub id's."""
-    config = (
-        {"method": "eagle3", "model": path}
-        | ({"revision": revision} if revision else {})
-        | {"num_speculative_tokens": k}
-    )
-    return json.dumps(config | ({"parallel_drafting": True} if cfg.parallel else {}))
+    """vLLM's `--speculative-config` as JSON; SageMaker's SM_VLLM_SPECULATIVE_CONFIG is the same.
+
+    Args:
+      cfg: the head.
+      path: the head's folder or hub id, as vLLM will find it.
+      k: tokens to draft in one step.
+      revision: of a hub id.
+    """
+    flags: dict[str, object] = {"method": "eagle3", "model": path}
+    if revision:
+        flags["revision"] = revision
+    flags["num_speculative_tokens"] = k
+    if cfg.parallel:
+        flags["parallel_drafting"] = True
+    return json.dumps(flags)

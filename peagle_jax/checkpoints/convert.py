@@ -1,4 +1,4 @@
-"""Checkpoints from one form to another: head folders, training runs (Orbax), targets."""
+"""Checkpoints of one kind into another: folders of draft heads, training runs (Orbax), targets."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,27 +7,44 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax import weights
-from peagle_jax.checkpoints import head_io, runs, target_io
-from peagle_jax.checkpoints.head_io import HeadState
+from peagle_jax.checkpoints import head_reading, head_writing, runs, target_io
+from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.param_mapping import EMBEDDING
+from peagle_jax.old_names import CONVERSION_OPTIONS, with_new_names
 from peagle_jax.types import InputError
+
+# Options that an output has no use for; given all the same, they are refused.
+UNUSED_OPTIONS = {
+    "orbax": ("k", "max_shard_bytes", "share_embedding", "identity_d2t"),
+    "speculators": ("share_embedding",),
+    "hf": ("k", "target", "share_embedding", "mask_token", "aux_layer_numbering", "identity_d2t"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to convert. Every one is refused where it would say nothing.
+class ConversionOptions:
+    """How to convert. An option that the output has no use for is refused, not ignored.
 
     Attributes:
-      to: "vllm" or "speculators" (a draft-head folder), "orbax" (what a training run saves), "hf" (a target).
-      k: tokens to draft a step, where the layout carries it; None keeps what the source says.
-      dtype: of the floating tensors; None keeps them.
-      target: a folder or hub id: for a head that shares its target's embedding or names no taps, and for speculators' layout,
+      to: "vllm" or "speculators" (a draft head's folder), "orbax" (what a training run saves), or
+        "hf" (a target's folder).
+      k: tokens to draft in one step, where the format carries it; None keeps what the source says.
+      dtype: of the floating-point tensors; None keeps them.
+      target: the target's folder or hub id. It is needed for a head that shares its target's
+        embedding or does not name its aux hidden state layers, and by the speculators format,
         which names its target.
-      max_shard_bytes: split safetensors into files of at most so many bytes.
-      share_embedding: leave out the head's embedding, which must be the target's (vllm layout).
-      mask_token: for a head whose config does not name it.
-      tap_numbering: of the source's tap ids: "input" or "output" of the layer; None takes what its layout uses.
-      identity_d2t: put an identity `d2t` (and `t2d`) of the source back in; vLLM refuses such a folder.
+      max_shard_bytes: splits safetensors into files of at most so many bytes.
+      share_embedding: leaves out the head's embedding, which must be the target's (vllm format).
+      mask_token: id of the mask token, for a head whose config does not name it.
+      aux_layer_numbering: "input" or "output", what the source's aux hidden state layer ids name
+        of a layer; None takes what writers of its format mean.
+      identity_d2t: writes an identity `d2t` (and `t2d`) of the source again; vLLM refuses such a
+        folder.
+      command: the command line, to be recorded with the result.
+      on_bytes: called with the bytes written so far and the bytes of all tensors.
+
+    Raises:
+      InputError: an option contradicts `to` or another option.
     """
 
     to: str
@@ -37,25 +54,17 @@ class Options:
     max_shard_bytes: int | None = None
     share_embedding: bool = False
     mask_token: int | None = None
-    tap_numbering: str | None = None
+    aux_layer_numbering: str | None = None
     identity_d2t: bool = False
-    command: str | None = None  # that is recorded with the result
-    on_bytes: Callable[[int, int], None] | None = (
-        None  # told of the bytes written so far, and of all
-    )
+    command: str | None = None
+    on_bytes: Callable[[int, int], None] | None = None
 
     def __post_init__(self):
-        unused = {
-            "orbax": ("k", "max_shard_bytes", "share_embedding", "identity_d2t"),
-            "speculators": ("share_embedding",),
-            "hf": ("k", "target", "share_embedding", "mask_token", "tap_numbering", "identity_d2t"),
-        }.get(self.to, ())
-        flags = {"max_shard_bytes": "--max-shard-size"}
-        for name in unused:
-            if getattr(self, name) not in (None, False):
-                flag = flags.get(name, "--" + name.replace("_", "-"))
+        for name in UNUSED_OPTIONS.get(self.to, ()):
+            value = getattr(self, name)
+            if value not in (None, False):
                 raise InputError(
-                    flag, f"--to {self.to} has no use for it", getattr(self, name), "leave it out"
+                    _flag(name), f"--to {self.to} has no use for it", value, "leave it out"
                 )
         if self.k is not None and self.k < 1:
             raise InputError(
@@ -66,123 +75,74 @@ class Options:
                 "--share-embedding",
                 "needs the --target whose embedding is shared",
                 "none",
-                "give it, or leave it out",
+                "give --target, or leave --share-embedding out",
             )
 
 
 def convert(src: str | Path, dst: str | Path, *, to: str, **options) -> None:
-    """Reads any form, writes another; `dst` appears whole or not at all. The options are those of `Options`.
+    """Converts a checkpoint. `dst` appears whole or not at all.
 
-    From folder to folder, and from a training run to a folder, tensors are read, cast and written one after the other. `--to orbax`
-    holds the whole head.
+    From folder to folder, and from a training run to a folder, tensors are read, cast and written
+    one after the other, so that a head need not fit into memory. With `to="orbax"` it must.
+
+    Args:
+      src: a draft head's or a target's folder, a Hugging Face hub id, or a training run.
+      dst: the folder to write.
+      to: "vllm", "speculators", "orbax" or "hf".
+      **options: the other fields of `ConversionOptions`.
 
     Raises:
-      InputError: `src` is none of the forms, or `dst` cannot express it.
+      InputError: `src` is no such checkpoint, or `dst` cannot express it.
     """
-    how = Options(to=to, **options)
+    given = ConversionOptions(to=to, **with_new_names(options, CONVERSION_OPTIONS, "convert"))
     folder, dst = weights.find_folder(src), Path(dst)
     if folder.resolve() == dst.resolve():
         raise InputError(
             dst, "the output must be another folder than the input", src, "choose another name"
         )
-    metadata = {"command": how.command} if how.command else {}
+    metadata = {"command": given.command} if given.command else {}
     if to == "hf":
         target_io.convert_folder(
             folder,
             dst,
-            dtype=how.dtype,
-            metadata=metadata | {"source": head_io.short_name(src)},
-            max_shard_bytes=how.max_shard_bytes,
-            on_bytes=how.on_bytes,
+            dtype=given.dtype,
+            metadata=metadata | {"source": head_reading.short_name(src)},
+            max_shard_bytes=given.max_shard_bytes,
+            on_bytes=given.on_bytes,
         )
         return
-    head = _open(src, folder, how)
+    head = _open(src, folder, given)
     if to == "orbax":
-        if how.dtype is None and (head.quantized or head.mixed):
-            got = "an FP8 head" if head.quantized else "several dtypes"
-            raise InputError(
-                src,
-                "a training run has one dtype",
-                got,
-                "give --dtype, as float32, which holds every other exactly",
-            )
-        embedding = (
-            target_io.load_embedding(how.target)
-            if head.shares_embedding and how.target is not None
-            else None
-        )
-        model = head_io.to_model(head, dtype=how.dtype, embedding=embedding)
-        with weights.new_folder(dst) as work:
-            runs.write_run(head, model, work)
+        _write_run(src, head, dst, given)
         return
-    if to == "speculators" and head.shares_embedding and how.target is not None:
-        own = target_io.load_embedding(how.target)
-        own = weights.cast({EMBEDDING: own}, head.config.dtype if how.dtype is None else how.dtype)
-        head = dataclasses.replace(head, tensors=own | head.tensors)
-    if how.share_embedding:
-        _check_shared(src, head, how.target)
-    head_io.write_head(
+    if to == "speculators" and head.shares_embedding and given.target is not None:
+        head = _with_target_embedding(head, given)
+    if given.share_embedding:
+        assert given.target is not None  # ConversionOptions refuses it otherwise
+        _check_embedding_is_targets(src, head, given.target)
+    head_writing.write_head(
         head,
         dst,
         checkpoint_format=to,
-        dtype=how.dtype,
-        k=how.k,
+        dtype=given.dtype,
+        k=given.k,
         metadata=metadata,
-        max_shard_bytes=how.max_shard_bytes,
-        own_embedding=not how.share_embedding,
-        identity_d2t=how.identity_d2t,
-        on_bytes=how.on_bytes,
+        max_shard_bytes=given.max_shard_bytes,
+        own_embedding=not given.share_embedding,
+        identity_d2t=given.identity_d2t,
+        on_bytes=given.on_bytes,
     )
-
-
-def _open(src, folder: Path, how: Options) -> HeadState:
-    target = None if how.target is None else target_io.read_facts(how.target)
-    if runs.is_run(folder):
-        for name in ("mask_token", "tap_numbering"):
-            if getattr(how, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise InputError(
-                    flag, "a training run says it itself", getattr(how, name), "leave it out"
-                )
-        head = runs.open_run(folder)
-    else:
-        head = head_io.read_head(
-            src,
-            target_layers=target and target.layers,
-            mask_token=how.mask_token,
-            numbering=how.tap_numbering,
-        )
-    if target is None:
-        return head
-    # a local folder by its whole path: vLLM looks the target up from wherever it is started
-    name = (
-        str(Path(how.target).resolve())
-        if Path(how.target).exists()
-        else weights.split_revision(str(how.target))[0]
-    )
-    return dataclasses.replace(head, target=name, target_architecture=target.architecture)
-
-
-def _check_shared(src, head: HeadState, target) -> None:
-    if head.shares_embedding:
-        return
-    own = head.tensors[EMBEDDING]
-    if not np.array_equal(
-        np.asarray(own), np.asarray(target_io.load_embedding(target)).astype(own.dtype)
-    ):
-        raise InputError(
-            src,
-            "--share-embedding needs a head whose embedding is the target's",
-            "one trained further",
-            "leave it out",
-        )
 
 
 def read_serving(path: str | Path, target_layers: int | None = None) -> HeadState:
-    """A servable head folder, without its weights being read.
+    """Opens a head's folder to be served by another engine; weights are not read.
+
+    Args:
+      path: the folder, or a hub id.
+      target_layers: of the target, for a head that does not name its aux hidden state layers.
 
     Raises:
-      InputError: it is a training run, a target, or damaged.
+      InputError: it is a training run or a target, or damaged.
     """
     folder = weights.find_folder(path)
     if runs.is_run(folder):
@@ -193,3 +153,77 @@ def read_serving(path: str | Path, target_layers: int | None = None) -> HeadStat
             "convert the run first: peagle convert --to vllm",
         )
     return runs.open_head(path, target_layers)
+
+
+def _flag(option: str) -> str:
+    """The command line's name of an option, which errors speak of."""
+    if option == "max_shard_bytes":
+        return "--max-shard-size"
+    return "--" + option.replace("_", "-")
+
+
+def _open(src: str | Path, folder: Path, options: ConversionOptions) -> HeadState:
+    """The head in `src`, with its target's name, where a target was given."""
+    target = None if options.target is None else target_io.read_facts(options.target)
+    if runs.is_run(folder):
+        for name in ("mask_token", "aux_layer_numbering"):
+            if (value := getattr(options, name)) is not None:
+                raise InputError(
+                    _flag(name), "a training run says it itself", value, "leave it out"
+                )
+        head = runs.open_run(folder)
+    else:
+        head = head_reading.read_head(
+            src,
+            target_layers=None if target is None else target.layers,
+            mask_token=options.mask_token,
+            aux_layer_numbering=options.aux_layer_numbering,
+        )
+    if target is None or options.target is None:
+        return head
+    # A local folder by its whole path: vLLM looks the target up from wherever it is started.
+    if Path(options.target).exists():
+        name = str(Path(options.target).resolve())
+    else:
+        name = weights.split_revision(str(options.target))[0]
+    return dataclasses.replace(head, target=name, target_architecture=target.architecture)
+
+
+def _write_run(src: str | Path, head: HeadState, dst: Path, options: ConversionOptions) -> None:
+    """The head as a training run, which holds all tensors in one dtype."""
+    if options.dtype is None and (head.quantized or head.has_mixed_dtypes):
+        raise InputError(
+            src,
+            "a training run has one dtype",
+            "an FP8 head" if head.quantized else "several dtypes",
+            "give --dtype; float32 holds every other exactly",
+        )
+    embedding = None
+    if head.shares_embedding and options.target is not None:
+        embedding = target_io.load_embedding(options.target)
+    model = head_reading.to_model(head, dtype=options.dtype, embedding=embedding)
+    with weights.new_folder(dst) as work:
+        runs.write_run(head, model, work)
+
+
+def _with_target_embedding(head: HeadState, options: ConversionOptions) -> HeadState:
+    """The head with the embedding that it shares, in its own dtype."""
+    assert options.target is not None
+    dtype = np.dtype(head.config.dtype if options.dtype is None else options.dtype)
+    embedding = weights.cast({EMBEDDING: target_io.load_embedding(options.target)}, dtype)
+    return dataclasses.replace(head, tensors=embedding | head.tensors)
+
+
+def _check_embedding_is_targets(src: str | Path, head: HeadState, target: str | Path) -> None:
+    """Raises InputError unless the head's embedding equals the target's, in the head's dtype."""
+    if head.shares_embedding:
+        return
+    embedding = head.tensors[EMBEDDING]
+    targets = np.asarray(target_io.load_embedding(target)).astype(embedding.dtype)
+    if not np.array_equal(np.asarray(embedding), targets):
+        raise InputError(
+            src,
+            "--share-embedding needs a head whose embedding is the target's",
+            "one trained further",
+            "leave it out",
+        )

@@ -1,227 +1,322 @@
-"""Placeholder designs in the one form that vLLM knows: `mask_hidden`, a vector in tap space, and the mask token's row of the embedding.
+"""Placeholder designs, rewritten into the only one that vLLM knows.
 
-vLLM puts the same pair into every slot, before norms and `fc`. A design whose slots are all alike and do not depend on the text can be
-written so, some after algebra; any other is refused with its reason.
+vLLM puts one pair of vectors into every placeholder: `mask_hidden` in the place of the aux hidden
+states, before the norms and `fc`, and the mask token's row of the embedding. A design whose
+placeholders are all alike and do not depend on the text can be written as such a pair, some of
+them after algebra. Every other one is refused, with its reason.
+
+A new design (peagle_jax/draft/placeholders.py) is refused until it has an entry in
+`HIDDEN_EXPORTS` or `TOKEN_EXPORTS`: a wrong folder would be silent, because vLLM drafts from any
+vector.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Float, Shaped
 
 from peagle_jax import weights
 from peagle_jax.checkpoints import param_mapping
 from peagle_jax.checkpoints.head_state import HeadState
+from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.types import InputError
 
-TEXT = "its placeholders depend on the text before them; vLLM has one pair of vectors for all"
-DEPTH = "its placeholders differ from depth to depth; vLLM has one pair of vectors for all"
-REFUSED = {
-    "hidden": {
-        "per_depth": DEPTH,
-        "shared_depth": DEPTH,
-        "low_rank": DEPTH,
-        "last_feature": TEXT,
-        "gated": TEXT,
-    },
-    "token": {"last_token": TEXT},
-}
-ONE_DEPTH = (
-    "per_depth",
-    "shared_depth",
-    "low_rank",
-)  # alike after all, where K = 2 leaves one placeholder
-EXPRESSED = {
-    "hidden": ("shared", "shared_fused", "mean_feature", "zero", "frozen_random"),
-    "token": ("mask", "frozen", "zero", "mean"),
-}
-UNKNOWN = "nobody has said yet whether vLLM can express it (checkpoints/export_placeholders.py)"  # a new design: a wrong folder would be silent
+DEPENDS_ON_TEXT = (
+    "its placeholders depend on the text before them; vLLM has one pair of vectors for all"
+)
+DIFFERS_BY_DEPTH = (
+    "its placeholders differ from depth to depth; vLLM has one pair of vectors for all"
+)
+UNKNOWN = "nobody has said yet whether vLLM can express it (checkpoints/export_placeholders.py)"
+TWO_NORMS = "its vector lies behind two norms and fc, whose inverse is not solved here"
+UNREACHED_NEXT_STEP = "decode it here with peagle generate; it cannot be exported"
+
+AuxVector = Float[np.ndarray, " A"]  # one vector in the place of the aux hidden states
 
 
-def how(config) -> str:
-    """In words: "as it is", "rewritten: ..." or "refused: ..."; what `as_paper` will do, but for a fusion that cannot be inverted."""
+# ---------------------------------------------------------------- designs of the hidden side
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenExport:
+    """How one design of the hidden side becomes `mask_hidden`.
+
+    Attributes:
+      vector: the head -> `mask_hidden`; None where there is no such vector.
+      description: what `mask_hidden` will be; None where it is the head's own `mask_hidden`.
+      refusal: why the design cannot be written; None where it can.
+      with_one_depth: the refusal does not hold with K = 2, which leaves a single placeholder.
+      inverts_fusion: its vector lies behind the fusion, whose inverse must be found.
+    """
+
+    vector: Callable[[HeadState], AuxVector] | None
+    description: str | None = None
+    refusal: str | None = None
+    with_one_depth: bool = False
+    inverts_fusion: bool = False
+
+
+def _mask_hidden(head: HeadState) -> AuxVector:
+    return _float64(head, "mask_hidden").reshape(-1)
+
+
+def _zeros(head: HeadState) -> AuxVector:
+    return np.zeros(head.config.sizes.aux_dim)  # norms and fc, which have no biases, leave them
+
+
+def _unfused(head: HeadState) -> AuxVector:
+    return unfuse(head, _float64(head, "placeholder.fused"))
+
+
+def _first_of_table(head: HeadState) -> AuxVector:
+    return _float64(head, "placeholder.table")[0]
+
+
+def _unfused_sum(head: HeadState) -> AuxVector:
+    return unfuse(head, fuse(head, _mask_hidden(head)) + _float64(head, "placeholder.depth")[0])
+
+
+def _first_of_low_rank(head: HeadState) -> AuxVector:
+    codes = _float64(head, "placeholder.codes")
+    return _mask_hidden(head) + codes[0] @ _float64(head, "placeholder.directions")
+
+
+HIDDEN_EXPORTS = {
+    "shared": HiddenExport(_mask_hidden),
+    "shared_fused": HiddenExport(
+        _unfused, "aux hidden states that fc maps to its vector", inverts_fusion=True
+    ),
+    "mean_feature": HiddenExport(_mask_hidden),
+    "frozen_random": HiddenExport(_mask_hidden),
+    "zero": HiddenExport(_zeros, "zeros in the place of the aux hidden states"),
+    "per_depth": HiddenExport(
+        _first_of_table, "its only depth's vector", DIFFERS_BY_DEPTH, with_one_depth=True
+    ),
+    "shared_depth": HiddenExport(
+        _unfused_sum,
+        "aux hidden states that fc maps to the sum",
+        DIFFERS_BY_DEPTH,
+        with_one_depth=True,
+        inverts_fusion=True,
+    ),
+    "low_rank": HiddenExport(
+        _first_of_low_rank, "its only depth's vector", DIFFERS_BY_DEPTH, with_one_depth=True
+    ),
+    "last_feature": HiddenExport(None, refusal=DEPENDS_ON_TEXT),
+    "gated": HiddenExport(None, refusal=DEPENDS_ON_TEXT),
+}
+# Of the token side: why a design cannot be written, or None. All of them but "mask" have a vector
+# that goes into the mask token's row of the embedding.
+TOKEN_EXPORTS: dict[str, str | None] = {
+    "mask": None,
+    "frozen": None,
+    "zero": None,
+    "mean": None,
+    "last_token": DEPENDS_ON_TEXT,
+}
+
+
+# ---------------------------------------------------------------- what becomes of a head
+
+
+def export_status(config: HeadConfig) -> str:
+    """What becomes of a head's placeholders in a folder for vLLM, in words.
+
+    `to_vllm_placeholders` does what is said here, unless the vector of a head turns out to be one
+    that its fusion cannot reach.
+
+    Returns:
+      "as it is", "rewritten: ..." or "refused: ...".
+    """
     if not config.parallel:
         return "as it is"
-    hidden, token = config.placeholder_hidden, config.placeholder_token
-    if why := _refusal(config):
-        return f"refused: {why}"
-    said = {
-        "shared_fused": "a vector in tap space that fc maps to it",
-        "zero": "zeros in tap space",
-        "per_depth": "its only depth's vector",
-        "shared_depth": "a vector in tap space that fc maps to the sum",
-        "low_rank": "its only depth's vector",
-    }.get(hidden)
-    words = [said] if said else []
-    if token != "mask":
-        words.append("its vector in the mask token's row")
-    return f"rewritten: {', '.join(words)}" if words else "as it is"
+    if reason := _refusal(config):
+        return f"refused: {reason}"
+    changes = []
+    if description := HIDDEN_EXPORTS[config.placeholder_hidden].description:
+        changes.append(description)
+    if config.placeholder_token != "mask":
+        changes.append("its vector in the mask token's row")
+    return f"rewritten: {', '.join(changes)}" if changes else "as it is"
 
 
-def _refusal(config) -> str | None:
-    hidden, token = config.placeholder_hidden, config.placeholder_token
-    one = hidden in ONE_DEPTH and config.num_depths == 2
-    if (
-        config.norm_before_fc
-        and config.fc_norm
-        and (hidden == "shared_fused" or hidden == "shared_depth" and one)
-    ):
-        return "its vector lies behind two norms and fc, whose inverse is not solved here"
-    known = (one or hidden in EXPRESSED["hidden"]) and token in EXPRESSED["token"]
-    return (
-        (None if one else REFUSED["hidden"].get(hidden))
-        or REFUSED["token"].get(token)
-        or (None if known else UNKNOWN)
-    )
+def _refusal(config: HeadConfig) -> str | None:
+    """Why vLLM cannot express the head's design; None where it can."""
+    hidden = HIDDEN_EXPORTS.get(config.placeholder_hidden)
+    if hidden is None or config.placeholder_token not in TOKEN_EXPORTS:
+        return UNKNOWN
+    has_one_depth = hidden.with_one_depth and config.num_depths == 2
+    is_expressible = hidden.refusal is None or has_one_depth
+    if not is_expressible:
+        return hidden.refusal
+    if hidden.inverts_fusion and config.norm_before_fc and config.fc_norm:
+        return TWO_NORMS
+    return TOKEN_EXPORTS[config.placeholder_token]
 
 
 def to_vllm_placeholders(head: HeadState) -> HeadState:
-    """The same head, its placeholders in the paper's form: equal drafts, to rounding.
+    """The same head with the paper's placeholders: its drafts are equal, up to rounding.
 
     Raises:
-      InputError: they have no such form.
+      InputError: vLLM cannot express its design, `fc` does not reach its vector, or it has no
+        embedding of its own for the token's vector.
     """
     cfg = head.config
-    if not cfg.parallel or (cfg.placeholder_hidden, cfg.placeholder_token) == (
-        PAPER_DESIGN["placeholder_hidden"],
-        PAPER_DESIGN["placeholder_token"],
-    ):
+    design = {
+        "placeholder_hidden": cfg.placeholder_hidden,
+        "placeholder_token": cfg.placeholder_token,
+    }
+    if not cfg.parallel or design == PAPER_DESIGN:
         return head
-    if why := _refusal(cfg):
+    if reason := _refusal(cfg):
+        got = f"{cfg.placeholder_hidden}, {cfg.placeholder_token}"
+        raise InputError(head.source, reason, got, UNREACHED_NEXT_STEP)
+    if cfg.placeholder_token != "mask" and head.shares_embedding:
         raise InputError(
             head.source,
-            why,
-            f"{cfg.placeholder_hidden}, {cfg.placeholder_token}",
-            "decode it here; it cannot be exported",
+            "its token's vector goes into the mask token's row, so the head needs an embedding "
+            "of its own",
+            "the target's",
+            "export it with its embedding",
         )
-    if cfg.placeholder_token != "mask" and head.shares_embedding:
-        rule = "its token's vector goes into the mask token's row, so the head needs an embedding of its own"
-        raise InputError(head.source, rule, "the target's", "export it with its embedding")
+    vector = HIDDEN_EXPORTS[cfg.placeholder_hidden].vector
+    assert vector is not None  # a design without one is refused
     tensors = {name: t for name, t in head.tensors.items() if not name.startswith("placeholder.")}
-    tensors["mask_hidden"] = _hidden(head)
+    tensors["mask_hidden"] = vector(head).astype(head.tensors["fc.weight"].dtype)
     if cfg.placeholder_token != "mask":
-        table = head.tensors[param_mapping.EMBEDDING]
+        embedding = head.tensors[param_mapping.EMBEDDING]
         tensors[param_mapping.EMBEDDING] = weights.LazyTensor(
-            table.shape, table.dtype, functools.partial(_with_row, head)
+            embedding.shape, embedding.dtype, functools.partial(_embedding_with_token, head)
         )
     return dataclasses.replace(
         head, tensors=tensors, config=dataclasses.replace(cfg, **PAPER_DESIGN)
     )
 
 
-def _with_row(head: HeadState) -> np.ndarray:
+def _embedding_with_token(head: HeadState) -> Shaped[np.ndarray, "V D"]:
+    """The embedding whose mask token's row is the vector of the head's token side."""
     table = np.array(head.tensors[param_mapping.EMBEDDING])
-    vector = head.tensors.get("placeholder.token")  # "zero" has none
+    vector = head.tensors.get("placeholder.token")  # the design "zero" has none
     table[head.config.mask_token] = 0 if vector is None else np.asarray(vector)
     return table
 
 
-def _hidden(head: HeadState) -> np.ndarray:
-    cfg, get = head.config, lambda name: np.asarray(head.tensors[name]).astype(np.float64)
-    dtype = head.tensors["fc.weight"].dtype
-    if cfg.placeholder_hidden == "zero":
-        return np.zeros(cfg.sizes.aux_dim, dtype)
-    if cfg.placeholder_hidden == "per_depth":
-        return get("placeholder.table")[0].astype(dtype)
-    if cfg.placeholder_hidden == "shared_fused":
-        return unfuse(head, get("placeholder.fused")).astype(dtype)
-    shared = get("mask_hidden").reshape(-1)
-    if cfg.placeholder_hidden == "shared_depth":
-        return unfuse(head, fuse(head, shared) + get("placeholder.depth")[0]).astype(dtype)
-    if cfg.placeholder_hidden == "low_rank":
-        return (shared + get("placeholder.codes")[0] @ get("placeholder.directions")).astype(dtype)
-    return shared.astype(dtype)  # mean_feature, frozen_random: `mask_hidden` all along
+# ---------------------------------------------------------------- the fusion and its inverse
 
 
-def _parts(head: HeadState) -> list[np.ndarray]:
-    """Scales of the norms before fc, each over its own stretch of the taps; empty without norms."""
-    cfg, get = head.config, lambda name: np.asarray(head.tensors[name]).astype(np.float64)
+def _float64(head: HeadState, name: str) -> Float[np.ndarray, "..."]:
+    return np.asarray(head.tensors[name]).astype(np.float64)
+
+
+def _norm_scales(head: HeadState) -> list[np.ndarray]:
+    """Scales of the norms before fc, each over its part of the aux hidden states; [] without."""
+    cfg = head.config
     if cfg.norm_before_fc:
-        return [get("input_norm.weight")]
-    return (
-        [get(f"fc_norm.{i}.weight") for i in range(len(cfg.aux_hidden_state_layers))]
-        if cfg.fc_norm
-        else []
-    )
+        return [_float64(head, "input_norm.weight")]
+    if cfg.fc_norm:
+        count = len(cfg.aux_hidden_state_layers)
+        return [_float64(head, f"fc_norm.{i}.weight") for i in range(count)]
+    return []
 
 
-def fuse(head: HeadState, aux_hidden_states: np.ndarray) -> np.ndarray:
-    """`draft.fusion.Fusion` in float64, for one vector [A] -> [D]."""
-    scales = _parts(head)
+def fuse(head: HeadState, aux_hidden_states: AuxVector) -> Float[np.ndarray, " D"]:
+    """`draft.fusion.Fusion` in float64, of one vector."""
+    scales = _norm_scales(head)
     if scales:
-        pieces = np.split(aux_hidden_states, len(scales))
-        aux_hidden_states = np.concatenate(
-            [
-                s * p / np.sqrt(np.mean(p**2) + head.config.norm_eps)
-                for s, p in zip(scales, pieces, strict=True)
-            ]
-        )
-    return np.asarray(head.tensors["fc.weight"]).astype(np.float64) @ aux_hidden_states
+        parts = np.split(aux_hidden_states, len(scales))
+        normalized = [
+            scale * part / np.sqrt(np.mean(part**2) + head.config.norm_eps)
+            for scale, part in zip(scales, parts, strict=True)
+        ]
+        aux_hidden_states = np.concatenate(normalized)
+    return _float64(head, "fc.weight") @ aux_hidden_states
 
 
-def unfuse(head: HeadState, wanted: np.ndarray) -> np.ndarray:
-    """A vector in tap space [A] that the head fuses to `wanted` [D].
+def unfuse(head: HeadState, fused: Float[np.ndarray, " D"]) -> AuxVector:
+    """Aux hidden states that the head fuses to a given vector.
 
-    Without norms: the shortest solution of fc x = wanted. A norm leaves of x only its direction, so that fc must reach `wanted` from a
-    vector of one length, that of its scales: the shortest solution, and as much of what fc does not see as brings it to that length.
+    Without norms this is the shortest solution x of fc x = fused. A norm keeps only the direction
+    of x, so that fc has to reach `fused` from a vector of one particular length, that of the
+    norm's scales: the shortest solution, plus as much of fc's null space as gives it that length.
 
     Raises:
-      InputError: fc does not reach it, or only from longer vectors than the norms give.
+      InputError: fc does not reach the vector, or only from longer vectors than the norms give.
     """
-    matrix = np.asarray(head.tensors["fc.weight"]).astype(np.float64)
-    scales = _parts(head)
-    if not scales:
-        found = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
+    matrix = _float64(head, "fc.weight")
+    scales = _norm_scales(head)
+    if scales:
+        solution = _solve_behind_norms(head, matrix, fused, scales)
     else:
-        found = _on_the_sphere(head, matrix, wanted, scales)
-    worst = np.abs(fuse(head, found) - wanted).max() / max(np.abs(wanted).max(), 1e-30)
-    if not worst < 1e-6:
-        rule = "fc must reach the placeholder's vector"
+        solution = np.linalg.lstsq(matrix, fused, rcond=None)[0]
+    error = np.abs(fuse(head, solution) - fused).max() / max(np.abs(fused).max(), 1e-30)
+    if not error < 1e-6:
         raise InputError(
-            head.source, rule, f"off by {worst:.1e} of it", "decode it here; it cannot be exported"
+            head.source,
+            "fc must reach the placeholder's vector",
+            f"off by {error:.1e} of it",
+            UNREACHED_NEXT_STEP,
         )
-    return found
+    return solution
 
 
-def _on_the_sphere(head: HeadState, matrix, wanted, scales: list[np.ndarray]) -> np.ndarray:
-    """x with rms 1 in every stretch and matrix @ (scale * x) = wanted, then made so large that the norm's eps hardly matters."""
+def _solve_behind_norms(
+    head: HeadState,
+    matrix: Float[np.ndarray, "D A"],
+    fused: Float[np.ndarray, " D"],
+    scales: list[np.ndarray],
+) -> AuxVector:
+    """x with matrix @ (scale * x) = fused and a root mean square of 1 in the part of each norm.
+
+    The result is then made so long that the norms' epsilon hardly matters: they undo the length.
+    """
     scaled = matrix * np.concatenate(scales)
-    x = np.linalg.lstsq(scaled, wanted, rcond=None)[0]
-    unseen = np.linalg.svd(scaled)[2][
-        np.linalg.matrix_rank(scaled) :
-    ]  # rows span what fc does not see
-    edges = np.cumsum([len(s) for s in scales])[:-1]
+    x = np.linalg.lstsq(scaled, fused, rcond=None)[0]
+    # The rows of V^T beyond the rank span the null space, which fc does not see.
+    null_space = np.linalg.svd(scaled)[2][np.linalg.matrix_rank(scaled) :]
+    edges = np.cumsum([len(scale) for scale in scales])[:-1]
 
-    def lack(v):
-        return np.array([len(p) - p @ p for p in np.split(v, edges)])
+    def missing_square(v: np.ndarray) -> np.ndarray:
+        """What each part's sum of squares lacks to a root mean square of 1."""
+        return np.array([len(part) - part @ part for part in np.split(v, edges)])
 
-    if not len(unseen) or len(scales) == 1 and lack(x)[0] < 0:
-        rule = "the norm before fc leaves vectors of one length, and fc must reach the placeholder's vector from one of them"
-        got = (
-            f"a shortest of {np.sqrt(x @ x / len(x)):.3g} of it"
-            if len(unseen)
-            else "one solution, of another"
+    if not len(null_space) or len(scales) == 1 and missing_square(x)[0] < 0:
+        got = "one solution, of another length"
+        if len(null_space):
+            got = f"a shortest of {np.sqrt(x @ x / len(x)):.3g} of that length"
+        raise InputError(
+            head.source,
+            "the norm before fc leaves vectors of one length, and fc must reach the placeholder's "
+            "vector from one of them",
+            got,
+            UNREACHED_NEXT_STEP,
         )
-        raise InputError(head.source, rule, got, "decode it here; it cannot be exported")
-    if len(scales) == 1:  # one equation: any unseen direction, as far as it takes
-        x = x + unseen[0] * np.sqrt(lack(x)[0])
-    else:  # one equation a tap, solved by Newton's method over the unseen directions, from a point on which all stretches have some
-        x = _newton(x, unseen, lack, edges)
-    return 100 * x  # and no larger: float16 ends at 65,504
+    if len(scales) == 1:  # one equation: any direction of the null space, as far as it takes
+        x = x + null_space[0] * np.sqrt(missing_square(x)[0])
+    else:
+        x = _newton(x, null_space, missing_square, edges)
+    return 100 * x  # and no longer: float16 ends at 65,504
 
 
-def _newton(x: np.ndarray, unseen: np.ndarray, lack, edges) -> np.ndarray:
-    z = np.random.default_rng(0).normal(size=len(unseen)) * np.sqrt(
-        np.maximum(lack(x), 1).sum() / len(unseen)
-    )
+def _newton(
+    x: AuxVector,
+    null_space: Float[np.ndarray, "Z A"],
+    missing_square: Callable[[np.ndarray], np.ndarray],
+    edges: np.ndarray,
+) -> AuxVector:
+    """x + z @ null_space without missing squares: one equation for each aux hidden state.
+
+    Newton's method starts from a random z, because at z = 0 a part may have a zero derivative.
+    """
+    start_size = np.sqrt(np.maximum(missing_square(x), 1).sum() / len(null_space))
+    z = np.random.default_rng(0).normal(size=len(null_space)) * start_size
+    directions = np.split(null_space, edges, axis=1)
     for _ in range(100):
-        v = x + z @ unseen
-        jacobian = np.stack(
-            [
-                2 * u @ p
-                for u, p in zip(np.split(unseen, edges, axis=1), np.split(v, edges), strict=True)
-            ]
-        )  # of -lack
-        z = z + np.linalg.lstsq(jacobian, lack(v), rcond=None)[0]
-    return x + z @ unseen
+        v = x + z @ null_space
+        parts = np.split(v, edges)
+        # derivative of the parts' sums of squares, which is minus that of what is missing
+        jacobian = np.stack([2 * u @ p for u, p in zip(directions, parts, strict=True)])
+        z = z + np.linalg.lstsq(jacobian, missing_square(v), rcond=None)[0]
+    return x + z @ null_space

@@ -1,6 +1,7 @@
-"""A draft head outside any model: the form through which folders, training runs and our modules become each other."""
+"""A draft head outside any model: what folders, training runs and modules are turned into."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from flax import nnx
@@ -13,21 +14,29 @@ from peagle_jax.weights import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class HeadState:
-    """A draft head's configuration and its tensors.
+    """A draft head's configuration and its tensors, which stay in their files until they are read.
 
-    `tensors` have speculators' names and torch's layout, and stay in their files until they are asked for.
-    `embed_tokens.weight` is absent where the head shares its target's; `d2t` is there (int64) only at a reduced vocabulary.
+    Attributes:
+      config: shape and options of the head.
+      tensors: under speculators' names (`param_mapping.plain_name`), in torch's layout.
+        `embed_tokens.weight` is absent where the head shares its target's embedding, and `d2t`
+        (int64) is there only with a reduced draft vocabulary.
+      checkpoint_format: that the head was read from.
+      source: where it came from, for errors and for the metadata of what is written.
+      left_out: tensors of the source that say nothing about the head: an identity `d2t`, the
+        target's own, scales that are only used at run time.
+      quantized: some matrix was FP8 in the source, and is float32 here.
+      target: name of the target, where the source says it.
+      target_architecture: of the target, for example "Qwen3ForCausalLM".
     """
 
     config: HeadConfig
     tensors: dict[str, Tensor]
-    checkpoint_format: str  # of the source
+    checkpoint_format: str
     source: str
-    left_out: tuple[
-        str, ...
-    ] = ()  # tensors of the source that say nothing: an identity d2t, the target's own, runtime scales
-    quantized: bool = False  # some matrix was FP8 in the source, and is float32 here
-    target: str | None = None  # name of the target, where the source says it
+    left_out: tuple[str, ...] = ()
+    quantized: bool = False
+    target: str | None = None
     target_architecture: str | None = None
 
     @property
@@ -35,28 +44,31 @@ class HeadState:
         return param_mapping.EMBEDDING not in self.tensors
 
     @property
-    def mixed(self) -> bool:
-        """Whether the floating tensors are of several dtypes."""
+    def has_mixed_dtypes(self) -> bool:
+        """Whether the floating-point tensors are of several dtypes."""
         return len({t.dtype for t in self.tensors.values() if t.dtype in weights.FLOATING}) > 1
 
     def check(self) -> None:
-        """Raises InputError unless the tensors are those of the config, exactly."""
-        own = (
-            {param_mapping.EMBEDDING: (self.config.vocab, self.config.dim)}
-            if self.shares_embedding
-            else {}
-        )
-        placeholders = {
-            name: weights.LazyTensor(shape, np.dtype(np.float32), lambda: None)
-            for name, shape in own.items()
-        }
+        """Checks names, shapes and kinds of all tensors against the config; reads no weights.
+
+        Raises:
+          InputError: a tensor is missing, unknown, or of a wrong shape or kind.
+        """
+        tensors = dict(self.tensors)
+        if self.shares_embedding:  # the target's, which has this shape
+            shape = (self.config.vocab, self.config.dim)
+            tensors[param_mapping.EMBEDDING] = weights.LazyTensor(
+                shape, np.dtype(np.float32), lambda: np.zeros(shape, np.float32)
+            )
         weights.check_tensors(
-            maker(self.config),
-            self.tensors | placeholders,
-            param_mapping.table(self.config),
-            self.source,
+            head_maker(self.config), tensors, param_mapping.table(self.config), self.source
         )
 
 
-def maker(config: HeadConfig):
-    return lambda: DraftHead(config, rngs=nnx.Rngs(0))
+def head_maker(config: HeadConfig) -> Callable[[], DraftHead]:
+    """A function that makes the module, as `weights.load_params` wants it: only to be traced."""
+
+    def make() -> DraftHead:
+        return DraftHead(config, rngs=nnx.Rngs(0))
+
+    return make

@@ -6,13 +6,53 @@ from collections.abc import Mapping
 from peagle_jax.checkpoints.config_writing import serving_flags
 from peagle_jax.draft.head import HeadConfig
 
-ORIGIN = {
+ASSUMED_K = 3  # in the example command, where the head does not say what it was trained for
+# Keys of the safetensors metadata -> what the card calls them.
+ORIGIN_ROWS = {
     "source": "converted from",
-    "source_layout": "its layout",
+    "source_format": "its checkpoint format",
     "command": "command",
     "writer": "written by",
-    "left_out": "left out of it",
+    "left_out": "tensors left out",
 }
+CARD = """\
+---
+library_name: peagle_jax
+tags: [speculative-decoding, {tag}]
+---
+# {name}
+
+{article} {kind} draft head (arXiv:{arxiv}): it drafts tokens for its target, whose text it does not
+change.
+
+## Serving
+
+vLLM 0.16 or newer (parallel drafting came with it; 0.32 was tried). `{name}` and `{target}` stand
+for a path or a hub id where vLLM runs:
+
+```
+{vllm}
+```
+{by_folder_name}
+SageMaker: the same JSON in the variable `SM_VLLM_SPECULATIVE_CONFIG`:
+
+```
+{sagemaker}
+```
+
+## What it is
+
+{facts}
+## Where it comes from
+
+{origin}"""
+BY_FOLDER_NAME = """
+or, since the folder names its target and K:
+
+```
+vllm serve {name}
+```
+"""
 
 
 def head_card(
@@ -25,37 +65,50 @@ def head_card(
     own_embedding: bool,
     facts: Mapping[str, str],
 ) -> str:
-    """README.md of a folder in layout "vllm" or "speculators". `facts` is the metadata of its safetensors."""
-    kind = "P-EAGLE" if cfg.parallel else "EAGLE-3"
-    target, known, k = facts.get("target") or "TARGET", k, k or 3
-    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(serving_flags(cfg, name, k))}"
-    alone = f"\nor, since the folder names its target and K:\n\n```\nvllm serve {shlex.quote(name)}\n```\n"
+    """README.md of a head's folder.
+
+    Args:
+      cfg: the head.
+      name: of the folder.
+      checkpoint_format: "vllm" or "speculators".
+      dtype: name of the weights' dtype.
+      k: tokens to draft in one step; None where nobody said.
+      own_embedding: whether the folder holds an embedding.
+      facts: the metadata of its safetensors.
+    """
+    target = facts.get("target") or "TARGET"
+    flags = shlex.quote(serving_flags(cfg, name, k or ASSUMED_K))
+    names_target = checkpoint_format == "speculators" and facts.get("target")
     rows = {
-        "layout": checkpoint_format,
+        "checkpoint format": checkpoint_format,
         "dtype": dtype,
         "layers": cfg.layers,
         "width": cfg.dim,
-        "taps (inputs of the target's layers)": list(cfg.aux_hidden_state_layers),
-        "width of a tap": cfg.target_dim,
+        "aux hidden states (inputs of the target's layers)": list(cfg.aux_hidden_state_layers),
+        "width of an aux hidden state": cfg.target_dim,
         "vocabulary": cfg.vocab,
         "draft vocabulary": cfg.draft_vocab,
         "mask token": cfg.mask_token if cfg.parallel else "none",
-        "K": known or "not recorded",
+        "K": k or "not recorded",
         "embedding": "its own" if own_embedding else "the target's",
     }
+    origin = {label: f"`{facts[key]}`" for key, label in ORIGIN_ROWS.items() if key in facts}
+    return CARD.format(
+        tag="p-eagle" if cfg.parallel else "eagle-3",
+        name=name,
+        article="A" if cfg.parallel else "An",
+        kind="P-EAGLE" if cfg.parallel else "EAGLE-3",
+        arxiv="2602.01469" if cfg.parallel else "2503.01840",
+        target=target,
+        vllm=f"vllm serve {shlex.quote(target)} --speculative-config {flags}",
+        by_folder_name=BY_FOLDER_NAME.format(name=shlex.quote(name)) if names_target else "",
+        sagemaker=f"SM_VLLM_SPECULATIVE_CONFIG={flags}",
+        facts=_table(rows),
+        origin=_table(origin),
+    )
 
-    def table(pairs):
-        return "".join(f"| {key} | {value} |\n" for key, value in pairs.items())
 
-    origin = {word: f"`{facts[key]}`" for key, word in ORIGIN.items() if key in facts}
-    return (
-        f"---\nlibrary_name: peagle_jax\ntags: [speculative-decoding, {kind.lower()}]\n---\n# {name}\n\n"
-        f"{'A P-EAGLE' if cfg.parallel else 'An EAGLE-3'} draft head (arXiv:{'2602.01469' if cfg.parallel else '2503.01840'}): it drafts "
-        f"tokens for its target, whose text it does not change.\n\n## Serving\n\n"
-        "vLLM 0.16 or newer (parallel drafting came with it; 0.32 was tried). "
-        f"`{name}` and `{target}` stand for a path or a hub id where vLLM runs:\n\n```\n{vllm}\n```\n"
-        f"{alone if checkpoint_format == 'speculators' and facts.get('target') else ''}\n"
-        f"SageMaker: the same JSON in the variable `SM_VLLM_SPECULATIVE_CONFIG`:\n\n```\n"
-        f"SM_VLLM_SPECULATIVE_CONFIG={shlex.quote(serving_flags(cfg, name, k))}\n```\n\n"
-        f"## What it is\n\n| | |\n| --- | --- |\n{table(rows)}\n## Where it comes from\n\n| | |\n| --- | --- |\n{table(origin)}"
+def _table(rows: Mapping[str, object]) -> str:
+    return "| | |\n| --- | --- |\n" + "".join(
+        f"| {label} | {value} |\n" for label, value in rows.items()
     )

@@ -1,18 +1,33 @@
-"""Training state on disk, by Orbax: parameters, optimizer, step. The data's position follows from the step."""
+"""Training state on disk, by Orbax: parameters, optimizer and step.
+
+The position in the data follows from the step.
+"""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from peagle_jax.old_names import TRAINING_STATE_KEYS
 from peagle_jax.types import InputError
 from peagle_jax.weights import LazyTensor, flatten_params
 
 
 class Checkpoints:
-    """The two newest states of a run. Saves in the background; a save that a kill cut short is never read."""
+    """The two newest training states of a run.
+
+    States are saved in the background. One whose saving was cut short by a kill is never read.
+
+    Args:
+      folder: where the states are; it is made.
+
+    Raises:
+      InputError: the folder cannot be written.
+    """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder).absolute()
@@ -27,19 +42,31 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
+        """The step of the newest finished state; None where there is none."""
         return self.manager.latest_step()
 
-    def save(self, step: int, state) -> None:
+    def save(self, step: int, state: Any) -> None:
         self.manager.save(step, args=ocp.args.StandardSave(state))
 
-    def restore(self, step: int, like):
-        """The state of a step, shaped as `like` (only its structure, shapes and dtypes are used)."""
+    def restore(self, step: int, like: Any) -> Any:
+        """The state of a step; a state saved under former parameter names is read as well.
+
+        Args:
+          step: a finished one, as `latest` gives it.
+          like: a state of the same structure; only shapes, dtypes and shardings are used.
+        """
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
-        return self.manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        former_names = _former_names(self.folder / str(step) / "default", like)
+        new_names = {former: new for new, former in former_names.items()}
+        saved = self.manager.restore(
+            step, args=ocp.args.StandardRestore(_rename_keys(abstract, former_names))
+        )
+        return _rename_keys(saved, new_names)
 
     def close(self) -> None:
+        """Waits for states that are still being written."""
         self.manager.wait_until_finished()
         self.manager.close()
 
@@ -51,55 +78,64 @@ def newest(folder: Path) -> Path:
       InputError: there is none.
     """
     if not Path(folder).is_dir():  # a manager would make it
-        raise InputError(
-            folder, "must hold a finished Orbax checkpoint", "nothing", "let the run save once"
-        )
+        raise _no_checkpoint(folder, "nothing")
     manager = ocp.CheckpointManager(
         Path(folder).absolute(), options=ocp.CheckpointManagerOptions(read_only=True)
     )
     step = manager.latest_step()
     manager.close()
     if step is None:
-        raise InputError(
-            folder, "must hold a finished Orbax checkpoint", "none", "let the run save once"
-        )
+        raise _no_checkpoint(folder, "none")
     return Path(folder).absolute() / str(step) / "default"
 
 
-def open_tree(path: Path, *inside: str) -> dict[str, LazyTensor]:
-    """Dotted path -> array, each read from disk when it is asked for, of one saved tree (or of a part `inside` it).
+def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
+    """Opens one saved tree; each array is read from disk when it is asked for.
 
-    A training state is three times its parameters, and a head need not fit the memory twice to be converted.
+    A training state is three times as large as its parameters, and a head need not fit into memory
+    twice to be converted.
+
+    Args:
+      path: of the saved tree, as `newest` gives it.
+      *subtree: keys that lead to the part that is wanted, for example "params".
+
+    Returns:
+      Dotted path -> array.
+
+    Raises:
+      InputError: there is no such tree; an array that turns out to be damaged raises when read.
     """
     reader = ocp.PyTreeCheckpointer()
     try:
-        tree = reader.metadata(path.absolute()).item_metadata.tree
-        for key in inside:
+        tree = _saved_structure(path.absolute())
+        for key in subtree:
             tree = tree[key]
     except (AttributeError, KeyError, FileNotFoundError, ValueError) as error:
         raise InputError(
             path,
             "must be a finished Orbax checkpoint of this package",
             error,
-            "let the run save once",
+            "let the run go on until it has saved once",
         ) from None
 
-    def read(keys: list[str]):
-        def around(leaf):
-            return functools.reduce(lambda tree, key: {key: tree}, reversed([*inside, *keys]), leaf)
+    def read(keys: list[str]) -> np.ndarray:
+        def nest(leaf: Any) -> Any:
+            """The leaf inside the dictionaries that lead to it."""
+            return functools.reduce(lambda tree, key: {key: tree}, reversed(all_keys), leaf)
 
-        how = ocp.args.PyTreeRestore(
-            item=around(0),
-            restore_args=around(ocp.RestoreArgs(restore_type=np.ndarray)),
+        all_keys = [*subtree, *keys]
+        restore_only_this = ocp.args.PyTreeRestore(
+            item=nest(0),
+            restore_args=nest(ocp.RestoreArgs(restore_type=np.ndarray)),
             partial_restore=True,
         )
         try:
-            tree = reader.restore(path.absolute(), args=how)
+            restored = reader.restore(path.absolute(), args=restore_only_this)
         except ValueError as error:  # tensorstore's word for damaged files
             raise InputError(
                 path, f"{'.'.join(keys)} must be readable", error, "take an earlier checkpoint"
             ) from None
-        return functools.reduce(lambda tree, key: tree[key], [*inside, *keys], tree)
+        return functools.reduce(lambda tree, key: tree[key], all_keys, restored)
 
     return {
         name: LazyTensor(
@@ -107,3 +143,41 @@ def open_tree(path: Path, *inside: str) -> dict[str, LazyTensor]:
         )
         for name, leaf in flatten_params(tree)
     }
+
+
+def _saved_structure(path: Path) -> dict[str, Any]:
+    """Keys, shapes and dtypes of a saved tree."""
+    metadata: Any = ocp.PyTreeCheckpointer().metadata(path).item_metadata
+    return metadata.tree
+
+
+def _no_checkpoint(folder: Path, got: str) -> InputError:
+    rule = "must hold a finished Orbax checkpoint"
+    return InputError(folder, rule, got, "let the run go on until it has saved once")
+
+
+def _former_names(saved_at: Path, state: Any) -> dict[str, str]:
+    """New -> former name of the state's parameters that were saved under a former one."""
+    if not isinstance(state, Mapping) or "params" not in state:
+        return {}
+    saved = _saved_structure(saved_at)["params"]
+    return {
+        new: former
+        for former, new in TRAINING_STATE_KEYS.items()
+        if new in state["params"] and former in saved and new not in saved
+    }
+
+
+def _rename_keys(tree: Any, new_names: Mapping[str, str]) -> Any:
+    """The tree with other keys in its dictionaries; also in those of an optimizer's moments."""
+    if not new_names:
+        return tree
+    if isinstance(tree, dict):
+        return {
+            new_names.get(key, key): _rename_keys(value, new_names) for key, value in tree.items()
+        }
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named tuple, as Optax has them
+        return type(tree)(*(_rename_keys(value, new_names) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(_rename_keys(value, new_names) for value in tree)
+    return tree

@@ -1,4 +1,4 @@
-"""Folders of target models, of every family and format: read, written, converted."""
+"""Folders of target models, of every family and storage format: read, written, converted."""
 
 import dataclasses
 import hashlib
@@ -33,7 +33,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-TEXT_PART = "model.language_model."  # of a multimodal checkpoint, whose other parts are
+# A multimodal checkpoint holds its text model under TEXT_PART, and other models beside it.
+TEXT_PART = "model.language_model."
 OTHER_PARTS = (
     "model.vision_tower.",
     "model.embed_vision.",
@@ -49,14 +50,19 @@ EMBEDDINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class TargetFacts:
-    """What a draft head's folder may need to know of its target; of any family, supported or not."""
+    """What a draft head's folder may need to know of its target, of any family, supported or not.
+
+    Attributes:
+      layers: how many there are.
+      architecture: for example "Qwen3ForCausalLM"; None where the config does not say.
+    """
 
     layers: int
     architecture: str | None
 
 
 def read_facts(path: str | Path) -> TargetFacts:
-    """From a target's config.json alone.
+    """Number of layers and architecture, from a target's config.json alone.
 
     Raises:
       InputError: there is none, or it is a draft head's.
@@ -65,14 +71,15 @@ def read_facts(path: str | Path) -> TargetFacts:
     raw = weights.read_json(where)
     fields = weights.Fields(raw, where)
     refuse_heads(raw, where)
-    inner = fields.child("text_config") if raw.get("text_config") else fields
+    text_fields = fields.child("text_config") if raw.get("text_config") else fields
+    architectures = fields.get_strs("architectures", [])
     return TargetFacts(
-        inner.get_int("num_hidden_layers"), next(iter(fields.get_strs("architectures", [])), None)
+        text_fields.get_int("num_hidden_layers"), architectures[0] if architectures else None
     )
 
 
 def load_embedding(path: str | Path) -> weights.Tensor:
-    """A target's token embedding [V D] alone, of any family.
+    """A target's token embedding [V D] alone, of any family; it is read when it is used.
 
     Raises:
       InputError: the folder holds no such matrix.
@@ -81,20 +88,24 @@ def load_embedding(path: str | Path) -> weights.Tensor:
     tensors = weights.dequantize(
         weights.open_folder(folder), weights.read_json(folder / "config.json"), folder
     ).tensors
-    found = next((tensors[name] for name in EMBEDDINGS if name in tensors), None)
-    if found is None or len(found.shape) != 2 or found.dtype not in weights.FLOATING:
+    embedding = next((tensors[name] for name in EMBEDDINGS if name in tensors), None)
+    if embedding is None or len(embedding.shape) != 2 or embedding.dtype not in weights.FLOATING:
         raise InputError(
             folder, f"the target must hold {EMBEDDINGS[0]}", "no such matrix", "name another target"
         )
-    return found
+    return embedding
 
 
 def target_hash(folder: Path) -> str:
-    """Not of all bytes: that would read every weight to find out that nothing is left to do."""
+    """A hash of config.json and of the beginning of every tensor.
+
+    Not of all bytes: that would read every weight to find out that nothing is left to do.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name, tensor in sorted(weights.open_folder(folder).items()):
         digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-        digest.update(np.ascontiguousarray(tensor.reshape(-1)[:256]).view(np.uint8))
+        beginning = np.ascontiguousarray(np.asarray(tensor).reshape(-1)[:256])
+        digest.update(beginning.view(np.uint8).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -105,19 +116,25 @@ def load_target(
     dtype: DTypeLike = jnp.float32,
     fp8: bool = False,
     mxfp4: str = "packed",
+    kv_cache_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> Model:
-    """Loads a Hugging Face folder of a supported family.
+    """Loads a target from a Hugging Face folder of a supported family.
 
     Args:
-      path: folder with config.json and safetensors weights (FP8 with its scales too, MXFP4 experts), or a hub id.
-      taps: hidden states to tap, in vLLM's numbering (id i is the input of layer i); None means (2, L//2, L-3).
+      path: folder with config.json and safetensors weights (FP8 with its scales and MXFP4 experts
+        too), or a hub id.
+      aux_hidden_state_layers: the layers whose hidden states a draft head reads, in vLLM's
+        numbering (id i is the input of layer i, 0 the embedding); None means (2, L//2, L-3).
       dtype: of weights and activations.
-      fp8: matrices in float8 with scales, as the folder has them or quantised while they are read (layers/fp8.py says which);
-        everything else in `dtype`.
-      mxfp4: "packed" keeps experts that are stored so in 4 bits and decodes those that are used, "plain" stores them in `dtype`.
-      mesh: devices with an axis "model", over which heads, MLPs and experts are spread (targets/sharding.py); every device
-        reads its own slices from the files, and no process reads another's. None: the default device.
+      fp8: matrices in float8 with scales, as the folder has them or quantized while they are read
+        (layers/fp8.py says which); everything else in `dtype`.
+      mxfp4: "packed" keeps experts that are stored in 4 bits as they are and decodes those that
+        are used; "plain" stores them in `dtype`.
+      kv_cache_dtype: of cached keys and values, for example `jnp.float8_e4m3fn`; None is `dtype`.
+      mesh: devices with an axis "model", over which heads, MLPs and experts are spread
+        (targets/sharding.py). Every device reads its own slices from the files, and no process
+        reads another's. None: the default device.
 
     Raises:
       InputError: the folder is missing, damaged, of another family, or does not fit its own config.
@@ -128,8 +145,10 @@ def load_target(
     family, config, tensors = _open(
         folder, aux_hidden_state_layers, dtype, keep_packed=mxfp4 == "packed"
     )
-    place = None if mesh is None else sharding.placement(config, mesh)
-    make, table = lambda: family.module(config, rngs=nnx.Rngs(0)), family.table(config)
+    if kv_cache_dtype is not None:
+        config = dataclasses.replace(config, cache_dtype=jnp.dtype(kv_cache_dtype))
+    placement = None if mesh is None else sharding.placement(config, mesh)
+    make, table = _module_maker(family, config), family.table(config)
     if fp8:
         if mesh is not None:
             raise InputError(
@@ -143,7 +162,16 @@ def load_target(
             for name, t in weights.open_folder(folder).items()
         }
         make, tensors, table = quantize_linears(make, tensors, table, stored)
-    return weights.load_params(make, config, tensors, table, folder, place)
+    return weights.load_params(make, config, tensors, table, folder, placement)
+
+
+def _module_maker(family: Family, config: TargetConfig) -> Callable[[], nnx.Module]:
+    """A function that makes the target's module, as `weights.load_params` wants it."""
+
+    def make() -> nnx.Module:
+        return family.module(config, rngs=nnx.Rngs(0))
+
+    return make
 
 
 def _open(
@@ -152,36 +180,43 @@ def _open(
     dtype: DTypeLike,
     *,
     keep_packed: bool,
-):
-    """(family, config, tensors by the text model's own names, read when asked for) of a folder of a supported family."""
+) -> tuple[Family, TargetConfig, dict[str, weights.Tensor]]:
+    """Opens a folder of a supported family.
+
+    Returns:
+      The family, the configuration, and the tensors under the text model's own names, which are
+      read when they are asked for.
+    """
     where = folder / "config.json"
     hf = weights.read_json(where)
     family, config = read_config(
         hf, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype, where=where
     )
-    if (
-        folder / "generation_config.json"
-    ).exists():  # chat models list further stop tokens there, which vLLM honours
-        more = weights.read_json(folder / "generation_config.json").get("eos_token_id")
-        more = more if isinstance(more, list) else [] if more is None else [more]
-        config = dataclasses.replace(
-            config, stop_ids=(*config.stop_ids, *(t for t in more if t not in config.stop_ids))
-        )
+    config = dataclasses.replace(config, stop_ids=_stop_ids(config, folder))
     tensors = weights.dequantize(weights.open_folder(folder), hf, folder).tensors
-    if (
-        keep_packed
-        and isinstance(config, gpt_oss.GptOssConfig)
-        and weights.mxfp4.packed_names(tensors)
-    ):
+    is_packed = isinstance(config, gpt_oss.GptOssConfig) and weights.mxfp4.packed_names(tensors)
+    if keep_packed and is_packed:
         config = dataclasses.replace(config, packed=True)
     else:
         tensors = weights.mxfp4.unpack(tensors, folder)
     if config.layers > len(tensors):  # before a table of so many layers is made
-        got = f"{config.layers} with {len(tensors)} tensors"
         raise InputError(
-            folder, "num_hidden_layers must be what the weights hold", got, "mend the config"
+            folder,
+            "num_hidden_layers must be what the weights hold",
+            f"{config.layers} with {len(tensors)} tensors",
+            "use the config.json that came with these weights",
         )
     return family, config, _text_part(tensors, family, config)
+
+
+def _stop_ids(config: TargetConfig, folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids; chat models list further ones in generation_config.json, as for vLLM."""
+    path = folder / "generation_config.json"
+    more = weights.read_json(path).get("eos_token_id") if path.exists() else None
+    if more is None:
+        return config.stop_ids
+    more = more if isinstance(more, list) else [more]
+    return (*config.stop_ids, *(token for token in more if token not in config.stop_ids))
 
 
 def _text_part(
@@ -190,9 +225,9 @@ def _text_part(
     """Without the other parts of a multimodal checkpoint, and without what no layer uses."""
     if any(name.startswith(TEXT_PART) for name in tensors):
         tensors = {
-            n.replace(TEXT_PART, "model.", 1): t
-            for n, t in tensors.items()
-            if not n.startswith(OTHER_PARTS)
+            name.replace(TEXT_PART, "model.", 1): t
+            for name, t in tensors.items()
+            if not name.startswith(OTHER_PARTS)
         }
     unused = family.unused(config) if family.unused else frozenset()
     if config.tied_embeddings:  # some writers store the tied matrix twice
@@ -209,27 +244,31 @@ def convert_folder(
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> None:
-    """A target's folder again, tensor by tensor, in another dtype or other shards; its configuration and tokenizer as they are.
+    """Writes a target's folder in another dtype or other shards, tensor by tensor.
+
+    Configuration and tokenizer stay as they are.
 
     Args:
-      dtype: of the floating tensors; None keeps what each has, but FP8 needs a choice.
-      on_bytes: told of the bytes written so far, and of all.
+      src: a folder of a supported family.
+      dst: the folder to write; it appears whole or not at all.
+      dtype: of the floating-point tensors; None keeps what each has, but FP8 needs a choice.
+      metadata: provenance, for the safetensors header.
+      max_shard_bytes: splits the weights into files of at most so many bytes.
+      on_bytes: called with the bytes written so far and the bytes of all tensors.
 
     Raises:
-      InputError: the source is damaged or of another family, or FP8 without `dtype`.
+      InputError: the source is damaged or of another family, or FP8 and `dtype` is not given.
     """
     hf = weights.read_json(src / "config.json")
     family, config, text = _open(src, None, dtype or np.float32, keep_packed=dtype is None)
-    weights.check_tensors(
-        lambda: family.module(config, rngs=nnx.Rngs(0)), text, family.table(config), src
-    )
-    tensors = weights.dequantize(weights.open_folder(src), hf, src)
-    quantized, tensors = tensors.quantized, tensors.tensors
+    weights.check_tensors(_module_maker(family, config), text, family.table(config), src)
+    dequantized = weights.dequantize(weights.open_folder(src), hf, src)
+    tensors = dequantized.tensors
     if dtype is not None:
         tensors = weights.cast(weights.mxfp4.unpack(tensors, src), dtype)
         hf = hf | {"dtype": np.dtype(dtype).name}
         hf.pop("torch_dtype", None)  # the same key, before transformers 5
-    elif quantized:
+    elif dequantized.quantized:
         raise InputError(
             src,
             "an FP8 target is written in a dtype of your choice",
@@ -258,21 +297,32 @@ def save_target(
     *,
     dtype: DTypeLike = jnp.float32,
     tokenizer_from: Path | None = None,
-    metadata=None,
+    metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Writes a folder that transformers and vLLM load; appears whole or not at all. One file, or shards of at most `max_shard_bytes`."""
+    """Writes a target's folder, which transformers and vLLM load; it appears whole or not at all.
+
+    Args:
+      target: a target of any family.
+      path: the folder to write.
+      dtype: of the floating-point tensors.
+      tokenizer_from: a folder whose tokenizer files are copied.
+      metadata: provenance, for the safetensors header.
+      max_shard_bytes: splits the weights into files of at most so many bytes; None writes one.
+
+    Raises:
+      InputError: the target's matrices are FP8, or the folder cannot be written.
+    """
     family = next(f for f in TARGETS.values() if isinstance(target.config, f.config))
     tensors = weights.cast(
         weights.export_params(target.params, family.table(target.config)), np.dtype(dtype)
     )
     with weights.new_folder(Path(path)) as folder:
-        facts = {"writer": versions(), **(metadata or {})}
         weights.write_folder(
             folder,
             _export_config(target.config, np.dtype(dtype).name),
             tensors,
-            facts,
+            {"writer": versions(), **(metadata or {})},
             max_shard_bytes,
         )
         if tokenizer_from is not None:
@@ -282,22 +332,18 @@ def save_target(
 def _export_config(config: TargetConfig, dtype: str) -> dict:
     """The checkpoint's own config.json again; of a model made here, one that says the same."""
     if config.source is None:
+        assert isinstance(config, qwen3.Qwen3Config)  # the only family that is trained here
         return qwen3.to_hf(config, dtype)
     hf = json.loads(config.source)
     if "text_config" in hf:  # our tensors carry the text model's names
         stops = {"eos_token_id": list(config.stop_ids)} if config.stop_ids else {}
-        hf = (
-            hf["text_config"]
-            | stops
-            | {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
-        )
+        text_model = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
+        hf = hf["text_config"] | stops | text_model
         hf["tie_word_embeddings"] = config.tied_embeddings
     hf["dtype"] = dtype
-    drop = (
-        {"torch_dtype"}
-        if getattr(config, "packed", False)
-        else {"torch_dtype", "quantization_config"}
-    )
+    drop = {"torch_dtype"}
+    if not getattr(config, "packed", False):
+        drop.add("quantization_config")
     return {key: value for key, value in hf.items() if key not in drop}
 
 

@@ -1,75 +1,69 @@
-"""`peagle ...`: parse, call one function, print. Exit codes: 0 done, 1 the job failed, 2 bad arguments or bad input."""
+"""The command `peagle`: reads the command line, runs one function, prints.
 
+Exit codes: 0 means done, 1 that the job failed or was stopped, 2 that an argument or a file cannot
+be used. A mistake of the user is one line on stderr.
+"""
+
+import argparse
 import os
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from peagle_jax.cli import commands
-from peagle_jax.cli.parser import make_parser
-from peagle_jax.types import InputError, WeightsWarning
+from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
+from peagle_jax.cli.parser import UsageError
 
-COMMANDS = {
-    "demo": commands.demo,
-    "train": commands.train,
-    "regenerate": commands.regenerate,
-    "extract": commands.extract,
-    "generate": commands.generate,
-    "bench": commands.bench,
-    "convert": commands.convert,
-    "inspect": commands.inspect,
-    "serve-config": commands.serve_config,
-}
+__all__ = ["COMMANDS", "main"]
 
 
-def main(argv: list[str] | None = None) -> int:
-    _quiet()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the words after `peagle`; None takes those of this process. No words at all print the
+        help.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      SystemExit: after --help and --version.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        args, rest = make_parser(COMMANDS).parse_known_args(argv)
-        args.argv = sys.argv[1:] if argv is None else argv
-        if rest and args.command is not commands.train:
-            raise InputError(
-                f"peagle {args.name}",
-                "every argument must be known",
-                " ".join(rest),
-                f"run peagle {args.name} --help",
-            )
-        return args.command(args, rest) if args.command is commands.train else args.command(args)
-    except InputError as error:
-        print(f"peagle: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _run(parse_arguments(words or ["--help"]))
+    except UsageError as error:
+        return _refuse(error)
     except KeyboardInterrupt:
         print("peagle: interrupted; a training run resumes with the same command", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        _discard_stdout()
+        return 1
 
 
-def _quiet() -> None:
-    """Libraries' chatter stays out of the way of one-line errors; on a GPU kernels say which run; compiled programs are kept."""
-    import logging
-    import warnings
+def _run(arguments: argparse.Namespace) -> int:
+    """Runs a command once its arguments are known: importing JAX takes seconds."""
+    from peagle_jax.cli.libraries import configure_libraries
+    from peagle_jax.types import InputError
 
-    import jax
+    configure_libraries()
+    try:
+        code = run_command(arguments)
+        sys.stdout.flush()  # here a closed pipe is still an exception that `main` can catch
+        return code
+    except InputError as error:
+        return _refuse(error)
 
-    from peagle_jax.kernels import launch
 
-    class OnGpu(logging.Handler):
-        def emit(self, record):
-            if launch.platform() == "gpu":
-                print(f"peagle: {record.getMessage()}", file=sys.stderr)
+def _refuse(error: ValueError) -> int:
+    """Prints a mistake of the user in one line, and returns its exit code."""
+    print(f"peagle: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
 
-    chosen = logging.getLogger("peagle_jax.kernels")
-    chosen.setLevel(logging.INFO)
-    chosen.handlers = [OnGpu()]
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    os.environ.setdefault(
-        "TRANSFORMERS_VERBOSITY", "error"
-    )  # it advises to install PyTorch, which nothing here needs
-    warnings.filterwarnings("ignore", module="orbax")
-    warnings.filterwarnings("always", category=WeightsWarning)
-    warnings.showwarning = lambda message, *_, **__: print(
-        f"peagle: warning: {' '.join(str(message).split())}", file=sys.stderr
-    )
-    cache = os.environ.get(
-        "JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "peagle_jax" / "xla")
-    )
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+def _discard_stdout() -> None:
+    """Sends what is left to nowhere: the reader of the pipe, as `head`, has all that it wants.
+
+    Without this, Python would report the closed pipe when it flushes stdout at its end.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

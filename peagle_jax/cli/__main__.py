@@ -1,3 +1,5 @@
+"""`python -m peagle_jax.cli` does what `peagle` does."""
+
 import sys
 
 from peagle_jax.cli import main

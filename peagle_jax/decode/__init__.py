@@ -1,1 +1,1 @@
-"""Drafting, verifying, and the one jitted program that is a whole generation."""
+"""Decoding: drafting, verification, and the jitted program that is a whole generation."""

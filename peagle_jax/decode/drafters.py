@@ -1,36 +1,46 @@
-"""The two ways of running a draft head: all K drafts in one forward (P-EAGLE), or one forward each (EAGLE-3).
+"""The two ways of drafting K tokens with a head: one forward (P-EAGLE), or K forwards (EAGLE-3).
 
-Both are `Drafter`s, the one door between a decoding loop and whatever proposes tokens.
+Both are `Drafter`s, the interface between the decoding loop and whatever proposes tokens.
 """
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.decode.sampling import draw, probabilities
+from peagle_jax.decode.sampling import probabilities, sample
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import Slot
 from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import CachedAttention
-from peagle_jax.types import DraftState, KVCache, SamplingParams
+from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
+
+# What `Drafter.step` returns: drafts, the logits that they were sampled from, state.
+Proposal = tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, DraftState]
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Hashable and without arrays: parameters and state go in and come out."""
+    """Anything that proposes K tokens per step.
 
-    k: int
+    A drafter is hashable and has no arrays, so that it can be a static argument of a jitted
+    function. Its parameters and its state are passed in, and the new state is returned.
+    """
 
-    def init(self, batch: int, cache_size: int) -> KVCache | None:
-        """An empty cache for `slots` committed tokens."""
+    @property
+    def k(self) -> int:
+        """Tokens drafted per step."""
         ...
 
-    def read(
+    def init(self, batch: int, cache_size: int) -> KVCache | None:
+        """An empty cache with room for `cache_size` tokens per row; None for a drafter without."""
+        ...
+
+    def prefill(
         self,
         params: Any,
         state: DraftState,
@@ -38,7 +48,13 @@ class Drafter(Protocol):
         aux_hidden_states: Float[Array, "B T A"],
         count: Int[Array, " B"],
     ) -> DraftState:
-        """Takes in the prompt: row i of `tokens` is the token after the one that gave row i of `features`."""
+        """Reads the prompt.
+
+        Args:
+          tokens: the prompt from its second token on.
+          aux_hidden_states: of the token before each of `tokens`, which predict it.
+          count: how many of `tokens` are real, per row.
+        """
         ...
 
     def step(
@@ -48,20 +64,27 @@ class Drafter(Protocol):
         tokens: Int[Array, "B R"],
         aux_hidden_states: Float[Array, "B R A"],
         count: Int[Array, " B"],
-    ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, DraftState]:
-        """Takes in the `count` tokens committed last, and drafts K more.
+    ) -> Proposal:
+        """Reads the tokens that the last step committed, and drafts K more.
+
+        Args:
+          tokens: see `DecodeState.tokens`; likewise `aux_hidden_states` and `count`.
 
         Returns:
-          drafts; the logits they were sampled from, over the target's vocabulary (None: they are argmaxes); state.
+          The drafts; the logits over the target's vocabulary that they were sampled from, or None
+          where they are argmaxes; and the state after reading the committed tokens.
         """
         ...
 
 
-SHORT = 4  # committed rows of the narrow forward; see LOG.md, 2026-11-20
+# Committed rows of the narrow forward of `ParallelDrafter`. Measured in LOG.md, 2026-11-20.
+SHORT = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _HeadDrafter:
+    """What both ways of running a draft head share."""
+
     graph: nnx.GraphDef
     config: HeadConfig
     k: int
@@ -69,149 +92,210 @@ class _HeadDrafter:
     def init(self, batch: int, cache_size: int) -> KVCache:
         return self.config.empty_cache(batch, cache_size)
 
-    def read(self, params, state: DraftState, tokens, aux_hidden_states, count) -> DraftState:
-        head: DraftHead = nnx.merge(self.graph, params)
-        _, cache = _run(head, head.embed(tokens), head.fuse(aux_hidden_states), state.cache)
+    def prefill(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B T"],
+        aux_hidden_states: Float[Array, "B T A"],
+        count: Int[Array, " B"],
+    ) -> DraftState:
+        head = self._head(params)
+        _, cache = _forward(head, head.embed(tokens), head.fuse(aux_hidden_states), _cache(state))
         return _advance(state, cache, count)
+
+    def _head(self, params: Params) -> DraftHead:
+        return cast(DraftHead, nnx.merge(self.graph, params))
 
 
 class ParallelDrafter(_HeadDrafter):
-    """P-EAGLE: committed rows and K-1 placeholder rows in one forward.
+    """P-EAGLE: the committed tokens and K - 1 placeholders in one forward of the head.
 
-    The last step committed up to K+1 tokens, but seldom more than a few: where no row of the batch has more than `SHORT`,
-    the forward has SHORT + K - 1 rows instead of 2K (on CPUs).
+    The last step committed up to K + 1 tokens, but seldom more than a few. On a CPU the forward
+    therefore has SHORT + K - 1 rows instead of 2K wherever no row of the batch has more than SHORT
+    committed tokens. A GPU runs 2K rows as fast, while choosing a branch would wait for the host.
     """
 
-    def step(self, params, state: DraftState, tokens, aux_hidden_states, count):
-        if (
-            self.k <= SHORT or platform() == "gpu"
-        ):  # where more rows cost nothing, and a branch waits for the host
-            return self._forward(params, state, tokens, aux_hidden_states, count)
+    def step(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B R"],
+        aux_hidden_states: Float[Array, "B R A"],
+        count: Int[Array, " B"],
+    ) -> Proposal:
+        def full():
+            return self._draft(params, state, tokens, aux_hidden_states, count)
 
-        def few():
-            return self._forward(
-                params, state, tokens[:, :SHORT], aux_hidden_states[:, :SHORT], count
-            )
+        def narrow():
+            few_tokens, few_states = tokens[:, :SHORT], aux_hidden_states[:, :SHORT]
+            return self._draft(params, state, few_tokens, few_states, count)
 
-        return jax.lax.cond(
-            count.max() <= SHORT,
-            few,
-            lambda: self._forward(params, state, tokens, aux_hidden_states, count),
-        )
+        if self.k <= SHORT or platform() == "gpu":
+            return full()
+        return jax.lax.cond(count.max() <= SHORT, narrow, full)
 
-    def _forward(self, params, state: DraftState, tokens, aux_hidden_states, count):
-        head: DraftHead = nnx.merge(self.graph, params)
-        embeddings, aux_hidden_states = self._rows(
+    def _draft(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B C"],
+        aux_hidden_states: Float[Array, "B C A"],
+        count: Int[Array, " B"],
+    ) -> Proposal:
+        """One forward over C places for committed tokens and K - 1 placeholders."""
+        head = self._head(params)
+        embeddings, fused = self._with_placeholders(
             head, head.embed(tokens), head.fuse(aux_hidden_states), count
         )
-        hidden, cache = _run(head, embeddings, aux_hidden_states, state.cache)
-        drafting = (
-            count[:, None] - 1 + jnp.arange(self.k)[None]
-        )  # the last real row, then the placeholders
-        ids, q = _choose(
-            head, jnp.take_along_axis(hidden, drafting[..., None], axis=1), state.sampling
-        )
-        return ids, q, _advance(state, cache, count)
+        hidden, cache = _forward(head, embeddings, fused, _cache(state))
+        # draft 0 is read from the last committed row, draft i from the i-th placeholder after it
+        draft_rows = count[:, None] - 1 + jnp.arange(self.k)[None]
+        hidden = jnp.take_along_axis(hidden, draft_rows[..., None], axis=1)
+        drafts, draft_logits = _draft_tokens(head, hidden, state.sampling)
+        return drafts, draft_logits, _advance(state, cache, count)
 
-    def _rows(
+    def _with_placeholders(
         self,
         head: DraftHead,
-        embeddings: Float[Array, "B R D"],
-        aux_hidden_states: Float[Array, "B R D"],
+        embeddings: Float[Array, "B C D"],
+        fused: Float[Array, "B C D"],
         count: Int[Array, " B"],
-    ):
-        """Row j is committed while j < count; then follow the K-1 placeholders at once, and padding after them.
+    ) -> tuple[Float[Array, "B rows D"], Float[Array, "B rows D"]]:
+        """Puts the placeholders right after each row's committed tokens, wherever these end.
 
-        Padding stands at later positions than every real row, so causal attention hides it without a mask.
+        For K = 4 and C = 5 places, of which `count` = 2 are committed:
+
+            row              0   1   2   3   4   5   6   7      C + K - 1 rows
+            row - count     -2  -1   0   1   2   3   4   5
+            contents         t0  t1  m1  m2  m3  m3  m3  m3
+            draft                0   1   2   3
+
+        t are committed tokens and m1, m2, m3 the placeholders of depths 1 to K - 1. What follows
+        them is padding. It is at later positions than every row that is read, so that causal
+        attention hides it without a mask; the next step overwrites its cache slots.
         """
         if self.k == 1:
-            return embeddings, aux_hidden_states
-        pair = (embeddings, aux_hidden_states)
-        last = [
-            jnp.repeat(
-                jnp.take_along_axis(x, (count - 1)[:, None, None], axis=1), self.k - 1, axis=1
-            )
-            for x in pair
-        ]
-        depth = jnp.broadcast_to(jnp.arange(1, self.k), (len(count), self.k - 1))
-        masks = placeholders.rows(head, Slot(depth, *last))
-        slot = (
-            jnp.arange(embeddings.shape[1] + self.k - 1)[None] - count[:, None]
-        )  # below 0: a committed row
-        real, slot = (slot < 0)[..., None], jnp.clip(slot, 0, self.k - 2)[..., None]
+            return embeddings, fused
+        num_placeholders = self.k - 1
+        batch, num_places = embeddings.shape[:2]
 
-        def extend(x):
-            return jnp.pad(x, [(0, 0), (0, self.k - 1), (0, 0)])
+        def last_committed(x: Float[Array, "B C D"]) -> Float[Array, "B placeholders D"]:
+            last = jnp.take_along_axis(x, (count - 1)[:, None, None], axis=1)
+            return jnp.repeat(last, num_placeholders, axis=1)
 
-        return tuple(
-            jnp.where(real, extend(x), jnp.take_along_axis(mask, slot, axis=1))
-            for x, mask in zip(pair, masks, strict=True)
-        )
+        depth = jnp.broadcast_to(jnp.arange(1, self.k), (batch, num_placeholders))
+        slots = Slot(depth, last_committed(embeddings), last_committed(fused))
+        masks = placeholders.rows(head, slots)
+
+        after_committed = jnp.arange(num_places + num_placeholders)[None] - count[:, None]
+        is_committed = (after_committed < 0)[..., None]
+        which_mask = jnp.clip(after_committed, 0, num_placeholders - 1)[..., None]
+
+        def merge(committed: Array, mask: Array) -> Array:
+            padded = jnp.pad(committed, [(0, 0), (0, num_placeholders), (0, 0)])
+            return jnp.where(is_committed, padded, jnp.take_along_axis(mask, which_mask, axis=1))
+
+        return merge(embeddings, masks[0]), merge(fused, masks[1])
 
 
 class AutoregressiveDrafter(_HeadDrafter):
-    """EAGLE-3: one forward over the committed rows, then K-1 forwards that feed back token and hidden state."""
+    """EAGLE-3: a forward over the committed tokens, then K - 1 forwards of one row.
 
-    def step(self, params, state: DraftState, tokens, aux_hidden_states, count):
-        head: DraftHead = nnx.merge(self.graph, params)
-        hidden, cache = _run(head, head.embed(tokens), head.fuse(aux_hidden_states), state.cache)
+    Each of these reads the token that was drafted last, and the head's own hidden state in the
+    place of the fused aux hidden states, which the target has not computed yet.
+    """
+
+    def step(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B R"],
+        aux_hidden_states: Float[Array, "B R A"],
+        count: Int[Array, " B"],
+    ) -> Proposal:
+        head = self._head(params)
+        start = _cache(state)
+        hidden, cache = _forward(head, head.embed(tokens), head.fuse(aux_hidden_states), start)
         hidden = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
-        ids, q = _choose(head, hidden, self._keyed(state.sampling, 0))
+        ids, logits = _draft_tokens(head, hidden, _with_depth_keys(state.sampling, 0))
         cache = dataclasses.replace(cache, length=cache.length + count)
 
-        def again(carry, depth):
+        def draft_next(carry, depth):
             ids, hidden, cache = carry
-            hidden, cache = _run(head, head.embed(ids), head.feedback(hidden), cache)
-            ids, q = _choose(head, hidden, self._keyed(state.sampling, depth))
-            return (ids, hidden, dataclasses.replace(cache, length=cache.length + 1)), (ids, q)
+            hidden, cache = _forward(head, head.embed(ids), head.feedback(hidden), cache)
+            ids, logits = _draft_tokens(head, hidden, _with_depth_keys(state.sampling, depth))
+            cache = dataclasses.replace(cache, length=cache.length + 1)
+            return (ids, hidden, cache), (ids, logits)
 
-        (_, _, cache), (more, more_q) = jax.lax.scan(
-            again, (ids, hidden, cache), jnp.arange(1, self.k)
+        (_, _, cache), (later_ids, later_logits) = jax.lax.scan(
+            draft_next, (ids, hidden, cache), jnp.arange(1, self.k)
         )
-        ids = jnp.concatenate([ids, more[:, :, 0].T], axis=1)
-        if q is not None:
-            q = jnp.concatenate([q, jnp.moveaxis(more_q[:, :, 0], 0, 1)], axis=1)
-        # the drafts' own slots are scratch: the next step writes their real tokens and features there
-        committed = dataclasses.replace(cache, length=state.cache.length + count)
-        return ids, q, dataclasses.replace(state, cache=committed)
-
-    @staticmethod
-    def _keyed(how: SamplingParams | None, depth) -> SamplingParams | None:
-        return how and dataclasses.replace(
-            how, key=jax.vmap(lambda key: jax.random.fold_in(key, depth))(how.key)
-        )
+        drafts = jnp.concatenate([ids, later_ids[:, :, 0].T], axis=1)
+        if logits is not None and later_logits is not None:
+            later_logits = jnp.moveaxis(later_logits[:, :, 0], 0, 1)
+            logits = jnp.concatenate([logits, later_logits], axis=1)
+        # The drafts' slots are given up: the next step writes the committed tokens there, with the
+        # target's aux hidden states.
+        committed = dataclasses.replace(cache, length=start.length + count)
+        return drafts, logits, dataclasses.replace(state, cache=committed)
 
 
-def _run(
+def _with_depth_keys(
+    sampling: SamplingParams | None, depth: int | Int[Array, ""]
+) -> SamplingParams | None:
+    """Keys for the draft at `depth`; the K drafts of a step must not share one."""
+    if sampling is None:
+        return None
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, depth))(sampling.key)
+    return dataclasses.replace(sampling, key=keys)
+
+
+def _cache(state: DraftState) -> KVCache:
+    """The draft head's cache, which `_HeadDrafter.init` made."""
+    assert state.cache is not None
+    return state.cache
+
+
+def _forward(
     head: DraftHead,
     embeddings: Float[Array, "B T D"],
-    aux_hidden_states: Float[Array, "B T D"],
+    fused: Float[Array, "B T D"],
     cache: KVCache,
-):
+) -> tuple[Float[Array, "B T D"], KVCache]:
+    """The head over T further positions of every row; the cache's length stays as it is."""
     positions = cache.length[:, None] + jnp.arange(embeddings.shape[1])[None]
-    return head(embeddings, aux_hidden_states, positions, CachedAttention(positions), cache)
+    return head(embeddings, fused, positions, CachedAttention(positions), cache)
 
 
-def _advance(state: DraftState, cache: KVCache, count) -> DraftState:
-    return dataclasses.replace(
-        state, cache=dataclasses.replace(cache, length=state.cache.length + count)
-    )
+def _advance(state: DraftState, cache: KVCache, count: Int[Array, " B"]) -> DraftState:
+    """The state after `count` more tokens were read; what follows them in the cache is given up."""
+    length = _cache(state).length + count
+    return dataclasses.replace(state, cache=dataclasses.replace(cache, length=length))
 
 
-def _choose(head: DraftHead, hidden: Float[Array, "B T D"], how: SamplingParams | None):
-    """Drafted target ids [B T], and the logits they were sampled from over the target's vocabulary, or None."""
-    ids = head.target_ids()
-    if how is None:
-        return ids[head.argmax_logits(hidden)].astype(jnp.int32), None
-    logits = head.compute_logits(hidden)
-    full = (
-        jnp.full((*logits.shape[:2], head.cfg.vocab), -jnp.inf, jnp.float32)
-        .at[:, :, ids]
-        .set(logits.astype(jnp.float32))
-    )
-    keys = jax.vmap(lambda key: jax.random.split(key, logits.shape[1]))(how.key)
-    each = jax.vmap(lambda row, key: draw(key, probabilities(row, how)), (1, 1), 1)
-    return each(full, keys).astype(jnp.int32), full
+def _draft_tokens(
+    head: DraftHead, hidden: Float[Array, "B T D"], sampling: SamplingParams | None
+) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+    """Drafts as ids of the target's vocabulary: samples, or argmaxes where `sampling` is None.
+
+    Returns:
+      The ids, and the logits that they were sampled from. Tokens outside of the head's draft
+      vocabulary have a logit of minus infinity. None with argmaxes.
+    """
+    target_ids = head.target_ids()
+    if sampling is None:
+        return target_ids[head.argmax_logits(hidden)].astype(jnp.int32), None
+    draft_logits = head.compute_logits(hidden).astype(jnp.float32)
+    impossible = jnp.full((*hidden.shape[:2], head.cfg.vocab), -jnp.inf, jnp.float32)
+    logits = impossible.at[:, :, target_ids].set(draft_logits)
+    keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)
+
+    def sample_position(logits: Array, keys: Array) -> Array:
+        return sample(keys, probabilities(logits, sampling))
+
+    ids = jax.vmap(sample_position, (1, 1), 1)(logits, keys)
+    return ids.astype(jnp.int32), logits
 
 
 METHODS = {"peagle": ParallelDrafter, "eagle3": AutoregressiveDrafter}

@@ -1,37 +1,50 @@
-"""`generate`: prompts in, answers and counters out. Batches, pads, calls the one program, reads the result once."""
+"""`generate`: token ids of prompts in, answers and acceptance counters out."""
 
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.loop import DecodeSpec, run
 from peagle_jax.decode.memory import check_cache
 from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.targets.config import TargetConfig
 from peagle_jax.targets.sharding import mesh_of
-from peagle_jax.types import InputError, Model
+from peagle_jax.types import DecodeState, InputError, Model
 
-MOST_DEPTHS = (
-    7  # K where nobody names one, and the head was trained for more (AWS: best K of P-EAGLE)
-)
-BUCKET = 64  # tokens; prompts and caches are padded to multiples, so that similar requests share a compiled program
-
-SLIDING_CHUNK = 512  # prompt tokens read at once where sliding layers keep a ring of window + chunk
+# K where none is given and the head was trained for more: the best K of AWS's published heads.
+MAX_DEFAULT_K = 7
+# Prompts and caches are padded to multiples of this, so that similar requests share a program.
+BUCKET = 64  # tokens
+# Prompt tokens per forward where ring caches are used and no chunk is given.
+SLIDING_CHUNK = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One prompt's answer. Counters follow vLLM: the last step counts whole, also what lies past the limit."""
+    """The answer to one prompt. Counters are vLLM's.
+
+    The last step is counted whole, with drafts that were accepted past the answer's end.
+
+    Attributes:
+      finish_reason: "stop" after a stop token, "length" at the limit.
+      is_draft: which output tokens are accepted drafts.
+      num_drafts: speculative steps.
+      num_draft_tokens: tokens drafted, K per step.
+      accepted_per_position: in how many steps the draft at each of the K positions was accepted.
+    """
 
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-    finish_reason: str  # "stop" or "length"
-    is_draft: list[bool]  # which output tokens were accepted drafts
+    finish_reason: str
+    is_draft: list[bool]
     num_drafts: int
     num_draft_tokens: int
     accepted_per_position: list[int]
@@ -42,67 +55,20 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float | None:
+        """Of this answer alone; see the function `acceptance_length`."""
         return acceptance_length([self])
 
 
 def acceptance_length(answers: Sequence[Generation]) -> float | None:
-    """Tokens emitted a target forward: 1 + accepted / drafts, pooled as vLLM does; None without drafts."""
-    drafts = sum(a.num_drafts for a in answers)
-    return 1 + sum(a.num_accepted_tokens for a in answers) / drafts if drafts else None
+    """Tokens written per target forward: 1 + accepted / drafts, pooled over answers as in vLLM.
 
-
-def make_drafter(head: Model, k: int, method: str | None = None) -> Drafter:
-    """`method` peagle or eagle3; None picks peagle for a head that has placeholders.
-
-    Raises:
-      InputError: the head cannot draft that way, or K is below 1.
+    Returns:
+      None where nothing was drafted.
     """
-    if k < 1:
-        raise InputError(
-            "K",
-            "at least one token must be drafted a step",
-            k,
-            "use -k 1 or more, or --method none",
-        )
-    method = method or ("peagle" if head.config.parallel else "eagle3")
-    if method not in METHODS:
-        raise InputError(
-            "method", f"must be one of {', '.join(METHODS)} or none", method, "choose one of them"
-        )
-    if method == "peagle" and not head.config.parallel:
-        raise InputError(
-            "drafter",
-            "parallel drafting needs a mask token and mask_hidden",
-            "a head without them",
-            "use --method eagle3",
-        )
-    return METHODS[method](head.graph, head.config, k)
-
-
-def check_fit(target: Model, head: Model, where="drafter") -> None:
-    """Raises InputError where a head was made for another target."""
-    t, h = target.config, head.config
-    if h.target_dim != t.dim:
-        raise InputError(
-            where,
-            f"the head must read taps of the target's width {t.dim}",
-            h.target_dim,
-            "use the target it was trained on",
-        )
-    if h.vocab != t.vocab:
-        raise InputError(
-            where,
-            f"the head's vocabulary must be the target's, {t.vocab} tokens",
-            h.vocab,
-            "use the target it was trained on",
-        )
-    if tuple(h.aux_hidden_state_layers) != tuple(t.aux_hidden_state_layers):
-        raise InputError(
-            where,
-            f"the target must be loaded with the head's taps {list(h.aux_hidden_state_layers)}",
-            list(t.aux_hidden_state_layers),
-            "pass them to load_target",
-        )
+    num_drafts = sum(answer.num_drafts for answer in answers)
+    if num_drafts == 0:
+        return None
+    return 1 + sum(answer.num_accepted_tokens for answer in answers) / num_drafts
 
 
 def generate(
@@ -120,153 +86,262 @@ def generate(
     sample_drafts: bool = True,
     stop_ids: Sequence[int] | None = None,
     cache_size: int | None = None,
-    draft_params=None,
+    draft_params: Any = None,
     prefill_chunk: int | None = None,
     sliding_cache: bool = False,
 ) -> list[Generation]:
-    """Continues every prompt in one batch; greedy output is the target's own, token for token, whatever drafts.
+    """Continues every prompt, all in one batch. Drafting does not change the target's output.
+
+    Greedy output equals plain greedy output token for token. Sampled output has the target's
+    distribution (arXiv:2211.17192).
 
     Args:
-      target: from `load_target`, with the drafter's taps.
-      drafter: a head from `load_drafter`, a custom `Drafter` (with `draft_params`), or None for plain decoding.
-      prompts: token ids, at least one each.
-      k: tokens drafted a step; None takes what the head was trained for, but at most 7, the best K published heads have.
-      method: "peagle", "eagle3" or None (what the head was made for).
-      max_new_tokens: a row's limit.
-      temperature, top_k, top_p: sampling; temperature 0 is greedy.
-      seed: one, from which each row's follows (seed + row), or one a prompt.
-      sample_drafts: with a temperature, sample the drafts as well (True) or draft argmaxes (False). Both are exact.
-      stop_ids: a row ends with the first of these; None takes the target's end-of-sequence ids, () none.
-      slots: size of the cache in tokens; None makes it fit.
-      prefill_chunk: prompt tokens read at once; None reads all, or SLIDING_CHUNK with `sliding_cache`.
-      sliding_cache: layers with a sliding window keep no more than it and a chunk; the same answers from less memory.
+      target: from `load_target`, with the draft head's aux hidden state layers.
+      drafter: a draft head from `load_drafter`; or a `Drafter`, with its `draft_params`; or None
+        for plain decoding.
+      prompts: token ids, at least one per prompt.
+      k: tokens drafted per step. None takes the K that the head was trained for, but at most 7,
+        which is the best K of the published heads.
+      method: how the head drafts, "peagle" or "eagle3". None takes what the head was made for.
+      max_new_tokens: limit of every answer.
+      temperature: 0 decodes greedily.
+      top_k: sample among the k most probable tokens; 0 for all.
+      top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
+      seed: one per prompt; or a single one, from which prompt i takes seed + i.
+      sample_drafts: at a temperature above 0, sample the drafts (True) or draft argmaxes (False).
+        The target's distribution is kept either way.
+      stop_ids: an answer ends with the first of these. None takes the target's end-of-sequence
+        tokens, () takes none.
+      cache_size: positions of the target's KV cache. None makes it as large as needed.
+      draft_params: parameters of a `Drafter`; unused with a draft head, which has its own.
+      prefill_chunk: prompt tokens per forward. None takes whole prompts, or 512 tokens with
+        `sliding_cache`.
+      sliding_cache: give layers with a sliding window a ring cache of window + chunk positions.
+        The answers are the same, from less memory.
 
     Raises:
-      InputError: a prompt is empty, holds an unknown id, or does not fit the context, the cache or the memory; K < 1; a drafter
-        that does not fit.
+      InputError: a prompt is empty, has an unknown token, or does not fit the target's context,
+        the cache or the memory; a sampling option, `k` or `prefill_chunk` is out of range; the
+        head was made for another target or cannot draft by `method`.
     """
     if isinstance(drafter, Model):
         check_fit(target, drafter)
-        k = min(drafter.config.num_depths or MOST_DEPTHS, MOST_DEPTHS) if k is None else k
-        draft_params, drafter = drafter.params, make_drafter(drafter, k, method)
-    depth = drafter.k if drafter else 0
-    check_prompts(prompts, target.config, max_new_tokens, depth, cache_size)
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    width = _round_up(int(lengths.max()))
+        draft_params = drafter.params
+        drafter = make_drafter(drafter, _default_k(drafter) if k is None else k, method)
+    k = drafter.k if drafter else 0
+    check_prompts(prompts, target.config, max_new_tokens, k, cache_size)
     if cache_size is None:
-        cache_size = cache_size_for(prompts, max_new_tokens, depth)
-    padded = np.zeros((len(prompts), min(width, cache_size)), np.int32)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    stops = np.asarray(target.config.stop_ids if stop_ids is None else stop_ids, np.int32)
+        cache_size = cache_size_for(prompts, max_new_tokens, k)
     seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else seed
     sampling = sampling_params(len(prompts), temperature, top_k, top_p, seeds)
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise InputError(
-            "prefill_chunk", "at least one token must be read at once", prefill_chunk, "raise it"
-        )
-    chunk = SLIDING_CHUNK if prefill_chunk is None and sliding_cache else prefill_chunk
     spec = DecodeSpec(
-        target.graph,
-        target.config,
-        drafter,
-        cache_size,
-        sample_drafts and sampling is not None,
-        chunk,
-        sliding_cache,
+        target=target.graph,
+        target_config=target.config,
+        drafter=drafter,
+        cache_size=cache_size,
+        sample_drafts=sample_drafts and sampling is not None,
+        chunk=_chunk_size(prefill_chunk, sliding_cache),
+        sliding_cache=sliding_cache,
     )
-    mesh = mesh_of(target.params)
-    parts = 1 if mesh is None else mesh.size
-    check_cache(
-        target.config.cache_shapes(),
-        len(prompts),
-        cache_size,
-        target.config.kept_dtype,
-        spec.block(padded.shape[1]),
-        parts,
+    padded, lengths = _pad(prompts, cache_size)
+    _check_memory(spec, target, padded)
+    stops = target.config.stop_ids if stop_ids is None else stop_ids
+    state = _run_on_devices(
+        spec,
+        target,
+        draft_params,
+        padded,
+        lengths,
+        np.full(len(prompts), max_new_tokens, np.int32),
+        np.asarray(stops if len(stops) else [-1], np.int32),
+        sampling,
     )
-    limits = np.full(len(prompts), max_new_tokens, np.int32)
-    if mesh is not None:  # in NumPy, and replicated: several processes may hold parts of the target
-        draft_params = jax.device_put(draft_params, NamedSharding(mesh, PartitionSpec()))
-    with full_precision(target), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        ends = stops if len(stops) else np.array([-1], np.int32)
-        state = run(spec, target.params, draft_params, padded, lengths, limits, ends, sampling)
-    return _collect(prompts, state, depth, set(stops.tolist()))
+    return _collect(prompts, state, k, set(stops))
 
 
-def full_precision(model: Model):
-    """A context in which float32 products are float32: on GPUs they have 10 bits of mantissa unless asked for more.
+# ---------------------------------------------------------------- the steps of `generate`
 
-    Losslessness is a float32 rule; a model in fewer bits is computed as JAX does by default.
-    """
-    return jax.default_matmul_precision(
-        "highest" if jnp.dtype(model.config.dtype) == jnp.float32 else None
-    )
+
+def _default_k(head: Model) -> int:
+    """K where none is given."""
+    trained_for = head.config.num_depths or MAX_DEFAULT_K
+    return min(trained_for, MAX_DEFAULT_K)
+
+
+def _chunk_size(prefill_chunk: int | None, sliding_cache: bool) -> int | None:
+    """Prompt tokens per forward; None for whole prompts."""
+    if prefill_chunk is not None and prefill_chunk < 1:
+        next_step = f"leave it out, or use for example {SLIDING_CHUNK}"
+        raise InputError("prefill_chunk", "must be 1 or more", prefill_chunk, next_step)
+    if prefill_chunk is None and sliding_cache:
+        return SLIDING_CHUNK
+    return prefill_chunk
 
 
 def cache_size_for(prompts: Sequence[Sequence[int]], max_new_tokens: int, k: int) -> int:
-    """Size of the cache that `generate` makes when none is named: calls of equal size share a compiled program."""
+    """The cache size that `generate` chooses: calls with equal sizes share a compiled program."""
     return _round_up(_round_up(max(map(len, prompts))) + max_new_tokens + k)
 
 
-def _collect(prompts, state, depth: int, stops: set[int]) -> list[Generation]:
-    output, is_draft, length, drafts, accepted = jax.device_get(
+def _round_up(tokens: int) -> int:
+    """To the next multiple of BUCKET."""
+    return -(-tokens // BUCKET) * BUCKET
+
+
+def _pad(prompts: Sequence[Sequence[int]], cache_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts in one array [B T] with zeros after each, and their lengths [B]."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    width = min(_round_up(int(lengths.max())), cache_size)
+    padded = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return padded, lengths
+
+
+def _check_memory(spec: DecodeSpec, target: Model, padded: np.ndarray) -> None:
+    """Raises InputError where the target's cache would not fit the memory of its devices."""
+    batch, width = padded.shape
+    mesh = mesh_of(target.params)
+    check_cache(
+        target.config.cache_shapes(),
+        batch,
+        spec.cache_size,
+        target.config.kept_dtype,
+        spec.block(width),
+        parts=1 if mesh is None else mesh.size,
+    )
+
+
+def _run_on_devices(
+    spec: DecodeSpec, target: Model, draft_params: Any, *arguments: Any
+) -> DecodeState:
+    """`loop.run` in the target's precision, on the mesh that its parameters are spread over.
+
+    Inputs are NumPy arrays, and the head's parameters are replicated, because each of several
+    processes may hold another part of the target.
+    """
+    mesh = mesh_of(target.params)
+    on_mesh = contextlib.nullcontext()
+    if mesh is not None:
+        on_mesh = jax.set_mesh(mesh)
+        draft_params = jax.device_put(draft_params, NamedSharding(mesh, PartitionSpec()))
+    with full_precision(target), on_mesh:
+        return run(spec, target.params, draft_params, *arguments)
+
+
+def full_precision(model: Model) -> contextlib.AbstractContextManager:
+    """A context in which the products of a float32 model are computed in float32.
+
+    GPUs round the factors of float32 products to 10 bits of mantissa unless told otherwise, and
+    lossless decoding is promised for float32. A model in fewer bits is computed as JAX does by
+    default.
+    """
+    is_float32 = jnp.dtype(model.config.dtype) == jnp.float32
+    return jax.default_matmul_precision("highest" if is_float32 else None)
+
+
+def _collect(
+    prompts: Sequence[Sequence[int]], state: DecodeState, k: int, stop_ids: set[int]
+) -> list[Generation]:
+    """Reads the results from the device, in one transfer."""
+    output, is_draft, lengths, steps, accepted = jax.device_get(
         (state.output, state.is_draft, state.length, state.num_drafts, state.num_accepted_per_pos)
     )
     answers = []
-    for i, prompt in enumerate(prompts):
-        ids = output[i, : length[i]].tolist()
-        steps = int(drafts[i]) if depth else 0
+    for row, prompt in enumerate(prompts):
+        answer = slice(lengths[row])
+        token_ids = output[row, answer].tolist()
+        num_drafts = int(steps[row]) if k else 0
         answers.append(
             Generation(
-                list(prompt),
-                ids,
-                "stop" if ids[-1] in stops else "length",
-                is_draft[i, : length[i]].tolist(),
-                steps,
-                steps * depth,
-                accepted[i].tolist(),
+                prompt_token_ids=list(prompt),
+                output_token_ids=token_ids,
+                finish_reason="stop" if token_ids[-1] in stop_ids else "length",
+                is_draft=is_draft[row, answer].tolist(),
+                num_drafts=num_drafts,
+                num_draft_tokens=num_drafts * k,
+                accepted_per_position=accepted[row].tolist(),
             )
         )
     return answers
 
 
-def check_prompts(prompts, config, new: int, depth: int, cache_size: int | None) -> None:
-    """Raises InputError where a request cannot be served by a target of this `config`."""
+# ---------------------------------------------------------------- checks of the input
+
+
+def make_drafter(head: Model, k: int, method: str | None = None) -> Drafter:
+    """A drafter that runs a draft head.
+
+    Args:
+      k: tokens drafted per step.
+      method: "peagle" or "eagle3". None takes "peagle" for a head that can draft in parallel.
+
+    Raises:
+      InputError: the head cannot draft by that method, or K is below 1.
+    """
+    if k < 1:
+        next_step = "use -k 1 or more, or --method none for plain decoding"
+        raise InputError("K", "at least one token must be drafted per step", k, next_step)
+    if method is None:
+        method = "peagle" if head.config.parallel else "eagle3"
+    if method not in METHODS:
+        rule = f"must be one of {', '.join(METHODS)} or none"
+        raise InputError("method", rule, method, "use peagle for a head with a mask token")
+    if method == "peagle" and not head.config.parallel:
+        rule = "parallel drafting needs a mask token and mask_hidden"
+        raise InputError("drafter", rule, "a head without them", "use --method eagle3")
+    return METHODS[method](head.graph, head.config, k)
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    config: TargetConfig,
+    max_new_tokens: int,
+    k: int,
+    cache_size: int | None,
+) -> None:
+    """Checks that a target can serve a request.
+
+    Args:
+      config: the target's.
+      k: draft tokens per step; 0 for plain decoding.
+      cache_size: positions of the cache; None where `generate` chooses it.
+
+    Raises:
+      InputError: there is no prompt; a prompt is empty, has a token that the target does not know,
+        or does not fit the context or the cache together with its answer.
+    """
     if not prompts:
         raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
-    if new < 1:
-        raise InputError("max_new_tokens", "at least one token must be wanted", new, "ask for more")
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", "must be 1 or more", max_new_tokens, "use 128, say")
     for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise InputError(
-                f"prompt {i}",
-                "must have at least one token",
-                "an empty one",
-                "give it text, or a start token",
-            )
-        if bad := [t for t in prompt if not 0 <= t < config.vocab]:
-            raise InputError(
-                f"prompt {i}",
-                f"token ids must lie in 0..{config.vocab - 1}",
-                bad[0],
-                "use the target's own tokenizer",
-            )
-        if len(prompt) + new > config.context:
-            raise InputError(
-                f"prompt {i}",
-                f"prompt + new tokens must fit the target's context of {config.context} tokens",
-                f"{len(prompt)} + {new}",
-                "shorten it, or ask for fewer tokens",
-            )
-        if cache_size is not None and len(prompt) + new + depth > cache_size:
-            raise InputError(
-                f"prompt {i}",
-                f"prompt + new tokens + K must fit the cache of {cache_size} slots",
-                f"{len(prompt)} + {new} + {depth}",
-                "shorten it, ask for fewer tokens, or raise the cache",
-            )
+        _check_prompt(f"prompt {i}", prompt, config, max_new_tokens, k, cache_size)
 
 
-def _round_up(n: int) -> int:
-    return -(-n // BUCKET) * BUCKET
+def _check_prompt(
+    where: str,
+    prompt: Sequence[int],
+    config: TargetConfig,
+    max_new_tokens: int,
+    k: int,
+    cache_size: int | None,
+) -> None:
+    """Raises InputError where one prompt cannot be served."""
+    if not len(prompt):
+        next_step = "give it text, or a start token"
+        raise InputError(where, "must have at least one token", "an empty one", next_step)
+    unknown = [token for token in prompt if not 0 <= token < config.vocab]
+    if unknown:
+        rule = f"token ids must lie in 0..{config.vocab - 1}"
+        raise InputError(where, rule, unknown[0], "use the target's own tokenizer")
+    if len(prompt) + max_new_tokens > config.context:
+        rule = f"prompt + new tokens must fit the target's context of {config.context} tokens"
+        got = f"{len(prompt)} + {max_new_tokens}"
+        raise InputError(where, rule, got, "shorten the prompt, or ask for fewer new tokens")
+    needed = len(prompt) + max_new_tokens + k
+    if cache_size is not None and needed > cache_size:
+        rule = f"prompt + new tokens + K must fit the cache of {cache_size} slots"
+        got = f"{len(prompt)} + {max_new_tokens} + {k}"
+        next_step = f"raise cache_size to {needed}, or ask for fewer new tokens"
+        raise InputError(where, rule, got, next_step)

@@ -1,91 +1,105 @@
-"""Acceptance rules: which drafts the target keeps, and the token it adds. A scan over the K+1 verified positions.
+"""Acceptance rules: which drafts are kept, and which token the target adds after them.
 
-The forward pass is over when this begins: one target call has read the whole block.
+The target's forward over [last token, drafts] is done before; see `loop.verify_forward`. Each rule
+scans the positions in order, because a draft counts only if all drafts before it were accepted.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.decode.sampling import draw, probabilities
+from peagle_jax.decode.sampling import probabilities, sample
 from peagle_jax.types import SamplingParams
 
 
 def verify_greedy(
-    drafts: Int[Array, "B K"], wanted: Int[Array, "B R"]
+    drafts: Int[Array, "B K"], target_argmax: Int[Array, "B R"]
 ) -> tuple[Int[Array, "B R"], Int[Array, " B"]]:
-    """Keeps the drafts up to the first that is not the target's argmax.
+    """Accepts the drafts before the first that differs from the target's argmax.
 
     Args:
-      drafts: proposed tokens; draft i stands where position i predicts.
-      wanted: the target's argmax at the R = K+1 positions of [last token, drafts].
+      drafts: draft i is a guess of the token that position i predicts.
+      target_argmax: what the R = K + 1 positions of [last token, drafts] predict.
 
     Returns:
-      tokens, of which `accepted + 1` are to be emitted, and accepted, 0..K a row.
+      Tokens, of which the first `accepted + 1` are committed, and `accepted`, 0 to K per row.
 
     Example:
-      drafts [5 6 7], wanted [5 6 9 2] -> tokens [5 6 9 .], accepted 2.
+      drafts [5 6 7] and target_argmax [5 6 9 2] give tokens [5 6 9 .] and accepted 2.
     """
 
-    def position(alive, seen):
-        want, draft = seen
-        alive &= draft == want
-        return alive, alive
+    def verify_position(still_accepting, position):
+        wanted, draft = position
+        still_accepting &= draft == wanted
+        return still_accepting, still_accepting
 
-    # unrolled: on a GPU a round of a loop costs several launches, and these are a few numbers
-    _, kept = jax.lax.scan(
-        position, jnp.ones(len(drafts), bool), (wanted[:, :-1].T, drafts.T), unroll=True
+    # unrolled: on a GPU a round of a loop is several launches, and there are few numbers here
+    _, is_accepted = jax.lax.scan(
+        verify_position,
+        jnp.ones(len(drafts), bool),
+        (target_argmax[:, :-1].T, drafts.T),
+        unroll=True,
     )
-    return wanted, kept.sum(axis=0, dtype=jnp.int32)
+    return target_argmax, is_accepted.sum(axis=0, dtype=jnp.int32)
 
 
 def verify_sampled(
     drafts: Int[Array, "B K"],
     draft_logits: Float[Array, "B K V"] | None,
     logits: Float[Array, "B R V"],
-    how: SamplingParams,
+    sampling: SamplingParams,
 ) -> tuple[Int[Array, "B R"], Int[Array, " B"]]:
-    """Speculative sampling (arXiv:2211.17192): the emitted tokens are distributed as the target samples.
+    """Speculative sampling (arXiv:2211.17192): committed tokens are distributed as the target's.
 
-    Draft x is kept with probability min(1, p(x)/q(x)); the first one refused is replaced by a sample of
-    normalize(max(p - q, 0)), and if all are kept one more is sampled from p.
+    With p the target's and q the draft's probability, draft x is accepted with probability
+    min(1, p(x) / q(x)). The first one refused is replaced by a sample of normalize(max(p - q, 0)).
+    If all are accepted, one more token is sampled from p.
 
     Args:
-      draft_logits: what the drafts were sampled from (under `how`), over the target's vocabulary; None when they were
-        chosen greedily, so that q is one-hot.
-      how: its keys must be fresh for this step.
+      drafts: proposed tokens.
+      draft_logits: what the drafts were sampled from (with the same `sampling`), over the target's
+        vocabulary; None for drafts that are argmaxes, which makes q one-hot.
+      logits: the target's, at the R = K + 1 positions of [last token, drafts].
+      sampling: its keys must be fresh for this step.
+
+    Returns:
+      Tokens, of which the first `accepted + 1` are committed, and `accepted`, 0 to K per row.
     """
     B, R, V = logits.shape
-    keys = jax.vmap(lambda key: jax.random.split(key, (R, 2)))(how.key)
+    # two keys per position: one decides about the draft, one samples what replaces it
+    keys = jax.vmap(lambda key: jax.random.split(key, (R, 2)))(sampling.key)
 
-    def position(alive, seen):
-        target, draft, q, key = seen
-        p = probabilities(target, how)
+    def verify_position(still_accepting, position):
+        target_logits, draft, q, key = position
+        p = probabilities(target_logits, sampling)
 
-        def at(probs):
+        def of_draft(probs):
             return jnp.take_along_axis(probs, jnp.maximum(draft, 0)[:, None], axis=1)[:, 0]
 
         uniform = jax.vmap(jax.random.uniform)(key[:, 0])
-        alive &= (draft >= 0) & (uniform * at(q) < at(p))
+        still_accepting &= (draft >= 0) & (uniform * of_draft(q) < of_draft(p))
         residual = jnp.maximum(p - q, 0)
         total = residual.sum(axis=-1, keepdims=True)
-        # p == q leaves no residual, and cannot be refused either except by rounding
-        other = draw(key[:, 1], jnp.where(total > 0, residual / jnp.where(total > 0, total, 1), p))
-        return alive, (jnp.where(alive, draft, other), alive)
+        # where p equals q nothing is left; then only rounding can have refused the draft
+        normalized = jnp.where(total > 0, residual / jnp.where(total > 0, total, 1), p)
+        replacement = sample(key[:, 1], normalized)
+        tokens = jnp.where(still_accepting, draft, replacement)
+        return still_accepting, (tokens, still_accepting)
 
     if draft_logits is None:
         q = jax.nn.one_hot(drafts, V)
     else:
-        q = jax.vmap(probabilities, (1, None), 1)(draft_logits, how)
+        q = jax.vmap(probabilities, (1, None), 1)(draft_logits, sampling)
 
-    def bonus(x, value):
+    def with_bonus(x, value):
+        """Adds position K, which has no draft: its replacement is the token sampled from p."""
         return jnp.concatenate([x, jnp.full((B, 1, *x.shape[2:]), value, x.dtype)], axis=1)
 
-    by_position = (
+    positions = (
         jnp.moveaxis(logits, 1, 0),
-        bonus(drafts, -1).T,
-        jnp.moveaxis(bonus(q, 0), 1, 0),
+        with_bonus(drafts, -1).T,
+        jnp.moveaxis(with_bonus(q, 0), 1, 0),
         jnp.moveaxis(keys, 1, 0),
     )
-    _, (tokens, kept) = jax.lax.scan(position, jnp.ones(B, bool), by_position)
-    return tokens.T.astype(jnp.int32), kept.sum(axis=0, dtype=jnp.int32)
+    _, (tokens, is_accepted) = jax.lax.scan(verify_position, jnp.ones(B, bool), positions)
+    return tokens.T.astype(jnp.int32), is_accepted.sum(axis=0, dtype=jnp.int32)

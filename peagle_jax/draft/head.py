@@ -1,9 +1,12 @@
-"""The draft head (arXiv:2503.01840, arXiv:2602.01469): fused taps and tokens in, draft logits out.
+"""The draft head (arXiv:2503.01840, arXiv:2602.01469).
 
-Reads top to bottom: config, layers, head. Semantics follow vLLM 0.33 llama_eagle3.py and speculators 0.9.
+Fused hidden states of the target and tokens go in, logits over the draft vocabulary come out. The
+file reads top to bottom: configuration, layers, head. Semantics follow llama_eagle3.py of vLLM 0.33
+and speculators 0.9.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +23,42 @@ from peagle_jax.types import Attend, CacheShape, KVCache, Model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Shape and options of one draft head. Every field is read below or by the exporter."""
+    """Shape and options of one draft head.
 
-    vocab: int  # of the target, and of the head's own embedding
-    draft_vocab: (
-        int  # of lm_head; smaller than `vocab` when the head drafts from a reduced vocabulary
-    )
+    Attributes:
+      vocab: V, of the target and of the head's own embedding.
+      draft_vocab: W, of `lm_head`; smaller than `vocab` where the head drafts from a reduced
+        vocabulary.
+      dim: D, the head's width.
+      layers: how many there are.
+      mlp_dim: width inside the MLPs.
+      heads: N, query heads.
+      kv_heads: G, heads of keys and values.
+      head_dim: H.
+      rope: the rotary embedding.
+      norm_eps: epsilon of every norm.
+      context: longest sequence (`max_position_embeddings`).
+      target_dim: width of one aux hidden state.
+      aux_hidden_state_layers: which hidden states of the target the head reads, in vLLM's
+        numbering: id i is the residual stream BEFORE layer i, 0 the embedding.
+      mask_token: the token id of placeholders; None for a head that only drafts autoregressively.
+      num_depths: K, for which the head was trained; None where its folder does not say.
+      placeholder_hidden: a name in `placeholders.HIDDEN_DESIGNS`. Like the next, it means nothing
+        where there is no mask token.
+      placeholder_token: a name in `placeholders.TOKEN_DESIGNS`.
+      qk_norm: norms of queries and keys, as Qwen3 has them.
+      attention_bias: biases in attention.
+      norm_before_residual: the first layer's residual is the normed hidden state.
+      norm_before_fc: one norm over all aux hidden states, before `fc`.
+      fc_norm: one norm over each aux hidden state, before `fc`.
+      norm_output: autoregressive drafting feeds back the hidden state AFTER the final norm
+        (EAGLE-3.1).
+      windows: sliding window of each layer, in tokens; None for full attention.
+      dtype: of parameters and activations.
+    """
+
+    vocab: int
+    draft_vocab: int
     dim: int
     layers: int
     mlp_dim: int
@@ -34,45 +67,42 @@ class HeadConfig:
     head_dim: int
     rope: Rope
     norm_eps: float
-    context: int  # max_position_embeddings
-    target_dim: int  # width of one tap
-    aux_hidden_state_layers: tuple[
-        int, ...
-    ]  # id i is the target's residual stream BEFORE layer i (vLLM's numbering)
-    mask_token: (
-        int | None
-    )  # the placeholder's token; None for a head that only drafts autoregressively
-    num_depths: int | None  # K it was trained for; None where its folder does not say
-    placeholder_hidden: (
-        str  # of `placeholders.HIDDEN`; without meaning where there is no mask token, as the next
-    )
-    placeholder_token: str  # of `placeholders.TOKEN`
-    qk_norm: bool  # Qwen3-style attention
+    context: int
+    target_dim: int
+    aux_hidden_state_layers: tuple[int, ...]
+    mask_token: int | None
+    num_depths: int | None
+    placeholder_hidden: str
+    placeholder_token: str
+    qk_norm: bool
     attention_bias: bool
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
-    norm_output: bool  # EAGLE-3.1: the autoregressive feedback is post-norm
-    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens
+    norm_output: bool
+    windows: tuple[int | None, ...]
     dtype: DTypeLike
 
     @property
     def parallel(self) -> bool:
-        """Whether the head can draft in parallel: it has a mask token and `mask_hidden`."""
+        """Whether the head can draft in parallel: it has a mask token and placeholders."""
         return self.mask_token is not None
 
     @property
     def sizes(self) -> placeholders.Sizes:
+        """What the parameters of its placeholders are sized by."""
         return placeholders.Sizes(
-            len(self.aux_hidden_state_layers) * self.target_dim,
-            self.dim,
-            max(1, (self.num_depths or 2) - 1),
+            aux_dim=len(self.aux_hidden_state_layers) * self.target_dim,
+            dim=self.dim,
+            num_placeholders=max(1, (self.num_depths or 2) - 1),
         )
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
-        shape = CacheShape(
-            tuple(range(self.layers)), self.kv_heads, self.head_dim, None
-        )  # windows by mask: a head's cache is small
+        """A KV cache of the head's layers.
+
+        Sliding windows are applied by the attention mask: the cache is too small for rings to pay.
+        """
+        shape = CacheShape(tuple(range(self.layers)), self.kv_heads, self.head_dim, None)
         return KVCache.empty((shape,), batch, slots, self.dtype)
 
 
@@ -81,7 +111,10 @@ class Buffer(nnx.Variable):
 
 
 class DraftLayer(nnx.Module):
-    """A Llama layer; the first one has attention of double width, over concat(norm(embedding), norm(feature))."""
+    """A Llama layer. The first one has attention of double width.
+
+    Its input is concat(norm(embedding), norm(fused hidden state)).
+    """
 
     def __init__(self, cfg: HeadConfig, index: int, *, rngs: nnx.Rngs):
         width = 2 * cfg.dim if index == 0 else cfg.dim
@@ -105,20 +138,34 @@ class DraftLayer(nnx.Module):
         self.mlp = MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
         self.norm_before_residual = cfg.norm_before_residual
 
-    def __call__(self, x, embeddings, positions, layer: int, attend: Attend, state):
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        embeddings: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        layer: int,
+        attend: Attend,
+        state: Any,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Only the first layer reads `embeddings`."""
         if self.hidden_norm is None:
-            inner, residual = self.input_norm(x), x
+            attn_input, residual = self.input_norm(x), x
         else:
             normed = self.hidden_norm(x)
-            inner = jnp.concatenate([self.input_norm(embeddings), normed], axis=-1)
+            attn_input = jnp.concatenate([self.input_norm(embeddings), normed], axis=-1)
             residual = normed if self.norm_before_residual else x
-        y, state = self.attn(inner, positions, layer, attend, state)
+        y, state = self.attn(attn_input, positions, layer, attend, state)
         x = residual + y
         return x + self.mlp(self.mlp_norm(x)), state
 
 
 class DraftHead(nnx.Module):
-    """The whole head. Attention is an argument, so one module serves cached drafting and packed training."""
+    """The whole head; decoding and training give it different attention.
+
+    Args:
+      cfg: shape and options.
+      rngs: for the initial values.
+    """
 
     def __init__(self, cfg: HeadConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -133,26 +180,26 @@ class DraftHead(nnx.Module):
             dtype=cfg.dtype,
             rngs=rngs,
         )
-        keys = iter(
-            jax.random.split(rngs.params(), 8)
-        )  # one draw for all of a placeholder: layers begin alike whatever its design
+        # One draw for all parameters of a placeholder, so that layers begin alike with any design.
+        keys = iter(jax.random.split(rngs.params(), 8))
 
-        def small(shape):
+        def small_param(shape: tuple[int, ...]) -> nnx.Param:
             return nnx.Param(0.02 * jax.random.normal(next(keys), shape).astype(cfg.dtype))
 
-        reads = cfg.parallel and placeholders.HIDDEN_DESIGNS[cfg.placeholder_hidden].mask_hidden
-        self.mask_hidden = small((cfg.sizes.aux_dim,)) if reads else None
-        own = placeholders.own_shapes(cfg, cfg.sizes) if cfg.parallel else {}
-        self.placeholder = (
-            nnx.Dict({name: small(shape) for name, shape in own.items()}) if own else None
-        )
+        mask_hidden = placeholder = None
+        if cfg.parallel:
+            if placeholders.HIDDEN_DESIGNS[cfg.placeholder_hidden].mask_hidden:
+                mask_hidden = small_param((cfg.sizes.aux_dim,))
+            if shapes := placeholders.own_shapes(cfg, cfg.sizes):
+                params = {name: small_param(shape) for name, shape in shapes.items()}
+                placeholder = nnx.Dict(params)
+        self.mask_hidden, self.placeholder = mask_hidden, placeholder
         self.layers = nnx.List([DraftLayer(cfg, i, rngs=rngs) for i in range(cfg.layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
         self.lm_head = Linear(cfg.dim, cfg.draft_vocab, dtype=cfg.dtype, rngs=rngs)
-        # target id = draft id + d2t[draft id]; absent at full vocabulary, where it would be zero
-        self.d2t = (
-            Buffer(jnp.zeros(cfg.draft_vocab, jnp.int32)) if cfg.draft_vocab != cfg.vocab else None
-        )
+        # Target id = draft id + d2t[draft id]. At full vocabulary it would be zero, and is absent.
+        is_reduced = cfg.draft_vocab != cfg.vocab
+        self.d2t = Buffer(jnp.zeros(cfg.draft_vocab, jnp.int32)) if is_reduced else None
 
     def __call__(
         self,
@@ -160,14 +207,15 @@ class DraftHead(nnx.Module):
         fused: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         attend: Attend,
-        state,
-    ):
-        """Runs rows of (token embedding, fused feature, position).
+        state: Any,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Runs the layers over rows of (token embedding, fused hidden state, position).
 
-        Row i carries the token one AHEAD of its feature and predicts the token after that (peagle.md, section 3).
+        A row carries the token that comes AFTER its hidden state, and predicts the token after
+        that one (arXiv:2503.01840, section 3).
 
         Returns:
-          The residual stream before the final norm [B T D], and the attention state.
+          The residual stream before the final norm, and the attention state.
         """
         x = fused
         for i, layer in enumerate(self.layers):
@@ -175,18 +223,19 @@ class DraftHead(nnx.Module):
         return x, state
 
     def fuse(self, aux_hidden_states: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:
+        """Aux hidden states of the target in the head's width."""
         return self.fusion(aux_hidden_states)
 
     def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
-        """Over the draft vocabulary."""
+        """Logits over the draft vocabulary, from the residual stream."""
         return self.lm_head(self.norm(hidden))
 
     def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
-        """The argmax of `logits`."""
+        """The argmax of `compute_logits`, which a kernel may find without writing them."""
         return self.lm_head.argmax_logits(self.norm(hidden))
 
     def feedback(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """What stands in the place of the feature when the head drafts autoregressively."""
+        """What stands in the place of the fused hidden state in autoregressive drafting."""
         return self.norm(hidden) if self.cfg.norm_output else hidden
 
     def target_ids(self) -> Int[Array, " W"]:
@@ -199,24 +248,26 @@ def random_head(
     config: HeadConfig,
     *,
     seed: int,
-    embedding: jax.Array,
-    output: jax.Array,
-    ids: np.ndarray | None,
+    embedding: Float[Array, "V E"],
+    output: Float[Array, "E V"],
+    ids: Int[np.ndarray, " W"] | None,
 ) -> Model:
-    """A head to train: random layers, the target's embedding and output rows where the widths agree.
+    """A head to train: random layers, and the target's embedding and output matrix.
 
     Args:
-      embedding: of the target [V E]; copied when E is the head's width.
-      output: the target's output matrix [E V], likewise, its columns restricted to the draft vocabulary.
+      config: of the head.
+      seed: of the random layers.
+      embedding: of the target; copied if E is the head's width, D.
+      output: the target's output matrix, likewise; its columns are restricted to the draft
+        vocabulary.
       ids: target ids of a reduced draft vocabulary; None at full vocabulary.
     """
-    head = Model.of(DraftHead(config, rngs=nnx.Rngs(seed)), config)
+    head = Model.from_module(DraftHead(config, rngs=nnx.Rngs(seed)), config)
     params = dict(head.params)
     if ids is not None:
         params["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
     if embedding.shape[1] == config.dim:
+        columns = output if ids is None else output[:, ids]
         params["embed"] = {"table": jnp.asarray(embedding, config.dtype)}
-        params["lm_head"] = {
-            "kernel": jnp.asarray(output if ids is None else output[:, ids], config.dtype)
-        }
+        params["lm_head"] = {"kernel": jnp.asarray(columns, config.dtype)}
     return dataclasses.replace(head, params=params)

@@ -1,168 +1,211 @@
-"""Where a head's training starts: at random, from its target's last layer, or from another head; and what placeholders begin as."""
+"""What a head's parameters are before training.
+
+Its layers are random, copies of its target's last layer (`init: target` of a recipe), or those of a
+trained head (`init_from`). Placeholders begin as ordinary aux hidden states and tokens.
+"""
 
 import dataclasses
+from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from peagle_jax.draft.head import HeadConfig
-from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, TOKEN_DESIGNS
+from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, TOKEN_DESIGNS, InitInputs
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flatten_params, unflatten_params
 
-FC_NOISE = 0.1  # of the random fusion that stays beside the identity on the last tap
+# How much of the random fusion stays beside the identity on the last aux hidden state.
+FC_NOISE = 0.1
+SMALL = 0.02  # standard deviation of what begins at random
+SAME_AS_TARGET = ("dim", "heads", "kv_heads", "head_dim", "attention_bias")
 
 
 def init_from_target(head: Model, target: Model) -> Model:
-    """A head that begins as the target's last layer reading the last tap, which learns several times faster (LOG.md).
+    """A head that begins as the target's last layer, reading the last aux hidden state.
 
-    Every layer gets the target's last MLP, norm and attention; the first one, whose attention is twice as wide, on its
-    feature half. A narrower MLP gets the neurons of largest weights. `fc` passes the last tap on. The final norm is the
-    target's.
+    It learns several times faster than a random one (LOG.md). Every layer gets the target's last
+    MLP, norm and attention; in the first layer, whose attention is twice as wide, they read its
+    hidden-state half. A narrower MLP gets the neurons of largest weights. `fc` passes the last aux
+    hidden state on. The final norm is the target's.
 
     Args:
       head: from `random_head`; what is not named above stays as it is.
+      target: the head's target.
 
     Raises:
       InputError: the head's layers have another shape than the target's, or a wider MLP.
     """
-    cfg, last = head.config, target.params["blocks"][max(target.params["blocks"])]
+    cfg, blocks = head.config, target.params["blocks"]
+    last = blocks[max(blocks)]
     _check_shapes(cfg, target)
-    attention = {
-        name: last["attn"][name]
-        for name in (*"qkvo", *(("q_norm", "k_norm") if cfg.qk_norm else ()))
-    }
+    names = [*"qkvo", *(("q_norm", "k_norm") if cfg.qk_norm else ())]
+    attention = {name: last["attn"][name] for name in names}
     mlp = _largest_neurons(last["mlp"], cfg.mlp_dim)
     params = jax.tree.map(lambda x: x, head.params)  # a copy of the containers
     for index, layer in params["layers"].items():
         layer |= {"mlp": mlp, "mlp_norm": last["mlp_norm"]}
         if index > 0:
             layer |= {"attn": {**layer["attn"], **attention}, "input_norm": last["attn_norm"]}
-            continue
-        wide = {
-            name: {
-                **old,
-                "kernel": jnp.concatenate([old["kernel"][: cfg.dim], last["attn"][name]["kernel"]]),
-            }
-            for name, old in layer["attn"].items()
-            if name in ("q", "k", "v")
-        }
-        layer["attn"] = {**layer["attn"], **wide, "o": last["attn"]["o"]}
+        else:
+            layer["attn"] = _widened_attention(layer["attn"], last["attn"], cfg.dim)
     fc = params["fusion"]["fc"]["kernel"]
-    params["fusion"]["fc"]["kernel"] = (
-        (FC_NOISE * fc).at[-cfg.dim :].add(jnp.eye(cfg.dim, dtype=fc.dtype))
-    )
+    identity = jnp.eye(cfg.dim, dtype=fc.dtype)
+    params["fusion"]["fc"]["kernel"] = (FC_NOISE * fc).at[-cfg.dim :].add(identity)
     params["norm"] = target.params["norm"]
-    return dataclasses.replace(head, params=_as(head.params, params))
+    return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
 
 
 def init_placeholders(
     head: Model, mean_aux_hidden_states: Float[Array, " A"] | None, *, seed: int
 ) -> Model:
-    """Placeholders begin as what is most ordinary: the mean token embedding, and `mean_taps`; each design says in which form.
+    """Placeholders begin as what is most ordinary, in the form that each design has for it.
+
+    The hidden side begins as the mean of the target's aux hidden states, and the token side as the
+    mean token embedding.
 
     Args:
-      head: its embedding and fusion are what they will begin with.
-      mean_taps: mean of the target's taps over some text; None begins with a small random vector.
+      head: with the embedding and the fusion that its training begins with.
+      mean_aux_hidden_states: over some text; None begins with small random numbers, and leaves the
+        mask token's row as it is.
+      seed: of random numbers.
     """
     cfg = head.config
-    module = head.bind(head.params)
-    table, draw = module.embed.table[...], jax.random.split(jax.random.key(seed))
-    like = (
-        0.02 * jax.random.normal(draw[0], (cfg.sizes.aux_dim,))
-        if mean_aux_hidden_states is None
-        else mean_aux_hidden_states
+    module = cast(DraftHead, head.bind(head.params))
+    table = module.embed.table[...]
+    keys = jax.random.split(jax.random.key(seed))
+    if mean_aux_hidden_states is None:
+        aux_hidden_states = SMALL * jax.random.normal(keys[0], (cfg.sizes.aux_dim,))
+    else:
+        aux_hidden_states = mean_aux_hidden_states
+    inputs = InitInputs(
+        sizes=cfg.sizes,
+        aux_hidden_states=aux_hidden_states.astype(cfg.dtype),
+        fuse=module.fuse,
+        mask_embedding=table[cfg.mask_token],
+        mean_embedding=table.mean(axis=0),
+        key=keys[1],
     )
-    row, mean = table[cfg.mask_token], table.mean(axis=0)
-    own = {}
-    for design in (HIDDEN_DESIGNS[cfg.placeholder_hidden], TOKEN_DESIGNS[cfg.placeholder_token]):
-        own |= design.init(cfg.sizes, like.astype(cfg.dtype), module.fuse, row, mean, draw[1])
+    hidden = HIDDEN_DESIGNS[cfg.placeholder_hidden].init(inputs)
+    token = TOKEN_DESIGNS[cfg.placeholder_token].init(inputs)
+    placeholder = {**hidden, **token}
     params = dict(head.params)
-    if "mask_hidden" in own:
-        params["mask_hidden"] = own.pop("mask_hidden")
-    if own:
-        params["placeholder"] = own
+    if "mask_hidden" in placeholder:
+        params["mask_hidden"] = placeholder.pop("mask_hidden")
+    if placeholder:
+        params["placeholder"] = placeholder
     if mean_aux_hidden_states is not None and cfg.placeholder_token == "mask":
-        params["embed"] = {"table": table.at[cfg.mask_token].set(mean)}
-    return dataclasses.replace(head, params=_as(head.params, params))
+        params["embed"] = {"table": table.at[cfg.mask_token].set(inputs.mean_embedding)}
+    return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
 
 
-def _check_shapes(cfg: HeadConfig, target: Model) -> None:
-    last = target.params["blocks"][max(target.params["blocks"])]
-    if (
-        {"attn_norm", "attn", "mlp_norm", "mlp"} != last.keys()
-        or "gate" not in last["mlp"]
-        or "sinks" in last["attn"]
-    ):
-        rule = "the target's last layer must be one that a head has: pre-norm, without sinks, with a gated MLP"
-        raise InputError(
-            "start: target",
-            rule,
-            type(target.config).__name__.removesuffix("Config"),
-            "use start: random",
-        )
-    target = target.config
-    for name in ("dim", "heads", "kv_heads", "head_dim", "attention_bias"):
-        mine, theirs = getattr(cfg, name), getattr(target, name)
-        if mine != theirs:
-            raise InputError(
-                "start: target",
-                f"the head's {name} must be the target's, {theirs}",
-                mine,
-                "use start: random",
-            )
-    if cfg.mlp_dim > target.mlp_dim:
-        rule = f"the head's mlp_dim must be at most the target's, {target.mlp_dim}"
-        raise InputError("start: target", rule, cfg.mlp_dim, "use start: random")
+def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
+    """Takes over a trained head's parameters, wherever both heads have one of that name and shape.
 
-
-def _largest_neurons(mlp: Params, count: int) -> Params:
-    """The `count` neurons of a gated MLP whose three weight vectors have the largest product of norms, in their order."""
-
-    def norm(name, axis):
-        return jnp.linalg.norm(mlp[name]["kernel"].astype(jnp.float32), axis=axis)
-
-    kept = jnp.sort(jax.lax.top_k(norm("gate", 0) * norm("up", 0) * norm("down", 1), count)[1])
-
-    def take(name, axis):
-        return {"kernel": jnp.take(mlp[name]["kernel"], kept, axis=axis)}
-
-    return {"gate": take("gate", 1), "up": take("up", 1), "down": take("down", 0)}
-
-
-def _as(like: Params, params: Params) -> Params:
-    """`params` in the dtypes of `like`."""
-    return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), like, params)
-
-
-def init_from_head(head: Model, trained: Model, where) -> Model:
-    """`trained`'s parameters in the place of `head`'s, wherever both have one of that name and shape.
+    Args:
+      head: the new head; its other parameters stay as they are.
+      trained: the head to take them from.
+      where: the trained head's folder, for errors.
 
     Raises:
-      InputError: they have none in common, or read other taps.
+      InputError: they have no parameter in common, or read other aux hidden states.
     """
     if trained.config.aux_hidden_state_layers != head.config.aux_hidden_state_layers:
-        rule = (
-            f"a head to start from must read the taps {list(head.config.aux_hidden_state_layers)}"
-        )
+        wanted = list(head.config.aux_hidden_state_layers)
+        trained_with = list(trained.config.aux_hidden_state_layers)
         raise InputError(
             where,
-            rule,
-            list(trained.config.aux_hidden_state_layers),
-            "use another, or set head.taps",
+            f"a head to start from must read the aux hidden states of layers {wanted}",
+            trained_with,
+            f"use another head, or set head.aux_hidden_state_layers: {trained_with}",
         )
     old, new = dict(flatten_params(trained.params)), dict(flatten_params(head.params))
-    taken = {
+    common = {
         path: old[path]
         for path, leaf in new.items()
         if path in old and old[path].shape == leaf.shape
     }
-    if not taken:
+    if not common:
         raise InputError(
             where,
             "a head to start from must have parameters of the new one's shape",
             "none",
-            "use one of the same width",
+            "set init_from to a head of the same width",
         )
-    return dataclasses.replace(head, params=_as(head.params, unflatten_params({**new, **taken})))
+    params = unflatten_params({**new, **common})
+    return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
+
+
+def _check_shapes(cfg: HeadConfig, target: Model) -> None:
+    """Raises InputError unless a head's layer can be a copy of the target's last one."""
+    blocks = target.params["blocks"]
+    last = blocks[max(blocks)]
+    is_like_a_heads = (
+        last.keys() == {"attn_norm", "attn", "mlp_norm", "mlp"}
+        and "gate" in last["mlp"]
+        and "sinks" not in last["attn"]
+    )
+    if not is_like_a_heads:
+        raise InputError(
+            "init: target",
+            "the target's last layer must be one that a head has: pre-norm, without sinks, with a "
+            "gated MLP",
+            type(target.config).__name__.removesuffix("Config"),
+            "set init: random",
+        )
+    for name in SAME_AS_TARGET:
+        value, targets = getattr(cfg, name), getattr(target.config, name)
+        if value != targets:
+            # attention_bias is no key of a recipe: a new head has none
+            is_key = name != "attention_bias"
+            next_step = f"set head.{name}: {targets}, or init: random"
+            raise InputError(
+                f"init: target, head.{name}",
+                f"the head's {name} must be the target's, {targets}",
+                value,
+                next_step if is_key else "set init: random",
+            )
+    if cfg.mlp_dim > target.config.mlp_dim:
+        raise InputError(
+            "init: target, head.mlp_dim",
+            f"the head's mlp_dim must be at most the target's, {target.config.mlp_dim}",
+            cfg.mlp_dim,
+            f"set head.mlp_dim: {target.config.mlp_dim}, or init: random",
+        )
+
+
+def _widened_attention(attention: Params, last: Params, dim: int) -> Params:
+    """Attention of the first layer, whose queries, keys and values read [embedding, hidden state].
+
+    The half of the embedding stays as it is; that of the hidden state becomes the target's.
+    """
+    widened = {}
+    for name in ("q", "k", "v"):
+        old, targets = attention[name], last[name]["kernel"]
+        widened[name] = {**old, "kernel": jnp.concatenate([old["kernel"][:dim], targets])}
+    return {**attention, **widened, "o": last["o"]}
+
+
+def _largest_neurons(mlp: Params, count: int) -> Params:
+    """The `count` neurons of a gated MLP with the largest weights, in their order.
+
+    The size of a neuron is the product of the norms of its three weight vectors.
+    """
+
+    def norms(name: str, axis: int) -> Float[Array, " M"]:
+        return jnp.linalg.norm(mlp[name]["kernel"].astype(jnp.float32), axis=axis)
+
+    sizes = norms("gate", 0) * norms("up", 0) * norms("down", 1)
+    largest = jnp.sort(jax.lax.top_k(sizes, count)[1])
+
+    def take(name: str, axis: int) -> Params:
+        return {"kernel": jnp.take(mlp[name]["kernel"], largest, axis=axis)}
+
+    return {"gate": take("gate", 1), "up": take("up", 1), "down": take("down", 0)}
+
+
+def _with_dtypes_of(like: Params, params: Params) -> Params:
+    """`params` in the dtypes of `like`."""
+    return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), like, params)

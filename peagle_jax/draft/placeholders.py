@@ -1,13 +1,23 @@
-"""Placeholders: what a multi-token position sees in place of a token and a feature that do not exist yet.
+"""Placeholders: what the head reads where a token and its hidden states do not exist yet.
 
-A design is two small functions of one slot, one for each side: (head, slot) -> the feature [D], and -> the token's embedding [D].
-`rows` vmaps them over slots. Decoding and training build their placeholder rows here, so an ablation names another function.
-Whether a design can be served by vLLM, which knows only the paper's, is checkpoints/export_placeholders.py's to say.
+P-EAGLE drafts K - 1 of its K tokens from placeholders. A placeholder row has two sides, the fused
+hidden state [D] and the token's embedding [D]. A design fills one of the sides, and a head has one
+design for each (`placeholder:` of a recipe). Decoding and training both build their rows here.
+
+To add a design:
+1. Write its functions below; the design nearest to yours is a start. The one that fills a row is
+   needed. One for the shapes of its parameters and one for their initial values are needed where
+   it has parameters.
+2. Give it an entry in `HIDDEN_DESIGNS` or `TOKEN_DESIGNS`. From then on recipes can name it.
+3. Say in peagle_jax/checkpoints/export_placeholders.py (`HIDDEN_EXPORTS` or `TOKEN_EXPORTS`) and
+   in docs/checkpoints.md whether vLLM can express it. Until then its export is refused.
+4. Describe it a second time, in NumPy, in tests/designs.py: tests of training, decoding and export
+   run over all designs that are listed there.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,184 +29,377 @@ RANK = 4  # of `low_rank`
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One placeholder row: its depth, 1 or more, and the last real row before it (its anchor's)."""
+    """One placeholder row, or several.
+
+    Attributes:
+      depth: 1 or more; how far it is behind the last real row, its anchor.
+      token: embedding of the anchor's token.
+      fused: fused hidden state of the anchor.
+    """
 
     depth: Int[Array, "*slots"]
-    token: Float[Array, "*slots D"]  # embedding of that row's token
-    fused: Float[Array, "*slots D"]  # its fused feature
+    token: Float[Array, "*slots D"]
+    fused: Float[Array, "*slots D"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the parameters of a design are sized by."""
+    """What the parameters of a design are sized by.
 
-    aux_dim: int  # A
-    dim: int  # D
-    num_placeholders: int  # K - 1 placeholder rows; drafting more of them repeats the last one's
+    Attributes:
+      aux_dim: A, the width of the concatenated aux hidden states.
+      dim: D, the head's width.
+      num_placeholders: K - 1, the depths of placeholders. Drafting more tokens than the head was
+        trained for repeats the last depth.
+    """
+
+    aux_dim: int
+    dim: int
+    num_placeholders: int
 
 
-Fill = Callable[[Any, Slot], Float[Array, " D"]]
-Shapes = Callable[[Sizes], dict[str, tuple[int, ...]]]
-# (sizes, what a placeholder may begin as in tap space [A], fuse, the embedding of the mask token [D], the mean embedding [D], key)
-Initializer = Callable[..., dict[str, Float[Array, "..."]]]
+@dataclasses.dataclass(frozen=True)
+class InitInputs:
+    """What the parameters of a design may begin as.
+
+    Attributes:
+      sizes: of the parameters.
+      aux_hidden_states: the mean over some text, or small random numbers.
+      fuse: the head's fusion, [.., A] -> [.., D].
+      mask_embedding: the mask token's row of the embedding.
+      mean_embedding: the mean over all tokens.
+      key: for random numbers.
+    """
+
+    sizes: Sizes
+    aux_hidden_states: Float[Array, " A"]
+    fuse: Callable[[Float[Array, "*rows A"]], Float[Array, "*rows D"]]
+    mask_embedding: Float[Array, " D"]
+    mean_embedding: Float[Array, " D"]
+    key: Array
+
+
+@runtime_checkable
+class PlaceholderHead(Protocol):
+    """What a design may read of a `DraftHead`.
+
+    `mask_hidden` [A] and the parameters in `placeholder` are NNX variables: `[...]` reads them.
+    """
+
+    cfg: Any
+    embed: Any
+    mask_hidden: Any
+    placeholder: Any
+
+    def fuse(self, aux_hidden_states: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]: ...
+
+
+Fill = Callable[[PlaceholderHead, Slot], Float[Array, " D"]]
+DesignParams = dict[str, Float[Array, "..."]]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def no_shapes(sizes: Sizes) -> Shapes:
+    """Of a design without parameters of its own."""
+    return {}
+
+
+def no_params(inputs: InitInputs) -> DesignParams:
+    """Of a design without parameters to initialize."""
+    return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Design:
-    """One side of a placeholder: how it fills a slot, and parameters of its own beside those that every head has."""
+    """One side of a placeholder.
+
+    Attributes:
+      about: a line for people.
+      fill: (head, one placeholder) -> what stands there [D].
+      shapes: the design's own parameters by name. They are in `head.placeholder`.
+      init: what those parameters begin as, and `mask_hidden` if the design reads it.
+      mask_hidden: whether the design reads the head's `mask_hidden` [A].
+    """
 
     about: str
     fill: Fill
-    shapes: Shapes = lambda sizes: {}
-    init: Initializer = lambda sizes, like, fuse, row, mean, key: {}
-    mask_hidden: bool = False  # whether it reads the head's `mask_hidden` [A]
+    shapes: Callable[[Sizes], Shapes] = no_shapes
+    init: Callable[[InitInputs], DesignParams] = no_params
+    mask_hidden: bool = False
 
 
-def _at(table: Float[Array, "P X"], slot: Slot) -> Float[Array, " X"]:
+def _at_depth(table: Float[Array, "P X"], slot: Slot) -> Float[Array, " X"]:
+    """The row of a placeholder's depth; beyond the last row, the last one."""
     return table[jnp.clip(slot.depth - 1, 0, table.shape[0] - 1)]
 
 
-def _shared(head, slot: Slot):
+# ---------------------------------------------------------------- the hidden side
+
+
+def fill_shared(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """One vector in the place of the aux hidden states, fused as real ones are."""
     return head.fuse(head.mask_hidden[...])
 
 
-def _still(head, slot: Slot):
-    """Without a gradient; nor is a vector decayed (train/trainer.py), so that it stays to the bit."""
+def init_shared(inputs: InitInputs) -> DesignParams:
+    """It begins as ordinary aux hidden states."""
+    return {"mask_hidden": inputs.aux_hidden_states}
+
+
+def fill_shared_fused(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """One vector behind the fusion."""
+    return head.placeholder["fused"][...]
+
+
+def shapes_shared_fused(sizes: Sizes) -> Shapes:
+    """fused [D]"""
+    return {"fused": (sizes.dim,)}
+
+
+def init_shared_fused(inputs: InitInputs) -> DesignParams:
+    """It begins as the fusion of ordinary aux hidden states."""
+    return {"fused": inputs.fuse(inputs.aux_hidden_states)}
+
+
+def fill_per_depth(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """A vector for each depth in the place of the aux hidden states."""
+    return _at_depth(head.fuse(head.placeholder["table"][...]), slot)
+
+
+def shapes_per_depth(sizes: Sizes) -> Shapes:
+    """table [K - 1, A]"""
+    return {"table": (sizes.num_placeholders, sizes.aux_dim)}
+
+
+def init_per_depth(inputs: InitInputs) -> DesignParams:
+    """All depths begin as ordinary aux hidden states."""
+    return {"table": jnp.tile(inputs.aux_hidden_states, (inputs.sizes.num_placeholders, 1))}
+
+
+def fill_shared_depth(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """The shared vector's fusion, plus an embedding of the depth."""
+    return fill_shared(head, slot) + _at_depth(head.placeholder["depth"][...], slot)
+
+
+def shapes_shared_depth(sizes: Sizes) -> Shapes:
+    """depth [K - 1, D]"""
+    return {"depth": (sizes.num_placeholders, sizes.dim)}
+
+
+def init_shared_depth(inputs: InitInputs) -> DesignParams:
+    """It begins as the shared vector alone."""
+    shape = (inputs.sizes.num_placeholders, inputs.sizes.dim)
+    return {"mask_hidden": inputs.aux_hidden_states, "depth": jnp.zeros(shape)}
+
+
+def fill_low_rank(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """The shared vector, plus a mixture of RANK directions that depends on the depth."""
+    mixtures = head.placeholder["codes"][...] @ head.placeholder["directions"][...]
+    return _at_depth(head.fuse(head.mask_hidden[...][None] + mixtures), slot)
+
+
+def shapes_low_rank(sizes: Sizes) -> Shapes:
+    """codes [K - 1, RANK], directions [RANK, A]"""
+    return {"codes": (sizes.num_placeholders, RANK), "directions": (RANK, sizes.aux_dim)}
+
+
+def init_low_rank(inputs: InitInputs) -> DesignParams:
+    """It begins as the shared vector alone, with random directions that are not used yet."""
+    sizes, mean = inputs.sizes, inputs.aux_hidden_states
+    random = jax.random.normal(inputs.key, (RANK, sizes.aux_dim))
+    return {
+        "mask_hidden": mean,
+        "codes": jnp.zeros((sizes.num_placeholders, RANK)),
+        "directions": random * jnp.sqrt(jnp.mean(mean**2)),
+    }
+
+
+def fill_last_feature(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """The anchor's fused hidden state, repeated."""
+    return slot.fused
+
+
+def fill_gated(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """The anchor's fused hidden state and the shared vector, mixed channel by channel."""
+    share = jax.nn.sigmoid(head.placeholder["gate"][...])
+    return share * slot.fused + (1 - share) * fill_shared(head, slot)
+
+
+def shapes_gated(sizes: Sizes) -> Shapes:
+    """gate [D]"""
+    return {"gate": (sizes.dim,)}
+
+
+def init_gated(inputs: InitInputs) -> DesignParams:
+    """It begins with equal shares."""
+    return {"mask_hidden": inputs.aux_hidden_states, "gate": jnp.zeros(inputs.sizes.dim)}
+
+
+def fill_frozen(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """The shared vector without a gradient.
+
+    Vectors are not decayed either (train/trainer.py), so that it stays the same to the bit.
+    """
     return head.fuse(jax.lax.stop_gradient(head.mask_hidden[...]))
 
 
-def _gated(head, slot: Slot):
-    share = jax.nn.sigmoid(head.placeholder["gate"][...])
-    return share * slot.fused + (1 - share) * _shared(head, slot)
+def init_frozen_random(inputs: InitInputs) -> DesignParams:
+    """A random vector of the size of ordinary aux hidden states."""
+    mean = inputs.aux_hidden_states
+    random = jax.random.normal(inputs.key, mean.shape, mean.dtype)
+    return {"mask_hidden": random * jnp.sqrt(jnp.mean(mean**2))}
 
 
-def _low_rank(head, slot: Slot):
-    table = (
-        head.mask_hidden[...][None]
-        + head.placeholder["codes"][...] @ head.placeholder["directions"][...]
-    )
-    return _at(head.fuse(table), slot)
-
-
-def _random_of_that_size(sizes: Sizes, like, fuse, row, mean, key):
-    return {
-        "mask_hidden": jax.random.normal(key, like.shape, like.dtype) * jnp.sqrt(jnp.mean(like**2))
-    }
+def fill_zero(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """Zeros behind the fusion."""
+    return jnp.zeros_like(slot.fused)
 
 
 HIDDEN_DESIGNS: dict[str, Design] = {
     "shared": Design(
-        "one learned vector in tap space, fused as real taps are (the paper's and vLLM's)",
-        _shared,
+        "one learned vector in the place of the aux hidden states (the paper's and vLLM's)",
+        fill_shared,
+        init=init_shared,
         mask_hidden=True,
-        init=lambda sizes, like, *_: {"mask_hidden": like},
     ),
     "shared_fused": Design(
         "one learned vector behind the fusion",
-        lambda head, slot: head.placeholder["fused"][...],
-        lambda sizes: {"fused": (sizes.dim,)},
-        lambda sizes, like, fuse, *_: {"fused": fuse(like)},
+        fill_shared_fused,
+        shapes_shared_fused,
+        init_shared_fused,
     ),
     "per_depth": Design(
-        "a learned vector in tap space for every depth",
-        lambda head, slot: _at(head.fuse(head.placeholder["table"][...]), slot),
-        lambda sizes: {"table": (sizes.num_placeholders, sizes.aux_dim)},
-        lambda sizes, like, *_: {"table": jnp.tile(like, (sizes.num_placeholders, 1))},
+        "a learned vector in the place of the aux hidden states for every depth",
+        fill_per_depth,
+        shapes_per_depth,
+        init_per_depth,
     ),
     "shared_depth": Design(
         "the shared vector, and a learned embedding of the depth behind the fusion",
-        lambda head, slot: _shared(head, slot) + _at(head.placeholder["depth"][...], slot),
-        lambda sizes: {"depth": (sizes.num_placeholders, sizes.dim)},
-        lambda sizes, like, *_: {
-            "mask_hidden": like,
-            "depth": jnp.zeros((sizes.num_placeholders, sizes.dim)),
-        },
+        fill_shared_depth,
+        shapes_shared_depth,
+        init_shared_depth,
         mask_hidden=True,
     ),
     "low_rank": Design(
-        f"the shared vector, and for every depth a learned mixture of {RANK} learned directions in tap space",
-        _low_rank,
-        lambda sizes: {
-            "codes": (sizes.num_placeholders, RANK),
-            "directions": (RANK, sizes.aux_dim),
-        },
-        lambda sizes, like, fuse, row, mean, key: {
-            "mask_hidden": like,
-            "codes": jnp.zeros((sizes.num_placeholders, RANK)),
-            "directions": jax.random.normal(key, (RANK, sizes.aux_dim))
-            * jnp.sqrt(jnp.mean(like**2)),
-        },
+        f"the shared vector, and for every depth a learned mixture of {RANK} learned directions",
+        fill_low_rank,
+        shapes_low_rank,
+        init_low_rank,
         mask_hidden=True,
     ),
-    "last_feature": Design("the last real feature, repeated", lambda head, slot: slot.fused),
+    "last_feature": Design("the last real fused hidden state, repeated", fill_last_feature),
     "gated": Design(
-        "the last real feature, and the shared vector, mixed by a learned share of each channel",
-        _gated,
-        lambda sizes: {"gate": (sizes.dim,)},
-        lambda sizes, like, *_: {"mask_hidden": like, "gate": jnp.zeros(sizes.dim)},
+        "the last real fused hidden state, and the shared vector, mixed by learned shares",
+        fill_gated,
+        shapes_gated,
+        init_gated,
         mask_hidden=True,
     ),
     "mean_feature": Design(
-        "the mean of the target's taps over text, not learned",
-        _still,
+        "the mean of the target's aux hidden states over text, not learned",
+        fill_frozen,
+        init=init_shared,
         mask_hidden=True,
-        init=lambda sizes, like, *_: {"mask_hidden": like},
     ),
-    "zero": Design(
-        "nothing: zeros behind the fusion", lambda head, slot: jnp.zeros_like(slot.fused)
-    ),
+    "zero": Design("nothing: zeros behind the fusion", fill_zero),
     "frozen_random": Design(
-        "a random vector in tap space, not learned, of the mean tap's size",
-        _still,
+        "a random vector of the size of the mean aux hidden states, not learned",
+        fill_frozen,
+        init=init_frozen_random,
         mask_hidden=True,
-        init=_random_of_that_size,
     ),
 }
 
 
-def _kept(head, slot: Slot):
+# ---------------------------------------------------------------- the token side
+
+
+def fill_mask_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """The mask token's row of the embedding."""
+    return head.embed(jnp.full_like(slot.depth, head.cfg.mask_token))
+
+
+def fill_frozen_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """A vector without a gradient."""
     return jax.lax.stop_gradient(head.placeholder["token"][...])
+
+
+def shapes_frozen_token(sizes: Sizes) -> Shapes:
+    """token [D]"""
+    return {"token": (sizes.dim,)}
+
+
+def init_frozen_mask_token(inputs: InitInputs) -> DesignParams:
+    """The mask token's row, as the target has it."""
+    return {"token": inputs.mask_embedding}
+
+
+def init_frozen_mean_token(inputs: InitInputs) -> DesignParams:
+    """The mean of all tokens' embeddings."""
+    return {"token": inputs.mean_embedding}
+
+
+def fill_last_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """The embedding of the anchor's token, repeated."""
+    return slot.token
+
+
+def fill_zero_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+    """Zeros in the place of the embedding."""
+    return jnp.zeros_like(slot.token)
 
 
 TOKEN_DESIGNS: dict[str, Design] = {
     "mask": Design(
         "the mask token's row of the head's embedding, learned with it (the paper's)",
-        lambda head, slot: head.embed(jnp.full_like(slot.depth, head.cfg.mask_token)),
+        fill_mask_token,
     ),
     "frozen": Design(
         "that row as the target has it, not learned",
-        _kept,
-        lambda sizes: {"token": (sizes.dim,)},
-        lambda sizes, like, fuse, row, mean, key: {"token": row},
+        fill_frozen_token,
+        shapes_frozen_token,
+        init_frozen_mask_token,
     ),
-    "last_token": Design("the last real token, repeated", lambda head, slot: slot.token),
-    "zero": Design("nothing: zeros", lambda head, slot: jnp.zeros_like(slot.token)),
+    "last_token": Design("the last real token, repeated", fill_last_token),
+    "zero": Design("nothing: zeros", fill_zero_token),
     "mean": Design(
         "the mean of the target's embeddings, not learned",
-        _kept,
-        lambda sizes: {"token": (sizes.dim,)},
-        lambda sizes, like, fuse, row, mean, key: {"token": mean},
+        fill_frozen_token,
+        shapes_frozen_token,
+        init_frozen_mean_token,
     ),
 }
 PAPER_DESIGN = {"placeholder_hidden": "shared", "placeholder_token": "mask"}
 
 
-def own_shapes(cfg, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Parameters of the head's two designs under `placeholder`, by name."""
-    return HIDDEN_DESIGNS[cfg.placeholder_hidden].shapes(sizes) | TOKEN_DESIGNS[
-        cfg.placeholder_token
-    ].shapes(sizes)
+# ---------------------------------------------------------------- rows
 
 
-def rows(head, slots: Slot) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots D"]]:
-    """Embeddings and fused features of the placeholder rows in `slots`."""
-    hidden, token = (
-        HIDDEN_DESIGNS[head.cfg.placeholder_hidden].fill,
-        TOKEN_DESIGNS[head.cfg.placeholder_token].fill,
-    )
+def own_shapes(cfg: Any, sizes: Sizes) -> Shapes:
+    """The parameters in `head.placeholder`, by name, of the two designs of a `HeadConfig`."""
+    hidden = HIDDEN_DESIGNS[cfg.placeholder_hidden]
+    token = TOKEN_DESIGNS[cfg.placeholder_token]
+    return hidden.shapes(sizes) | token.shapes(sizes)
 
-    def fill(slot):
-        return (token(head, slot), hidden(head, slot).astype(slot.fused.dtype))
+
+def rows(
+    head: PlaceholderHead, slots: Slot
+) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots D"]]:
+    """The placeholder rows of a head.
+
+    Args:
+      head: a `DraftHead`.
+      slots: which placeholders, in any shape.
+
+    Returns:
+      Embeddings and fused hidden states.
+    """
+    fill_hidden = HIDDEN_DESIGNS[head.cfg.placeholder_hidden].fill
+    fill_token = TOKEN_DESIGNS[head.cfg.placeholder_token].fill
+
+    def fill(slot: Slot):
+        return fill_token(head, slot), fill_hidden(head, slot).astype(slot.fused.dtype)
 
     for _ in slots.depth.shape:
         fill = jax.vmap(fill)

@@ -1,4 +1,6 @@
-"""Attention of a short block of queries over a cache with per-row lengths."""
+"""Attention of a short block of queries over a KV cache whose rows have different lengths."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 
-MASKED = -1e30  # finite: a row that sees nothing must give numbers, not NaN
+MASKED = -1e30  # a finite score: a row that sees nothing must give numbers, not NaN
 
 
 def reference(
@@ -14,7 +16,7 @@ def reference(
     k: Float[Array, "B G S H"],
     v: Float[Array, "B G S H"],
     positions: Int[Array, "B T"],
-    held: Int[Array, "B S"] | None,
+    kv_positions: Int[Array, "B S"] | None,
     *,
     window: int | None,
     scale: float,
@@ -22,39 +24,37 @@ def reference(
     k_scale: Float[Array, "B G S"] | None = None,
     v_scale: Float[Array, "B G S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention with grouped heads; the query at position p sees positions p-window+1 .. p (0 .. p without window).
+    """Softmax attention with grouped heads: the definition of correct.
 
-    Scores and softmax in float32, as transformers' eager attention does. The definition of correct.
+    The query at position p sees positions p - window + 1 .. p, or 0 .. p without a window. Scores
+    and softmax are float32, as in transformers' eager attention.
 
     Args:
       k, v: in the dtype of `q`, or float8 with scales.
-      held: the position whose key and value lie in each slot, below 0 for a slot that holds none; None: slot s holds position s.
-      sinks: a logit a head that takes part in the softmax and has no value.
+      positions: of the queries.
+      kv_positions: the position whose key and value lie in each slot, below 0 for an empty slot.
+        None: slot s holds position s.
+      sinks: one more logit a head, which takes part in the softmax and has no value.
       k_scale, v_scale: what a slot's key and value are multiplied with.
     """
-    if k_scale is not None:
-        k, v = (
-            (x.astype(jnp.float32) * s[..., None]).astype(q.dtype)
-            for x, s in ((k, k_scale), (v, v_scale))
-        )
-    if held is None:
-        held = jnp.arange(k.shape[2])[None]
+    if k_scale is not None and v_scale is not None:
+        k = (k.astype(jnp.float32) * k_scale[..., None]).astype(q.dtype)
+        v = (v.astype(jnp.float32) * v_scale[..., None]).astype(q.dtype)
+    if kv_positions is None:
+        kv_positions = jnp.arange(k.shape[2])[None]
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
     R = N // G
-    # all queries of a KV head as the rows of one product: no transposed copy of the cache, half the time on CPU (LOG.md)
+    # The queries of a KV head are the rows of one product. Without this the cache is copied and
+    # transposed, and a CPU takes twice the time (LOG.md).
     q = q.reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
-    scores = (
-        jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32).reshape(
-            B, G, R, T, S
-        )
-        * scale
-    )
-    held = held[:, None]
-    seen = (held >= 0) & (held <= positions[..., None])
+    scores = jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, G, R, T, S) * scale
+    slot_position, query_position = kv_positions[:, None], positions[..., None]
+    visible = (slot_position >= 0) & (slot_position <= query_position)
     if window is not None:
-        seen &= held > positions[..., None] - window
-    scores = jnp.where(seen[:, None, None], scores, MASKED)
+        visible &= slot_position > query_position - window
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
@@ -66,16 +66,42 @@ def reference(
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def triton(q, k, v, positions, held, **rule):
+def triton(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    v: Float[Array, "B G S H"],
+    positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"] | None,
+    **rule: Any,
+) -> Float[Array, "B T N H"]:
+    """As `reference`, by the Triton kernel."""
     from peagle_jax.kernels import attention_triton
 
-    return attention_triton.attend(q, k, v, positions, held, **rule)
+    return attention_triton.attend(q, k, v, positions, kv_positions, **rule)
 
 
 FORMS = {"reference": reference, "triton": triton}
 
 
-def attend(q, k, v, positions, held, *, form: str, **rule) -> Float[Array, "B T N H"]:
-    """As `reference`, by a form of FORMS or "auto"."""
-    held_wide = non_16bit_reason(q) if "k_scale" in rule else non_16bit_reason(q, k, v)
-    return FORMS[choose("attention", form, FORMS, held_wide)](q, k, v, positions, held, **rule)
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    v: Float[Array, "B G S H"],
+    positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"] | None,
+    *,
+    form: str,
+    **rule: Any,
+) -> Float[Array, "B T N H"]:
+    """As `reference`, which has the keywords of `rule`, too.
+
+    Args:
+      form: a name of FORMS, or "auto".
+
+    Raises:
+      InputError: the form does not exist or cannot run here.
+    """
+    # with scales, keys and values are float8 and are multiplied in the dtype of the queries
+    operands = (q,) if "k_scale" in rule else (q, k, v)
+    form = choose("attention", form, FORMS, non_16bit_reason(*operands))
+    return FORMS[form](q, k, v, positions, kv_positions, **rule)

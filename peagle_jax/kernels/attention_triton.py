@@ -1,11 +1,23 @@
-"""Attention of a short block of queries over a long cache in Triton: split along the cache, merged by log-sum-exp.
+"""Cached attention in Triton, split along the cache and merged by log-sum-exp (flash decoding).
 
-Bound by reading the cache once: 8 rows x 4,096 slots x 4 heads x 128 in bfloat16 are 67 MB, 15.6 us at the 4.3 TB/s that a copy
-reaches on an H200. So all queries of a KV head, (K + 1) tokens times its query heads, share one pass over its keys; a row reads
-what its own length and window say, and no more; and the cache is cut into stretches so that every multiprocessor has a part.
-Stretches begin at the same slots for one query and for a block of them: a row's sums are grouped alike in plain decoding and in
-verifying. A prompt has queries enough to fill the GPU, and its cache is cut less or not at all.
+It is bound by reading the cache once: 8 rows x 4,096 slots x 4 heads x 128 numbers in bfloat16 are
+67 MB, 15.6 us at the 4.3 TB/s that a copy reaches on an H200. Three decisions follow.
+
+- All queries of a KV head, (K + 1) tokens times the query heads of its group, share one pass over
+  its keys.
+- A row reads the slots that its own length and window make visible, and no others.
+- The cache is cut into splits, so that every multiprocessor has one.
+
+Splits begin at the same slots for one query as for a block of them: so a row's sums are grouped
+alike in plain decoding and in verification. A prompt has enough queries to fill the GPU, and its
+cache is cut less, or not at all.
 """
+
+# Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +26,9 @@ import triton.language as tl
 
 from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
-BLOCK = 64  # tokens that decoding may verify at once; more are a prompt's
+MAX_BLOCK = 64  # tokens that decoding may verify at once; more are a prompt's
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2_E), and exp2 is one instruction
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -23,7 +37,7 @@ def kernel(
     k_ptr,
     v_ptr,
     position_ptr,
-    held_ptr,
+    kv_position_ptr,
     k_scale_ptr,
     v_scale_ptr,
     sink_ptr,
@@ -46,9 +60,15 @@ def kernel(
     BS: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Query tile of one row and KV head over one stretch of SPAN slots. WINDOW 0: none. RING: `held` says what lies in a slot.
+    """Attention of one tile of queries over one split of the cache.
 
-    Tiles of the same keys are neighbours in the grid, and so find them in the L2 cache. One stretch alone is the whole softmax.
+    Program (i, b * G + g, s) takes queries i * BQ and on of row b and KV head g, over slots
+    s * SPAN and on, BS at a time. A query of a KV head is a pair of token and query head: T * R
+    of them, token by token. The tile index is the fastest axis of the grid: tiles that read the
+    same keys are launched side by side, and all but the first find them in the L2 cache.
+
+    WINDOW is 0 where there is none. RING: `kv_position_ptr` says which position a slot holds.
+    With SPLITS 1 the result is final; otherwise it is a normalized part with its log-sum-exp.
     """
     R: tl.constexpr = N // G
     b = tl.program_id(1) // G
@@ -60,6 +80,7 @@ def kernel(
     head = g * R + row % R
     at = (b * T + row // R) * N + head
     position = tl.load(position_ptr + b * T + row // R, mask=real, other=-1)
+    # slots [low, high) are all that any query of this tile can see
     if RING:
         low = 0
         high = S
@@ -73,6 +94,7 @@ def kernel(
     top = tl.full((BQ,), -1e30, tl.float32)
     total = tl.zeros((BQ,), tl.float32)
     acc = tl.zeros((BQ, BH), tl.float32)
+    # queries are not even read where this split has no visible slot
     needed = row < tl.where(begin < end, T * R, 0)
     q = tl.load(
         q_ptr + at[:, None].to(tl.int64) * H + h[None, :],
@@ -82,38 +104,37 @@ def kernel(
     base = (b * G + g).to(tl.int64) * S
     for start in range(begin, end, BS):
         s = start + tl.arange(0, BS)
-        there = s < end
-        inside = there[:, None] & (h[None, :] < H)
+        in_split = s < end
+        inside = in_split[:, None] & (h[None, :] < H)
         k = tl.load(k_ptr + (base + s)[:, None] * H + h[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + (base + s)[:, None] * H + h[None, :], mask=inside, other=0.0)
-        x = tl.dot(q, k.to(q.dtype).T) * (SCALE * 1.4426950408889634)  # exp2 below
+        x = tl.dot(q, k.to(q.dtype).T) * (SCALE * LOG2_E)
         if SCALED:
-            x *= tl.load(k_scale_ptr + base + s, mask=there, other=0.0)[None, :]
+            x *= tl.load(k_scale_ptr + base + s, mask=in_split, other=0.0)[None, :]
         if RING:
-            held = tl.load(held_ptr + b * S + s, mask=there, other=-1)
+            kv_position = tl.load(kv_position_ptr + b * S + s, mask=in_split, other=-1)
         else:
-            held = tl.where(there, s, -1)
-        seen = (held[None, :] >= 0) & (held[None, :] <= position[:, None])
+            kv_position = tl.where(in_split, s, -1)
+        visible = (kv_position[None, :] >= 0) & (kv_position[None, :] <= position[:, None])
         if WINDOW > 0:
-            seen &= held[None, :] > position[:, None] - WINDOW
-        x = tl.where(seen, x, float("-inf"))  # top stays finite: no NaN where a row sees nothing
-        higher = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - higher[:, None])
-        shrink = tl.exp2(top - higher)
+            visible &= kv_position[None, :] > position[:, None] - WINDOW
+        x = tl.where(visible, x, float("-inf"))
+        # the running maximum begins at -1e30 and stays finite: no NaN where a row sees nothing
+        new_top = tl.maximum(top, tl.max(x, 1))
+        p = tl.exp2(x - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         if SCALED:
-            p *= tl.load(v_scale_ptr + base + s, mask=there, other=0.0)[None, :]
+            p *= tl.load(v_scale_ptr + base + s, mask=in_split, other=0.0)[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
-        top = higher
+        top = new_top
     if SPLITS == 1:
         if SINKS:
-            sink = (
-                tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            )
-            higher = tl.maximum(top, sink)
-            shrink = tl.exp2(top - higher)
+            sink = tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+            new_top = tl.maximum(top, sink)
+            shrink = tl.exp2(top - new_top)
             acc *= shrink[:, None]
-            total = total * shrink + tl.exp2(sink - higher)
+            total = total * shrink + tl.exp2(sink - new_top)
         y = acc / tl.maximum(total, 1e-30)[:, None]
         tl.store(
             out_ptr + at[:, None].to(tl.int64) * H + h[None, :],
@@ -121,18 +142,18 @@ def kernel(
             mask=real[:, None] & (h[None, :] < H),
         )
     else:
-        some = tl.maximum(total, 1e-30)
+        positive_total = tl.maximum(total, 1e-30)
         out = (split * B * T * N + at).to(tl.int64)
         tl.store(
             lse_ptr + out,
-            tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, -1e30),
+            tl.where(total > 0, (top + tl.log2(positive_total)) * LN_2, -1e30),
             mask=real,
         )
-        wrote = real & (total > 0)  # `merge_kernel` reads nothing else
+        has_part = real & (total > 0)  # `merge_kernel` reads no other parts
         tl.store(
             out_ptr + out[:, None] * H + h[None, :],
-            acc / some[:, None],
-            mask=wrote[:, None] & (h[None, :] < H),
+            acc / positive_total[:, None],
+            mask=has_part[:, None] & (h[None, :] < H),
         )
 
 
@@ -150,7 +171,11 @@ def merge_kernel(
     BR: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Parts of M softmaxes [SPLITS M H] with their log-sum-exps [SPLITS M], M = tokens * heads, in one pass: the whole ones [M H]."""
+    """Merges parts of M softmaxes, M = tokens * heads: [SPLITS M H] with log-sum-exps [SPLITS M].
+
+    Program i takes rows i * BR and on, and reads their parts split by split. The rows of a program
+    are neighbours in memory, so each split's read is one stretch.
+    """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     h = tl.arange(0, BH)
     real = row < M
@@ -164,18 +189,18 @@ def merge_kernel(
     for split in range(SPLITS):
         at = (split * M + row).to(tl.int64)
         lse = tl.load(lse_ptr + at, mask=real, other=-1e30)
-        some = lse > -1e29
+        has_part = lse > -1e29
         part = tl.load(
             part_ptr + at[:, None] * H + h[None, :],
-            mask=some[:, None] & (h[None, :] < H),
+            mask=has_part[:, None] & (h[None, :] < H),
             other=0.0,
         )
-        higher = tl.maximum(top, lse)
-        shrink = tl.exp(top - higher)
-        share = tl.where(some, tl.exp(lse - higher), 0.0)
+        new_top = tl.maximum(top, lse)
+        shrink = tl.exp(top - new_top)
+        share = tl.where(has_part, tl.exp(lse - new_top), 0.0)
         acc = acc * shrink[:, None] + part * share[:, None]
         total = total * shrink + share
-        top = higher
+        top = new_top
     y = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(
         out_ptr + row[:, None].to(tl.int64) * H + h[None, :],
@@ -184,61 +209,93 @@ def merge_kernel(
     )
 
 
-def tiles(tokens: int, rows: int, batch: int, slots: int, head_dim: int, gpu: Gpu) -> dict:
-    """`rows` queries of `tokens` tokens a KV head, `batch` of those; tiles of slots are small for wide heads, for shared memory's sake.
+def tile_config(
+    tokens: int, queries: int, kv_heads: int, slots: int, head_dim: int, gpu: Gpu
+) -> dict[str, int]:
+    """Tile sizes, the length of a split (`span`) and the pipeline.
 
-    For a block of decoding the stretch follows from the batch and the cache alone. A part of it costs 8 bytes a query and number
-    of a head, written and read, beside 4 bytes a slot and number: so it is long where there are parts enough. Of a prompt there
-    are not more parts than multiprocessors: a few megabytes, where stretches of 1,024 were gigabytes.
+    Tiles of slots are small for wide heads, to fit into shared memory.
+
+    For a block of decoding the span follows from the batch and the cache alone. A split costs
+    8 bytes a query and number of a head, written and read again, against 4 bytes a slot and number:
+    so spans are long where there are splits enough. A prompt gets no more splits than
+    multiprocessors: its parts then take a few megabytes, where spans of 1,024 would take gigabytes.
+
+    Args:
+      tokens: of a row.
+      queries: of a KV head, tokens times the query heads of its group.
+      kv_heads: of all rows together.
+      slots: of the cache.
     """
-    most = 32 if head_dim > 256 else 64 if head_dim > 128 and gpu.shared < 200_000 else 128
-    bq = min(most, max(16, 1 << (rows - 1).bit_length()))  # 64 rows of 512 spill
-    bs = 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
-    prompt = tokens > BLOCK
-    each = -(-slots * batch * (-(-rows // bq) if prompt else 1) // gpu.cores)
-    span = max(128, 1 << (each - 1).bit_length())
-    span = span if prompt else min(1024, span)
-    few = bq <= 64 and head_dim <= 256 and bq * head_dim <= 8192
+    max_bq = 128
+    if head_dim > 256:
+        max_bq = 32  # 64 queries of 512 numbers spill
+    elif head_dim > 128 and gpu.shared_memory < 200_000:
+        max_bq = 64
+    bq = min(max_bq, max(16, triton.next_power_of_2(queries)))
+    if head_dim <= 128:
+        bs = 64
+    else:
+        bs = 32 if head_dim <= 256 else 16
+    is_prompt = tokens > MAX_BLOCK
+    query_tiles = triton.cdiv(queries, bq) if is_prompt else 1
+    slots_per_sm = triton.cdiv(slots * kv_heads * query_tiles, gpu.num_sms)
+    span = max(128, triton.next_power_of_2(slots_per_sm))
+    if not is_prompt:
+        span = min(1024, span)
+    small = bq <= 64 and head_dim <= 256 and bq * head_dim <= 8192
+    two_stages = head_dim > 256 or bq == max_bq == 64
     return {
         "bq": bq,
         "bs": bs,
         "span": span,
-        "warps": 4 if few else 8,
-        "stages": 2 if head_dim > 256 or bq == most == 64 else 3,
+        "warps": 4 if small else 8,
+        "stages": 2 if two_stages else 3,
     }
 
 
 def attend(
-    q,
-    k,
-    v,
-    positions,
-    held,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    kv_positions: jax.Array | None,
     *,
-    window,
-    scale,
-    sinks,
-    k_scale=None,
-    v_scale=None,
+    window: int | None,
+    scale: float,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     start: Launcher = on_gpu,
-    **overrides,
+    **overrides: Any,
 ) -> jax.Array:
-    """As `attention.reference`, but a query that sees nothing gives zeros. `overrides` of `tiles` are for measuring."""
+    """As `attention.reference`, but a query that sees nothing gives zeros.
+
+    Args:
+      start: executes a launch.
+      overrides: of `tile_config`, for measuring.
+    """
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
-    how = tiles(T, T * (N // G), B * G, S, H, gpu()) | overrides
-    splits, nothing = (
-        -(-S // how["span"]),
-        jnp.zeros(1, jnp.float32),
-    )  # in the place of arrays that the kernel will not read
-    ring, non_16bit_reason = held is not None, max(16, 1 << (H - 1).bit_length())
-    shape = (B, T, N, H)
-    alone = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
-    parts = (
-        jax.ShapeDtypeStruct((splits, *shape), jnp.float32),
-        jax.ShapeDtypeStruct((splits, *shape[:3]), jnp.float32),
-    )
-    sink = nothing if sinks is None else sinks
+    queries = T * (N // G)
+    tiles = tile_config(T, queries, B * G, S, H, gpu()) | overrides
+    splits = triton.cdiv(S, tiles["span"])
+    block_h = max(16, triton.next_power_of_2(H))
+    ring = kv_positions is not None
+    absent = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
+    if kv_positions is None:
+        kv_positions = jnp.zeros(1, jnp.int32)
+    else:
+        kv_positions = jnp.broadcast_to(kv_positions, (B, S)).astype(jnp.int32)
+    sink = absent if sinks is None else sinks
+    result = jax.ShapeDtypeStruct((B, T, N, H), q.dtype)
+    if splits == 1:
+        outputs = (result, jax.ShapeDtypeStruct((1,), jnp.float32))
+    else:
+        outputs = (
+            jax.ShapeDtypeStruct((splits, B, T, N, H), jnp.float32),
+            jax.ShapeDtypeStruct((splits, B, T, N), jnp.float32),
+        )
     out, lse = start(
         Launch(
             kernel=kernel,
@@ -247,15 +304,13 @@ def attend(
                 k,
                 v,
                 positions.astype(jnp.int32),
-                jnp.broadcast_to(held, (B, S)).astype(jnp.int32)
-                if ring
-                else jnp.zeros(1, jnp.int32),
-                nothing if k_scale is None else k_scale,
-                nothing if v_scale is None else v_scale,
+                kv_positions,
+                absent if k_scale is None else k_scale,
+                absent if v_scale is None else v_scale,
                 sink,
             ),
-            outputs=alone if splits == 1 else parts,
-            grid=(-(-(T * (N // G)) // how["bq"]), B * G, splits),
+            outputs=outputs,
+            grid=(triton.cdiv(queries, tiles["bq"]), B * G, splits),
             constants=dict(
                 B=B,
                 T=T,
@@ -268,26 +323,33 @@ def attend(
                 RING=ring,
                 SCALED=k_scale is not None,
                 SINKS=sinks is not None,
-                SPAN=how["span"],
+                SPAN=tiles["span"],
                 SPLITS=splits,
-                BQ=how["bq"],
-                BS=how["bs"],
-                BH=non_16bit_reason,
+                BQ=tiles["bq"],
+                BS=tiles["bs"],
+                BH=block_h,
             ),
-            warps=how["warps"],
-            stages=how["stages"],
+            warps=tiles["warps"],
+            stages=tiles["stages"],
         )
     )
     if splits == 1:
         return out
-    M, rows = B * T * N, max(1, 512 // non_16bit_reason)
+    rows = B * T * N
+    block_rows = max(1, 512 // block_h)
     merge = Launch(
         kernel=merge_kernel,
         inputs=(out, lse, sink),
-        outputs=(alone[0],),
-        grid=(-(-M // rows),),
+        outputs=(result,),
+        grid=(triton.cdiv(rows, block_rows),),
         constants=dict(
-            M=M, N=N, H=H, SPLITS=splits, SINKS=sinks is not None, BR=rows, BH=non_16bit_reason
+            M=rows,
+            N=N,
+            H=H,
+            SPLITS=splits,
+            SINKS=sinks is not None,
+            BR=block_rows,
+            BH=block_h,
         ),
         warps=4,
         stages=1,

@@ -1,18 +1,26 @@
-"""New keys and values into a cache in one launch, where XLA needs two in bfloat16 and six in float8. Bound by that launch."""
+"""Writes new keys and values into a cache in one launch, which is also what bounds it.
+
+XLA needs two launches in bfloat16 and six in float8.
+"""
+
+# Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from peagle_jax.kernels.cache_write import CacheArrays
 from peagle_jax.kernels.fp8_matmul_triton import quantized
 from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 
 
 @triton.jit
-def put(
+def write_heads(
     new_ptr,
-    held_ptr,
+    cache_ptr,
     scale_ptr,
     source,
     inside,
@@ -24,15 +32,15 @@ def put(
     SCALED: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Heads of one token: `source` in the new ones, `row` of heads in the cache."""
+    """Writes all heads of one token: from offsets `source` of the new ones to rows `row` [B G]."""
     x = tl.load(new_ptr + source, mask=inside, other=0.0)
     place = row.to(tl.int64) * S + slot
     if SCALED:
         x, scale = quantized(x)
         tl.store(scale_ptr + place, scale, mask=real)
     tl.store(
-        held_ptr + place[:, None] * H + tl.arange(0, BH)[None, :],
-        x.to(held_ptr.dtype.element_ty),
+        cache_ptr + place[:, None] * H + tl.arange(0, BH)[None, :],
+        x.to(cache_ptr.dtype.element_ty),
         mask=inside,
     )
 
@@ -58,38 +66,49 @@ def kernel(
     BG: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """All heads of one token. The old arrays are the new ones, and are not read."""
+    """Program t writes token t of all B * T: its G heads are one tile [BG BH].
+
+    The old arrays are the same memory as the new ones (aliases), and are not read.
+    """
     token = tl.program_id(0)
     slot = tl.load(slot_ptr + token)
-    there = tl.where((slot >= 0) & (slot < S), G, 0)
+    # a token without a slot has no heads to write
+    heads = tl.where((slot >= 0) & (slot < S), G, 0)
     g = tl.arange(0, BG)
-    real = g < there
+    real = g < heads
     inside = real[:, None] & (tl.arange(0, BH) < H)[None, :]
     source = (token.to(tl.int64) * G + g)[:, None] * H + tl.arange(0, BH)[None, :]
     row = token // T * G + g
-    put(new_k_ptr, k_ptr, k_scale_ptr, source, inside, real, row, slot, S, H, SCALED, BH)
-    put(new_v_ptr, v_ptr, v_scale_ptr, source, inside, real, row, slot, S, H, SCALED, BH)
+    write_heads(new_k_ptr, k_ptr, k_scale_ptr, source, inside, real, row, slot, S, H, SCALED, BH)
+    write_heads(new_v_ptr, v_ptr, v_scale_ptr, source, inside, real, row, slot, S, H, SCALED, BH)
 
 
-def write(k, v, slot, held, start: Launcher = on_gpu):
+def write(
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    cache: CacheArrays,
+    start: Launcher = on_gpu,
+) -> CacheArrays:
     """As `cache_write.reference`."""
     B, T, G, H = k.shape
-    scaled, nothing = len(held) == 4, jnp.zeros(1, jnp.float32)
-    old = held if scaled else (*held, nothing, nothing)
+    scaled = len(cache) == 4
+    no_scale = jnp.zeros(1, jnp.float32)
+    old = cache if scaled else (*cache, no_scale, no_scale)
     launch = Launch(
         kernel=kernel,
-        inputs=(k, v, slot.astype(jnp.int32), *old),
+        inputs=(k, v, slots.astype(jnp.int32), *old),
         outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old),
         grid=(B * T,),
         constants=dict(
             T=T,
             G=G,
-            S=held[0].shape[2],
+            S=cache[0].shape[2],
             H=H,
             SCALED=scaled,
             BG=triton.next_power_of_2(G),
             BH=triton.next_power_of_2(H),
         ),
-        updates={3 + i: i for i in range(len(held))},
+        input_output_aliases={3 + i: i for i in range(len(cache))},
     )
-    return tuple(start(launch)[: len(held)])
+    return tuple(start(launch)[: len(cache)])

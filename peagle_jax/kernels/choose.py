@@ -1,11 +1,11 @@
-"""Which form of a kernel runs: the one asked for by name, or for "auto" the fastest that can serve here."""
+"""Which form of a kernel runs: the one asked for by name, or for "auto" the fastest that can."""
 
-import functools
 import logging
 from collections.abc import Collection
 
 import jax
 
+from peagle_jax.kernels import launch
 from peagle_jax.kernels.launch import unavailable_reason
 from peagle_jax.types import InputError
 
@@ -13,60 +13,76 @@ LOG = logging.getLogger(__name__)
 
 
 def choose(kernel: str, form: str, forms: Collection[str], unsupported: str | None = None) -> str:
-    """A name of `forms`.
+    """The form of a kernel that runs here: one of `forms`.
 
     Args:
-      form: one of them, or "auto": Triton where it can serve, otherwise the reference.
-      unsupported: why the fast form (Triton, for "auto") does not take these operands; None when it does.
+      kernel: its name, for messages.
+      form: one of `forms`, or "auto": Triton where it can run, otherwise the reference.
+      unsupported: why the fast form (Triton, for "auto") cannot take these operands; None when it
+        can.
 
     Raises:
-      InputError: the form does not exist, or was asked for by name and cannot serve.
+      InputError: there is no such form, or it was asked for by name and cannot run.
     """
     if form != "auto" and form not in forms:
         raise InputError(
             f"kernel {kernel}",
             f"its form must be auto or one of {', '.join(forms)}",
             form,
-            "choose one of them",
+            "use auto, which takes the fastest form that runs here",
         )
     if form == "reference":
         return form
-    return _serving(
-        kernel,
-        form,
-        unavailable_reason("triton" if form == "auto" else form)
-        or unsupported
-        or multi_device_reason(),
-    )
+    fast_form = "triton" if form == "auto" else form
+    reason = unavailable_reason(fast_form) or unsupported or multi_device_reason()
+    return _select(kernel, form, reason)
 
 
 def non_16bit_reason(*arrays: jax.Array) -> str | None:
-    """Why kernels that multiply in 16 bits do not take these operands: "auto" must not take precision away."""
+    """Why 16-bit kernels do not take these operands: "auto" must not take precision away."""
     other = sorted({x.dtype.name for x in arrays} - {"bfloat16", "float16"})
     return f"they multiply in 16 bits, and operands are {', '.join(other)}" if other else None
 
 
 def multi_device_reason() -> str | None:
-    """Why kernels do not run on a mesh: XLA cannot split what it does not know, and would gather everything on every device."""
+    """Why kernels do not run on a mesh of several devices; None where there is one device.
+
+    XLA cannot split an operation that it does not know: it would gather all operands on every
+    device.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return (
-        None
-        if mesh.empty or mesh.size == 1
-        else f"they run on one device, and this runs on {mesh.size}"
-    )
+    if mesh.empty or mesh.size == 1:
+        return None
+    return f"they run on one device, and this runs on {mesh.size}"
 
 
-@functools.cache  # and so said once
-def _serving(kernel: str, form: str, wrong: str | None) -> str:
-    if form != "auto":
-        if wrong:
-            raise InputError(
-                f"kernel {kernel}",
-                f"{form} kernels cannot serve: {wrong}",
-                form,
-                "ask for auto or reference",
-            )
-        return form
-    chosen = "reference" if wrong else "triton"
-    LOG.info("%s: %s%s", kernel, chosen, f", because of triton kernels {wrong}" if wrong else "")
-    return chosen
+def _select(kernel: str, form: str, reason: str | None) -> str:
+    """The form that runs; `reason` says why the fast one cannot, or is None."""
+    if form == "auto":
+        _report(kernel, reason)
+        return "reference" if reason else "triton"
+    if reason:
+        raise InputError(
+            f"kernel {kernel}",
+            f"{form} kernels cannot run: {reason}",
+            form,
+            "ask for auto or reference",
+        )
+    return form
+
+
+_reported: set[str | None] = set()  # reasons; None stands for Triton kernels that run
+
+
+def _report(kernel: str, reason: str | None) -> None:
+    """On a GPU, logs that Triton kernels run; where they do not, logs each reason once.
+
+    On other machines there is nothing to say: everything runs in plain JAX.
+    """
+    if reason in _reported or launch.platform() != "gpu":
+        return
+    _reported.add(reason)
+    if reason is None:
+        LOG.info("kernels: Triton")
+    else:
+        LOG.info("kernels: plain JAX for %s; of Triton kernels: %s", kernel, reason)

@@ -1,9 +1,10 @@
-"""Mixture of experts: every token through the few experts that a router chose for it. Five forms of one sum.
+"""Mixture of experts: every token goes through the few experts that a router chose for it.
 
-    y[t] = sum over j of weight[t, j] * expert[chosen[t, j]](x[t])
+    y[t] = sum over j of routing_weights[t, j] * expert[topk_ids[t, j]](x[t])
 
-`chosen` may hold `bank.count`, which is no expert: another device's, where experts are spread over devices. Sums are float32, whatever
-the weights are: those of several devices are yet to be added.
+There are five forms of this one sum. `topk_ids` may hold `weights.count`, which is no expert of
+these: where experts are spread over devices, it is another device's. Sums are float32 whatever the
+weights are, because those of several devices are yet to be added.
 """
 
 import dataclasses
@@ -16,17 +17,20 @@ from jaxtyping import Array, Float, Int, Num
 
 from peagle_jax.kernels import choose as forms
 
-TILE = 64  # rows of one expert in one round of a CPU's loop, at most: more wait for the slowest expert (LOG.md)
-FEW = 4  # a tile of so many rows costs a CPU little more than one row: it is bound by reading the weights
-GPU_TILE = 16  # rows, at least: what a tensor core takes at once
+# A round of a CPU's loop takes at most this many rows of one expert: with more, all wait for the
+# slowest expert (LOG.md).
+MAX_CPU_TILE = 64
+# A tile of so many rows costs a CPU little more than one row: it is bound by reading the weights.
+MIN_CPU_TILE = 4
+MIN_GPU_TILE = 16  # rows that a tensor core takes at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrices:
-    """A matrix an expert as it is stored, for kernels that decode it on the way.
+class StoredMatrices:
+    """One matrix an expert, as they are stored, for kernels that decode them on the way.
 
-    `kind` says how: "plain" [E K N]; float8 [E N K] with a scale a "row" [E N] or a "block" [E N/128 K/128]; "mxfp4", bytes
-    [E N K/32 16] and exponents [E N K/32].
+    Kinds: "plain" [E K N]; float8 [E N K] with scales, one a "row" [E N] or one a "block" of
+    128 x 128 [E N/128 K/128]; "mxfp4", bytes [E N K/32 16] and exponents [E N K/32].
     """
 
     kind: str
@@ -36,123 +40,134 @@ class Matrices:
 
     @property
     def outputs(self) -> int:
+        """N."""
         return self.values.shape[2 if self.kind == "plain" else 1]
 
 
 @runtime_checkable
 class ExpertWeights(Protocol):
-    """E experts, three ways to run them."""
+    """E experts of one layer, and three ways to run them."""
 
     count: int  # E
-    parts: int  # equal banks over which the experts are spread
+    num_shards: int  # equal sets over which a layer's experts are spread; this is one of them
     act: Callable  # between the two matrices
 
-    def matrices(self) -> tuple[Matrices, Matrices]:
+    def matrices(self) -> tuple[StoredMatrices, StoredMatrices]:
         """Gate and up in one, and down."""
         ...
 
-    def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    def run_expert(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
         """One expert over all rows."""
         ...
 
-    def tiles(
+    def run_tiles(
         self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]
     ) -> Float[Array, "t M D"]:
-        """An expert of its own for each of t groups of rows."""
+        """Each of t groups of rows through an expert of its own."""
         ...
 
 
 def reference(
     x: Float[Array, "n D"],
-    chosen: Int[Array, "n k"],
-    weight: Float[Array, "n k"],
-    bank: ExpertWeights,
+    topk_ids: Int[Array, "n k"],
+    routing_weights: Float[Array, "n k"],
+    weights: ExpertWeights,
 ) -> Float[Array, "n D"]:
     """Every expert for every token: the definition of correct, and E/k times the work."""
 
-    def add(y, expert):
-        share = jnp.where(chosen == expert, weight, 0).sum(axis=1).astype(jnp.float32)
-        return y + bank.one(expert, x).astype(jnp.float32) * share[:, None], None
+    def add_expert(y, expert):
+        share = jnp.where(topk_ids == expert, routing_weights, 0).sum(axis=1).astype(jnp.float32)
+        return y + weights.run_expert(expert, x).astype(jnp.float32) * share[:, None], None
 
-    y, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(bank.count))
+    y, _ = jax.lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), jnp.arange(weights.count))
     return y
 
 
 def looped(
     x: Float[Array, "n D"],
-    chosen: Int[Array, "n k"],
-    weight: Float[Array, "n k"],
-    bank: ExpertWeights,
+    topk_ids: Int[Array, "n k"],
+    routing_weights: Float[Array, "n k"],
+    weights: ExpertWeights,
 ) -> Float[Array, "n D"]:
-    """A loop over tiles of rows sorted by expert; as many rounds as there are tiles.
+    """A loop over tiles of rows sorted by expert, with as many rounds as there are tiles.
 
-    Reads each chosen expert once a tile, and no other. For CPUs: a round costs nothing there. Not differentiable in reverse.
+    It reads each chosen expert once a tile and no other expert. It is for CPUs, where a round costs
+    nothing. It is not differentiable in reverse.
     """
-    (n, D), k, E = x.shape, chosen.shape[1], bank.count
-    tiles = tiled(chosen, E, tile_rows(n, k, E, parts=bank.parts, few=FEW, most=TILE))
+    n, D = x.shape
+    k, E = topk_ids.shape[1], weights.count
+    size = tile_rows(n, k, E, num_shards=weights.num_shards, least=MIN_CPU_TILE, most=MAX_CPU_TILE)
+    tiles = make_tiles(topk_ids, E, size)
     rows = jnp.pad(x[tiles.token], [(0, tiles.rows), (0, 0)])
 
-    def run(i, out):
+    def run_tile(i, out):
         at = tiles.first[i]
-        y = bank.one(tiles.expert[i], jax.lax.dynamic_slice_in_dim(rows, at, tiles.rows))
-        # rows past the expert's last are another's: they are overwritten, because that one's tile comes later
+        tile = jax.lax.dynamic_slice_in_dim(rows, at, tiles.rows)
+        y = weights.run_expert(tiles.expert[i], tile)
+        # rows past the expert's last are another expert's, whose tile comes later and overwrites
+        # them
         return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
-    out = jax.lax.fori_loop(
-        0, (tiles.size > 0).sum(), run, jnp.zeros((n * k + tiles.rows, D), x.dtype)
-    )[: n * k]
-    return combine(out, tiles, weight * (chosen < E))
+    num_tiles = (tiles.size > 0).sum()
+    out = jnp.zeros((n * k + tiles.rows, D), x.dtype)
+    out = jax.lax.fori_loop(0, num_tiles, run_tile, out)[: n * k]
+    return combine(out, tiles, routing_weights * (topk_ids < E))
 
 
 def gathered(
     x: Float[Array, "n D"],
-    chosen: Int[Array, "n k"],
-    weight: Float[Array, "n k"],
-    bank: ExpertWeights,
+    topk_ids: Int[Array, "n k"],
+    routing_weights: Float[Array, "n k"],
+    weights: ExpertWeights,
 ) -> Float[Array, "n D"]:
-    """The chosen experts' weights gathered, one batched product: a few rows on a GPU, where rounds of a loop cost launches."""
-    n, k = chosen.shape
-    y = bank.tiles(
-        jnp.minimum(chosen, bank.count - 1).reshape(-1), jnp.repeat(x, k, axis=0)[:, None]
-    )[:, 0]
-    share = jnp.where(chosen < bank.count, weight, 0).astype(jnp.float32)
+    """Gathers the chosen experts' weights for one batched product.
+
+    It is for a few rows on a GPU, where rounds of a loop cost launches.
+    """
+    n, k = topk_ids.shape
+    ids = jnp.minimum(topk_ids, weights.count - 1).reshape(-1)
+    y = weights.run_tiles(ids, jnp.repeat(x, k, axis=0)[:, None])[:, 0]
+    share = jnp.where(topk_ids < weights.count, routing_weights, 0).astype(jnp.float32)
     return (y.astype(jnp.float32).reshape(n, k, -1) * share[..., None]).sum(axis=1)
 
 
 def grouped(
     x: Float[Array, "n D"],
-    chosen: Int[Array, "n k"],
-    weight: Float[Array, "n k"],
-    bank: ExpertWeights,
+    topk_ids: Int[Array, "n k"],
+    routing_weights: Float[Array, "n k"],
+    weights: ExpertWeights,
 ) -> Float[Array, "n D"]:
-    """Rows sorted by expert, in tiles of one expert each, one batched product: many rows on a GPU.
+    """Rows sorted by expert, in tiles of one expert each, for one batched product.
 
-    At most two tiles an expert, so it reads and copies each bank at most twice. `jax.lax.ragged_dot` would be the thing to
-    use, but XLA makes a dense product of it, on GPUs too: every expert for every row, and E copies of the rows (LOG.md).
+    It is for many rows on a GPU. There are at most two tiles an expert, so it reads and copies each
+    matrix at most twice. `jax.lax.ragged_dot` would be the thing to use, but XLA makes a dense
+    product of it, on GPUs too: every expert for every row, and E copies of the rows (LOG.md).
     """
-    (n, D), k, E = x.shape, chosen.shape[1], bank.count
-    tiles = tiled(chosen, E, tile_rows(n, k, E, parts=bank.parts, few=GPU_TILE, most=n * k))
+    n, D = x.shape
+    k, E = topk_ids.shape[1], weights.count
+    size = tile_rows(n, k, E, num_shards=weights.num_shards, least=MIN_GPU_TILE, most=n * k)
+    tiles = make_tiles(topk_ids, E, size)
     at = tiles.first[:, None] + jnp.arange(tiles.rows)[None]
-    rows = x[tiles.token][
-        jnp.minimum(at, n * k - 1)
-    ]  # [t M D]; a tile's rows past its expert's last are computed for nothing
-    out = bank.tiles(jnp.minimum(tiles.expert, E - 1), rows).reshape(-1, D)
+    # [t M D]; a tile's rows past its expert's last are computed for nothing
+    rows = x[tiles.token][jnp.minimum(at, n * k - 1)]
+    out = weights.run_tiles(jnp.minimum(tiles.expert, E - 1), rows).reshape(-1, D)
     place = jnp.arange(n * k)
     begun = (place[:, None] >= tiles.first[None]) & (tiles.size > 0)[None]
-    tile = begun.sum(axis=1) - 1  # which holds each pair
-    return combine(out[tile * tiles.rows + place - tiles.first[tile]], tiles, weight * (chosen < E))
+    tile = begun.sum(axis=1) - 1  # the one that holds each pair
+    pairs = out[tile * tiles.rows + place - tiles.first[tile]]
+    return combine(pairs, tiles, routing_weights * (topk_ids < E))
 
 
 def triton(
     x: Float[Array, "n D"],
-    chosen: Int[Array, "n k"],
-    weight: Float[Array, "n k"],
-    bank: ExpertWeights,
+    topk_ids: Int[Array, "n k"],
+    routing_weights: Float[Array, "n k"],
+    weights: ExpertWeights,
 ) -> Float[Array, "n D"]:
-    """`grouped`, without a copy of any weight. Not differentiable."""
+    """As `grouped`, without a copy of any weight. Not differentiable."""
     from peagle_jax.kernels import experts_triton
 
-    return experts_triton.mixture(x, chosen, weight, bank)
+    return experts_triton.mixture(x, topk_ids, routing_weights, weights)
 
 
 FORMS = {
@@ -165,12 +180,15 @@ FORMS = {
 
 
 def choose(rows: int, k: int, experts: int, backend: str, unsupported: str | None = None) -> str:
-    """The form for so many tokens, each of which chooses k; `experts` are those of this device.
+    """The form, a name of FORMS, for so many tokens of which each chooses k experts.
 
-    Where Triton cannot serve on a GPU, by arithmetic: while the chosen experts are fewer than all, gathering reads less.
+    Where Triton cannot run on a GPU, arithmetic decides: while the chosen experts are fewer than
+    all, gathering reads less.
 
     Args:
-      unsupported: why Triton does not take the operands.
+      experts: of this device.
+      backend: "cpu" or "gpu".
+      unsupported: why Triton does not take the operands; None when it does.
     """
     if backend == "cpu":
         return "looped"
@@ -179,66 +197,79 @@ def choose(rows: int, k: int, experts: int, backend: str, unsupported: str | Non
     return "gathered" if rows * k <= experts else "grouped"
 
 
-def tile_rows(n: int, k: int, experts: int, *, parts: int, few: int, most: int) -> int:
-    """Rows of a tile: what an expert gets on average, as a power of two, within bounds."""
-    average = -(-n * k // (experts * parts))
-    return min(most, max(1 << (average - 1).bit_length(), min(few, n)))
+def tile_rows(n: int, k: int, experts: int, *, num_shards: int, least: int, most: int) -> int:
+    """Rows of a tile: what an expert gets on average, as a power of two, within bounds.
+
+    Args:
+      least: the smallest tile, unless there are fewer tokens.
+      most: the largest tile.
+    """
+    average = -(-n * k // (experts * num_shards))
+    return min(most, max(1 << (average - 1).bit_length(), min(least, n)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The n*k (token, choice) pairs sorted by expert and cut into tiles, as many as there can be: a tile may have no rows."""
+    """The n * k pairs (token, choice), sorted by expert and cut into tiles.
+
+    There are as many tiles as there can ever be, so a tile may have no rows.
+    """
 
     rows: int  # of a tile, at most
     place: Int[Array, " pairs"]  # of pair t*k + j among the sorted ones
     token: Int[Array, " pairs"]  # of each place
-    expert: Int[Array, " t"]  # E where there are no rows
-    first: Int[Array, " t"]  # place
-    size: Int[Array, " t"]  # rows
+    expert: Int[Array, " t"]  # of each tile; E where it has no rows
+    first: Int[Array, " t"]  # place at which the tile begins
+    size: Int[Array, " t"]  # rows that the tile has
 
 
-def tiled(chosen: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
-    """Tiles of at most `rows` rows of one expert each; those with rows come first. Pairs of no expert come last and are in none.
+def make_tiles(topk_ids: Int[Array, "n k"], experts: int, rows: int) -> Tiles:
+    """Tiles of at most `rows` rows of one expert each; those with rows come first.
 
-    By comparing everything with everything: on a GPU each line is one launch, where a search or a running sum is a loop of them.
+    Pairs of no expert come last and are in no tile. Everything is compared with everything: on a
+    GPU each line is then one launch, where a search or a running sum is a loop of launches.
     """
-    n, k = chosen.shape
-    flat = chosen.reshape(-1).astype(jnp.int32)
+    n, k = topk_ids.shape
+    flat = topk_ids.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True)
-    start = (flat[:, None] < jnp.arange(experts + 1)[None]).sum(
-        axis=0, dtype=jnp.int32
-    )  # places before each expert's own
+    # places before each expert's first
+    start = (flat[:, None] < jnp.arange(experts + 1)[None]).sum(axis=0, dtype=jnp.int32)
     size = start[1:] - start[:-1]
     tiles = -(-size // rows)
-    before = jnp.where(jnp.tri(experts, k=-1, dtype=bool), tiles[None], 0).sum(
-        axis=1, dtype=jnp.int32
-    )
-    t = jnp.arange(most_tiles(n, k, experts, rows), dtype=jnp.int32)
+    earlier_experts = jnp.tri(experts, k=-1, dtype=bool)
+    before = jnp.where(earlier_experts, tiles[None], 0).sum(axis=1, dtype=jnp.int32)
+    t = jnp.arange(max_tiles(n, k, experts, rows), dtype=jnp.int32)
     expert = (t[:, None] >= (before + tiles)[None]).sum(axis=1, dtype=jnp.int32)
     e = jnp.minimum(expert, experts - 1)
-    done = (t - before[e]) * rows  # of the expert's rows, by the tiles before
+    done = (t - before[e]) * rows  # rows of the expert that earlier tiles hold
     size = jnp.where(expert < experts, jnp.minimum(size[e] - done, rows), 0)
     token = (order // k).astype(jnp.int32)
     return Tiles(rows, jnp.argsort(order), token, expert, start[e] + done, size)
 
 
-def most_tiles(n: int, k: int, experts: int, rows: int) -> int:
-    """As many as `tiled` can make: an expert has n rows at most."""
+def max_tiles(n: int, k: int, experts: int, rows: int) -> int:
+    """How many tiles `make_tiles` can make at most: an expert has at most n rows."""
     return min(n * k, experts + n * k // rows, experts * -(-n // rows))
 
 
-def unsorted(chosen: Int[Array, "1 k"], experts: int) -> Tiles:
-    """Of one token, which chooses an expert once: a tile each, in the order that they come in; those without rows lie anywhere."""
-    flat = chosen[0].astype(jnp.int32)
+def tiles_of_one_token(topk_ids: Int[Array, "1 k"], experts: int) -> Tiles:
+    """The tiles of a single token, which chooses an expert once: nothing has to be sorted.
+
+    Each choice is a tile, in its own order; tiles without rows lie anywhere.
+    """
+    flat = topk_ids[0].astype(jnp.int32)
     at = jnp.arange(len(flat), dtype=jnp.int32)
     return Tiles(1, at, jnp.zeros_like(at), flat, at, (flat < experts).astype(jnp.int32))
 
 
 def combine(
-    out: Float[Array, "pairs D"], tiles: Tiles, weight: Float[Array, "n k"]
+    out: Float[Array, "pairs D"], tiles: Tiles, routing_weights: Float[Array, "n k"]
 ) -> Float[Array, "n D"]:
-    """Back into the order of tokens, and summed over each one's experts. Gathers: adding by index would not be deterministic."""
-    n, k = weight.shape
-    own = out[tiles.place].reshape(n, k, -1).astype(jnp.float32)
-    share = weight.astype(jnp.float32)[..., None]
-    return jnp.where(share != 0, own * share, 0).sum(axis=1)
+    """Brings pairs back into the order of tokens and sums each token's experts.
+
+    It gathers, because adding by index would not be deterministic.
+    """
+    n, k = routing_weights.shape
+    pairs = out[tiles.place].reshape(n, k, -1).astype(jnp.float32)
+    share = routing_weights.astype(jnp.float32)[..., None]
+    return jnp.where(share != 0, pairs * share, 0).sum(axis=1)

@@ -1,9 +1,15 @@
-"""A mixture's products in Triton: one launch for all experts of a layer's matrix, rows sorted by expert, weights decoded on the way.
+"""A mixture's products in Triton: one launch for the matrices of all experts of a layer.
 
-Bound by reading the chosen experts: a token of Qwen3-Coder-30B-A3B takes 8 experts of 4.7M numbers a layer, 38 MB in FP8, 8.8 us at
-the 4.3 TB/s that a copy reaches on an H200; in MXFP4 a token of GPT-OSS-20B takes 4 of 24.9M, 53 MB, 12.3 us. Every expert that was
-chosen is read once a tile of rows, and no other: weights stay in memory as they are stored, which plain XLA cannot do (docs/sizes.md).
+It is bound by reading the chosen experts. A token of Qwen3-Coder-30B-A3B takes 8 experts of 4.7M
+numbers a layer: 38 MB in FP8, 8.8 us at the 4.3 TB/s that a copy reaches on an H200. A token of
+GPT-OSS-20B takes 4 of 24.9M: 53 MB in MXFP4, 12.3 us. So rows are sorted by expert, every chosen
+expert is read once a tile of rows, and no other. Weights stay in memory as they are stored and are
+decoded on the way, which plain XLA cannot do (docs/sizes.md).
 """
+
+# Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +17,20 @@ import triton
 import triton.language as tl
 
 from peagle_jax.kernels import experts
-from peagle_jax.kernels.experts import Matrices, Tiles
+from peagle_jax.kernels.experts import ExpertWeights, StoredMatrices, Tiles
 from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 
-SORTED, BANKS = (
-    1024,
-    256,
-)  # pairs and experts, at most, that a kernel sorts: its work grows with their product, launches do not
+# Up to so many pairs of so many experts a kernel sorts: its work grows with their product, while
+# XLA's launches stay the same.
+MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 256
 
 
 @triton.jit
 def decoded(code, scale):
-    """E2M1 codes in float32, times a scale: float16 has the same fields further up, 2^14 times smaller."""
+    """E2M1 codes in float32, times a scale.
+
+    float16 has the same fields further up, so shifted codes are its bits, 2^14 times too small.
+    """
     bits = ((code & 7) << 9) | ((code & 8) << 12)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * scale
 
@@ -48,10 +56,17 @@ def kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """BN outputs of one expert for the `size` rows of tile t, which stand at `first` in the result.
+    """One tile [BN BM]: BN outputs of one expert for up to BM of its rows.
 
-    GATHER: row i of the result comes from row `row_ptr[i]` of x. W, the weights: "plain" [E K N]; float8 [E N K] with scales by "row"
-    or "block"; "mxfp4" [E N K/2], then x holds each row's even numbers before its odd ones.
+    Program (n, t) takes outputs n * BN and on of tile t, whose `size` rows stand from `first` on in
+    the result. Weights are the tensor core's long axis, as in `fp8_matmul_triton`. Outputs are the
+    fastest axis of the grid: the programs that read one expert run side by side, and share its
+    tile of rows in the L2 cache. There are as many tiles as there can be; those without rows end at
+    once.
+
+    GATHER: row i of the result comes from row `row_ptr[i]` of x; otherwise from row i. W: the kind
+    of `StoredMatrices`. For "mxfp4" x holds each row's even numbers before its odd ones: a byte
+    holds a pair of neighbours, and its two halves are then two products without any interleaving.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tl.program_id(1)
@@ -65,47 +80,41 @@ def kernel(
     x_row = x_ptr + source[:, None].to(tl.int64) * K
     real = (m < size)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
-    for at in range(0, tl.where(size > 0, K, 0), BK):  # a tile without rows reads nothing
+    for at in range(0, tl.where(size > 0, K, 0), BK):
         if W == "mxfp4":
             k = at // 2 + tl.arange(0, BK // 2)
-            x = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
+            even = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
             odd = tl.load(x_row + K // 2 + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
             g = at // 32 + tl.arange(0, BK // 32)  # 16 bytes share a scale
-            there = (n[:, None] < N) & (g[None, :] < K // 32)
+            inside = (n[:, None] < N) & (g[None, :] < K // 32)
             group = (e * N + n[:, None]) * (K // 32) + g[None, :]
-            exponent = tl.load(scale_ptr + group, mask=there, other=0)
-            scale = ((exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0)[
-                :, :, None
-            ]
+            exponent = tl.load(scale_ptr + group, mask=inside, other=0)
+            # a power of two, times the 2^14 that `decoded` lacks
+            scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
+            scale = scale[:, :, None]
             byte = tl.load(
                 w_ptr + group[:, :, None] * 16 + tl.arange(0, 16)[None, None, :],
-                mask=there[:, :, None],
+                mask=inside[:, :, None],
                 other=0,
             ).to(tl.uint16)
-            low = tl.reshape(decoded(byte & 15, scale), (BN, BK // 2)).to(x.dtype)
-            high = tl.reshape(decoded(byte >> 4, scale), (BN, BK // 2)).to(x.dtype)
-            acc = tl.dot(low, x.T, acc)
+            low = tl.reshape(decoded(byte & 15, scale), (BN, BK // 2)).to(even.dtype)
+            high = tl.reshape(decoded(byte >> 4, scale), (BN, BK // 2)).to(even.dtype)
+            acc = tl.dot(low, even.T, acc)
             acc = tl.dot(high, odd.T, acc)
         else:
             k = at + tl.arange(0, BK)
             x = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K), other=0.0)
-            there = (n[:, None] < N) & (k[None, :] < K)
+            inside = (n[:, None] < N) & (k[None, :] < K)
             if W == "plain":
-                w = tl.load(w_ptr + (e * K + k[None, :]) * N + n[:, None], mask=there, other=0.0)
+                w = tl.load(w_ptr + (e * K + k[None, :]) * N + n[:, None], mask=inside, other=0.0)
             else:
-                w = tl.load(w_ptr + (e * N + n[:, None]) * K + k[None, :], mask=there, other=0.0)
+                w = tl.load(w_ptr + (e * N + n[:, None]) * K + k[None, :], mask=inside, other=0.0)
             if W == "block":
                 across: tl.constexpr = (K + 127) // 128
                 down: tl.constexpr = (N + 127) // 128
                 part = tl.dot(w.to(x.dtype), x.T)
-                acc += (
-                    part
-                    * tl.load(
-                        scale_ptr + (e * down + n // 128) * across + at // 128,
-                        mask=n < N,
-                        other=0.0,
-                    )[:, None]
-                )
+                block = (e * down + n // 128) * across + at // 128
+                acc += part * tl.load(scale_ptr + block, mask=n < N, other=0.0)[:, None]
             else:
                 acc = tl.dot(w.to(x.dtype), x.T, acc)
     if W == "row":
@@ -118,7 +127,7 @@ def kernel(
 
 @triton.jit
 def sort_kernel(
-    chosen_ptr,
+    topk_ids_ptr,
     place_ptr,
     token_ptr,
     expert_ptr,
@@ -132,17 +141,22 @@ def sort_kernel(
     BP: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """BP pairs and BP tiles a program, each compared with all pairs: one launch, where a sort and its counts are seven."""
+    """`experts.make_tiles` in one launch, where a sort and its counts are seven.
+
+    Program i places pairs i * BP and on, and describes tiles i * BP and on. It compares its pairs
+    with all pairs, BP at a time: a pair's place is the number of pairs that sort before it. Every
+    program counts the rows of all experts [BE] for itself, so that none waits for another.
+    """
     i = tl.program_id(0) * BP + tl.arange(0, BP)
-    mine = tl.load(chosen_ptr + i, mask=i < PAIRS, other=E)
+    ids = tl.load(topk_ids_ptr + i, mask=i < PAIRS, other=E)
     e = tl.arange(0, BE)
     place = tl.zeros((BP,), tl.int32)
     count = tl.zeros((BE,), tl.int32)
     for at in range(0, PAIRS, BP):
         j = at + tl.arange(0, BP)
-        other = tl.load(chosen_ptr + j, mask=j < PAIRS, other=E + 1)
-        before = (other[None, :] < mine[:, None]) | (
-            (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
+        other = tl.load(topk_ids_ptr + j, mask=j < PAIRS, other=E + 1)
+        before = (other[None, :] < ids[:, None]) | (
+            (other[None, :] == ids[:, None]) & (j[None, :] < i[:, None])
         )
         place += tl.sum(before.to(tl.int32), 1)
         count += tl.sum((other[None, :] == e[:, None]).to(tl.int32), 1)
@@ -153,47 +167,61 @@ def sort_kernel(
     until = tl.cumsum(tiles, 0)
     start = tl.cumsum(count, 0) - count
     expert = tl.sum((i[:, None] >= until[None, :]).to(tl.int32), 1)  # of tile i
-    own = expert[:, None] == e[None, :]
-    done = (i - tl.sum(tl.where(own, (until - tiles)[None, :], 0), 1)) * ROWS
-    size = tl.minimum(tl.sum(tl.where(own, count[None, :], 0), 1) - done, ROWS)
+    is_expert = expert[:, None] == e[None, :]
+    done = (i - tl.sum(tl.where(is_expert, (until - tiles)[None, :], 0), 1)) * ROWS
+    size = tl.minimum(tl.sum(tl.where(is_expert, count[None, :], 0), 1) - done, ROWS)
     tl.store(expert_ptr + i, tl.minimum(expert, E), mask=i < TILES)
-    tl.store(first_ptr + i, tl.sum(tl.where(own, start[None, :], 0), 1) + done, mask=i < TILES)
+    first = tl.sum(tl.where(is_expert, start[None, :], 0), 1) + done
+    tl.store(first_ptr + i, first, mask=i < TILES)
     tl.store(size_ptr + i, tl.where(expert < E, size, 0), mask=i < TILES)
 
 
-def tiled(chosen, count: int, rows: int, start: Launcher = on_gpu) -> Tiles:
-    """As `experts.tiled`; the work grows with the square of the pairs."""
-    pairs, bp = chosen.size, 64
-    tiles = experts.most_tiles(*chosen.shape, count, rows)
+def make_tiles(topk_ids: jax.Array, count: int, rows: int, start: Launcher = on_gpu) -> Tiles:
+    """As `experts.make_tiles`, with work that grows with the square of the pairs.
 
-    def number(n):
-        return jax.ShapeDtypeStruct((n,), jnp.int32)
+    Args:
+      count: of experts.
+      rows: of a tile, at most.
+    """
+    pairs, block_pairs = topk_ids.size, 64
+    n, k = topk_ids.shape
+    num_tiles = experts.max_tiles(n, k, count, rows)
+    block_experts = triton.next_power_of_2(count)
+
+    def integers(length):
+        return jax.ShapeDtypeStruct((length,), jnp.int32)
 
     launch = Launch(
         kernel=sort_kernel,
-        inputs=(chosen.reshape(-1).astype(jnp.int32),),
-        outputs=(number(pairs), number(pairs), number(tiles), number(tiles), number(tiles)),
-        grid=(-(-max(pairs, tiles) // bp),),
+        inputs=(topk_ids.reshape(-1).astype(jnp.int32),),
+        outputs=(
+            integers(pairs),
+            integers(pairs),
+            integers(num_tiles),
+            integers(num_tiles),
+            integers(num_tiles),
+        ),
+        grid=(triton.cdiv(max(pairs, num_tiles), block_pairs),),
         constants=dict(
             PAIRS=pairs,
-            CHOICES=chosen.shape[1],
+            CHOICES=k,
             E=count,
             ROWS=rows,
-            TILES=tiles,
-            BP=bp,
-            BE=triton.next_power_of_2(count),
+            TILES=num_tiles,
+            BP=block_pairs,
+            BE=block_experts,
         ),
-        warps=min(
-            16, max(4, triton.next_power_of_2(count) // 16)
-        ),  # 128 experts and 4 warps: 254 registers; 256: spills
+        # with 4 warps 128 experts take 254 registers a thread, and 256 experts spill
+        warps=min(16, max(4, block_experts // 16)),
     )
     return Tiles(rows, *start(launch))
 
 
-def sizes(rows: int, kind: str) -> dict:
-    """Tiles for so many rows of an expert."""
-    bm = max(16, 1 << (rows - 1).bit_length())
-    bn = 128 if bm == 128 and kind != "mxfp4" else 64  # decoding 128 x 128 numbers spills on sm_120
+def tile_config(rows: int, kind: str) -> dict[str, int]:
+    """Tile sizes and pipeline for so many rows of an expert, and a kind of `StoredMatrices`."""
+    bm = max(16, triton.next_power_of_2(rows))
+    # decoding a tile of 128 x 128 numbers spills on sm_120
+    bn = 128 if bm == 128 and kind != "mxfp4" else 64
     return {
         "bm": bm,
         "bn": bn,
@@ -204,17 +232,26 @@ def sizes(rows: int, kind: str) -> dict:
 
 
 def product(
-    x, tiles: Tiles, w: Matrices, *, gather: bool, start: Launcher = on_gpu, **overrides
+    x: jax.Array,
+    tiles: Tiles,
+    w: StoredMatrices,
+    *,
+    gather: bool,
+    start: Launcher = on_gpu,
+    **overrides: int,
 ) -> jax.Array:
-    """Every pair's row times its expert's matrix [pairs N], sorted by expert; rows of pairs that have no expert are not written.
+    """Every pair's row times its expert's matrix [pairs N], sorted by expert.
+
+    Rows of pairs that have no expert are not written.
 
     Args:
-      x: a row a token where `gather`, otherwise a row a pair.
-      overrides: of `sizes`, for measuring.
+      x: [tokens K] where `gather`, otherwise [pairs K], sorted.
+      start: executes a launch.
+      overrides: of `tile_config`, for measuring.
     """
     K, N = x.shape[1], w.outputs
-    how = sizes(tiles.rows, w.kind) | overrides
-    nothing = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
+    config = tile_config(tiles.rows, w.kind) | overrides
+    absent = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
     if w.kind == "mxfp4":
         x = x.reshape(-1, K // 2, 2).swapaxes(1, 2).reshape(-1, K)
     launch = Launch(
@@ -226,11 +263,11 @@ def product(
             tiles.first,
             tiles.size,
             w.values,
-            nothing if w.scale is None else w.scale,
-            nothing if w.bias is None else w.bias,
+            absent if w.scale is None else w.scale,
+            absent if w.bias is None else w.bias,
         ),
         outputs=(jax.ShapeDtypeStruct((len(tiles.token), N), x.dtype),),
-        grid=(-(-N // how["bn"]), len(tiles.expert)),
+        grid=(triton.cdiv(N, config["bn"]), len(tiles.expert)),
         constants=dict(
             E=len(w.values),
             N=N,
@@ -238,30 +275,37 @@ def product(
             GATHER=gather,
             W=w.kind,
             BIAS=w.bias is not None,
-            BM=how["bm"],
-            BN=how["bn"],
-            BK=how["bk"],
+            BM=config["bm"],
+            BN=config["bn"],
+            BK=config["bk"],
         ),
-        warps=how["warps"],
-        stages=how["stages"],
+        warps=config["warps"],
+        stages=config["stages"],
     )
     return start(launch)[0]
 
 
-def mixture(x, chosen, weight, bank, start: Launcher = on_gpu) -> jax.Array:
+def mixture(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    routing_weights: jax.Array,
+    weights: ExpertWeights,
+    start: Launcher = on_gpu,
+) -> jax.Array:
     """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
-    n, k = chosen.shape
-    rows = experts.tile_rows(n, k, bank.count, parts=bank.parts, few=experts.GPU_TILE, most=128)
+    n, k = topk_ids.shape
+    count = weights.count
     if n == 1:
-        tiles = experts.unsorted(chosen, bank.count)
-    elif n * k <= SORTED and bank.count <= BANKS:
-        tiles = tiled(chosen, bank.count, rows, start)
+        tiles = experts.tiles_of_one_token(topk_ids, count)
     else:
-        tiles = experts.tiled(chosen, bank.count, rows)
-    up, down = bank.matrices()
-    hidden = bank.act(product(x, tiles, up, gather=True, start=start))
-    return experts.combine(
-        product(hidden, tiles, down, gather=False, start=start),
-        tiles,
-        weight * (chosen < bank.count),
-    )
+        rows = experts.tile_rows(
+            n, k, count, num_shards=weights.num_shards, least=experts.MIN_GPU_TILE, most=128
+        )
+        if n * k <= MAX_SORTED_PAIRS and count <= MAX_SORTED_EXPERTS:
+            tiles = make_tiles(topk_ids, count, rows, start)
+        else:
+            tiles = experts.make_tiles(topk_ids, count, rows)
+    up, down = weights.matrices()
+    hidden = weights.act(product(x, tiles, up, gather=True, start=start))
+    out = product(hidden, tiles, down, gather=False, start=start)
+    return experts.combine(out, tiles, routing_weights * (topk_ids < count))

@@ -1,24 +1,29 @@
-"""FP8 matrix product (W8A8): activations quantised a row (or a row and group), weights stored as e4m3 with their scales.
+"""FP8 matrix product (W8A8): weights are e4m3 with scales, activations are quantized on the way.
 
-Weights are [out, in], as checkpoints store them: the tensor cores take FP8 operands only with the contracted axis last. Scales are
-one number an output row, or one a block of 128 x 128 as released FP8 checkpoints have them (DeepSeek, Qwen3 `-FP8`); activations
-then get one number a row and 128 inputs.
+Weights are [out, in], as checkpoints store them: tensor cores take FP8 operands only with the
+contracted axis last. They have one scale an output row, or one scale a block of 128 x 128 as in
+released FP8 checkpoints (DeepSeek, Qwen3 `-FP8`). Activations have one scale a row; where weights
+have blocks, one scale a row and 128 inputs.
 """
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from peagle_jax.kernels.choose import choose
 
 E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-LEAST = 1e-30  # smaller ones are zeros: a scale must not underflow
+E4M3_MAX = 448.0
+SMALLEST = 1e-30  # rows whose largest value is below this are zeros: a scale must not underflow
 BLOCK = 128
-FEW = 32  # rows that cost nothing to quantise again and again; a launch does
+# Up to this many rows are quantized inside the product, again for every tile of outputs: that
+# costs nothing, and a launch of its own does.
+MAX_ROWS_QUANTIZED_INSIDE = 32
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +39,7 @@ class Fp8Matrix:
         return self.scale.ndim == 2
 
     def dequantized(self) -> Float[Array, "N K"]:
-        """In float32, exactly what is stored."""
+        """The matrix in float32, exactly as it is stored."""
         scale = self.scale[:, None]
         if self.blocks:
             N, K = self.values.shape
@@ -48,22 +53,20 @@ def grid(N: int, K: int) -> tuple[int, int]:
 
 
 def quantize(matrix: Float[Array, "N K"], *, blocks: bool = False) -> Fp8Matrix:
-    """The matrix in e4m3: its rows, or its blocks, scaled so that the largest value becomes 448."""
+    """The matrix in e4m3; the largest value of each row, or of each block, becomes 448."""
     N, K = matrix.shape
     if not blocks:
         return Fp8Matrix(*scaled(matrix, axis=1))
     n, k = grid(N, K)
-    parts = jnp.pad(matrix.astype(jnp.float32), [(0, n * BLOCK - N), (0, k * BLOCK - K)]).reshape(
-        n, BLOCK, k, BLOCK
-    )
-    values, scale = scaled(parts, axis=(1, 3))
+    padded = jnp.pad(matrix.astype(jnp.float32), [(0, n * BLOCK - N), (0, k * BLOCK - K)])
+    values, scale = scaled(padded.reshape(n, BLOCK, k, BLOCK), axis=(1, 3))
     return Fp8Matrix(values.reshape(n * BLOCK, k * BLOCK)[:N, :K], scale)
 
 
 def quantize_rows(
     x: Float[Array, "M K"], *, blocks: bool
 ) -> tuple[Float[Array, "M K"], Float[Array, "M k"]]:
-    """Activations in e4m3 with one scale a row (k = 1), or one a row and 128 inputs."""
+    """Activations in e4m3 and their scales: one a row (k = 1), or one a row and 128 inputs."""
     M, K = x.shape
     k = -(-K // BLOCK) if blocks else 1
     width = BLOCK if blocks else K
@@ -73,12 +76,14 @@ def quantize_rows(
 
 
 def scaled(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """(x / scale in e4m3, float32 scale), one scale for all that lies along `axis`, so that the largest becomes 448."""
+    """(x / scale in e4m3, scale in float32).
+
+    There is one scale for all that lies along `axis`, so that the largest value becomes 448.
+    """
     x = x.astype(jnp.float32)
     top = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    scale = jnp.where(
-        top > LEAST, top / LARGEST, 1
-    )  # zeros stay zeros, whatever they are divided by
+    # zeros stay zeros, whatever they are divided by
+    scale = jnp.where(top > SMALLEST, top / E4M3_MAX, 1)
     return (x / scale).astype(E4M3), scale.squeeze(axis)
 
 
@@ -87,12 +92,14 @@ def reference(
     x_scale: Float[Array, "M k"],
     w: Float[Array, "N K"],
     w_scale: Float[Array, "..."],
-    dtype,
+    dtype: DTypeLike,
 ) -> Float[Array, "M N"]:
-    """The product by XLA: FP8 operands, float32 sums, scales after. For one scale a row XLA calls cuBLASLt's FP8 (Hopper and later).
+    """The product by XLA: FP8 operands, float32 sums, scales afterwards.
+
+    For one scale a row XLA calls cuBLASLt's FP8 product (Hopper and later).
 
     Args:
-      x, x_scale: as `quantise_rows` gives them, k = 1 or a scale every 128 inputs.
+      x, x_scale: as `quantize_rows` returns them, k = 1 or a scale every 128 inputs.
       w, w_scale: of an `Fp8Matrix`.
       dtype: of the result.
     """
@@ -101,24 +108,39 @@ def reference(
         dimension_numbers=(((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    (N, K), by_row = w.shape, w_scale.ndim == 1
+    N, K = w.shape
+    by_row = w_scale.ndim == 1
     if x_scale.shape[1] == 1 and by_row:
         return (product(x, w) * x_scale * w_scale[None]).astype(dtype)
     y = jnp.zeros((x.shape[0], N), jnp.float32)
     for i in range(-(-K // BLOCK)):
-        at = slice(i * BLOCK, min(K, (i + 1) * BLOCK))
+        block = slice(i * BLOCK, min(K, (i + 1) * BLOCK))
         scale = w_scale if by_row else jnp.repeat(w_scale[:, i], BLOCK)[:N]
-        y += product(x[:, at], w[:, at]) * x_scale[:, i : i + 1] * scale[None]
+        y += product(x[:, block], w[:, block]) * x_scale[:, i : i + 1] * scale[None]
     return y.astype(dtype)
 
 
-def triton(x, x_scale, w, w_scale, dtype):
+def triton(
+    x: Float[Array, "M K"],
+    x_scale: Float[Array, "M k"] | None,
+    w: Float[Array, "N K"],
+    w_scale: Float[Array, "..."],
+    dtype: DTypeLike,
+) -> Float[Array, "M N"]:
+    """As `reference`, by the Triton kernel; with `x_scale` None it quantizes `x` itself."""
     from peagle_jax.kernels import fp8_matmul_triton
 
     return fp8_matmul_triton.product(x, x_scale, w, w_scale, dtype)
 
 
-def mosaic(x, x_scale, w, w_scale, dtype):
+def mosaic(
+    x: Float[Array, "M K"],
+    x_scale: Float[Array, "M k"],
+    w: Float[Array, "N K"],
+    w_scale: Float[Array, "..."],
+    dtype: DTypeLike,
+) -> Float[Array, "M N"]:
+    """As `reference`, by the Mosaic GPU kernel: Hopper, one scale a row."""
     from peagle_jax.kernels import fp8_matmul_mosaic
 
     return fp8_matmul_mosaic.product(x, x_scale, w, w_scale, dtype)
@@ -128,34 +150,37 @@ FORMS = {"reference": reference, "triton": triton, "mosaic": mosaic}
 
 
 def matmul(x: Float[Array, "*rows K"], w: Fp8Matrix, form: str = "auto") -> Float[Array, "*rows N"]:
-    """`x @ w.T` with `x` quantised on the way, in the dtype of `x`.
+    """`x @ w.T` with `x` quantized on the way, in the dtype of `x`.
 
-    Differentiable in `x`, as if it had not been quantised (straight through); `w` gets zeros: FP8 weights are not trained.
+    It is differentiable in `x` as if `x` had not been quantized (straight through). The gradient of
+    `w` is zero: FP8 weights are not trained.
 
     Args:
       form: a name of FORMS, or "auto".
+
+    Raises:
+      InputError: the form does not exist or cannot run here.
     """
     rows = x.reshape(-1, x.shape[-1])
-    y = _matmul(
-        rows, w.values, w.scale, choose("fp8_matmul", form, FORMS, _unsupported(form, rows, w))
-    )
+    form = choose("fp8_matmul", form, FORMS, unsupported(form, rows, w))
+    y = cast(jax.Array, _matmul(rows, w.values, w.scale, form))
     return y.reshape(*x.shape[:-1], -1)
 
 
-def _unsupported(form: str, x, w: Fp8Matrix) -> str | None:
+def unsupported(form: str, x: Float[Array, "M K"], w: Fp8Matrix) -> str | None:
+    """Why a form cannot take these operands; None when it can."""
     if form != "mosaic":
         return None
     from peagle_jax.kernels import fp8_matmul_mosaic
 
-    return fp8_matmul_mosaic.unsupported(len(x), *w.values.shape, not w.blocks)
+    N, K = w.values.shape
+    return fp8_matmul_mosaic.unsupported(len(x), N, K, not w.blocks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _matmul(x, values, scale, form):
     blocks = scale.ndim == 2
-    if (
-        blocks and form == "triton" and len(x) <= FEW
-    ):  # quantised in the kernel, by every tile of outputs anew
+    if blocks and form == "triton" and len(x) <= MAX_ROWS_QUANTIZED_INSIDE:
         return triton(x, None, values, scale, x.dtype)
     return FORMS[form](*_quantize(x, blocks, form), values, scale, x.dtype)
 
@@ -172,8 +197,8 @@ def _forward(x, values, scale, form):
     return _matmul(x, values, scale, form), (values, scale)
 
 
-def _backward(form, kept, dy):
-    values, scale = kept
+def _backward(form, residuals, dy):
+    values, scale = residuals
     dx = (dy.astype(jnp.float32) @ Fp8Matrix(values, scale).dequantized()).astype(dy.dtype)
     return dx, jnp.zeros_like(values), jnp.zeros_like(scale)
 

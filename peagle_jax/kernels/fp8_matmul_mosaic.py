@@ -1,63 +1,82 @@
-"""The FP8 product in Pallas, by Mosaic GPU, for Hopper: weights and tokens come by TMA into a ring of tiles, wgmma reads them there.
+"""The FP8 product in Pallas, by Mosaic GPU, for Hopper.
 
-Operands are swapped as in `fp8_matmul_triton`, for the same reason. Blackwell has other instructions (tcgen05) and is served by Triton.
+Weights and tokens come by TMA into a ring of tiles in shared memory, and wgmma reads them there.
+Operands are swapped as in `fp8_matmul_triton`, for the same reason. Blackwell has other
+instructions (tcgen05) and is served by Triton.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from peagle_jax.kernels.launch import gpu
 
 TILE_K = 128  # bytes of a swizzled row
-LARGEST_M = 256  # of wgmma's short axis
+MAX_M = 256  # of wgmma's short axis
 
 
 def unsupported(M: int, N: int, K: int, by_row: bool) -> str | None:
-    """Why this kernel cannot take a product; None when it can."""
+    """Why this kernel cannot take a product [M K] x [N K]; None when it can."""
     if not 90 <= gpu().capability < 100:
-        return f"it is written for Hopper (compute capability 9), and this GPU has {gpu().capability / 10}"
+        capability = gpu().capability / 10
+        return (
+            "it is written for Hopper (compute capability 9), "
+            f"and this GPU has compute capability {capability}"
+        )
     if not by_row:
         return "it takes one scale a row, not blocks"
-    if N % 64 or K % TILE_K or M > LARGEST_M:
-        return f"it takes M <= {LARGEST_M}, N in 64s, K in {TILE_K}s, and this product is {M} x {N} x {K}"
+    if N % 64 or K % TILE_K or M > MAX_M:
+        return (
+            f"it takes M <= {MAX_M}, N in 64s, K in {TILE_K}s, and this product is {M} x {N} x {K}"
+        )
     return None
 
 
-def tiles(M: int, N: int, K: int) -> dict:
-    """As in `fp8_matmul_triton`: splits until every multiprocessor has work, stages as many as fit."""
+def tile_config(M: int, N: int, K: int) -> dict[str, int]:
+    """As in `fp8_matmul_triton`: splits until all multiprocessors work, as many stages as fit."""
     tile_n = 128 if N % 128 == 0 and M > 64 else 64
     splits = 1
     while (
-        N // tile_n * splits < gpu().cores
+        N // tile_n * splits < gpu().num_sms
         and K % (2 * splits * TILE_K) == 0
         and K // (2 * splits) >= 512
     ):
         splits *= 2
-    room = gpu().shared - tile_n * M * 4 - 8192
-    return {
-        "tile_n": tile_n,
-        "splits": splits,
-        "stages": max(2, min(6, K // splits // TILE_K, room // ((tile_n + M) * TILE_K))),
-    }
+    free_bytes = gpu().shared_memory - tile_n * M * 4 - 8192
+    stages = min(6, K // splits // TILE_K, free_bytes // ((tile_n + M) * TILE_K))
+    return {"tile_n": tile_n, "splits": splits, "stages": max(2, stages)}
 
 
-def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> jax.Array:
+def product(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array,
+    dtype: DTypeLike,
+    *,
+    interpret: Any = None,
+    **overrides: int,
+) -> jax.Array:
     """As `fp8_matmul.reference`, for one scale a row.
 
     Args:
       interpret: parameters of Mosaic GPU's interpreter (jax 0.11 and later).
-      overrides: of `tiles`, for measuring.
+      overrides: of `tile_config`, for measuring.
     """
     rows, K = x.shape
-    M, N = -(-rows // 8) * 8, w.shape[0]
-    how = tiles(M, N, K) | overrides
-    tile_n, splits, stages = how["tile_n"], how["splits"], how["stages"]
-    x, x_scale = jnp.pad(x, [(0, M - rows), (0, 0)]), jnp.pad(x_scale[:, 0], (0, M - rows))
+    M = -(-rows // 8) * 8
+    N = w.shape[0]
+    tiles = tile_config(M, N, K) | overrides
+    tile_n, splits, stages = tiles["tile_n"], tiles["splits"], tiles["stages"]
+    x = jnp.pad(x, [(0, M - rows), (0, 0)])
+    x_scale = jnp.pad(x_scale[:, 0], (0, M - rows))
     steps = K // TILE_K // splits
-    kept = dtype if splits == 1 else jnp.float32
+    out_dtype = dtype if splits == 1 else jnp.float32
 
     def body(
         w_ref,
@@ -73,25 +92,30 @@ def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> ja
         scales_ready,
         out_tile,
     ):
-        here = pl.ds(lax.axis_index("n") * tile_n, tile_n)
+        """Program (n, split): outputs n * tile_n and on, over one split of K, for all tokens.
+
+        The contracted axis is walked in `steps` tiles of TILE_K. Of these, `stages` lie in a ring
+        of slots in shared memory: while one is multiplied, the next ones are on their way.
+        """
+        outputs = pl.ds(lax.axis_index("n") * tile_n, tile_n)
         split = lax.axis_index("split")
-        plgpu.copy_gmem_to_smem(w_scale_ref.at[here], w_scales, scales_ready)
+        plgpu.copy_gmem_to_smem(w_scale_ref.at[outputs], w_scales, scales_ready)
         plgpu.copy_gmem_to_smem(x_scale_ref, x_scales, scales_ready)
 
         def fetch(step, slot):
-            at = pl.ds((split * steps + step) * TILE_K, TILE_K)
-            plgpu.copy_gmem_to_smem(w_ref.at[here, at], w_tiles.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_tiles.at[slot], ready.at[slot])
+            k = pl.ds((split * steps + step) * TILE_K, TILE_K)
+            plgpu.copy_gmem_to_smem(w_ref.at[outputs, k], w_tiles.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(x_ref.at[:, k], x_tiles.at[slot], ready.at[slot])
 
         for step in range(min(stages, steps)):
             fetch(step, step)
 
-        def add(acc):
-            def one(step, _):
+        def accumulate(acc):
+            def one_step(step, _):
                 slot = lax.rem(step, stages)
                 plgpu.barrier_wait(ready.at[slot])
                 plgpu.wgmma(acc, w_tiles.at[slot], x_tiles.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(0)  # the slot is read: only then may it be filled again
+                plgpu.wgmma_wait(0)  # the slot has been read: only now may it be filled again
 
                 @pl.when(step + stages < steps)
                 def _():
@@ -99,23 +123,23 @@ def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> ja
 
                 return ()
 
-            lax.fori_loop(0, steps, one, ())
+            lax.fori_loop(0, steps, one_step, ())
             return acc[...]
 
-        acc = pl.run_scoped(add, plgpu.ACC((tile_n, M), jnp.float32))
+        accumulator = plgpu.ACC((tile_n, M), jnp.float32)  # pyright: ignore
+        acc = pl.run_scoped(accumulate, accumulator)
         plgpu.barrier_wait(scales_ready)
-        scale = lax.broadcast_in_dim(w_scales[...], (tile_n, M), (0,)) * lax.broadcast_in_dim(
-            x_scales[...], (tile_n, M), (1,)
-        )
-        out_tile[...] = (acc * scale).astype(kept)
+        of_outputs = lax.broadcast_in_dim(w_scales[...], (tile_n, M), (0,))
+        of_tokens = lax.broadcast_in_dim(x_scales[...], (tile_n, M), (1,))
+        out_tile[...] = (acc * (of_outputs * of_tokens)).astype(out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile, out_ref.at[split, here, :])
+        plgpu.copy_smem_to_gmem(out_tile, out_ref.at[split, outputs, :])
         plgpu.wait_smem_to_gmem(0)
 
     swizzled = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
     run = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((splits, N, M), kept),
+        out_type=jax.ShapeDtypeStruct((splits, N, M), out_dtype),
         scratch_types=[
             plgpu.SMEM((stages, tile_n, TILE_K), w.dtype, transforms=swizzled),
             plgpu.SMEM((stages, M, TILE_K), x.dtype, transforms=swizzled),
@@ -123,7 +147,7 @@ def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> ja
             plgpu.SMEM((tile_n,), jnp.float32),
             plgpu.SMEM((M,), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.SMEM((tile_n, M), kept),
+            plgpu.SMEM((tile_n, M), out_dtype),
         ],
         grid=(N // tile_n, splits),
         grid_names=("n", "split"),
@@ -131,4 +155,5 @@ def product(x, x_scale, w, w_scale, dtype, *, interpret=None, **overrides) -> ja
         **({} if interpret is None else {"interpret": interpret}),
     )
     out = run(w, x, w_scale, x_scale)
-    return (out[0] if splits == 1 else out.sum(axis=0)).T[:rows].astype(dtype)
+    y = out[0] if splits == 1 else out.sum(axis=0)
+    return y.T[:rows].astype(dtype)

@@ -1,14 +1,20 @@
-"""The FP8 product in Triton: operands swapped, so that the few tokens stand on the tensor core's short axis.
+"""The FP8 product in Triton, operands swapped: the few tokens are the tensor core's short axis.
 
-Bound by reading the weights: M = 8, 4096 x 4096 is 16.8 MB, 3.9 us at the 4.3 TB/s that a copy reaches on an H200. A tensor core
-multiplies 64 rows at least; with the weights on that axis tokens are padded to 16, without to 64 and, below that, Triton leaves
-the FP8 path (F2FP + HMMA). The contracted axis is split when there are fewer tiles than multiprocessors.
+It is bound by reading the weights: M = 8, 4096 x 4096 is 16.8 MB, 3.9 us at the 4.3 TB/s that a
+copy reaches on an H200. A tensor core multiplies at least 64 rows. With the weights on that axis
+tokens are padded to 16; otherwise they would be padded to 64, and for fewer Triton leaves the FP8
+path (F2FP + HMMA). The contracted axis is split when there are fewer tiles than multiprocessors.
 """
+
+# Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax.typing import DTypeLike
 
 from peagle_jax.kernels.fp8_matmul import BLOCK, E4M3
 from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
@@ -16,7 +22,7 @@ from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
 @triton.jit
 def quantized(x):
-    """(e4m3 [M K], scale [M]) of a tile, the largest value of each row becoming 448."""
+    """(e4m3 [M K], scale [M]) of a tile; the largest value of each row becomes 448."""
     x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 1)
     scale = tl.where(top > 1e-30, top / 448.0, 1.0)
@@ -34,11 +40,15 @@ def quantize_kernel(
     BG: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """One row, as GROUPS groups of WIDTH numbers with a scale each."""
+    """Program m quantizes row m, as GROUPS groups of WIDTH numbers with a scale each.
+
+    A row is one tile [BG BW], so that it is read once and its scales need no second launch.
+    """
     row = tl.program_id(0).to(tl.int64)
-    group, at = tl.arange(0, BG), tl.arange(0, BW)
+    group = tl.arange(0, BG)
+    at = tl.arange(0, BW)
     k = group[:, None] * WIDTH + at[None, :]
-    inside = k < K  # WIDTH is a power of two, or there is one group
+    inside = k < K  # enough, because WIDTH is a power of two, or there is one group
     values, scale = quantized(tl.load(x_ptr + row * K + k, mask=inside, other=0.0))
     tl.store(out_ptr + row * K + k, values, mask=inside)
     tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
@@ -62,9 +72,16 @@ def kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Tile (n, m) of the part of K that split s covers; GROUPS of 128 in all.
+    """One tile [BN BM] of w @ x.T, over one split of the contracted axis.
 
-    X, scales of activations: "row", "group", or "raw" where they are not quantised yet. W, of weights: "row", "block".
+    Program (n, m, s) takes outputs n * BN and on, tokens m * BM and on, and inputs s * SPAN and on,
+    BK at a time. Outputs are the fastest axis of the grid. While M fits one tile, as in decoding,
+    every weight is read by one program only; with more tokens, programs side by side share the
+    tile of tokens.
+
+    X, what activations are: "row" or "group" (e4m3 with a scale a row, or a row and 128 inputs), or
+    "raw", which are quantized here. W, the scales of weights: "row" or "block". GROUPS: how many
+    128s K has.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -76,11 +93,11 @@ def kernel(
         k = at + tl.arange(0, BK)
         w = tl.load(w_row + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
         x = tl.load(x_row + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
-        if (
-            X == "row" and W == "row"
-        ):  # Hopper's FP8 sums keep few bits: into float32 after each tile of K
+        if X == "row" and W == "row":
+            # Hopper's FP8 sums keep few bits: they go to float32 after each tile of K
             acc = tl.dot(w, x.T, acc, max_num_imprecise_acc=BK)
-        else:  # a sum of its own for each group
+        else:
+            # a tile of K is one group of 128, and has a sum of its own, which is scaled
             if X == "raw":
                 x, x_scale = quantized(x)
             else:
@@ -89,11 +106,12 @@ def kernel(
                 )
             part = tl.dot(w, x.T) * x_scale[None, :]
             if W == "block":
-                part *= tl.load(
+                w_scale = tl.load(
                     w_scale_ptr + (n // 128) * GROUPS + at // 128,
                     mask=(n < N) & (at < K),
                     other=0.0,
-                )[:, None]
+                )
+                part *= w_scale[:, None]
             acc += part
     if W == "row":
         acc *= tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[:, None]
@@ -103,10 +121,12 @@ def kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
 
 
-def quantize_rows(x, *, blocks: bool, start: Launcher = on_gpu) -> tuple[jax.Array, jax.Array]:
-    """As `fp8_matmul.quantise_rows`, in one launch instead of three, and `x` is read once."""
+def quantize_rows(
+    x: jax.Array, *, blocks: bool, start: Launcher = on_gpu
+) -> tuple[jax.Array, jax.Array]:
+    """As `fp8_matmul.quantize_rows`, in one launch instead of three; `x` is read once."""
     M, K = x.shape
-    groups, width = (-(-K // BLOCK), BLOCK) if blocks else (1, K)
+    groups, width = (triton.cdiv(K, BLOCK), BLOCK) if blocks else (1, K)
     size = triton.next_power_of_2(groups) * triton.next_power_of_2(width)
     launch = Launch(
         kernel=quantize_kernel,
@@ -125,18 +145,25 @@ def quantize_rows(x, *, blocks: bool, start: Launcher = on_gpu) -> tuple[jax.Arr
         ),
         warps=min(16, max(4, size // 1024)),
     )
-    return tuple(start(launch))
+    values, scale = start(launch)
+    return values, scale
 
 
-def tiles(M: int, N: int, K: int, gpu: Gpu) -> dict:
-    """Tile sizes, splits and pipeline by arithmetic: weights are read once while M fits a tile, and every multiprocessor has work."""
-    bm = min(128, max(16, 1 << (M - 1).bit_length()))
+def tile_config(M: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
+    """Tile sizes, splits and pipeline by arithmetic.
+
+    Weights are read once while M fits one tile, and every multiprocessor has work.
+    """
+    bm = min(128, max(16, triton.next_power_of_2(M)))
     bn = 128 if bm == 128 else 64
-    count = -(-N // bn) * -(-M // bm)
+    num_tiles = triton.cdiv(N, bn) * triton.cdiv(M, bm)
     splits = 1
-    while count * splits < 2 * gpu.cores and K // (2 * splits) >= 512:
+    while num_tiles * splits < 2 * gpu.num_sms and K // (2 * splits) >= 512:
         splits *= 2
-    stages = 4 if bm < 128 else 3 if gpu.shared > 200_000 else 2
+    if bm < 128:
+        stages = 4
+    else:
+        stages = 3 if gpu.shared_memory > 200_000 else 2
     return {
         "bm": bm,
         "bn": bn,
@@ -147,22 +174,36 @@ def tiles(M: int, N: int, K: int, gpu: Gpu) -> dict:
     }
 
 
-def product(x, x_scale, w, w_scale, dtype, start: Launcher = on_gpu, **overrides) -> jax.Array:
-    """As `fp8_matmul.reference`; with `x_scale` None, `x` is not quantised yet and gets a scale a row and 128 inputs on the way.
+def product(
+    x: jax.Array,
+    x_scale: jax.Array | None,
+    w: jax.Array,
+    w_scale: jax.Array,
+    dtype: DTypeLike,
+    start: Launcher = on_gpu,
+    **overrides: int,
+) -> jax.Array:
+    """As `fp8_matmul.reference`.
 
-    `overrides` of `tiles` are for measuring.
+    Args:
+      x_scale: None: `x` is not quantized yet, and gets a scale a row and 128 inputs on the way.
+      start: executes a launch.
+      overrides: of `tile_config`, for measuring.
+
+    Raises:
+      ValueError: `overrides` has a `bk` other than 128 where scales are of groups of 128.
     """
-    (M, K), N = x.shape, w.shape[0]
-    how = tiles(M, N, K, gpu()) | overrides
-    given = (
-        "raw"
-        if x_scale is None
-        else "row"
-        if x_scale.shape[1] == 1 and w_scale.ndim == 1
-        else "group"
-    )
-    splits, bk = how["splits"], how["bk"]
-    if bk != BLOCK and (given != "row" or w_scale.ndim == 2):
+    M, K = x.shape
+    N = w.shape[0]
+    tiles = tile_config(M, N, K, gpu()) | overrides
+    splits, bk = tiles["splits"], tiles["bk"]
+    if x_scale is None:
+        activations = "raw"
+    elif x_scale.shape[1] == 1 and w_scale.ndim == 1:
+        activations = "row"
+    else:
+        activations = "group"
+    if bk != BLOCK and (activations != "row" or w_scale.ndim == 2):
         raise ValueError(
             f"scales of groups need tiles of {BLOCK} along the contracted axis; got {bk}"
         )
@@ -170,21 +211,21 @@ def product(x, x_scale, w, w_scale, dtype, start: Launcher = on_gpu, **overrides
         kernel=kernel,
         inputs=(w, x, w_scale, jnp.zeros(1, jnp.float32) if x_scale is None else x_scale),
         outputs=(jax.ShapeDtypeStruct((splits, M, N), dtype if splits == 1 else jnp.float32),),
-        grid=(-(-N // how["bn"]), -(-M // how["bm"]), splits),
+        grid=(triton.cdiv(N, tiles["bn"]), triton.cdiv(M, tiles["bm"]), splits),
         constants=dict(
             M=M,
             N=N,
             K=K,
-            SPAN=-(-K // (splits * bk)) * bk,
-            GROUPS=-(-K // BLOCK),
-            X=given,
+            SPAN=triton.cdiv(K, splits * bk) * bk,
+            GROUPS=triton.cdiv(K, BLOCK),
+            X=activations,
             W="row" if w_scale.ndim == 1 else "block",
-            BM=how["bm"],
-            BN=how["bn"],
+            BM=tiles["bm"],
+            BN=tiles["bn"],
             BK=bk,
         ),
-        warps=how["warps"],
-        stages=how["stages"],
+        warps=tiles["warps"],
+        stages=tiles["stages"],
     )
     (parts,) = start(launch)
     return parts[0] if splits == 1 else parts.sum(axis=0).astype(dtype)

@@ -1,9 +1,15 @@
-"""Feature fusion in Triton: one pass over the taps for the norm and the product both, operands swapped as in `fp8_matmul_triton`.
+"""Feature fusion in Triton: one pass over the aux hidden states for the norm and the product both.
 
-Bound by reading the matrix: three taps of 4096 and a head of 4096 are 101 MB in bfloat16, 23.5 us at an H200's 4.3 TB/s, half in FP8.
-A norm's factor is one number a row, and so comes after the product. Where there are fewer tiles than multiprocessors every
-tap is cut into stretches; sums and sums of squares of those are put together by XLA, in one small fused kernel.
+It is bound by reading the matrix: three layers of 4096 and a head of 4096 are 101 MB in bfloat16,
+23.5 us at an H200's 4.3 TB/s, and half of that in FP8. Operands are swapped as in
+`fp8_matmul_triton`. A norm's factor is one number a row, and so comes after the product. Where
+there are fewer tiles than multiprocessors, every layer's part is split; XLA puts the sums and the
+sums of squares of the splits together, in one small fused kernel.
 """
+
+# Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +18,7 @@ import triton.language as tl
 
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.kernels.fp8_matmul_triton import quantized
+from peagle_jax.kernels.fusion import MAX_LAYERS, AuxHiddenStates, Norm
 from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
 
@@ -29,7 +36,7 @@ def kernel(
     M: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
-    AUX_LAYER_IDS: tl.constexpr,
+    LAYERS: tl.constexpr,
     JOINT: tl.constexpr,
     GAIN: tl.constexpr,
     NORM: tl.constexpr,
@@ -41,12 +48,18 @@ def kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """JOINT: the taps are [M TAPS E], and all pointers are theirs. NORM: "none", "whole", "per_tap".
+    """One tile [BD BM] of the fused states, over one split of every layer's part.
 
-    W: "plain" [A D], "row" or "block" (FP8, [D A]).
+    Program (d, m, s) takes outputs d * BD and on and tokens m * BM and on. Of each layer it takes
+    inputs s * SPAN and on, BE at a time, layer after layer. Outputs are the fastest axis: every
+    weight is read by one program only while M fits one tile, and all programs side by side find
+    the same tokens in the L2 cache.
 
-    WHOLE: one stretch is all of a tap, and the result is stored. Otherwise sums of stretch s [S M D], or [S TAPS M D] with a norm
-    a tap, and sums of squares [S M], [S TAPS M].
+    JOINT: the aux hidden states are one array [M LAYERS E], and a_ptr .. d_ptr all point to it.
+    NORM: "none", "whole", "per_tap". W: "plain" [A D], "row" or "block" (FP8, [D A]).
+
+    WHOLE: one split is all of a layer, and the result is stored. Otherwise it stores sums of split
+    s [S M D], or with a norm a layer [S LAYERS M D], and sums of squares [S M] or [S LAYERS M].
     """
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -54,15 +67,14 @@ def kernel(
     begin = split * SPAN
     end = tl.minimum(begin + SPAN, E)
     inside = (m[None, :] < M) & (d[:, None] < D)
-    one = m < tl.where(
-        tl.program_id(0) == 0, M, 0
-    )  # of all programs with these rows the first stores their squares
-    A: tl.constexpr = AUX_LAYER_IDS * E
+    # all programs with these tokens have their squares, and the first one stores them
+    stores_squares = m < tl.where(tl.program_id(0) == 0, M, 0)
+    A: tl.constexpr = LAYERS * E
     acc = tl.zeros((BD, BM), tl.float32)
     squares = tl.zeros((BM,), tl.float32)
-    for tap in tl.static_range(AUX_LAYER_IDS):
-        x_ptr = a_ptr if tap == 0 else (b_ptr if tap == 1 else (c_ptr if tap == 2 else d_ptr))
-        x_row = x_ptr + m[:, None].to(tl.int64) * (A if JOINT else E) + (tap * E if JOINT else 0)
+    for layer in tl.static_range(LAYERS):
+        x_ptr = a_ptr if layer == 0 else (b_ptr if layer == 1 else (c_ptr if layer == 2 else d_ptr))
+        x_row = x_ptr + m[:, None].to(tl.int64) * (A if JOINT else E) + (layer * E if JOINT else 0)
         part = tl.zeros((BD, BM), tl.float32)
         if NORM == "per_tap":
             squares = tl.zeros((BM,), tl.float32)
@@ -70,29 +82,25 @@ def kernel(
             e = at + tl.arange(0, BE)
             x = tl.load(x_row + e[None, :], mask=(m[:, None] < M) & (e[None, :] < E), other=0.0)
             if NORM != "none":
-                non_16bit_reason = x.to(tl.float32)
-                squares += tl.sum(non_16bit_reason * non_16bit_reason, 1)
+                x_float32 = x.to(tl.float32)
+                squares += tl.sum(x_float32 * x_float32, 1)
             if GAIN:
-                gained = (
-                    x.to(tl.float32)
-                    * tl.load(gain_ptr + tap * E + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
-                )
-                x = gained.to(x.dtype) if W == "plain" else gained  # FP8 is quantised from float32
+                gain = tl.load(gain_ptr + layer * E + e, mask=e < E, other=0.0).to(tl.float32)
+                scaled = x.to(tl.float32) * gain[None, :]
+                # FP8 is quantized from float32
+                x = scaled.to(x.dtype) if W == "plain" else scaled
             if W == "plain":
-                w_at = w_ptr + (tap * E + e[None, :]).to(tl.int64) * D + d[:, None]
+                w_at = w_ptr + (layer * E + e[None, :]).to(tl.int64) * D + d[:, None]
                 w = tl.load(w_at, mask=(d[:, None] < D) & (e[None, :] < E), other=0.0)
                 part = tl.dot(w, x.T, part)
             else:
-                w_at = w_ptr + d[:, None].to(tl.int64) * A + tap * E + e[None, :]
+                w_at = w_ptr + d[:, None].to(tl.int64) * A + layer * E + e[None, :]
                 w = tl.load(w_at, mask=(d[:, None] < D) & (e[None, :] < E), other=0.0)
                 values, scale = quantized(x)
                 y = tl.dot(w, values.T) * scale[None, :]
                 if W == "block":
-                    y *= tl.load(
-                        w_scale_ptr + (d // 128) * (A // 128) + (tap * E + at) // 128,
-                        mask=d < D,
-                        other=0.0,
-                    )[:, None]
+                    block = (d // 128) * (A // 128) + (layer * E + at) // 128
+                    y *= tl.load(w_scale_ptr + block, mask=d < D, other=0.0)[:, None]
                 part += y
         if NORM == "per_tap":
             if WHOLE:
@@ -100,8 +108,8 @@ def kernel(
             else:
                 if W == "row":
                     part *= tl.load(w_scale_ptr + d, mask=d < D, other=0.0)[:, None]
-                row = (split * AUX_LAYER_IDS + tap) * M + m
-                tl.store(square_ptr + row, squares, mask=one)
+                row = (split * LAYERS + layer) * M + m
+                tl.store(square_ptr + row, squares, mask=stores_squares)
                 tl.store(out_ptr + row[None, :].to(tl.int64) * D + d[:, None], part, mask=inside)
         acc += part
     if WHOLE or NORM != "per_tap":
@@ -111,7 +119,7 @@ def kernel(
             if WHOLE:
                 acc *= tl.rsqrt(squares / A + EPS)[None, :]
             else:
-                tl.store(square_ptr + split * M + m, squares, mask=one)
+                tl.store(square_ptr + split * M + m, squares, mask=stores_squares)
         row = split * M + m
         tl.store(
             out_ptr + row[None, :].to(tl.int64) * D + d[:, None],
@@ -120,74 +128,102 @@ def kernel(
         )
 
 
-def tiles(M: int, E: int, D: int, fp8: bool, gpu: Gpu) -> dict:
-    """A tap is cut while tiles are few; not where rows are many, whose sums would take more than the matrix."""
-    bm, be = min(64, max(16, 1 << (M - 1).bit_length())), 128 if fp8 else 64
-    programs, splits = -(-D // 64) * -(-M // bm), 1
-    while M <= 64 and programs * splits < 2 * gpu.cores and E // (2 * splits) >= 4 * be:
+def tile_config(M: int, E: int, D: int, fp8: bool, gpu: Gpu) -> dict[str, int]:
+    """Tile sizes, splits and pipeline.
+
+    A layer's part is split while tiles are few. It is not split where rows are many, because their
+    sums would take more memory than the matrix.
+    """
+    bm = min(64, max(16, triton.next_power_of_2(M)))
+    bd = 64
+    be = 128 if fp8 else 64
+    num_tiles = triton.cdiv(D, bd) * triton.cdiv(M, bm)
+    splits = 1
+    while M <= 64 and num_tiles * splits < 2 * gpu.num_sms and E // (2 * splits) >= 4 * be:
         splits *= 2
-    warps, stages = 8 if fp8 and bm == 64 else 4, 4 if gpu.shared > 200_000 else 3
-    return {"bm": bm, "bd": 64, "be": be, "splits": splits, "warps": warps, "stages": stages}
+    return {
+        "bm": bm,
+        "bd": bd,
+        "be": be,
+        "splits": splits,
+        "warps": 8 if fp8 and bm == 64 else 4,
+        "stages": 4 if gpu.shared_memory > 200_000 else 3,
+    }
 
 
-def fuse(aux_hidden_states, w, gain, norm, eps, start: Launcher = on_gpu, **overrides) -> jax.Array:
-    """As `fusion.reference`. `overrides` of `tiles` are for measuring."""
-    joint, fp8 = isinstance(aux_hidden_states, jax.Array), isinstance(w, Fp8Matrix)
-    M, T, E = (
-        aux_hidden_states.shape
-        if joint
-        else (len(aux_hidden_states[0]), len(aux_hidden_states), aux_hidden_states[0].shape[1])
-    )
-    dtype = aux_hidden_states.dtype if joint else aux_hidden_states[0].dtype
-    D = w.values.shape[0] if fp8 else w.shape[1]
-    how = tiles(M, E, D, fp8, gpu()) | overrides
-    nothing = jnp.zeros(1, jnp.float32)
-    span = -(-E // (how["splits"] * how["be"])) * how["be"]
-    splits = -(-E // span)
-    shape = () if splits == 1 else (splits, T, M) if norm == "per_tap" else (splits, M)
-    out = (
-        jax.ShapeDtypeStruct((*shape, D), jnp.float32)
-        if shape
-        else jax.ShapeDtypeStruct((M, D), dtype)
-    )
+def fuse(
+    aux_hidden_states: AuxHiddenStates,
+    w: jax.Array | Fp8Matrix,
+    gain: jax.Array | None,
+    norm: Norm,
+    eps: float,
+    start: Launcher = on_gpu,
+    **overrides: int,
+) -> jax.Array:
+    """As `fusion.reference`.
+
+    Args:
+      start: executes a launch.
+      overrides: of `tile_config`, for measuring.
+    """
+    joint = isinstance(aux_hidden_states, jax.Array)
+    if isinstance(aux_hidden_states, jax.Array):
+        M, layers, E = aux_hidden_states.shape
+        dtype = aux_hidden_states.dtype
+        arrays = [aux_hidden_states] * MAX_LAYERS
+    else:
+        layers = len(aux_hidden_states)
+        M, E = aux_hidden_states[0].shape
+        dtype = aux_hidden_states[0].dtype
+        # the kernel has four pointers; those past the last layer are not read
+        arrays = [aux_hidden_states[min(i, layers - 1)] for i in range(MAX_LAYERS)]
+    absent = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
+    if isinstance(w, Fp8Matrix):
+        kind = "block" if w.blocks else "row"
+        D, matrix, w_scale = w.values.shape[0], w.values, w.scale
+    else:
+        kind, D, matrix, w_scale = "plain", w.shape[1], w, absent
+    tiles = tile_config(M, E, D, kind != "plain", gpu()) | overrides
+    span = triton.cdiv(E, tiles["splits"] * tiles["be"]) * tiles["be"]
+    splits = triton.cdiv(E, span)
+    if splits == 1:
+        out = jax.ShapeDtypeStruct((M, D), dtype)
+        squares_shape = (1,)
+    else:
+        rows_shape = (splits, layers, M) if norm == "per_tap" else (splits, M)
+        out = jax.ShapeDtypeStruct((*rows_shape, D), jnp.float32)
+        squares_shape = (1,) if norm == "none" else rows_shape
     launch = Launch(
         kernel=kernel,
-        inputs=(
-            *[aux_hidden_states if joint else aux_hidden_states[min(i, T - 1)] for i in range(4)],
-            nothing if gain is None else gain,
-            w.values if fp8 else w,
-            w.scale if fp8 else nothing,
-        ),
-        outputs=(
-            out,
-            jax.ShapeDtypeStruct(shape if shape and norm != "none" else (1,), jnp.float32),
-        ),
-        grid=(-(-D // how["bd"]), -(-M // how["bm"]), splits),
+        inputs=(*arrays, absent if gain is None else gain, matrix, w_scale),
+        outputs=(out, jax.ShapeDtypeStruct(squares_shape, jnp.float32)),
+        grid=(triton.cdiv(D, tiles["bd"]), triton.cdiv(M, tiles["bm"]), splits),
         constants=dict(
             M=M,
             D=D,
             E=E,
-            AUX_LAYER_IDS=T,
+            LAYERS=layers,
             JOINT=joint,
             GAIN=gain is not None,
             NORM=norm,
             EPS=float(eps),
-            W="plain" if not fp8 else "block" if w.blocks else "row",
+            W=kind,
             SPAN=span,
             WHOLE=splits == 1,
-            BM=how["bm"],
-            BD=how["bd"],
-            BE=how["be"],
+            BM=tiles["bm"],
+            BD=tiles["bd"],
+            BE=tiles["be"],
         ),
-        warps=how["warps"],
-        stages=how["stages"],
+        warps=tiles["warps"],
+        stages=tiles["stages"],
     )
     y, squares = start(launch)
     if splits == 1:
         return y
     y = y.sum(axis=0)
     if norm != "none":
-        y *= jax.lax.rsqrt(squares.sum(axis=0) / (E if norm == "per_tap" else E * T) + eps)[
-            ..., None
-        ]
-    return (y.sum(axis=0) if norm == "per_tap" else y).astype(dtype)
+        mean = squares.sum(axis=0) / (E if norm == "per_tap" else E * layers)
+        y *= jax.lax.rsqrt(mean + eps)[..., None]
+    if norm == "per_tap":
+        y = y.sum(axis=0)
+    return y.astype(dtype)

@@ -1,11 +1,14 @@
-"""What an output matrix over a large vocabulary is asked for, without its logits: argmax, top k, log-sum-exp, distillation losses.
+"""What an output matrix over a large vocabulary is asked for, without its logits in memory.
 
-Of 20,000 packed positions and 152,000 words the logits are 12 GB in float32, twice, and once more for their gradient. Here tiles of
-them live in registers; what is kept of each is a few numbers a row.
+That is argmax, the k largest with the log-sum-exp of all, and distillation losses. The logits of
+20,000 packed positions and 152,000 tokens are 12 GB in float32, twice (student and teacher), and
+once more for their gradient. Here tiles of them live in registers, and a few numbers a row remain
+of each.
 """
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,16 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 
-CHUNK = 8192  # words whose gradient exists at one time, [P CHUNK]
+CHUNK = 8192  # tokens of the vocabulary whose gradient exists at one time, [P CHUNK]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """The largest logits of each row in descending order (of equals, the lowest id first), and the log-sum-exp of all."""
+    """The largest logits of each row, and the log-sum-exp of all.
+
+    Logits are in descending order; of equal ones the lowest id comes first.
+    """
 
     values: Float[Array, "M k"]
     ids: Int[Array, "M k"]
@@ -32,41 +38,59 @@ def reference(
     k: int,
     scale: Float[Array, " V"] | None = None,
     *,
-    by_word: bool = False,
+    vocab_first: bool = False,
 ) -> TopK:
-    """By materialising the logits in float32.
+    """Computes all logits, in float32.
 
     Args:
-      w: [K V] in the dtype of `x`, or in float8 with a scale a word.
-      by_word: it is [V K], as embeddings are, and FP8 matrices.
+      w: [K V] in the dtype of `x`, or in float8 with a scale a token of the vocabulary.
+      vocab_first: `w` is [V K], as embeddings and FP8 matrices are.
     """
     w = w.astype(x.dtype)
-    logits = jnp.matmul(x, w.T if by_word else w, preferred_element_type=jnp.float32)
+    logits = jnp.matmul(x, w.T if vocab_first else w, preferred_element_type=jnp.float32)
     if scale is not None:
         logits = logits * scale[None]
     values, ids = jax.lax.top_k(logits, k)
     return TopK(values, ids, jax.nn.logsumexp(logits, axis=-1))
 
 
-def triton(x, w, k, scale=None, *, by_word=False) -> TopK:
+def triton(
+    x: Float[Array, "M K"],
+    w: Float[Array, "..."],
+    k: int,
+    scale: Float[Array, " V"] | None = None,
+    *,
+    vocab_first: bool = False,
+) -> TopK:
+    """As `reference`, by the Triton kernel."""
     from peagle_jax.kernels import vocab_triton
 
-    return vocab_triton.peaks(x, w, k, scale, by_word=by_word)
+    return vocab_triton.topk(x, w, k, scale, vocab_first=vocab_first)
 
 
 FORMS = {"reference": reference, "triton": triton}
 
 
-def peaks(x, w, k: int, scale=None, *, by_word: bool = False, form: str) -> TopK:
-    """The k largest logits a row, as `reference`, by a form of FORMS or "auto"."""
-    return FORMS[
-        choose(
-            "vocab",
-            form,
-            FORMS,
-            non_16bit_reason(x) if scale is not None else non_16bit_reason(x, w),
-        )
-    ](x, w, k, scale, by_word=by_word)
+def topk(
+    x: Float[Array, "M K"],
+    w: Float[Array, "..."],
+    k: int,
+    scale: Float[Array, " V"] | None = None,
+    *,
+    vocab_first: bool = False,
+    form: str,
+) -> TopK:
+    """The k largest logits of each row, as `reference` returns them.
+
+    Args:
+      form: a name of FORMS, or "auto".
+
+    Raises:
+      InputError: the form does not exist or cannot run here.
+    """
+    unsupported = non_16bit_reason(x, w) if scale is None else non_16bit_reason(x)
+    form = choose("vocab", form, FORMS, unsupported)
+    return FORMS[form](x, w, k, scale, vocab_first=vocab_first)
 
 
 def is_supported(*operands: jax.Array) -> bool:
@@ -75,65 +99,94 @@ def is_supported(*operands: jax.Array) -> bool:
 
 
 def argmax_logits(
-    x: Float[Array, "*rows K"], w: Float[Array, "..."], scale=None, *, by_word: bool = False
+    x: Float[Array, "*rows K"],
+    w: Float[Array, "..."],
+    scale: Float[Array, " V"] | None = None,
+    *,
+    vocab_first: bool = False,
 ) -> Int[Array, "*rows"] | None:
-    """The argmax of each row's logits, which never exist; None where that has no advantage, and the caller has its own logits.
+    """The argmax of each row's logits, which never exist in memory.
 
-    In float32, where logits in bfloat16 have ties: the two can differ where the largest are within a rounding step.
+    Logits are float32 here, and ties are fewer than in bfloat16: both can differ where the largest
+    logits are within a rounding step.
+
+    Returns:
+      None where no kernel runs: a caller that has logits of its own takes the argmax of those.
     """
-    if not (is_supported(x) if scale is not None else is_supported(x, w)):
+    if not (is_supported(x, w) if scale is None else is_supported(x)):
         return None
-    found = peaks(x.reshape(-1, x.shape[-1]), w, 1, scale, by_word=by_word, form="triton")
-    return found.ids.reshape(x.shape[:-1])
+    rows = x.reshape(-1, x.shape[-1])
+    top = topk(rows, w, 1, scale, vocab_first=vocab_first, form="triton")
+    return top.ids.reshape(x.shape[:-1])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DistillLoss:
-    """Between a student's and a teacher's distribution over the same words, a row."""
+    """What separates a student's from a teacher's distribution over the same tokens, a row."""
 
     kl: Float[Array, " P"]  # KL(teacher || student), nats
     cross_entropy: Float[Array, " P"]  # of the teacher's argmax under the student, nats
-    student: Int[Array, " P"]  # argmax
-    teacher: Int[Array, " P"]
-    student_lse: Float[Array, " P"]
+    student: Int[Array, " P"]  # the student's argmax
+    teacher: Int[Array, " P"]  # the teacher's argmax
+    student_lse: Float[Array, " P"]  # log-sum-exp of the student's logits
     teacher_lse: Float[Array, " P"]
 
 
-def distance_reference(x, w, teacher_x, teacher_w, cap: float | None) -> DistillLoss:
-    """By materialising both logits. Axes: [P D], [D W], [P E], [E W]; `cap` squeezes the teacher's by tanh (Gemma)."""
+def _both_logits(
+    x, w, teacher_x, teacher_w, cap: float | None
+) -> tuple[Float[Array, "P W"], Float[Array, "P W"]]:
+    """The student's and the teacher's logits in float32; the teacher's are capped by tanh."""
     student = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     teacher = jnp.matmul(teacher_x, teacher_w, preferred_element_type=jnp.float32)
-    teacher = teacher if cap is None else cap * jnp.tanh(teacher / cap)
+    return student, teacher if cap is None else cap * jnp.tanh(teacher / cap)
+
+
+def distance_reference(
+    x: Float[Array, "P D"],
+    w: Float[Array, "D W"],
+    teacher_x: Float[Array, "P E"],
+    teacher_w: Float[Array, "E W"],
+    cap: float | None,
+) -> DistillLoss:
+    """Computes both logits.
+
+    Args:
+      cap: squeezes the teacher's logits by tanh (Gemma); None leaves them.
+    """
+    student, teacher = _both_logits(x, w, teacher_x, teacher_w, cap)
     lse, teacher_lse = (jax.nn.logsumexp(y, axis=-1) for y in (student, teacher))
     best = jnp.argmax(teacher, axis=-1)
-    kl = (
-        jnp.sum(jnp.exp(teacher - teacher_lse[:, None]) * (teacher - student), axis=-1)
-        - teacher_lse
-        + lse
-    )
+    p = jnp.exp(teacher - teacher_lse[:, None])
+    kl = jnp.sum(p * (teacher - student), axis=-1) - teacher_lse + lse
     at_best = jnp.take_along_axis(student, best[:, None], axis=1)[:, 0]
     return DistillLoss(kl, lse - at_best, jnp.argmax(student, axis=-1), best, lse, teacher_lse)
 
 
-def slopes_reference(
-    x, w, teacher_x, teacher_w, cap, found: DistillLoss, first: int, kl, cross_entropy
+def logit_grads_reference(
+    x: Float[Array, "P D"],
+    w: Float[Array, "D W"],
+    teacher_x: Float[Array, "P E"],
+    teacher_w: Float[Array, "E W"],
+    cap: float | None,
+    losses: DistillLoss,
+    first: int,
+    kl: Float[Array, " P"],
+    cross_entropy: Float[Array, " P"],
 ) -> Float[Array, "P W"]:
-    """Gradient of sum(kl * found.kl + cross_entropy * found.cross_entropy) in the student's logits, in the dtype of `x`.
+    """Gradient of sum(kl * losses.kl + cross_entropy * losses.cross_entropy) in student logits.
+
+    It is in the dtype of `x`.
 
     Args:
-      w, teacher_w: all words, or a stretch of them that begins with word `first`.
+      w, teacher_w: of the whole vocabulary, or of a stretch of it that begins with token `first`.
       kl, cross_entropy: weight of each row's losses.
     """
-    student = jnp.matmul(x, w, preferred_element_type=jnp.float32)
-    teacher = jnp.matmul(teacher_x, teacher_w, preferred_element_type=jnp.float32)
-    teacher = teacher if cap is None else cap * jnp.tanh(teacher / cap)
-    q, p = (
-        jnp.exp(student - found.student_lse[:, None]),
-        jnp.exp(teacher - found.teacher_lse[:, None]),
-    )
-    best = (first + jnp.arange(w.shape[1]))[None] == found.teacher[:, None]
-    return (kl[:, None] * (q - p) + cross_entropy[:, None] * (q - best)).astype(x.dtype)
+    student, teacher = _both_logits(x, w, teacher_x, teacher_w, cap)
+    q = jnp.exp(student - losses.student_lse[:, None])
+    p = jnp.exp(teacher - losses.teacher_lse[:, None])
+    is_best = (first + jnp.arange(w.shape[1]))[None] == losses.teacher[:, None]
+    return (kl[:, None] * (q - p) + cross_entropy[:, None] * (q - is_best)).astype(x.dtype)
 
 
 def _distance_triton(*args):
@@ -142,40 +195,53 @@ def _distance_triton(*args):
     return vocab_triton.distance(*args)
 
 
-def _slopes_triton(*args):
+def _logit_grads_triton(*args):
     from peagle_jax.kernels import vocab_triton
 
-    return vocab_triton.slopes(*args)
+    return vocab_triton.logit_grads(*args)
 
 
+# form -> (losses, gradient in the student's logits)
 DISTANCES = {
-    "reference": (distance_reference, slopes_reference),
-    "triton": (_distance_triton, _slopes_triton),
+    "reference": (distance_reference, logit_grads_reference),
+    "triton": (_distance_triton, _logit_grads_triton),
 }
 
 
 def distance(
-    x, w, teacher_x, teacher_w, cap: float | None = None, form: str = "auto"
+    x: Float[Array, "P D"],
+    w: Float[Array, "D W"],
+    teacher_x: Float[Array, "P E"],
+    teacher_w: Float[Array, "E W"],
+    cap: float | None = None,
+    form: str = "auto",
 ) -> tuple[Float[Array, " P"], Float[Array, " P"], DistillLoss]:
-    """(KL, cross entropy) of each row, differentiable in `x` and `w`, and everything else as numbers.
+    """(KL, cross entropy, DistillLoss) of each row.
 
-    The gradient recomputes the logits, CHUNK words at a time; the teacher gets none.
+    The first two are differentiable in `x` and `w`; everything in `DistillLoss` is a constant. The
+    gradient computes the logits again, CHUNK tokens of the vocabulary at a time. The teacher gets
+    no gradient.
 
     Args:
-      x, w: the student's normed hidden states [P D] and output matrix [D W].
-      teacher_x, teacher_w: the teacher's [P E], [E W], the same words.
-      cap: of the teacher's logits.
+      x, w: the student's normed hidden states and output matrix.
+      teacher_x, teacher_w: the teacher's, over the same tokens.
+      cap: of the teacher's logits (Gemma).
       form: a name of DISTANCES, or "auto".
+
+    Raises:
+      InputError: the form does not exist or cannot run here.
     """
     form = choose("vocab distance", form, DISTANCES, non_16bit_reason(x, w, teacher_x, teacher_w))
-    kl, cross_entropy, *rest = _losses(x, w, teacher_x, teacher_w, cap, form)
-    return kl, cross_entropy, jax.lax.stop_gradient(DistillLoss(kl, cross_entropy, *rest))
+    losses = cast(tuple, _losses(x, w, teacher_x, teacher_w, cap, form))
+    kl, cross_entropy, *_ = losses
+    return kl, cross_entropy, jax.lax.stop_gradient(DistillLoss(*losses))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _losses(x, w, teacher_x, teacher_w, cap, form) -> tuple:
-    found = DISTANCES[form][0](x, w, teacher_x, teacher_w, cap)
-    return tuple(getattr(found, field.name) for field in dataclasses.fields(found))
+    compute_losses, _ = DISTANCES[form]
+    losses = compute_losses(x, w, teacher_x, teacher_w, cap)
+    return tuple(getattr(losses, field.name) for field in dataclasses.fields(losses))
 
 
 def _forward(x, w, teacher_x, teacher_w, cap, form):
@@ -183,21 +249,33 @@ def _forward(x, w, teacher_x, teacher_w, cap, form):
     return losses, (x, w, teacher_x, teacher_w, losses)
 
 
-def _backward(cap, form, kept, above):
-    x, w, teacher_x, teacher_w, losses = kept
-    slopes, found = DISTANCES[form][1], DistillLoss(*losses)
+def _backward(cap, form, residuals, cotangents):
+    x, w, teacher_x, teacher_w, losses = residuals
+    of_kl, of_cross_entropy = cotangents[:2]
+    _, logit_grads = DISTANCES[form]
+    losses = DistillLoss(*losses)
     W = w.shape[1]
-    parts, dx = [], jnp.zeros(x.shape, jnp.float32)
-    for first in range(
-        0, W, CHUNK
-    ):  # unrolled: each product is the library's own, and XLA frees a stretch after its two products
-        here = slice(first, min(W, first + CHUNK))
-        d = slopes(x, w[:, here], teacher_x, teacher_w[:, here], cap, found, first, *above[:2])
-        dx += jnp.matmul(d, w[:, here].T, preferred_element_type=jnp.float32)
-        parts.append(jnp.matmul(x.T, d, preferred_element_type=jnp.float32).astype(w.dtype))
+    dw, dx = [], jnp.zeros(x.shape, jnp.float32)
+    # The loop is unrolled: each product is the library's own, and XLA frees a chunk's gradient
+    # after its two products.
+    for first in range(0, W, CHUNK):
+        chunk = slice(first, min(W, first + CHUNK))
+        d = logit_grads(
+            x,
+            w[:, chunk],
+            teacher_x,
+            teacher_w[:, chunk],
+            cap,
+            losses,
+            first,
+            of_kl,
+            of_cross_entropy,
+        )
+        dx += jnp.matmul(d, w[:, chunk].T, preferred_element_type=jnp.float32)
+        dw.append(jnp.matmul(x.T, d, preferred_element_type=jnp.float32).astype(w.dtype))
     return (
         dx.astype(x.dtype),
-        jnp.concatenate(parts, axis=1),
+        jnp.concatenate(dw, axis=1),
         jnp.zeros_like(teacher_x),
         jnp.zeros_like(teacher_w),
     )

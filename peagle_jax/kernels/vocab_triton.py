@@ -1,8 +1,13 @@
-"""Output matrices in Triton: tiles of logits stay in registers, a few numbers a row and tile go to memory, XLA merges them.
+"""Output matrices in Triton: tiles of logits stay in registers, XLA merges what they leave.
 
-Decoding is bound by reading the matrix (4096 x 152,000: 290 us in bfloat16, half in FP8, on an H200); training by arithmetic, and
-there the gain is memory.
+A few numbers a row and tile go to memory. Decoding is bound by reading the matrix (4096 x 152,000:
+290 us in bfloat16, half in FP8, on an H200). Training is bound by arithmetic, and there the gain is
+memory.
 """
+
+# Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +33,7 @@ def logits(
     BV: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Tile [BV BM] of w.T @ x.T in float32; the matrix's steps along K and V are WK and WV."""
+    """Tile [BV BM] of w.T @ x.T in float32; WK and WV are the matrix's strides along K and V."""
     acc = tl.zeros((BV, BM), tl.float32)
     x_row = x_ptr + m[:, None].to(tl.int64) * K
     w_row = w_ptr + v[:, None].to(tl.int64) * WV
@@ -45,13 +50,16 @@ def logits(
 
 
 @triton.jit
-def place(x, best, BV: tl.constexpr):
-    """Row of each column's largest number, of equals the lowest; an argmax that carries indices along spills on sm_100."""
+def argmax(x, best, BV: tl.constexpr):
+    """The first row of each column that holds `best`, the column's largest number.
+
+    `tl.argmax`, which carries indices along, spills on sm_100.
+    """
     return tl.min(tl.where(x == best[None, :], tl.arange(0, BV)[:, None], BV), 0)
 
 
 @triton.jit
-def peaks_kernel(
+def topk_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
@@ -70,6 +78,12 @@ def peaks_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """The TOP largest logits and the log-sum-exp of each row, within one tile of the vocabulary.
+
+    Program (t, m) takes tokens t * BV and on of the vocabulary, and rows m * BM and on. The
+    vocabulary is the fastest axis: in decoding all rows fit one tile, and each part of the matrix
+    is read by one program only.
+    """
     tile = tl.program_id(0)
     v = tile * BV + tl.arange(0, BV)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -82,7 +96,7 @@ def peaks_kernel(
     tl.store(lse_ptr + at, top + tl.log(tl.sum(tl.exp(x - top[None, :]), 0)), mask=m < M)
     for i in tl.static_range(TOP):
         best = tl.max(x, 0)
-        index = place(x, best, BV)
+        index = argmax(x, best, BV)
         tl.store(value_ptr + at * TOP + i, best, mask=m < M)
         tl.store(id_ptr + at * TOP + i, tile * BV + index, mask=m < M)
         x = tl.where(tl.arange(0, BV)[:, None] == index[None, :], float("-inf"), x)
@@ -97,12 +111,17 @@ def capped(x, CAP: tl.constexpr):
 
 
 @triton.jit
-def placed(COUNT: tl.constexpr, ROWS: tl.constexpr):
-    """(tile of words, tile of rows) of a program: 8 tiles of rows, which the L2 cache holds, pass over all words before the next."""
+def tile_of_program(VOCAB_TILES: tl.constexpr, ROW_TILES: tl.constexpr):
+    """(tile of the vocabulary, tile of rows) of a program, for grids of one axis.
+
+    Eight tiles of rows are a group, whose hidden states the L2 cache holds. Within a group the tile
+    of rows is the faster index: the group passes over the whole vocabulary, so that each part of
+    the matrix is read once for eight tiles, before the next group begins.
+    """
     pid = tl.program_id(0)
-    first = pid // (8 * COUNT) * 8
-    here = tl.minimum(ROWS - first, 8)
-    return pid % (8 * COUNT) // here, first + pid % (8 * COUNT) % here
+    first = pid // (8 * VOCAB_TILES) * 8
+    group = tl.minimum(ROW_TILES - first, 8)
+    return pid % (8 * VOCAB_TILES) // group, first + pid % (8 * VOCAB_TILES) % group
 
 
 @triton.jit
@@ -127,11 +146,16 @@ def distance_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Of a row and tile: the student's top and log-sum-exp, the teacher's, the sum of exp(teacher - its top) * (teacher - student), and the
-    student at the teacher's best."""
-    tile, rows = placed(TILES, (P + BM - 1) // BM)
+    """What both losses need of one tile: BV tokens of the vocabulary for BM rows.
+
+    `tile_of_program` says which tile. Both logits of a tile are in registers at once. Stored are,
+    for each row and tile: the student's largest logit and log-sum-exp; the teacher's; the sum of
+    exp(teacher - its largest) * (teacher - student); the student's logit at the teacher's argmax;
+    and both argmaxes.
+    """
+    tile, row_tile = tile_of_program(TILES, (P + BM - 1) // BM)
     v = tile * BV + tl.arange(0, BV)
-    m = rows * BM + tl.arange(0, BM)
+    m = row_tile * BM + tl.arange(0, BM)
     inside = v[:, None] < V
     s = logits(x_ptr, w_ptr, m, v, P, D, V, WK, WV, BM, BV, BK)
     t = logits(tx_ptr, tw_ptr, m, v, P, E, V, TK, TV, BM, BV, BK)
@@ -141,24 +165,26 @@ def distance_kernel(
     s = tl.where(inside, s, float("-inf"))
     t = tl.where(inside, t, float("-inf"))
     s_top, t_top = tl.max(s, 0), tl.max(t, 0)
-    s_index, t_index = place(s, s_top, BV), place(t, t_top, BV)
+    s_index, t_index = argmax(s, s_top, BV), argmax(t, t_top, BV)
     share = tl.exp(t - t_top[None, :])
     at = m * TILES + tile
-    ok = m < P
+    real = m < P
     step: tl.constexpr = P * TILES
-    tl.store(number_ptr + at, s_top, mask=ok)
-    tl.store(number_ptr + step + at, s_top + tl.log(tl.sum(tl.exp(s - s_top[None, :]), 0)), mask=ok)
-    tl.store(number_ptr + 2 * step + at, t_top, mask=ok)
-    tl.store(number_ptr + 3 * step + at, t_top + tl.log(tl.sum(share, 0)), mask=ok)
-    tl.store(number_ptr + 4 * step + at, tl.sum(tl.where(inside, share * gap, 0.0), 0), mask=ok)
-    chosen = tl.arange(0, BV)[:, None] == t_index[None, :]
-    tl.store(number_ptr + 5 * step + at, tl.sum(tl.where(chosen, s, 0.0), 0), mask=ok)
-    tl.store(id_ptr + at, tile * BV + s_index, mask=ok)
-    tl.store(id_ptr + step + at, tile * BV + t_index, mask=ok)
+    # Sums are computed where they are stored: together, before all stores, they spill on sm_100.
+    tl.store(number_ptr + at, s_top, mask=real)
+    s_lse = s_top + tl.log(tl.sum(tl.exp(s - s_top[None, :]), 0))
+    tl.store(number_ptr + step + at, s_lse, mask=real)
+    tl.store(number_ptr + 2 * step + at, t_top, mask=real)
+    tl.store(number_ptr + 3 * step + at, t_top + tl.log(tl.sum(share, 0)), mask=real)
+    tl.store(number_ptr + 4 * step + at, tl.sum(tl.where(inside, share * gap, 0.0), 0), mask=real)
+    is_best = tl.arange(0, BV)[:, None] == t_index[None, :]
+    tl.store(number_ptr + 5 * step + at, tl.sum(tl.where(is_best, s, 0.0), 0), mask=real)
+    tl.store(id_ptr + at, tile * BV + s_index, mask=real)
+    tl.store(id_ptr + step + at, tile * BV + t_index, mask=real)
 
 
 @triton.jit
-def slopes_kernel(
+def logit_grads_kernel(
     x_ptr,
     w_ptr,
     tx_ptr,
@@ -179,92 +205,123 @@ def slopes_kernel(
     BV: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """row_ptr: student's log-sum-exp, teacher's, weight of KL, of cross entropy. best_ptr: the teacher's argmax within this stretch."""
-    tile, rows = placed((V + BV - 1) // BV, (P + BM - 1) // BM)
+    """The gradient in the student's logits: one tile of BV tokens of the vocabulary and BM rows.
+
+    `tile_of_program` says which tile. Nothing was kept of the first pass but a few numbers a row,
+    so both logits are computed again.
+
+    `row_ptr` [4 P]: the student's log-sum-exp, the teacher's, the weight of KL, the weight of cross
+    entropy. `best_ptr`: the teacher's argmax, counted from the first token of this chunk.
+    """
+    tile, row_tile = tile_of_program((V + BV - 1) // BV, (P + BM - 1) // BM)
     v = tile * BV + tl.arange(0, BV)
-    m = rows * BM + tl.arange(0, BM)
-    ok = m < P
+    m = row_tile * BM + tl.arange(0, BM)
+    real = m < P
     s = logits(x_ptr, w_ptr, m, v, P, D, V, WK, WV, BM, BV, BK)
     t = logits(tx_ptr, tw_ptr, m, v, P, E, V, TK, TV, BM, BV, BK)
     if CAP > 0:
         t = capped(t, CAP)
-    q = tl.exp(s - tl.load(row_ptr + m, mask=ok, other=0.0)[None, :])
-    p = tl.exp(t - tl.load(row_ptr + P + m, mask=ok, other=0.0)[None, :])
-    hard = tl.where(v[:, None] == tl.load(best_ptr + m, mask=ok, other=-1)[None, :], 1.0, 0.0)
-    d = tl.load(row_ptr + 2 * P + m, mask=ok, other=0.0)[None, :] * (q - p)
-    d += tl.load(row_ptr + 3 * P + m, mask=ok, other=0.0)[None, :] * (q - hard)
+    q = tl.exp(s - tl.load(row_ptr + m, mask=real, other=0.0)[None, :])
+    p = tl.exp(t - tl.load(row_ptr + P + m, mask=real, other=0.0)[None, :])
+    best = tl.load(best_ptr + m, mask=real, other=-1)
+    hard = tl.where(v[:, None] == best[None, :], 1.0, 0.0)
+    d = tl.load(row_ptr + 2 * P + m, mask=real, other=0.0)[None, :] * (q - p)
+    d += tl.load(row_ptr + 3 * P + m, mask=real, other=0.0)[None, :] * (q - hard)
     out = out_ptr + m[None, :].to(tl.int64) * V + v[:, None]
-    tl.store(out, d.to(out_ptr.dtype.element_ty), mask=ok[None, :] & (v[:, None] < V))
+    tl.store(out, d.to(out_ptr.dtype.element_ty), mask=real[None, :] & (v[:, None] < V))
 
 
-def tiles(rows: int) -> dict:
-    bm = min(128, max(16, 1 << (rows - 1).bit_length()))
+def tile_config(rows: int) -> dict[str, int]:
+    """Tile sizes and pipeline of `topk`."""
+    bm = min(128, max(16, triton.next_power_of_2(rows)))
     return {"bm": bm, "bv": 128, "bk": 64, "warps": 8 if bm == 128 else 4, "stages": 3}
 
 
-def peaks(x, w, k, scale=None, *, by_word=False, start: Launcher = on_gpu, **overrides):
-    """As `vocab.reference`."""
+# two tiles of 128 x 128 logits at once spill
+DISTANCE_TILES = {"bm": 64, "bv": 128, "bk": 64, "warps": 8, "stages": 3}
+LOGIT_GRADS_TILES = {"bm": 128, "bv": 128, "bk": 64, "warps": 8, "stages": 3}
+
+
+def topk(
+    x: jax.Array,
+    w: jax.Array,
+    k: int,
+    scale: jax.Array | None = None,
+    *,
+    vocab_first: bool = False,
+    start: Launcher = on_gpu,
+    **overrides: int,
+) -> TopK:
+    """As `vocab.reference`.
+
+    Args:
+      start: executes a launch.
+      overrides: of `tile_config`, for measuring.
+    """
     M, K = x.shape
-    V, WK, WV = (w.shape[0], 1, K) if by_word else (w.shape[1], w.shape[1], 1)
-    how = tiles(M) | overrides
-    count = -(-V // how["bv"])
-    shape = (M, count, k)
+    if vocab_first:
+        V, stride_k, stride_v = w.shape[0], 1, K
+    else:
+        V, stride_k, stride_v = w.shape[1], w.shape[1], 1
+    tiles = tile_config(M) | overrides
+    vocab_tiles = triton.cdiv(V, tiles["bv"])
+    shape = (M, vocab_tiles, k)
     launch = Launch(
-        kernel=peaks_kernel,
+        kernel=topk_kernel,
         inputs=(x, w, jnp.zeros(1, jnp.float32) if scale is None else scale),
         outputs=(
             jax.ShapeDtypeStruct(shape, jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.int32),
             jax.ShapeDtypeStruct(shape[:2], jnp.float32),
         ),
-        grid=(count, -(-M // how["bm"])),
+        grid=(vocab_tiles, triton.cdiv(M, tiles["bm"])),
         constants=dict(
             M=M,
             K=K,
             V=V,
-            WK=WK,
-            WV=WV,
+            WK=stride_k,
+            WV=stride_v,
             SCALED=scale is not None,
             TOP=k,
-            TILES=count,
-            BM=how["bm"],
-            BV=how["bv"],
-            BK=how["bk"],
+            TILES=vocab_tiles,
+            BM=tiles["bm"],
+            BV=tiles["bv"],
+            BK=tiles["bk"],
         ),
-        warps=how["warps"],
-        stages=how["stages"],
+        warps=tiles["warps"],
+        stages=tiles["stages"],
     )
     values, ids, lse = start(launch)
-    best, where = jax.lax.top_k(
-        values.reshape(M, -1), k
-    )  # stable: of equals the earlier tile, and so the lower id
-    return TopK(
-        best, jnp.take_along_axis(ids.reshape(M, -1), where, axis=1), jax.nn.logsumexp(lse, axis=1)
-    )
+    # top_k is stable: of equal logits the earlier tile comes first, and so the lower id
+    best, where = jax.lax.top_k(values.reshape(M, -1), k)
+    best_ids = jnp.take_along_axis(ids.reshape(M, -1), where, axis=1)
+    return TopK(best, best_ids, jax.nn.logsumexp(lse, axis=1))
 
 
-def distance(x, w, teacher_x, teacher_w, cap, start: Launcher = on_gpu, **overrides):
-    """As `vocab.distance_reference`."""
+def distance(
+    x: jax.Array,
+    w: jax.Array,
+    teacher_x: jax.Array,
+    teacher_w: jax.Array,
+    cap: float | None,
+    start: Launcher = on_gpu,
+    **overrides: int,
+) -> DistillLoss:
+    """As `vocab.distance_reference`; `overrides` are of DISTANCE_TILES."""
     P = x.shape[0]
-    how = {
-        "bm": 64,
-        "bv": 128,
-        "bk": 64,
-        "warps": 8,
-        "stages": 3,
-    } | overrides  # two of 128 x 128 spill
-    count = -(-w.shape[1] // how["bv"])
+    tiles = DISTANCE_TILES | overrides
+    vocab_tiles = triton.cdiv(w.shape[1], tiles["bv"])
     launch = Launch(
         kernel=distance_kernel,
         inputs=(x, w, teacher_x, teacher_w),
         outputs=(
-            jax.ShapeDtypeStruct((6, P, count), jnp.float32),
-            jax.ShapeDtypeStruct((2, P, count), jnp.int32),
+            jax.ShapeDtypeStruct((6, P, vocab_tiles), jnp.float32),
+            jax.ShapeDtypeStruct((2, P, vocab_tiles), jnp.int32),
         ),
-        grid=(count * -(-P // how["bm"]),),
-        constants=_constants(x, w, teacher_x, teacher_w, cap, how) | {"TILES": count},
-        warps=how["warps"],
-        stages=how["stages"],
+        grid=(vocab_tiles * triton.cdiv(P, tiles["bm"]),),
+        constants=_constants(x, w, teacher_x, teacher_w, cap, tiles) | {"TILES": vocab_tiles},
+        warps=tiles["warps"],
+        stages=tiles["stages"],
     )
     (s_top, s_lse, t_top, t_lse, gaps, at_best), (s_id, t_id) = start(launch)
     lse, teacher_lse = jax.nn.logsumexp(s_lse, axis=1), jax.nn.logsumexp(t_lse, axis=1)
@@ -273,54 +330,56 @@ def distance(x, w, teacher_x, teacher_w, cap, start: Launcher = on_gpu, **overri
     def at(rows, tile):
         return jnp.take_along_axis(rows, tile[:, None], axis=1)[:, 0]
 
-    best = jnp.argmax(t_top, axis=1)
+    best_tile = jnp.argmax(t_top, axis=1)
     return DistillLoss(
         kl,
-        lse - at(at_best, best),
+        lse - at(at_best, best_tile),
         at(s_id, jnp.argmax(s_top, axis=1)),
-        at(t_id, best),
+        at(t_id, best_tile),
         lse,
         teacher_lse,
     )
 
 
-def slopes(
-    x,
-    w,
-    teacher_x,
-    teacher_w,
-    cap,
-    found,
-    first,
-    kl,
-    cross_entropy,
+def logit_grads(
+    x: jax.Array,
+    w: jax.Array,
+    teacher_x: jax.Array,
+    teacher_w: jax.Array,
+    cap: float | None,
+    losses: DistillLoss,
+    first: int,
+    kl: jax.Array,
+    cross_entropy: jax.Array,
     start: Launcher = on_gpu,
-    **overrides,
+    **overrides: int,
 ) -> jax.Array:
-    """As `vocab.slopes_reference`."""
+    """As `vocab.logit_grads_reference`; `overrides` are of LOGIT_GRADS_TILES."""
     P, W = x.shape[0], w.shape[1]
-    how = {"bm": 128, "bv": 128, "bk": 64, "warps": 8, "stages": 3} | overrides
+    tiles = LOGIT_GRADS_TILES | overrides
     launch = Launch(
-        kernel=slopes_kernel,
+        kernel=logit_grads_kernel,
         inputs=(
             x,
             w,
             teacher_x,
             teacher_w,
-            jnp.stack([found.student_lse, found.teacher_lse, kl, cross_entropy]),
-            found.teacher - first,
+            jnp.stack([losses.student_lse, losses.teacher_lse, kl, cross_entropy]),
+            losses.teacher - first,
         ),
         outputs=(jax.ShapeDtypeStruct((P, W), x.dtype),),
-        grid=(-(-W // how["bv"]) * -(-P // how["bm"]),),
-        constants=_constants(x, w, teacher_x, teacher_w, cap, how),
-        warps=how["warps"],
-        stages=how["stages"],
+        grid=(triton.cdiv(W, tiles["bv"]) * triton.cdiv(P, tiles["bm"]),),
+        constants=_constants(x, w, teacher_x, teacher_w, cap, tiles),
+        warps=tiles["warps"],
+        stages=tiles["stages"],
     )
     return start(launch)[0]
 
 
-def _constants(x, w, teacher_x, teacher_w, cap, how) -> dict:
-    (P, D), E, V = x.shape, teacher_x.shape[1], w.shape[1]
+def _constants(x, w, teacher_x, teacher_w, cap: float | None, tiles: dict[str, int]) -> dict:
+    """Constants that both kernels of the losses have."""
+    P, D = x.shape
+    E, V = teacher_x.shape[1], w.shape[1]
     return dict(
         P=P,
         D=D,
@@ -331,7 +390,7 @@ def _constants(x, w, teacher_x, teacher_w, cap, how) -> dict:
         TK=V,
         TV=1,
         CAP=float(cap or 0),
-        BM=how["bm"],
-        BV=how["bv"],
-        BK=how["bk"],
+        BM=tiles["bm"],
+        BV=tiles["bv"],
+        BK=tiles["bk"],
     )

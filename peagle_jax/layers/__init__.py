@@ -1,4 +1,7 @@
-"""What targets and draft heads share: norms, rotary embeddings, attention, MLPs, experts, the decoder's frame."""
+"""What targets and draft heads share.
+
+Norms, rotary embeddings, attention, MLPs, experts, and the frame of a decoder.
+"""
 
 from peagle_jax.layers.attention import Attention, CachedAttention
 from peagle_jax.layers.basic import (

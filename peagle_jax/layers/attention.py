@@ -1,9 +1,11 @@
 """Attention layers, and the cached attention that decoding passes to them."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.kernels import attention, cache_write
@@ -16,55 +18,71 @@ from peagle_jax.types import Attend, AttentionRule, KVCache, KVGroup
 class CachedAttention:
     """Writes this call's keys and values at `positions`, then attends over the whole cache.
 
-    Rows may be followed by padding at later positions: nothing real looks past its own position, and the next call
-    overwrites what padding wrote. In a ring padding would overwrite what is still needed; there `real` must say which
-    tokens are. Writes outside the cache are dropped.
+    Rows may be followed by padding at later positions. No real token looks past its own position,
+    and the next call overwrites what padding wrote. In a ring cache, though, padding would
+    overwrite what is still needed: there `real` must say which tokens are real. Writes outside the
+    cache are dropped.
     """
 
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"] | None = None  # None: all of them
 
-    def __call__(self, layer: int, q, k, v, state: KVCache, rule: AttentionRule):
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T G H"] | None,
+        v: Float[Array, "B T G H"] | None,
+        state: KVCache,
+        rule: AttentionRule,
+    ) -> tuple[Float[Array, "B T N H"], KVCache]:
+        """The attention of one layer, and the cache with its new keys and values.
+
+        A layer without `k` and `v` reads what an earlier layer, which `layer` names, has written.
+        """
         g, i = state.find(layer)
         group = state.groups[g]
-        if k is not None:
+        if k is not None and v is not None:
             group = self._write(group, i, k, v)
-            state = dataclasses.replace(
-                state, groups=(*state.groups[:g], group, *state.groups[g + 1 :])
-            )
-        held = self._held(group, state.length)
+            groups = (*state.groups[:g], group, *state.groups[g + 1 :])
+            state = dataclasses.replace(state, groups=groups)
+        scales = {}
+        if group.k_scale:
+            scales = {"k_scale": group.k_scale[i], "v_scale": group.v_scale[i]}
         y = attention.attend(
             q,
             group.k[i],
             group.v[i],
             self.positions,
-            held,
+            self._slot_positions(group, state.length),
             window=rule.window,
             scale=rule.scale,
             sinks=rule.sinks,
             form="auto",
-            **({"k_scale": group.k_scale[i], "v_scale": group.v_scale[i]} if group.k_scale else {}),
+            **scales,
         )
         return y, state
 
     def _write(self, group: KVGroup, i: int, k, v) -> KVGroup:
-        slots = group.k[i].shape[2]
-        slot = self.positions % slots if group.ring else self.positions
+        """The group with new keys and values of its i-th layer."""
+        size = group.k[i].shape[2]
+        slots = self.positions % size if group.ring else self.positions
         if group.ring and self.real is not None:
-            slot = jnp.where(self.real, slot, slots)
+            slots = jnp.where(self.real, slots, size)  # there is no such slot
         names = ("k", "v", "k_scale", "v_scale") if group.k_scale else ("k", "v")
-        held = cache_write.write(k, v, slot, tuple(getattr(group, name)[i] for name in names))
+        old = tuple(getattr(group, name)[i] for name in names)
+        changes = {}
+        for name, array in zip(names, cache_write.write(k, v, slots, old), strict=True):
+            layers = getattr(group, name)
+            changes[name] = (*layers[:i], array, *layers[i + 1 :])
+        return dataclasses.replace(group, **changes)
 
-        def swap(all_, new):
-            return (*all_[:i], new, *all_[i + 1 :])
+    def _slot_positions(self, group: KVGroup, length: Int[Array, " B"]) -> Int[Array, "B S"] | None:
+        """The position whose key and value lie in each slot; None: slot s holds position s.
 
-        return dataclasses.replace(
-            group,
-            **{name: swap(getattr(group, name), x) for name, x in zip(names, held, strict=True)},
-        )
-
-    def _held(self, group: KVGroup, length: Int[Array, " B"]) -> Int[Array, "B S"] | None:
-        """The position that lies in each slot of a ring: the latest one written that belongs there. None: every slot holds its own."""
+        In a ring, position p lies in slot p mod S. A slot holds the latest of its positions that
+        was written; below 0, none was.
+        """
         if not group.ring:
             return None
         slots = jnp.arange(group.k[0].shape[2])[None]
@@ -74,7 +92,11 @@ class CachedAttention:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; with `qk_norm` each head's q and k are normalised before the rotation (Qwen3)."""
+    """Grouped-query attention.
+
+    With `qk_norm` each head's q and k are normalized before the rotation (Qwen3). With `sinks` each
+    head has one more logit, whose share of the softmax goes nowhere (GPT-OSS).
+    """
 
     def __init__(
         self,
@@ -89,7 +111,7 @@ class Attention(nnx.Module):
         qk_norm: bool,
         eps: float,
         window: int | None,
-        dtype,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
         sinks: bool = False,
     ):
@@ -108,13 +130,13 @@ class Attention(nnx.Module):
         positions: Int[Array, "B T"],
         layer: int,
         attend: Attend,
-        state,
-    ):
+        state: Any,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The layer's output, and the state that `attend` returns."""
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        rule = AttentionRule(
-            self.window, self.head_dim**-0.5, None if self.sinks is None else self.sinks[...]
-        )
+        sinks = None if self.sinks is None else self.sinks[...]
+        rule = AttentionRule(self.window, self.head_dim**-0.5, sinks)
         y, state = attend(layer, self.rope(q, positions), self.rope(k, positions), v, state, rule)
         return self.o(y.reshape(*x.shape[:2], -1)), state

@@ -1,6 +1,6 @@
 """Linear, norms, embedding, gated MLP.
 
-Numerics follow transformers: norms in float32, everything else in the weights' dtype.
+Numerics follow transformers: norms are computed in float32, everything else in the weights' dtype.
 """
 
 from collections.abc import Callable
@@ -8,29 +8,39 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import vocab
 
 
-def normal(rngs: nnx.Rngs, shape, dtype, scale: float = 0.02) -> nnx.Param:
+def normal(
+    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, scale: float = 0.02
+) -> nnx.Param:
+    """A parameter drawn from a normal distribution with standard deviation `scale`."""
     return nnx.Param((scale * jax.random.normal(rngs.params(), shape)).astype(dtype))
 
 
 def along_last(vector: Float[Array, " D"], x: Float[Array, "*rows D"]) -> Float[Array, "*ones D"]:
-    """`vector` in the rank of `x`: tests forbid that JAX promotes ranks silently."""
+    """`vector` in the rank of `x`: tests forbid JAX to promote ranks silently."""
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 class Linear(nnx.Module):
-    """`x @ kernel`; the kernel is [in, out], faster than torch's [out, in] on CPU for two rows and more."""
+    """`x @ kernel`.
 
-    def __init__(self, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs, bias: bool = False):
+    The kernel is [in, out], which is faster than torch's [out, in] on a CPU from two rows on.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, dtype: DTypeLike, rngs: nnx.Rngs, bias: bool = False
+    ):
         self.kernel = normal(rngs, (inputs, outputs), dtype, inputs**-0.5)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        # rows in one axis: XLA's gradient of a matrix contracts one axis of rows twice as fast as two on CPU (LOG.md)
+        # All rows in one axis: on a CPU XLA's gradient of a matrix contracts one axis of rows twice
+        # as fast as two (LOG.md).
         y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...]).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
@@ -41,15 +51,18 @@ class Linear(nnx.Module):
 
 
 def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
-    """Root mean square 1 along the last axis; in float32, whatever `x` is."""
+    """Scales to root mean square 1 along the last axis; in float32, whatever `x` is."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
 
 
 class RMSNorm(nnx.Module):
-    """Normalises in float32, rounds to the input's dtype, then scales (modeling_llama.py, transformers 5.23)."""
+    """Normalizes in float32, rounds to the input's dtype, then scales.
 
-    def __init__(self, dim: int, eps: float, *, dtype):
+    As modeling_llama.py in transformers 5.23 does.
+    """
+
+    def __init__(self, dim: int, eps: float, *, dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones(dim, dtype))
         self.eps = eps
 
@@ -58,16 +71,20 @@ class RMSNorm(nnx.Module):
 
 
 class LateRMSNorm(RMSNorm):
-    """Scales in float32 as well and rounds last (modeling_gpt_oss.py, modeling_gemma4.py): in bfloat16 other numbers than `RMSNorm`."""
+    """Scales in float32 as well, and rounds last; in bfloat16 the numbers are not `RMSNorm`'s.
+
+    As modeling_gpt_oss.py and modeling_gemma4.py in transformers 5.23 do.
+    """
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        return (along_last(self.scale[...].astype(jnp.float32), x) * normalize(x, self.eps)).astype(
-            x.dtype
-        )
+        scale = along_last(self.scale[...].astype(jnp.float32), x)
+        return (scale * normalize(x, self.eps)).astype(x.dtype)
 
 
 class Embedding(nnx.Module):
-    def __init__(self, vocab: int, dim: int, *, dtype, rngs: nnx.Rngs):
+    """One row of the table a token."""
+
+    def __init__(self, vocab: int, dim: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.table = normal(rngs, (vocab, dim), dtype)
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
@@ -82,7 +99,7 @@ class MLP(nnx.Module):
         dim: int,
         mlp_dim: int,
         *,
-        dtype,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
         bias: bool = False,
         act: Callable = jax.nn.silu,
@@ -97,7 +114,7 @@ class MLP(nnx.Module):
 
 
 def soft_cap(logits: Float[Array, "*rows V"], cap: float | None) -> Float[Array, "*rows V"]:
-    """Squeezed into -cap .. cap by tanh (Gemma); None leaves them."""
+    """Logits squeezed into -cap .. cap by tanh (Gemma); None leaves them."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

@@ -1,9 +1,11 @@
-"""The frame that decoders share: embedding, blocks, taps, final norm, output matrix."""
+"""The frame that decoders share: embedding, blocks, aux hidden states, norm, output matrix."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import vocab
@@ -24,26 +26,26 @@ class PreNormBlock(nnx.Module):
         positions: Int[Array, "B T"],
         layer: int,
         attend: Attend,
-        state,
-    ):
+        state: Any,
+    ) -> tuple[Float[Array, "B T D"], Any]:
         y, state = self.attn(self.attn_norm(x), positions, layer, attend, state)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
 
 
 class Decoder(nnx.Module):
-    """Blocks over a residual stream that can be tapped.
+    """Blocks over a residual stream, some of whose states are returned.
 
     Args:
-      taps: id i is the stream BEFORE block i (vLLM's numbering); 0 is the embedding.
+      block: makes the block of a layer, by its number.
+      aux_hidden_state_layers: id i is the INPUT of block i (vLLM's numbering); 0 is the embedding.
       tied: the output matrix is the embedding's transpose.
       logit_cap: Gemma's soft cap.
-      block: makes the block of a layer.
     """
 
     def __init__(
         self,
-        words: int,
+        vocab: int,
         dim: int,
         layers: int,
         block: Callable[[int], nnx.Module],
@@ -51,20 +53,28 @@ class Decoder(nnx.Module):
         *,
         aux_hidden_state_layers: Sequence[int],
         tied: bool,
-        dtype,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
         logit_cap: float | None = None,
     ):
-        self.aux_hidden_state_layers, self.logit_cap = tuple(aux_hidden_state_layers), logit_cap
-        self.embed = Embedding(words, dim, dtype=dtype, rngs=rngs)
+        self.aux_hidden_state_layers = tuple(aux_hidden_state_layers)
+        self.logit_cap = logit_cap
+        self.embed = Embedding(vocab, dim, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([block(i) for i in range(layers)])
         self.norm = norm
-        self.lm_head = None if tied else Linear(dim, words, dtype=dtype, rngs=rngs)
+        self.lm_head = None if tied else Linear(dim, vocab, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, state
-    ):
-        """Returns (TargetOutput, attention state). Taps are part of the forward; jit drops those nobody reads."""
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        state: Any,
+    ) -> tuple[TargetOutput, Any]:
+        """The final and aux hidden states, and the state that `attend` returns.
+
+        Aux hidden states are always part of the forward; jit drops those that nobody reads.
+        """
         x = self.embed(tokens)
         stream = [x]
         for i, block in enumerate(self.blocks):
@@ -73,22 +83,23 @@ class Decoder(nnx.Module):
         return TargetOutput(self.norm(x), self.tapped(stream)), state
 
     def tapped(self, stream: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T A"]:
-        return (
-            jnp.concatenate([stream[t] for t in self.aux_hidden_state_layers], axis=-1)
-            if self.aux_hidden_state_layers
-            else stream[0][..., :0]
-        )
+        """Aux hidden states: the inputs of the blocks that were asked for, concatenated."""
+        if not self.aux_hidden_state_layers:
+            return stream[0][..., :0]
+        return jnp.concatenate([stream[i] for i in self.aux_hidden_state_layers], axis=-1)
 
     def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Logits of hidden states that the final norm has been applied to."""
         return soft_cap(hidden @ self.lm_head_weight(), self.logit_cap)
 
     def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
-        """The argmax of `unembed`, the next token of greedy decoding. A cap changes no order."""
-        tied = self.lm_head is None
-        ids = vocab.argmax_logits(
-            hidden, self.embed.table[...] if tied else self.lm_head.kernel[...], by_word=tied
-        )
+        """The argmax of `compute_logits`, greedy decoding's next token. A cap changes no order."""
+        if self.lm_head is None:
+            ids = vocab.argmax_logits(hidden, self.embed.table[...], vocab_first=True)
+        else:
+            ids = vocab.argmax_logits(hidden, self.lm_head.kernel[...])
         return jnp.argmax(self.compute_logits(hidden), axis=-1) if ids is None else ids
 
     def lm_head_weight(self) -> Float[Array, "D V"]:
+        """The output matrix; the embedding's transpose where they are tied."""
         return self.embed.table[...].T if self.lm_head is None else self.lm_head.kernel[...]

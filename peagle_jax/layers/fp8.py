@@ -1,6 +1,7 @@
-"""FP8 in the place of a model's matrices: `Linear` and `Stack` modules become ones that hold float8 values and their scales.
+"""Models with FP8 matrices: `Linear` and `ExpertLinear` modules are replaced by FP8 ones.
 
-What stays as it is follows vLLM: routers (an error there chooses another expert), the target's output matrix, embeddings, norms.
+What stays as it is follows vLLM: routers (an error there chooses another expert), the target's
+output matrix, embeddings, and norms.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,18 +16,24 @@ from peagle_jax.layers.basic import Linear, along_last
 from peagle_jax.layers.moe import ExpertLinear, Fp8ExpertLinear
 from peagle_jax.weights import ParamTable, Tensor, fp8
 
-KEPT = ("router", "lm_head")  # by the name of the module
+NOT_QUANTIZED = ("router", "lm_head")  # names of modules
 
 
 class Fp8Linear(nnx.Module):
-    """`x @ (values * scale).T`, `x` quantised on the way; [out, in], as checkpoints and tensor cores have it."""
+    """`x @ (values * scale).T`, `x` quantized on the way.
+
+    `values` is [out, in], as checkpoints and tensor cores have it.
+
+    Args:
+      linear: the layer in whose place this stands; its bias stays.
+      blocks: one scale for 128 x 128 numbers, or else one for each output.
+    """
 
     def __init__(self, linear: Linear, *, blocks: bool):
         inputs, outputs = linear.kernel.shape
         self.values = nnx.Param(jnp.zeros((outputs, inputs), E4M3))
-        self.scale = nnx.Param(
-            jnp.zeros(fp8_matmul.grid(outputs, inputs) if blocks else outputs, jnp.float32)
-        )
+        scale_shape = fp8_matmul.grid(outputs, inputs) if blocks else outputs
+        self.scale = nnx.Param(jnp.zeros(scale_shape, jnp.float32))
         self.bias = linear.bias
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
@@ -34,17 +41,22 @@ class Fp8Linear(nnx.Module):
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
     def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
-        """The argmax of each row of the product; where a kernel finds it, of activations that are not quantised."""
+        """The argmax of each row of the product.
+
+        Where a kernel finds it, activations are not quantized.
+        """
         ids = None
         if self.bias is None and self.scale.ndim == 1:
-            ids = vocab.argmax_logits(x, self.values[...], self.scale[...], by_word=True)
+            ids = vocab.argmax_logits(x, self.values[...], self.scale[...], vocab_first=True)
         return jnp.argmax(self(x), axis=-1) if ids is None else ids
 
 
-def _fp8(matrix: Linear | ExpertLinear, blocks: bool) -> Fp8Linear | Fp8ExpertLinear:
-    if isinstance(matrix, Linear):
-        return Fp8Linear(matrix, blocks=blocks)
-    return Fp8ExpertLinear(*matrix.kernel.shape, bias=matrix.bias, blocks=blocks)
+def _fp8_layer(layer: Linear | ExpertLinear, blocks: bool) -> Fp8Linear | Fp8ExpertLinear:
+    """The FP8 layer that stands in the place of `layer`, with zeros."""
+    if isinstance(layer, Linear):
+        return Fp8Linear(layer, blocks=blocks)
+    count, inputs, outputs = layer.kernel.shape
+    return Fp8ExpertLinear(count, inputs, outputs, bias=layer.bias, blocks=blocks)
 
 
 def quantize_linears(
@@ -52,45 +64,51 @@ def quantize_linears(
     tensors: Mapping[str, Tensor],
     table: ParamTable,
     stored: Mapping[str, Tensor],
-    keep: Collection[str] = KEPT,
+    keep: Collection[str] = NOT_QUANTIZED,
 ) -> tuple[Callable[[], nnx.Module], dict[str, Tensor], ParamTable]:
     """What `weights.load` needs to make the same model with its matrices in FP8.
 
     Args:
-      stored: the checkpoint's tensors with its float8 values and scales, by the names of `table`; empty where there are none.
+      make: makes the model.
+      tensors: the checkpoint's tensors, which `table` maps to parameters.
+      stored: the checkpoint's float8 values and their scales, by the names of `table`; empty where
+        the checkpoint has none.
       keep: names of modules whose matrices stay as they are.
+
+    Returns:
+      `make`, `tensors` and `table` of the model in FP8.
     """
     blocks = fp8.has_block_scales(stored)
-    paths = {path for *_, path in _matrices(nnx.eval_shape(make), keep)}
+    paths = {path for *_, path in _linears(nnx.eval_shape(make), keep)}
     return with_fp8_layers(make, blocks=blocks, keep=keep), *fp8.map_fp8_params(
         stored, tensors, table, paths, blocks=blocks
     )
 
 
 def with_fp8_layers(
-    make: Callable[[], nnx.Module], *, blocks: bool, keep: Collection[str] = KEPT
+    make: Callable[[], nnx.Module], *, blocks: bool, keep: Collection[str] = NOT_QUANTIZED
 ) -> Callable[[], nnx.Module]:
-    """`make`, with matrices of zeros in FP8."""
+    """A function that makes the model of `make` with FP8 layers, which hold zeros."""
 
-    def made() -> nnx.Module:
+    def make_fp8() -> nnx.Module:
         module = make()
-        for parent, name, child, _ in list(_matrices(module, keep)):
-            setattr(parent, name, _fp8(child, blocks))
+        for parent, name, layer, _ in list(_linears(module, keep)):
+            setattr(parent, name, _fp8_layer(layer, blocks))
         return module
 
-    return made
+    return make_fp8
 
 
-def _matrices(
-    module: nnx.Module, keep: Collection[str], at: str = ""
-) -> Iterator[tuple[nnx.Module, str, nnx.Module, str]]:
-    """(parent, name, matrix, dotted path) of all that become FP8."""
+def _linears(
+    module: nnx.Module, keep: Collection[str], prefix: str = ""
+) -> Iterator[tuple[nnx.Module, str, Linear | ExpertLinear, str]]:
+    """(parent, name, layer, dotted path) of all layers that become FP8."""
     for name, child in vars(module).items():
         if isinstance(child, Linear | ExpertLinear):
             if name not in keep:
-                yield module, name, child, at + name
+                yield module, name, child, prefix + name
         elif isinstance(child, nnx.List):
-            for i, each in enumerate(child):
-                yield from _matrices(each, keep, f"{at}{name}.{i}.")
+            for i, item in enumerate(child):
+                yield from _linears(item, keep, f"{prefix}{name}.{i}.")
         elif isinstance(child, nnx.Module):
-            yield from _matrices(child, keep, f"{at}{name}.")
+            yield from _linears(child, keep, f"{prefix}{name}.")

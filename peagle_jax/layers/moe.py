@@ -1,4 +1,4 @@
-"""A bank of experts: gated MLPs of which a router chooses a few a token. Weights plain, or packed as MXFP4."""
+"""Experts: gated MLPs of which a router chooses a few a token. Weights are plain, FP8 or MXFP4."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,120 +7,145 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from peagle_jax.kernels import experts, fp8_matmul
 from peagle_jax.kernels.choose import non_16bit_reason
+from peagle_jax.kernels.experts import StoredMatrices
 from peagle_jax.kernels.launch import platform
 from peagle_jax.layers.basic import normal
 
 AXIS = "model"  # of a device mesh, over which experts and heads are spread
 BLOCK = 32  # numbers that share one MXFP4 scale (OCP Microscaling formats, 1.0)
-FP4 = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)  # E2M1 by its code
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (
+    *_E2M1_MAGNITUDES,
+    *(-x for x in _E2M1_MAGNITUDES),
+)  # by code; the high bit is a sign
 
 
 class ExpertLinear(nnx.Module):
     """One matrix an expert, [E in out], and a bias where the checkpoint has one."""
 
-    def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        count: int,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
         self.kernel = normal(rngs, (count, inputs, outputs), dtype, inputs**-0.5)
         self.bias = nnx.Param(jnp.zeros((count, outputs), dtype)) if bias else None
 
-    def matrices(self, which, dtype) -> Float[Array, "*which inputs outputs"]:
-        """Of the experts `which`: a number, an array of them, or `slice(None)`."""
+    def matrices(
+        self, which: int | slice | jax.Array, dtype: DTypeLike
+    ) -> Float[Array, "*which inputs outputs"]:
+        """The matrices of some experts: of a number, of an array of them, or of a slice."""
         return self.kernel[...][which].astype(dtype)
 
-    def shift(self, which) -> Float[Array, "*which outputs"] | None:
+    def bias_of(self, which: int | slice | jax.Array) -> Float[Array, "*which outputs"] | None:
+        """The biases of some experts; None where there are none."""
         return None if self.bias is None else self.bias[...][which]
 
-    def stored(self) -> experts.Matrices:
-        return experts.Matrices("plain", self.kernel[...], None, self.shift(slice(None)))
+    def stored(self) -> StoredMatrices:
+        """All experts as they are stored, for kernels."""
+        return StoredMatrices("plain", self.kernel[...], None, self.bias_of(slice(None)))
 
 
 class Mxfp4ExpertLinear(nnx.Module):
-    """The same in MXFP4: 4 bits a number and a scale for 32 of them, decoded when an expert is used."""
+    """As `ExpertLinear`, in MXFP4: 4 bits a number, and one scale for 32 of them.
 
-    def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs):
+    An expert is decoded when it is used.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
         self.blocks = nnx.Param(jnp.zeros((count, outputs, inputs // BLOCK, BLOCK // 2), jnp.uint8))
         self.scales = nnx.Param(jnp.zeros((count, outputs, inputs // BLOCK), jnp.uint8))
         self.bias = nnx.Param(jnp.zeros((count, outputs), dtype)) if bias else None
 
-    def matrices(self, which, dtype) -> Float[Array, "*which inputs outputs"]:
-        return jnp.swapaxes(
-            decode_mxfp4(self.blocks[...][which], self.scales[...][which], dtype), -1, -2
-        )
+    def matrices(
+        self, which: int | slice | jax.Array, dtype: DTypeLike
+    ) -> Float[Array, "*which inputs outputs"]:
+        decoded = decode_mxfp4(self.blocks[...][which], self.scales[...][which], dtype)
+        return jnp.swapaxes(decoded, -1, -2)
 
-    def stored(self) -> experts.Matrices:
-        return experts.Matrices(
-            "mxfp4", self.blocks[...], self.scales[...], self.shift(slice(None))
-        )
+    def stored(self) -> StoredMatrices:
+        bias = self.bias_of(slice(None))
+        return StoredMatrices("mxfp4", self.blocks[...], self.scales[...], bias)
 
-    shift = ExpertLinear.shift
+    bias_of = ExpertLinear.bias_of
 
 
 class Fp8ExpertLinear(nnx.Module):
-    """The same in float8 with scales, [E, out, in], decoded when an expert is used; activations stay as they are.
+    """As `ExpertLinear`, in float8 with scales, [E, out, in].
+
+    An expert is decoded when it is used; activations stay as they are.
 
     Args:
-      bias: of the stack in whose place this stands.
-      blocks: a scale for 128 x 128 numbers, or one for each of an expert's outputs.
+      bias: of the layer in whose place this stands.
+      blocks: one scale for 128 x 128 numbers, or else one for each of an expert's outputs.
     """
 
     def __init__(
         self, count: int, inputs: int, outputs: int, *, bias: nnx.Param | None, blocks: bool
     ):
         self.values = nnx.Param(jnp.zeros((count, outputs, inputs), fp8_matmul.E4M3))
-        grid = fp8_matmul.grid(outputs, inputs) if blocks else (outputs,)
-        self.scale = nnx.Param(jnp.zeros((count, *grid), jnp.float32))
+        scale_shape = fp8_matmul.grid(outputs, inputs) if blocks else (outputs,)
+        self.scale = nnx.Param(jnp.zeros((count, *scale_shape), jnp.float32))
         self.bias = bias
 
-    def matrices(self, which, dtype) -> Float[Array, "*which inputs outputs"]:
+    def matrices(
+        self, which: int | slice | jax.Array, dtype: DTypeLike
+    ) -> Float[Array, "*which inputs outputs"]:
         def decode(values, scale):
             return fp8_matmul.Fp8Matrix(values, scale).dequantized().astype(dtype).T
 
         values, scale = self.values[...][which], self.scale[...][which]
         return decode(values, scale) if values.ndim == 2 else jax.vmap(decode)(values, scale)
 
-    def stored(self) -> experts.Matrices:
+    def stored(self) -> StoredMatrices:
         kind = "block" if self.scale.ndim == 3 else "row"
-        return experts.Matrices(kind, self.values[...], self.scale[...], self.shift(slice(None)))
+        bias = self.bias_of(slice(None))
+        return StoredMatrices(kind, self.values[...], self.scale[...], bias)
 
-    shift = ExpertLinear.shift
+    bias_of = ExpertLinear.bias_of
 
 
 AnyExpertLinear = ExpertLinear | Mxfp4ExpertLinear | Fp8ExpertLinear
 
 
 def decode_mxfp4(
-    blocks: UInt8[Array, "*E out parts half"], scales: UInt8[Array, "*E out parts"], dtype
+    blocks: UInt8[Array, "*E out parts half"],
+    scales: UInt8[Array, "*E out parts"],
+    dtype: DTypeLike,
 ) -> Float[Array, "*E out inputs"]:
-    """Low nibble first; a scale is the exponent of a power of two, biased by 127 (transformers, integrations/mxfp4.py)."""
+    """The numbers of MXFP4 blocks.
+
+    A byte holds two numbers, the low nibble first. A scale is the exponent of a power of two,
+    biased by 127 (transformers, integrations/mxfp4.py).
+    """
     codes = jnp.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], -1)
-    values = jnp.asarray(FP4, jnp.float32)[codes]
+    values = jnp.asarray(E2M1_VALUES, jnp.float32)[codes]
     values = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
     return values.reshape(*scales.shape[:-1], -1).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class GLU:
-    """`act(gate) * up` of a product that holds all of the gate first, then all of up."""
+    """`act(gate) * up` of a product whose first half is the gate, and whose second half is up."""
 
     act: Callable
 
@@ -132,7 +157,12 @@ class GLU:
 class Experts(nnx.Module):
     """`down(act(gate_up(x)))` of each chosen expert, weighted and summed.
 
-    On a mesh with an axis "model" every device runs the experts it holds, and the sums are added up.
+    On a mesh with an axis "model" every device runs the experts that it holds, and their sums are
+    added up.
+
+    Args:
+      act: maps [.. 2I] to [.. I]; families keep gate and up in different orders.
+      packed: weights are MXFP4.
     """
 
     def __init__(
@@ -144,55 +174,60 @@ class Experts(nnx.Module):
         *,
         bias: bool,
         packed: bool,
-        dtype,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        stack = Mxfp4ExpertLinear if packed else ExpertLinear
-        self.gate_up = stack(count, dim, 2 * mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = stack(count, mlp_dim, dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.act, self.count = (
-            act,
-            count,
-        )  # act: [.. 2I] -> [.. I]; families keep gate and up in different orders
+        linear = Mxfp4ExpertLinear if packed else ExpertLinear
+        self.gate_up = linear(count, dim, 2 * mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = linear(count, mlp_dim, dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.act, self.count = act, count
 
     def __call__(
-        self, x: Float[Array, "*rows D"], chosen: Int[Array, "n k"], weight: Float[Array, "n k"]
+        self,
+        x: Float[Array, "*rows D"],
+        topk_ids: Int[Array, "n k"],
+        routing_weights: Float[Array, "n k"],
     ) -> Float[Array, "*rows D"]:
-        rows, mesh = x.reshape(-1, x.shape[-1]), jax.sharding.get_abstract_mesh()
-        parts = mesh.shape.get(AXIS, 1)
-        parts = parts if self.count % parts == 0 else 1
-        mine = self.count // parts
-        form = experts.FORMS[experts.choose(*chosen.shape, mine, platform(), non_16bit_reason(x))]
-        if parts == 1:
-            return (
-                form(rows, chosen, weight, ExpertWeights(self.gate_up, self.down, self.act, mine))
-                .astype(x.dtype)
-                .reshape(x.shape)
-            )
+        """The weighted sum of the experts `topk_ids` of each of the n rows."""
+        rows = x.reshape(-1, x.shape[-1])
+        num_devices = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+        if self.count % num_devices:
+            num_devices = 1  # experts that cannot be divided evenly are on every device
+        num_local = self.count // num_devices
+        n, k = topk_ids.shape
+        name = experts.choose(n, k, num_local, platform(), non_16bit_reason(x))
+        form = experts.FORMS[name]
+        if num_devices == 1:
+            weights = ExpertWeights(self.gate_up, self.down, self.act, num_local)
+            y = form(rows, topk_ids, routing_weights, weights)
+            return y.astype(x.dtype).reshape(x.shape)
         graph, state = nnx.split((self.gate_up, self.down))
 
-        def local(state, rows, chosen, weight):
-            here = chosen - jax.lax.axis_index(AXIS) * mine
-            here = jnp.where((here >= 0) & (here < mine), here, mine)
-            return jax.lax.psum(
-                form(
-                    rows,
-                    here,
-                    weight,
-                    ExpertWeights(*nnx.merge(graph, state), self.act, mine, parts),
-                ),
-                AXIS,
-            )
+        def run_local(state, rows, topk_ids, routing_weights):
+            """Runs this device's experts, and adds up the sums of all devices."""
+            gate_up, down = nnx.merge(graph, state)
+            weights = ExpertWeights(gate_up, down, self.act, num_local, num_devices)
+            local_ids = topk_ids - jax.lax.axis_index(AXIS) * num_local
+            is_local = (local_ids >= 0) & (local_ids < num_local)
+            # `num_local` is no expert of this device
+            local_ids = jnp.where(is_local, local_ids, num_local)
+            return jax.lax.psum(form(rows, local_ids, routing_weights, weights), AXIS)
 
-        spread = jax.tree.map(lambda _: P(AXIS), state)
-        y = jax.shard_map(local, in_specs=(spread, P(), P(), P()), out_specs=P(), check_vma=False)(
-            state, rows, chosen, weight
+        state_specs = jax.tree.map(lambda _: P(AXIS), state)
+        run_all = jax.shard_map(
+            run_local, in_specs=(state_specs, P(), P(), P()), out_specs=P(), check_vma=False
         )
+        y = run_all(state, rows, topk_ids, routing_weights)
         return y.astype(x.dtype).reshape(x.shape)
 
 
 class ExpertWeights:
-    """Two stacks and what lies between, as `kernels.experts` runs them: `count` experts, an equal share of `parts` such banks."""
+    """`kernels.experts.ExpertWeights`: the two matrices of each expert, and what lies between.
+
+    Args:
+      count: experts that these are.
+      num_shards: equal sets over which a layer's experts are spread; these are one of them.
+    """
 
     def __init__(
         self,
@@ -200,31 +235,28 @@ class ExpertWeights:
         down: AnyExpertLinear,
         act: Callable,
         count: int,
-        parts: int = 1,
+        num_shards: int = 1,
     ):
-        self.gate_up, self.down, self.act, self.count, self.parts = gate_up, down, act, count, parts
+        self.gate_up, self.down, self.act = gate_up, down, act
+        self.count, self.num_shards = count, num_shards
 
-    def matrices(self) -> tuple[experts.Matrices, experts.Matrices]:
+    def matrices(self) -> tuple[StoredMatrices, StoredMatrices]:
         return self.gate_up.stored(), self.down.stored()
 
-    def one(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
-        def product(stack, x):
-            y, shift = (
-                x @ stack.matrices(expert, x.dtype),
-                stack.shift(expert),
-            )  # a slice: XLA copies less than for a gather of one
-            return y if shift is None else y + shift[None]
+    def run_expert(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        def product(linear: AnyExpertLinear, x):
+            # of one expert, which is a slice: XLA copies less for it than for a gather of one
+            y, bias = x @ linear.matrices(expert, x.dtype), linear.bias_of(expert)
+            return y if bias is None else y + bias[None]
 
         return product(self.down, self.act(product(self.gate_up, rows)))
 
-    def tiles(
+    def run_tiles(
         self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]
     ) -> Float[Array, "t M D"]:
-        def product(stack, x):
-            y, shift = (
-                jnp.einsum("tmi,tio->tmo", x, stack.matrices(experts, x.dtype)),
-                stack.shift(experts),
-            )
-            return y if shift is None else y + shift[:, None]
+        def product(linear: AnyExpertLinear, x):
+            y = jnp.einsum("tmi,tio->tmo", x, linear.matrices(experts, x.dtype))
+            bias = linear.bias_of(experts)
+            return y if bias is None else y + bias[:, None]
 
         return product(self.down, self.act(product(self.gate_up, rows)))

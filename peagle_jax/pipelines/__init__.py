@@ -1,1 +1,1 @@
-"""The few places that use training and decoding together."""
+"""Whole jobs that join several rooms: demo, generation, extraction, training with evaluation."""

@@ -1,7 +1,8 @@
-"""How much of everything a demo does, and the training runs that follow from it."""
+"""How much of everything a demo does, and the recipes of the models that it trains."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from peagle_jax import weights
 from peagle_jax.corpus import INSTALLED
@@ -21,43 +22,78 @@ from peagle_jax.train.config import (
 )
 from peagle_jax.train.peagle_loss import FeatureNoise
 
-FRESH_DEPTHS = (
-    2  # of the head trained to show training: in minutes, deeper placeholders show nothing
-)
 HELD_OUT = 0.05  # share of files, by name, that no model of a demo is trained on
+# K of the head that is trained to show training: in minutes deeper placeholders learn nothing.
+FRESH_HEAD_DEPTHS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSize:
+    """How long a model is trained: `steps` steps of `batch_size` packed rows."""
+
+    steps: int
+    batch_size: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scratch:
-    """Models trained by the demo itself, instead of those that come with the package."""
+class ScratchModels:
+    """Models that a demo trains itself, in the place of those that come with the package.
 
-    model: LmShape
+    Attributes:
+      target_shape: of the target.
+      source: corpus; None for the Python standard library.
+      max_chars: of the corpus; None for all of it.
+      seq_len: tokens of a packed row.
+      target: training of the target.
+      peagle: training of the P-EAGLE head.
+      eagle3: training of the EAGLE-3 head.
+      peagle_layers: layers of the P-EAGLE head. The EAGLE-3 head has one.
+      peagle_mlp_dim: width of its MLPs; None for the target's.
+      num_depths: K in training.
+    """
+
+    target_shape: LmShape
     source: str | None
     max_chars: int | None
-    length: int
-    lm: tuple[int, int]  # steps, rows a step
-    peagle: tuple[int, int]
-    eagle3: tuple[int, int]
+    seq_len: int
+    target: TrainingSize
+    peagle: TrainingSize
+    eagle3: TrainingSize
     peagle_layers: int
-    peagle_mlp: int | None  # width of its MLPs; None: the target's
-    num_depths: int  # K in training
+    peagle_mlp_dim: int | None
+    num_depths: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    minutes: str  # what to expect, for --dry-run
-    scratch: Scratch
-    needs_scratch: bool  # whether the models that come with the package are not meant for it
-    fresh: (
-        tuple[int, int] | None
-    )  # steps, rows a step of the head trained to show training; None where heads are trained anyway
+    """What a demo measures and trains.
+
+    Attributes:
+      minutes: how long it takes, for --dry-run.
+      scratch: the models of --from-scratch.
+      needs_scratch: whether the packaged models are not meant for this budget.
+      fresh_head: training of the head that only shows training; None where heads are trained
+        anyway.
+      ks: tokens drafted per step.
+      batch_sizes: prompts decoded together.
+      sampled_k: K at temperature 1; None to decode greedily only.
+      num_prompts: excerpts that are decoded.
+      max_new_tokens: of each answer.
+      repeats: timed rounds.
+      dtype: of the timed decoding. Losslessness is always checked in float32.
+    """
+
+    minutes: str
+    scratch: ScratchModels
+    needs_scratch: bool
+    fresh_head: TrainingSize | None
     ks: tuple[int, ...]
-    batches: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     sampled_k: int | None
-    prompts: int
-    new_tokens: int
+    num_prompts: int
+    max_new_tokens: int
     repeats: int
-    dtype: str  # of decoding; exactness is always checked in float32
+    dtype: str
 
 
 def lm_shape(
@@ -70,7 +106,7 @@ def lm_shape(
     head_dim: int,
     context: int,
 ) -> LmShape:
-    """Of a small target; its rotary base is 10,000."""
+    """The shape of a small target with a rotary base of 10,000."""
     return LmShape(
         vocab=vocab,
         layers=layers,
@@ -88,104 +124,111 @@ BUDGETS = {
     "smoke": Budget(
         minutes="2 on 2 CPU cores",
         needs_scratch=False,
-        fresh=(60, 1),
+        fresh_head=TrainingSize(60, 1),
         ks=(1, 4),
-        batches=(1,),
+        batch_sizes=(1,),
         sampled_k=None,
-        prompts=4,
-        new_tokens=48,
+        num_prompts=4,
+        max_new_tokens=48,
         repeats=3,
         dtype="float32",
-        scratch=Scratch(
-            model=lm_shape(1024, 4, 128, 384, 4, 2, 32, 2048),
+        scratch=ScratchModels(
+            target_shape=lm_shape(1024, 4, 128, 384, 4, 2, 32, 2048),
             source=None,
             max_chars=4_000_000,
-            length=128,
-            lm=(900, 4),
-            peagle=(250, 1),
-            eagle3=(150, 1),
+            seq_len=128,
+            target=TrainingSize(900, 4),
+            peagle=TrainingSize(250, 1),
+            eagle3=TrainingSize(150, 1),
             peagle_layers=2,
-            peagle_mlp=None,
+            peagle_mlp_dim=None,
             num_depths=5,
         ),
     ),
     "small": Budget(
         minutes="10 on 2 CPU cores; --from-scratch was not timed",
         needs_scratch=False,
-        fresh=(300, 1),
+        fresh_head=TrainingSize(300, 1),
         ks=(1, 3, 5, 7, 11),
-        batches=(1, 8),
+        batch_sizes=(1, 8),
         sampled_k=7,
-        prompts=8,
-        new_tokens=128,
+        num_prompts=8,
+        max_new_tokens=128,
         repeats=3,
         dtype="float32",
-        scratch=Scratch(
-            model=lm_shape(2048, 6, 192, 576, 6, 2, 32, 4096),
+        scratch=ScratchModels(
+            target_shape=lm_shape(2048, 6, 192, 576, 6, 2, 32, 4096),
             source=None,
             max_chars=20_000_000,
-            length=256,
-            lm=(1200, 4),
-            peagle=(700, 1),
-            eagle3=(400, 1),
+            seq_len=256,
+            target=TrainingSize(1200, 4),
+            peagle=TrainingSize(700, 1),
+            eagle3=TrainingSize(400, 1),
             peagle_layers=2,
-            peagle_mlp=None,
+            peagle_mlp_dim=None,
             num_depths=8,
         ),
     ),
     "full": Budget(
-        minutes="8 on one H200? never run",
+        minutes="8 on one H200, an estimate: it was never run",
         needs_scratch=True,
-        fresh=None,
+        fresh_head=None,
         ks=(1, 3, 5, 7, 11, 16),
-        batches=(1, 8),
+        batch_sizes=(1, 8),
         sampled_k=7,
-        prompts=16,
-        new_tokens=256,
+        num_prompts=16,
+        max_new_tokens=256,
         repeats=5,
         dtype="bfloat16",
-        scratch=Scratch(
-            model=lm_shape(8192, 12, 768, 2304, 12, 4, 64, 4096),
+        scratch=ScratchModels(
+            target_shape=lm_shape(8192, 12, 768, 2304, 12, 4, 64, 4096),
             source=INSTALLED,
             max_chars=None,
-            length=512,
-            lm=(1500, 32),
-            peagle=(900, 32),
-            eagle3=(600, 32),
+            seq_len=512,
+            target=TrainingSize(1500, 32),
+            peagle=TrainingSize(900, 32),
+            eagle3=TrainingSize(600, 32),
             peagle_layers=4,
-            peagle_mlp=1152,
+            peagle_mlp_dim=1152,
             num_depths=8,
         ),
     ),
 }
 
 
-# ---------------------------------------------------------------- the runs
+# ---------------------------------------------------------------- recipes
 
 
-def lm_run(s: Scratch, out: Path, seed: int) -> LmRun:
-    steps, rows = s.lm
-    rate = 4e-3 if s.model.dim < 256 else 2e-3
-    how = OptimizerConfig(
-        steps=steps, peak_lr=rate, warmup=steps // 20, weight_decay=0.1, max_grad_norm=1.0
+def lm_run(models: ScratchModels, out: Path, seed: int) -> LmRun:
+    """The training run of the target, in `out`/target."""
+    steps = models.target.steps
+    optimizer = OptimizerConfig(
+        steps=steps,
+        peak_lr=4e-3 if models.target_shape.dim < 256 else 2e-3,
+        warmup=steps // 20,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
     )
     return LmRun(
         task="lm",
         out=str(out / "target"),
         seed=seed,
-        model=s.model,
-        data=_data(s, rows),
-        optimizer=how,
-        **_often(steps),
+        model=models.target_shape,
+        data=_data(models, models.target),
+        optimizer=optimizer,
+        **_intervals(steps),
     )
 
 
-def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> PeagleRun:
+def peagle_run(
+    models: ScratchModels, target: Path, out: Path, seed: int, size: TrainingSize
+) -> PeagleRun:
+    """The training run of a P-EAGLE head for the target in the folder `target`."""
     return PeagleRun(
         task="peagle",
-        head=_head(s.peagle_layers, s.peagle_mlp, target),
+        head=_head_shape(models.peagle_layers, models.peagle_mlp_dim, target),
         cod=CodConfig(
-            num_depths=s.num_depths,
+            num_depths=models.num_depths,
             down_sample_ratio=0.8,
             down_sample_ratio_min=0.2,
             max_anchors=None,
@@ -193,29 +236,36 @@ def peagle_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows:
         placeholder=PlaceholderConfig(hidden="shared", token="mask"),
         feature_noise=FeatureNoise(noise=0.0, dropout=0.0),
         train_embedding=True,
-        **_head_run(s, target, out, seed, steps, rows),
+        **_head_recipe(models, target, out, seed, size),
     )
 
 
-def fresh_run(b: Budget, target: Path, out: Path, seed: int) -> PeagleRun:
-    """The head that a demo with packaged models trains to show training."""
-    return peagle_run(
-        dataclasses.replace(b.scratch, num_depths=FRESH_DEPTHS), target, out, seed, *b.fresh
-    )
+def fresh_head_run(
+    models: ScratchModels, target: Path, out: Path, seed: int, size: TrainingSize
+) -> PeagleRun:
+    """The training run of the head that a demo with packaged models trains to show training."""
+    shallow = dataclasses.replace(models, num_depths=FRESH_HEAD_DEPTHS)
+    return peagle_run(shallow, target, out, seed, size)
 
 
-def eagle3_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> Eagle3Run:
+def eagle3_run(
+    models: ScratchModels, target: Path, out: Path, seed: int, size: TrainingSize
+) -> Eagle3Run:
+    """The training run of an EAGLE-3 head for the target in the folder `target`."""
     return Eagle3Run(
         task="eagle3",
-        head=_head(1, None, target),
-        ttt=TttConfig(steps=s.num_depths, decay=1.0),
+        head=_head_shape(1, None, target),
+        ttt=TttConfig(steps=models.num_depths, decay=1.0),
         train_embedding=False,
-        **_head_run(s, target, out, seed, steps, rows),
+        **_head_recipe(models, target, out, seed, size),
     )
 
 
-def _head_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: int) -> dict:
-    """What both heads' runs share: the recipe of LOG.md, 2026-11-20."""
+def _head_recipe(
+    models: ScratchModels, target: Path, out: Path, seed: int, size: TrainingSize
+) -> dict[str, Any]:
+    """What the runs of both heads have in common. The values are from LOG.md, 2026-11-20."""
+    steps = size.steps
     return {
         "target": str(target),
         "target_dtype": "float32",
@@ -225,10 +275,9 @@ def _head_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: 
         "seed": seed,
         "init": "target",
         "init_from": None,
-        "depth_schedule": _depth_schedule(steps, s.num_depths),
+        "depth_schedule": _depth_schedule(steps, models.num_depths),
         "train_lm_head": False,
-        "data": _data(s, rows),
-        **_often(steps),
+        "data": _data(models, size),
         "eval": EvalConfig(
             every=max(1, steps // 4), prompts=None, num_prompts=8, max_new_tokens=64
         ),
@@ -239,39 +288,55 @@ def _head_run(s: Scratch, target: Path, out: Path, seed: int, steps: int, rows: 
             weight_decay=0.01,
             max_grad_norm=1.0,
         ),
+        **_intervals(steps),
     }
 
 
-def _data(s: Scratch, rows: int) -> DataConfig:
+def _data(models: ScratchModels, size: TrainingSize) -> DataConfig:
     return DataConfig(
-        source=s.source, max_chars=s.max_chars, held_out=HELD_OUT, seq_len=s.length, batch_size=rows
+        source=models.source,
+        max_chars=models.max_chars,
+        held_out=HELD_OUT,
+        seq_len=models.seq_len,
+        batch_size=size.batch_size,
     )
 
 
 def _depth_schedule(steps: int, num_depths: int) -> tuple[DepthStage, ...]:
-    """A third of the steps for depth 0 alone, then twice as many depths at a time."""
-    some = [d for d in (1, 2, 4) if d < num_depths]
-    return (
-        tuple(
-            DepthStage(until=steps // 3 + i * (2 * steps // 3) // len(some), num_depths=d)
-            for i, d in enumerate(some)
-        )
-        if steps >= 30
-        else ()
+    """Depth 0 alone for a third of the steps; then 2, 4 and at last all depths in equal parts.
+
+    Runs of fewer than 30 steps train all depths from the first step on.
+    """
+    if steps < 30:
+        return ()
+    stages = [depths for depths in (1, 2, 4) if depths < num_depths]
+    return tuple(
+        DepthStage(until=steps // 3 + i * (2 * steps // 3) // len(stages), num_depths=depths)
+        for i, depths in enumerate(stages)
     )
 
 
-def _often(steps: int) -> dict:
-    return {"log_every": max(1, steps // 40), "save_every": max(1, steps // 2), "max_seconds": None}
+def _intervals(steps: int) -> dict[str, Any]:
+    """How often a run of so many steps writes metrics and checkpoints."""
+    return {
+        "log_every": max(1, steps // 40),
+        "save_every": max(1, steps // 2),
+        "max_seconds": None,
+    }
 
 
-def _aux_layers(target: Path) -> tuple[int, ...]:
-    """A low layer, one at two thirds, and the last layer's input: in a shallow target the usual L-3 comes too early."""
+def _aux_hidden_state_layers(target: Path) -> tuple[int, ...]:
+    """Inputs of a low layer, of one at two thirds of the target's depth, and of the last layer.
+
+    The usual third choice, the third layer from the end, comes too early in a shallow target.
+    """
     layers = weights.read_json(target / "config.json")["num_hidden_layers"]
-    return tuple(sorted({1 if layers < 6 else 2, 2 * layers // 3, layers - 1}))
+    low = 1 if layers < 6 else 2
+    return tuple(sorted({low, 2 * layers // 3, layers - 1}))
 
 
-def _head(layers: int, mlp_dim: int | None, target: Path) -> HeadShape:
+def _head_shape(layers: int, mlp_dim: int | None, target: Path) -> HeadShape:
+    """A head that is as wide as its target, so that it can begin as a copy of the last layer."""
     return HeadShape(
         layers=layers,
         dim=None,
@@ -280,7 +345,7 @@ def _head(layers: int, mlp_dim: int | None, target: Path) -> HeadShape:
         kv_heads=None,
         head_dim=None,
         draft_vocab=None,
-        aux_hidden_state_layers=_aux_layers(target),
+        aux_hidden_state_layers=_aux_hidden_state_layers(target),
         qk_norm=True,
         norm_before_residual=False,
         norm_before_fc=False,

@@ -1,41 +1,56 @@
-"""The main job end to end, on text that every machine has: models, exactness, speed, training, export, report."""
+"""The demo: models, lossless decoding and its speed, training, export and a report, end to end.
+
+It needs no download: its text is the Python standard library of this machine, and its models come
+with the package or are trained.
+"""
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
-from rich.status import Status
+from jax.typing import DTypeLike
+from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
 from peagle_jax.atomic_write import write_atomically
-from peagle_jax.bench.suite import Suite, run_suite
+from peagle_jax.bench.suite import Sample, Suite, run_suite
 from peagle_jax.checkpoints.convert import convert, read_serving
-from peagle_jax.checkpoints.head_io import CHECKPOINT_FORMATS, load_drafter
-from peagle_jax.checkpoints.inspect import describe, printable
+from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS
+from peagle_jax.checkpoints.inspect import describe, printable_rows
+from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.decode.generate import Generation
 from peagle_jax.pipelines import budgets
-from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget
+from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget, TrainingSize
 from peagle_jax.pipelines.evaluate import PROMPT_TOKENS, held_out_prompts
 from peagle_jax.pipelines.train_head import HeadResult, train_head
+from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
 from peagle_jax.report import plots, records
 from peagle_jax.report.method import draw_method
-from peagle_jax.report.page import write_report
+from peagle_jax.report.page import SampleText, write_report
+from peagle_jax.report.statements import headline
 from peagle_jax.train.pretrain import train_lm
+from peagle_jax.types import Model
 
 PACKAGE = Path(__file__).parent.parent
-ASSETS = PACKAGE / "assets"  # target/, peagle/, eagle3/: ordinary folders, with their cards
+ASSETS = PACKAGE / "assets"  # target/, peagle/ and eagle3/: ordinary folders with model cards
 SEED = 0
+# New tokens per answer of the float32 check, where the timed decoding has another dtype.
+EXACTNESS_TOKENS = 64
+
+Say = Callable[[Any], None]  # prints a line, or a table of rich
 
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """Folders of a target and its heads, and the metrics their training wrote."""
+    """Folders of the target and of its heads by method, and the metrics of their training."""
 
     target: Path
     heads: dict[str, Path]
@@ -44,239 +59,258 @@ class Models:
 
 @dataclasses.dataclass(frozen=True)
 class DemoResult:
+    """The report, and whether every greedy float32 text was plain decoding's."""
+
     report: Path
     lossless: bool
 
 
-def run_demo(
-    out: Path, budget: str, say: Callable[[str], None] = print, *, from_scratch: bool = False
-) -> DemoResult:
-    """Everything under `out`: results.jsonl, report.html and its pictures, a trained head, exported folders. Resumes stage by stage."""
+def run_demo(out: Path, budget: str, say: Say = print, *, from_scratch: bool = False) -> DemoResult:
+    """Runs the demo. Whatever it writes is in `out`; a second call continues where one stopped.
+
+    Args:
+      out: is given results.jsonl, report.html with its pictures, a trained head, and every head
+        exported for vLLM and speculators.
+      budget: "smoke", "small" or "full".
+      say: is given lines, and tables of rich.
+      from_scratch: train the target and both heads instead of using the packaged ones.
+    """
     b = BUDGETS[budget]
     results = records.Records(out)
     scratch = from_scratch or b.needs_scratch
-    say(
-        f"[bold]1/5 models[/bold]: {'trained here, from scratch' if scratch else f'those that come with the package ({ASSETS})'}"
-    )
+
+    origin = "trained here, from scratch" if scratch else f"those of the package ({ASSETS})"
+    say(f"[bold]1/5 models[/bold]: {origin}")
     models = _models(b, out, scratch, say)
+
     tokenizer = text.load_tokenizer(models.target)
-    prompts = standard_prompts(tokenizer, b.prompts)
-    say(
-        f"[bold]2/5 decoding[/bold] {len(prompts)} excerpts of held-out files: plain, EAGLE-3, P-EAGLE; greedy texts are compared"
-    )
+    prompts = standard_prompts(tokenizer, b.num_prompts)
+    what = f"{len(prompts)} excerpts of held-out files with plain decoding, EAGLE-3 and P-EAGLE"
+    say(f"[bold]2/5 decoding[/bold] {what}; greedy texts are compared")
     name = f"demo/{budget}{'/from-scratch' if from_scratch else ''}"
-    suite = _decode(b, models, prompts, out, name, results, say)
-    fresh = _fresh(b, models, out, say)
+    suite = _measure(b, models, prompts, out, name, results, say)
+
+    fresh_head = _train_fresh_head(b, models, out, say)
+
     say("[bold]4/5 export[/bold] for vLLM and speculators")
-    for kind, folder in {**models.heads, **({"fresh": fresh.folder} if fresh else {})}.items():
-        for checkpoint_format in CHECKPOINT_FORMATS:
-            convert(
-                folder,
-                out / f"{kind}-{checkpoint_format}",
-                to=checkpoint_format,
-                target=models.target,
-            )
+    exported = dict(models.heads)
+    if fresh_head is not None:
+        exported["fresh"] = fresh_head.folder
+    _export(exported, models.target, out)
+
     say("[bold]5/5 report[/bold]")
-    pictures = [
-        draw_method(out),
-        *plots.draw(
-            out, suite.records, models.curves, read_metrics(out / ("fresh" if fresh else "peagle"))
-        ),
-    ]
-    facts = [
-        (title, {key: printable(value) for key, value in describe(folder).items()})
-        for title, folder in _named(models)
-    ]
-    facts += (
-        [
-            (
-                "The head trained in this run",
-                {key: _rounded(value) for key, value in vars(fresh).items()},
-            )
-        ]
-        if fresh
-        else []
-    )
-    sample = suite.sample
-    page = write_report(
-        out,
-        suite.records,
-        pictures=pictures,
-        sample=sample and _pieces(tokenizer, sample),
-        sample_k=suite.sample_k,
-        runs=facts,
-        prompt=tokenizer.decode(sample.prompt_token_ids) if sample else "",
-    )
+    page = _write_report(out, suite, models, fresh_head, tokenizer)
     say(records.table(suite.records))
-    for line in records.headline(suite.records):
+    for line in headline(suite.records):
         say(line)
     return DemoResult(page, suite.lossless)
 
 
+# ---------------------------------------------------------------- what would be done
+
+
 def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str]]:
-    """What `run_demo` would do: (stage, what, whether it is there already)."""
-    b, s = BUDGETS[budget], BUDGETS[budget].scratch
-
-    def done(path):
-        return "done" if (out / path).exists() else "to do"
-
-    stages = []
+    """What `run_demo` would do: (stage, description, whether it is done already)."""
+    b = BUDGETS[budget]
     scratch = from_scratch or b.needs_scratch
+    stages = [_planned_model(b, out, scratch, name) for name in ("target", "peagle", "eagle3")]
+    decoding = (
+        f"{b.num_prompts} prompts x {b.max_new_tokens} tokens, K = {_commas(b.ks)}, "
+        f"batch size {_commas(b.batch_sizes)}, {b.repeats} rounds, {b.dtype}"
+    )
+    stages.append(("decoding", decoding, _state(out / "suite.json")))
+    if b.fresh_head is not None and not scratch and _is_packaged("peagle"):
+        training = _training_words(b, b.fresh_head)
+        stages.append(("a fresh P-EAGLE head", training, _state(out / "fresh" / "head")))
+    export = "all heads for vLLM and speculators; report.html"
+    return [*stages, ("export and report", export, _state(out / "report.html"))]
 
-    def tokens(how):
-        return f"{how[0]} steps of {how[1]} x {s.length} tokens"
 
-    models = (
-        (
-            "target",
-            f"{s.model.layers} layers, width {s.model.dim}, vocabulary {s.model.vocab}; {tokens(s.lm)}",
+def _planned_model(b: Budget, out: Path, scratch: bool, name: str) -> tuple[str, str, str]:
+    """The line of the plan for the target or a head."""
+    if not scratch and _is_packaged(name):
+        return name, "comes with the package", "done"
+    shape = b.scratch.target_shape
+    words, size, folder = {
+        "target": (
+            f"{shape.layers} layers, width {shape.dim}, vocabulary {shape.vocab}",
+            b.scratch.target,
             "target/model",
         ),
-        (
-            "peagle",
-            f"{s.peagle_layers} layers, K = {s.num_depths}; {tokens(s.peagle)}",
+        "peagle": (
+            f"{b.scratch.peagle_layers} layers, K = {b.scratch.num_depths}",
+            b.scratch.peagle,
             "peagle/head",
         ),
-        ("eagle3", f"1 layer, {s.num_depths} unrolled steps; {tokens(s.eagle3)}", "eagle3/head"),
-    )
-    for name, what, place in models:
-        packaged = not scratch and _is_packaged(name)
-        stages.append(
-            (name, "comes with the package", "done")
-            if packaged
-            else (name, f"trained: {what}", done(place))
-        )
-    ks = ", ".join(map(str, b.ks))
-    what = f"{b.prompts} prompts x {b.new_tokens} tokens, K = {ks}, batch {', '.join(map(str, b.batches))}, {b.repeats} rounds, {b.dtype}"
-    stages.append(("decoding", what, done("suite.json")))
-    if b.fresh and not scratch and _is_packaged("peagle"):
-        stages.append(
-            (
-                "a fresh P-EAGLE head",
-                f"{b.fresh[0]} steps of {b.fresh[1]} x {s.length} tokens",
-                done("fresh/head"),
-            )
-        )
-    return [
-        *stages,
-        (
-            "export and report",
-            "all heads to vLLM and speculators; report.html",
-            done("report.html"),
+        "eagle3": (
+            f"1 layer, {b.scratch.num_depths} unrolled steps",
+            b.scratch.eagle3,
+            "eagle3/head",
         ),
-    ]
+    }[name]
+    return name, f"trained: {words}; {_training_words(b, size)}", _state(out / folder)
 
 
-# ---------------------------------------------------------------- stages
+def _training_words(b: Budget, size: TrainingSize) -> str:
+    return f"{size.steps} steps of {size.batch_size} x {b.scratch.seq_len} tokens"
+
+
+def _state(path: Path) -> str:
+    return "done" if path.exists() else "to do"
+
+
+def _commas(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# ---------------------------------------------------------------- 1: models
 
 
 def _is_packaged(name: str) -> bool:
     return (ASSETS / name / "config.json").exists()
 
 
-def _models(b: Budget, out: Path, scratch: bool, say) -> Models:
-    """The package's target and heads; what does not come with it, or all of them from scratch, is trained here."""
-    s, target = b.scratch, ASSETS / "target"
+def _models(b: Budget, out: Path, scratch: bool, say: Say) -> Models:
+    """The packaged models. All of them from scratch, or a head that is missing, is trained."""
+    target = ASSETS / "target"
     if scratch:
-        lm = train_lm(budgets.lm_run(s, out, SEED), say)
-        say(f"target, held out: {lm.bits_per_byte:.3f} bits per byte")
-        target = lm.folder
+        result = train_lm(budgets.lm_run(b.scratch, out, SEED), say)
+        say(f"target, held out: {result.bits_per_byte:.3f} bits per byte")
+        target = result.folder
+    runs = {
+        "peagle": (budgets.peagle_run, b.scratch.peagle),
+        "eagle3": (budgets.eagle3_run, b.scratch.eagle3),
+    }
     heads, curves = {}, {}
-    for method, make, how in (
-        ("peagle", budgets.peagle_run, s.peagle),
-        ("eagle3", budgets.eagle3_run, s.eagle3),
-    ):
+    for method, (make_run, size) in runs.items():
         if not scratch and _is_packaged(method):
-            heads[method], curves[method] = (
-                ASSETS / method,
-                read_metrics(ASSETS / method, "training.jsonl"),
-            )
-        else:
-            say(f"training the {records.NAMES[method]} head, which does not come with this target")
-            heads[method] = train_head(make(s, target, out / method, SEED, *how), say).folder
-            curves[method] = read_metrics(out / method)
+            heads[method] = ASSETS / method
+            curves[method] = read_metrics(ASSETS / method, "training.jsonl")
+            continue
+        say(f"training the {records.NAMES[method]} head, which does not come with this target")
+        run = make_run(b.scratch, target, out / method, SEED, size)
+        heads[method] = train_head(run, say).folder
+        curves[method] = read_metrics(out / method)
     return Models(target, heads, curves)
 
 
-def _decode(
-    b: Budget, models: Models, prompts, out: Path, name: str, results: records.Records, say
-) -> Suite:
-    """The table of decoders. What an earlier call with the same code and options measured is kept."""
-    kept, key = out / "suite.json", _suite_key(b, models, name)
-    if kept.exists() and (saved := json.loads(kept.read_text(encoding="utf-8")))["key"] == key:
-        say("measured already; delete suite.json to measure again")
-        del saved["key"]
-        return Suite(**{**saved, "sample": saved["sample"] and Generation(**saved["sample"])})
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The rows of a training run's metrics."""
+    return [row for _, row in corpus.read_jsonl(folder / name)]
 
-    def load(dtype):
-        target = load_target(
-            models.target,
-            aux_hidden_state_layers=read_serving(
-                models.heads["peagle"]
-            ).config.aux_hidden_state_layers,
-            dtype=dtype,
-        )
-        embedding = target.params["embed"]["table"]  # for a head that shares it
-        return target, {
-            m: load_drafter(folder, dtype=dtype, embedding=embedding)
-            for m, folder in models.heads.items()
-        }
+
+# ---------------------------------------------------------------- 2: decoding
+
+
+def standard_prompts(tokenizer: PreTrainedTokenizerBase | None, count: int = 8) -> list[list[int]]:
+    """Prompts from files of the standard library that no model of the package is trained on."""
+    _, held_out = corpus.split(corpus.read_corpus(None), HELD_OUT)
+    assert tokenizer is not None, "the prompts are excerpts of text"
+    return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
+
+
+def _measure(
+    b: Budget,
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    out: Path,
+    name: str,
+    results: records.Records,
+    say: Say,
+) -> Suite:
+    """The result rows of all decoders, from `out`/suite.json if nothing changed since."""
+    saved, key = out / "suite.json", _suite_key(b, models, name)
+    if (suite := _read_suite(saved, key)) is not None:
+        say("measured already; delete suite.json to measure again")
+        return suite
 
     def on_record(record: dict) -> None:
         results.add(record)
         say(records.one_line(record))
 
-    options = {
-        "ks": b.ks,
-        "batches": b.batches,
-        "new_tokens": b.new_tokens,
-        "repeats": b.repeats,
-        "sampled_k": b.sampled_k,
-    }
     label = {"name": name, "dtype": b.dtype, "seed": SEED}
-    exact = True
-    if b.dtype != "float32":  # exactness is a float32 rule: few tokens, no timing worth keeping
-        say("exactness, in float32")
-        less = options | {
-            "batches": b.batches[:1],
-            "new_tokens": min(64, b.new_tokens),
-            "repeats": 1,
-            "sampled_k": None,
-        }
-        exact = run_suite(
-            *load(jnp.float32),
-            prompts,
-            **less,
-            on_record=on_record,
-            label=label | {"name": f"{name}/exactness", "dtype": "float32"},
-        ).lossless
-        say(
-            f"{'every text is as plain decoding writes it' if exact else 'TEXTS DIFFER'}; rows in {results.path.name}"
-        )
-    with Status("decoding") as status:  # compiling takes most of it: some 20 programs
+    is_exact = True
+    if b.dtype != "float32":
+        is_exact = _check_exactness(b, models, prompts, label, on_record)
+        result = "every text is plain decoding's" if is_exact else "TEXTS DIFFER"
+        say(f"lossless in float32: {result}; rows in {results.path.name}")
+    with ProgressReport("decoding", None, unit="activities") as report:
+        counter = itertools.count()
         suite = run_suite(
-            *load(jnp.dtype(b.dtype)),
+            *_load(models, jnp.dtype(b.dtype)),
             prompts,
-            **options,
+            ks=b.ks,
+            batch_sizes=b.batch_sizes,
+            max_new_tokens=b.max_new_tokens,
+            repeats=b.repeats,
+            sampled_k=b.sampled_k,
             on_record=on_record,
             label=label,
-            progress=status.update,
+            progress=lambda activity: report.update(next(counter), note=activity),
         )
-    suite = dataclasses.replace(suite, lossless=exact and suite.lossless)
-    body = {"key": key, **vars(suite), "sample": suite.sample and vars(suite.sample)}
-    write_atomically(kept, json.dumps(body))
+    suite = dataclasses.replace(suite, lossless=is_exact and suite.lossless)
+    write_atomically(saved, json.dumps({"key": key, "suite": dataclasses.asdict(suite)}))
     return suite
 
 
+def _check_exactness(
+    b: Budget,
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    label: dict,
+    on_record: Callable[[dict], None],
+) -> bool:
+    """Whether greedy texts are plain decoding's in float32, in which alone that is promised.
+
+    Few tokens at the first batch size are enough; the times of these rows are not used.
+    """
+    suite = run_suite(
+        *_load(models, jnp.float32),
+        prompts,
+        ks=b.ks,
+        batch_sizes=b.batch_sizes[:1],
+        max_new_tokens=min(EXACTNESS_TOKENS, b.max_new_tokens),
+        repeats=1,
+        on_record=on_record,
+        label=label | {"name": f"{label['name']}/exactness", "dtype": "float32"},
+    )
+    return suite.lossless
+
+
+def _load(models: Models, dtype: DTypeLike) -> tuple[Model, dict[str, Model]]:
+    """The target and its heads. The heads read the same layers, and may share its embedding."""
+    aux_layers = read_serving(models.heads["peagle"]).config.aux_hidden_state_layers
+    target = load_target(models.target, aux_hidden_state_layers=aux_layers, dtype=dtype)
+    embedding = target.params["embed"]["table"]
+    heads = {
+        method: load_drafter(folder, dtype=dtype, embedding=embedding)
+        for method, folder in models.heads.items()
+    }
+    return target, heads
+
+
+def _read_suite(saved: Path, key: dict) -> Suite | None:
+    """What an earlier call measured; None if there is nothing, or something changed since."""
+    if not saved.exists():
+        return None
+    content = json.loads(saved.read_text(encoding="utf-8"))
+    if content["key"] != key:
+        return None
+    fields = content["suite"]
+    if fields["sample"] is not None:
+        answer = Generation(**fields["sample"]["answer"])
+        fields["sample"] = Sample(**fields["sample"] | {"answer": answer})
+    return Suite(**fields)
+
+
 def _suite_key(b: Budget, models: Models, name: str) -> dict:
-    """What the numbers depend on: budget, code, weights, machine."""
+    """Everything that the numbers depend on: budget, code, weights, machine."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
     for folder in (models.target, *models.heads.values()):
-        for _, tensor in sorted(
-            weights.open_folder(folder).items()
-        ):  # not the files: their headers come in any order
+        # the tensors, and not the files, whose headers come in any order
+        for _, tensor in sorted(weights.open_folder(folder).items()):
             digest.update(np.asarray(tensor).tobytes())
     origin = provenance()
     return {
@@ -288,54 +322,80 @@ def _suite_key(b: Budget, models: Models, name: str) -> dict:
     }
 
 
-def _fresh(b: Budget, models: Models, out: Path, say) -> HeadResult | None:
-    if b.fresh is None or models.heads["peagle"].is_relative_to(out):
+# ---------------------------------------------------------------- 3 to 5: training, export, report
+
+
+def _train_fresh_head(b: Budget, models: Models, out: Path, say: Say) -> HeadResult | None:
+    """A P-EAGLE head for the packaged target, trained for minutes; None where one was trained."""
+    if b.fresh_head is None or models.heads["peagle"].is_relative_to(out):
         say("[bold]3/5 training[/bold]: done above")
         return None
-    say(f"[bold]3/5 training[/bold] a fresh P-EAGLE head for {b.fresh[0]} steps, to show training")
-    return train_head(budgets.fresh_run(b, models.target, out / "fresh", SEED), say)
+    steps = f"{b.fresh_head.steps} steps"
+    say(f"[bold]3/5 training[/bold] a fresh P-EAGLE head for {steps}, to show training")
+    run = budgets.fresh_head_run(b.scratch, models.target, out / "fresh", SEED, b.fresh_head)
+    return train_head(run, say)
 
 
-def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [row for _, row in corpus.read_jsonl(folder / name)]
+def _export(heads: dict[str, Path], target: Path, out: Path) -> None:
+    """Every head in every format that is written, as `out`/NAME-FORMAT."""
+    for name, folder in heads.items():
+        for checkpoint_format in CHECKPOINT_FORMATS:
+            place = out / f"{name}-{checkpoint_format}"
+            convert(folder, place, to=checkpoint_format, target=target)
 
 
-def standard_prompts(tokenizer, count: int = 8) -> list[list[int]]:
-    """Prompts from files of the standard library that no demo is trained on."""
-    _, held_out = corpus.split(corpus.read_corpus(None), HELD_OUT)
-    return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
+def _write_report(
+    out: Path,
+    suite: Suite,
+    models: Models,
+    fresh_head: HeadResult | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Path:
+    """Pictures and report.html."""
+    trained_here = "peagle" if fresh_head is None else "fresh"
+    metrics = read_metrics(out / trained_here)
+    pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, metrics)]
+    facts: list[tuple[str, dict[str, Any]]] = [("Target", printable_rows(describe(models.target)))]
+    for method, folder in models.heads.items():
+        facts.append((f"{records.NAMES[method]} head", printable_rows(describe(folder))))
+    if fresh_head is not None:
+        facts.append(("The head trained in this run", vars(fresh_head)))
+    sample = None
+    if suite.sample is not None and tokenizer is not None:
+        sample = _sample_text(tokenizer, suite.sample)
+    return write_report(out, suite.records, pictures=pictures, sample=sample, runs=facts)
 
 
-def _rounded(value):
-    return (
-        [_rounded(v) for v in value]
-        if isinstance(value, list)
-        else round(value, 3)
-        if isinstance(value, float)
-        else value
+def _sample_text(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> SampleText:
+    """A sample as text."""
+    return SampleText(
+        prompt=_decode(tokenizer, sample.answer.prompt_token_ids),
+        pieces=list(_pieces(tokenizer, sample.answer)),
+        k=sample.k,
+        temperature=sample.temperature,
+        repeated_4grams=sample.repeated_4grams,
+        num_candidates=sample.num_candidates,
     )
 
 
-def _named(models: Models) -> list[tuple[str, Path]]:
-    return [
-        ("Target", models.target),
-        *((f"{records.NAMES[method]} head", folder) for method, folder in models.heads.items()),
-    ]
+def _pieces(tokenizer: PreTrainedTokenizerBase, answer: Generation) -> Iterator[tuple[str, bool]]:
+    """An answer's text in pieces that were all drafted, or all written by the target itself.
 
-
-def _pieces(tokenizer, sample: Generation) -> Sequence[tuple[str, bool]]:
-    """The sample's text in pieces, each accepted draft or not; a character in bytes of both kinds counts as its last byte."""
-    pieces: list[tuple[str, bool]] = []
+    A token may be a part of a character's bytes. A character whose bytes are of both kinds counts
+    as its last byte.
+    """
+    token_ids, is_draft = answer.output_token_ids, answer.is_draft
     run: list[int] = []
-    for i, token in enumerate(sample.output_token_ids):
+    for i, token in enumerate(token_ids):
         run.append(token)
-        last = i + 1 == len(sample.output_token_ids)
-        piece = tokenizer.decode(run)
-        if (
-            last
-            or sample.is_draft[i + 1] != sample.is_draft[i]
-            and not piece.endswith("\N{REPLACEMENT CHARACTER}")
-        ):
-            pieces.append((piece, sample.is_draft[i]))
+        piece = _decode(tokenizer, run)
+        is_last = i + 1 == len(token_ids)
+        is_whole = not piece.endswith("\N{REPLACEMENT CHARACTER}")
+        if is_last or (is_draft[i + 1] != is_draft[i] and is_whole):
+            yield piece, is_draft[i]
             run = []
-    return pieces
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """The text of one sequence of token ids; of several, `decode` would give a list."""
+    return cast(str, tokenizer.decode(token_ids))

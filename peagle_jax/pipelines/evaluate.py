@@ -1,69 +1,109 @@
-"""Acceptance length of a head on held-out prompts: what training calls now and then, and at its end."""
+"""Acceptance length of a head on held-out prompts, while it trains and at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text
 from peagle_jax.bench.suite import repeated_share
 from peagle_jax.corpus import Document
 from peagle_jax.decode.generate import acceptance_length, check_prompts, generate
 from peagle_jax.train.config import HeadRun
+from peagle_jax.train.train_head import Evaluate
 from peagle_jax.types import Model
 
-PROMPT_TOKENS = 48  # tokens of an excerpt that the head is measured on
+PROMPT_TOKENS = 48  # of an excerpt that serves as a prompt
 
 
 def make_evaluator(
-    run: HeadRun, target: Model, tokenizer, held_out: Sequence[Document]
-) -> Callable[[Model], dict] | None:
-    """A function that decodes the run's evaluation prompts greedily with a head, or None where there is no prompt.
+    run: HeadRun,
+    target: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[Document],
+) -> Evaluate | None:
+    """Makes the function that decodes the run's prompts greedily with a head.
+
+    Args:
+      run: the training run.
+      target: its target.
+      tokenizer: the target's.
+      held_out: documents that are not trained on.
+
+    Returns:
+      A function from a head to its acceptance length and more; None if there are no prompts.
 
     Raises:
-      InputError: a prompt does not fit the target.
+      InputError: a prompt does not fit the target's context.
     """
-    prompts = measured_prompts(run, tokenizer, held_out)
+    prompts = eval_prompts(run, tokenizer, held_out)
     if not prompts:
         return None
-    check_prompts(prompts, target.config, run.eval.max_new_tokens, run.num_depths, None)
+    k, max_new_tokens = run.num_depths, run.eval.max_new_tokens
+    check_prompts(prompts, target.config, max_new_tokens, k, None)
 
     def evaluate(head: Model) -> dict:
-        return acceptance(target, head, prompts, run.num_depths, run.eval.max_new_tokens)
+        return acceptance(target, head, prompts, k, max_new_tokens)
 
     return evaluate
 
 
-def held_out_prompts(tokenizer, documents, count: int, length: int) -> list[list[int]]:
-    """The first tokens after a quarter of `count` long enough documents, spread over the corpus; there code is under way."""
+def eval_prompts(
+    run: HeadRun, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[Document]
+) -> list[list[int]]:
+    """The run's prompts: of its file, of held-out answers, or excerpts of held-out texts."""
+    count = run.eval.num_prompts
+    if run.eval.prompts is not None:
+        return text.read_prompts(Path(run.eval.prompts), tokenizer)[:count]
+    prompts_of_answers = [list(d.prompt_ids) for d in held_out if d.prompt_ids]
+    if prompts_of_answers:
+        return prompts_of_answers[:count]
+    return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
+
+
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], count: int, length: int
+) -> list[list[int]]:
+    """Excerpts of documents that serve as prompts.
+
+    Each begins a quarter into its document, where a source file is past its imports.
+
+    Args:
+      tokenizer: the target's.
+      documents: of which those of at least 4 * length tokens are used, evenly spread.
+      count: prompts at most.
+      length: tokens of a prompt.
+    """
     texts = [d.text for d in documents if d.text is not None and len(d.text) >= 4 * length]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     encoded = [ids for ids in encoded if len(ids) >= 4 * length]
-    picks = (
-        [encoded[i * len(encoded) // count] for i in range(count)]
-        if len(encoded) >= count
-        else encoded
-    )
-    return [list(ids[len(ids) // 4 :][:length]) for ids in picks]
+    if len(encoded) > count:
+        encoded = [encoded[i * len(encoded) // count] for i in range(count)]
+    return [list(ids[len(ids) // 4 :][:length]) for ids in encoded]
 
 
-def measured_prompts(run: HeadRun, tokenizer, held_out) -> list[list[int]]:
-    if run.eval.prompts is not None:
-        return text.read_prompts(Path(run.eval.prompts), tokenizer)[: run.eval.num_prompts]
-    answers = [list(d.prompt_ids) for d in held_out if d.prompt_ids]
-    return answers[: run.eval.num_prompts] or held_out_prompts(
-        tokenizer, held_out, run.eval.num_prompts, PROMPT_TOKENS
-    )
+def acceptance(
+    target: Model, head: Model, prompts: list[list[int]], k: int, max_new_tokens: int
+) -> dict:
+    """Decodes greedily in one batch, and measures what was accepted.
 
+    Args:
+      target: the target.
+      head: the draft head.
+      prompts: token ids.
+      k: tokens drafted in one step.
+      max_new_tokens: tokens decoded for each prompt.
 
-def acceptance(target: Model, head: Model, prompts, k: int, new_tokens: int) -> dict:
-    """Acceptance length, share of drafts accepted at each position, and how much the text repeats itself; greedy, one batch."""
-    answers = generate(target, head, prompts, k=k, max_new_tokens=new_tokens, stop_ids=())
-    accepted = np.sum([a.accepted_per_position for a in answers], axis=0) / max(
-        sum(a.num_drafts for a in answers), 1
-    )
+    Returns:
+      acceptance_length; accepted_per_position: the share of drafts accepted at each position; and
+      repeated_4grams: how much the text repeats itself.
+    """
+    answers = generate(target, head, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=())
+    num_drafts = max(sum(answer.num_drafts for answer in answers), 1)
+    accepted = np.sum([answer.accepted_per_position for answer in answers], axis=0) / num_drafts
     return {
         "acceptance_length": acceptance_length(answers),
         "accepted_per_position": np.round(accepted, 4).tolist(),
-        "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
+        "repeated_4grams": repeated_share([answer.output_token_ids for answer in answers]),
     }

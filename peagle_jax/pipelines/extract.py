@@ -1,230 +1,261 @@
-"""Taps and final hidden states of a target on a corpus, to disk: a head's inputs, computed once. In shards; resumes by itself."""
+"""Stores a target's hidden states on a corpus, in shards: a head's inputs, computed once.
 
-import contextlib
+The same command resumes an interrupted extraction.
+"""
+
 import dataclasses
-import fcntl
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
 from peagle_jax.checkpoints.target_io import load_target, target_hash
+from peagle_jax.layers import Decoder
+from peagle_jax.pipelines.extraction_folder import (
+    check_disk,
+    check_unchanged,
+    locked_folder,
+    read_old_index,
+)
+from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import versions
 from peagle_jax.targets import read_config
 from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.hidden_state_store import (
     DTYPES,
-    FORMAT,
+    FORMAT_VERSION,
     INDEX,
+    ROW_TENSORS,
     HiddenStateIndex,
-    is_whole,
-    read_index,
+    is_complete,
     shard_path,
-    write_index,
     write_shard,
 )
 from peagle_jax.train.hidden_states import compute_hidden_states
-from peagle_jax.types import Batch, InputError, Model
+from peagle_jax.types import Batch, InputError, Model, Params
 
-LENGTH = 2048  # tokens a row, if the target's context has so many
-SHARD = (
-    1 << 30
-)  # bytes of a shard, at most, if nothing else is asked for: it is held in memory until it is written
+DEFAULT_SEQ_LEN = 2048  # if the target's context is as long
+SHARD_BYTES = 1 << 30  # at most, by default: a shard is held in memory until it is written
+
+# (params, tokens, segment ids) -> aux and final hidden states, and the largest number in each
+Forward = Callable[[Params, np.ndarray, np.ndarray], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Extraction:
-    """What to compute, and how to store it. The corpus is read as a training run reads it."""
+class ExtractionOptions:
+    """What to compute, and how to store it. The corpus is read as a training run reads it.
 
-    source: str  # corpus.read_corpus
-    aux_hidden_state_layers: (
-        tuple[int, ...] | None
-    )  # ascending, vLLM's numbering; None: the target's default
-    length: int | None  # tokens a row; None: 2048, or the target's context if that is shorter
-    batch: int  # rows a forward
-    rows_per_shard: int | None  # None: as many batches as make 1 GiB
-    dtype: str  # stored
-    compute_dtype: str
-    max_chars: int | None  # a random choice of documents of about so many characters; None: all
-    held_out: float  # share of documents never used
-    seed: int  # of the random choice
+    Attributes:
+      source: the corpus, as `corpus.read_corpus` takes it.
+      aux_hidden_state_layers: ascending; None: those that vLLM chooses for the target.
+      seq_len: tokens of a packed row; None: 2048, or the target's context if that is shorter.
+      batch_size: rows of a forward.
+      rows_per_shard: None: as many batches as make 1 GiB.
+      dtype: of the stored numbers.
+      compute_dtype: of weights and activations.
+      max_chars: a random choice of documents of about so many characters; None: all.
+      held_out: share of documents that are left out.
+      seed: of the random choice.
 
-    def __post_init__(self):
-        for key, least in {
-            "length": 4,
-            "batch": 1,
-            "rows_per_shard": 1,
-            "max_chars": 1,
-            "seed": 0,
-        }.items():
-            if (value := getattr(self, key)) is not None and value < least:
-                raise InputError(
-                    f"--{key.replace('_', '-')}", f"must be {least} or more", value, "raise it"
-                )
+    Raises:
+      InputError: a value is out of range; the message names the command line's option.
+    """
+
+    source: str
+    aux_hidden_state_layers: tuple[int, ...] | None = None
+    seq_len: int | None = None
+    batch_size: int = 8
+    rows_per_shard: int | None = None
+    dtype: str = "bfloat16"
+    compute_dtype: str = "float32"
+    max_chars: int | None = None
+    held_out: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        minima = {"seq_len": 4, "batch_size": 1, "rows_per_shard": 1, "max_chars": 1, "seed": 0}
+        for key, minimum in minima.items():
+            value = getattr(self, key)
+            if value is not None and value < minimum:
+                option = f"--{key.replace('_', '-')}"
+                next_step = f"give {minimum} or more"
+                raise InputError(option, f"must be {minimum} or more", value, next_step)
         if not 0 <= self.held_out < 1:
-            raise InputError(
-                "--held-out", "must lie in 0..1, and below 1", self.held_out, "choose another share"
-            )
-        if self.dtype not in DTYPES or self.compute_dtype not in DTYPES[:2]:
-            rule = f"must be one of {', '.join(DTYPES)}; --compute-dtype one of {', '.join(DTYPES[:2])}"
-            raise InputError(
-                "--dtype", rule, f"{self.dtype}, {self.compute_dtype}", "choose another"
-            )
+            rule = "must lie in 0..1, and below 1"
+            raise InputError("--held-out", rule, self.held_out, "give a share such as 0.05")
+        allowed = {"dtype": DTYPES, "compute_dtype": DTYPES[:2]}
+        for key, dtypes in allowed.items():
+            if getattr(self, key) not in dtypes:
+                option, rule = f"--{key.replace('_', '-')}", f"must be one of {', '.join(dtypes)}"
+                raise InputError(option, rule, getattr(self, key), f"use {option} {dtypes[1]}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Extracted:
+class ExtractionResult:
+    """What a folder of hidden states contains.
+
+    Attributes:
+      folder: that was asked for.
+      rows: packed rows.
+      tokens: without padding.
+      num_loss_tokens: tokens that a loss may read.
+      shards: files.
+      bytes: on disk, of the whole folder.
+      tokens_per_second: of this session, with writing and without compilation; None if nothing was
+        left to do.
+    """
+
     folder: Path
     rows: int
-    tokens: int  # without padding
-    supervised_tokens: int
+    tokens: int
+    num_loss_tokens: int
     shards: int
-    bytes: int  # on disk, of the whole folder
-    tokens_per_second: (
-        float | None
-    )  # of this session, writing included, compilation not; None if nothing was left to do
-
-
-OnRows = Callable[
-    [int, int, float], None
-]  # told of the rows computed, of those to compute in all, and of tokens a second
+    bytes: int
+    tokens_per_second: float | None
 
 
 def extract_hidden_states(
     target: str | Path,
-    how: Extraction,
+    options: ExtractionOptions,
     out: Path,
     say: Callable[[str], None] = print,
-    on_rows: OnRows = lambda done, total, speed: None,
-    command: str = "peagle_jax.pipelines.extract.extract_features",
-) -> Extracted:
-    """Fills `out` with index.json and shards of packed rows, taps and final hidden states; computes the shards that are missing.
+    command: str = "peagle_jax.pipelines.extract.extract_hidden_states",
+) -> ExtractionResult:
+    """Computes the shards that `out` lacks.
 
-    Rows are those of training (train.data.pack): documents one after another and kept apart by attention. Positions run on over a
-    row, as in training; a rotary embedding reads their differences, so that a document's numbers are those it has alone, up
-    to rounding. Every forward has one shape, and a batch never crosses shards, so that a resumed folder equals an uninterrupted
-    one bit for bit.
+    The rows are those of training: documents one after another, kept apart by attention. Positions
+    run on over a row, as in training. Rotary embeddings depend on differences of positions only, so
+    that a document gets the numbers that it would get alone, up to rounding. All forwards have one
+    shape and no batch crosses shards, so that a resumed folder equals an uninterrupted one bit for
+    bit.
 
     Args:
-      target: folder or hub id, of any family; with its tokenizer.
-      say: told what is read, and how many bytes will be written, before that is done.
+      target: folder or hub id, of any family, with its tokenizer.
+      options: what to compute.
+      out: the folder; it gets index.json and the shards.
+      say: is told what is read, and how many bytes will be written, before either is done.
+      command: that the index names, for whoever resumes.
 
     Raises:
-      InputError: target, corpus and options do not fit each other; or `out` holds something else, or was begun with other
-        options; or the disk has too little room, or `how.dtype` too little range.
+      InputError: target, corpus and options do not fit each other; `out` contains something else,
+        or was begun with other options; the disk has too little room; or a number exceeds
+        `options.dtype`.
     """
-    began = _begun(out)
+    old_index = read_old_index(out)
     folder = weights.find_folder(target)
-    settings, tokenizer = _settings(target, folder, how)
-    _check_same(out, began, settings)
-    rows = _rows(tokenizer, how, settings["seq_len"], say)
+    settings, tokenizer = _settings(target, folder, options)
+    check_unchanged(out, old_index, settings)
+    rows = _read_rows(tokenizer, options, settings["seq_len"], say)
     facts = _facts(rows, settings["rows_per_shard"])
-    _check_same(out, began, facts)
-    config = HiddenStateIndex(**settings, **facts, versions=versions(), command=command)
-    missing = [shard for shard in range(config.shards) if not is_whole(out, config, shard, rows)]
+    check_unchanged(out, old_index, facts)
+    index = HiddenStateIndex(**settings, **facts, versions=versions(), command=command)
+    missing = [shard for shard in range(index.shards) if not is_complete(out, index, shard, rows)]
     speed = None
     if missing:
-        _check_room(out, config, missing, say)
+        check_disk(out, index, missing, say)
         model = load_target(
             folder,
-            aux_hidden_state_layers=config.aux_hidden_state_layers,
-            dtype=jnp.dtype(config.compute_dtype),
+            aux_hidden_state_layers=index.aux_hidden_state_layers,
+            dtype=jnp.dtype(index.compute_dtype),
         )
-        with _claimed(out, config):
-            _check_same(
-                out, _begun(out), settings | facts
-            )  # another process may have begun it since
-            speed = _fill(model, rows, config, missing, out, on_rows)
+        with locked_folder(out, index):
+            # another process may have begun the folder in the meantime
+            check_unchanged(out, read_old_index(out), settings | facts)
+            speed = _fill(model, rows, index, missing, out)
     else:
-        say(f"{out}: all {config.shards} shards are there")
-    size = sum(
-        p.stat().st_size
-        for p in [out / INDEX, *(shard_path(out, shard) for shard in range(config.shards))]
-    )
-    return Extracted(
-        out, config.rows, config.tokens, config.num_loss_tokens, config.shards, size, speed
+        say(f"{out}: all {index.shards} shards are there")
+    files = [out / INDEX, *(shard_path(out, shard) for shard in range(index.shards))]
+    return ExtractionResult(
+        folder=out,
+        rows=index.rows,
+        tokens=index.tokens,
+        num_loss_tokens=index.num_loss_tokens,
+        shards=index.shards,
+        bytes=sum(path.stat().st_size for path in files),
+        tokens_per_second=speed,
     )
 
 
 # ---------------------------------------------------------------- what to compute
 
 
-def _settings(target: str | Path, folder: Path, how: Extraction):
-    """(what options and target decide of the index, the tokenizer), before a weight is read."""
+def _settings(
+    target: str | Path, folder: Path, options: ExtractionOptions
+) -> tuple[dict[str, Any], PreTrainedTokenizerBase]:
+    """(the part of the index that options and target decide, the tokenizer), without the
+    weights."""
     tokenizer = text.load_tokenizer(folder)
     if tokenizer is None:
-        raise InputError(
-            target,
-            "a corpus needs the target's tokenizer",
-            "no tokenizer.json",
-            "copy it into the target's folder",
-        )
+        next_step = "copy tokenizer.json into the target's folder"
+        rule = "a corpus needs the target's tokenizer"
+        raise InputError(target, rule, "no tokenizer.json", next_step)
     where = folder / "config.json"
     _, config = read_config(
-        weights.read_json(where), aux_hidden_state_layers=how.aux_hidden_state_layers, where=where
+        weights.read_json(where),
+        aux_hidden_state_layers=options.aux_hidden_state_layers,
+        where=where,
     )
     text.check_vocabulary(tokenizer, config.vocab, folder)
-    aux_hidden_state_layers, length = (
-        config.aux_hidden_state_layers,
-        how.length or min(LENGTH, config.context),
-    )
-    if not aux_hidden_state_layers or list(aux_hidden_state_layers) != sorted(
-        set(aux_hidden_state_layers)
-    ):
-        raise InputError(
-            "--taps",
-            "must ascend, as vLLM collects them",
-            list(aux_hidden_state_layers),
-            "put them in order",
-        )
-    if length > config.context:
-        raise InputError(
-            "--length",
-            f"must be at most the target's context of {config.context} tokens",
-            length,
-            "choose shorter rows",
-        )
-    width = len(aux_hidden_state_layers) * config.dim
-    row = length * (
-        9 + (width + config.dim) * jnp.dtype(how.dtype).itemsize
-    )  # bytes: two int32 and a bool a token, and the features
+    aux_layers = config.aux_hidden_state_layers
+    ascending = sorted(set(aux_layers))
+    if not aux_layers or list(aux_layers) != ascending:
+        option, rule = "--aux-hidden-state-layers", "must ascend, as vLLM collects them"
+        next_step = f"write {','.join(map(str, ascending))}" if ascending else "name a layer"
+        raise InputError(option, rule, list(aux_layers), next_step)
+    seq_len = options.seq_len or min(DEFAULT_SEQ_LEN, config.context)
+    if seq_len > config.context:
+        rule = f"must be at most the target's context of {config.context} tokens"
+        raise InputError("--seq-len", rule, seq_len, f"use --seq-len {config.context}")
+    aux_width = len(aux_layers) * config.dim
+    # of a token: two int32 and a bool, and the hidden states
+    token_bytes = 9 + (aux_width + config.dim) * jnp.dtype(options.dtype).itemsize
+    batch_bytes = options.batch_size * seq_len * token_bytes
+    batches_per_shard = max(1, SHARD_BYTES // batch_bytes)
     settings = {
-        "format_version": FORMAT,
+        "format_version": FORMAT_VERSION,
         "target": folder.resolve().name if Path(target).exists() else str(target),
         "target_hash": target_hash(folder),
-        "aux_hidden_state_layers": aux_hidden_state_layers,
-        "aux_width": width,
+        "aux_hidden_state_layers": aux_layers,
+        "aux_width": aux_width,
         "hidden_width": config.dim,
-        "dtype": how.dtype,
-        "compute_dtype": how.compute_dtype,
-        "seq_len": length,
-        "batch_size": how.batch,
-        "rows_per_shard": how.rows_per_shard or max(1, SHARD // (row * how.batch)) * how.batch,
-        "data": Path(how.source).absolute().name,
-        "max_chars": how.max_chars,
-        "held_out": how.held_out,
-        "seed": how.seed,
+        "dtype": options.dtype,
+        "compute_dtype": options.compute_dtype,
+        "seq_len": seq_len,
+        "batch_size": options.batch_size,
+        "rows_per_shard": options.rows_per_shard or batches_per_shard * options.batch_size,
+        "data": Path(options.source).absolute().name,
+        "max_chars": options.max_chars,
+        "held_out": options.held_out,
+        "seed": options.seed,
     }
     return settings, tokenizer
 
 
-def _rows(tokenizer, how: Extraction, length: int, say: Callable[[str], None]) -> PackedRows:
-    train, held_out = corpus.split(corpus.read_corpus(how.source), how.held_out)
-    encoded = text.encode(tokenizer, corpus.limit(train, how.max_chars, how.seed))
-    rows = pack(encoded, length, how.source)
+def _read_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    options: ExtractionOptions,
+    seq_len: int,
+    say: Callable[[str], None],
+) -> PackedRows:
+    documents = corpus.read_corpus(options.source)
+    train, held_out = corpus.split(documents, options.held_out)
+    encoded = text.encode(tokenizer, corpus.subsample(train, options.max_chars, options.seed))
+    rows = pack(encoded, seq_len, options.source)
     say(
-        f"corpus: {len(encoded)} documents, {len(rows)} rows of {length} tokens; {len(held_out)} documents held out"
+        f"corpus: {len(encoded)} documents, {len(rows)} rows of {seq_len} tokens; "
+        f"{len(held_out)} documents held out"
     )
     return rows
 
 
-def _facts(rows: PackedRows, rows_per_shard: int) -> dict:
+def _facts(rows: PackedRows, rows_per_shard: int) -> dict[str, Any]:
+    """The part of the index that the rows decide."""
     return {
         "rows": len(rows),
         "shards": -(-len(rows) // rows_per_shard),
@@ -234,194 +265,109 @@ def _facts(rows: PackedRows, rows_per_shard: int) -> dict:
     }
 
 
-# ---------------------------------------------------------------- the folder
-
-
-def _begun(out: Path) -> HiddenStateIndex | None:
-    """The index of a folder that was begun; None where nothing is. What is something else's is left alone."""
-    if (out / INDEX).exists():
-        return read_index(out)
-    home = next(p for p in [out, *out.absolute().parents] if p.exists())
-    if not home.is_dir() or not os.access(home, os.R_OK | os.W_OK | os.X_OK):
-        raise InputError(
-            out,
-            "the output folder must be writable",
-            f"{home}, which is not",
-            "choose another place",
-        )
-    if home == out and (
-        foreign := sorted(p.name for p in out.iterdir() if p.name != f".{INDEX}.tmp")
-    ):
-        rule = f"must be a new folder, or one that `peagle extract` began: with {INDEX}"
-        raise InputError(out, rule, f"{foreign[0]} without it", "choose another folder")
-    return None
-
-
-def _check_same(out: Path, began: HiddenStateIndex | None, said: Mapping) -> None:
-    for key, value in said.items() if began is not None else ():
-        if (old := getattr(began, key)) != value:
-            plain = [list(v) if isinstance(v, tuple) else v for v in (old, value)]
-            rule = f"{key} was {plain[0]} when this folder was begun, and must stay so"
-            raise InputError(
-                out / INDEX,
-                rule,
-                plain[1],
-                "repeat the options and the data it was begun with, or choose another --out",
-            )
-
-
-def _check_room(
-    out: Path, config: HiddenStateIndex, missing: Sequence[int], say: Callable[[str], None]
-) -> None:
-    size = sum(config.bytes_of(shard) for shard in missing)
-    free = shutil.disk_usage(next(p for p in [out, *out.absolute().parents] if p.exists())).free
-    say(
-        f"{out}: {size:,} bytes to write, in {len(missing)} of {config.shards} shards; {free:,} bytes are free"
-    )
-    if free < size:
-        next_step = "make room, choose another disk, or write less (--max-chars, --taps, --dtype)"
-        raise InputError(
-            out, f"{size:,} bytes must be free to write the features", f"{free:,} bytes", next_step
-        )
-
-
-@contextlib.contextmanager
-def _claimed(out: Path, config: HiddenStateIndex) -> Iterator[None]:
-    """The folder with its index, and nobody else writing there: two would use the same temporary names, and rename half a shard."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(
-            out, "the output folder must be writable", error.strerror, "choose another place"
-        ) from None
-    try:
-        _lock(handle, out)
-        if not (out / INDEX).exists():
-            write_index(out, config)
-        yield
-    except OSError as error:
-        next_step = "make room, then run this again: whole shards are kept"
-        raise InputError(
-            out, "the features must be written to the end", error.strerror or error, next_step
-        ) from None
-    finally:
-        os.close(handle)  # and with it the lock, as when the process is killed
-
-
-def _lock(handle: int, out: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(
-            out,
-            "one process fills a folder at a time",
-            "another one at it",
-            "wait for it, or choose another --out",
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-
-
 # ---------------------------------------------------------------- the work
 
 
 def _fill(
-    model: Model,
-    rows: PackedRows,
-    config: HiddenStateIndex,
-    missing: Sequence[int],
-    out: Path,
-    on_rows: OnRows,
+    model: Model, rows: PackedRows, index: HiddenStateIndex, missing: Sequence[int], out: Path
 ) -> float:
-    """Computes and writes the missing shards. Returns tokens a second."""
-    forward = _compiled(model, rows, config)
-    done, tokens = config.rows - sum(len(config.rows_of(shard)) for shard in missing), 0
-    start = time.perf_counter()
+    """Computes and writes the missing shards.
 
-    def speed():
-        return round(tokens / (time.perf_counter() - start), 1)
+    Returns:
+      Tokens per second.
+    """
+    forward = _compile_forward(model, rows, index)
+    done = index.rows - sum(len(index.rows_of(shard)) for shard in missing)
+    tokens, began = 0, time.perf_counter()
 
-    for shard, picks, features in _batches(forward, model, rows, config, missing):
-        where = config.rows_of(shard)
-        if picks.start == where.start:
-            kept = {
-                name: np.empty(*config.tensors_of(shard)[name])
-                for name in ("aux_hidden_states", "hidden")
-            }
-        _keep(kept, features, slice(picks.start - where.start, picks.stop - where.start), config)
-        if picks.stop == where.stop:
-            packed = {
-                name: getattr(rows, name)[where.start : where.stop]
-                for name in ("tokens", "segment_ids", "loss_mask")
-            }
-            write_shard(out, config, shard, packed | kept)
-        done, tokens = (
-            done + len(picks),
-            tokens + int((rows.segment_ids[picks.start : picks.stop] >= 0).sum()),
-        )
-        on_rows(done, config.rows, speed())
+    def speed() -> float:
+        return round(tokens / (time.perf_counter() - began), 1)
+
+    tensors: dict[str, np.ndarray] = {}
+    with ProgressReport("extract", index.rows, done, "rows") as progress:
+        for shard, picks, states in _computed_batches(forward, model, rows, index, missing):
+            shard_rows = index.rows_of(shard)
+            if picks.start == shard_rows.start:
+                specs = index.tensors_of(shard)
+                tensors = {name: np.empty(*specs[name]) for name in ("aux_hidden_states", "hidden")}
+            begin = picks.start - shard_rows.start
+            _store_batch(tensors, states, slice(begin, begin + len(picks)), index)
+            if picks.stop == shard_rows.stop:
+                row_slice = slice(shard_rows.start, shard_rows.stop)
+                row_tensors = {name: getattr(rows, name)[row_slice] for name in ROW_TENSORS}
+                write_shard(out, index, shard, row_tensors | tensors)
+            done += len(picks)
+            tokens += int((rows.segment_ids[picks.start : picks.stop] >= 0).sum())
+            progress.update(done, note=f"{speed():,} tokens per second")
     return speed()
 
 
-def _compiled(model: Model, rows: PackedRows, config: HiddenStateIndex):
-    """(params, tokens, document) -> taps, hidden in the stored dtype, zero on padding; and their largest numbers before the cast."""
+def _compile_forward(model: Model, rows: PackedRows, index: HiddenStateIndex) -> Forward:
+    """The target's forward, in the stored dtype and with zeros on padding.
 
-    def forward(params, tokens, segment_ids):
-        real = segment_ids >= 0
-        features = [
-            jnp.where(real[..., None], x, 0)
-            for x in compute_hidden_states(model.bind(params), Batch(tokens, segment_ids, real))
-        ]
-        largest = jnp.stack([jnp.max(jnp.abs(x)) for x in features]).astype(jnp.float32)
-        return *(x.astype(jnp.dtype(config.dtype)) for x in features), largest
+    Its third output is the largest number of each of the two before the conversion to that dtype.
+    """
 
-    return (
-        jax.jit(forward).lower(model.params, *_padded(rows, range(1), config.batch_size)).compile()
-    )
+    def forward(params: Params, tokens: jax.Array, segment_ids: jax.Array) -> tuple:
+        is_token = segment_ids >= 0
+        target = cast(Decoder, model.bind(params))
+        states = compute_hidden_states(target, Batch(tokens, segment_ids, is_token))
+        states = [jnp.where(is_token[..., None], x, 0) for x in states]
+        largest = jnp.stack([jnp.max(jnp.abs(x)) for x in states]).astype(jnp.float32)
+        return *(x.astype(jnp.dtype(index.dtype)) for x in states), largest
+
+    example = _padded(rows, range(1), index.batch_size)
+    return jax.jit(forward).lower(model.params, *example).compile()
 
 
-def _batches(
-    forward, model: Model, rows: PackedRows, config: HiddenStateIndex, missing: Sequence[int]
-):
-    """(shard, rows, what `forward` gives) in order. The device gets a batch before the host takes, or writes, the one before it."""
+def _computed_batches(
+    forward: Forward,
+    model: Model,
+    rows: PackedRows,
+    index: HiddenStateIndex,
+    missing: Sequence[int],
+) -> Iterator[tuple[int, range, tuple]]:
+    """(shard, rows, outputs of `forward`) of each batch, in order.
 
-    def asked():
+    The device is given a batch before the host takes and writes the one before it, so that both
+    work at the same time.
+    """
+
+    def launch() -> Iterator[tuple[int, range, tuple]]:
         for shard in missing:
-            where = config.rows_of(shard)
-            for first in range(where.start, where.stop, config.batch_size):
-                picks = range(first, min(first + config.batch_size, where.stop))
-                yield shard, picks, forward(model.params, *_padded(rows, picks, config.batch_size))
+            shard_rows = index.rows_of(shard)
+            for first in range(shard_rows.start, shard_rows.stop, index.batch_size):
+                picks = range(first, min(first + index.batch_size, shard_rows.stop))
+                yield shard, picks, forward(model.params, *_padded(rows, picks, index.batch_size))
 
-    ahead = asked()
-    now = next(ahead)
-    for following in ahead:
-        yield now
-        now = following
-    yield now
+    launched = launch()
+    current = next(launched)
+    for following in launched:
+        yield current
+        current = following
+    yield current
 
 
 def _padded(rows: PackedRows, picks: range, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and documents of `size` rows, empty past the last of `picks`: one shape is compiled."""
+    """Tokens and segment ids of `picks`, filled up to `size` rows: only one shape is compiled."""
 
-    def pad(x, fill):
-        return np.pad(
-            x[picks.start : picks.stop], [(0, size - len(picks)), (0, 0)], constant_values=fill
-        )
+    def pad(x: np.ndarray, fill: int) -> np.ndarray:
+        padding = [(0, size - len(picks)), (0, 0)]
+        return np.pad(x[picks.start : picks.stop], padding, constant_values=fill)
 
     return pad(rows.tokens, 0), pad(rows.segment_ids, -1)
 
 
-def _keep(kept: dict[str, np.ndarray], features, where: slice, config: HiddenStateIndex) -> None:
-    """Into the shard's arrays; the rows that fill a batch up are dropped."""
-    *arrays, largest = features
-    for (name, held), array, most in zip(kept.items(), arrays, np.asarray(largest), strict=True):
-        if not most <= float(jnp.finfo(config.dtype).max):  # NaN too
-            got = f"{most:.6g} in {name}"
-            raise InputError(
-                "--dtype",
-                f"{config.dtype} must hold every number",
-                got,
-                "choose bfloat16 or float32; or another target",
-            )
-        held[where] = np.asarray(array)[: where.stop - where.start]
+def _store_batch(
+    tensors: dict[str, np.ndarray], states: tuple, where: slice, index: HiddenStateIndex
+) -> None:
+    """Copies a batch into the shard's tensors, without the rows that only fill it up."""
+    *arrays, largest = states
+    limit = float(jnp.finfo(index.dtype).max)
+    named = zip(tensors.items(), arrays, np.asarray(largest), strict=True)
+    for (name, tensor), array, largest_number in named:
+        if not largest_number <= limit:  # also true of NaN
+            rule, got = f"{index.dtype} must hold every number", f"{largest_number:.6g} in {name}"
+            next_step = "use --dtype bfloat16 or float32; NaN means that the target is damaged"
+            raise InputError("--dtype", rule, got, next_step)
+        tensor[where] = np.asarray(array)[: where.stop - where.start]

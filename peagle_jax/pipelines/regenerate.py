@@ -1,4 +1,7 @@
-"""A head learns best on what its target writes: the target continues excerpts of a corpus, and its answers become training data."""
+"""Writes a target's answers to excerpts of a corpus, as training data for its heads.
+
+A head learns best from what its target writes, because that is what it will draft.
+"""
 
 import dataclasses
 import json
@@ -6,114 +9,139 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.decode.generate import check_prompts, generate
+from peagle_jax.progress import ProgressReport
 from peagle_jax.types import InputError
 
-ANSWER = '{"prompt_token_ids": ['  # how every line of an output file begins
+ANSWER_BEGINS = '{"prompt_token_ids": ['  # as does every line of an output file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Regeneration:
-    """What to write: every batch takes the next temperature in turn, prompt i samples with seed + i."""
+class RegenerationOptions:
+    """What to write.
+
+    Attributes:
+      source: the corpus, as `corpus.read_corpus` takes it.
+      held_out: share of documents that no excerpt is taken from; the same as the head's training
+        holds out.
+      num_samples: answers in all.
+      prompt_tokens: tokens of an excerpt.
+      max_new_tokens: tokens of an answer. All answers have as many: they run on through
+        end-of-sequence tokens, because training rows have one length.
+      temperatures: batches take them in turn.
+      batch_size: answers that are written together.
+      seed: of the excerpts; answer i is sampled with seed + i.
+    """
 
     source: str | None
-    held_out: float  # share of documents no excerpt is taken from: the same as the head's training holds out
-    answers: int
-    prompt_tokens: int
-    new_tokens: int
-    temperatures: tuple[float, ...]
-    batch_size: int
-    seed: int
+    held_out: float = 0.05
+    num_samples: int = 4096
+    prompt_tokens: int = 32
+    max_new_tokens: int = 224
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    batch_size: int = 64
+    seed: int = 0
 
 
 def regenerate(
-    target_folder: Path, how: Regeneration, out: Path, say: Callable[[str], None] = print
+    target_folder: Path,
+    options: RegenerationOptions,
+    out: Path,
+    say: Callable[[str], None] = print,
 ) -> int:
-    """Appends answers to `out`, a JSONL of `prompt_token_ids` and `output_token_ids`, until it holds `how.answers`. Resumes.
+    """Appends answers to a JSONL file until it has as many as the options say. Resumes.
 
-    Other excerpts are refused; target, temperatures and batch size are not in the file, and must be what they were.
+    The file's excerpts are compared with the options. Target, temperatures and batch size are not
+    in the file: whoever resumes has to repeat them.
 
-    Answers run through end-of-sequence tokens: a head is trained on rows of equal length.
+    Args:
+      target_folder: the target, with its tokenizer.
+      options: what to write.
+      out: each line gets `prompt_token_ids` and `output_token_ids`.
+      say: is told how many answers are already there.
 
     Returns:
-      Tokens written by the target.
+      Tokens that the target wrote, over all sessions.
 
     Raises:
-      InputError: the target has no tokenizer, the corpus too little text, or `out` is something else.
+      InputError: the target has no tokenizer, the corpus has too little text, an answer does not
+        fit the target's context, or `out` contains something else or answers to other excerpts.
     """
     tokenizer = text.load_tokenizer(target_folder)
     if tokenizer is None:
-        raise InputError(
-            target_folder,
-            "excerpts of text need the target's tokenizer",
-            "no tokenizer.json",
-            "copy it into the folder",
-        )
+        rule = "excerpts of text need the target's tokenizer"
+        next_step = "copy tokenizer.json into the target's folder"
+        raise InputError(target_folder, rule, "no tokenizer.json", next_step)
     _check_appendable(out)
     target = load_target(target_folder, aux_hidden_state_layers=())
     text.check_vocabulary(tokenizer, target.config.vocab, target_folder)
-    train, _ = corpus.split(corpus.read_corpus(how.source), how.held_out)
-    excerpts = excerpts_of(tokenizer, train, how)
-    check_prompts(excerpts, target.config, how.new_tokens, 0, None)
-    done = _whole_lines(out, how, excerpts)
-    say(f"{how.answers} answers of {how.new_tokens} tokens, {done} there already")
-    bar = Progress(
-        TextColumn("regenerate"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    )
-    with bar, out.open("a", encoding="utf-8") as file:
-        task = bar.add_task("", total=how.answers, completed=done)
-        for start in range(done, how.answers, how.batch_size):
-            batch = excerpts[start : start + how.batch_size]
+    train, _ = corpus.split(corpus.read_corpus(options.source), options.held_out)
+    excerpts = excerpts_of(tokenizer, train, options)
+    check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
+    done = _truncate_to_batches(out, options, excerpts)
+    total, batch_size = options.num_samples, options.batch_size
+    say(f"{total} answers of {options.max_new_tokens} tokens, {done} there already")
+    progress = ProgressReport("regenerate", total, done, "answers")
+    with progress, out.open("a", encoding="utf-8") as file:
+        for begin in range(done, total, batch_size):
+            batch = excerpts[begin : begin + batch_size]
+            batch_number = begin // batch_size
             answers = generate(
                 target,
                 None,
                 batch,
-                max_new_tokens=how.new_tokens,
+                max_new_tokens=options.max_new_tokens,
                 stop_ids=(),
-                seed=[how.seed + start + i for i in range(len(batch))],
-                temperature=how.temperatures[start // how.batch_size % len(how.temperatures)],
+                seed=[options.seed + begin + i for i in range(len(batch))],
+                temperature=options.temperatures[batch_number % len(options.temperatures)],
             )
-            rows = [
-                {"prompt_token_ids": a.prompt_token_ids, "output_token_ids": a.output_token_ids}
-                for a in answers
-            ]
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            for answer in answers:
+                row = {
+                    "prompt_token_ids": answer.prompt_token_ids,
+                    "output_token_ids": answer.output_token_ids,
+                }
+                file.write(json.dumps(row) + "\n")
             file.flush()
-            bar.update(task, advance=len(batch))
-    return how.answers * how.new_tokens
+            progress.update(begin + len(batch))
+    return total * options.max_new_tokens
 
 
 def excerpts_of(
-    tokenizer, documents: Sequence[corpus.Document], how: Regeneration
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[corpus.Document],
+    options: RegenerationOptions,
 ) -> list[list[int]]:
-    """`how.answers` excerpts from random places; longer documents give more, in proportion."""
-    encoded = [
-        ids[:-1] for ids, _ in text.encode(tokenizer, [d for d in documents if d.text is not None])
-    ]
-    encoded = [ids for ids in encoded if len(ids) > how.prompt_tokens]
+    """`num_samples` excerpts of `prompt_tokens` tokens from random places.
+
+    Longer documents give more of them, in proportion. The excerpts of a larger `num_samples` begin
+    with those of a smaller one.
+
+    Raises:
+      InputError: every document is too short.
+    """
+    length = options.prompt_tokens
+    texts = [document for document in documents if document.text is not None]
+    encoded = [ids[:-1] for ids, _ in text.encode(tokenizer, texts)]  # without the end token
+    encoded = [ids for ids in encoded if len(ids) > length]
     if not encoded:
-        raise InputError(
-            how.source,
-            f"a document of more than {how.prompt_tokens} tokens is needed",
-            "none",
-            "use a larger corpus",
-        )
-    which, where = (
-        np.random.default_rng([how.seed, 0]),
-        np.random.default_rng([how.seed, 1]),
-    )  # more answers begin with the same ones
-    sizes = np.array([len(ids) - how.prompt_tokens for ids in encoded], np.float64)
-    picks = which.choice(len(encoded), how.answers, p=sizes / sizes.sum())
-    starts = [int(where.integers(len(encoded[i]) - how.prompt_tokens)) for i in picks]
-    return [
-        encoded[i][start : start + how.prompt_tokens].tolist()
-        for i, start in zip(picks, starts, strict=True)
-    ]
+        rule = f"a document of more than {length} tokens is needed"
+        next_step = "use longer documents, or fewer prompt tokens"
+        raise InputError(options.source, rule, "none", next_step)
+    # two generators, so that the first draws do not depend on how many follow
+    document_rng = np.random.default_rng([options.seed, 0])
+    place_rng = np.random.default_rng([options.seed, 1])
+    sizes = np.array([len(ids) - length for ids in encoded], np.float64)
+    picks = document_rng.choice(len(encoded), options.num_samples, p=sizes / sizes.sum())
+    excerpts = []
+    for i in picks:
+        begin = int(place_rng.integers(len(encoded[i]) - length))
+        excerpts.append(encoded[i][begin : begin + length].tolist())
+    return excerpts
 
 
 def _check_appendable(out: Path) -> None:
@@ -121,40 +149,33 @@ def _check_appendable(out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
     except OSError as error:
-        raise InputError(
-            out, "the output file must be writable", error.strerror, "choose another place"
-        ) from None
+        rule, next_step = "the output file must be writable", "choose another place with --out"
+        raise InputError(out, rule, error.strerror, next_step) from None
 
 
-def _whole_lines(out: Path, how: Regeneration, excerpts: list[list[int]]) -> int:
-    """Answers already there, in whole batches; a batch that a kill cut short is dropped, and nothing else ever is."""
-    *lines, cut = corpus.read_text(out).split("\n")
-    ours = all(_is_answer(line, how.new_tokens) for line in lines) and cut.startswith(
-        ANSWER[: len(cut)]
+def _truncate_to_batches(out: Path, options: RegenerationOptions, excerpts: list[list[int]]) -> int:
+    """The number of answers that are already in the file, in whole batches.
+
+    A batch that a killed process has left incomplete is dropped. Nothing else ever is.
+    """
+    *lines, unfinished = corpus.read_text(out).split("\n")
+    is_ours = unfinished.startswith(ANSWER_BEGINS[: len(unfinished)]) and all(
+        _is_answer(line, options.max_new_tokens) for line in lines
     )
-    if not ours:
-        raise InputError(
-            out,
-            f"answers of {how.new_tokens} tokens are appended",
-            "a file of something else",
-            "choose another file",
-        )
-    if any(
-        json.loads(line)["prompt_token_ids"] != excerpt
-        for line, excerpt in zip(lines, excerpts, strict=False)
-    ):
+    if not is_ours:
+        rule = f"answers of {options.max_new_tokens} tokens are appended"
+        next_step = "choose another file with --out"
+        raise InputError(out, rule, "a file of something else", next_step)
+    prompts = [json.loads(line)["prompt_token_ids"] for line in lines]
+    if any(p != excerpt for p, excerpt in zip(prompts, excerpts, strict=False)):
         rule = "answers are appended to those of the same corpus, seed and prompt length"
-        raise InputError(
-            out,
-            rule,
-            "answers to other excerpts",
-            "repeat the options it was begun with, or choose another file",
-        )
-    if len(lines) >= how.answers:
-        return how.answers
-    kept = len(lines) // how.batch_size * how.batch_size
-    write_atomically(out, "".join(line + "\n" for line in lines[:kept]))
-    return kept
+        next_step = "repeat the options it was begun with, or choose another file with --out"
+        raise InputError(out, rule, "answers to other excerpts", next_step)
+    if len(lines) >= options.num_samples:
+        return options.num_samples
+    complete = len(lines) // options.batch_size * options.batch_size
+    write_atomically(out, "".join(line + "\n" for line in lines[:complete]))
+    return complete
 
 
 def _is_answer(line: str, tokens: int) -> bool:
@@ -162,8 +183,6 @@ def _is_answer(line: str, tokens: int) -> bool:
         row = json.loads(line)
     except json.JSONDecodeError:
         return False
-    return (
-        isinstance(row, dict)
-        and "prompt_token_ids" in row
-        and len(row.get("output_token_ids", ())) == tokens
-    )
+    if not isinstance(row, dict) or "prompt_token_ids" not in row:
+        return False
+    return len(row.get("output_token_ids", ())) == tokens

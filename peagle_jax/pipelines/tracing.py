@@ -1,18 +1,25 @@
-"""A target and a head at full size without their weights: built, sized and lowered, on any number of devices."""
+"""Targets and heads at full size without their weights, on any number of devices.
+
+They are built as shapes, sized by arithmetic, and lowered (traced to XLA programs, not compiled).
+So the published models can be checked on any machine.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.stages import Lowered
+from jax.typing import DTypeLike
 
 from peagle_jax.decode.drafters import ParallelDrafter
 from peagle_jax.decode.generate import SLIDING_CHUNK
@@ -25,25 +32,32 @@ from peagle_jax.targets import gpt_oss, read_config, sharding
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.config import HeadRun, load_run
 from peagle_jax.train.new_head import head_config
-from peagle_jax.types import Model
+from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flatten_params, unflatten_params
+
+# (path, shape) of a parameter -> how it is laid out over the devices
+Placement = Callable[[str, Any], NamedSharding]
 
 
 def abstract_target(
     path: Path,
     *,
-    dtype=jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     aux_hidden_state_layers: Sequence[int] | None = None,
     packed: bool = False,
     fp8: str | None = None,
     mesh: Mesh | None = None,
 ) -> Model:
-    """The model of a config.json, its parameters as shapes.
+    """The model of a config.json, with shapes as its parameters.
 
     Args:
-      packed: GPT-OSS with its experts in MXFP4.
-      fp8: what a scale of the other matrices is for, "rows" or "blocks"; None: they are in `dtype`.
-      mesh: the shapes then say where they lie.
+      path: the config.json.
+      dtype: of weights and activations.
+      aux_hidden_state_layers: that a head reads; None: vLLM's choice.
+      packed: experts of GPT-OSS in MXFP4.
+      fp8: the other matrices in float8 with a scale for each of their "rows" or "blocks"; None: in
+        `dtype`.
+      mesh: the shapes then say how they are laid out over its devices.
     """
     family, config = read_config(
         json.loads(Path(path).read_text()),
@@ -54,43 +68,65 @@ def abstract_target(
     if packed and isinstance(config, gpt_oss.GptOssConfig):
         config = dataclasses.replace(config, packed=True)
 
-    def make():
+    def make() -> nnx.Module:
         return family.module(config, rngs=nnx.Rngs(0))
 
-    return _abstract(
-        with_fp8_layers(make, blocks=fp8 == "blocks") if fp8 else make,
-        config,
-        mesh and sharding.placement(config, mesh),
-    )
+    placement = None if mesh is None else sharding.placement(config, mesh)
+    if fp8 is None:
+        return _abstract(make, config, placement)
+    return _abstract(with_fp8_layers(make, blocks=fp8 == "blocks"), config, placement)
 
 
 def abstract_head(config: HeadConfig, mesh: Mesh | None = None, *, fp8: bool = False) -> Model:
-    """Likewise; a head lies whole on every device. In FP8 it has a scale a row, as `to_model` makes it."""
+    """A draft head with shapes as its parameters.
 
-    def make():
+    Args:
+      config: the head's.
+      mesh: the shapes then say that every device has the whole head.
+      fp8: matrices in float8 with a scale for each row, as `peagle generate --dtype fp8` makes
+        them.
+    """
+
+    def make() -> nnx.Module:
         return DraftHead(config, rngs=nnx.Rngs(0))
 
-    place = mesh and (lambda *_: NamedSharding(mesh, PartitionSpec()))
-    return _abstract(with_fp8_layers(make, blocks=False, keep=()) if fp8 else make, config, place)
+    def replicated(path: str, shape: Any) -> NamedSharding:
+        return NamedSharding(cast(Mesh, mesh), PartitionSpec())
+
+    placement = None if mesh is None else replicated
+    if not fp8:
+        return _abstract(make, config, placement)
+    return _abstract(with_fp8_layers(make, blocks=False, keep=()), config, placement)
 
 
-def _abstract(make, config, place) -> Model:
+def _abstract(
+    make: Callable[[], nnx.Module], config: TargetConfig | HeadConfig, placement: Placement | None
+) -> Model:
+    """A module with shapes as its parameters."""
     graph, state = nnx.split(nnx.eval_shape(make))
     shapes = dict(flatten_params(nnx.to_pure_dict(state)))
-    if place is not None:
-        shapes = {
-            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(path, x))
-            for path, x in shapes.items()
-        }
+    if placement is not None:
+        for path, x in shapes.items():
+            shapes[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement(path, x))
     return Model(config, graph, unflatten_params(shapes))
 
 
 def recipe(path: Path, targets: Path) -> tuple[HeadRun, Model, Model]:
-    """(run, abstract target, abstract head) of a training configuration whose target is one of the folder `targets`, by its hub name."""
+    """(run, target, head) of a training recipe, both models with shapes as their parameters.
+
+    Args:
+      path: the recipe.
+      targets: a folder with the target's config.json under its hub name, in lower case.
+
+    Raises:
+      InputError: the recipe trains no head, or its head does not fit the target.
+    """
     run = load_run(path)
-    hf = targets / f"{run.target.split('/')[-1].lower()}.json"
+    if not isinstance(run, HeadRun):
+        rule, next_step = "must be the recipe of a head", "name one with task: peagle or eagle3"
+        raise InputError(path, rule, f"task: {run.task}", next_step)
     target = abstract_target(
-        hf,
+        targets / f"{run.target.split('/')[-1].lower()}.json",
         dtype=jnp.dtype(run.target_dtype),
         aux_hidden_state_layers=run.head.aux_hidden_state_layers,
     )
@@ -105,102 +141,129 @@ def lower(
     prompt: int,
     cache_size: int,
     mesh: Mesh | None = None,
-    device=None,
-):
-    """(prefill, one step of K drafts) of one row, lowered and not compiled.
+    device: Any = None,
+) -> tuple[Lowered, Lowered]:
+    """Lowers prefill and one speculative step of a single row.
 
     Args:
+      target: from `abstract_target`.
+      head: from `abstract_head`.
+      k: tokens drafted in the step.
       prompt: tokens of the prompt.
-      slots: of the cache.
-      mesh: that the parameters' shapes name.
-      device: one that is only compiled for, in the place of a mesh.
+      cache_size: positions of the cache.
+      mesh: over which the parameters' shapes are laid out.
+      device: a GPU that is only compiled for, which this machine need not have; in the place of a
+        mesh.
+
+    Returns:
+      (prefill, step), not compiled.
     """
-    spec = DecodeSpec(
-        target.graph, target.config, ParallelDrafter(head.graph, head.config, k), cache_size, False
-    )
+    drafter = ParallelDrafter(head.graph, head.config, k)
+    spec = DecodeSpec(target.graph, target.config, drafter, cache_size, False)
 
-    def onto(x):
-        return (
-            x
-            if device is None
-            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+    def on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if device is None:
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+
+    def int_array(*shape: int) -> jax.ShapeDtypeStruct:
+        return on_device(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+    params, draft_params = jax.tree.map(on_device, (target.params, head.params))
+    prompts, lengths = int_array(1, prompt), int_array(1)
+    max_new_tokens, stop_ids = int_array(1), int_array(1)
+    structures = []  # of the state, noted when prefill is traced
+
+    # both programs pass the state as a flat list of arrays, because its classes check their fields
+    # and shapes are no arrays
+    def prefill_leaves(params, draft_params, prompts, lengths, max_new_tokens, stop_ids):
+        state = prefill(
+            spec, params, draft_params, prompts, lengths, max_new_tokens, stop_ids, None
         )
-
-    def whole(shape):
-        return onto(jax.ShapeDtypeStruct(shape, jnp.int32))
-
-    params, draft_params = jax.tree.map(onto, (target.params, head.params))
-    limits, stops, lengths, tokens = whole((1,)), whole((1,)), whole((1,)), whole((1, prompt))
-    trees = []
-
-    def first(params, draft_params, tokens, lengths, limits, stops):
-        leaves, tree = jax.tree.flatten(
-            prefill(spec, params, draft_params, tokens, lengths, limits, stops, None)
-        )
-        trees.append(tree)
+        leaves, structure = jax.tree.flatten(state)
+        structures.append(structure)
         return leaves
 
-    def one(params, draft_params, limits, stops, leaves):
-        return jax.tree.leaves(
-            step(
-                spec,
-                params,
-                draft_params,
-                limits,
-                stops,
-                None,
-                jax.tree.unflatten(trees[0], leaves),
-            )
-        )
+    def step_leaves(params, draft_params, max_new_tokens, stop_ids, leaves):
+        state = jax.tree.unflatten(structures[0], leaves)
+        state = step(spec, params, draft_params, max_new_tokens, stop_ids, None, state)
+        return jax.tree.leaves(state)
 
+    platforms = None if device is None else ("cuda",)
     with contextlib.ExitStack() as stack:
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
         if device is not None:
             stack.enter_context(jax.default_device(device))
-        platforms = None if device is None else ("cuda",)
-        traced = jax.jit(first).trace(params, draft_params, tokens, lengths, limits, stops)
-        leaves = [onto(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in traced.out_info]
-        again = jax.jit(one, donate_argnums=4).trace(params, draft_params, limits, stops, leaves)
-        return traced.lower(lowering_platforms=platforms), again.lower(lowering_platforms=platforms)
+        traced_prefill = jax.jit(prefill_leaves).trace(
+            params, draft_params, prompts, lengths, max_new_tokens, stop_ids
+        )
+        leaves = [
+            on_device(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in traced_prefill.out_info
+        ]
+        traced_step = jax.jit(step_leaves, donate_argnums=4).trace(
+            params, draft_params, max_new_tokens, stop_ids, leaves
+        )
+        return (
+            traced_prefill.lower(lowering_platforms=platforms),
+            traced_step.lower(lowering_platforms=platforms),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes on the fullest device."""
+    """Sizes of a target, in bytes on the fullest device.
 
-    parameters: int  # numbers, of the whole model
+    Attributes:
+      parameters: how many numbers the whole model has.
+      bf16: its weights in bfloat16.
+      fp8: matrices and experts in one byte with a bfloat16 scale for each row; the rest in
+        bfloat16.
+      mxfp4: experts in 4.25 bits, the rest in bfloat16; None without experts.
+      cache: of 1,000 tokens of one row, in bfloat16.
+      ring_cache: of 1,000 tokens, averaged over a row of 100,000, with ring caches in sliding
+        layers.
+    """
+
+    parameters: int
     bf16: int
-    fp8: int  # two-dimensional weights and experts in one byte and a bf16 scale a row; the rest in bf16
-    mxfp4: int | None  # experts in 4.25 bits, the rest in bf16; None without experts
-    cache: int  # of 1,000 tokens of one row, bf16
-    ring_cache: int  # the same of a row of 100,000 tokens, sliding layers in rings
+    fp8: int
+    mxfp4: int | None
+    cache: int
+    ring_cache: int
 
 
 def sizes(target: Model, parts: int) -> Sizes:
-    """By arithmetic, for `parts` devices."""
+    """Computes the sizes of a target over `parts` devices from its shapes."""
     config: TargetConfig = target.config
     count = bf16 = fp8 = mxfp4 = 0
-    experts = False
+    has_experts = False
     for path, x in flatten_params(target.params):
-        share = (
-            parts
-            if AXIS in jax.tree.leaves(tuple(sharding.spec(path, x.shape, config, parts)))
-            else 1
-        )
+        axes = jax.tree.leaves(tuple(sharding.spec(path, x.shape, config, parts)))
+        share = parts if AXIS in axes else 1
         n = math.prod(x.shape)
-        count, bf16 = count + n, bf16 + 2 * n // share
-        matrix = len(x.shape) >= 2 and path.endswith(("kernel", "ple_in"))
-        fp8 += (n + 2 * n // x.shape[-2] if matrix else 2 * n) // share
-        expert = ".experts." in path and len(x.shape) == 3
-        experts |= expert
-        mxfp4 += int(n * 4.25 / 8 if expert else 2 * n) // share
-    cached = functools.partial(
+        is_matrix = len(x.shape) >= 2 and path.endswith(("kernel", "ple_in"))
+        is_expert = ".experts." in path and len(x.shape) == 3
+        has_experts |= is_expert
+        fp8_bytes = n + 2 * n // x.shape[-2] if is_matrix else 2 * n
+        mxfp4_bytes = n * 4.25 / 8 if is_expert else 2 * n
+        count += n
+        bf16 += 2 * n // share
+        fp8 += fp8_bytes // share
+        mxfp4 += int(mxfp4_bytes) // share
+    bytes_of_cache = functools.partial(
         cache_bytes, config.cache_shapes(), 1, dtype=jnp.bfloat16, parts=parts
     )
-    rings = cached(cache_size=100_000, block=SLIDING_CHUNK + 8) // 100
-    return Sizes(count, bf16, fp8, mxfp4 if experts else None, cached(cache_size=1000), rings)
+    return Sizes(
+        parameters=count,
+        bf16=bf16,
+        fp8=fp8,
+        mxfp4=mxfp4 if has_experts else None,
+        cache=bytes_of_cache(cache_size=1000),
+        ring_cache=bytes_of_cache(cache_size=100_000, block=SLIDING_CHUNK + 8) // 100,
+    )
 
 
-def parameter_bytes(params: Mapping) -> int:
+def parameter_bytes(params: Params) -> int:
+    """Bytes of all parameters, or of their shapes."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for _, x in flatten_params(params))

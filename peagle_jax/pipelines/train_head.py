@@ -1,4 +1,4 @@
-"""Training of a head with its measurement by decoding: the one place where the two meet."""
+"""Training of a head together with its evaluation by decoding."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,17 @@ from peagle_jax.train.train_head import HeadResult
 
 
 def train_head(run: HeadRun, say: Callable[[str], None] = print) -> HeadResult:
-    """Trains a P-EAGLE or EAGLE-3 head as `run` says, exports it and measures its acceptance length.
+    """Trains a P-EAGLE or EAGLE-3 head, exports it, and measures its acceptance length.
 
     Args:
-      run: from `load_run`.
-      say: told in a line each what is read and made.
+      run: from `load_run`, or made in Python.
+      say: is told in a line each what is read and made.
 
     Returns:
-      Where the head lies, and what was measured.
+      The head's folder, and what was measured.
 
     Raises:
-      InputError: the target cannot be read, has no tokenizer, or does not fit the head's configuration.
+      InputError: the target cannot be read, has no tokenizer, or does not fit the run's head; or
+        `run.out` cannot be used.
     """
     return training.train_head(run, say, make_evaluator)

@@ -1,1 +1,1 @@
-"""Records of measurements -> JSONL, tables, pictures, and one self-contained page."""
+"""Result rows -> JSONL, tables, statements, plots, and a page that needs no other file."""

@@ -1,20 +1,26 @@
-"""Pictures of a suite's records: one function a picture, each drawing what its file name says. Only running means are computed here."""
+"""Plots of result rows and training metrics. Captions come from `statements`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from peagle_jax.report.records import NAMES
+from peagle_jax.report import statements
+from peagle_jax.report.records import NAMES, batch_sizes, greedy, methods
 
-COLORS = {"peagle": "#0b7285", "eagle3": "#e8590c", "none": "#6b7683"}
-PALE = {"peagle": "#99d5de", "eagle3": "#fbc19a", "none": "#c9cfd6"}
 INK = "#1d2430"
-STYLE = {
+# Lines and bars have a contrast of at least 3 : 1 with the page, texts of at least 4.5 : 1.
+COLORS = {"peagle": "#0b7285", "eagle3": "#c2410c", "none": "#5a6473"}
+PALE = {"peagle": "#99d5de", "eagle3": "#fbc19a"}  # verification, on top of drafting
+REST_COLOR, REST_EDGE = "#dfe4ea", "#6b7683"
+STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.edgecolor": "#9aa4b1",
     "axes.labelcolor": INK,
@@ -32,180 +38,213 @@ STYLE = {
     "legend.frameon": False,
     "figure.dpi": 130,
 }
+DARKEST_TO_PALEST = (0.0, 0.7)  # of viridis; what lies above is yellow, and hard to see on white
 
 
 def draw(
-    out: Path, records: Sequence[dict], curves: dict[str, Sequence[dict]], fresh: Sequence[dict]
+    out: Path,
+    records: Sequence[dict],
+    curves: Mapping[str, Sequence[dict]],
+    fresh: Sequence[dict],
 ) -> list[tuple[str, str]]:
-    """Writes every picture that the data allow.
+    """Writes every plot that the data allow, as PNG files in `out`.
 
     Args:
-      records: of `bench.suite.run_suite`.
-      curves: method -> rows of the metrics.jsonl that its head's training wrote.
-      fresh: rows of the metrics of the head that the demo itself trained.
+      records: result rows of `bench.suite.run_suite`.
+      curves: by method, the metrics that its head's training wrote.
+      fresh: the metrics of the head that the demo trains itself.
 
     Returns:
-      (file name, caption), in reading order.
+      (file name, caption) of each plot, in reading order.
     """
-    greedy = [r for r in records if r["temperature"] == 0]
-    made = []
+    greedy_rows = greedy(records)
+    plots = []
     with plt.rc_context(STYLE):
-        for batch in sorted({r["batch"] for r in greedy}):
-            here = [r for r in greedy if r["batch"] == batch]
-            made += [_save(out, f"against_k_batch_{batch}", *_against_k(here, batch))]
-        made += [_save(out, "break_even", *_break_even(greedy))]
-        made += [_save(out, "step", *_step(greedy))]
-        made += [_save(out, "acceptance_per_position", *_per_position(records))]
+        for batch_size in batch_sizes(greedy_rows):
+            rows = [r for r in greedy_rows if r["batch_size"] == batch_size]
+            caption = statements.against_k_caption(rows)
+            plots.append(_save(out, f"against_k_batch_{batch_size}", _against_k(rows), caption))
+        if greedy_rows:
+            caption = statements.break_even_caption(greedy_rows)
+            plots.append(_save(out, "break_even", _break_even(greedy_rows), caption))
+            rows = [r for r in greedy_rows if r["batch_size"] == min(batch_sizes(greedy_rows))]
+            plots.append(_save(out, "step", _step(rows), statements.step_caption(rows)))
+        if panels := _position_panels(records):
+            caption = statements.per_position_caption(panels)
+            plots.append(_save(out, "acceptance_per_position", _per_position(panels), caption))
         if any("acceptance_length" in row for rows in curves.values() for row in rows):
-            made += [_save(out, "training", *_training(curves))]
-        if any("accuracy" in row for row in fresh):
-            made += [_save(out, "fresh_head", *_fresh(fresh))]
-    return made
+            caption = statements.training_caption(curves)
+            plots.append(_save(out, "training", _training(curves), caption))
+        if fresh_rows := [row for row in fresh if "accuracy" in row]:
+            caption = statements.fresh_head_caption(fresh_rows)
+            plots.append(_save(out, "fresh_head", _fresh_head(fresh_rows), caption))
+    return plots
 
 
-def _save(out: Path, name: str, figure, caption: str) -> tuple[str, str]:
+def _save(out: Path, name: str, figure: Figure, caption: str) -> tuple[str, str]:
+    """Writes a figure as PNG. Returns its file name and caption."""
     figure.savefig(out / f"{name}.png", bbox_inches="tight")
     plt.close(figure)
     return f"{name}.png", caption
 
 
-def _series(records, method: str, value) -> tuple[list, list]:
+def _series(
+    records: Sequence[dict], method: str, value: Callable[[dict], float]
+) -> tuple[list[int], list[float]]:
+    """The K of a method's rows in order, and a value of each row."""
     rows = sorted((r for r in records if r["method"] == method), key=lambda r: r["k"])
     return [r["k"] for r in rows], [value(r) for r in rows]
 
 
-def _methods(records) -> list[str]:
-    return [m for m in ("eagle3", "peagle") if any(r["method"] == m for r in records)]
-
-
-def _k_axis(axis, records) -> None:
-    axis.set_xlabel("K, tokens drafted a step")
+def _label_k_axis(axis: Axes, records: Sequence[dict]) -> None:
+    axis.set_xlabel("K, tokens drafted per step")
     axis.set_xticks(sorted({r["k"] for r in records if r["k"]}))
 
 
-def _against_k(records, batch: int):
+def _against_k(records: Sequence[dict]) -> Figure:
+    """Acceptance, drafting time, step time and speed against K, at one batch size."""
     plain = next(r for r in records if r["method"] == "none")
     panels = (
-        ("Acceptance length", "tokens a target forward", lambda r: r["acceptance_length"], None),
-        ("Drafting", "ms a step", lambda r: 1e3 * r["draft_seconds"], None),
-        (
-            "Whole step: draft, verify, accept",
-            "ms a step",
-            lambda r: 1e3 * r["step_seconds"],
-            1e3 * plain["step_seconds"],
-        ),
-        ("Speed", "tokens/s", lambda r: r["tokens_per_second"], plain["tokens_per_second"]),
+        ("Acceptance length", "tokens per target forward", _acceptance_length, None),
+        ("Drafting", "ms per step", _draft_ms, None),
+        ("Whole step: draft, verify, accept", "ms per step", _step_ms, _step_ms(plain)),
+        ("Speed", "tokens/s", _tokens_per_second, _tokens_per_second(plain)),
     )
     figure, axes = plt.subplots(2, 2, figsize=(9.5, 6.6), layout="constrained")
-    for axis, (title, unit, value, line) in zip(axes.flat, panels, strict=True):
-        for method in _methods(records):
-            axis.plot(
-                *_series(records, method, value), "o-", color=COLORS[method], label=NAMES[method]
-            )
-        if line is not None:
-            axis.axhline(line, color=COLORS["none"], ls="--", label=NAMES["none"])
+    for axis, (title, unit, value, plain_value) in zip(axes.flat, panels, strict=True):
+        for method in methods(records):
+            ks, values = _series(records, method, value)
+            axis.plot(ks, values, "o-", color=COLORS[method], label=NAMES[method])
+        if plain_value is not None:
+            axis.axhline(plain_value, color=COLORS["none"], ls="--", label=NAMES["none"])
         axis.set(title=title, ylabel=unit)
-        axis.set_ylim(bottom=1 if title == "Acceptance length" else 0)
         axis.margins(y=0.12)
-        _k_axis(axis, records)
+        axis.set_ylim(bottom=1 if value is _acceptance_length else 0)
+        _label_k_axis(axis, records)
     handles, labels = axes[1, 1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=3)
-    return figure, (
-        f"Greedy decoding, batch {batch}. P-EAGLE's drafting hardly grows with K, as all K tokens come from one forward; EAGLE-3 needs one "
-        "forward a token. Speed is what both make of it, prompts included."
-    )
+    return figure
 
 
-def _break_even(records):
-    batches = sorted({r["batch"] for r in records})
+def _acceptance_length(row: dict) -> float:
+    return float(row["acceptance_length"])
+
+
+def _draft_ms(row: dict) -> float:
+    return 1e3 * row["draft_seconds"]
+
+
+def _verify_ms(row: dict) -> float:
+    return 1e3 * row["verify_seconds"]
+
+
+def _step_ms(row: dict) -> float:
+    return 1e3 * row["step_seconds"]
+
+
+def _tokens_per_second(row: dict) -> float:
+    return float(row["tokens_per_second"])
+
+
+def _break_even(records: Sequence[dict]) -> Figure:
+    """The acceptance length reached and the one needed, with one panel per batch size.
+
+    All panels have the same vertical axis, which includes the values of all of them.
+    """
+    sizes = batch_sizes(records)
     figure, axes = plt.subplots(
         1,
-        len(batches),
-        figsize=(4.9 * len(batches), 3.7),
+        len(sizes),
+        figsize=(4.9 * len(sizes), 3.7),
         layout="constrained",
         squeeze=False,
-        sharey=True,
     )
-    for axis, batch in zip(axes[0], batches, strict=True):
-        here = [r for r in records if r["batch"] == batch]
-        for method in _methods(here):
+    highest, lowest = 1.0, 1.0
+    for axis, batch_size in zip(axes[0], sizes, strict=True):
+        here = [r for r in records if r["batch_size"] == batch_size]
+        for method in methods(here):
             ks, needed = _series(here, method, lambda r: r["break_even"])
-            _, reached = _series(here, method, lambda r: r["acceptance_length"])
-            axis.plot(ks, needed, "--", color=COLORS[method], label=f"{NAMES[method]}: needed")
-            axis.plot(ks, reached, "o-", color=COLORS[method], label=f"{NAMES[method]}: reached")
-        axis.set(title=f"Batch {batch}", ylim=(1, None))
-        _k_axis(axis, here)
+            _, reached = _series(here, method, _acceptance_length)
+            name, color = NAMES[method], COLORS[method]
+            axis.plot(ks, needed, "--", color=color, label=f"{name}: needed")
+            axis.plot(ks, reached, "o-", color=color, label=f"{name}: reached")
+            highest = max(highest, *needed, *reached)
+            lowest = min(lowest, *needed, *reached)
+        axis.set(title=f"Batch size {batch_size}")
+        _label_k_axis(axis, here)
+    margin = 0.05 * (highest - lowest)
+    for axis in axes[0]:
+        axis.set_ylim(lowest - margin, highest + margin)
     axes[0, 0].set_ylabel("acceptance length")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    return figure, (
-        "Break-even. Dashed: the acceptance length at which a speculative step costs as much per token as plain decoding, by the measured "
-        "cost of whole calls. Solid: what the head reached. A method gains where its solid line lies above its dashed one."
-    )
+    return figure
 
 
-def _step(records):
-    """Where a step's time goes, at the smallest batch."""
-    batch = min(r["batch"] for r in records)
-    here = [r for r in records if r["batch"] == batch]
-    plain = next(r for r in here if r["method"] == "none")
-    ks, methods = sorted({r["k"] for r in here if r["k"]}), _methods(here)
+def _step(records: Sequence[dict]) -> Figure:
+    """Where a step's time goes, at one batch size: stacked bars for every method and K."""
+    plain = next(r for r in records if r["method"] == "none")
+    ks = sorted({r["k"] for r in records if r["k"]})
+    names = methods(records)
+    width = 0.8 / max(len(names), 1)
     figure, axis = plt.subplots(figsize=(9.5, 3.9), layout="constrained")
-    width = 0.8 / max(len(methods), 1)
-    for i, method in enumerate(methods):
-        for j, k in enumerate(ks):
-            r = next(r for r in here if r["method"] == method and r["k"] == k)
-            x, first = j + (i - (len(methods) - 1) / 2) * width, j == 0
-            draft, verify = 1e3 * r["draft_seconds"], 1e3 * r["verify_seconds"]
-            rest = max(0.0, 1e3 * r["step_seconds"] - draft - verify)
-            axis.bar(
-                x,
-                draft,
-                width * 0.92,
-                color=COLORS[method],
-                label=f"{NAMES[method]} drafts" if first else None,
-            )
-            axis.bar(
-                x,
-                verify,
-                width * 0.92,
-                bottom=draft,
-                color=PALE[method],
-                label="target verifies" if first else None,
-            )
-            axis.bar(
-                x,
-                rest,
-                width * 0.92,
-                bottom=draft + verify,
-                color="#eef1f4",
-                edgecolor="#c9cfd6",
-                lw=0.6,
-                label="rest: cold caches, acceptance" if first and i == 0 else None,
-            )
-    axis.axhline(
-        1e3 * plain["step_seconds"],
-        color=COLORS["none"],
-        ls="--",
-        label="plain decoding, one token",
-    )
+    for i, method in enumerate(names):
+        rows = [r for r in records if r["method"] == method]
+        xs = [ks.index(r["k"]) + (i - (len(names) - 1) / 2) * width for r in rows]
+        _stack_parts(axis, xs, rows, method, 0.92 * width, label_rest=i == 0)
+    name = "plain decoding, one token"
+    axis.axhline(_step_ms(plain), color=COLORS["none"], ls="--", label=name)
     axis.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
-    axis.set(title=f"Where a step's time goes, batch {batch}", ylabel="ms a step")
+    title = f"Where a step's time goes, batch size {plain['batch_size']}"
+    axis.set(title=title, ylabel="ms per step")
     axis.legend(fontsize=9, ncols=2)
-    return figure, (
-        "Drafting and verifying were timed each in its own loop, where part of the weights stays in "
-        "the processor's cache; the rest is what a whole step takes more: head and target push each other out."
+    return figure
+
+
+def _stack_parts(
+    axis: Axes,
+    xs: Sequence[float],
+    rows: Sequence[dict],
+    method: str,
+    width: float,
+    *,
+    label_rest: bool,
+) -> None:
+    """Bars of drafting, verification and what a step takes beyond them."""
+    draft, verify = [_draft_ms(r) for r in rows], [_verify_ms(r) for r in rows]
+    parts = [d + v for d, v in zip(draft, verify, strict=True)]
+    rest = [max(0.0, _step_ms(r) - p) for r, p in zip(rows, parts, strict=True)]
+    name = NAMES[method]
+    axis.bar(xs, draft, width, color=COLORS[method], label=f"{name}: draft")
+    axis.bar(xs, verify, width, bottom=draft, color=PALE[method], label=f"{name}: verify")
+    axis.bar(
+        xs,
+        rest,
+        width,
+        bottom=parts,
+        color=REST_COLOR,
+        edgecolor=REST_EDGE,
+        lw=0.6,
+        label="rest of the step" if label_rest else None,
     )
 
 
-def _per_position(records):
-    sets = [r for r in records if r["method"] != "none" and r["accepted_per_position"]]
+def _position_panels(records: Sequence[dict]) -> list[list[dict]]:
+    """Rows of the largest K up to 8 and the largest batch, for each temperature."""
+    speculative = [r for r in records if r["accepted_per_position"]]
     panels = []
-    for temperature, title in ((0, "Greedy"), (1, "Temperature 1")):
-        here = [r for r in sets if r["temperature"] == temperature]
-        if here:
-            k = max((r["k"] for r in here if r["k"] <= 8), default=here[0]["k"])
-            batch = max(r["batch"] for r in here)
-            panels.append((title, [r for r in here if r["k"] == k and r["batch"] == batch]))
+    for temperature in sorted({r["temperature"] for r in speculative}):
+        rows = [r for r in speculative if r["temperature"] == temperature]
+        ks = [r["k"] for r in rows]
+        k = max((k for k in ks if k <= 8), default=min(ks))
+        batch_size = max(batch_sizes(rows))
+        panel = [r for r in rows if r["k"] == k and r["batch_size"] == batch_size]
+        if panel:
+            panels.append(panel)
+    return panels
+
+
+def _per_position(panels: Sequence[Sequence[dict]]) -> Figure:
+    """Share of drafts accepted at each position, with one panel per temperature."""
     figure, axes = plt.subplots(
         1,
         len(panels),
@@ -214,111 +253,76 @@ def _per_position(records):
         squeeze=False,
         sharey=True,
     )
-    for axis, (title, here) in zip(axes[0], panels, strict=True):
-        width = 0.8 / len(here)
-        for i, r in enumerate(here):
-            xs = [p + 1 + (i - (len(here) - 1) / 2) * width for p in range(r["k"])]
+    for axis, rows in zip(axes[0], panels, strict=True):
+        width = 0.8 / len(rows)
+        for i, row in enumerate(rows):
+            shift = (i - (len(rows) - 1) / 2) * width
             bars = axis.bar(
-                xs,
-                [100 * a for a in r["accepted_per_position"]],
+                [position + shift for position in range(1, row["k"] + 1)],
+                [100 * share for share in row["accepted_per_position"]],
                 width * 0.94,
-                color=COLORS[r["method"]],
-                label=f"{NAMES[r['method']]}, acceptance length {r['acceptance_length']:.2f}",
+                color=COLORS[row["method"]],
+                label=f"{NAMES[row['method']]}, acceptance length {row['acceptance_length']:.2f}",
             )
             axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
-        axis.set(
-            title=f"{title}, K = {here[0]['k']}", xlabel="position of the draft", ylim=(0, 105)
-        )
+        temperature = rows[0]["temperature"]
+        mode = f"Temperature {temperature:g}" if temperature else "Greedy"
+        axis.set(title=f"{mode}, K = {rows[0]['k']}", xlabel="position of the draft", ylim=(0, 105))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(fontsize=9)
     axes[0, 0].set_ylabel("drafts accepted, %")
-    return figure, ("Share of steps in which the draft at each position was accepted.")
+    return figure
 
 
-def _training(curves):
-    figure, axes = plt.subplots(1, 2, figsize=(9.8, 3.7), layout="constrained")
+def _training(curves: Mapping[str, Sequence[dict]]) -> Figure:
+    """Acceptance length, and acceptance by position, against minutes of training."""
+    figure, (lengths, by_position) = plt.subplots(1, 2, figsize=(9.8, 3.7), layout="constrained")
     for method in ("eagle3", "peagle"):
         rows = [r for r in curves.get(method, ()) if r.get("acceptance_length")]
+        name, color = NAMES[method], COLORS[method]
         minutes = [r["seconds"] / 60 for r in rows]
-        axes[0].plot(
-            minutes,
-            [r["acceptance_length"] for r in rows],
-            "o-",
-            ms=4,
-            color=COLORS[method],
-            label=NAMES[method],
+        lengths.plot(
+            minutes, [_acceptance_length(r) for r in rows], "o-", ms=4, color=color, label=name
         )
-        for position, style in ((0, "-"), (1, "--"), (3, ":")):
-            if rows and position < len(rows[0]["accepted_per_position"]):
-                axes[1].plot(
-                    minutes,
-                    [100 * r["accepted_per_position"][position] for r in rows],
-                    style,
-                    color=COLORS[method],
-                    label=f"{NAMES[method]}, position {position + 1}",
-                )
-    axes[0].set(
-        title="Acceptance length",
-        xlabel="minutes of training",
-        ylabel="tokens a target forward",
-        ylim=(1, None),
-    )
-    axes[1].set(
-        title="By position",
-        xlabel="minutes of training",
-        ylabel="drafts accepted, %",
-        ylim=(0, 100),
-    )
-    axes[0].legend()
-    axes[1].legend(fontsize=8, ncols=2)
-    return figure, (
-        "How the heads measured above were trained: greedy acceptance on excerpts of held-out files, against minutes of training."
-    )
+        for position, line_style in ((0, "-"), (1, "--"), (3, ":")):
+            if not rows or position >= len(rows[0]["accepted_per_position"]):
+                continue
+            shares = [100 * r["accepted_per_position"][position] for r in rows]
+            label = f"{name}, position {position + 1}"
+            by_position.plot(minutes, shares, line_style, color=color, label=label)
+    lengths.set(title="Acceptance length", ylabel="tokens per target forward")
+    lengths.set_ylim(bottom=1)
+    lengths.legend()
+    by_position.set(title="By position", ylabel="drafts accepted, %", ylim=(0, 100))
+    by_position.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    for axis in (lengths, by_position):
+        axis.set_xlabel("minutes of training")
+    return figure
 
 
-def _fresh(rows):
-    rows = [r for r in rows if "accuracy" in r]
-    figure, axes = plt.subplots(1, 2, figsize=(9.8, 3.5), layout="constrained")
-    losses = [r["loss"] for r in rows]
-    axes[0].plot(
-        [r["seconds"] for r in rows], losses, color=PALE["peagle"], lw=1, label="one batch"
-    )
-    axes[0].plot(
-        [r["seconds"] for r in rows],
-        _running_mean(losses),
-        color=COLORS["peagle"],
-        label="running mean",
-    )
-    axes[0].legend(fontsize=8)
-    axes[0].set(
-        title="Loss (KL to the target)", xlabel="seconds of training", ylabel="nats", ylim=(0, None)
-    )
-    num_depths = max(len(r["accuracy"]) for r in rows)  # depths may be trained one after the other
+def _fresh_head(rows: Sequence[dict]) -> Figure:
+    """Loss, and accuracy by depth, of the head that the demo trains itself."""
+    figure, (loss_axis, depth_axis) = plt.subplots(1, 2, figsize=(9.8, 3.5), layout="constrained")
+    seconds, losses = [r["seconds"] for r in rows], [r["loss"] for r in rows]
+    color = COLORS["peagle"]
+    loss_axis.plot(seconds, losses, color=PALE["peagle"], lw=1, label="one batch")
+    means = statements.running_mean(losses)
+    loss_axis.plot(seconds, means, color=color, label="running mean")
+    loss_axis.set(title="Loss (KL to the target)", ylabel="nats")
+    loss_axis.set_ylim(bottom=0)
+    loss_axis.legend(fontsize=8)
+    num_depths = max(len(r["accuracy"]) for r in rows)  # deeper ones may join later
+    darkest, palest = DARKEST_TO_PALEST
     for depth in range(num_depths):
-        shade = plt.get_cmap("viridis")(0.9 * depth / max(num_depths - 1, 1))
-        seen = [r for r in rows if depth < len(r["accuracy"])]
-        axes[1].plot(
-            [r["seconds"] for r in seen],
-            _running_mean([100 * r["accuracy"][depth] for r in seen]),
-            color=shade,
-            label=f"{depth}",
-        )
-    axes[1].set(
-        title="Argmax as the target's, by depth",
-        xlabel="seconds of training",
-        ylabel="%",
-        ylim=(0, 100),
-    )
-    axes[1].legend(title="depth", fontsize=8, ncols=2)
-    return figure, (
-        "The head that this run trained, to show training; it starts as a copy of the target's last layer. Depth 0 sees a real token and "
-        "feature, deeper rows placeholders, which join later and raise the mean loss. Accuracies are running means."
-    )
-
-
-def _running_mean(values: Sequence[float], weight: float = 0.25) -> list[float]:
-    """Each value with `weight`, those before it with the rest: single batches of one row are noisy."""
-    out: list[float] = []
-    for value in values:
-        out.append(value if not out else weight * value + (1 - weight) * out[-1])
-    return out
+        share = depth / max(num_depths - 1, 1)
+        shade = plt.get_cmap("viridis")(darkest + share * (palest - darkest))
+        trained = [r for r in rows if depth < len(r["accuracy"])]
+        accuracy = statements.running_mean([100 * r["accuracy"][depth] for r in trained])
+        seconds = [r["seconds"] for r in trained]
+        depth_axis.plot(seconds, accuracy, color=shade, label=f"{depth}")
+    title = "Share of the target's argmaxes, by depth"
+    depth_axis.set(title=title, ylabel="%", ylim=(0, 100))
+    depth_axis.legend(title="depth", fontsize=8, ncols=2)
+    for axis in (loss_axis, depth_axis):
+        axis.set_xlabel("seconds of training")
+    return figure

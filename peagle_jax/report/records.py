@@ -1,4 +1,4 @@
-"""Measurement records -> JSONL, the cells of a table, one line of text, and what they say in words."""
+"""Result rows of `bench.suite`: their JSONL file, the cells of a table, and one line of text."""
 
 import json
 from collections.abc import Sequence
@@ -6,141 +6,145 @@ from pathlib import Path
 
 from rich.table import Table
 
+from peagle_jax.corpus import read_jsonl
+from peagle_jax.old_names import RESULT_ROW_KEYS, with_new_names
 from peagle_jax.types import InputError
 
 NAMES = {"none": "plain decoding", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
-COLUMNS = (  # title, what it means
+# title and meaning of each column
+COLUMNS = (
     ("method", ""),
-    ("K", "tokens drafted a step"),
+    ("K", "tokens drafted per step"),
     ("batch", "prompts decoded together"),
-    ("tokens/s", "whole calls, prompt included; median of the rounds"),
-    ("speedup", "over plain decoding of the same round; median of the rounds"),
-    ("acceptance length", "tokens emitted a target forward, pooled: 1 + accepted/drafts"),
-    (
-        "break-even",
-        "acceptance length from which such a step pays: the one reached over the speedup reached",
-    ),
-    ("accepted per position", "share of drafts accepted at each position, %"),
-    ("draft ms", "one drafting of K tokens, by itself"),
-    ("verify ms", "one target forward over K+1 tokens, by itself"),
-    ("step ms", "a whole call without its prompt, over its steps"),
-    ("repeated", "4-grams that the text had written before, %: looping text flatters a drafter"),
-    ("lossless", "greedy output equals plain decoding's, token for token"),
+    ("tokens/s", "of whole calls with their prompts; median of the rounds"),
+    ("speedup", "over plain decoding in the same round; median of the rounds"),
+    ("acceptance length", "tokens written per target forward: 1 + accepted / drafts, pooled"),
+    ("break-even", "acceptance length from which such a step pays: the one reached / speedup"),
+    ("accepted per position", "share of the drafts at each position that were accepted, %"),
+    ("draft ms", "to draft K tokens, timed alone"),
+    ("verify ms", "one target forward over K + 1 tokens, timed alone"),
+    ("step ms", "a whole call without its prompt, divided by its steps"),
+    ("repeated", "4-grams that the text had written before, %; repetition inflates acceptance"),
+    ("lossless", "whether greedy output equals plain decoding's, token for token"),
 )
 
 
 class Records:
-    """results.jsonl: one line a measurement, appended, never edited."""
+    """results.jsonl in a folder: one result row per line. Lines are appended and never edited.
 
-    def __init__(self, out: Path):
+    Raises:
+      InputError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, out: Path) -> None:
         self.path = out / "results.jsonl"
         try:
             out.mkdir(parents=True, exist_ok=True)
             self.path.touch()
         except OSError as error:
-            raise InputError(
-                out, "the output folder must be writable", error.strerror, "choose another place"
-            ) from None
+            rule, next_step = "the output folder must be writable", "choose another with --out"
+            raise InputError(out, rule, error.strerror, next_step) from None
 
     def add(self, record: dict) -> None:
+        """Appends a row."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def one_line(r: dict) -> str:
-    length = f", acceptance length {r['acceptance_length']:.2f}" if r["acceptance_length"] else ""
-    how = f", temperature {r['temperature']:g}" if r["temperature"] else ""
-    speed = f"{r['tokens_per_second']:8.1f} tokens/s  {r['speedup']:.2f}x"
-    return f"{NAMES[r['method']]:>14}  K={r['k']:<2} batch {r['batch']:<2} {speed}{length}{how}"
+def read_rows(path: Path) -> list[dict]:
+    """The result rows of a JSONL file, with the keys that new rows have.
 
+    Rows that were written before a key got its name in docs/glossary.md are read, too.
 
-def cells(r: dict) -> list[str]:
-    def milli(key):
-        return f"{1e3 * r[key]:.2f}" if r.get(key) else ""
+    Args:
+      path: for example results/demo.jsonl.
 
-    lossless = ""
-    if "lossless" in r:
-        lossless = "yes" if r["lossless"] else f"NO: {r['different']} differ"
-        lossless += f" ({r['near_ties']} near ties)" if r["near_ties"] else ""
+    Raises:
+      InputError: the file cannot be read, or one of its lines is not a JSON object.
+    """
     return [
-        NAMES[r["method"]],
-        str(r["k"] or ""),
-        str(r["batch"]),
-        f"{r['tokens_per_second']:.0f}",
-        f"{r['speedup']:.2f}",
-        f"{r['acceptance_length']:.2f}" if r["acceptance_length"] else "",
-        f"{r['break_even']:.2f}" if "break_even" in r and r["k"] else "",
-        " ".join(f"{100 * a:.0f}" for a in r["accepted_per_position"]),
-        milli("draft_seconds"),
-        milli("verify_seconds"),
-        milli("step_seconds"),
-        f"{100 * r['repeated_4grams']:.0f}",
-        lossless,
+        with_new_names(row, RESULT_ROW_KEYS, f"{path}:{number}") for number, row in read_jsonl(path)
     ]
 
 
-def best(records: Sequence[dict], method: str, batch: int) -> dict | None:
-    """The fastest greedy record of a method."""
-    here = [
-        r
-        for r in records
-        if r["method"] == method and r["batch"] == batch and r["temperature"] == 0
-    ]
-    return max(here, key=lambda r: r["speedup"], default=None)
+def best(records: Sequence[dict], method: str, batch_size: int) -> dict | None:
+    """The greedy row of a method with the highest speedup; None where there is none."""
+    rows = [r for r in greedy(records) if r["method"] == method and r["batch_size"] == batch_size]
+    return max(rows, key=lambda r: r["speedup"], default=None)
 
 
-def headline(records: Sequence[dict]) -> list[str]:
-    """What the table says, in words: one line a batch size, one on the two heads at the same K, and one on exactness."""
-    lines = []
-    for batch in sorted({r["batch"] for r in records if r["temperature"] == 0}):
-        found = {m: r for m in ("peagle", "eagle3") if (r := best(records, m, batch))}
-        said = [
-            f"{NAMES[m]} at its best K ({r['k']}) runs at {r['speedup']:.2f} times plain decoding"
-            for m, r in found.items()
-        ]
-        lines.append(f"Batch {batch}: " + "; ".join(said) + ".")
-        if found and max(r["speedup"] for r in found.values()) < 1:
-            r = max(found.values(), key=lambda r: r["speedup"])
-            costs, emits = f"{r['break_even']:.2f}", f"{r['acceptance_length']:.2f}"
-            lines[-1] += (
-                f" Nothing pays here: a step at K = {r['k']} costs {costs} plain tokens and emits {emits}."
-            )
-    if pairs := _pairs(records):
-        lines.append(
-            "P-EAGLE over EAGLE-3 at the same K, batch 1: "
-            + ", ".join(f"K = {k}: {ratio:.2f}" for k, ratio in pairs)
-            + "."
-        )
-    checked = [r for r in records if "lossless" in r]
-    if checked:
-        wrong = sum(r["different"] for r in checked)
-        ties = sum(r["near_ties"] for r in checked)
-        texts = sum(r["prompts"] for r in checked)
-        exact = (
-            "every one equals plain greedy decoding token for token"
-            if not wrong + ties
-            else f"{wrong} differ, {ties} at near ties"
-        )
-        lines.append(f"Lossless: {texts} speculative texts were compared; {exact}.")
-    return lines
+def greedy(records: Sequence[dict]) -> list[dict]:
+    """Rows at temperature 0."""
+    return [r for r in records if r["temperature"] == 0]
 
 
-def _pairs(records: Sequence[dict]) -> list[tuple[int, float]]:
-    """(K, P-EAGLE's tokens a second over EAGLE-3's), greedy, at batch 1."""
-    speed = {
-        (r["method"], r["k"]): r["tokens_per_second"]
-        for r in records
-        if r["batch"] == 1 and r["temperature"] == 0
-    }
+def batch_sizes(records: Sequence[dict]) -> list[int]:
+    """The batch sizes that occur, in order."""
+    return sorted({r["batch_size"] for r in records})
+
+
+def methods(records: Sequence[dict]) -> list[str]:
+    """The speculative methods that occur, in the order of tables and plots."""
+    return [m for m in ("eagle3", "peagle") if any(r["method"] == m for r in records)]
+
+
+def plain_row(records: Sequence[dict], row: dict) -> dict | None:
+    """Plain decoding at the batch size and temperature of `row`; None where it was not measured."""
+    for r in records:
+        same_case = all(r[key] == row[key] for key in ("batch_size", "temperature"))
+        if r["method"] == "none" and same_case:
+            return r
+    return None
+
+
+def one_line(record: dict) -> str:
+    """A row in one line, for the terminal."""
+    name, k, batch_size = NAMES[record["method"]], record["k"], record["batch_size"]
+    line = f"{name:>14}  K={k:<2} batch {batch_size:<2}"
+    line += f" {record['tokens_per_second']:8.1f} tokens/s  {record['speedup']:.2f}x"
+    if record["acceptance_length"]:
+        line += f", acceptance length {record['acceptance_length']:.2f}"
+    if record["temperature"]:
+        line += f", temperature {record['temperature']:g}"
+    return line
+
+
+def cells(record: dict) -> list[str]:
+    """A row as cells of a table with COLUMNS; what was not measured is empty."""
+    is_speculative = record["k"] > 0
     return [
-        (k, rate / speed["eagle3", k])
-        for (method, k), rate in sorted(speed.items())
-        if method == "peagle" and ("eagle3", k) in speed
+        NAMES[record["method"]],
+        str(record["k"]) if is_speculative else "",
+        str(record["batch_size"]),
+        f"{record['tokens_per_second']:.0f}",
+        f"{record['speedup']:.2f}",
+        f"{record['acceptance_length']:.2f}" if record["acceptance_length"] else "",
+        f"{record['break_even']:.2f}" if "break_even" in record and is_speculative else "",
+        " ".join(f"{100 * share:.0f}" for share in record["accepted_per_position"]),
+        _milliseconds(record, "draft_seconds"),
+        _milliseconds(record, "verify_seconds"),
+        _milliseconds(record, "step_seconds"),
+        f"{100 * record['repeated_4grams']:.0f}",
+        _lossless_cell(record),
     ]
+
+
+def _milliseconds(record: dict, key: str) -> str:
+    return f"{1e3 * record[key]:.2f}" if record.get(key) else ""
+
+
+def _lossless_cell(record: dict) -> str:
+    if "lossless" not in record:
+        return ""
+    cell = "yes" if record["lossless"] else f"NO: {record['different']} differ"
+    if record["near_ties"]:
+        cell += f" ({record['near_ties']} near ties)"
+    return cell
 
 
 def table(records: Sequence[dict]) -> Table:
-    out = Table(*(title for title, _ in COLUMNS))
+    """All rows as a table for the terminal."""
+    rich_table = Table(*(title for title, _ in COLUMNS))
     for record in records:
-        out.add_row(*cells(record))
-    return out
+        rich_table.add_row(*cells(record))
+    return rich_table

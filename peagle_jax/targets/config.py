@@ -1,5 +1,10 @@
-"""What the config of every target family has, and how their config.json files say it."""
+"""The configuration that every target family has, and how it is read from a config.json.
 
+The functions `read_..` take the same keys in every family; a family's own keys are read in its own
+file.
+"""
+
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -9,12 +14,38 @@ from peagle_jax.layers import Rope
 from peagle_jax.types import CacheShape, InputError, KVCache
 from peagle_jax.weights import Fields
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TargetConfig:
-    """What decoding, training and draft heads read of a target. Families add what their own model reads."""
+class TargetConfig(abc.ABC):
+    """What decoding, training and draft heads read of a target.
+
+    Each family has a subclass with what its own model reads besides.
+
+    Attributes:
+      vocab: tokens in the vocabulary.
+      layers: number of layers.
+      dim: width of the residual stream.
+      mlp_dim: width of a layer's MLP.
+      heads: query heads.
+      kv_heads: key-value heads, which divide the query heads.
+      head_dim: width of a head.
+      rope: rotary position embedding.
+      norm_eps: added to the mean square in every norm.
+      attention_bias: whether the projections of attention have biases.
+      tied_embeddings: the output matrix is the embedding's transpose.
+      windows: sliding window of each layer in tokens; None: full attention.
+      context: longest sequence that the checkpoint was made for, in tokens.
+      aux_hidden_state_layers: which hidden states the model returns for a draft head. Id i is the
+        residual stream BEFORE layer i, in vLLM's numbering; 0 is the embedding.
+      dtype: of weights and activations.
+      stop_ids: tokens that end a text.
+      source: the config.json that this was read from, for exports; None for a model made here.
+      cache_dtype: of keys and values in the cache; None: `dtype`. It is a choice of who runs the
+        model, and not the checkpoint's.
+    """
 
     vocab: int
     layers: int
@@ -27,123 +58,183 @@ class TargetConfig:
     norm_eps: float
     attention_bias: bool
     tied_embeddings: bool
-    windows: tuple[int | None, ...]  # sliding window of each layer in tokens, or None
-    context: int  # longest sequence the checkpoint was made for, in tokens
-    aux_hidden_state_layers: tuple[
-        int, ...
-    ]  # id i is the residual stream BEFORE layer i (vLLM's numbering); 0 is the embedding
+    windows: tuple[int | None, ...]
+    context: int
+    aux_hidden_state_layers: tuple[int, ...]
     dtype: DTypeLike
     stop_ids: tuple[int, ...]
-    source: (
-        str | None
-    )  # config.json that this was read from, for exports; None for a model made here
-    cache_dtype: DTypeLike | None = (
-        None  # of keys and values; None: as `dtype`. A choice of who runs it, not the checkpoint's
-    )
+    source: str | None
+    cache_dtype: DTypeLike | None = None
+
+    @classmethod
+    @abc.abstractmethod
+    def from_hf(
+        cls,
+        hf: Mapping,
+        *,
+        aux_hidden_state_layers: tuple[int, ...] | None,
+        dtype: DTypeLike,
+        where: str,
+    ) -> "TargetConfig":
+        """Reads a checkpoint's config.json.
+
+        Args:
+          hf: the content of config.json.
+          aux_hidden_state_layers: None means vLLM's choice; see `default_aux_layers`.
+          dtype: of weights and activations.
+          where: the file, for errors.
+
+        Raises:
+          InputError: a key is missing, contradicts another one, or asks for what the model does not
+            compute.
+        """
 
     def kv_heads_of(self, layer: int) -> int:
+        """Key-value heads of a layer."""
         return self.kv_heads
 
     def cache_shapes(self) -> tuple[CacheShape, ...]:
-        kinds = {
-            window: [i for i, w in enumerate(self.windows) if w == window]
-            for window in dict.fromkeys(self.windows)
-        }
+        """The layers of the cache, in groups that have one shape and one window."""
+        layers_by_window: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(self.windows):
+            layers_by_window.setdefault(window, []).append(layer)
         return tuple(
             CacheShape(tuple(layers), self.kv_heads, self.head_dim, window)
-            for window, layers in kinds.items()
+            for window, layers in layers_by_window.items()
         )
 
     @property
     def kept_dtype(self) -> DTypeLike:
-        """Of the cache."""
+        """The dtype of keys and values in the cache."""
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     def empty_cache(self, batch: int, slots: int, *, block: int | None = None) -> KVCache:
-        """`block`: see KVCache.empty."""
+        """A cache for `slots` positions of each of `batch` rows.
+
+        Args:
+          block: the most positions that are written at once, which makes rings of sliding layers;
+            see KVCache.empty. None: no rings.
+        """
         return KVCache.empty(self.cache_shapes(), batch, slots, self.kept_dtype, block=block)
 
 
 def default_aux_layers(layers: int) -> tuple[int, ...]:
     """A low, a middle and a high layer, as vLLM and speculators choose them: (2, L//2, L-3).
 
-    Below 7 layers those coincide or change order, and vLLM collects taps once each and in layer order; so there three
-    ascending layers are spread out instead.
+    With fewer than 7 layers those coincide or change order, and vLLM collects each hidden state
+    once and in layer order. Three ascending layers are spread out there instead.
     """
     if layers >= 7:
         return (2, layers // 2, layers - 3)
     return tuple(sorted({min(1, layers // 3), layers // 2, layers - 1}))
 
 
-def read_layers(f: Fields) -> int:
+def read_num_layers(f: Fields) -> int:
+    """`num_hidden_layers`, which is bounded before lists of so many layers are made."""
     layers = f.get_int("num_hidden_layers")
-    if layers > MOST_LAYERS:  # before as many are listed
+    if layers > MAX_LAYERS:
         raise InputError(
-            f.where, f"num_hidden_layers must be at most {MOST_LAYERS:,}", layers, "mend the config"
+            f.where,
+            f"num_hidden_layers must be at most {MAX_LAYERS:,}",
+            layers,
+            "set num_hidden_layers to the number of layers in the weights, for example 36",
         )
     return layers
 
 
 def read_heads(f: Fields) -> tuple[int, int]:
-    """Query heads and key-value heads."""
+    """(query heads, key-value heads)"""
     heads, kv_heads = f.get_int("num_attention_heads"), f.get_int("num_key_value_heads")
-    check_groups(f, heads, kv_heads, "num_key_value_heads")
+    check_kv_heads(f, heads, kv_heads, "num_key_value_heads")
     return heads, kv_heads
 
 
-def check_groups(f: Fields, heads: int, kv_heads: int, key: str) -> None:
+def check_kv_heads(f: Fields, heads: int, kv_heads: int, key: str) -> None:
+    """Raises an InputError unless query heads are a multiple of key-value heads.
+
+    Args:
+      key: the key that the key-value heads were read from.
+    """
     if heads % kv_heads:
         raise InputError(
             f.where,
             f"num_attention_heads must be a multiple of {key}",
             f"{heads} and {kv_heads}",
-            "mend it",
+            f"set {key} to a divisor of {heads}, as the checkpoint's own config has it",
+        )
+
+
+def check_experts_per_token(f: Fields, experts_per_token: int, experts: int, key: str) -> None:
+    """Raises an InputError if a token would go to more experts than there are.
+
+    Args:
+      key: the key that the number of experts was read from.
+    """
+    if experts_per_token > experts:
+        raise InputError(
+            f.where,
+            f"num_experts_per_tok must be at most {key}",
+            f"{experts_per_token} of {experts}",
+            f"set num_experts_per_tok to {experts} or less",
         )
 
 
 def read_aux_layers(
     f: Fields, aux_hidden_state_layers: Sequence[int] | None, layers: int
 ) -> tuple[int, ...]:
-    """`taps` None means vLLM's choice."""
-    aux_hidden_state_layers = (
-        default_aux_layers(layers)
-        if aux_hidden_state_layers is None
-        else tuple(aux_hidden_state_layers)
-    )
-    if bad := [t for t in aux_hidden_state_layers if not 0 <= t <= layers]:
+    """The ids of the aux hidden states, checked against the number of layers.
+
+    Args:
+      aux_hidden_state_layers: None means `default_aux_layers`.
+    """
+    if aux_hidden_state_layers is None:
+        return default_aux_layers(layers)
+    outside = [i for i in aux_hidden_state_layers if not 0 <= i <= layers]
+    if outside:
         raise InputError(
             f.where,
-            f"tap ids must lie in 0..{layers} (0 is the embedding)",
-            bad,
-            "choose other taps",
+            f"aux_hidden_state_layers must lie in 0..{layers} (0 is the embedding)",
+            outside,
+            f"choose other layers, for example {list(default_aux_layers(layers))}",
         )
-    return aux_hidden_state_layers
+    return tuple(aux_hidden_state_layers)
 
 
-def read_stops(raw: Mapping) -> tuple[int, ...]:
+def read_stop_ids(raw: Mapping) -> tuple[int, ...]:
+    """`eos_token_id`, which may be one id, a list of ids, or absent."""
     eos = raw.get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-KINDS = ("full_attention", "sliding_attention")
+def read_layer_types(f: Fields, layers: int, default: Sequence[str]) -> tuple[str, ...]:
+    """`layer_types`: "full_attention" or "sliding_attention" for each layer.
 
-
-def read_kinds(f: Fields, layers: int, default: Sequence[str]) -> tuple[str, ...]:
-    """`layer_types`: for every layer, whether it slides."""
-    kinds = tuple(f.get_strs("layer_types", None) or default)
-    if len(kinds) != layers:
-        raise InputError(
-            f.where, f"layer_types must name all {layers} layers", len(kinds), "mend the config"
-        )
-    if other := sorted(set(kinds) - set(KINDS)):
+    Args:
+      layers: the number of layers.
+      default: where the config has no `layer_types`.
+    """
+    layer_types = tuple(f.get_strs("layer_types", None) or default)
+    if len(layer_types) != layers:
         raise InputError(
             f.where,
-            f"layer_types must be {' or '.join(KINDS)}",
-            ", ".join(other),
+            f"layer_types must name all {layers} layers",
+            len(layer_types),
+            "make num_hidden_layers and the length of layer_types the same number",
+        )
+    if unknown := sorted(set(layer_types) - set(LAYER_TYPES)):
+        raise InputError(
+            f.where,
+            f"layer_types must be {' or '.join(LAYER_TYPES)}",
+            ", ".join(unknown),
             "use another checkpoint",
         )
-    return kinds
+    return layer_types
 
 
-def windows_of(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def windows_of_layers(
+    layer_types: Sequence[str], sliding_window: int | None
+) -> tuple[int | None, ...]:
+    """The window of each layer; None for those with full attention."""
+    return tuple(sliding_window if t == "sliding_attention" else None for t in layer_types)

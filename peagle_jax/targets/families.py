@@ -2,28 +2,38 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from peagle_jax import weights
+from peagle_jax.layers import Decoder
 from peagle_jax.targets import gemma4, gpt_oss, llama, qwen3, qwen3_moe
 from peagle_jax.targets.config import TargetConfig
+from peagle_jax.targets.gemma4_config import Gemma4Config
 from peagle_jax.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
+    """What a family consists of.
+
+    Attributes:
+      config: reads a config.json (`from_hf`).
+      module: makes the model: `module(config, rngs=rngs)`.
+      table: config -> which checkpoint tensor fills which parameter.
+      unused: config -> names of tensors that released checkpoints hold and the model does not use;
+        None: there are none.
+    """
+
     config: type[TargetConfig]
-    module: type[nnx.Module]
+    module: Callable[..., Decoder]
     table: Callable[..., weights.ParamTable]
-    unused: Callable[..., frozenset[str]] | None = (
-        None  # names a checkpoint may hold that the model has no use for
-    )
+    unused: Callable[..., frozenset[str]] | None = None
 
 
-GEMMA4 = Family(gemma4.Gemma4Config, gemma4.Gemma4, gemma4.table, gemma4.unused)
+GEMMA4 = Family(Gemma4Config, gemma4.Gemma4, gemma4.table, gemma4.unused)
 TARGETS = {  # by model_type
     "llama": Family(llama.LlamaConfig, llama.Llama, llama.table),
     "qwen3": Family(qwen3.Qwen3Config, qwen3.Qwen3, qwen3.table),
@@ -39,31 +49,40 @@ def read_config(
     *,
     aux_hidden_state_layers: Sequence[int] | None = None,
     dtype: DTypeLike = jnp.float32,
-    where="config.json",
-):
-    """(family, config) of a checkpoint's config.json.
+    where: str | Path = "config.json",
+) -> tuple[Family, TargetConfig]:
+    """The family and the configuration of a checkpoint's config.json.
+
+    Args:
+      hf: the content of config.json.
+      aux_hidden_state_layers: which hidden states the model returns for a draft head; None: three,
+        as vLLM chooses them (`default_aux_layers`).
+      dtype: of weights and activations.
+      where: the file, for errors.
 
     Raises:
-      InputError: a model_type that is not supported, or options that are not computed.
+      InputError: the model_type is not supported, the config is a draft head's, or it asks for what
+        the family's model does not compute.
     """
-    kind = weights.Fields(hf, where).get_str("model_type", None)
+    model_type = weights.Fields(hf, where).get_str("model_type", None)
     refuse_heads(hf, where)
-    if kind not in TARGETS:
+    if model_type not in TARGETS:
+        supported = ", ".join(TARGETS)
         raise InputError(
-            where, f"model_type must be one of {', '.join(TARGETS)}", kind, "use another target"
+            where, f"model_type must be one of {supported}", model_type, "use another target"
         )
-    family = TARGETS[kind]
-    return family, family.config.from_hf(
-        hf,
-        aux_hidden_state_layers=None
-        if aux_hidden_state_layers is None
-        else tuple(aux_hidden_state_layers),
-        dtype=dtype,
-        where=str(where),
+    family = TARGETS[model_type]
+    if aux_hidden_state_layers is not None:
+        aux_hidden_state_layers = tuple(aux_hidden_state_layers)
+    config = family.config.from_hf(
+        hf, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype, where=str(where)
     )
+    return family, config
 
 
-def refuse_heads(raw: Mapping, where) -> None:
-    """Draft heads call themselves llama or qwen3 too."""
+def refuse_heads(raw: Mapping, where: str | Path) -> None:
+    """Raises an InputError for the config of a draft head, whose model_type may be a target's."""
     if "speculators_model_type" in raw or "draft_vocab_size" in raw:
-        raise InputError(where, "must be a target's config", "a draft head's", "name the target")
+        raise InputError(
+            where, "must be a target's config", "a draft head's", "name the target's folder"
+        )

@@ -1,6 +1,8 @@
-"""GPT-OSS decoder (arXiv:2508.10925) with taps: attention sinks, alternating windows, clamped experts, MXFP4.
+"""GPT-OSS decoder (arXiv:2508.10925), which also returns aux hidden states.
 
-Reads top to bottom: config, router and experts, model, weight table. Numerics follow transformers' modeling_gpt_oss.py (5.23).
+It has attention sinks, a sliding window in every other layer, and experts with a clamped SwiGLU
+that may stay in MXFP4. The file reads top to bottom: config, router and experts, model, param
+table. Numerics follow transformers' modeling_gpt_oss.py (5.23).
 """
 
 import dataclasses
@@ -15,19 +17,27 @@ from jaxtyping import Array, Float
 
 from peagle_jax.layers import Attention, Decoder, Experts, LateRMSNorm, Linear, PreNormBlock, Rope
 from peagle_jax.targets import config, param_names
-from peagle_jax.types import InputError
 from peagle_jax.weights import IDENTITY, Fields, ParamTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(config.TargetConfig):
-    """Shape of one GPT-OSS checkpoint; `mlp_dim` is that of one expert."""
+    """Shape of one GPT-OSS checkpoint.
+
+    Attributes:
+      mlp_dim: width of one expert's MLP.
+      experts: number of experts in a layer.
+      experts_per_token: how many of them each token goes to.
+      swiglu_limit: to which the inputs of an expert's SwiGLU are clamped.
+      swiglu_alpha: factor in the sigmoid of that SwiGLU.
+      packed: the experts stay in MXFP4 and are decoded when they are used.
+    """
 
     experts: int
-    chosen: int  # experts a token
-    limit: float  # the experts' activations are clamped to
-    alpha: float  # of their sigmoid
-    packed: bool  # experts stay in MXFP4 and are decoded when used
+    experts_per_token: int
+    swiglu_limit: float
+    swiglu_alpha: float
+    packed: bool
 
     @classmethod
     def from_hf(
@@ -38,25 +48,16 @@ class GptOssConfig(config.TargetConfig):
         dtype: DTypeLike,
         where: str,
     ) -> "GptOssConfig":
-        """Builds the config from a checkpoint's config.json; `taps` None means vLLM's choice, (2, L//2, L-3).
-
-        Raises:
-          InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
-        """
+        """Reads a checkpoint's config.json, with `packed` False; see TargetConfig.from_hf."""
         f = Fields(hf, where, "a GPT-OSS config")
-        layers, head_dim = config.read_layers(f), f.get_int("head_dim")
+        layers, head_dim = config.read_num_layers(f), f.get_int("head_dim")
         heads, kv_heads = config.read_heads(f)
-        experts, chosen = f.get_int("num_local_experts"), f.get_int("num_experts_per_tok")
-        if chosen > experts:
-            raise InputError(
-                where,
-                "num_experts_per_tok must be at most num_local_experts",
-                f"{chosen} of {experts}",
-                "mend the config",
-            )
-        kinds = [
-            "sliding_attention" if i % 2 == 0 else "full_attention" for i in range(layers)
-        ]  # configuration_gpt_oss.py
+        experts = f.get_int("num_local_experts")
+        experts_per_token = f.get_int("num_experts_per_tok")
+        config.check_experts_per_token(f, experts_per_token, experts, "num_local_experts")
+        # the defaults of configuration_gpt_oss.py, here and for swiglu_limit and swiglu_alpha
+        alternating = ["sliding_attention", "full_attention"] * layers
+        layer_types = config.read_layer_types(f, layers, alternating[:layers])
         return cls(
             vocab=f.get_int("vocab_size"),
             layers=layers,
@@ -69,25 +70,23 @@ class GptOssConfig(config.TargetConfig):
             norm_eps=float(f.get_float("rms_norm_eps")),
             attention_bias=f.get_bool("attention_bias"),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),
-            windows=config.windows_of(
-                config.read_kinds(f, layers, kinds), f.get_int("sliding_window")
-            ),
+            windows=config.windows_of_layers(layer_types, f.get_int("sliding_window")),
             context=f.get_int("max_position_embeddings"),
             aux_hidden_state_layers=config.read_aux_layers(f, aux_hidden_state_layers, layers),
             dtype=dtype,
-            stop_ids=config.read_stops(hf),
+            stop_ids=config.read_stop_ids(hf),
             source=json.dumps(dict(hf)),
             experts=experts,
-            chosen=chosen,
-            # the class defaults, of which older files say nothing; hidden_act "silu" is not what is computed
-            limit=float(f.get_float("swiglu_limit", 7.0)),
-            alpha=float(f.get_float("swiglu_alpha", 1.702)),
+            experts_per_token=experts_per_token,
+            # older files have neither key; their hidden_act "silu" is not what is computed
+            swiglu_limit=float(f.get_float("swiglu_limit", 7.0)),
+            swiglu_alpha=float(f.get_float("swiglu_alpha", 1.702)),
             packed=False,
         )
 
 
 class SparseMLP(nnx.Module):
-    """The k largest router logits, softmax over those alone, their clamped MLPs."""
+    """A mixture of experts: the k largest router logits, then softmax over those alone."""
 
     def __init__(self, cfg: GptOssConfig, *, rngs: nnx.Rngs):
         self.router = Linear(cfg.dim, cfg.experts, bias=True, dtype=cfg.dtype, rngs=rngs)
@@ -95,36 +94,47 @@ class SparseMLP(nnx.Module):
             cfg.experts,
             cfg.dim,
             cfg.mlp_dim,
-            ClampedSwiGLU(cfg.limit, cfg.alpha),
+            ClampedSwiGLU(cfg.swiglu_limit, cfg.swiglu_alpha),
             bias=True,
             packed=cfg.packed,
             dtype=cfg.dtype,
             rngs=rngs,
         )
-        self.chosen = cfg.chosen
+        self.experts_per_token = cfg.experts_per_token
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        weight, chosen = jax.lax.top_k(self.router(x.reshape(-1, x.shape[-1])), self.chosen)
-        return self.experts(x, chosen, jax.nn.softmax(weight, axis=-1))
+        logits = self.router(x.reshape(-1, x.shape[-1]))
+        topk_logits, topk_ids = jax.lax.top_k(logits, self.experts_per_token)
+        return self.experts(x, topk_ids, jax.nn.softmax(topk_logits, axis=-1))
 
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """`(up + 1) * gate * sigmoid(alpha * gate)`, both clamped first; gate and up come in turns."""
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of clamped gate and up.
+
+    The columns of gate and up alternate: gate, up, gate, up, ..
+
+    Attributes:
+      limit: gate is clamped to at most this, up to -limit .. limit.
+      alpha: factor in the sigmoid.
+    """
 
     limit: float
     alpha: float
 
     def __call__(self, x: Float[Array, "*rows I2"]) -> Float[Array, "*rows I"]:
-        gate, up = (
-            jnp.minimum(x[..., ::2], self.limit),
-            jnp.clip(x[..., 1::2], -self.limit, self.limit),
-        )
+        gate = jnp.minimum(x[..., ::2], self.limit)
+        up = jnp.clip(x[..., 1::2], -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 class GptOss(Decoder):
+    """Pre-norm decoder with attention sinks, whose MLPs are mixtures of experts."""
+
     def __init__(self, cfg: GptOssConfig, *, rngs: nnx.Rngs):
+        def norm() -> LateRMSNorm:
+            return LateRMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+
         def block(layer: int) -> PreNormBlock:
             attention = Attention(
                 cfg.dim,
@@ -143,9 +153,6 @@ class GptOss(Decoder):
             )
             return PreNormBlock(norm(), attention, norm(), SparseMLP(cfg, rngs=rngs))
 
-        def norm():
-            return LateRMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
-
         super().__init__(
             cfg.vocab,
             cfg.dim,
@@ -160,20 +167,20 @@ class GptOss(Decoder):
 
 
 def table(cfg: GptOssConfig) -> ParamTable:
-    """Checkpoint name -> (our path, layout): the one list that loading, exporting and completeness checks read."""
-    result = param_names.frame(cfg.tied_embeddings)
+    """Checkpoint name -> (path of our parameter, transform), of every tensor."""
+    names = param_names.embedding_norm_and_lm_head(tied=cfg.tied_embeddings)
     for i in range(cfg.layers):
-        theirs, ours = f"model.layers.{i}", f"blocks.{i}"
-        result |= param_names.block_norms(theirs, ours) | param_names.attention(
-            theirs, ours, bias=cfg.attention_bias, qk_norm=False
-        )
-        result |= param_names.linear(f"{theirs}.mlp.router", f"{ours}.mlp.router", bias=True)
-        result[f"{theirs}.self_attn.sinks"] = (f"{ours}.attn.sinks", IDENTITY)
-        for p in ("gate_up", "down"):  # without ".weight", and [in, out] already
-            stack, bank = f"{theirs}.mlp.experts.{p}_proj", f"{ours}.mlp.experts.{p}"
-            kept = {"_blocks": "blocks", "_scales": "scales"} if cfg.packed else {"": "kernel"}
-            result |= {
-                stack + suffix: (f"{bank}.{part}", IDENTITY) for suffix, part in kept.items()
-            }
-            result[f"{stack}_bias"] = (f"{bank}.bias", IDENTITY)
-    return result
+        hf_name, path = f"model.layers.{i}", f"blocks.{i}"
+        names |= param_names.pre_norms(hf_name, path)
+        names |= param_names.attention(hf_name, path, bias=cfg.attention_bias, qk_norm=False)
+        names |= param_names.linear(f"{hf_name}.mlp.router", f"{path}.mlp.router", bias=True)
+        names[f"{hf_name}.self_attn.sinks"] = (f"{path}.attn.sinks", IDENTITY)
+        for p in ("gate_up", "down"):
+            hf_experts, experts = f"{hf_name}.mlp.experts.{p}_proj", f"{path}.mlp.experts.{p}"
+            if cfg.packed:
+                names[f"{hf_experts}_blocks"] = (f"{experts}.blocks", IDENTITY)
+                names[f"{hf_experts}_scales"] = (f"{experts}.scales", IDENTITY)
+            else:  # without ".weight", and stored as [E, in, out]
+                names[hf_experts] = (f"{experts}.kernel", IDENTITY)
+            names[f"{hf_experts}_bias"] = (f"{experts}.bias", IDENTITY)
+    return names

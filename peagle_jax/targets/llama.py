@@ -1,6 +1,7 @@
-"""Llama 3 decoder (arXiv:2407.21783) with taps, as a pure function of (weights, tokens, attention).
+"""Llama 3 decoder (arXiv:2407.21783), which also returns aux hidden states.
 
-Reads top to bottom: config, model, weight table. Numerics follow transformers' modeling_llama.py (5.23).
+The file reads top to bottom: config, model, param table. Numerics follow transformers'
+modeling_llama.py (5.23).
 """
 
 import dataclasses
@@ -17,7 +18,11 @@ from peagle_jax.weights import Fields, ParamTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(config.TargetConfig):
-    """Shape of one Llama checkpoint."""
+    """Shape of one Llama checkpoint.
+
+    Attributes:
+      mlp_bias: whether the matrices of the MLP have biases.
+    """
 
     mlp_bias: bool
 
@@ -30,21 +35,16 @@ class LlamaConfig(config.TargetConfig):
         dtype: DTypeLike,
         where: str,
     ) -> "LlamaConfig":
-        """Builds the config from a checkpoint's config.json; `taps` None means vLLM's choice, (2, L//2, L-3).
-
-        Raises:
-          InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
-        """
+        """Reads a checkpoint's config.json; see TargetConfig.from_hf."""
         f = Fields(hf, where, "a Llama config")
         f.require("hidden_act", "silu", "the MLP is gated by SiLU")
-        layers, dim, heads = (
-            config.read_layers(f),
-            f.get_int("hidden_size"),
-            f.get_int("num_attention_heads"),
-        )
-        kv_heads = f.get_int("num_key_value_heads", heads)  # configuration_llama.py; so is head_dim
+        layers = config.read_num_layers(f)
+        dim, heads = f.get_int("hidden_size"), f.get_int("num_attention_heads")
+        # these defaults, and those of the booleans below, are configuration_llama.py's:
+        # transformers writes only what differs from them
+        kv_heads = f.get_int("num_key_value_heads", heads)
         head_dim = f.get_int("head_dim", max(1, dim // heads))
-        config.check_groups(f, heads, kv_heads, "num_key_value_heads")
+        config.check_kv_heads(f, heads, kv_heads, "num_key_value_heads")
         return cls(
             vocab=f.get_int("vocab_size"),
             layers=layers,
@@ -55,7 +55,6 @@ class LlamaConfig(config.TargetConfig):
             head_dim=head_dim,
             rope=Rope.from_hf(hf, head_dim, where),
             norm_eps=float(f.get_float("rms_norm_eps")),
-            # transformers writes only what differs from these class defaults
             attention_bias=f.get_bool("attention_bias", False),
             mlp_bias=f.get_bool("mlp_bias", False),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),
@@ -63,13 +62,18 @@ class LlamaConfig(config.TargetConfig):
             context=f.get_int("max_position_embeddings"),
             aux_hidden_state_layers=config.read_aux_layers(f, aux_hidden_state_layers, layers),
             dtype=dtype,
-            stop_ids=config.read_stops(hf),
+            stop_ids=config.read_stop_ids(hf),
             source=json.dumps(dict(hf)),
         )
 
 
 class Llama(Decoder):
+    """Pre-norm decoder with grouped-query attention and a gated MLP."""
+
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs):
+        def norm() -> RMSNorm:
+            return RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+
         def block(layer: int) -> PreNormBlock:
             attention = Attention(
                 cfg.dim,
@@ -85,15 +89,8 @@ class Llama(Decoder):
                 dtype=cfg.dtype,
                 rngs=rngs,
             )
-            return PreNormBlock(
-                norm(),
-                attention,
-                norm(),
-                MLP(cfg.dim, cfg.mlp_dim, bias=cfg.mlp_bias, dtype=cfg.dtype, rngs=rngs),
-            )
-
-        def norm():
-            return RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+            mlp = MLP(cfg.dim, cfg.mlp_dim, bias=cfg.mlp_bias, dtype=cfg.dtype, rngs=rngs)
+            return PreNormBlock(norm(), attention, norm(), mlp)
 
         super().__init__(
             cfg.vocab,
@@ -109,12 +106,11 @@ class Llama(Decoder):
 
 
 def table(cfg: LlamaConfig) -> ParamTable:
-    """Checkpoint name -> (our path, layout): the one list that loading, exporting and completeness checks read."""
-    result = param_names.frame(cfg.tied_embeddings)
+    """Checkpoint name -> (path of our parameter, transform), of every tensor."""
+    names = param_names.embedding_norm_and_lm_head(tied=cfg.tied_embeddings)
     for i in range(cfg.layers):
-        theirs, ours = f"model.layers.{i}", f"blocks.{i}"
-        result |= param_names.block_norms(theirs, ours) | param_names.mlp(
-            theirs, ours, bias=cfg.mlp_bias
-        )
-        result |= param_names.attention(theirs, ours, bias=cfg.attention_bias, qk_norm=False)
-    return result
+        hf_name, path = f"model.layers.{i}", f"blocks.{i}"
+        names |= param_names.pre_norms(hf_name, path)
+        names |= param_names.mlp(hf_name, path, bias=cfg.mlp_bias)
+        names |= param_names.attention(hf_name, path, bias=cfg.attention_bias, qk_norm=False)
+    return names

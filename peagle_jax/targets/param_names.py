@@ -1,47 +1,60 @@
-"""Checkpoint names that families share, each with our path and layout."""
+"""Checkpoint tensor names that several families share, each with our parameter's path.
+
+In every function `hf_name` and `path` are prefixes: of the tensors' names in a Hugging Face
+checkpoint, and of the dotted paths of our parameters.
+"""
 
 from peagle_jax.weights import IDENTITY, TRANSPOSE, ParamTransform
 
 Names = dict[str, tuple[str, ParamTransform]]
 
 
-def frame(tied: bool) -> Names:
-    """Embedding, final norm, output matrix."""
+def embedding_norm_and_lm_head(*, tied: bool) -> Names:
+    """What lies before and behind the layers: embedding, final norm, output matrix.
+
+    Args:
+      tied: there is no output matrix, because the embedding's transpose takes its place.
+    """
     names: Names = {
         "model.embed_tokens.weight": ("embed.table", IDENTITY),
         "model.norm.weight": ("norm.scale", IDENTITY),
     }
-    return names if tied else names | {"lm_head.weight": ("lm_head.kernel", TRANSPOSE)}
+    if not tied:
+        names["lm_head.weight"] = ("lm_head.kernel", TRANSPOSE)
+    return names
 
 
-def block_norms(theirs: str, ours: str) -> Names:
+def pre_norms(hf_name: str, path: str) -> Names:
+    """The norms before a layer's attention and before its MLP."""
     return {
-        f"{theirs}.input_layernorm.weight": (f"{ours}.attn_norm.scale", IDENTITY),
-        f"{theirs}.post_attention_layernorm.weight": (f"{ours}.mlp_norm.scale", IDENTITY),
+        f"{hf_name}.input_layernorm.weight": (f"{path}.attn_norm.scale", IDENTITY),
+        f"{hf_name}.post_attention_layernorm.weight": (f"{path}.mlp_norm.scale", IDENTITY),
     }
 
 
-def attention(theirs: str, ours: str, *, bias: bool, qk_norm: bool) -> Names:
-    names = (
-        {
-            f"{theirs}.self_attn.{p}_norm.weight": (f"{ours}.attn.{p}_norm.scale", IDENTITY)
-            for p in "qk"
-        }
-        if qk_norm
-        else {}
-    )
+def attention(hf_name: str, path: str, *, bias: bool, qk_norm: bool) -> Names:
+    """The projections of a layer's attention, and the norms of queries and keys."""
+    names: Names = {}
+    if qk_norm:
+        for p in "qk":
+            name = f"{hf_name}.self_attn.{p}_norm.weight"
+            names[name] = (f"{path}.attn.{p}_norm.scale", IDENTITY)
     for p in "qkvo":
-        names |= linear(f"{theirs}.self_attn.{p}_proj", f"{ours}.attn.{p}", bias=bias)
+        names |= linear(f"{hf_name}.self_attn.{p}_proj", f"{path}.attn.{p}", bias=bias)
     return names
 
 
-def mlp(theirs: str, ours: str, *, bias: bool) -> Names:
+def mlp(hf_name: str, path: str, *, bias: bool) -> Names:
+    """The three matrices of a layer's gated MLP."""
     names: Names = {}
     for p in ("gate", "up", "down"):
-        names |= linear(f"{theirs}.mlp.{p}_proj", f"{ours}.mlp.{p}", bias=bias)
+        names |= linear(f"{hf_name}.mlp.{p}_proj", f"{path}.mlp.{p}", bias=bias)
     return names
 
 
-def linear(theirs: str, ours: str, *, bias: bool) -> Names:
-    names: Names = {f"{theirs}.weight": (f"{ours}.kernel", TRANSPOSE)}
-    return names | {f"{theirs}.bias": (f"{ours}.bias", IDENTITY)} if bias else names
+def linear(hf_name: str, path: str, *, bias: bool) -> Names:
+    """One matrix, and its bias if it has one."""
+    names: Names = {f"{hf_name}.weight": (f"{path}.kernel", TRANSPOSE)}
+    if bias:
+        names[f"{hf_name}.bias"] = (f"{path}.bias", IDENTITY)
+    return names

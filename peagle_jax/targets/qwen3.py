@@ -1,6 +1,7 @@
-"""Qwen3 dense decoder (arXiv:2505.09388) with taps, as a pure function of (weights, tokens, attention).
+"""Qwen3 dense decoder (arXiv:2505.09388), which also returns aux hidden states.
 
-Reads top to bottom: config, model, weight table. Numerics follow transformers' modeling_qwen3.py (5.23).
+The file reads top to bottom: config, model, param table, export. Numerics follow transformers'
+modeling_qwen3.py (5.23).
 """
 
 import dataclasses
@@ -28,14 +29,10 @@ class Qwen3Config(config.TargetConfig):
         dtype: DTypeLike,
         where: str,
     ) -> "Qwen3Config":
-        """Builds the config from a checkpoint's config.json; `taps` None means vLLM's choice, (2, L//2, L-3).
-
-        Raises:
-          InputError: a key is missing, contradicts another one, or asks for what this model does not compute.
-        """
+        """Reads a checkpoint's config.json; see TargetConfig.from_hf."""
         f = Fields(hf, where, "a Qwen3 config")
         f.require("hidden_act", "silu", "the MLP is gated by SiLU")
-        layers, head_dim = config.read_layers(f), f.get_int("head_dim")
+        layers, head_dim = config.read_num_layers(f), f.get_int("head_dim")
         heads, kv_heads = config.read_heads(f)
         return cls(
             vocab=f.get_int("vocab_size"),
@@ -47,30 +44,39 @@ class Qwen3Config(config.TargetConfig):
             head_dim=head_dim,
             rope=Rope.from_hf(hf, head_dim, where),
             norm_eps=float(f.get_float("rms_norm_eps")),
-            # transformers writes only what differs from these class defaults (configuration_qwen3.py)
+            # configuration_qwen3.py's defaults: transformers writes only what differs from them
             attention_bias=f.get_bool("attention_bias", False),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),
             windows=_windows(f, layers),
             context=f.get_int("max_position_embeddings"),
             aux_hidden_state_layers=config.read_aux_layers(f, aux_hidden_state_layers, layers),
             dtype=dtype,
-            stop_ids=config.read_stops(hf),
+            stop_ids=config.read_stop_ids(hf),
             source=None,
         )
 
 
 def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
-    """Sliding only with `use_sliding_window`, and from layer `max_window_layers` on unless `layer_types` says which."""
+    """The sliding window of each layer.
+
+    Layers only slide with `use_sliding_window`, and then from layer `max_window_layers` on, unless
+    `layer_types` says which.
+    """
     window = f.get_int("sliding_window", None)
     if not f.get_bool("use_sliding_window", False) or window is None:
         return (None,) * layers
     first = f.get_int("max_window_layers", 28, least=0)
-    kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return config.windows_of(config.read_kinds(f, layers, kinds), window)
+    default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return config.windows_of_layers(config.read_layer_types(f, layers, default), window)
 
 
 class Qwen3(Decoder):
+    """Pre-norm decoder whose queries and keys are normalized."""
+
     def __init__(self, cfg: Qwen3Config, *, rngs: nnx.Rngs):
+        def norm() -> RMSNorm:
+            return RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+
         def block(layer: int) -> PreNormBlock:
             attention = Attention(
                 cfg.dim,
@@ -86,12 +92,8 @@ class Qwen3(Decoder):
                 dtype=cfg.dtype,
                 rngs=rngs,
             )
-            return PreNormBlock(
-                norm(), attention, norm(), MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
-            )
-
-        def norm():
-            return RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+            mlp = MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
+            return PreNormBlock(norm(), attention, norm(), mlp)
 
         super().__init__(
             cfg.vocab,
@@ -107,18 +109,24 @@ class Qwen3(Decoder):
 
 
 def table(cfg: Qwen3Config) -> ParamTable:
-    """Checkpoint name -> (our path, layout): the one list that loading, exporting and completeness checks read."""
-    result = param_names.frame(cfg.tied_embeddings)
+    """Checkpoint name -> (path of our parameter, transform), of every tensor."""
+    names = param_names.embedding_norm_and_lm_head(tied=cfg.tied_embeddings)
     for i in range(cfg.layers):
-        theirs, ours = f"model.layers.{i}", f"blocks.{i}"
-        result |= param_names.block_norms(theirs, ours) | param_names.mlp(theirs, ours, bias=False)
-        result |= param_names.attention(theirs, ours, bias=cfg.attention_bias, qk_norm=True)
-    return result
+        hf_name, path = f"model.layers.{i}", f"blocks.{i}"
+        names |= param_names.pre_norms(hf_name, path)
+        names |= param_names.mlp(hf_name, path, bias=False)
+        names |= param_names.attention(hf_name, path, bias=cfg.attention_bias, qk_norm=True)
+    return names
 
 
 def to_hf(cfg: Qwen3Config, dtype_name: str) -> dict:
-    """The config.json of an exported folder: `from_hf` reads back what this writes."""
-    sliding = next((w for w in cfg.windows if w is not None), None)
+    """The config.json of an exported folder; `from_hf` reads back what this writes.
+
+    Args:
+      dtype_name: of the exported weights, for example "bfloat16".
+    """
+    window = next((w for w in cfg.windows if w is not None), None)
+    stop_ids = list(cfg.stop_ids) if len(cfg.stop_ids) > 1 else next(iter(cfg.stop_ids), None)
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -138,16 +146,14 @@ def to_hf(cfg: Qwen3Config, dtype_name: str) -> dict:
         "tie_word_embeddings": cfg.tied_embeddings,
         "max_position_embeddings": cfg.context,
         "use_cache": True,
-        "use_sliding_window": sliding is not None,
-        "sliding_window": sliding,
-        "max_window_layers": cfg.windows.index(sliding) if sliding is not None else cfg.layers,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": cfg.layers if window is None else cfg.windows.index(window),
         "layer_types": [
             "full_attention" if w is None else "sliding_attention" for w in cfg.windows
         ],
         "bos_token_id": None,
-        "eos_token_id": list(cfg.stop_ids)
-        if len(cfg.stop_ids) > 1
-        else next(iter(cfg.stop_ids), None),
+        "eos_token_id": stop_ids,
         "pad_token_id": None,
         "dtype": dtype_name,
     }

@@ -1,6 +1,8 @@
-"""Where a target's parameters and cache lie on a mesh: heads and MLPs by tensor parallelism, experts by expert parallelism.
+"""Where a target's parameters and cache lie on a mesh of devices.
 
-One axis, "model". What its size does not divide is replicated: a KV head more than a device, an odd vocabulary.
+Heads and MLPs are split by tensor parallelism, experts by expert parallelism, both over the one
+mesh axis "model". What the size of that axis does not divide is replicated, for example two
+key-value heads over eight devices, or a vocabulary of odd size.
 """
 
 import re
@@ -9,63 +11,85 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from peagle_jax.layers.moe import AXIS
 from peagle_jax.targets.config import TargetConfig
-from peagle_jax.types import KVCache
+from peagle_jax.types import KVCache, Params
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """All devices, of all processes, on the axis "model"."""
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the one axis "model".
+
+    Args:
+      devices: of `jax.devices()`; None: all devices of all processes.
+    """
     devices = jax.devices() if devices is None else devices
     return Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def spec(path: str, shape: tuple[int, ...], config: TargetConfig, parts: int) -> P:
-    """Of the parameter at a dotted path, on an axis of `parts` devices."""
+def spec(path: str, shape: tuple[int, ...], config: TargetConfig, axis_size: int) -> P:
+    """On which of its axes a parameter is split.
 
-    def over(count, *axes):
-        return P(*axes) if count % parts == 0 else P()
+    Args:
+      path: dotted path of the parameter.
+      axis_size: devices on the mesh axis.
+    """
 
-    if found := re.search(r"blocks\.(\d+)\.attn\.([qkvo])\.(kernel|bias)$", path):
-        heads = config.heads if found[2] in "qo" else config.kv_heads_of(int(found[1]))
-        if found[2] == "o":
-            return over(heads, AXIS, None) if found[3] == "kernel" else P()
-        return over(heads, None, AXIS) if found[3] == "kernel" else over(heads, AXIS)
+    def split_if_divisible(count: int, *axes: str | None) -> P:
+        return P(*axes) if count % axis_size == 0 else P()
+
+    if match := re.search(r"blocks\.(\d+)\.attn\.([qkvo])\.(kernel|bias)$", path):
+        layer, projection, part = match.groups()
+        heads = config.heads if projection in "qo" else config.kv_heads_of(int(layer))
+        if projection == "o":
+            return split_if_divisible(heads, AXIS, None) if part == "kernel" else P()
+        axes = (None, AXIS) if part == "kernel" else (AXIS,)
+        return split_if_divisible(heads, *axes)
     if path.endswith("attn.sinks"):
-        return over(config.heads, AXIS)
+        return split_if_divisible(config.heads, AXIS)
     if ".experts." in path:
-        return over(shape[0], AXIS)
-    if found := re.search(r"mlp\.(gate|up|down)\.(kernel|bias)$", path):
-        if found[1] == "down":
-            return over(shape[0], AXIS, None) if found[2] == "kernel" else P()
-        return over(shape[-1], *(None, AXIS)[2 - len(shape) :])
+        return split_if_divisible(shape[0], AXIS)
+    if match := re.search(r"mlp\.(gate|up|down)\.(kernel|bias)$", path):
+        matrix, part = match.groups()
+        if matrix == "down":
+            return split_if_divisible(shape[0], AXIS, None) if part == "kernel" else P()
+        axes = (None, AXIS) if len(shape) == 2 else (AXIS,)
+        return split_if_divisible(shape[-1], *axes)
     if path == "embed.table":
-        return over(shape[0], AXIS, None)
+        return split_if_divisible(shape[0], AXIS, None)
     if path in ("lm_head.kernel", "ple_embed.table", "ple_in"):
-        return over(shape[1], None, AXIS)
+        return split_if_divisible(shape[1], None, AXIS)
     return P()
 
 
 def placement(config: TargetConfig, mesh: Mesh) -> Callable[[str, Any], NamedSharding]:
-    """What `weights.load` asks for: path and shape of a parameter -> its sharding."""
-    return lambda path, leaf: NamedSharding(mesh, spec(path, leaf.shape, config, mesh.shape[AXIS]))
+    """(path, shape) of a parameter -> its sharding, as `weights.load_params` asks for it."""
+
+    def sharding_of(path: str, param: Any) -> NamedSharding:
+        return NamedSharding(mesh, spec(path, param.shape, config, mesh.shape[AXIS]))
+
+    return sharding_of
 
 
-def cache_sharding(cache: KVCache, mesh: Mesh) -> KVCache:
-    """The sharding of every array of a cache, as a cache: by KV heads where they divide."""
+def cache_sharding(cache: KVCache, mesh: Mesh | AbstractMesh) -> KVCache:
+    """The sharding of every array of a cache, as a cache of shardings.
 
-    def of(x):
-        heads = len(x.shape) == 4 and x.shape[1] % mesh.shape[AXIS] == 0
-        return NamedSharding(mesh, P(None, AXIS) if heads else P())
+    Keys and values are split by their heads where the mesh divides these.
+    """
 
-    return jax.tree.map(of, cache)
+    def sharding_of(x: Any) -> NamedSharding:
+        is_split = len(x.shape) == 4 and x.shape[1] % mesh.shape[AXIS] == 0
+        return NamedSharding(mesh, P(None, AXIS) if is_split else P())
+
+    return jax.tree.map(sharding_of, cache)
 
 
-def mesh_of(params) -> Mesh | None:
-    """The mesh that parameters were spread over, if they were."""
+def mesh_of(params: Params) -> Mesh | None:
+    """The mesh that parameters are spread over; None if they lie on one device."""
     leaf = jax.tree.leaves(params)[0]
     sharding = getattr(leaf, "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.mesh
+    return None

@@ -1,10 +1,13 @@
-"""Training attention: what every row sees of the depth-0 rows, and of its own chain.
+"""Attention in training: what each row of a packed sequence attends to.
 
-Element (a, d) sees every depth-0 element of its document with anchor <= a, and its own chain (a, 1) .. (a, d): exactly
-what the runtime shows it. No packed-by-packed mask exists, and the cost is packed * context, not packed^2.
+Element (a, d), of anchor a and depth d, attends to every depth-0 element of its document at
+positions up to a, and to its own chain (a, 1) .. (a, d). That is exactly what it attends to when
+decoding. No mask of packed by packed rows exists, and the cost is packed * context instead of
+packed**2.
 """
 
 import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +21,38 @@ from peagle_jax.types import AttentionRule
 def causal(
     segment_ids: Int[Array, "B n"], window: int | None, ahead: int = 0
 ) -> AttentionIntervals:
-    """Of n rows, each what its document holds up to itself; documents are contiguous, -1 sees nothing and is seen by nothing.
+    """Causal attention within documents: each row attends to its document's rows up to itself.
 
     Args:
-      window: the query at position p sees p - window + 1 .. p.
-      ahead: how far a row's position lies behind its own place.
+      segment_ids: documents, each in one piece; rows of -1 attend to nothing, and nothing to them.
+      window: the query at position p attends to p - window + 1 .. p; None: to all before it.
+      ahead: how far a row's position is ahead of its place in the sequence (EAGLE-3's later steps).
     """
     here = jnp.broadcast_to(jnp.arange(segment_ids.shape[1])[None], segment_ids.shape)
-    first = starts(segment_ids)
+    first = segment_starts(segment_ids)
     if window is not None:
         first = jnp.maximum(first, here + ahead - window + 1)
-    return AttentionIntervals(
-        first, jnp.where(segment_ids >= 0, here, -1), jnp.zeros_like(here), segment_ids.shape[1], 0
-    )
+    last = jnp.where(segment_ids >= 0, here, -1)
+    return AttentionIntervals(first, last, jnp.zeros_like(here), segment_ids.shape[1], 0)
 
 
-def starts(segment_ids: Int[Array, "B n"]) -> Int[Array, "B n"]:
+def segment_starts(segment_ids: Int[Array, "B n"]) -> Int[Array, "B n"]:
     """The first row of each row's document."""
     here = jnp.broadcast_to(jnp.arange(segment_ids.shape[1])[None], segment_ids.shape)
-    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)])
-    return jax.lax.cummax(jnp.where(begins, here, 0), axis=1)
+    is_start = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)])
+    return jax.lax.cummax(jnp.where(is_start, here, 0), axis=1)
 
 
 def with_sinks(
     y: Float[Array, "B P N H"], lse: Float[Array, "B P N"], sinks: Float[Array, " N"] | None
 ) -> Float[Array, "B P N H"]:
-    """What the softmax gives when one more logit a head takes part in it."""
+    """Attention output `y` as if one more logit per head, a sink, had been in the softmax.
+
+    Args:
+      y: attention output without sinks.
+      lse: log-sum-exp of its scores.
+      sinks: the logits; None: there are none.
+    """
     if sinks is None:
         return y
     share = jnp.exp(lse - jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, None]))
@@ -52,26 +61,37 @@ def with_sinks(
 
 @dataclasses.dataclass(frozen=True)
 class PackedCausal:
-    """Causal attention within documents, for whole rows: the target's, and depth 0 of a head's."""
+    """Causal attention within documents over whole rows: the target's, and that of a head's depth
+    0."""
 
     segment_ids: Int[Array, "B T"]
 
-    def __call__(self, layer: int, q, k, v, state, rule: AttentionRule):
-        """`state` holds the keys and values of every layer called so far, for those that share them."""
-        held = {} if state is None else state
-        k, v = held[layer] if k is None else (k, v)
-        y, lse = packed_attention.attend(
-            q, k, v, causal(self.segment_ids, rule.window), rule.scale, form="auto"
-        )
-        return with_sinks(y, lse, rule.sinks), {**held, layer: (k, v)}
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T G H"] | None,
+        v: Float[Array, "B T G H"] | None,
+        state: dict | None,
+        rule: AttentionRule,
+    ) -> tuple[Float[Array, "B T N H"], dict]:
+        """Attends; `state` has the keys and values of the layers before, for layers that share
+        them."""
+        keys_and_values = {} if state is None else state
+        if k is None or v is None:
+            k, v = cast(tuple[Array, Array], keys_and_values[layer])
+        intervals = causal(self.segment_ids, rule.window)
+        y, lse = packed_attention.attend(q, k, v, intervals, rule.scale, form="auto")
+        return with_sinks(y, lse, rule.sinks), {**keys_and_values, layer: (k, v)}
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefixChain:
-    """Attention over [n depth-0 rows, M packed depth >= 1 rows], of a draft head: no sinks, every layer its own keys.
+    """Attention over [n depth-0 rows, M packed rows of depth 1 and more] of a draft head.
 
-    The packed rows are ordered by (anchor, depth), so the chain of row m is the rows m-depth+1 .. m: a band. Those of depth 0 are
-    padding, see nothing and are seen by nothing.
+    The packed rows are ordered by (anchor, depth), so the chain of packed row m is the rows
+    m - depth + 1 .. m. Rows of depth 0 among them are padding: they attend to nothing, and nothing
+    to them. There are no sinks, and every layer has keys of its own.
     """
 
     anchor: Int[Array, "B M"]
@@ -79,30 +99,38 @@ class PrefixChain:
     segment_ids: Int[Array, "B n"]  # of the depth-0 rows
     num_depths: int  # K
 
-    def __call__(self, layer: int, q, k, v, state, rule: AttentionRule):
-        y, _ = packed_attention.attend(q, k, v, self.seen(rule.window), rule.scale, form="auto")
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "B P N H"],
+        k: Float[Array, "B P G H"] | None,
+        v: Float[Array, "B P G H"] | None,
+        state: Any,
+        rule: AttentionRule,
+    ) -> tuple[Float[Array, "B P N H"], Any]:
+        if k is None or v is None:
+            raise ValueError("every layer of a draft head has keys of its own")
+        intervals = self.intervals(rule.window)
+        y, _ = packed_attention.attend(q, k, v, intervals, rule.scale, form="auto")
         return y, state
 
-    def seen(self, window: int | None) -> AttentionIntervals:
-        def of(rows):
+    def intervals(self, window: int | None) -> AttentionIntervals:
+        """What each of the n + M rows attends to."""
+
+        def at_anchor(rows: Int[Array, "B n"]) -> Int[Array, "B M"]:
             return jnp.take_along_axis(rows, self.anchor, axis=1)
 
-        first, own = of(starts(self.segment_ids)), self.depth
+        first, chain_len = at_anchor(segment_starts(self.segment_ids)), self.depth
         if window is not None:
-            first, own = (
-                jnp.maximum(first, self.anchor + self.depth - window + 1),
-                jnp.minimum(own, window),
-            )
-        last = jnp.where((self.depth > 0) & (of(self.segment_ids) >= 0), self.anchor, -1)
-        flat = causal(self.segment_ids, window)
-
-        def join(a, b):
-            return jnp.concatenate([a, b], axis=1)
-
+            first = jnp.maximum(first, self.anchor + self.depth - window + 1)
+            chain_len = jnp.minimum(chain_len, window)
+        is_real = (self.depth > 0) & (at_anchor(self.segment_ids) >= 0)
+        last = jnp.where(is_real, self.anchor, -1)
+        depth0 = causal(self.segment_ids, window)
         return AttentionIntervals(
-            join(flat.first, first),
-            join(flat.last, last),
-            join(flat.own, own),
-            flat.depth0,
+            jnp.concatenate([depth0.first, first], axis=1),
+            jnp.concatenate([depth0.last, last], axis=1),
+            jnp.concatenate([jnp.zeros_like(depth0.first), chain_len], axis=1),
+            depth0.depth0,
             self.num_depths - 1,
         )

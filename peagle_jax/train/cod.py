@@ -1,102 +1,131 @@
-"""COD (conditional drop-token) sampling on the host: which depth >= 1 elements a sequence is trained on.
+"""COD (conditional drop-token) sampling: which elements of depth 1 and more a sequence is trained
+on.
 
-From PARD (arXiv:2504.18583), as P-EAGLE uses it (arXiv:2602.01469): depth d keeps about r**d of the positions, and
-keeps (anchor, d) only where (anchor, d-1) was kept, so that every chain the head trains on is unbroken.
+From PARD (arXiv:2504.18583), as P-EAGLE uses it (arXiv:2602.01469). Depth d trains about a share
+r**d of the positions, and element (anchor, d) only where (anchor, d-1) is trained too, so that
+every chain is unbroken. It runs on the host, in NumPy.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Bool, Int
 
+from peagle_jax.train.settings import check
 from peagle_jax.types import CodSample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodConfig:
-    """`depths` counts the NTP position: K = 8 trains one real and up to seven placeholder rows an anchor.
+    """Settings of COD sampling, under speculators' names.
 
-    With `anchors`, depths count as if a row had at most so many supervised positions, as with speculators' max_anchors: chains begin
-    at random, so drawing the anchors first and the chains from them would give the same.
+    `num_depths` is K and counts depth 0, the next-token rows: K = 8 trains one real row and up to
+    seven placeholder rows of an anchor.
     """
 
-    num_depths: int
-    down_sample_ratio: float
-    down_sample_ratio_min: float
-    max_anchors: int | None
+    num_depths: int = 8
+    down_sample_ratio: float = 0.7  # r: depth d trains a share r**d of the positions ...
+    down_sample_ratio_min: float = 0.2  # ... but never a smaller share than this
+    # Depths count as if a row had at most so many positions with a loss; null: all of them. Chains
+    # begin at random positions, so this equals drawing the anchors first, as speculators does.
+    max_anchors: int | None = None
 
-    def __post_init__(self):
-        if (
-            self.num_depths < 1
-            or not 0 < self.down_sample_ratio <= 1
-            or not 0 <= self.down_sample_ratio_min <= 1
-            or (self.max_anchors is not None and self.max_anchors < 1)
-        ):
-            raise ValueError(
-                f"COD needs num_depths >= 1, 0 < down_sample_ratio <= 1, 0 <= down_sample_ratio_min <= 1, max_anchors >= 1 or null; got {self}"
-            )
+    def __post_init__(self) -> None:
+        check(self.num_depths >= 1, "num_depths", "must be 1 or more", self.num_depths, "use 8")
+        ratio, least = self.down_sample_ratio, self.down_sample_ratio_min
+        rule = "must be above 0 and at most 1"
+        check(0 < ratio <= 1, "down_sample_ratio", rule, ratio, "use 0.7")
+        check(0 <= least <= 1, "down_sample_ratio_min", "must lie in 0..1", least, "use 0.2")
+        positive = self.max_anchors is None or self.max_anchors >= 1
+        rule = "must be 1 or more, or null"
+        check(positive, "max_anchors", rule, self.max_anchors, "use null for all")
 
-    def wanted(self, loss_mask: int, depth: int) -> int:
-        """How many elements depth d may keep of a sequence with that many supervised positions."""
-        begin = loss_mask if self.max_anchors is None else min(loss_mask, self.max_anchors)
-        return int(
-            max(begin - depth, 0) * max(self.down_sample_ratio**depth, self.down_sample_ratio_min)
-        )
+    def max_elements(self, num_loss_tokens: int, depth: int) -> int:
+        """How many elements of `depth` a sequence with so many positions in the loss may have."""
+        anchors = num_loss_tokens
+        if self.max_anchors is not None:
+            anchors = min(anchors, self.max_anchors)
+        share = max(self.down_sample_ratio**depth, self.down_sample_ratio_min)
+        return int(max(anchors - depth, 0) * share)
 
     def capacity(self, positions: int) -> int:
-        """Most elements of depth >= 1 that `positions` can give: the static packed width."""
-        return sum(self.wanted(positions, d) for d in range(1, self.num_depths))
+        """The most elements of depth 1 and more that `positions` can give: the static packed width
+        M."""
+        return sum(self.max_elements(positions, depth) for depth in range(1, self.num_depths))
 
 
 def sample_row(
-    loss_mask: np.ndarray, segment_ids: np.ndarray, cod: CodConfig, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """(anchor, depth) of the kept elements of one sequence, ordered by (anchor, depth).
+    loss_mask: Bool[np.ndarray, " n"],
+    segment_ids: Int[np.ndarray, " n"],
+    cod: CodConfig,
+    rng: np.random.Generator,
+) -> tuple[Int[np.ndarray, " M"], Int[np.ndarray, " M"]]:
+    """Samples the elements of one sequence.
 
-    A position is kept at depth d if it is supervised, lies in the document of the position before it, and that one was
-    kept at depth d-1; of those, `cod.wanted` are drawn without replacement. Position 0 is nobody's depth >= 1
-    (speculators 0.9 lets it in with anchor -1). A chain never crosses documents.
+    A position can be trained at depth d if the loss may read it, if it lies in the document of the
+    position before it, and if that one is trained at depth d-1. Of these, `cod.max_elements` are
+    drawn without replacement. Position 0 has no position before it, so it is trained at depth 0
+    only (speculators 0.9 lets it in, with anchor -1). A chain never crosses documents.
 
     Args:
-      supervised: whether a loss may read each shifted position [n].
-      document: document of each shifted position, -1 for none [n].
+      loss_mask: whether the loss may read each shifted position.
+      segment_ids: document of each shifted position, -1 for none.
+      cod: settings.
+      rng: source of the draws.
+
+    Returns:
+      (anchor, depth) of every element, ordered by (anchor, depth).
     """
-    n, count = len(loss_mask), int(loss_mask.sum())
-    follows = np.zeros(n, bool)
-    follows[1:] = loss_mask[1:] & (segment_ids[1:] == segment_ids[:-1]) & (segment_ids[1:] >= 0)
-    kept, anchors, depths = np.arange(n), [], []
+    n, num_loss_tokens = len(loss_mask), int(loss_mask.sum())
+    continues = np.zeros(n, bool)
+    same_segment = (segment_ids[1:] == segment_ids[:-1]) & (segment_ids[1:] >= 0)
+    continues[1:] = loss_mask[1:] & same_segment
+    positions = np.arange(n)  # those trained at the depth before
+    anchors, depths = [], []
     for depth in range(1, cod.num_depths):
-        pool = kept[kept + 1 < n] + 1
-        pool = pool[follows[pool]]
-        size = cod.wanted(count, depth)
-        if size == 0 or len(pool) == 0:
+        candidates = positions[positions + 1 < n] + 1
+        candidates = candidates[continues[candidates]]
+        size = cod.max_elements(num_loss_tokens, depth)
+        if size == 0 or len(candidates) == 0:
             break
-        kept = np.sort(rng.choice(pool, size, replace=False)) if len(pool) > size else pool
-        anchors.append(kept - depth)
-        depths.append(np.full(len(kept), depth))
+        if len(candidates) > size:
+            positions = np.sort(rng.choice(candidates, size, replace=False))
+        else:
+            positions = candidates
+        anchors.append(positions - depth)
+        depths.append(np.full(len(positions), depth))
     if not anchors:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    anchor, depth = np.concatenate(anchors), np.concatenate(depths)
-    order = np.lexsort((depth, anchor))
-    return anchor[order], depth[order]
+    anchor, depth_of = np.concatenate(anchors), np.concatenate(depths)
+    order = np.lexsort((depth_of, anchor))
+    return anchor[order], depth_of[order]
 
 
-def cod_sample(loss_mask: np.ndarray, segment_ids: np.ndarray, cod: CodConfig, seed) -> CodSample:
-    """COD elements of a batch of shifted rows [B, n], padded to `cod.capacity(n)`.
+def cod_sample(
+    loss_mask: Bool[np.ndarray, "B n"],
+    segment_ids: Int[np.ndarray, "B n"],
+    cod: CodConfig,
+    seed: int | Sequence[int],
+) -> CodSample:
+    """Samples the elements of a batch of shifted rows, padded to `cod.capacity(n)`.
 
     Args:
-      seed: anything `np.random.default_rng` takes; row i is seeded with [*seed, i], so a row's draw does not depend on
-        its neighbours.
+      loss_mask: whether the loss may read each shifted position.
+      segment_ids: document of each shifted position, -1 for none.
+      cod: settings.
+      seed: row i draws with the seed [*seed, i], so that it does not depend on the other rows.
     """
     B, n = loss_mask.shape
     width = max(cod.capacity(n), 1)
-    anchor, depth, real = (
-        np.zeros((B, width), np.int32),
-        np.zeros((B, width), np.int32),
-        np.zeros((B, width), bool),
-    )
+    anchor = np.zeros((B, width), np.int32)
+    depth = np.zeros((B, width), np.int32)
+    real = np.zeros((B, width), bool)
     for i in range(B):
-        a, d = sample_row(
-            loss_mask[i], segment_ids[i], cod, np.random.default_rng([*np.atleast_1d(seed), i])
-        )
-        anchor[i, : len(a)], depth[i, : len(d)], real[i, : len(a)] = a, d, True
+        rng = np.random.default_rng([*np.atleast_1d(seed), i])
+        row_anchor, row_depth = sample_row(loss_mask[i], segment_ids[i], cod, rng)
+        count = len(row_anchor)
+        anchor[i, :count] = row_anchor
+        depth[i, :count] = row_depth
+        real[i, :count] = True
     return CodSample(anchor, depth, real)

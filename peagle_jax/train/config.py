@@ -1,133 +1,148 @@
-"""Run configurations: YAML into frozen dataclasses. An unknown or missing key is an error, never a default."""
+"""Training recipes: what a run is told, as frozen dataclasses, and their YAML.
 
+A recipe needs few keys: `task`, `target`, `out` and `data` for a draft head, `task`, `out` and
+`model` for a small target. Every other key has the default that stands here. Unknown keys are
+errors. configs/train/ has the recipes of the packaged models and of published heads.
+"""
+
+import abc
 import dataclasses
-import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
 from peagle_jax.draft import placeholders
-from peagle_jax.old_names import RECIPE_KEYS, with_new_names
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.loss import LOSSES
 from peagle_jax.train.peagle_loss import FeatureNoise
+from peagle_jax.train.settings import build, check, plain
 from peagle_jax.types import InputError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    source: (
-        str | None
-    )  # folder or JSONL; "installed"; null: this machine's Python standard library (corpus.read_corpus)
-    max_chars: int | None  # a random choice of about so many characters; null: all
-    held_out: float  # share of documents never trained on
-    seq_len: int  # tokens a row
-    batch_size: int  # rows a step
+    """The corpus, and how it is packed into rows."""
 
-    def __post_init__(self):
-        if (
-            self.seq_len < 4
-            or self.batch_size < 1
-            or not 0 <= self.held_out < 1
-            or (self.max_chars is not None and self.max_chars < 1)
-        ):
-            raise ValueError(
-                f"data needs seq_len >= 4, batch_size >= 1, 0 <= held_out < 1, max_chars >= 1; got {self}"
-            )
+    # A folder or a JSONL (corpus.read_corpus); "installed": all Python source of this environment;
+    # null: the Python standard library.
+    source: str | None
+    max_chars: int | None = None  # a random choice of about so many characters; null: all
+    held_out: float = 0.05  # share of documents, by name, that are never trained on
+    seq_len: int = 2048  # tokens of a packed row
+    batch_size: int = 8  # packed rows of a step
+
+    def __post_init__(self) -> None:
+        check(self.seq_len >= 4, "seq_len", "must be 4 or more", self.seq_len, "use 2048")
+        check(self.batch_size >= 1, "batch_size", "must be 1 or more", self.batch_size, "use 8")
+        in_range = 0 <= self.held_out < 1
+        check(in_range, "held_out", "must lie in 0..1, below 1", self.held_out, "use 0.05")
+        positive = self.max_chars is None or self.max_chars >= 1
+        check(positive, "max_chars", "must be 1 or more", self.max_chars, "use null for all")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay to a tenth."""
+    """AdamW with linear warm-up, and cosine decay to a tenth of the peak learning rate."""
 
-    steps: int
-    peak_lr: float
-    warmup: int  # steps
-    weight_decay: float
-    max_grad_norm: float  # global gradient norm
+    steps: int = 10_000
+    peak_lr: float = 1e-4  # heads of large targets; 3e-3 suits the packaged target's
+    warmup: int = 300  # steps
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
 
-    def __post_init__(self):
-        if self.steps < 1 or self.warmup < 0 or self.peak_lr <= 0 or self.max_grad_norm <= 0:
-            raise ValueError(
-                f"optimizer needs steps >= 1, warmup >= 0, peak_lr > 0, max_grad_norm > 0; got {self}"
-            )
+    def __post_init__(self) -> None:
+        check(self.steps >= 1, "steps", "must be 1 or more", self.steps, "use 10000")
+        check(self.peak_lr > 0, "peak_lr", "must be above 0", self.peak_lr, "use 1e-4")
+        check(self.warmup >= 0, "warmup", "must be 0 or more", self.warmup, "use 300")
+        positive = self.max_grad_norm > 0
+        check(positive, "max_grad_norm", "must be above 0", self.max_grad_norm, "use 1.0")
 
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    if kv_heads < 1 or heads < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
-        raise ValueError(
-            f"heads must be a multiple of kv_heads, head_dim even; got {heads}, {kv_heads}, {head_dim}"
-        )
+    check(kv_heads >= 1, "kv_heads", "must be 1 or more", kv_heads, "use a divisor of heads")
+    is_multiple = heads >= 1 and heads % kv_heads == 0
+    rule = f"must be a multiple of kv_heads, {kv_heads}"
+    check(is_multiple, "heads", rule, heads, f"use {max(heads // kv_heads, 1) * kv_heads}")
+    is_even = head_dim >= 2 and head_dim % 2 == 0
+    check(is_even, "head_dim", "must be even and 2 or more", head_dim, "use 64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LmShape:
-    vocab: int
+    """The Qwen3 target that an `lm` run trains."""
+
+    vocab: int  # of the tokenizer, which is trained on the same corpus
     layers: int
     dim: int
     mlp_dim: int
     heads: int
     kv_heads: int
     head_dim: int
-    rope_theta: float
-    context: int
+    rope_theta: float = 10_000.0
+    context: int = 4096
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_heads(self.heads, self.kv_heads, self.head_dim)
-        if (
-            min(self.vocab - 259, self.layers, self.dim, self.mlp_dim, self.context) < 1
-            or self.rope_theta <= 0
-        ):
-            raise ValueError(
-                f"model needs vocab >= 260 (bytes and special tokens) and positive sizes; got {self}"
-            )
+        rule = "must be 260 or more: 256 bytes and 4 special tokens"
+        check(self.vocab >= 260, "vocab", rule, self.vocab, "use 2048")
+        for key in ("layers", "dim", "mlp_dim", "context"):
+            size = getattr(self, key)
+            check(size >= 1, key, "must be 1 or more", size, "give a positive size")
+        positive = self.rope_theta > 0
+        check(positive, "rope_theta", "must be above 0", self.rope_theta, "use 10000.0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every run says."""
+    """What every run is told."""
 
-    out: str
-    seed: int
+    task: str
+    out: str  # the run's folder: recipe, checkpoints, metrics.jsonl, result
+    seed: int = 0
     data: DataConfig
-    optimizer: OptimizerConfig
-    log_every: int
-    save_every: int
-    max_seconds: float | None  # stop after so long even if steps remain
+    optimizer: OptimizerConfig = OptimizerConfig()
+    log_every: int = 50  # steps between two rows of metrics.jsonl
+    save_every: int = 1000  # steps between two checkpoints
+    max_seconds: float | None = None  # stop after so long even if steps remain; null: never
 
-    def __post_init__(self):
-        if self.log_every < 1 or self.save_every < 1:
-            raise ValueError(
-                f"log_every and save_every must be 1 or more; got {self.log_every} and {self.save_every}"
-            )
-        if self.seed < 0:
-            raise ValueError(f"seed must be 0 or more; got {self.seed}")
+    def __post_init__(self) -> None:
+        check(self.log_every >= 1, "log_every", "must be 1 or more", self.log_every, "use 50")
+        check(self.save_every >= 1, "save_every", "must be 1 or more", self.save_every, "use 1000")
+        check(self.seed >= 0, "seed", "must be 0 or more", self.seed, "use 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LmRun(Run):
-    """Trains a Qwen3 target from scratch, tokenizer included."""
+    """Trains a small Qwen3 target from scratch, tokenizer included."""
 
-    task: typing.Literal["lm"]
+    task: typing.Literal["lm"] = "lm"
     model: LmShape
+    data: DataConfig = DataConfig(source=None, seq_len=256)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        steps=4000, peak_lr=2e-3, warmup=200, weight_decay=0.1
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope:
-    """The rotary embedding that P-EAGLE heads are published with (layers/rope.py has the formula)."""
+    """Llama 3's rotary embedding, in transformers' words; the defaults are Llama 3.2's."""
 
-    theta: float
-    factor: float
-    low: float  # low_freq_factor
-    high: float  # high_freq_factor
-    original: int  # original_max_position_embeddings
+    rope_theta: float = 500_000.0
+    factor: float = 32.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
 
-    def __post_init__(self):
-        if self.theta <= 0 or self.factor <= 0 or self.low >= self.high or self.original < 1:
-            raise ValueError(
-                f"rope needs theta and factor above 0, low below high, original of 1 or more; got {self}"
-            )
+    def __post_init__(self) -> None:
+        check(self.rope_theta > 0, "rope_theta", "must be above 0", self.rope_theta, "use 500000.0")
+        check(self.factor > 0, "factor", "must be above 0", self.factor, "use 32.0")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        rule = f"must be below high_freq_factor, {high}"
+        check(low < high, "low_freq_factor", rule, low, "use 1.0, and 4.0 for the other")
+        key, original = "original_max_position_embeddings", self.original_max_position_embeddings
+        check(original >= 1, key, "must be 1 or more", original, "use 8192")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,61 +150,71 @@ class HeadShape:
     """A draft head. Null takes the target's value."""
 
     layers: int
-    dim: int | None
-    mlp_dim: int | None
-    heads: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    draft_vocab: int | None  # null: the whole vocabulary
-    aux_hidden_state_layers: tuple[int, ...] | None
-    qk_norm: bool
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
-    mask_token: int | None  # null: the tokenizer's mask token
-    rope: Llama3Rope | None
+    dim: int | None = None
+    mlp_dim: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    draft_vocab: int | None = (
+        None  # the most frequent tokens of the data; null: the whole vocabulary
+    )
+    # The target's layers whose inputs the head reads (vLLM: eagle_aux_hidden_state_layer_ids);
+    # null: those that vLLM chooses for the target.
+    aux_hidden_state_layers: tuple[int, ...] | None = None
+    qk_norm: bool = False  # RMSNorm of queries and keys, as Qwen3 has; needed to begin as its layer
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    mask_token: int | None = None  # the placeholders' token; null: the tokenizer's mask token
+    rope: Llama3Rope | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.heads is not None and self.kv_heads is not None:
             _check_heads(self.heads, self.kv_heads, self.head_dim or 2)
-        if min(size for size in (self.layers, self.dim, self.mlp_dim, 1) if size is not None) < 1:
-            raise ValueError(f"head needs positive sizes; got {self}")
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude each other")
+        for key in ("layers", "dim", "mlp_dim"):
+            size = getattr(self, key)
+            positive = size is None or size >= 1
+            next_step = "use 1" if key == "layers" else "use null for the target's"
+            check(positive, key, "must be 1 or more", size, next_step)
+        both = self.norm_before_fc and self.fc_norm
+        rule = "excludes norm_before_fc: a head has one of the two"
+        check(not both, "fc_norm", rule, "both", "set one of them to false")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TttConfig:
-    steps: int
-    decay: float
+    """Test-time training of EAGLE-3 heads (arXiv:2503.01840)."""
 
-    def __post_init__(self):
-        if self.steps < 1 or self.decay <= 0:
-            raise ValueError(f"ttt needs steps >= 1 and decay > 0; got {self}")
+    steps: int = 6  # the head is unrolled so often; K in training
+    decay: float = 1.0  # unrolled step j counts decay**j in the loss
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 1, "steps", "must be 1 or more", self.steps, "use 6")
+        check(self.decay > 0, "decay", "must be above 0", self.decay, "use 1.0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceholderConfig:
-    """What a placeholder row sees: names of draft/placeholders.py, which says what they are."""
+    """What a placeholder row contains: designs of draft/placeholders.py, which explains them.
 
-    hidden: str
-    token: str
+    The defaults are the paper's: one learned vector for all positions, and the mask token.
+    """
 
-    def __post_init__(self):
-        for side, known in (
-            ("hidden", placeholders.HIDDEN_DESIGNS),
-            ("token", placeholders.TOKEN_DESIGNS),
-        ):
-            if getattr(self, side) not in known:
-                raise ValueError(
-                    f"placeholder.{side} must be one of {', '.join(known)}; got {getattr(self, side)}"
-                )
+    hidden: str = "shared"
+    token: str = "mask"
+
+    def __post_init__(self) -> None:
+        sides = (("hidden", placeholders.HIDDEN_DESIGNS), ("token", placeholders.TOKEN_DESIGNS))
+        for side, designs in sides:
+            name = getattr(self, side)
+            rule = f"must be one of {', '.join(designs)}"
+            check(name in designs, side, rule, name, f"use {next(iter(designs))}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthStage:
-    """Until step `until`, train only this many depths (P-EAGLE) or unrolled steps (EAGLE-3)."""
+    """Until step `until`, train only so many depths (P-EAGLE) or unrolled steps (EAGLE-3)."""
 
     until: int
     num_depths: int
@@ -197,186 +222,148 @@ class DepthStage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Greedy decoding with the head as it is: what `metrics.jsonl` and the closing table say about acceptance."""
+    """Greedy decoding with the head while it trains, and at the end: its acceptance length."""
 
-    every: (
-        int | None
-    )  # steps; null: only when training is done. Its seconds do not count as training
-    prompts: (
-        str | None
-    )  # JSONL; null: excerpts of held-out documents, or the prompts of held-out answers
-    num_prompts: int  # prompts, decoded as one batch
-    max_new_tokens: int
+    every: int | None = 1000  # steps; null: only at the end. Its time does not count as training
+    # A JSONL of prompts; null: the prompts of held-out answers, or excerpts of held-out documents.
+    prompts: str | None = None
+    num_prompts: int = 16  # decoded as one batch
+    max_new_tokens: int = 96
 
-    def __post_init__(self):
-        if min(self.every or 1, self.num_prompts, self.max_new_tokens) < 1:
-            raise ValueError(
-                f"eval needs every, num_prompts and max_new_tokens of 1 or more; got {self}"
-            )
+    def __post_init__(self) -> None:
+        positive = self.every is None or self.every >= 1
+        check(positive, "every", "must be 1 or more, or null", self.every, "use 1000")
+        check(self.num_prompts >= 1, "num_prompts", "must be 1 or more", self.num_prompts, "use 16")
+        tokens = self.max_new_tokens
+        check(tokens >= 1, "max_new_tokens", "must be 1 or more", tokens, "use 96")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadRun(Run):
-    """What runs of both kinds of head say."""
+class HeadRun(Run, abc.ABC):
+    """What runs of both kinds of head are told."""
 
-    target: str
-    target_dtype: typing.Literal["float32", "bfloat16"]
-    hidden_states_dir: (
-        str | None
-    )  # folder of `peagle extract` of these very rows, read instead of running the target; null: run it
+    target: str  # folder or hub id
+    target_dtype: typing.Literal["float32", "bfloat16"] = "float32"
+    # A folder of `peagle extract` with hidden states of these very rows; null: the target runs.
+    hidden_states_dir: str | None = None
     head: HeadShape
-    loss: str  # of train/loss.py
-    init: typing.Literal[
-        "random", "target"
-    ]  # layers at random, or the target's last one (draft/init.py)
-    init_from: (
-        str | None
-    )  # folder of a trained head, whose parameters then replace those of the same name and shape
-    depth_schedule: tuple[
-        DepthStage, ...
-    ]  # depths one after the other: placeholders learn little before depth 0 has (LOG.md); empty: all at once
+    loss: str = "forward_kl"  # a name of train/loss.py
+    # The head's layers begin as random numbers, or as the target's last layer (draft/init.py).
+    init: typing.Literal["random", "target"] = "random"
+    # A trained head, whose parameters then replace those of the same name and shape.
+    init_from: str | None = None
+    # Fewer depths at first: placeholders learn little before depth 0 has. Empty: all at once.
+    depth_schedule: tuple[DepthStage, ...] = ()
     train_embedding: bool
-    train_lm_head: bool
-    eval: EvalConfig
+    train_lm_head: bool = False
+    eval: EvalConfig = EvalConfig()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {self.loss}")
-        untils, num_depths = (
-            [0, *(g.until for g in self.depth_schedule)],
-            [0, *(g.num_depths for g in self.depth_schedule), self.num_depths],
+        rule = f"must be one of {', '.join(LOSSES)}"
+        check(self.loss in LOSSES, "loss", rule, self.loss, "use forward_kl")
+        stages = [(stage.until, stage.num_depths) for stage in self.depth_schedule]
+        untils = [0, *(until for until, _ in stages)]
+        depths = [0, *(num_depths for _, num_depths in stages), self.num_depths]
+        ascends = untils == sorted(set(untils)) and depths == sorted(set(depths))
+        check(
+            ascends,
+            "depth_schedule",
+            f"must ascend in until and in num_depths, and stay below {self.num_depths} depths",
+            f"stages (until, num_depths) of {stages}",
+            "reorder its stages, or use [] to train all depths from the first step on",
         )
-        if untils != sorted(set(untils)) or num_depths != sorted(set(num_depths)):
-            raise ValueError(
-                f"grow must ascend in until and in depths, and end below {self.num_depths} depths; got {self.depth_schedule}"
-            )
-        if untils[-1] >= self.optimizer.steps:
-            raise ValueError(
-                f"grow must end before the last of {self.optimizer.steps} steps, or the head is never trained for its K"
-            )
+        check(
+            untils[-1] < self.optimizer.steps,
+            "depth_schedule",
+            f"must end before the last of {self.optimizer.steps} steps (optimizer.steps), or the "
+            f"head is never trained for all its {self.num_depths} depths",
+            f"a stage until step {untils[-1]}",
+            f"set optimizer.steps above {untils[-1]}, or depth_schedule to earlier stages or []",
+        )
 
     @property
+    @abc.abstractmethod
     def num_depths(self) -> int:
-        """K: the depths, or unrolled steps, of the finished head."""
-        return self.cod.num_depths if isinstance(self, PeagleRun) else self.ttt.steps
+        """K of the finished head: depths of P-EAGLE, unrolled steps of EAGLE-3."""
 
     def num_depths_at(self, step: int) -> int:
-        """How many depths the step trains."""
-        return next((g.num_depths for g in self.depth_schedule if step < g.until), self.num_depths)
+        """How many depths the step trains, by the depth schedule."""
+        for stage in self.depth_schedule:
+            if step < stage.until:
+                return stage.num_depths
+        return self.num_depths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeagleRun(HeadRun):
-    task: typing.Literal["peagle"]
-    cod: CodConfig
-    placeholder: PlaceholderConfig
-    feature_noise: FeatureNoise
+    """Trains a P-EAGLE head (arXiv:2602.01469), which drafts all K tokens in one forward."""
+
+    task: typing.Literal["peagle"] = "peagle"
+    head: HeadShape = HeadShape(layers=4)
+    train_embedding: bool = True
+    cod: CodConfig = CodConfig()
+    placeholder: PlaceholderConfig = PlaceholderConfig()
+    feature_noise: FeatureNoise = FeatureNoise()
+
+    @property
+    def num_depths(self) -> int:
+        return self.cod.num_depths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Run(HeadRun):
-    task: typing.Literal["eagle3"]
-    ttt: TttConfig
+    """Trains an EAGLE-3 head (arXiv:2503.01840), which drafts token by token."""
+
+    task: typing.Literal["eagle3"] = "eagle3"
+    head: HeadShape = HeadShape(layers=1)
+    train_embedding: bool = False
+    ttt: TttConfig = TttConfig()
+
+    @property
+    def num_depths(self) -> int:
+        return self.ttt.steps
 
 
-TASKS = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
+TASKS: dict[str, type[Run]] = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
 
 
-def load_run(path: Path) -> Run:
-    """Reads a run's YAML.
+def load_run(path: str | Path) -> Run:
+    """Reads a recipe.
+
+    Args:
+      path: a YAML file with `task: peagle`, `eagle3` or `lm`. Keys left out take their defaults;
+        former names of keys are understood.
+
+    Returns:
+      A PeagleRun, Eagle3Run or LmRun.
 
     Raises:
-      InputError: not YAML, an unknown or missing key, or a value of the wrong kind.
+      InputError: the file is not YAML, or has an unknown key, lacks one that has no default, or has
+        a value of the wrong type or against a rule.
     """
+    raw = _read_yaml(Path(path))
+    task = raw.get("task") if isinstance(raw, Mapping) else type(raw).__name__
+    if not isinstance(task, str) or task not in TASKS:
+        rule = f"the key task must be one of {', '.join(TASKS)}"
+        raise InputError(path, rule, task, "write task: peagle for a P-EAGLE head")
+    return build(TASKS[task], raw, str(path))
+
+
+def _read_yaml(path: Path) -> object:
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(
-            path, "this file must exist", "nothing", "check the name; configs/train/ has examples"
-        ) from None
+        next_step = "check the name; configs/train/ has examples"
+        raise InputError(path, "this file must exist", "nothing", next_step) from None
     except OSError as error:
-        raise InputError(
-            path, "this file must be readable", error.strerror, "check the name"
-        ) from None
+        next_step = "name a file that you may read"
+        raise InputError(path, "this file must be readable", error.strerror, next_step) from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(
-            path, "must be UTF-8 YAML", " ".join(str(error).split()), "mend the file"
-        ) from None
-    if not isinstance(raw, dict) or raw.get("task") not in TASKS:
-        got = raw.get("task") if isinstance(raw, dict) else type(raw).__name__
-        raise InputError(path, f"the key task must be one of {', '.join(TASKS)}", got, "set it")
-    return build(TASKS[raw["task"]], raw, str(path))
+        got = " ".join(str(error).split())
+        raise InputError(path, "must be UTF-8 YAML", got, "correct the line it names") from None
 
 
-def build(cls: type, raw: typing.Any, where: str):
-    """A dataclass from a mapping, strictly."""
-    if not isinstance(raw, dict):
-        raise InputError(
-            where,
-            "must be a mapping of keys",
-            type(raw).__name__,
-            f"give {', '.join(f.name for f in dataclasses.fields(cls))}",
-        )
-    for owner in cls.__mro__:
-        raw = with_new_names(raw, RECIPE_KEYS.get(owner.__name__, {}), where)
-    hints = typing.get_type_hints(cls)
-    if unknown := sorted(map(str, raw.keys() - hints.keys())):
-        raise InputError(
-            where,
-            f"known keys are {', '.join(hints)}",
-            f"unknown {', '.join(unknown)}",
-            "remove or rename it",
-        )
-    if missing := [name for name in hints if name not in raw]:
-        raise InputError(where, "every key must be given", f"no {', '.join(missing)}", "add it")
-    try:
-        return cls(**{name: _value(hints[name], raw[name], f"{where}: {name}") for name in hints})
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(where, "the values must make sense together", error, "mend them") from None
-
-
-def _value(hint, raw, where: str):
-    if dataclasses.is_dataclass(hint):
-        return build(hint, raw, where)
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return (
-            None
-            if raw is None
-            else _value(next(o for o in options if o is not type(None)), raw, where)
-        )
-    if origin is typing.Literal:
-        fits = raw in options
-    elif origin is tuple and dataclasses.is_dataclass(options[0]) and isinstance(raw, list):
-        return tuple(build(options[0], item, f"{where}[{i}]") for i, item in enumerate(raw))
-    elif origin is tuple:
-        fits = isinstance(raw, list) and all(isinstance(x, options[0]) for x in raw)
-        raw = tuple(raw) if fits else raw
-    elif hint is float:
-        fits = isinstance(raw, int | float) and not isinstance(raw, bool)
-        raw = float(raw) if fits else raw
-    else:
-        fits = isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool))
-    if not fits:
-        kind = (
-            f"one of {', '.join(map(str, options))}"
-            if origin is typing.Literal
-            else getattr(hint, "__name__", hint)
-        )
-        raise InputError(
-            where, f"must be {kind}", repr(raw), "mend the value (write 1e-3 as 1.0e-3)"
-        )
-    return raw
-
-
-def dump(run) -> str:
-    return yaml.safe_dump(_plain(dataclasses.asdict(run)), sort_keys=False)
-
-
-def _plain(value):
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+def dump(run: Run) -> str:
+    """The run as YAML, every key with its value: what `out`/config.yaml stores."""
+    return yaml.safe_dump(plain(run), sort_keys=False)

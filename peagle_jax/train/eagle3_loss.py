@@ -1,7 +1,8 @@
 """EAGLE-3's loss on one batch: test-time training (arXiv:2503.01840, section 3.2).
 
-The head is unrolled as it will draft: at step j every row reads the true token j places on, and its own hidden state of
-step j-1 in the place of the feature. A row of step j sees the step-0 rows up to itself, and itself at steps 1 .. j.
+The head is unrolled the way it will draft. At step j every row reads the true token j places on,
+and in the place of the fused feature its own hidden state of step j-1. A row of step j attends to
+the rows of step 0 up to itself, and to itself at steps 1 .. j.
 """
 
 import dataclasses
@@ -13,32 +14,39 @@ from peagle_jax.draft.head import DraftHead
 from peagle_jax.kernels import packed_attention
 from peagle_jax.train.attention import causal
 from peagle_jax.train.hidden_states import TrainingRows
-from peagle_jax.train.loss import distill
+from peagle_jax.train.loss import DepthCounts, distill
 from peagle_jax.train.peagle_loss import teacher_columns
 from peagle_jax.types import AttentionRule
 
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled:
-    """Causal attention over step 0, plus the diagonals of later steps. State: the (k, v) of each layer and step."""
+    """Attention of one unrolled step: causal over step 0, plus each row's own later steps.
+
+    The state maps (layer, step) to the keys and values computed there.
+    """
 
     segment_ids: Int[Array, "B n"]
     step: int
 
-    def __call__(self, layer: int, q, k, v, state: dict, rule: AttentionRule):
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "B n N H"],
+        k: Float[Array, "B n G H"] | None,
+        v: Float[Array, "B n G H"] | None,
+        state: dict,
+        rule: AttentionRule,
+    ) -> tuple[Float[Array, "B n N H"], dict]:
         state = {**state, (layer, self.step): (k, v)}
-        y, lse = packed_attention.attend(
-            q,
-            *state[layer, 0],
-            causal(self.segment_ids, rule.window, ahead=self.step),
-            rule.scale,
-            form="auto",
-        )
-        own = []
+        intervals = causal(self.segment_ids, rule.window, ahead=self.step)
+        k0, v0 = state[layer, 0]
+        y, lse = packed_attention.attend(q, k0, v0, intervals, rule.scale, form="auto")
+        later_steps = []
         for step in range(1, self.step + 1):
-            here = jnp.full(q.shape[:2], rule.window is None or self.step - step < rule.window)
-            own.append((*state[layer, step], here))
-        return packed_attention.merge(q, y, lse, own, rule.scale)[0], state
+            in_window = rule.window is None or self.step - step < rule.window
+            later_steps.append((*state[layer, step], jnp.full(q.shape[:2], in_window)))
+        return packed_attention.merge(q, y, lse, later_steps, rule.scale)[0], state
 
 
 def eagle3_loss(
@@ -49,44 +57,58 @@ def eagle3_loss(
     lm_head_weight: Float[Array, "E V"],
     logit_cap: float | None = None,
     loss: str = "forward_kl",
-):
-    """Sum over steps of decay**j times the mean loss of step j, each over its own supervised rows, as speculators does.
+) -> tuple[Float[Array, ""], DepthCounts]:
+    """Sum over steps of decay**j times the mean loss of step j, as speculators computes it.
+
+    Each step's mean is over its own positions in the loss.
+
+    Args:
+      head: the draft head.
+      rows: shifted rows.
+      steps: how often the head is unrolled.
+      decay: weight of a step relative to the step before.
+      lm_head_weight: the target's output matrix over its whole vocabulary.
+      logit_cap: soft cap of the target's logits (Gemma).
+      loss: a name of `loss.LOSSES`.
 
     Returns:
-      loss, {"correct", "total"} by step.
+      The loss, and {"correct", "total"} by step: how often the head's argmax is the target's, and
+      of how many elements.
     """
     B, n = rows.tokens.shape
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
-    fused, state, summed, correct, total = head.fuse(rows.aux_hidden_states), {}, 0.0, [], []
+    fused, state = head.fuse(rows.aux_hidden_states), {}
+    summed, correct, total = jnp.zeros(()), [], []
     columns = teacher_columns(head, lm_head_weight)
-
-    def flat(x):
-        return x.reshape(-1, *x.shape[2:])
-
     for step in range(steps):
-        tokens = jnp.pad(rows.tokens[:, step:], [(0, 0), (0, step)])
-        hidden, state = head(
-            head.embed(tokens), fused, here + step, Unrolled(rows.segment_ids, step), state
-        )
+        embeddings = head.embed(_ahead(rows.tokens, step, 0))
+        attend = Unrolled(rows.segment_ids, step)
+        hidden, state = head(embeddings, fused, here + step, attend, state)
         fused = head.feedback(hidden)
-        # row i of this step learns position i + step, if that still lies in row i's document
-        ahead = lambda x, fill: jnp.pad(x[:, step:], [(0, 0), (0, step)], constant_values=fill)  # noqa: B023, E731
-        learns = ahead(rows.loss_mask, False) & (ahead(rows.segment_ids, -2) == rows.segment_ids)
-        weight = learns.astype(jnp.float32)
-        where = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
-        part, by_depth = distill(
+        # row i of this step learns position i + step, if that is still in row i's document
+        in_loss = _ahead(rows.loss_mask, step, False)
+        in_loss &= _ahead(rows.segment_ids, step, -2) == rows.segment_ids
+        weight = in_loss.astype(jnp.float32)
+        teacher_row = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
+        step_loss, counts = distill(
             head.norm,
             head.lm_head.kernel[...],
-            flat(hidden),
+            hidden.reshape(B * n, -1),
             columns,
-            flat(rows.teacher_hidden),
-            flat(where),
-            flat(weight),
+            rows.teacher_hidden.reshape(B * n, -1),
+            teacher_row.reshape(-1),
+            weight.reshape(-1),
             jnp.zeros(B * n, jnp.int32),
             1,
             logit_cap,
             loss,
         )
-        summed += decay**step * part / jnp.maximum(weight.sum(), 1)
-        correct, total = [*correct, by_depth["correct"]], [*total, by_depth["total"]]
+        summed += decay**step * step_loss / jnp.maximum(weight.sum(), 1)
+        correct.append(counts["correct"])
+        total.append(counts["total"])
     return summed, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}
+
+
+def _ahead(x: Array, step: int, fill: int | bool) -> Array:
+    """x[:, i + step] in the place of x[:, i]; `fill` behind the row's end."""
+    return jnp.pad(x[:, step:], [(0, 0), (0, step)], constant_values=fill)

@@ -1,13 +1,22 @@
-"""What one step of a head's training reads: rows for the target to run on, or what `peagle extract` stored of them."""
+"""What one step of a head's training reads.
+
+That is packed rows for the target to run on, or the hidden states of these rows that `peagle
+extract` stored.
+"""
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax import weights
 from peagle_jax.checkpoints.target_io import target_hash
+from peagle_jax.layers import Decoder
+from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows
@@ -15,110 +24,125 @@ from peagle_jax.train.hidden_state_store import HiddenStateFolder, open_hidden_s
 from peagle_jax.train.hidden_states import TrainingRows, shifted, training_rows
 from peagle_jax.types import Batch, CodSample, InputError, Model
 
+# aux hidden states and final hidden states of packed rows
+StoredStates = tuple[
+    Float[Array | np.ndarray, "B T A"],
+    Float[Array | np.ndarray, "B T E"],
+]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadBatch:
-    batch: Batch
-    stored: (
-        tuple | None
-    )  # (taps [B T A], final hidden states [B T E]) of the batch; None: the target has to run
-    segment_ids: np.ndarray | jax.Array  # [B n], shifted, as the next
-    loss_mask: np.ndarray | jax.Array
-    cod: CodSample | None  # None for EAGLE-3
-    step: np.ndarray | jax.Array
-    num_depths: int = dataclasses.field(
-        metadata={"static": True}
-    )  # trained in this step: it is compiled once for each number
+    """The input of one training step.
 
-    def rows(self, target, dtype) -> TrainingRows:
-        """What the loss reads, inside jit. `dtype` is the target's."""
+    Attributes:
+      batch: packed rows.
+      stored: their hidden states; None: the target has to run.
+      segment_ids: documents of the shifted rows.
+      loss_mask: of the shifted rows.
+      cod: elements of depth 1 and more; None for EAGLE-3.
+      step: number of the step, for the draws of feature noise.
+      num_depths: depths that this step trains; static, so that a step is compiled for each number.
+    """
+
+    batch: Batch
+    stored: StoredStates | None
+    segment_ids: Int[Array | np.ndarray, "B n"]
+    loss_mask: Bool[Array | np.ndarray, "B n"]
+    cod: CodSample | None
+    step: Int[Array | np.ndarray, ""]
+    num_depths: int = dataclasses.field(metadata={"static": True})
+
+    def rows(self, target: Decoder, dtype: DTypeLike) -> TrainingRows:
+        """What the loss reads. To be called inside jit.
+
+        Args:
+          target: a bound target module; runs if no hidden states are stored.
+          dtype: the target's, in which stored hidden states are read.
+        """
+        segment_ids, loss_mask = cast(Array, self.segment_ids), cast(Array, self.loss_mask)
         if self.stored is None:
-            return training_rows(target, self.batch, self.segment_ids, self.loss_mask)
+            return training_rows(target, self.batch, segment_ids, loss_mask)
         aux_hidden_states, hidden = self.stored
         return TrainingRows(
-            self.batch.tokens[:, 1:],
-            aux_hidden_states[:, :-1].astype(dtype),
-            hidden[:, 1:].astype(dtype),
-            self.segment_ids,
-            self.loss_mask,
+            cast(Array, self.batch.tokens[:, 1:]),
+            cast(Array, aux_hidden_states[:, :-1].astype(dtype)),
+            cast(Array, hidden[:, 1:].astype(dtype)),
+            segment_ids,
+            loss_mask,
         )
 
 
 class HeadBatches:
-    """Step -> `HeadBatch`, on the host; a resumed run reads what it would have read."""
+    """Step -> `HeadBatch`, on the host. The same step always gives the same batch.
 
-    def __init__(self, run: HeadRun, rows: PackedRows, target: Model):
+    Args:
+      run: the training run.
+      rows: its packed rows.
+      target: the run's target.
+
+    Raises:
+      InputError: `run.hidden_states_dir` is damaged, is of another target or other rows, or lacks a
+        layer that the head reads.
+    """
+
+    def __init__(self, run: HeadRun, rows: PackedRows, target: Model) -> None:
         self.run, self.rows = run, rows
-        self.folder = None if run.hidden_states_dir is None else _open(run, rows, target)
-        if self.folder is not None:
-            width, stored = (
-                self.folder.config.hidden_width,
-                self.folder.config.aux_hidden_state_layers,
-            )
-            self.columns = np.concatenate(
-                [
-                    np.arange(width) + width * stored.index(tap)
-                    for tap in target.config.aux_hidden_state_layers
-                ]
-            )
+        self.folder: HiddenStateFolder | None = None
+        if run.hidden_states_dir is not None:
+            aux_layers = cast(TargetConfig, target.config).aux_hidden_state_layers
+            self.folder = _open_matching(run, run.hidden_states_dir, rows, aux_layers)
+            width = self.folder.index.hidden_width
+            stored_layers = self.folder.index.aux_hidden_state_layers
+            begins = [width * stored_layers.index(layer) for layer in aux_layers]
+            self.columns = np.concatenate([np.arange(begin, begin + width) for begin in begins])
 
     def __call__(self, step: int) -> HeadBatch:
         run = self.run
-        picks = self.rows.picks(run.data.batch_size, run.seed, step)
-        batch, stored = self.rows.take(picks), None
+        indices = self.rows.indices_at(run.data.batch_size, run.seed, step)
+        batch, stored = self.rows.take(indices), None
         if self.folder is not None:
-            aux_hidden_states = self.folder.batch(picks)
-            stored = (
-                aux_hidden_states.aux_hidden_states[..., self.columns],
-                aux_hidden_states.hidden,
-            )
+            states = self.folder.batch(indices)
+            stored = states.aux_hidden_states[..., self.columns], states.hidden
         segment_ids, loss_mask = shifted(batch)
         num_depths, cod = run.num_depths_at(step), None
         if isinstance(run, PeagleRun):
-            cod = cod_sample(
-                loss_mask,
-                segment_ids,
-                dataclasses.replace(run.cod, num_depths=num_depths),
-                [run.seed, step],
-            )
-        return HeadBatch(
-            batch, stored, segment_ids, loss_mask, cod, np.asarray(step, np.int32), num_depths
-        )
+            cod_config = dataclasses.replace(run.cod, num_depths=num_depths)
+            cod = cod_sample(loss_mask, segment_ids, cod_config, [run.seed, step])
+        step_array = np.asarray(step, np.int32)
+        return HeadBatch(batch, stored, segment_ids, loss_mask, cod, step_array, num_depths)
 
 
-def _open(run: HeadRun, rows: PackedRows, target: Model) -> HiddenStateFolder:
-    """
-    Raises:
-      InputError: the folder is damaged, of another target or other rows, or lacks a tap.
-    """
-    path = run.hidden_states_dir
+def _open_matching(
+    run: HeadRun, path: str, rows: PackedRows, aux_layers: tuple[int, ...]
+) -> HiddenStateFolder:
+    """Opens stored hidden states; they must be of this target, these rows and these layers."""
     folder = open_hidden_states(Path(path))
-    held = folder.config
-    if held.target_hash != target_hash(weights.find_folder(run.target)):
-        raise InputError(
-            path,
-            f"stored features must be of the run's target, {run.target}",
-            f"those of {held.target}",
-            "extract again",
+    index = folder.index
+    if index.target_hash != target_hash(weights.find_folder(run.target)):
+        rule = f"stored hidden states must be of the run's target, {run.target}"
+        next_step = f"run `peagle extract --target {run.target}`, or set hidden_states_dir: null"
+        raise InputError(path, rule, f"those of {index.target}", next_step)
+    # the digest does not depend on where rows are cut, so their length is compared too
+    if index.seq_len != rows.tokens.shape[1] or index.rows_hash != rows.digest():
+        rule = (
+            "stored hidden states must be of the rows that the run trains on: the same "
+            "data.source, data.max_chars, data.held_out, data.seq_len and seed"
         )
-    if (
-        held.seq_len != rows.tokens.shape[1] or held.rows_hash != rows.digest()
-    ):  # the digest does not see where rows are cut
-        rule = "stored features must be of the rows that the run trains on: data.source, max_chars, held_out, length and seed as extracted"
-        raise InputError(
-            path,
-            rule,
-            f"{held.rows} rows of {held.seq_len} tokens of {held.data}",
-            "extract again, or mend `data`",
+        got = f"{index.rows} rows of {index.seq_len} tokens of {index.data}"
+        next_step = (
+            f"set data.max_chars: {'null' if index.max_chars is None else index.max_chars}, "
+            f"data.held_out: {index.held_out}, data.seq_len: {index.seq_len} and "
+            f"seed: {index.seed} as they were, or extract again"
         )
-    if missing := [
-        tap
-        for tap in target.config.aux_hidden_state_layers
-        if tap not in held.aux_hidden_state_layers
-    ]:
-        rule = f"every tap of the head must be stored: {', '.join(map(str, held.aux_hidden_state_layers))} are"
-        raise InputError(
-            path, rule, ", ".join(map(str, missing)), "extract again with --taps, or set head.taps"
+        raise InputError(path, rule, got, next_step)
+    if missing := [layer for layer in aux_layers if layer not in index.aux_hidden_state_layers]:
+        stored = ", ".join(map(str, index.aux_hidden_state_layers))
+        rule = f"every aux hidden state layer of the head must be stored: {stored} are"
+        next_step = (
+            "extract again with --aux-hidden-state-layers "
+            f"{','.join(map(str, aux_layers))}, or set head.aux_hidden_state_layers to stored ones"
         )
+        raise InputError(path, rule, ", ".join(map(str, missing)), next_step)
     return folder

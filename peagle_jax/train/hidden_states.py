@@ -1,4 +1,4 @@
-"""What a head learns from: the target's taps and final hidden states, shifted so that rows line up."""
+"""What a head learns from: hidden states of the target, shifted so that the rows line up."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax.layers import Decoder
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.types import Batch
 
@@ -14,47 +15,61 @@ from peagle_jax.types import Batch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainingRows:
-    """Shifted training rows: row i has token x[i+1], the taps of x[i], and the target's view after x[i+1].
+    """Shifted training rows, n = T - 1 of them for every sequence of T tokens.
 
-    The runtime's alignment (peagle.md, section 3). `document` is -1 where row i would join two documents.
+    Row i has the token x[i+1], the aux hidden states of x[i], and the target's final hidden state
+    of x[i+1], which predicts x[i+2]. When decoding, too, the head gets each token with the hidden
+    states of the token before it. `segment_ids` is -1 where row i would join two documents.
     """
 
     tokens: Int[Array, "B n"]
     aux_hidden_states: Float[Array, "B n A"]
-    teacher_hidden: Float[
-        Array, "B n E"
-    ]  # the target's final hidden state of x[i+1], which predicts x[i+2]
+    teacher_hidden: Float[Array, "B n E"]
     segment_ids: Int[Array, "B n"]
     loss_mask: Bool[Array, "B n"]
 
 
 def shifted(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """(document, supervised) of the shifted rows, on the host: what COD sampling reads.
+    """(segment_ids, loss_mask) of the shifted rows, on the host: what COD sampling reads.
 
-    Supervision follows the token that a row READS. A row joins x[i] and x[i+1], so both must be of one document; and
-    nothing is learned after a document's last token, where the target predicts what nobody will decode.
+    A row joins x[i] and x[i+1], so both must belong to one document. The loss mask is that of the
+    token that a row READS. A document's last token is taken out of it, because what the target
+    predicts there is never decoded.
     """
-    segment_ids = np.where(
-        batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1], batch.segment_ids[:, 1:], -1
-    )
-    last = np.pad(batch.segment_ids[:, 2:] != batch.segment_ids[:, 1:-1], [(0, 0), (0, 1)])
-    return segment_ids, batch.loss_mask[:, 1:] & (segment_ids >= 0) & ~last
+    segments = np.asarray(batch.segment_ids)
+    segment_ids = np.where(segments[:, 1:] == segments[:, :-1], segments[:, 1:], -1)
+    is_last = np.pad(segments[:, 2:] != segments[:, 1:-1], [(0, 0), (0, 1)])
+    return segment_ids, np.asarray(batch.loss_mask)[:, 1:] & (segment_ids >= 0) & ~is_last
 
 
 def compute_hidden_states(
-    target, batch: Batch
+    target: Decoder, batch: Batch
 ) -> tuple[Float[Array, "B T A"], Float[Array, "B T E"]]:
-    """Taps and final hidden states of packed rows; one target forward, documents apart."""
-    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
-    out, _ = target(batch.tokens, positions, PackedCausal(batch.segment_ids), None)
+    """Aux hidden states and final hidden states of packed rows, in one forward of the target.
+
+    Documents are kept apart by attention.
+
+    Args:
+      target: a bound target module.
+      batch: packed rows.
+    """
+    tokens, segment_ids = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    out, _ = target(tokens, positions, PackedCausal(segment_ids), None)
     return out.aux_hidden_states, out.hidden
 
 
 def training_rows(
-    target, batch: Batch, segment_ids: Int[Array, "B n"], loss_mask: Bool[Array, "B n"]
+    target: Decoder, batch: Batch, segment_ids: Int[Array, "B n"], loss_mask: Bool[Array, "B n"]
 ) -> TrainingRows:
-    """`document` and `supervised` are those of `shifted`."""
+    """Runs the target on packed rows, and shifts what comes out.
+
+    Args:
+      target: a bound target module.
+      batch: packed rows.
+      segment_ids: of the shifted rows, from `shifted`.
+      loss_mask: likewise.
+    """
     aux_hidden_states, hidden = jax.lax.stop_gradient(compute_hidden_states(target, batch))
-    return TrainingRows(
-        batch.tokens[:, 1:], aux_hidden_states[:, :-1], hidden[:, 1:], segment_ids, loss_mask
-    )
+    tokens = jnp.asarray(batch.tokens)[:, 1:]
+    return TrainingRows(tokens, aux_hidden_states[:, :-1], hidden[:, 1:], segment_ids, loss_mask)

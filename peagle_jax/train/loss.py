@@ -1,4 +1,8 @@
-"""Distillation loss on the draft vocabulary, in chunks: [packed, W] logits never exist for a whole batch."""
+"""Distillation losses over the draft vocabulary.
+
+Logits are computed in chunks: those of a whole batch of packed elements, [P W], never exist at
+once.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,30 +14,37 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.layers import soft_cap
 
-ROWS = 2048  # packed elements whose logits exist at one time
-LEAST_OVERLAP, HYBRID_ETA = 1e-5, 3.0  # as speculators 0.9
+CHUNK = 2048  # packed elements whose logits exist at one time
+MIN_OVERLAP, HYBRID_ETA = 1e-5, 3.0  # as in speculators 0.9
+
+# {"correct": elements whose argmax is the target's, "total": elements}, weighted, by depth
+DepthCounts = dict[str, Float[Array, " K"]]
+
+
+def _log_softmax(logits: Float[Array, "c W"]) -> Float[Array, "c W"]:
+    return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
 def forward_kl(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
     """KL(teacher || student) of logits, in nats: speculators' default loss."""
-    log_q, log_p = (
-        jax.nn.log_softmax(student.astype(jnp.float32)),
-        jax.nn.log_softmax(teacher.astype(jnp.float32)),
-    )
+    log_q, log_p = _log_softmax(student), _log_softmax(teacher)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 def cross_entropy(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
-    """Of the teacher's argmax, in nats: all that greedy decoding asks for."""
-    log_q = jax.nn.log_softmax(student.astype(jnp.float32))
-    return -jnp.take_along_axis(log_q, jnp.argmax(teacher, axis=-1)[:, None], axis=1)[:, 0]
+    """-log of the student's probability of the teacher's argmax, in nats.
+
+    Greedy decoding accepts a draft if it is this argmax, and reads nothing else of the teacher.
+    """
+    best = jnp.argmax(teacher, axis=-1)[:, None]
+    return -jnp.take_along_axis(_log_softmax(student), best, axis=1)[:, 0]
 
 
-def _overlap(student, teacher) -> Float[Array, " c"]:
-    """sum(min(p, q)): the share of drafts that sampling accepts."""
-    return jnp.minimum(
-        jax.nn.softmax(student.astype(jnp.float32)), jax.nn.softmax(teacher.astype(jnp.float32))
-    ).sum(axis=-1)
+def _overlap(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+    """sum(min(p, q)): the share of drafts that rejection sampling accepts."""
+    q = jax.nn.softmax(student.astype(jnp.float32))
+    p = jax.nn.softmax(teacher.astype(jnp.float32))
+    return jnp.minimum(q, p).sum(axis=-1)
 
 
 def total_variation(
@@ -47,13 +58,16 @@ def negative_log_acceptance(
     student: Float[Array, "c W"], teacher: Float[Array, "c W"]
 ) -> Float[Array, " c"]:
     """-log of the share of drafts that sampling accepts (arXiv:2602.23881), in nats."""
-    return -jnp.log(jnp.maximum(_overlap(student, teacher), LEAST_OVERLAP))
+    return -jnp.log(jnp.maximum(_overlap(student, teacher), MIN_OVERLAP))
 
 
 def kl_and_total_variation(
     student: Float[Array, "c W"], teacher: Float[Array, "c W"]
 ) -> Float[Array, " c"]:
-    """KL where few drafts are accepted, total variation where most are (arXiv:2602.23881, hybrid, eta = 3)."""
+    """KL where few drafts are accepted, total variation where most are.
+
+    It is the hybrid loss of arXiv:2602.23881 with eta = 3.
+    """
     overlap = _overlap(student, teacher)
     share = jnp.exp(-HYBRID_ETA * jax.lax.stop_gradient(overlap))
     return share * forward_kl(student, teacher) + (1 - share) * (1 - overlap)
@@ -66,72 +80,78 @@ LOSSES: dict[str, Callable] = {
     "kl_and_total_variation": kl_and_total_variation,
     "negative_log_acceptance": negative_log_acceptance,
 }
-
-
-STREAMED = ("forward_kl", "cross_entropy")  # kernels/vocab.py has them without logits
+STREAMED = ("forward_kl", "cross_entropy")  # kernels/vocab.py computes these without logits
 
 
 def distill(
     norm: Callable[[Float[Array, "c D"]], Float[Array, "c D"]],
-    output: Float[Array, "D W"],
+    lm_head_weight: Float[Array, "D W"],
     hidden: Float[Array, "P D"],
     teacher_weight: Float[Array, "E W"],
     teacher_hidden: Float[Array, "n E"],
-    where: Int[Array, " P"],
+    teacher_row: Int[Array, " P"],
     weight: Float[Array, " P"],
     depth: Int[Array, " P"],
     num_depths: int,
     logit_cap: float | None = None,
     loss: str = "forward_kl",
-) -> tuple[Float[Array, ""], dict[str, Float[Array, " K"]]]:
-    """Weighted sum of the elements' losses, and how often the head's argmax is the target's, by depth.
+) -> tuple[Float[Array, ""], DepthCounts]:
+    """Weighted sum of the elements' losses, and how often the head's argmax is the target's.
 
     Args:
-      norm, output: of the head; `norm(hidden) @ output` are its logits.
-      hidden: of every packed element.
+      norm: the head's final norm; `norm(hidden) @ lm_head_weight` are its logits.
+      lm_head_weight: the head's output matrix.
+      hidden: the head's residual stream of every packed element.
       teacher_weight: the target's output matrix, its columns restricted to the draft vocabulary.
-      teacher_hidden: the target's final hidden states, one a shifted position.
-      where: row of `teacher_hidden` that each element learns from.
-      weight: 0 for padding and unsupervised elements.
-      logit_cap: of the target's logits (Gemma).
-      loss: of `LOSSES`.
+      teacher_hidden: the target's final hidden states, one for each shifted position.
+      teacher_row: the row of `teacher_hidden` that each element learns from.
+      weight: of each element in the sum; 0 for padding and for positions outside the loss mask.
+      depth: of each element.
+      num_depths: K, for the counts.
+      logit_cap: soft cap of the target's logits (Gemma).
+      loss: a name of `LOSSES`.
 
     Returns:
-      sum(weight * loss), {"correct": weighted hits, "total": weights} by depth.
+      sum(weight * loss), and {"correct", "total"} by depth.
     """
 
-    def by_depth(x, depth):
+    def by_depth(x: Float[Array, " c"], depth: Int[Array, " c"]) -> Float[Array, " K"]:
         return jnp.zeros(num_depths).at[depth].add(x)
 
-    if loss in STREAMED and vocab.is_supported(hidden, output, teacher_hidden, teacher_weight):
-        kl, cross_entropy, found = vocab.distance(
-            norm(hidden), output, teacher_hidden[where], teacher_weight, logit_cap, "triton"
+    operands = hidden, lm_head_weight, teacher_hidden, teacher_weight
+    if loss in STREAMED and vocab.is_supported(*operands):
+        kl, hard, rows = vocab.distance(
+            norm(hidden),
+            lm_head_weight,
+            teacher_hidden[teacher_row],
+            teacher_weight,
+            logit_cap,
+            "triton",
         )
-        summed = jnp.sum(weight * {"forward_kl": kl, "cross_entropy": cross_entropy}[loss])
-        return summed, {
-            "correct": by_depth(weight * (found.student == found.teacher), depth),
-            "total": by_depth(weight, depth),
-        }
+        values = kl if loss == "forward_kl" else hard
+        correct = by_depth(weight * (rows.student == rows.teacher), depth)
+        return jnp.sum(weight * values), {"correct": correct, "total": by_depth(weight, depth)}
+
     P = hidden.shape[0]
-    parts = max(1, -(-P // ROWS))
-    size = -(-P // parts)
+    chunks = max(1, -(-P // CHUNK))
+    size = -(-P // chunks)
 
-    def pad(x):
-        return jnp.pad(x, [(0, parts * size - P), *[(0, 0)] * (x.ndim - 1)]).reshape(
-            parts, size, *x.shape[1:]
-        )
+    def split(x: Array) -> Array:
+        """[P ..] -> [chunks size ..], padded with zeros."""
+        padding = [(0, chunks * size - P), *[(0, 0)] * (x.ndim - 1)]
+        return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
+    # nothing of a chunk is kept for the backward pass: its logits are computed again there
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
-    def part(total, xs):
-        hidden, where, weight, depth = xs
-        student, teacher = (
-            norm(hidden) @ output,
-            jax.lax.stop_gradient(soft_cap(teacher_hidden[where] @ teacher_weight, logit_cap)),
-        )
+    def chunk_loss(total, chunk):
+        hidden, teacher_row, weight, depth = chunk
+        student = norm(hidden) @ lm_head_weight
+        teacher = soft_cap(teacher_hidden[teacher_row] @ teacher_weight, logit_cap)
+        teacher = jax.lax.stop_gradient(teacher)
         value = jnp.sum(weight * LOSSES[loss](student, teacher))
-        hit = weight * (jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1))
-        return total + value, (by_depth(hit, depth), by_depth(weight, depth))
+        is_correct = jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1)
+        return total + value, (by_depth(weight * is_correct, depth), by_depth(weight, depth))
 
-    xs = tuple(pad(x) for x in (hidden, where, weight, depth))
-    summed, (correct, total) = jax.lax.scan(part, jnp.zeros(()), xs)
+    xs = tuple(split(x) for x in (hidden, teacher_row, weight, depth))
+    summed, (correct, total) = jax.lax.scan(chunk_loss, jnp.zeros(()), xs)
     return summed, {"correct": correct.sum(axis=0), "total": total.sum(axis=0)}

@@ -1,129 +1,169 @@
-"""The head that a training run begins with: its configuration, and its parameters before the first step."""
+"""The head that a training run begins with: its configuration, and its parameters before step 1."""
+
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
+from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.checkpoints import head_io
 from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.draft import draft_vocab
 from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.draft.init import init_from_head, init_from_target, init_placeholders
-from peagle_jax.layers import Rope
+from peagle_jax.layers import Decoder, Rope
+from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun, PlaceholderConfig
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.hidden_states import compute_hidden_states
 from peagle_jax.types import InputError, Model
 
-START_TOKENS = 8192  # whose mean taps placeholders may start from
+MEAN_TOKENS = 8192  # over which the mean aux hidden states are taken
 
 
-def new_head(run: HeadRun, target: Model, rows: PackedRows, tokenizer) -> Model:
-    """The head to train, as it starts."""
-    config = head_config(run, target, tokenizer.mask_token_id)
+def new_head(
+    run: HeadRun, target: Model, rows: PackedRows, tokenizer: PreTrainedTokenizerBase
+) -> Model:
+    """The head to train, before its first step.
+
+    Its layers begin as random numbers, as the target's last layer (`run.init`), or as those of a
+    trained head (`run.init_from`). Placeholders begin as the mean aux hidden states.
+
+    Args:
+      run: the training run.
+      target: its target.
+      rows: its packed rows, which decide a reduced draft vocabulary.
+      tokenizer: the target's.
+
+    Raises:
+      InputError: the run's head does not fit the target, or the trained head cannot be read.
+    """
+    config = head_config(run, target, cast(int | None, tokenizer.mask_token_id))
     ids = None
     if config.draft_vocab != config.vocab:
         counts = np.bincount(rows.tokens[rows.loss_mask], minlength=config.vocab)
         ids = draft_vocab.choose(counts, config.draft_vocab)
-    module = target.bind(target.params)
+    module = cast(Decoder, target.bind(target.params))
     embedding, output = module.embed.table[...], module.lm_head_weight()
     head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
+
     mean_aux_hidden_states = None
-    if run.init == "target" or config.parallel and config.placeholder_hidden == "mean_feature":
-        batch = rows.take(range(min(-(-START_TOKENS // run.data.seq_len), len(rows))))
-        aux_hidden_state_layers, _ = compute_hidden_states(module, jax.tree.map(jnp.asarray, batch))
-        mean_aux_hidden_states = jnp.mean(
-            aux_hidden_state_layers, axis=(0, 1), where=(batch.segment_ids >= 0)[..., None]
-        )
+    is_mean_design = config.parallel and config.placeholder_hidden == "mean_feature"
+    if run.init == "target" or is_mean_design:
+        mean_aux_hidden_states = _mean_aux_hidden_states(module, rows)
     if run.init == "target":
         head = init_from_target(head, target)
-    trained = None if run.init_from is None else _trained(run.init_from, config.dtype, embedding)
-    if trained is not None:
+    has_placeholders = False
+    if run.init_from is not None:
+        trained = head_io.to_model(
+            open_head(run.init_from), dtype=config.dtype, embedding=embedding
+        )
+        has_placeholders = trained.config.parallel
         head = init_from_head(head, trained, run.init_from)
-    if config.parallel and not (
-        trained is not None and trained.config.parallel
-    ):  # behind the embedding and fusion that they begin with
+    if config.parallel and not has_placeholders:
+        # last, because placeholders begin from the head's embedding and fusion
         head = init_placeholders(head, mean_aux_hidden_states, seed=run.seed)
     return head
 
 
-def _trained(name: str, dtype, embedding) -> Model:
-    """A head to go on from: a folder of any layout, a hub id, or a training run."""
-    return head_io.to_model(open_head(name), dtype=dtype, embedding=embedding)
+def _mean_aux_hidden_states(target: Decoder, rows: PackedRows) -> Float[Array, " A"]:
+    """Mean aux hidden states over the first rows of the corpus."""
+    num_rows = min(-(-MEAN_TOKENS // rows.tokens.shape[1]), len(rows))
+    batch = jax.tree.map(jnp.asarray, rows.take(range(num_rows)))
+    aux_hidden_states, _ = compute_hidden_states(target, batch)
+    is_token = (batch.segment_ids >= 0)[..., None]
+    return jnp.mean(aux_hidden_states, axis=(0, 1), where=is_token)
 
 
 def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConfig:
-    """Nulls in the run's head take the target's value."""
-    h, t = run.head, target.config
+    """The configuration of the run's head. Nulls in the recipe take the target's value.
 
-    def pick(mine, theirs):
-        return theirs if mine is None else mine
+    Args:
+      run: the training run.
+      target: its target; only its configuration is read.
+      mask_token: the tokenizer's mask token, for recipes that name none.
 
-    head_dim = pick(h.head_dim, t.head_dim)
-    if h.rope is None and 2 * len(t.rope.frequencies) != head_dim:
-        rule = f"the target's rotary embedding turns heads of {2 * len(t.rope.frequencies)}"
-        raise InputError("head.head_dim", rule, head_dim, "leave it null, or set head.rope")
+    Raises:
+      InputError: the run's head does not fit the target.
+    """
+    head, target_config = run.head, cast(TargetConfig, target.config)
     parallel = isinstance(run, PeagleRun)
-    mask_token = pick(h.mask_token, mask_token)
+    if head.mask_token is not None:
+        mask_token = head.mask_token
+    head_dim = _or_default(head.head_dim, target_config.head_dim)
+    _check_head(run, target_config, head_dim, mask_token if parallel else None)
     if parallel and mask_token is None:
-        raise InputError(
-            run.target,
-            "P-EAGLE needs a mask token",
-            "a tokenizer without one",
-            "set head.mask_token to an unused id",
-        )
-    if parallel and not 0 <= mask_token < t.vocab:
-        raise InputError(
-            "head.mask_token", f"must lie in 0..{t.vocab - 1}", mask_token, "mend the config"
-        )
-    if list(t.aux_hidden_state_layers) != sorted(set(t.aux_hidden_state_layers)):
-        raise InputError(
-            "head.taps",
-            "must ascend, as vLLM collects them",
-            list(t.aux_hidden_state_layers),
-            "mend the config",
-        )
-    if h.draft_vocab is not None and not 1 <= h.draft_vocab <= t.vocab:
-        raise InputError(
-            "head.draft_vocab", f"must lie in 1..{t.vocab}", h.draft_vocab, "mend the config"
-        )
-    design = run.placeholder if parallel else PlaceholderConfig(hidden="shared", token="mask")
+        rule, got = "P-EAGLE needs a mask token", "a tokenizer without one"
+        next_step = "set head.mask_token to an id that the tokenizer leaves unused"
+        raise InputError(run.target, rule, got, next_step)
+    design = run.placeholder if isinstance(run, PeagleRun) else PlaceholderConfig()
     return HeadConfig(
-        vocab=t.vocab,
-        draft_vocab=pick(h.draft_vocab, t.vocab),
-        dim=pick(h.dim, t.dim),
-        layers=h.layers,
-        mlp_dim=pick(h.mlp_dim, t.mlp_dim),
-        heads=pick(h.heads, t.heads),
-        kv_heads=pick(h.kv_heads, t.kv_heads),
+        vocab=target_config.vocab,
+        draft_vocab=_or_default(head.draft_vocab, target_config.vocab),
+        dim=_or_default(head.dim, target_config.dim),
+        layers=head.layers,
+        mlp_dim=_or_default(head.mlp_dim, target_config.mlp_dim),
+        heads=_or_default(head.heads, target_config.heads),
+        kv_heads=_or_default(head.kv_heads, target_config.kv_heads),
         head_dim=head_dim,
-        rope=t.rope if h.rope is None else _rope(h.rope, head_dim),
-        norm_eps=t.norm_eps,
-        context=t.context,
-        target_dim=t.dim,
-        aux_hidden_state_layers=t.aux_hidden_state_layers,
+        rope=target_config.rope if head.rope is None else _rope(head.rope, head_dim),
+        norm_eps=target_config.norm_eps,
+        context=target_config.context,
+        target_dim=target_config.dim,
+        aux_hidden_state_layers=target_config.aux_hidden_state_layers,
         mask_token=mask_token if parallel else None,
         num_depths=run.num_depths,
         placeholder_hidden=design.hidden,
         placeholder_token=design.token,
-        qk_norm=h.qk_norm,
+        qk_norm=head.qk_norm,
         attention_bias=False,
-        norm_before_residual=h.norm_before_residual,
-        norm_before_fc=h.norm_before_fc,
-        fc_norm=h.fc_norm,
-        norm_output=h.norm_output,
-        windows=(None,) * h.layers,
+        norm_before_residual=head.norm_before_residual,
+        norm_before_fc=head.norm_before_fc,
+        fc_norm=head.fc_norm,
+        norm_output=head.norm_output,
+        windows=(None,) * head.layers,
         dtype=jnp.float32,
     )
 
 
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _check_head(run: HeadRun, target: TargetConfig, head_dim: int, mask_token: int | None) -> None:
+    """Raises InputError if the run's head does not fit the target."""
+    head, rope_dim = run.head, 2 * len(target.rope.frequencies)
+    if head.rope is None and rope_dim != head_dim:
+        rule = f"the target's rotary embedding is for a head_dim of {rope_dim}"
+        next_step = "set head.head_dim: null, or give head.rope"
+        raise InputError("head.head_dim", rule, head_dim, next_step)
+    if mask_token is not None and not 0 <= mask_token < target.vocab:
+        next_step = "use an id that the tokenizer leaves unused"
+        raise InputError(
+            "head.mask_token", f"must lie in 0..{target.vocab - 1}", mask_token, next_step
+        )
+    layers = list(target.aux_hidden_state_layers)
+    if layers != sorted(set(layers)):
+        next_step = f"write {sorted(set(layers))}"
+        raise InputError(
+            "head.aux_hidden_state_layers", "must ascend, as vLLM collects them", layers, next_step
+        )
+    if head.draft_vocab is not None and not 1 <= head.draft_vocab <= target.vocab:
+        next_step = "use null for the whole vocabulary"
+        raise InputError(
+            "head.draft_vocab", f"must lie in 1..{target.vocab}", head.draft_vocab, next_step
+        )
+
+
 def _rope(rope: Llama3Rope, head_dim: int) -> Rope:
-    spec = {
+    parameters = {
         "rope_type": "llama3",
-        "rope_theta": rope.theta,
+        "rope_theta": rope.rope_theta,
         "factor": rope.factor,
-        "low_freq_factor": rope.low,
-        "high_freq_factor": rope.high,
-        "original_max_position_embeddings": rope.original,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
     }
-    return Rope.from_hf({"rope_parameters": spec}, head_dim, "head.rope")
+    return Rope.from_hf({"rope_parameters": parameters}, head_dim, "head.rope")

@@ -1,4 +1,8 @@
-"""P-EAGLE's loss on one batch: NTP rows and COD-sampled placeholder rows, packed, in one forward of the head."""
+"""P-EAGLE's loss on one batch (arXiv:2602.01469).
+
+The next-token rows (depth 0) and the placeholder rows that COD sampling selected (depth 1 and more)
+are packed behind each other and go through the head in one forward.
+"""
 
 import dataclasses
 
@@ -11,99 +15,97 @@ from peagle_jax.draft.head import DraftHead
 from peagle_jax.draft.placeholders import Slot
 from peagle_jax.train.attention import PrefixChain
 from peagle_jax.train.hidden_states import TrainingRows
-from peagle_jax.train.loss import distill
+from peagle_jax.train.loss import DepthCounts, distill
+from peagle_jax.train.settings import check
 from peagle_jax.types import CodSample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureNoise:
-    """Regularisation: a head that never sees a wrong feature in training may lean on it too much.
+    """Noise on the aux hidden states in training.
 
-    `feature_noise` bounds uniform noise of either sign on every tap, in the tap's own units, as speculators' `noise_std` does;
-    `feature_dropout` is the share of real rows whose feature becomes that of a placeholder of depth 1 behind the row before.
+    When decoding, a head reads its own outputs beside the target's. A head that has only been
+    trained on exact values may rely on them too much.
     """
 
-    noise: float
-    dropout: float
+    # Bound of uniform noise of either sign on every aux hidden state, in its own units
+    # (speculators' `noise_std`); 0: none.
+    noise: float = 0.0
+    # Share of depth-0 rows whose fused feature becomes that of a placeholder of depth 1 behind the
+    # row before.
+    dropout: float = 0.0
 
-    def __post_init__(self):
-        if self.noise < 0 or not 0 <= self.dropout < 1:
-            raise ValueError(
-                f"blur needs feature_noise >= 0 and 0 <= feature_dropout < 1; got {self}"
-            )
+    def __post_init__(self) -> None:
+        check(self.noise >= 0, "noise", "must be 0 or more", self.noise, "use 0.0 for none")
+        in_range = 0 <= self.dropout < 1
+        check(in_range, "dropout", "must lie in 0..1, below 1", self.dropout, "use 0.0 for none")
 
 
 def teacher_columns(head: DraftHead, lm_head_weight: Float[Array, "E V"]) -> Float[Array, "E W"]:
-    """The target's output matrix restricted to the draft vocabulary."""
+    """The target's output matrix, its columns restricted to the head's draft vocabulary."""
     return lm_head_weight if head.d2t is None else lm_head_weight[:, head.target_ids()]
 
 
 def peagle_loss(
     head: DraftHead,
     rows: TrainingRows,
-    cod: CodSample,
+    cod: CodSample | None,
     num_depths: int,
     lm_head_weight: Float[Array, "E V"],
     logit_cap: float | None = None,
     loss: str = "forward_kl",
     feature_noise: FeatureNoise | None = None,
     key: Array | None = None,
-):
-    """Mean loss over supervised elements of all depths, with one denominator for the batch.
+) -> tuple[Float[Array, ""], DepthCounts]:
+    """Mean loss over the elements of all depths, with one denominator for the batch.
 
     Args:
-      rows: shifted rows; all n of them are depth 0.
-      cod: the depth >= 1 elements.
-      depths: K.
-      output_weight: of the target, over its whole vocabulary.
-      logit_cap: of the target's logits (Gemma).
-      loss: of `loss.LOSSES`.
-      blur: what happens to real features while training; None or zeros: nothing.
-      key: for `blur`'s draws.
+      head: the draft head.
+      rows: shifted rows; all n of them are elements of depth 0.
+      cod: the elements of depth 1 and more; not read if `num_depths` is 1.
+      num_depths: K.
+      lm_head_weight: the target's output matrix over its whole vocabulary.
+      logit_cap: soft cap of the target's logits (Gemma).
+      loss: a name of `loss.LOSSES`.
+      feature_noise: noise on the aux hidden states; None: none.
+      key: PRNG key for that noise.
 
     Returns:
-      loss, {"correct", "total"} by depth [K].
+      The loss, and {"correct", "total"} by depth [K]: how often the head's argmax is the target's,
+      and of how many elements.
     """
     B, n = rows.tokens.shape
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
-    embeddings, fused = head.embed(rows.tokens), _real_features(head, rows, feature_noise, key)
+    embeddings = head.embed(rows.tokens)
+    fused = _noisy_features(head, rows, feature_noise, key)
     if num_depths > 1:
-
-        def take(x):
-            return jnp.take_along_axis(x, cod.anchor[..., None], axis=1)
-
-        masks = placeholders.rows(
-            head, Slot(jnp.maximum(cod.depth, 1), take(embeddings), take(fused))
-        )
-        embeddings, fused = (
-            jnp.concatenate([x, mask], axis=1)
-            for x, mask in zip((embeddings, fused), masks, strict=True)
-        )
+        if cod is None:
+            raise ValueError("more than one depth needs a COD sample")
+        mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused)
+        embeddings = jnp.concatenate([embeddings, mask_embeddings], axis=1)
+        fused = jnp.concatenate([fused, mask_fused], axis=1)
         depth = jnp.concatenate([jnp.zeros((B, n), jnp.int32), cod.depth], axis=1)
         positions = jnp.concatenate([here, cod.anchor + cod.depth], axis=1)
-        learns = jnp.take_along_axis(rows.loss_mask, positions, axis=1)
-        learns &= jnp.concatenate([jnp.ones((B, n), bool), cod.real], axis=1)
-        attend = PrefixChain(cod.anchor, cod.depth, rows.segment_ids, num_depths)
+        in_loss = jnp.take_along_axis(rows.loss_mask, positions, axis=1)
+        in_loss &= jnp.concatenate([jnp.ones((B, n), bool), cod.real], axis=1)
+        anchors, depths = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
+        attend = PrefixChain(anchors, depths, rows.segment_ids, num_depths)
     else:
-        depth, positions, learns = jnp.zeros((B, n), jnp.int32), here, rows.loss_mask
+        depth, positions, in_loss = jnp.zeros((B, n), jnp.int32), here, rows.loss_mask
         attend = PrefixChain(here[:, :0], here[:, :0], rows.segment_ids, 1)
     hidden, _ = head(embeddings, fused, positions, attend, None)
 
-    weight = learns.astype(jnp.float32)
-    where = positions + n * jnp.arange(B)[:, None]
-
-    def flat(x):
-        return x.reshape(-1, *x.shape[2:])
-
+    weight = in_loss.astype(jnp.float32)
+    teacher_row = positions + n * jnp.arange(B)[:, None]
     total, by_depth = distill(
         head.norm,
         head.lm_head.kernel[...],
-        flat(hidden),
+        _flatten_rows(hidden),
         teacher_columns(head, lm_head_weight),
-        flat(rows.teacher_hidden),
-        flat(where),
-        flat(weight),
-        flat(depth),
+        _flatten_rows(rows.teacher_hidden),
+        _flatten_rows(teacher_row),
+        _flatten_rows(weight),
+        _flatten_rows(depth),
         num_depths,
         logit_cap,
         loss,
@@ -111,31 +113,54 @@ def peagle_loss(
     return total / jnp.maximum(jax.lax.stop_gradient(weight.sum()), 1), by_depth
 
 
-def _real_features(
+def _placeholder_rows(
+    head: DraftHead,
+    cod: CodSample,
+    embeddings: Float[Array, "B n D"],
+    fused: Float[Array, "B n D"],
+) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
+    """Embeddings and fused features of the placeholder rows, one for each element of `cod`."""
+
+    def at_anchor(x: Float[Array, "B n D"]) -> Float[Array, "B M D"]:
+        return jnp.take_along_axis(x, cod.anchor[..., None], axis=1)
+
+    # padding has depth 0, which no placeholder has; its rows do not reach the loss
+    depth = jnp.maximum(cod.depth, 1)
+    return placeholders.rows(head, Slot(depth, at_anchor(embeddings), at_anchor(fused)))
+
+
+def _noisy_features(
     head: DraftHead, rows: TrainingRows, feature_noise: FeatureNoise | None, key: Array | None
 ) -> Float[Array, "B n D"]:
-    """Fused taps of the depth-0 rows, less sure than they are when decoding if `blur` says so."""
+    """Fused features of the depth-0 rows, with noise and dropout."""
     if feature_noise is None or not (feature_noise.noise or feature_noise.dropout):
         return head.fuse(rows.aux_hidden_states)
-    noise_key, drop_key = jax.random.split(key)
+    if key is None:
+        raise ValueError("feature noise needs a PRNG key")
+    noise_key, dropout_key = jax.random.split(key)
     aux_hidden_states = rows.aux_hidden_states
     if feature_noise.noise:
-        aux_hidden_states += feature_noise.noise * jax.random.uniform(
-            noise_key, aux_hidden_states.shape, aux_hidden_states.dtype, -1, 1
-        )
+        shape, dtype = aux_hidden_states.shape, aux_hidden_states.dtype
+        uniform = jax.random.uniform(noise_key, shape, dtype, -1, 1)
+        aux_hidden_states += feature_noise.noise * uniform
     fused = head.fuse(aux_hidden_states)
     if feature_noise.dropout:
-        segment_ids = jnp.pad(
-            rows.segment_ids, [(0, 0), (1, 0)], constant_values=-2
-        )  # a document's first row has itself before it
-        starts = (segment_ids[:, 1:] != segment_ids[:, :-1])[..., None]
+        # -2 is no document: the first row of a sequence begins one
+        before = jnp.pad(rows.segment_ids, [(0, 0), (1, 0)], constant_values=-2)
+        is_first = (before[:, 1:] != before[:, :-1])[..., None]
 
-        def before(x):
-            return jnp.where(starts, x, jnp.concatenate([x[:, :1], x[:, :-1]], axis=1))
+        def row_before(x: Float[Array, "B n D"]) -> Float[Array, "B n D"]:
+            """The row before each; a document's first row has itself before it."""
+            return jnp.where(is_first, x, jnp.concatenate([x[:, :1], x[:, :-1]], axis=1))
 
-        slots = Slot(
-            jnp.ones(rows.tokens.shape, jnp.int32), before(head.embed(rows.tokens)), before(fused)
-        )
-        dropped = jax.random.bernoulli(drop_key, feature_noise.dropout, rows.tokens.shape)
-        fused = jnp.where(dropped[..., None], placeholders.rows(head, slots)[1], fused)
+        depth = jnp.ones(rows.tokens.shape, jnp.int32)
+        slots = Slot(depth, row_before(head.embed(rows.tokens)), row_before(fused))
+        _, mask_fused = placeholders.rows(head, slots)
+        is_dropped = jax.random.bernoulli(dropout_key, feature_noise.dropout, rows.tokens.shape)
+        fused = jnp.where(is_dropped[..., None], mask_fused, fused)
     return fused
+
+
+def _flatten_rows(x: Array) -> Array:
+    """[B P ..] -> [B*P ..]."""
+    return x.reshape(-1, *x.shape[2:])

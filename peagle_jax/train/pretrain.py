@@ -1,161 +1,216 @@
-"""Trains a small Qwen3 target from scratch on a corpus, and saves an ordinary Hugging Face folder."""
+"""Trains a small Qwen3 target from scratch on a corpus, and saves an ordinary Hugging Face
+folder."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
+from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import save_target
-from peagle_jax.layers import Rope
+from peagle_jax.layers import Decoder, Rope
 from peagle_jax.targets import qwen3
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
 from peagle_jax.train.trainer import fit, has_checkpoints, init_run_dir, write_result
-from peagle_jax.types import Batch, Model
+from peagle_jax.types import Batch, Model, Params
 
-ROWS = 2048  # tokens whose logits exist at one time
+CHUNK = 2048  # tokens whose logits exist at one time
+EVAL_ROWS, EVAL_BATCH = 64, 8  # packed rows of the held-out evaluation, and rows of a forward
 
 
 @dataclasses.dataclass(frozen=True)
 class LmResult:
+    """What a training run of a target came to.
+
+    Attributes:
+      folder: the target, in Hugging Face's format.
+      parameters: of the target.
+      step: steps trained, over all sessions.
+      bits_per_byte: of held-out texts; None if there are none.
+      tokens_per_second: of training, in this session; None if nothing was left to train.
+      minutes: of training, over all sessions.
+    """
+
     folder: Path
     parameters: int
     step: int
-    bits_per_byte: float | None  # on held-out texts; None where there is none
+    bits_per_byte: float | None
     tokens_per_second: float | None
-    minutes: float  # of training, all sessions together
+    minutes: float
 
 
 def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
-    """Tokenizer, training, held-out bits per byte, export to `run.out`/model."""
+    """Trains a tokenizer and a target, exports them to `run.out`/model, and evaluates the target.
+
+    Args:
+      run: the training run.
+      say: is told in a line what is read.
+
+    Raises:
+      InputError: the corpus cannot be read, or `run.out` cannot be used.
+    """
     init_run_dir(run)
-    documents = corpus.read_corpus(run.data.source)
-    train, held_out = corpus.split(documents, run.data.held_out)
-    train = corpus.limit(train, run.data.max_chars, run.seed)
-    held_out = corpus.limit(held_out, run.data.max_chars and run.data.max_chars // 20, run.seed)
+    max_chars = run.data.max_chars
+    train, held_out = corpus.split(corpus.read_corpus(run.data.source), run.data.held_out)
+    train = corpus.subsample(train, max_chars, run.seed)
+    held_out = corpus.subsample(held_out, max_chars and max_chars // 20, run.seed)
     tokenizer_folder = Path(run.out) / "tokenizer"
-    tokenizer = text.load_tokenizer(tokenizer_folder) if has_checkpoints(run) else None
-    if (
-        tokenizer is None
-    ):  # saved before the first step: a resumed run must not get another one, were its corpus to change
-        tokenizer = text.train_tokenizer((d.plain for d in train), run.model.vocab)
-        tokenizer.save_pretrained(tokenizer_folder)
+    tokenizer = _tokenizer(run, tokenizer_folder, train)
     rows = pack(text.encode(tokenizer, train), run.data.seq_len, run.data.source)
     say(
-        f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; {len(held_out)} held out; vocabulary {len(tokenizer)}"
+        f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; "
+        f"{len(held_out)} held out; vocabulary {len(tokenizer)}"
     )
 
-    config = _config(run, len(tokenizer), tokenizer.eos_token_id)
-    model = Model.of(qwen3.Qwen3(config, rngs=nnx.Rngs(run.seed)), config)
-    loss = functools.partial(_loss, model)
-    done = fit(
-        run, model.params, loss, lambda step: rows.batch(run.data.batch_size, run.seed, step), None
-    )
-    trained = dataclasses.replace(model, params=done.params)
-    bits = held_out_bits(trained, tokenizer, held_out, run.data.seq_len)
+    config = _target_config(run, len(tokenizer), cast(int, tokenizer.eos_token_id))
+    model = Model.from_module(qwen3.Qwen3(config, rngs=nnx.Rngs(run.seed)), config)
+
+    def batch_at(step: int) -> Batch:
+        return rows.batch(run.data.batch_size, run.seed, step)
+
+    fitted = fit(run, model.params, functools.partial(_loss, model), batch_at, None)
+    trained = dataclasses.replace(model, params=fitted.params)
+    bits_per_byte = held_out_bits(trained, tokenizer, held_out, run.data.seq_len)
     folder = Path(run.out) / "model"
-    save_target(
-        trained,
-        folder,
-        tokenizer_from=tokenizer_folder,
-        metadata={"source": f"peagle train, step {done.step}"},
-    )
-    parameters = sum(x.size for x in jax.tree.leaves(done.params))
+    metadata = {"source": f"peagle train, step {fitted.step}"}
+    save_target(trained, folder, tokenizer_from=tokenizer_folder, metadata=metadata)
     result = LmResult(
         folder,
-        parameters,
-        done.step,
-        bits,
-        done.tokens / done.seconds if done.tokens else None,
-        done.minutes,
+        parameters=sum(x.size for x in jax.tree.leaves(fitted.params)),
+        step=fitted.step,
+        bits_per_byte=bits_per_byte,
+        tokens_per_second=fitted.tokens / fitted.seconds if fitted.tokens else None,
+        minutes=fitted.minutes,
     )
     write_result(run, vars(result))
     return result
 
 
-def _config(run: LmRun, vocab: int, stop: int) -> qwen3.Qwen3Config:
-    m = run.model
+def _tokenizer(
+    run: LmRun, folder: Path, documents: Sequence[corpus.Document]
+) -> PreTrainedTokenizerBase:
+    """The run's tokenizer.
+
+    It is saved before the first step, so that a resumed run keeps it even if the corpus has
+    changed.
+    """
+    tokenizer = text.load_tokenizer(folder) if has_checkpoints(run) else None
+    if tokenizer is None:
+        tokenizer = text.train_tokenizer((d.plain for d in documents), run.model.vocab)
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _target_config(run: LmRun, vocab: int, stop_id: int) -> qwen3.Qwen3Config:
+    shape = run.model
     return qwen3.Qwen3Config(
         vocab=vocab,
-        layers=m.layers,
-        dim=m.dim,
-        mlp_dim=m.mlp_dim,
-        heads=m.heads,
-        kv_heads=m.kv_heads,
-        head_dim=m.head_dim,
-        rope=Rope.from_hf({"rope_theta": m.rope_theta}, m.head_dim, "model"),
+        layers=shape.layers,
+        dim=shape.dim,
+        mlp_dim=shape.mlp_dim,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rope=Rope.from_hf({"rope_theta": shape.rope_theta}, shape.head_dim, "model"),
         norm_eps=1e-6,
         attention_bias=False,
         tied_embeddings=False,
-        windows=(None,) * m.layers,
-        context=m.context,
+        windows=(None,) * shape.layers,
+        context=shape.context,
         aux_hidden_state_layers=(),
         dtype=jnp.float32,
-        stop_ids=(stop,),
+        stop_ids=(stop_id,),
         source=None,
     )
 
 
-def _loss(model: Model, params, batch: Batch, frozen_params):
-    total, count = next_token_loss(model.bind(params), batch)
+def _loss(
+    model: Model, params: Params, batch: Batch, frozen_params: None
+) -> tuple[Float[Array, ""], dict]:
+    total, count = next_token_loss(cast(Decoder, model.bind(params)), batch)
     return total / jnp.maximum(count, 1), {}
 
 
-def next_token_loss(target, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Summed cross entropy in nats over supervised tokens that follow one of their own document, and their number."""
+def next_token_loss(target: Decoder, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Summed cross entropy of next tokens, in nats, and their number.
+
+    A token counts if it is in the loss mask and follows a token of its own document.
+    """
     B, T = batch.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    out, _ = target(batch.tokens, positions, PackedCausal(batch.segment_ids), None)
-    same = (batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]) & (batch.segment_ids[:, 1:] >= 0)
-    weight = jnp.pad((same & batch.loss_mask[:, 1:]).astype(jnp.float32), [(0, 0), (0, 1)]).reshape(
-        -1
-    )
-    wanted = jnp.pad(batch.tokens[:, 1:], [(0, 0), (0, 1)]).reshape(-1)
+    tokens, segment_ids = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
+    out, _ = target(tokens, positions, PackedCausal(segment_ids), None)
+    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
+    in_loss = (follows & batch.loss_mask[:, 1:]).astype(jnp.float32)
+    weight = jnp.pad(in_loss, [(0, 0), (0, 1)]).reshape(-1)
+    labels = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)]).reshape(-1)
     hidden = out.hidden.reshape(B * T, -1)
-    parts = max(1, -(-B * T // ROWS))
+    chunks = max(1, -(-B * T // CHUNK))
 
-    def split(x):
-        return jnp.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)]).reshape(
-            parts, -1, *x.shape[1:]
-        )
+    def split(x: Array) -> Array:
+        """[B*T ..] -> [chunks n ..], padded with zeros."""
+        padding = [(0, -len(x) % chunks), *[(0, 0)] * (x.ndim - 1)]
+        return jnp.pad(x, padding).reshape(chunks, -1, *x.shape[1:])
 
     @jax.checkpoint
-    def part(total, xs):
-        hidden, wanted, weight = xs
-        logits = jax.nn.log_softmax(target.compute_logits(hidden).astype(jnp.float32))
-        return total - jnp.sum(
-            weight * jnp.take_along_axis(logits, wanted[:, None], axis=1)[:, 0]
-        ), None
+    def chunk_loss(total, chunk):
+        hidden, labels, weight = chunk
+        log_probs = jax.nn.log_softmax(target.compute_logits(hidden).astype(jnp.float32))
+        of_labels = jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+        return total - jnp.sum(weight * of_labels), None
 
-    total, _ = jax.lax.scan(part, jnp.zeros(()), (split(hidden), split(wanted), split(weight)))
+    total, _ = jax.lax.scan(
+        chunk_loss, jnp.zeros(()), (split(hidden), split(labels), split(weight))
+    )
     return total, weight.sum()
 
 
 def held_out_bits(
-    model: Model, tokenizer, documents, length: int, most_rows: int = 64
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[corpus.Document],
+    seq_len: int,
 ) -> float | None:
-    """Bits per byte of held-out texts (conversations do not count), on at most `most_rows` packed rows."""
-    documents = [d for d in documents if d.text is not None]
-    if not documents:
+    """Bits per byte of held-out texts, on at most EVAL_ROWS packed rows.
+
+    Bits per token are measured on these rows, and converted by the bytes and tokens of all texts.
+    Conversations are left out.
+
+    Args:
+      model: a target.
+      tokenizer: the target's.
+      documents: held-out documents.
+      seq_len: tokens of a packed row.
+
+    Returns:
+      None if there are no texts.
+    """
+    texts = [d for d in documents if d.text is not None]
+    if not texts:
         return None
-    rows = pack(text.encode(tokenizer, documents), length)
-    measure = jax.jit(lambda params, batch: next_token_loss(model.bind(params), batch))
+    rows = pack(text.encode(tokenizer, texts), seq_len)
+
+    @jax.jit
+    def summed_loss(params: Params, batch: Batch):
+        return next_token_loss(cast(Decoder, model.bind(params)), batch)
+
     nats = count = 0.0
-    for start in range(0, min(len(rows), most_rows), 8):
-        pick = slice(start, start + 8)
-        if len(rows.tokens[pick]) < 8 and start:
-            break  # one compiled shape is enough
-        total, n = measure(
-            model.params, Batch(rows.tokens[pick], rows.segment_ids[pick], rows.loss_mask[pick])
-        )
-        nats, count = nats + float(total), count + float(n)
-    size = sum(len(d.text.encode()) for d in documents)
+    for begin in range(0, min(len(rows), EVAL_ROWS), EVAL_BATCH):
+        batch = rows.take(slice(begin, begin + EVAL_BATCH))
+        if len(batch.tokens) < EVAL_BATCH and begin:
+            break  # a last, smaller batch is not worth another compilation
+        batch_nats, batch_count = summed_loss(model.params, batch)
+        nats, count = nats + float(batch_nats), count + float(batch_count)
+    num_bytes = sum(len((d.text or "").encode()) for d in texts)
     tokens = int((rows.segment_ids >= 0).sum())
-    return nats / np.log(2) / count * tokens / size
+    return nats / np.log(2) / count * tokens / num_bytes

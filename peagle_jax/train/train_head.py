@@ -1,155 +1,233 @@
-"""Trains a draft head on a target: P-EAGLE with COD sampling, or EAGLE-3 with test-time training."""
+"""Trains a draft head: P-EAGLE with COD sampling, or EAGLE-3 with test-time training."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
 from peagle_jax.checkpoints import export_placeholders, head_io
 from peagle_jax.checkpoints.runs import write_run_header
 from peagle_jax.checkpoints.target_io import load_target
-from peagle_jax.train.config import HeadRun, PeagleRun
-from peagle_jax.train.data import pack
+from peagle_jax.draft.head import DraftHead
+from peagle_jax.layers import Decoder
+from peagle_jax.train.config import Eagle3Run, HeadRun, PeagleRun
+from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.eagle3_loss import eagle3_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.peagle_loss import peagle_loss
 from peagle_jax.train.trainer import fit, init_run_dir, write_result
-from peagle_jax.types import InputError, Model
+from peagle_jax.types import InputError, Model, Params
 
-# (run, target, tokenizer, held-out documents) -> what measures a head, or None where there is nothing to measure it on
-MakeEvaluator = Callable[..., Callable[[Model], dict] | None]
+Evaluate = Callable[[Model], dict]  # a head -> the acceptance fields of HeadResult
+
+
+# (run, target, tokenizer, held-out documents) -> the evaluation; None if there are no prompts
+MakeEvaluator = Callable[
+    [HeadRun, Model, PreTrainedTokenizerBase, Sequence[corpus.Document]], Evaluate | None
+]
 NOT_EVALUATED = {"acceptance_length": None, "accepted_per_position": [], "repeated_4grams": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadResult:
-    folder: Path  # in vLLM's layout; of placeholders that vLLM does not know, the run's own
+    """What a training run of a head came to.
+
+    Attributes:
+      folder: the head in vLLM's format; if vLLM does not know its placeholder design, the run's
+        folder.
+      parameters: of the head.
+      step: steps trained, over all sessions.
+      acceptance_length: greedy, on held-out prompts, at the trained K; None without prompts.
+      accepted_per_position: share of the drafts that were accepted at each position.
+      repeated_4grams: share of the decoded text's 4-grams that it had already written before. A
+        text that repeats itself is easy to draft.
+      tokens_per_second: of training, in this session; None if nothing was left to train.
+      minutes: of training, over all sessions.
+    """
+
+    folder: Path
     parameters: int
     step: int
-    acceptance_length: float | None  # greedy, on held-out prompts, at the trained K
-    accepted_per_position: list[float]  # share of drafts accepted at each position
-    repeated_4grams: float  # share of the decoded text's 4-grams that it had written before
-    tokens_per_second: float | None  # of training
-    minutes: float  # of training, all sessions together
+    acceptance_length: float | None
+    accepted_per_position: list[float]
+    repeated_4grams: float
+    tokens_per_second: float | None
+    minutes: float
 
 
 def train_head(
     run: HeadRun, say: Callable[[str], None] = print, make_evaluator: MakeEvaluator | None = None
 ) -> HeadResult:
-    """Target features online, training, export to `run.out`/head, and a greedy measurement on held-out documents.
+    """Trains a head, exports it to `run.out`/head, and measures its acceptance length.
+
+    Args:
+      run: the training run.
+      say: is told in a line each what is read and made.
+      make_evaluator: makes the evaluation; None: acceptance is not measured.
 
     Raises:
-      InputError: the target cannot be read, has no tokenizer, or does not fit the head's configuration.
+      InputError: the target cannot be read, has no tokenizer, or does not fit the run's head; or
+        `run.out` cannot be used.
     """
     init_run_dir(run)
+    target, tokenizer = _load_target(run)
+    rows, held_out = _read_rows(run, tokenizer, say)
+    batches = HeadBatches(run, rows, target)
+    head = new_head(run, target, rows, tokenizer)
+    layers = list(target.config.aux_hidden_state_layers)
+    say(f"head: {_count(head):,} parameters, aux hidden states of layers {layers}")
+
+    trained, frozen = split_params(run, head)
+    evaluate = make_evaluator(run, target, tokenizer, held_out) if make_evaluator else None
+    if evaluate is None:
+        say(
+            "acceptance is not measured, because there are no prompts: set eval.prompts to a file, "
+            "or data.held_out above 0"
+        )
+    write_run_header(head, frozen, Path(run.out))
+
+    def with_params(params: Params) -> Model:
+        """The whole head, of its trained and its frozen parameters."""
+        return dataclasses.replace(head, params={**params, **frozen})
+
+    def evaluate_at(step: int, params: Params) -> dict | None:
+        if run.eval.every is None or evaluate is None or step % run.eval.every:
+            return None
+        return evaluate(with_params(params))
+
+    loss = functools.partial(head_loss, run, target, head)
+    fitted = fit(run, trained, loss, batches, (target.params, frozen), evaluate_at)
+    head = with_params(fitted.params)
+    folder = _export(run, head, fitted.step, say)
+    acceptance = NOT_EVALUATED if evaluate is None else evaluate(head)
+    speed = fitted.tokens / fitted.seconds if fitted.tokens else None
+    result = HeadResult(
+        folder,
+        _count(head),
+        fitted.step,
+        **acceptance,
+        tokens_per_second=speed,
+        minutes=fitted.minutes,
+    )
+    write_result(run, vars(result))
+    return result
+
+
+def _load_target(run: HeadRun) -> tuple[Model, PreTrainedTokenizerBase]:
+    """The run's target with its tokenizer."""
     folder = weights.find_folder(run.target)
     tokenizer = text.load_tokenizer(folder)
     if tokenizer is None:
-        raise InputError(
-            run.target,
-            "training on text needs the target's tokenizer",
-            "no tokenizer.json",
-            "copy it into the target's folder",
-        )
+        rule = "training on text needs the target's tokenizer"
+        next_step = "copy tokenizer.json into the target's folder"
+        raise InputError(run.target, rule, "no tokenizer.json", next_step)
     target = load_target(
         folder,
         aux_hidden_state_layers=run.head.aux_hidden_state_layers,
         dtype=jnp.dtype(run.target_dtype),
     )
     text.check_vocabulary(tokenizer, target.config.vocab, run.target)
+    return target, tokenizer
+
+
+def _read_rows(
+    run: HeadRun, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
+) -> tuple[PackedRows, list[corpus.Document]]:
+    """The packed rows to train on, and the documents that are held out."""
     documents = corpus.read_corpus(run.data.source)
     train, held_out = corpus.split(documents, run.data.held_out)
-    encoded = text.encode(tokenizer, corpus.limit(train, run.data.max_chars, run.seed))
+    encoded = text.encode(tokenizer, corpus.subsample(train, run.data.max_chars, run.seed))
     rows = pack(encoded, run.data.seq_len, run.data.source)
     say(
-        f"corpus: {len(encoded)} documents, {rows.tokens.size:,} tokens; {len(held_out)} documents held out"
+        f"corpus: {len(encoded)} documents, {rows.tokens.size:,} tokens; "
+        f"{len(held_out)} documents held out"
     )
-    batches = HeadBatches(run, rows, target)
-    head = new_head(run, target, rows, tokenizer)
-    say(
-        f"head: {sum(x.size for x in jax.tree.leaves(head.params)):,} parameters, taps {list(target.config.aux_hidden_state_layers)}"
-    )
-
-    trained, frozen = _split(run, head)
-    loss = functools.partial(head_loss, run, target, head)
-    evaluate = make_evaluator(run, target, tokenizer, held_out) if make_evaluator else None
-    if evaluate is None:
-        say(
-            "nothing is held out that could be a prompt: acceptance is not measured (data.held_out, or measure.prompts)"
-        )
-    write_run_header(head, frozen, Path(run.out))
-
-    def whole(params):
-        return dataclasses.replace(head, params={**params, **frozen})
-
-    def eval_fn(step: int, params) -> dict | None:
-        if run.eval.every is None or evaluate is None or step % run.eval.every:
-            return None
-        return evaluate(whole(params))
-
-    done = fit(run, trained, loss, batches, (target.params, frozen), eval_fn)
-    head = whole(done.params)
-    folder = _export(run, head, done.step, say)
-    found = NOT_EVALUATED if evaluate is None else evaluate(head)
-    parameters = sum(x.size for x in jax.tree.leaves(head.params))
-    speed = done.tokens / done.seconds if done.tokens else None
-    result = HeadResult(
-        folder, parameters, done.step, **found, tokens_per_second=speed, minutes=done.minutes
-    )
-    write_result(run, vars(result))
-    return result
+    return rows, held_out
 
 
-def _export(run: HeadRun, head: Model, step: int, say) -> Path:
-    """`run.out`/head in vLLM's layout; or, for placeholders that vLLM does not know, the run itself, which decodes here."""
+def _count(head: Model) -> int:
+    """Parameters of a head."""
+    return sum(x.size for x in jax.tree.leaves(head.params))
+
+
+def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) -> Path:
+    """Writes `run.out`/head in vLLM's format, if vLLM knows the head's placeholder design.
+
+    Returns:
+      That folder; otherwise the run's own, which `peagle generate` and `peagle convert` read.
+    """
     try:
         export_placeholders.to_vllm_placeholders(head_io.of_model(head))
     except InputError as error:
         say(f"no folder for vLLM is written: {error}")
         return Path(run.out)
     folder = Path(run.out) / "head"
-    source = f"peagle train, task {run.task}, step {step}, seed {run.seed}, target {Path(run.target).name}"
+    source = (
+        f"peagle train, task {run.task}, step {step}, seed {run.seed}, "
+        f"target {Path(run.target).name}"
+    )
     head_io.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
     return folder
 
 
-def _split(run: HeadRun, head: Model) -> tuple[dict, dict]:
-    """(trained, frozen) top-level parts of the head's parameters; `d2t` is an integer table, never trained."""
-    still = (
-        {"d2t"}
-        | ({"embed"} if not run.train_embedding else set())
-        | ({"lm_head"} if not run.train_lm_head else set())
-    )
-    return {k: v for k, v in head.params.items() if k not in still}, {
-        k: v for k, v in head.params.items() if k in still
-    }
+def split_params(run: HeadRun, head: Model) -> tuple[Params, Params]:
+    """(trained, frozen) parts of the head's parameters; `d2t` is an integer table, never
+    trained."""
+    frozen_names = {"d2t"}
+    if not run.train_embedding:
+        frozen_names.add("embed")
+    if not run.train_lm_head:
+        frozen_names.add("lm_head")
+    trained = {name: part for name, part in head.params.items() if name not in frozen_names}
+    frozen = {name: part for name, part in head.params.items() if name in frozen_names}
+    return trained, frozen
 
 
-def head_loss(run: HeadRun, target: Model, head: Model, params, batch: HeadBatch, frozen_params):
-    """(loss, metrics) of one step; `params` are the trained parts, `fixed` the target's parameters and the head's other parts."""
+def head_loss(
+    run: HeadRun,
+    target: Model,
+    head: Model,
+    params: Params,
+    batch: HeadBatch,
+    frozen_params: tuple[Params, Params],
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The loss of one step, and its metrics.
+
+    Args:
+      run: the training run.
+      target: its target.
+      head: the head, for its configuration and graph.
+      params: the head's trained parameters.
+      batch: the step's input.
+      frozen_params: the target's parameters, and the head's frozen ones.
+    """
     target_params, frozen = frozen_params
-    module, reader = head.bind({**params, **frozen}), target.bind(target_params)
-    rows, output = batch.rows(reader, target.config.dtype), reader.lm_head_weight()
+    draft_head = cast(DraftHead, head.bind({**params, **frozen}))
+    decoder = cast(Decoder, target.bind(target_params))
+    rows, output = batch.rows(decoder, target.config.dtype), decoder.lm_head_weight()
     if isinstance(run, PeagleRun):
         key = jax.random.fold_in(jax.random.key(run.seed), batch.step)
         loss, by_depth = peagle_loss(
-            module,
+            draft_head,
             rows,
             batch.cod,
             batch.num_depths,
             output,
-            reader.logit_cap,
+            decoder.logit_cap,
             run.loss,
             run.feature_noise,
             key,
         )
     else:
+        decay = cast(Eagle3Run, run).ttt.decay
         loss, by_depth = eagle3_loss(
-            module, rows, batch.num_depths, run.ttt.decay, output, reader.logit_cap, run.loss
+            draft_head, rows, batch.num_depths, decay, output, decoder.logit_cap, run.loss
         )
     return loss, {"accuracy": by_depth["correct"] / jnp.maximum(by_depth["total"], 1)}

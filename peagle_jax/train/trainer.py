@@ -1,213 +1,310 @@
-"""The training loop that every task shares: resume, step, log, save. What a step does comes in as a function."""
+"""The training loop that all tasks share: resume, step, log, evaluate, save.
+
+What a step computes, and what it reads, come in as functions.
+"""
 
 import dataclasses
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.orbax_io import Checkpoints
+from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
-from peagle_jax.train.config import OptimizerConfig, dump
+from peagle_jax.train.config import OptimizerConfig, Run, dump, load_run
+from peagle_jax.train.settings import differences
 from peagle_jax.types import InputError, Params
 
-Loss = Callable[
-    [Params, Any], tuple[jax.Array, dict]
-]  # (trained parameters, batch) -> loss, metrics
-EvalFn = Callable[
-    [int, Params], dict | None
-]  # (step, trained parameters) -> what to log of it, if anything
+# (trained parameters, batch, frozen parameters) -> loss, metrics; pure
+Loss = Callable[[Params, Any, Any], tuple[jax.Array, dict]]
+# (step, trained parameters) -> a row of metrics, or None if this step is not evaluated
+EvalFn = Callable[[int, Params], dict | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
+    """What `fit` came to.
+
+    Attributes:
+      params: the trained parameters.
+      step: steps trained, over all sessions.
+      seconds: of this session's training steps, without compilation and evaluation.
+      tokens: of the same steps.
+      minutes: of all sessions, with compilation and without evaluation.
+    """
+
     params: Params
     step: int
-    seconds: float  # of this session's training steps, without compilation
-    tokens: int  # of this session's training steps, likewise
-    minutes: float  # of all sessions, compilation included
+    seconds: float
+    tokens: int
+    minutes: float
 
 
-def make_optimizer(cfg: OptimizerConfig) -> optax.GradientTransformation:
-    warmup = min(cfg.warmup, max(cfg.steps - 1, 0))
+class TrainingClock:
+    """Times a session of training, in three ways that differ in what they leave out.
+
+    1. `session`: since the session began. It ends runs that have a time limit (`max_seconds`).
+    2. `run`: this and all earlier sessions. It is the "seconds" of metrics.jsonl.
+    3. `stepping`: without compilation. Tokens per second are computed from it.
+
+    Evaluation is left out of all three, so that evaluating more often changes no training curve.
+
+    Args:
+      seconds_before: of the sessions before this one.
+    """
+
+    def __init__(self, seconds_before: float) -> None:
+        self._seconds_before = seconds_before
+        self._began = time.perf_counter()
+        self._evaluating = 0.0
+        self._compiling = 0.0
+
+    def session(self) -> float:
+        return time.perf_counter() - self._began - self._evaluating
+
+    def run(self) -> float:
+        return round(self._seconds_before + self.session(), 3)
+
+    def stepping(self) -> float:
+        return self.session() - self._compiling
+
+    def leave_out_evaluation(self, seconds: float) -> None:
+        self._evaluating += seconds
+
+    def leave_out_compilation(self, seconds: float) -> None:
+        self._compiling += seconds
+
+
+class MetricsLog:
+    """metrics.jsonl of a run: a row of JSON for each logged step and each evaluation.
+
+    Rows past the step that a run resumes from are dropped, because they will be written again.
+
+    Args:
+      path: the file.
+      resume_step: the step that the run resumes from; 0 for a new run.
+
+    Attributes:
+      seconds: that the sessions before had spent at `resume_step`.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self.path, self.seconds = path, 0.0
+        self._file: TextIO | None = None
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            # a killed session may have left half a line
+            rows = [json.loads(line) for line in lines if line.endswith("}")]
+            rows = [row for row in rows if row["step"] <= resume_step]
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+            self.seconds = max((row["seconds"] for row in rows), default=0.0)
+
+    def __enter__(self) -> "MetricsLog":
+        self._file = self.path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, row: dict) -> None:
+        """Appends a row; it is in the file when this returns."""
+        if self._file is None:
+            raise ValueError("metrics are written inside a with statement")
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW with gradient clipping, linear warm-up, and cosine decay to a tenth of the peak."""
+    warmup = min(config.warmup, max(config.steps - 1, 0))
     schedule = optax.warmup_cosine_decay_schedule(
-        0, cfg.peak_lr, warmup, max(cfg.steps, warmup + 1), cfg.peak_lr / 10
+        init_value=0,
+        peak_value=config.peak_lr,
+        warmup_steps=warmup,
+        decay_steps=max(config.steps, warmup + 1),
+        end_value=config.peak_lr / 10,
     )
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.max_grad_norm),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=cfg.weight_decay, mask=_decayed),
+    adamw = optax.adamw(
+        schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decay_mask
     )
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
 
 
-def _decayed(params: Params) -> Params:
-    """Not norms and vectors; nor tables of placeholders, which stand in the place of a vector."""
-    return jax.tree.map_with_path(
-        lambda path, p: p.ndim > 1 and jax.tree_util.keystr(path[:1]) != "['placeholder']", params
-    )
+def decay_mask(params: Params) -> Params:
+    """Which parameters have weight decay: matrices, except tables of placeholders.
+
+    Such a table has a vector for each depth. With one depth it would be a vector, and vectors and
+    norms have no weight decay.
+    """
+
+    def is_decayed(path: tuple, x: jax.Array) -> bool:
+        return x.ndim > 1 and jax.tree_util.keystr(path[:1]) != "['placeholder']"
+
+    return jax.tree.map_with_path(is_decayed, params)
 
 
 def fit(
-    run,
+    run: Run,
     params: Params,
     loss: Loss,
     batch_at: Callable[[int], Any],
     frozen_params: Any,
     eval_fn: EvalFn | None = None,
 ) -> FitResult:
-    """Trains `params` for `run.optimizer.steps` steps, resuming from what `run.out` holds.
+    """Trains `params` for `run.optimizer.steps` steps, resuming from the newest checkpoint.
 
     Args:
-      run: a configuration of `train.config`; its `out` gets metrics.jsonl, config.yaml and checkpoints.
-      loss: (params, batch, fixed) -> scalar, metrics. Pure.
-      batch_at: step -> batch, on the host; the same step gives the same batch.
-      fixed: arrays that `loss` reads and nobody trains (a target's weights).
-      probe: asked after every step; its seconds are not counted. What it returns becomes a row of metrics.jsonl.
+      run: what to train; `run.out` gets metrics.jsonl, config.yaml and checkpoints.
+      params: before the first step.
+      loss: (params, batch, frozen_params) -> scalar, metrics. Pure.
+      batch_at: step -> batch, on the host; the same step must always give the same batch. Where the
+        structure of batches changes, the step is compiled again.
+      frozen_params: arrays that `loss` reads and that are not trained, such as the target's
+        weights.
+      eval_fn: is called after every step; the row that it returns, if any, is logged.
+
+    Raises:
+      InputError: `run.out` has checkpoints of another configuration, or cannot be written.
     """
-    out = Path(run.out)
+    out, steps = Path(run.out), run.optimizer.steps
     init_run_dir(run)
     checkpoints = Checkpoints(out / "checkpoints")
     optimizer = make_optimizer(run.optimizer)
-
-    def update(state, batch, frozen_params):
-        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
-            state["params"], batch, frozen_params
-        )
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
-        return {
-            "params": optax.apply_updates(state["params"], updates),
-            "opt": opt,
-            "step": state["step"] + 1,
-        }, metrics
-
-    params = jax.tree.map(jnp.copy, params)  # the update donates its state
-    state = {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
-    if (latest := checkpoints.latest()) is not None:
-        state = checkpoints.restore(latest, state)
-    step = int(state["step"])
-    first, kind = step, jax.tree.structure(None)
-    spent = _truncate(out / "metrics.jsonl", first)  # seconds of the sessions before this one
-    update = jax.jit(update, donate_argnums=0)
-    start = warm = time.perf_counter()
+    update = jax.jit(_update_fn(loss, optimizer), donate_argnums=0)
+    state = _restored_state(checkpoints, params, optimizer)
+    first_step = step = int(state["step"])
+    log = MetricsLog(out / "metrics.jsonl", first_step)
+    clock = TrainingClock(log.seconds)
     tokens = 0
-
-    def seconds():
-        return round(spent + time.perf_counter() - start, 3)
-
-    with _progress() as bar, (out / "metrics.jsonl").open("a", encoding="utf-8") as log:
-        task = bar.add_task(run.task, total=run.optimizer.steps, completed=step, loss="")
-        while step < run.optimizer.steps:
-            batch = batch_at(step)  # while the device still works on the step before
-            before, last, kind = time.perf_counter(), kind, jax.tree.structure(batch)
+    batch_structure = jax.tree.structure(None)  # of no batch
+    progress = ProgressReport(f"train {run.task}", steps, first_step, "steps")
+    with log, progress:
+        while step < steps:
+            batch = batch_at(step)  # while the device is still busy with the step before
+            last_structure, batch_structure = batch_structure, jax.tree.structure(batch)
+            step_began = time.perf_counter()
             state, metrics = update(state, batch, frozen_params)
             step += 1
-            if (
-                kind != last
-            ):  # compiles: the first step, and the first one of more depths: not counted
+            if batch_structure != last_structure:
+                # This step was compiled: it is the session's first, or the first of more depths.
+                # Its time is left out of the speed, and so are its tokens.
                 jax.block_until_ready(state)
-                warm += time.perf_counter() - before
+                clock.leave_out_compilation(time.perf_counter() - step_began)
             else:
                 tokens += run.data.batch_size * run.data.seq_len
-            over = run.max_seconds is not None and time.perf_counter() - start > run.max_seconds
-            if step % run.log_every == 0 or step == run.optimizer.steps or over:
+            is_over_time = run.max_seconds is not None and clock.session() > run.max_seconds
+            if step % run.log_every == 0 or step == steps or is_over_time:
                 jax.block_until_ready(state)
-                row = {"step": step, "seconds": seconds(), **_plain(jax.device_get(metrics))}
-                _log(log, row)
-                bar.update(task, completed=step, loss=f"loss {row['loss']:.4f}")
+                row = {"step": step, "seconds": clock.run(), **_to_json(jax.device_get(metrics))}
+                log.write(row)
+                progress.update(step, note=f"loss {row['loss']:.4f}")
             if eval_fn is not None:
-                before = time.perf_counter()
-                if (found := eval_fn(step, state["params"])) is not None:
-                    aside = time.perf_counter() - before
-                    start, warm = start + aside, warm + aside
-                    _log(log, {"step": step, "seconds": seconds(), **found})
-            if step % run.save_every == 0 and step < run.optimizer.steps:
+                began = time.perf_counter()
+                evaluation = eval_fn(step, state["params"])
+                if evaluation is not None:
+                    clock.leave_out_evaluation(time.perf_counter() - began)
+                    log.write({"step": step, "seconds": clock.run(), **evaluation})
+            if step % run.save_every == 0 and step < steps:
                 checkpoints.save(step, state)
-            if over:
+            if is_over_time:
                 break
-    jax.block_until_ready(state)
-    trained = time.perf_counter() - warm
-    if step > first:
+        jax.block_until_ready(state)
+        seconds = clock.stepping()
+    if step > first_step:
         checkpoints.save(step, state)
     checkpoints.close()
-    return FitResult(state["params"], step, trained, tokens, round(seconds() / 60, 2))
+    return FitResult(state["params"], step, seconds, tokens, round(clock.run() / 60, 2))
 
 
-def init_run_dir(run) -> None:
-    """Makes `run.out` this run's folder. To be called before anything else is read or written: it is the cheapest refusal.
+def _update_fn(
+    loss: Loss, optimizer: optax.GradientTransformation
+) -> Callable[[dict, Any, Any], tuple[dict, dict]]:
+    """(state, batch, frozen parameters) -> the state after one step, metrics."""
+
+    def update(state: dict, batch: Any, frozen_params: Any) -> tuple[dict, dict]:
+        loss_and_grads = jax.value_and_grad(loss, has_aux=True)
+        (value, metrics), grads = loss_and_grads(state["params"], batch, frozen_params)
+        updates, opt_state = optimizer.update(grads, state["opt"], state["params"])
+        new_state = {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt": opt_state,
+            "step": state["step"] + 1,
+        }
+        return new_state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
+
+    return update
+
+
+def _restored_state(
+    checkpoints: Checkpoints, params: Params, optimizer: optax.GradientTransformation
+) -> dict:
+    """The newest checkpoint's training state, or that of step 0 if there is none."""
+    params = jax.tree.map(jnp.copy, params)  # each update donates the state, and with it its arrays
+    state = {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+    latest = checkpoints.latest()
+    return state if latest is None else checkpoints.restore(latest, state)
+
+
+def init_run_dir(run: Run) -> None:
+    """Makes `run.out` the folder of this run.
+
+    It is called before anything else is read or written, because it is the cheapest refusal.
 
     Raises:
-      InputError: the folder cannot be written, or holds checkpoints of another configuration.
+      InputError: the folder cannot be written, or has checkpoints of a run with other settings.
     """
     out = Path(run.out)
-    path, text = out / "config.yaml", dump(run)
+    path = out / "config.yaml"
     try:
-        saved = has_checkpoints(run)
-        if saved and path.exists() and path.read_text(encoding="utf-8") != text:
-            rule = "a run is resumed only with the configuration it began with"
-            raise InputError(out, rule, "another one", "choose another out folder")
+        resumes = has_checkpoints(run) and path.exists()
+        if resumes:
+            _check_same_settings(load_run(path), run)
+            return
         out.mkdir(parents=True, exist_ok=True)
-        if (
-            not saved or not path.exists()
-        ):  # the machine, versions and commit that began the run: what its card will say
-            write_atomically(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
-            write_atomically(path, text)
+        # machine, versions and commit that began the run, for the model card
+        write_atomically(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
+        write_atomically(path, dump(run))
     except OSError as error:
-        raise InputError(
-            out, "the output folder must be writable", error.strerror, "choose another place"
-        ) from None
+        rule = "the output folder must be writable"
+        next_step = "set out to a folder that you may write to"
+        raise InputError(out, rule, error.strerror, next_step) from None
 
 
-def has_checkpoints(run) -> bool:
+def _check_same_settings(old: Run, new: Run) -> None:
+    """Raises InputError if a run cannot be resumed, naming the keys that differ."""
+    if changed := differences(old, new):
+        rule = "a run is resumed only with the settings that it began with"
+        next_step = "restore them in the recipe, or set out to another folder to begin a new run"
+        raise InputError(new.out, rule, "; ".join(changed), next_step)
+
+
+def has_checkpoints(run: Run) -> bool:
+    """Whether the run was begun and has saved a checkpoint."""
     return any((Path(run.out) / "checkpoints").glob("[0-9]*"))
 
 
-def write_result(run, result: dict) -> None:
-    """result.json in `run.out`: what the run came to, for cards and reports."""
+def write_result(run: Run, result: dict) -> None:
+    """Writes result.json into `run.out`: what the run came to, for model cards and reports.
+
+    A session that had nothing left to train keeps the speed that an earlier one measured.
+    """
     path = Path(run.out) / "result.json"
-    result = {k: str(v) if isinstance(v, Path) else v for k, v in result.items()}
-    if result["tokens_per_second"] is None and path.exists():  # nothing was trained in this session
-        result["tokens_per_second"] = json.loads(path.read_text(encoding="utf-8"))[
-            "tokens_per_second"
-        ]
+    result = {key: str(v) if isinstance(v, Path) else v for key, v in result.items()}
+    if result["tokens_per_second"] is None and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        result["tokens_per_second"] = before["tokens_per_second"]
     write_atomically(path, json.dumps(result, indent=2) + "\n")
 
 
-def _truncate(path: Path, step: int) -> float:
-    """Drops metric rows past the step that is resumed from: they will be written again. Returns the seconds spent until then."""
-    if not path.exists():
-        return 0.0
-    rows = [
-        json.loads(line)
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.endswith("}")
-    ]
-    kept = [row for row in rows if row["step"] <= step]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-    return max((row["seconds"] for row in kept), default=0.0)
-
-
-def _log(file, row: dict) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()
-
-
-def _plain(metrics: dict) -> dict:
-    return {k: np.round(v, 6).tolist() for k, v in metrics.items()}
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
+def _to_json(metrics: dict) -> dict:
+    """Arrays as lists of numbers with six digits behind the point."""
+    return {key: np.round(value, 6).tolist() for key, value in metrics.items()}

@@ -1,4 +1,7 @@
-"""Checkpoint folders in and out, and the one-table mapping between their tensors and model parameters. Knows no model."""
+"""Checkpoint folders: reading, writing, and mapping their tensors to model parameters.
+
+Nothing in this room knows a model.
+"""
 
 from peagle_jax.weights import fp8, mxfp4
 from peagle_jax.weights.fields import Fields

@@ -7,8 +7,9 @@ from huggingface_hub import errors, snapshot_download
 
 from peagle_jax.types import InputError
 
-WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")  # never a pickle
-# the last two have the names of huggingface_hub 2
+# The files that a checkpoint needs. Pickles are never fetched, because they can run code.
+CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")
+# HTTPError and XetDownloadError are the names of huggingface_hub 2.
 FAILURES = (
     OSError,
     errors.HfHubHTTPError,
@@ -24,29 +25,28 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return (name, None) if Path(name).exists() else (repository, revision or None)
 
 
-def find_folder(name: str | Path, wanted: Sequence[str] = WANTED) -> Path:
-    """A local folder, or a hub id `owner/name` or `owner/name@revision`, fetched, or found in the cache when offline.
+def find_folder(name: str | Path, patterns: Sequence[str] = CHECKPOINT_FILES) -> Path:
+    """The local folder of a checkpoint, which is fetched from the hub where necessary.
 
     Args:
-      wanted: patterns of the files to fetch.
+      name: a local folder, or a hub id `owner/name` or `owner/name@revision`. A hub id is found in
+        the hub's cache when the machine is offline.
+      patterns: of the files to fetch.
 
     Raises:
-      InputError: neither is to be had.
+      InputError: there is neither such a folder nor such a repository, or it cannot be read.
     """
     path = Path(name)
     try:
-        here = path.exists()
-        if here or len(path.parts) != 2 or path.is_absolute() or ".." in path.parts:
+        exists = path.exists()
+        is_hub_id = len(path.parts) == 2 and not path.is_absolute() and ".." not in path.parts
+        if exists or not is_hub_id:
             if not path.is_dir():
-                raise InputError(
-                    path,
-                    "this folder must exist",
-                    "nothing" if not here else "a file",
-                    "check the name",
-                )
+                got = "a file" if exists else "nothing"
+                raise InputError(path, "this folder must exist", got, "check the name")
             next(path.iterdir(), None)  # it must be readable, too
             return path
-    except OSError as error:  # a name too long, a folder that is closed to us
+    except OSError as error:  # a name too long, a folder without permission to read
         raise InputError(
             path,
             "this folder must be readable",
@@ -55,16 +55,17 @@ def find_folder(name: str | Path, wanted: Sequence[str] = WANTED) -> Path:
         ) from None
     repository, revision = split_revision(str(name))
     try:
-        return Path(
-            snapshot_download(
-                repository, revision=revision, allow_patterns=list(wanted), ignore_patterns=["*/*"]
-            )
+        snapshot = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=["*/*"],
         )
     except FAILURES as error:
-        reason = f"{type(error).__name__} from the hub"
         raise InputError(
             name,
             "must be a local folder, or a hub id that is online or cached",
-            reason,
+            f"{type(error).__name__} from the hub",
             "check the name and the network",
         ) from None
+    return Path(snapshot)

@@ -1,12 +1,13 @@
-"""The one-table mapping between checkpoint tensors and model parameters: loading, exporting and completeness read it.
+"""The table that maps checkpoint tensors to model parameters, for loading, exporting and checking.
 
-Knows no model.
+A model family writes one table. Nothing in this file knows a model.
 """
 
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,46 +16,82 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.types import InputError, Model, Params
-from peagle_jax.weights.tensors import FLOATING, Tensor, apply, finite, warn_unless_finite
+from peagle_jax.weights.tensors import FLOATING, Tensor, all_finite, apply, warn_not_finite
+
+Shape = tuple[int, ...]
+
+
+def _is_same_shape(stored: Shape, expected: Shape) -> bool:
+    return stored == expected
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamTransform:
-    """How torch stores a tensor that we store differently; `to_torch(to_jax(t))` is t, bit for bit."""
+    """How a checkpoint tensor becomes a parameter, and back.
+
+    Attributes:
+      name: names the transform; two with one name do the same.
+      to_jax: torch's tensor -> our parameter, or our part of it.
+      to_torch: the inverse; `to_torch(to_jax(t))` is t, bit for bit.
+      fits: (stored shape, expected torch shape) -> whether the stored tensor can be read.
+      expert: the index on the parameter's first axis where the tensor lies, of a parameter that
+        stacks the matrices of all experts; None: the tensor is the whole parameter.
+      slices: where the tensor lies on the axes behind the first; () is all of them.
+    """
 
     name: str
     to_jax: Callable[[np.ndarray], np.ndarray]
     to_torch: Callable[[np.ndarray], np.ndarray]
-    fits: Callable[[tuple, tuple], bool] = lambda got, want: (
-        got == want
-    )  # whether a torch shape may stand for another
-    place: tuple[int | slice, ...] | None = (
-        None  # the part of our parameter that the tensor is, an expert first; None: all of it
-    )
+    fits: Callable[[Shape, Shape], bool] = _is_same_shape
+    expert: int | None = None
+    slices: tuple[slice, ...] = ()
 
-    def at(self, *place: int | slice) -> "ParamTransform":
-        return dataclasses.replace(self, place=place)
+    def at(self, expert: int, *slices: slice) -> "ParamTransform":
+        """The same transform of a tensor that is one part of a parameter."""
+        return dataclasses.replace(self, expert=expert, slices=slices)
 
-    def part(self, leaf):
-        return leaf if self.place is None else leaf[self.place]
+    def select(self, param: Any) -> Any:
+        """The part of a parameter that the tensor is."""
+        return param if self.expert is None else param[(self.expert, *self.slices)]
 
 
-IDENTITY = ParamTransform("same", lambda t: t, lambda t: t)
-TRANSPOSE = ParamTransform("linear", lambda t: t.T, lambda t: t.T)  # torch [out, in] <-> [in, out]
-TRANSPOSE_EXPERTS = ParamTransform(
-    "bank", lambda t: t.swapaxes(1, 2), lambda t: t.swapaxes(1, 2)
-)  # the same for every expert of a stack
-ParamTable = Mapping[str, tuple[str, ParamTransform]]  # checkpoint name -> (our path, layout)
+def _unchanged(tensor: np.ndarray) -> np.ndarray:
+    return tensor
+
+
+def _transposed(tensor: np.ndarray) -> np.ndarray:
+    return tensor.T
+
+
+def _each_transposed(tensor: np.ndarray) -> np.ndarray:
+    return tensor.swapaxes(1, 2)
+
+
+IDENTITY = ParamTransform("identity", _unchanged, _unchanged)
+# torch's Linear stores [out, in], ours [in, out]
+TRANSPOSE = ParamTransform("transpose", _transposed, _transposed)
+# [E, out, in] <-> [E, in, out]
+TRANSPOSE_EXPERTS = ParamTransform("transpose experts", _each_transposed, _each_transposed)
+# checkpoint name -> (dotted path of our parameter, transform)
+ParamTable = Mapping[str, tuple[str, ParamTransform]]
 
 
 def flatten_params(params: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path -> leaf of a pure dict."""
+    """(dotted path, leaf) of a nested dict of parameters.
+
+    Args:
+      prefix: comes before every path.
+    """
     for key, value in params.items():
         path = f"{prefix}{key}"
-        yield from flatten_params(value, path + ".") if isinstance(value, dict) else [(path, value)]
+        if isinstance(value, dict):
+            yield from flatten_params(value, path + ".")
+        else:
+            yield path, value
 
 
 def unflatten_params(flat_params: Mapping[str, Any]) -> Params:
+    """The inverse of `flatten_params`. Parts of a path that are numbers become integer keys."""
     root: dict = {}
     for path, leaf in flat_params.items():
         *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
@@ -66,39 +103,44 @@ def unflatten_params(flat_params: Mapping[str, Any]) -> Params:
 
 
 def check_tensors(
-    make: Callable[[], nnx.Module], tensors: Mapping[str, Tensor], table: ParamTable, where
-):
-    """Whether the tensors are those of a model, exactly; `make` is only traced. Returns its graph, and path -> shape and dtype.
+    make: Callable[[], nnx.Module],
+    tensors: Mapping[str, Tensor],
+    table: ParamTable,
+    where: str | Path,
+) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """Checks that the tensors of a checkpoint are exactly those of a model.
+
+    Args:
+      make: makes the model; it is only traced, and allocates nothing.
+      where: the checkpoint, for errors.
+
+    Returns:
+      The model's graph, and dotted path -> shape and dtype of its parameters.
 
     Raises:
-      InputError: naming missing and unknown tensors, or those of a wrong shape or kind.
+      InputError: naming missing and unknown tensors, and those of a wrong shape or dtype.
     """
     graph, state = nnx.split(nnx.eval_shape(make))
     expected = dict(flatten_params(nnx.to_pure_dict(state)))
-    if stray := {path for path, _ in table.values()} ^ expected.keys():
-        raise AssertionError(f"the table and the model disagree on parameters: {_sample(stray)}")
-    filled = collections.Counter()
-    for path, layout in table.values():
-        filled[path] += math.prod(_torch_shape(layout, expected[path]))
-    if gaps := [path for path, size in filled.items() if size != math.prod(expected[path].shape)]:
-        raise AssertionError(f"the table fills these parameters in part or twice: {_sample(gaps)}")
-    misshapen, other = [], []
+    _check_table(table, expected)
+    misshapen, mistyped = [], []
     for name in table.keys() & tensors.keys():
-        path, layout = table[name]
-        mine, theirs = tensors[name], expected[path]
-        want = _torch_shape(layout, theirs)
-        if not layout.fits(mine.shape, want):
-            misshapen.append(f"{name} {list(mine.shape)} where the config says {list(want)}")
-        packed = (
-            theirs.dtype == jnp.uint8 and mine.dtype != np.uint8
-        )  # bits, not numbers: there is no conversion
-        if packed or (mine.dtype in FLOATING) != jnp.issubdtype(theirs.dtype, jnp.floating):
-            other.append(f"{name} {mine.dtype.name} instead of {theirs.dtype.name}")
+        path, transform = table[name]
+        tensor, param = tensors[name], expected[path]
+        torch_shape = _torch_shape(transform, param)
+        if not transform.fits(tensor.shape, torch_shape):
+            shape, needed = list(tensor.shape), list(torch_shape)
+            misshapen.append(f"{name} {shape} where the config says {needed}")
+        # MXFP4's packed bits are not numbers: nothing else is converted to them.
+        is_unpacked = param.dtype == jnp.uint8 and tensor.dtype != np.uint8
+        is_floating = jnp.issubdtype(param.dtype, jnp.floating)
+        if is_unpacked or (tensor.dtype in FLOATING) != is_floating:
+            mistyped.append(f"{name} {tensor.dtype.name} instead of {param.dtype.name}")
     problems = {
         "missing": table.keys() - tensors.keys(),
         "unknown": tensors.keys() - table.keys(),
         "wrong shape": misshapen,
-        "wrong dtype": other,
+        "wrong dtype": mistyped,
     }
     if got := "; ".join(f"{what}: {_sample(names)}" for what, names in problems.items() if names):
         raise InputError(
@@ -110,109 +152,143 @@ def check_tensors(
     return graph, expected
 
 
-Placement = Callable[
-    [str, Any], jax.sharding.Sharding
-]  # path and shape of a parameter -> where it lies
+def _check_table(table: ParamTable, expected: Mapping[str, Any]) -> None:
+    """Asserts that a table fills every parameter of its model once. An error is a bug of ours."""
+    if stray := {path for path, _ in table.values()} ^ expected.keys():
+        raise AssertionError(f"the table and the model disagree on parameters: {_sample(stray)}")
+    filled_sizes = collections.Counter()
+    for path, transform in table.values():
+        filled_sizes[path] += math.prod(_torch_shape(transform, expected[path]))
+    gaps = [path for path, size in filled_sizes.items() if size != math.prod(expected[path].shape)]
+    if gaps:
+        raise AssertionError(f"the table fills these parameters in part or twice: {_sample(gaps)}")
+
+
+# (dotted path, shape and dtype of a parameter) -> on which devices it lies
+Placement = Callable[[str, Any], jax.sharding.Sharding]
 
 
 def load_params(
     make: Callable[[], nnx.Module],
-    config,
+    config: Any,
     tensors: Mapping[str, Tensor],
     table: ParamTable,
-    where,
-    place: Placement | None = None,
+    where: str | Path,
+    placement: Placement | None = None,
 ) -> Model:
     """Fills a model from checkpoint tensors, one parameter after the other.
 
     Args:
-      place: each device's slice is read from the file and put there, and this process reads no other. None: every
-        parameter whole, on the default device.
+      make: makes the model; it is only traced.
+      config: the model's configuration, for the result.
+      where: the checkpoint, for errors and warnings.
+      placement: the sharding of each parameter. Each device's slice is read from the file and put
+        there, and this process reads no other slice. None: every parameter whole, on the default
+        device.
 
     Raises:
-      InputError: see `check`.
+      InputError: the tensors are not those of the model; see `check_tensors`.
     """
     graph, expected = check_tensors(make, tensors, table, where)
-    sources: dict[str, list[tuple[str, ParamTransform]]] = {}
-    for name, (path, layout) in table.items():
-        sources.setdefault(path, []).append((name, layout))
-    warned: set[str] = set()
-    newest: dict[
-        str, np.ndarray
-    ] = {}  # the tensor read last: several devices may want slices of it
-
-    def tensor(name: str, layout: ParamTransform, index) -> np.ndarray:
-        if name not in newest:
-            newest.clear()
-            newest[name] = np.asarray(tensors[name])
-        array = layout.to_jax(newest[name])[index]
-        if name not in warned and not finite(
-            np.ascontiguousarray(array).reshape(-1).view(np.uint8), array.dtype
-        ):
-            warned.add(name)
-            warn_unless_finite(where, name, False)
-        return array
-
-    def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-        """That part of a parameter; perhaps a view of the file."""
-        name, layout = sources[path][0]
-        if layout.place is None:
-            return tensor(name, layout, index)
-        want = expected[path]
-        rows = range(want.shape[0])[index[0]]
-        out = np.empty((len(rows), *want.shape[1:]), want.dtype)
-        for name, layout in sources[path]:
-            if layout.place[0] in rows:
-                out[layout.place[0] - rows.start, *layout.place[1:]] = tensor(name, layout, ...)
-        return out[:, *index[1:]]
-
+    reader = _ParamReader(tensors, table, where)
     filled = {}
-    for path, want in expected.items():
+    for path, param in expected.items():
 
-        def copy(index, path=path, want=want):
-            return np.array(read(path, index), want.dtype)  # the file may change
+        def read_copy(index: Any, path: str = path, param: Any = param) -> np.ndarray:
+            """A device's slice; a copy, because the file may change."""
+            return np.array(reader.read(path, param, index), param.dtype)
 
-        if place is None:
-            filled[path] = jnp.array(read(path, (slice(None),) * len(want.shape)), want.dtype)
+        if placement is None:
+            everything = (slice(None),) * len(param.shape)
+            filled[path] = jnp.array(reader.read(path, param, everything), param.dtype)
         else:
             filled[path] = jax.make_array_from_callback(
-                want.shape, place(path, want), copy, dtype=want.dtype
+                param.shape, placement(path, param), read_copy, dtype=param.dtype
             )
-        newest.clear()
+        reader.forget()
     return Model(config, graph, unflatten_params(filled))
 
 
-def _torch_shape(layout: ParamTransform, leaf) -> tuple[int, ...]:
-    return layout.to_torch(
-        layout.part(np.broadcast_to(np.empty((), bool), leaf.shape))
-    ).shape  # a view of one number
+class _ParamReader:
+    """Reads slices of parameters from checkpoint tensors.
+
+    The tensor that was read last stays in memory, because several devices may want slices of it.
+    Each tensor with NaN or infinity is warned of once.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], table: ParamTable, where: str | Path):
+        self.tensors, self.where = tensors, where
+        self.sources: dict[str, list[tuple[str, ParamTransform]]] = {}
+        for name, (path, transform) in table.items():
+            self.sources.setdefault(path, []).append((name, transform))
+        self.warned: set[str] = set()
+        self.newest: dict[str, np.ndarray] = {}
+
+    def forget(self) -> None:
+        """Frees the tensor that was read last."""
+        self.newest.clear()
+
+    def read(self, path: str, param: Any, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a parameter; perhaps a view of the file."""
+        name, transform = self.sources[path][0]
+        if transform.expert is None:
+            return self._read_tensor(name, transform, index)
+        experts = range(param.shape[0])[index[0]]
+        out = np.empty((len(experts), *param.shape[1:]), param.dtype)
+        for name, transform in self.sources[path]:
+            expert = transform.expert
+            if expert is not None and expert in experts:
+                part = (expert - experts.start, *transform.slices)
+                out[part] = self._read_tensor(name, transform, ...)
+        return out[:, *index[1:]]
+
+    def _read_tensor(self, name: str, transform: ParamTransform, index: Any) -> np.ndarray:
+        if name not in self.newest:
+            self.newest.clear()
+            self.newest[name] = np.asarray(self.tensors[name])
+        array = transform.to_jax(self.newest[name])[index]
+        if name not in self.warned:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if not all_finite(data, array.dtype):
+                self.warned.add(name)
+                warn_not_finite(self.where, name)
+        return array
+
+
+def _torch_shape(transform: ParamTransform, param: Any) -> Shape:
+    """The shape of the checkpoint tensor that fills a parameter, or a part of one."""
+    one_number = np.broadcast_to(np.empty((), bool), param.shape)  # a view without memory
+    return transform.to_torch(transform.select(one_number)).shape
 
 
 def export_params(params: Params, table: ParamTable) -> dict[str, Tensor]:
-    """The inverse of `load`, lazily: checkpoint name -> tensor in torch layout."""
+    """The inverse of `load_params`, lazily: checkpoint name -> tensor as torch stores it.
+
+    Raises:
+      InputError: the model's matrices are in FP8.
+    """
     leaves = dict(flatten_params(params))
     result = {}
-    for name, (path, layout) in table.items():
-
-        def whole(leaf, layout=layout):
-            return layout.to_torch(layout.part(leaf))
-
+    for name, (path, transform) in table.items():
         if path not in leaves:
-            got = "FP8 matrices" if path.replace(".kernel", ".values") in leaves else f"no {path}"
+            is_fp8 = path.replace(".kernel", ".values") in leaves
             raise InputError(
                 "parameters",
                 "a model is written from weights in floating point",
-                got,
+                "FP8 matrices" if is_fp8 else f"no {path}",
                 "load it without fp8",
             )
-        result[name] = apply(
-            whole, leaves[path], _torch_shape(layout, leaves[path]), leaves[path].dtype
-        )
+
+        def to_torch(leaf: np.ndarray, transform: ParamTransform = transform) -> np.ndarray:
+            return transform.to_torch(transform.select(leaf))
+
+        leaf = leaves[path]
+        result[name] = apply(to_torch, leaf, _torch_shape(transform, leaf), leaf.dtype)
     return result
 
 
-def _sample(names, limit: int = 4) -> str:
-    names = sorted(names)
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+def _sample(names: Collection[str], limit: int = 4) -> str:
+    """The first names in order, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

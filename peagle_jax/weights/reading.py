@@ -1,31 +1,40 @@
-"""safetensors files and folders, read lazily by memory map, and trusted in nothing.
+"""A lazy safetensors reader that validates every header.
 
-Our own reader, because the library's cannot load float8 into NumPy, and its flax one turns int64 into int32 without a word.
-What a well-formed file is: the safetensors format, version 0.8 of its library (one header, one tiling of the data).
+Tensors are memory-mapped: nothing is read before it is used. A checkpoint may come from anywhere,
+so every field of a header and of a shard index is checked before it is used, and links that lead
+out of a folder are refused. What a well-formed file is follows version 0.8 of the safetensors
+library: one header, then data that the tensors tile without a gap.
+
+The library's own readers are not used, because its NumPy one cannot load float8, and its flax one
+silently turns int64 into int32.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 
 from peagle_jax.types import InputError
 from peagle_jax.weights.tensors import DTYPES
 
-MAX_HEADER = (
-    32 << 20
-)  # bytes: 200,000 tensors; the format allows three times as much, and Python needs ten times that to parse it
+# Bytes; enough for 200,000 tensors. The format allows three times as much, but Python needs ten
+# times the bytes of a header to parse it.
+MAX_HEADER = 32 << 20
 MAX_RANK = 32
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+FETCH_AGAIN = "fetch it again"
+SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def read_json(path: Path) -> dict:
     """A JSON object from a file.
 
     Raises:
-      InputError: there is none, or one of its objects names a key twice.
+      InputError: the file cannot be read or holds no JSON object, or an object names a key twice.
     """
     try:
         content = path.read_bytes()
@@ -36,84 +45,88 @@ def read_json(path: Path) -> dict:
     return parse_json(content, path, "the file", "restore the file")
 
 
-def parse_json(content: bytes, where, what: str, next_step: str) -> dict:
+def parse_json(
+    content: bytes, where: Path | str, what: str, next_step: str, *, strict_numbers: bool = False
+) -> dict:
+    """A JSON object from bytes.
+
+    Args:
+      where, what, next_step: for the error: the file, what of it the bytes are, what to do.
+      strict_numbers: refuses NaN and Infinity, which Python reads and JSON does not have.
+
+    Raises:
+      InputError: the bytes are no JSON object in UTF-8, or an object names a key twice.
+    """
+    parse_constant = _refuse_constant if strict_numbers else None
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_once)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also a UnicodeDecodeError, and whole numbers of 5,000 digits
+        value = json.loads(
+            content.decode("utf-8"),
+            object_pairs_hook=_dict_of_unique_keys,
+            parse_constant=parse_constant,
+        )
+    # ValueError includes UnicodeDecodeError, and whole numbers of more than 4,300 digits
+    except (ValueError, RecursionError) as error:
         raise InputError(where, f"{what} must be JSON in UTF-8", error, next_step) from None
     if not isinstance(value, dict):
         raise InputError(where, f"{what} must be a JSON object", type(value).__name__, next_step)
     return value
 
 
-def _once(pairs: list[tuple]) -> dict:
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"the number {name}")
+
+
+def _dict_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """The object of these pairs; ValueError where a key stands twice, as the library refuses it."""
     value = dict(pairs)
-    if len(value) < len(pairs):
-        seen: set[str] = set()
-        raise ValueError(
-            f"the key {next(key for key, _ in pairs if key in seen or seen.add(key))!r} twice"
-        )
-    return value
+    if len(value) == len(pairs):
+        return value
+    first_keys: set[str] = set()
+    for key, _ in pairs:
+        if key in first_keys:
+            raise ValueError(f"the key {key!r} twice")
+        first_keys.add(key)
+    raise AssertionError("fewer keys than pairs, and none of them twice")
 
 
 def open_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Tensor name -> memory-mapped array: nothing is read before it is used.
 
     Raises:
-      InputError: the file is missing, truncated, or not as the format says.
+      InputError: the file is missing or truncated, or its header breaks a rule of the format.
     """
     header, data, _ = _open(path)
     return {name: _view(path, data, name, spec) for name, spec in header.items()}
 
 
 def read_metadata(folder: Path) -> dict[str, str]:
-    """What the first weights file of a folder says of itself: strings by name, as its writer left them."""
-    files = [SINGLE] if (folder / SINGLE).exists() else sorted(set(_shards(folder).values()))[:1]
-    texts = next((_open(folder / file)[2] for file in files), {})
+    """The metadata of a folder's first weights file, in which unprintable characters are replaced.
 
-    def printable(text):
-        return "".join(c if c.isprintable() else "?" for c in text)
+    Raises:
+      InputError: the folder holds no weights, or the file's header is damaged.
+    """
+    files = [SINGLE] if (folder / SINGLE).exists() else sorted(set(_read_index(folder).values()))
+    _, _, metadata = _open(folder / files[0])
+    return {_printable(key): _printable(value) for key, value in metadata.items()}
 
-    return {printable(key): printable(value) for key, value in texts.items()}
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:
-    """The checked header without its metadata, the data, and the metadata."""
-    again = "fetch it again"
+    """The checked header without its metadata, the mapped data, and the metadata."""
     try:
         if not path.is_file():
-            raise InputError(
-                path,
-                "this file must exist",
-                "nothing" if not path.exists() else "no file",
-                "fetch it, or check the name",
-            )
+            got = "no file" if path.exists() else "nothing"
+            raise InputError(path, "this file must exist", got, "fetch it, or check the name")
         size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise InputError(
-                    path,
-                    f"the header must fit the file of {size:,} bytes",
-                    f"{length:,} bytes",
-                    again,
-                )
-            if length > MAX_HEADER:
-                raise InputError(
-                    path,
-                    f"a header of at most {MAX_HEADER:,} bytes is read",
-                    f"{length:,} bytes",
-                    again,
-                )
-            content = file.read(length)
-        data = (
-            np.memmap(path, np.uint8, "r", offset=8 + length)
-            if size > 8 + length
-            else np.zeros(0, np.uint8)
-        )
+        content = _read_header(path, size)
+        data_start = 8 + len(content)
+        if size > data_start:
+            data = np.memmap(path, np.uint8, "r", offset=data_start)
+        else:
+            data = np.zeros(0, np.uint8)
     except OSError as error:
         raise InputError(
             path, "this file must be readable", error.strerror, "check its permissions"
@@ -125,181 +138,178 @@ def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:
             repr(content[:12]),
             "safetensors are needed: convert or fetch it again",
         )
-    header = parse_json(content, path, "the header", again)
+    # the library's parser refuses NaN and Infinity, too
+    header = parse_json(content, path, "the header", FETCH_AGAIN, strict_numbers=True)
     metadata = header.pop("__metadata__", None)
     if metadata is None:
         metadata = {}
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise InputError(path, "__metadata__ must name strings", str(metadata)[:80], again)
+    if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
+        raise InputError(path, "__metadata__ must name strings", str(metadata)[:80], FETCH_AGAIN)
     _check_tiling(path, header, data.size)
     return header, data, metadata
 
 
+def _read_header(path: Path, size: int) -> bytes:
+    """The bytes of the header of a file of `size` bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        got = f"{length:,} bytes"
+        if size < 8 or length > size - 8:
+            raise InputError(
+                path, f"the header must fit the file of {size:,} bytes", got, FETCH_AGAIN
+            )
+        if length > MAX_HEADER:
+            raise InputError(
+                path, f"a header of at most {MAX_HEADER:,} bytes is read", got, FETCH_AGAIN
+            )
+        return file.read(length)
+
+
 def _check_tiling(path: Path, header: Mapping, size: int) -> None:
     """Every byte of the data belongs to exactly one tensor, as the format demands."""
-    spans = []
-    for name, spec in header.items():
-        if not name.isprintable() or not isinstance(spec, dict):
-            raise InputError(
-                path,
-                "every entry of the header must be a printable name and an object",
-                f"{name!r}",
-                "fetch it again",
-            )
-        shape, offsets, kind = spec.get("shape"), spec.get("data_offsets"), spec.get("dtype")
-        if (
-            not _wholes(shape)
-            or not _wholes(offsets)
-            or len(offsets) != 2
-            or not isinstance(kind, str)
-        ):
-            raise InputError(
-                path, f"tensor {name} needs dtype, shape and data_offsets", spec, "fetch it again"
-            )
-        if kind not in DTYPES:
-            raise InputError(
-                path,
-                f"the dtype of {name} must be one of {', '.join(DTYPES)}",
-                kind,
-                "convert it first",
-            )
-        if len(shape) > MAX_RANK:
-            raise InputError(
-                path, f"{name} must have at most {MAX_RANK} axes", len(shape), "fetch it again"
-            )
-        want, (start, end) = (
-            int(np.prod(shape, dtype=object)) * np.dtype(DTYPES[kind]).itemsize,
-            offsets,
-        )
-        if not start <= end <= size or end - start != want or max(shape, default=0) >= 2**62:
-            raise InputError(
-                path,
-                f"{name} {kind} {shape} needs {want} of the {size} bytes of data",
-                f"offsets {start}..{end}",
-                "the file is truncated or damaged: fetch it again",
-            )
-        spans.append((start, end, name))
-    at, before = 0, "the header"
-    for start, end, name in sorted(spans):
-        if start != at:
-            got = f"{'a hole' if start > at else 'an overlap'} between {before} and {name}, at byte {min(start, at)}"
-            raise InputError(
-                path,
-                "tensors must follow each other without hole or overlap",
-                got,
-                "fetch it again",
-            )
-        at, before = end, name
-    if at != size:
+    spans = sorted((*_checked_span(path, name, spec, size), name) for name, spec in header.items())
+    end_before, name_before = 0, "the header"
+    for start, end, name in spans:
+        if start != end_before:
+            gap = "a hole" if start > end_before else "an overlap"
+            got = f"{gap} between {name_before} and {name}, at byte {min(start, end_before)}"
+            rule = "tensors must follow each other without hole or overlap"
+            raise InputError(path, rule, got, FETCH_AGAIN)
+        end_before, name_before = end, name
+    if end_before != size:
+        rule = f"the tensors must fill the {size} bytes of data"
+        raise InputError(path, rule, f"{end_before} bytes in use", FETCH_AGAIN)
+
+
+def _checked_span(path: Path, name: str, spec: Any, size: int) -> tuple[int, int]:
+    """Where the bytes of one tensor begin and end in data of `size` bytes."""
+    if not name.isprintable() or not isinstance(spec, dict) or not all(map(_is_text, spec)):
+        rule = "every entry of the header must be a printable name and an object"
+        raise InputError(path, rule, f"{name!r}", FETCH_AGAIN)
+    shape, offsets, dtype = spec.get("shape"), spec.get("data_offsets"), spec.get("dtype")
+    if (
+        not _is_list_of_sizes(shape)
+        or not _is_list_of_sizes(offsets)
+        or len(offsets) != 2
+        or not isinstance(dtype, str)
+    ):
+        rule = f"tensor {name} needs dtype, shape and data_offsets"
+        raise InputError(path, rule, spec, FETCH_AGAIN)
+    if dtype not in DTYPES:
+        rule = f"the dtype of {name} must be one of {', '.join(DTYPES)}"
+        raise InputError(path, rule, dtype, "convert it to one of these dtypes first")
+    if len(shape) > MAX_RANK:
+        rule = f"{name} must have at most {MAX_RANK} axes"
+        raise InputError(path, rule, len(shape), FETCH_AGAIN)
+    # as Python integers, which do not overflow
+    needed = int(np.prod(shape, dtype=object)) * np.dtype(DTYPES[dtype]).itemsize
+    start, end = offsets
+    if not start <= end <= size or end - start != needed or max(shape, default=0) >= 2**62:
         raise InputError(
             path,
-            f"the tensors must fill the {size} bytes of data",
-            f"{at} bytes in use",
-            "fetch it again",
+            f"{name} {dtype} {shape} needs {needed} of the {size} bytes of data",
+            f"offsets {start}..{end}",
+            "the file is truncated or damaged: fetch it again",
         )
+    return start, end
 
 
-def _wholes(value) -> bool:
+def _is_text(value: Any) -> bool:
+    """Whether a value is a string of Unicode.
+
+    Python reads half of a surrogate pair, "\\udc00", from JSON; the library refuses it.
+    """
+    return isinstance(value, str) and SURROGATES.search(value) is None
+
+
+def _is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
 def _view(path: Path, data: np.ndarray, name: str, spec: Mapping) -> np.ndarray:
-    (start, end), shape, dtype = (
-        spec["data_offsets"],
-        tuple(spec["shape"]),
-        np.dtype(DTYPES[spec["dtype"]]),
-    )
+    """The tensor that a checked entry of the header describes, as a view of the data."""
+    start, end = spec["data_offsets"]
     try:
-        return data[start:end].view(dtype).reshape(shape)
+        return data[start:end].view(np.dtype(DTYPES[spec["dtype"]])).reshape(tuple(spec["shape"]))
     except (ValueError, OverflowError) as error:  # an axis of 2**61 beside one of zero
-        raise InputError(
-            path, f"{name} must have a shape that an array can have", error, "fetch it again"
-        ) from None
+        rule = f"{name} must have a shape that an array can have"
+        raise InputError(path, rule, error, FETCH_AGAIN) from None
 
 
 # ---------------------------------------------------------------- folders
 
 
 def open_folder(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint folder, one file or shards with an index, lazily.
+    """Every tensor of a checkpoint folder, lazily: one file, or shards with an index.
 
     Raises:
-      InputError: a file is missing or damaged, or the index and the shards disagree, or it leads out of the folder.
+      InputError: a file is missing or damaged, the index and the shards disagree, or the index
+        leads out of the folder.
     """
     folder = Path(folder)
     if (folder / SINGLE).exists():
         return open_safetensors(folder / SINGLE)
-    where = _shards(folder)
-    shards = {file: open_safetensors(folder / file) for file in sorted(set(where.values()))}
+    weight_map = _read_index(folder)
+    shards = {file: open_safetensors(folder / file) for file in sorted(set(weight_map.values()))}
     for file, tensors in shards.items():
         for name in tensors:
-            if where.get(name) != file:
-                other = f"it in {where[name]}" if name in where else "no such tensor"
+            if weight_map.get(name) != file:
+                got = f"it in {weight_map[name]}" if name in weight_map else "no such tensor"
                 rule = f"must say that {name} is in {file}, and no other shard may hold it"
-                raise InputError(folder / INDEX, rule, other, "restore the index")
-    if lost := [name for name, file in where.items() if name not in shards[file]]:
-        raise InputError(
-            folder / where[lost[0]],
-            f"must hold {lost[0]}, as the index says",
-            "nothing",
-            "fetch it again",
-        )
-    return {name: shards[file][name] for name, file in where.items()}
+                raise InputError(folder / INDEX, rule, got, "restore the index")
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            rule = f"must hold {name}, as the index says"
+            raise InputError(folder / file, rule, "nothing", FETCH_AGAIN)
+    return {name: shards[file][name] for name, file in weight_map.items()}
 
 
-def _shards(folder: Path) -> dict[str, str]:
-    """The index: tensor name -> file in this folder."""
+def _read_index(folder: Path) -> dict[str, str]:
+    """The checked index: tensor name -> file in this folder."""
     index = folder / INDEX
     if not index.exists():
-        pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
-        if pickles:
-            raise InputError(
-                folder,
-                "weights must be safetensors (pickles can run code)",
-                pickles[0],
-                "convert it with safetensors",
-            )
-        raise InputError(
-            folder, f"must hold {SINGLE} or {INDEX}", "neither", "check the folder's name"
-        )
-    where = read_json(index).get("weight_map")
+        raise _no_weights(folder)
+    weight_map = read_json(index).get("weight_map")
     if (
-        not isinstance(where, dict)
-        or not where
-        or not all(isinstance(file, str) for file in where.values())
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
     ):
-        raise InputError(
-            index,
-            "weight_map must name the shard of each tensor",
-            type(where).__name__,
-            "restore the index",
-        )
-    for file in sorted(set(where.values())):
-        if not file.isprintable() or Path(file).name != file:
-            raise InputError(
-                index, "shards must lie in the folder itself", repr(file), "restore the index"
-            )
-        if not file.endswith(".safetensors"):
-            raise InputError(
-                index,
-                "shards must be safetensors (pickles can run code)",
-                file,
-                "convert it with safetensors",
-            )
-        if not _inside(folder, folder / file):
-            raise InputError(
-                index,
-                "shards must lie in the folder itself",
-                f"{file}, a link to elsewhere",
-                "copy the file into it",
-            )
-    return where
+        rule = "weight_map must name the shard of each tensor"
+        raise InputError(index, rule, type(weight_map).__name__, "restore the index")
+    for file in sorted(set(weight_map.values())):
+        _check_shard_name(index, file)
+    return weight_map
 
 
-def _inside(folder: Path, file: Path) -> bool:
-    """Whether a file, its links followed, lies in its folder; or, in the hub's cache, among the files of the same repository."""
+def _no_weights(folder: Path) -> InputError:
+    """The error for a folder without safetensors; another one if it has pickles instead."""
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
+    if not pickles:
+        rule = f"must hold {SINGLE} or {INDEX}"
+        return InputError(folder, rule, "neither", "check the folder's name")
+    rule = "weights must be safetensors (pickles can run code)"
+    return InputError(folder, rule, pickles[0], "convert it with safetensors")
+
+
+def _check_shard_name(index: Path, file: str) -> None:
+    """Raises unless a file that the index names is a safetensors file of the same folder."""
+    in_folder = "shards must lie in the folder itself"
+    if not file.isprintable() or Path(file).name != file:
+        raise InputError(index, in_folder, repr(file), "restore the index")
+    if not file.endswith(".safetensors"):
+        rule = "shards must be safetensors (pickles can run code)"
+        raise InputError(index, rule, file, "convert it with safetensors")
+    if not _is_inside(index.parent, index.parent / file):
+        raise InputError(index, in_folder, f"{file}, a link to elsewhere", "copy the file into it")
+
+
+def _is_inside(folder: Path, file: Path) -> bool:
+    """Whether a file, its links followed, lies in its folder.
+
+    In the hub's cache, where a snapshot is a folder of links, the files of the same repository
+    count, too.
+    """
     try:
         real, home = file.resolve(), folder.resolve()
     except (OSError, RuntimeError):  # a loop of links

@@ -1,18 +1,25 @@
-"""Tensors that stay in their file until they are asked for: what the reader gives, the converters pass on, the writer takes."""
+"""Tensors that stay in their file until they are asked for.
+
+The reader returns them, the converters pass them on, and the writer takes them: no step holds more
+than one tensor in memory.
+"""
 
 import dataclasses
 import math
 import mmap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from peagle_jax.types import WeightsWarning
 
-DTYPES = {
+DTYPES = {  # by their names in safetensors
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -34,16 +41,24 @@ NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FLOATING = tuple(
     np.dtype(DTYPES[name]) for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 )
-BLOCK = (
-    16 << 20
-)  # bytes copied at a time: of 4, 16 and 64 MB the fastest for the kernel's copy (LOG.md)
+# Bytes copied at a time. Of 4, 16 and 64 MB this is the fastest for the kernel's copy (LOG.md).
+BLOCK = 16 << 20
 BUFFERS = 4
-SCANNED = 1 << 16  # elements looked at together: they stay in the processor's cache
+# Elements checked for NaN at a time: so many fit into the processor's cache.
+FINITE_CHUNK = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is computed when it is asked for, and not kept: a cast, an FP8 matrix times its scales."""
+    """A tensor that is computed anew each time it is asked for, and is not stored.
+
+    Examples are a tensor in another dtype, and an FP8 matrix times its scales.
+
+    Attributes:
+      shape: the shape of what `read` returns.
+      dtype: the dtype of what `read` returns.
+      read: computes the tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -51,42 +66,54 @@ class LazyTensor:
 
     @property
     def size(self) -> int:
+        """Numbers in the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor once it is read."""
         return self.size * self.dtype.itemsize
 
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        """What `np.asarray(tensor)` calls. `np.array` asks for a copy, and makes none itself."""
         array = self.read()
-        return array.astype(
-            array.dtype if dtype is None else dtype, copy=bool(copy)
-        )  # np.array asks for a copy, and makes none itself
+        return array.astype(array.dtype if dtype is None else dtype, copy=bool(copy))
 
 
 Tensor = np.ndarray | jax.Array | LazyTensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast(LazyTensor):
-    """A tensor in another dtype: the writer converts it piece by piece, and so never holds the whole of it."""
+class CastTensor(LazyTensor):
+    """A tensor in another dtype, which the writer converts block by block (`byte_blocks`).
+
+    Attributes:
+      source: the tensor in its first dtype.
+    """
 
     source: Tensor = dataclasses.field(kw_only=True)
 
 
-def _convert(array: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """`array` in the dtype of `out`, written there."""
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # the writer says which tensor became infinite
+def _convert_into(array: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Writes `array` in the dtype of `out` to the beginning of `out`; returns what was written."""
+    # The writer says which tensor became infinite; NumPy need not.
+    with np.errstate(over="ignore", invalid="ignore"):
         out[: len(array)] = array
     return out[: len(array)]
 
 
 def apply(
-    function: Callable[[np.ndarray], np.ndarray], tensor: Tensor, shape: tuple[int, ...], dtype
+    function: Callable[[np.ndarray], np.ndarray],
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
 ) -> LazyTensor:
-    """`function(tensor)`, of that shape and dtype, once it is asked for."""
+    """`function(tensor)`, computed once it is asked for.
+
+    Args:
+      shape: the shape of the result.
+      dtype: the dtype of the result.
+    """
 
     def read() -> np.ndarray:
         result = function(np.asarray(tensor))
@@ -96,35 +123,37 @@ def apply(
     return LazyTensor(tuple(shape), np.dtype(dtype), read)
 
 
-def cast(tensors: Mapping[str, Tensor], dtype) -> dict[str, Tensor]:
-    """Floating-point tensors in `dtype`, lazily; integers and booleans (`d2t`, `t2d`) as they are."""
+def cast(tensors: Mapping[str, Tensor], dtype: DTypeLike) -> dict[str, Tensor]:
+    """The same tensors, those of floating-point numbers lazily in `dtype`.
+
+    Integers and booleans, such as `d2t` and `t2d`, stay as they are.
+    """
     dtype = np.dtype(dtype)
 
-    def make(t: Tensor) -> Cast:
-        def whole():
-            return _convert(np.asarray(t).reshape(-1), np.empty(t.size, dtype)).reshape(t.shape)
+    def cast_one(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in FLOATING or tensor.dtype == dtype:
+            return tensor
 
-        return Cast(tuple(t.shape), dtype, whole, source=t)
+        def read() -> np.ndarray:
+            flat = np.asarray(tensor).reshape(-1)
+            return _convert_into(flat, np.empty(tensor.size, dtype)).reshape(tensor.shape)
 
-    return {
-        name: make(t) if t.dtype in FLOATING and t.dtype != dtype else t
-        for name, t in tensors.items()
-    }
+        return CastTensor(tuple(tensor.shape), dtype, read, source=tensor)
+
+    return {name: cast_one(tensor) for name, tensor in tensors.items()}
 
 
-def blocks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of a tensor in order, BLOCK of the source's at a time. A block stays what it is until BUFFERS more are asked for."""
-    if isinstance(tensor, Cast):
-        most = BLOCK // tensor.source.dtype.itemsize
-        ring = [
-            np.empty(min(most, tensor.size), tensor.dtype) for _ in range(BUFFERS)
-        ]  # fresh memory costs more than the cast
-        for i, block in enumerate(blocks(tensor.source)):
-            yield _convert(block.view(tensor.source.dtype), ring[i % BUFFERS]).view(np.uint8)
-            release(block)
+def byte_blocks(tensor: Tensor) -> Iterator[np.ndarray]:
+    """The bytes of a tensor in order, as uint8 arrays of about BLOCK bytes of the source each.
+
+    A block may be overwritten once BUFFERS further blocks were asked for.
+    """
+    if isinstance(tensor, CastTensor):
+        yield from _converted_blocks(tensor)
         return
     array = np.asarray(tensor)
-    if array.ndim == 2 and not array.flags.c_contiguous:  # a transposed matrix, some rows at a time
+    if array.ndim == 2 and not array.flags.c_contiguous:
+        # A transposed matrix is made contiguous some rows at a time, not as a whole.
         rows = max(1, BLOCK // max(1, array[0].nbytes)) if len(array) else 1
         for start in range(0, len(array), rows):
             yield np.ascontiguousarray(array[start : start + rows]).reshape(-1).view(np.uint8)
@@ -134,47 +163,74 @@ def blocks(tensor: Tensor) -> Iterator[np.ndarray]:
         yield data[start : start + BLOCK]
 
 
-def mapped_at(array: np.ndarray) -> tuple[np.memmap, int] | None:
-    """The mapped file that an array is a view of, and the array's first byte in the mapping."""
-    owner = array
+def _converted_blocks(tensor: CastTensor) -> Iterator[np.ndarray]:
+    """`byte_blocks` of a tensor in another dtype: each block of the source is converted alone."""
+    elements = min(BLOCK // tensor.source.dtype.itemsize, tensor.size)
+    # Buffers in turns, because fresh memory for each block costs more than the conversion.
+    buffers = [np.empty(elements, tensor.dtype) for _ in range(BUFFERS)]
+    for i, block in enumerate(byte_blocks(tensor.source)):
+        source_numbers = block.view(tensor.source.dtype)
+        yield _convert_into(source_numbers, buffers[i % BUFFERS]).view(np.uint8)
+        release(block)
+
+
+def find_mapping(array: np.ndarray) -> tuple[np.memmap, int] | None:
+    """The mapped file that an array is a view of, and the offset of the array's first byte in it.
+
+    None for arrays in memory; among them are results of arithmetic on mapped arrays, which NumPy
+    calls memmap too.
+    """
+    owner: Any = array
     while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
         owner = owner.base
-    if (
-        not isinstance(owner, np.memmap) or owner._mmap is None
-    ):  # arithmetic on a mapped array calls its result a memmap too
+    if not isinstance(owner, np.memmap) or _mmap_of(owner) is None:
         return None
-    return owner, array.ctypes.data - np.frombuffer(owner._mmap, np.uint8).ctypes.data
+    mapping_start = np.frombuffer(_mmap_of(owner), np.uint8).ctypes.data
+    return owner, array.ctypes.data - mapping_start
+
+
+def _mmap_of(array: np.memmap) -> Any:
+    """The `mmap.mmap` below a memmap; NumPy has no public name for it."""
+    return array._mmap  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def release(tensor: Tensor) -> None:
-    """Tells the system that these pages of a mapped file are not needed now: they stay in its cache, not in this process."""
-    place = mapped_at(tensor) if isinstance(tensor, np.ndarray) else None
-    if place is not None and hasattr(mmap, "MADV_DONTNEED"):
-        owner, start = place
-        first = start - start % mmap.PAGESIZE
-        owner._mmap.madvise(mmap.MADV_DONTNEED, first, start - first + tensor.nbytes)
+    """Tells the system that the pages of a mapped tensor are not needed now.
+
+    They leave this process's memory and stay in the system's file cache.
+    """
+    mapping = find_mapping(tensor) if isinstance(tensor, np.ndarray) else None
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        owner, start = mapping
+        page_start = start - start % mmap.PAGESIZE
+        length = start - page_start + tensor.nbytes
+        _mmap_of(owner).madvise(mmap.MADV_DONTNEED, page_start, length)
 
 
-def finite(data: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether the bytes `data` of floating-point numbers hold no NaN and no infinity; always true of other dtypes.
+def all_finite(data: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether floating-point numbers hold no NaN and no infinity; always true of other dtypes.
 
-    Compares bit patterns: without its sign, a number is finite if it is not above the pattern of the largest finite one.
+    Compares bit patterns: without its sign, a number is finite if it is not above the pattern of
+    the largest finite one.
+
+    Args:
+      data: the numbers as uint8, one axis.
+      dtype: of the numbers.
     """
     if dtype not in FLOATING:
         return True
     bits = np.dtype(f"u{dtype.itemsize}")
     largest = np.asarray(ml_dtypes.finfo(dtype).max, dtype).view(bits)
     magnitude = bits.type(2 ** (8 * dtype.itemsize - 1) - 1)
-    patterns, scratch = data.view(bits), np.empty(SCANNED, bits)
-    for start in range(0, patterns.size, SCANNED):
-        part = patterns[start : start + SCANNED]
+    patterns, scratch = data.view(bits), np.empty(FINITE_CHUNK, bits)
+    for start in range(0, patterns.size, FINITE_CHUNK):
+        part = patterns[start : start + FINITE_CHUNK]
         if np.bitwise_and(part, magnitude, out=scratch[: part.size]).max() > largest:
             return False
     return True
 
 
-def warn_unless_finite(where, name: str, good: bool) -> None:
-    if not good:
-        warnings.warn(
-            f"{where}: {name} holds NaN or infinite numbers", WeightsWarning, stacklevel=3
-        )
+def warn_not_finite(where: str | Path, name: str) -> None:
+    """Warns that tensor `name` of the file or folder `where` holds NaN or infinity."""
+    message = f"{where}: {name} holds NaN or infinite numbers"
+    warnings.warn(message, WeightsWarning, stacklevel=3)

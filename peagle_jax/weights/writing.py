@@ -1,4 +1,8 @@
-"""safetensors folders out: tensor by tensor, so that no more than one is in memory, and whole or not at all."""
+"""A writer of safetensors folders that holds one tensor in memory.
+
+A folder appears whole or not at all: it is written beside its final place and renamed at the end,
+so that an error or a full disk leaves what lay there before.
+"""
 
 import errno
 import json
@@ -12,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import RawIOBase
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
@@ -21,69 +26,51 @@ from peagle_jax.weights.tensors import (
     BUFFERS,
     NAMES,
     Tensor,
-    blocks,
-    finite,
-    mapped_at,
+    all_finite,
+    byte_blocks,
+    find_mapping,
     release,
-    warn_unless_finite,
+    warn_not_finite,
 )
 
-# what the writers of this package put into a folder: only a folder of these alone is replaced
-OURS = re.compile(
-    r"config\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|README\.md|head\.json|checkpoints|tokenizer(_config)?\.json|tokenizer\.model|"
-    r"special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)|generation_config\.json"
+# The files that this package writes into a checkpoint folder. A folder is only replaced if it holds
+# no others.
+WRITTEN_FILES = re.compile(
+    r"config\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|README\.md|head\.json"
+    r"|checkpoints|tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
+    r"|generation_config\.json"
 )
 
 
-def new_folder(path: Path) -> "FolderWriter":
-    """A folder that appears whole or not at all: written beside its place, renamed at the end."""
+def new_folder(path: Path | str) -> "FolderWriter":
+    """A folder that appears whole or not at all: see FolderWriter."""
     return FolderWriter(Path(path))
 
 
 class FolderWriter:
-    """Context manager: yields a temporary folder; on success it takes the place of `path`, on failure nothing is left.
+    """Context manager that yields a temporary folder, which takes the place of `path` on success.
 
-    An existing folder is replaced only if it holds nothing but what these writers write, and its weights say that they did.
-    A full disk is an InputError.
+    On failure nothing is left. An existing folder is replaced only if it holds nothing but files
+    that this package writes, and if the metadata of its weights say that this package wrote them.
+
+    Raises:
+      InputError: `path` is a file or a folder of something else, is not writable, or the disk is
+        full.
     """
 
     def __init__(self, path: Path):
         self.path = path.resolve()
 
     def __enter__(self) -> Path:
-        self.made: list[Path] = []  # folders above the output that were not there
+        self.created_parents: list[Path] = []  # folders above the output, to be removed on failure
         try:
-            self.made = [p for p in self.path.parents if not p.exists()]
+            self.created_parents = [p for p in self.path.parents if not p.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and not self.path.is_dir():
-                raise InputError(
-                    self.path, "the output must be a folder", "a file", "choose another name"
-                )
-            if foreign := [p.name for p in self.path.glob("*") if not OURS.fullmatch(p.name)]:
-                raise InputError(
-                    self.path,
-                    "only a checkpoint folder is replaced",
-                    f"one that holds {foreign[0]}",
-                    "choose another name",
-                )
-            if (self.path / "README.md").exists() and not (self.path / "config.json").exists():
-                raise InputError(
-                    self.path,
-                    "only a checkpoint folder is replaced",
-                    "one without config.json",
-                    "choose another name",
-                )
-            if any(self.path.glob("*.safetensors")) and not _is_ours(self.path):
-                got = "one of somebody else's"
-                raise InputError(
-                    self.path,
-                    "only a checkpoint folder that peagle wrote is replaced",
-                    got,
-                    "choose another name",
-                )
+            self._refuse_to_replace()
             self.work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
         except OSError as error:
-            self._forget_parents()
+            self._remove_parents()
             raise InputError(
                 self.path,
                 "the output folder must be writable",
@@ -93,15 +80,39 @@ class FolderWriter:
         self.work.chmod(0o755)
         return self.work
 
-    def __exit__(self, kind, error, trace):
+    def _refuse_to_replace(self) -> None:
+        """Raises an InputError if what lies at the path is not a checkpoint that peagle wrote."""
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(
+                self.path, "the output must be a folder", "a file", "choose another name"
+            )
+        foreign_files = [p.name for p in self.path.glob("*") if not WRITTEN_FILES.fullmatch(p.name)]
+        has_config = (self.path / "config.json").exists()
+        rule, got = "only a checkpoint folder is replaced", ""
+        if foreign_files:
+            got = f"one that holds {foreign_files[0]}"
+        elif (self.path / "README.md").exists() and not has_config:
+            got = "one without config.json"
+        elif any(self.path.glob("*.safetensors")) and not _is_written_by_peagle(self.path):
+            rule = "only a checkpoint folder that peagle wrote is replaced"
+            got = "one of somebody else's"
+        if got:
+            raise InputError(self.path, rule, got, "choose another name")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             try:
                 self._take_the_place()
                 return
-            except OSError as failed:
-                error = failed
+            except OSError as failure:
+                error = failure
         shutil.rmtree(self.work, ignore_errors=True)
-        self._forget_parents()
+        self._remove_parents()
         if isinstance(error, OSError):  # the disk is full, or gone
             next_step = "make room; what lay there before is untouched"
             raise InputError(
@@ -112,6 +123,7 @@ class FolderWriter:
             ) from None
 
     def _take_the_place(self) -> None:
+        """Renames the temporary folder to the output; the old output comes back if that fails."""
         if not self.path.exists():
             self.work.rename(self.path)
             return
@@ -126,22 +138,22 @@ class FolderWriter:
         finally:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _forget_parents(self) -> None:
-        for folder in self.made:
+    def _remove_parents(self) -> None:
+        for folder in self.created_parents:
             if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether the weights of a folder say that this package wrote them (its early versions: in `source`): a download is never replaced."""
+def _is_written_by_peagle(folder: Path) -> bool:
+    """Whether the metadata of the weights say so, in `writer`, or in `source` of early versions."""
     try:
-        facts = read_metadata(folder)
+        metadata = read_metadata(folder)
     except InputError:
         return False
-    return "peagle_jax" in facts.get("writer", "") or "peagle " in facts.get("source", "")
+    return "peagle_jax" in metadata.get("writer", "") or "peagle " in metadata.get("source", "")
 
 
-OnBytes = Callable[[int, int], None]  # told of the bytes written and of those to write in all
+OnBytes = Callable[[int, int], None]  # is told of the bytes written so far, and of all of them
 
 
 def write_folder(
@@ -152,117 +164,156 @@ def write_folder(
     max_shard_bytes: int | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Writes config.json and the weights into an existing folder: model.safetensors, or shards with an index where that is too large.
+    """Writes config.json and the weights into an existing folder.
 
-    Shards are filled in the order of the names, as transformers and huggingface_hub do; a tensor larger than the limit
-    has a file to itself. Tensors with NaN or infinity are written and warned of.
+    The weights are one model.safetensors, or shards with an index where `max_shard_bytes` asks for
+    more than one. Shards are filled in the order of the names, as transformers and huggingface_hub
+    do; a tensor larger than the limit has a file to itself. Tensors with NaN or infinity are
+    written, with a WeightsWarning.
+
+    Args:
+      config: the content of config.json.
+      tensors: read one after the other, so that no more than one is in memory.
+      metadata: strings for the header of every weights file.
+      max_shard_bytes: the largest size of a file; None: one file.
+      on_bytes: called after each block with the bytes written so far, and with all to be written.
     """
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     metadata = {"format": "pt", **metadata}
-    start = 64 + len(json.dumps(metadata).encode())
-    shards: list[dict[str, Tensor]] = [{}]
-    held = start
-    for name, tensor in tensors.items():
-        more = (
-            tensor.nbytes + 128 + len(json.dumps(name).encode())
-        )  # its bytes, and its line in the header
-        if max_shard_bytes is not None and shards[-1] and held + more > max_shard_bytes:
-            shards.append({})
-            held = start
-        shards[-1][name] = tensor
-        held += more
+    shards = _split_into_shards(tensors, metadata, max_shard_bytes)
     files = [SINGLE]
     if len(shards) > 1:
         files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     total, done = sum(t.nbytes for t in tensors.values()), 0
 
-    def written(size: int) -> None:
+    def count_block(size: int) -> None:
         nonlocal done
         done += size
         if on_bytes is not None:
             on_bytes(done, total)
 
     for file, shard in zip(files, shards, strict=True):
-        write_safetensors(folder / file, shard, metadata, written)
+        write_safetensors(folder / file, shard, metadata, count_block)
     if len(shards) == 1:
         return
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {
-            name: file for file, shard in zip(files, shards, strict=True) for name in shard
-        },
-    }
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _split_into_shards(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], max_shard_bytes: int | None
+) -> list[dict[str, Tensor]]:
+    """The tensors of each file, in order."""
+    header_bytes = 64 + len(json.dumps(metadata).encode())
+    shards: list[dict[str, Tensor]] = [{}]
+    shard_bytes = header_bytes
+    for name, tensor in tensors.items():
+        # the tensor's bytes, and those of its line in the header
+        more = tensor.nbytes + 128 + len(json.dumps(name).encode())
+        if max_shard_bytes is not None and shards[-1] and shard_bytes + more > max_shard_bytes:
+            shards.append({})
+            shard_bytes = header_bytes
+        shards[-1][name] = tensor
+        shard_bytes += more
+    return shards
+
+
+def _ignore_size(size: int) -> None:
+    pass
 
 
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
-    written: Callable[[int], None] = lambda size: None,
+    on_block: Callable[[int], None] = _ignore_size,
 ) -> None:
-    """One file. The library's writer copies all tensors into memory first; this one holds one at a time.
+    """Writes one safetensors file, holding one tensor at a time.
 
-    Data goes by falling size of the element, as the library orders it, so that every tensor is aligned.
+    The library's own writer copies all tensors into memory first. The data lie by falling size of
+    the element, as the library orders them, so that every tensor is aligned.
+
+    Args:
+      on_block: called with the size in bytes of each block that was written.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    ends, at = {}, 0
-    for name in order:
-        at += tensors[name].nbytes
-        ends[name] = at
-    header = {"__metadata__": dict(metadata)} | {
-        name: {
-            "dtype": NAMES[t.dtype],
-            "shape": list(t.shape),
-            "data_offsets": [ends[name] - t.nbytes, ends[name]],
-        }
-        for name, t in tensors.items()
-    }
-    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    content += b" " * (-len(content) % 8)
+    header = _header_bytes(tensors, order, metadata)
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-        _write(file, np.frombuffer(len(content).to_bytes(8, "little") + content, np.uint8))
-        waiting: deque[tuple[Future, np.ndarray]] = deque()
+        _write(file, np.frombuffer(header, np.uint8))
+        unfinished: deque[tuple[Future, np.ndarray]] = deque()
 
-        def finish(most: int) -> None:
-            while len(waiting) > most:
-                future, block = waiting.popleft()
+        def finish_writes(max_unfinished: int) -> None:
+            while len(unfinished) > max_unfinished:
+                future, block = unfinished.popleft()
                 future.result()
                 release(block)
-                written(block.size)
+                on_block(block.size)
 
         for name in order:
-            good = True
-            for block in blocks(tensors[name]):
-                waiting.append((pool.submit(_write, file, block), block))
-                good = good and finite(block, tensors[name].dtype)  # while the other thread writes
-                finish(BUFFERS - 2)  # one more is being written to by `blocks`, and one is in hand
-            finish(0)
-            warn_unless_finite(path.name, name, good)
+            is_finite = True
+            for block in byte_blocks(tensors[name]):
+                unfinished.append((pool.submit(_write, file, block), block))
+                # checked while the other thread writes
+                is_finite = is_finite and all_finite(block, tensors[name].dtype)
+                # Of the BUFFERS blocks, `byte_blocks` fills one, and `block` still names another.
+                finish_writes(BUFFERS - 2)
+            finish_writes(0)
+            if not is_finite:
+                warn_not_finite(path.name, name)
+
+
+def _header_bytes(
+    tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]
+) -> bytes:
+    """The length of the header and the header, padded to a multiple of 8 bytes.
+
+    Args:
+      order: the names in the order of the data. The header lists them in the order of `tensors`.
+    """
+    ends, end = {}, 0
+    for name in order:
+        end += tensors[name].nbytes
+        ends[name] = end
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [ends[name] - tensor.nbytes, ends[name]],
+        }
+    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    content += b" " * (-len(content) % 8)
+    return len(content).to_bytes(8, "little") + content
+
+
+# What copy_file_range answers where it cannot copy between two files of this kind.
+NOT_COPYABLE = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def _write(file: RawIOBase, block: np.ndarray) -> None:
-    """Bytes to the end of a file: by the kernel where they lie in another file as they are, faster than by a mapping (LOG.md)."""
-    done, place = 0, mapped_at(block)
-    if place is not None and hasattr(os, "copy_file_range"):
-        owner, start = place
+    """Appends bytes to a file.
+
+    Bytes that lie unchanged in another, mapped file are copied by the kernel, which is faster than
+    reading them through the mapping (LOG.md).
+    """
+    done, mapping = 0, find_mapping(block)
+    if mapping is not None and hasattr(os, "copy_file_range"):
+        owner, start = mapping
+        assert owner.filename is not None  # a mapping of a file by its name
         start += owner.offset - owner.offset % mmap.ALLOCATIONGRANULARITY
         source = os.open(owner.filename, os.O_RDONLY)
         try:
-            while done < block.size and (
-                copied := os.copy_file_range(source, file.fileno(), block.size - done, start + done)
-            ):
+            while done < block.size:
+                left = block.size - done
+                copied = os.copy_file_range(source, file.fileno(), left, start + done)
+                if not copied:
+                    break
                 done += copied
         except OSError as error:
-            if error.errno not in (
-                errno.EXDEV,
-                errno.ENOSYS,
-                errno.EINVAL,
-                errno.EOPNOTSUPP,
-                errno.EPERM,
-            ):
+            if error.errno not in NOT_COPYABLE:
                 raise
         finally:
             os.close(source)
     while done < block.size:
-        done += file.write(block[done:])
+        done += file.write(block[done:].data) or 0

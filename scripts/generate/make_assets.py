@@ -1,12 +1,15 @@
-"""Training runs -> the folders of peagle_jax/assets: bf16, shards of at most 12 MB, model cards.
+"""Makes the folders of peagle_jax/assets from training runs: bf16, shards of at most 12 MB, model
+cards.
 
-    .venv/bin/python scripts/generate/make_assets.py target configs/train/demo_target.yaml
-    .venv/bin/python scripts/generate/make_assets.py peagle configs/train/demo_peagle{,_greedy,_deep}.yaml
-    .venv/bin/python scripts/generate/make_assets.py eagle3 configs/train/demo_eagle3{,_greedy}.yaml
+    make=".venv/bin/python scripts/generate/make_assets.py"
+    $make target configs/train/demo_target.yaml
+    $make peagle configs/train/demo_peagle{,_greedy,_deep}.yaml
+    $make eagle3 configs/train/demo_eagle3{,_greedy}.yaml
 
-Of several configurations each began where the one before had stopped. The target first: heads are trained on its folder here, whose
-weights bf16 has rounded. The card says what trained the model, on what, for how long, and what was measured on files held out; the
-metrics of the training go beside it as training.jsonl.
+With several recipes, each run began where the one before had stopped. The target is made first,
+because heads are trained on its folder here, whose weights are rounded to bf16. The card says what
+trained the model, on what, for how long, and what was measured on held-out files. The metrics of
+the training are written beside it as training.jsonl.
 """
 
 import json
@@ -18,12 +21,14 @@ from pathlib import Path
 from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.inspect import describe, printable
 from peagle_jax.pipelines.demo import ASSETS
-from peagle_jax.train.config import dump, load_run
+from peagle_jax.train.config import load_run
+from peagle_jax.train.settings import differences
 
 SHARD = 12_000_000  # bytes
 CORPUS = (
-    "The source code of the Python {python} standard library, its tests included, exact duplicates removed; 5 % of the files, by a\n"
-    "hash of their name, held out. Its licence is the PSF License Agreement (https://docs.python.org/3/license.html)."
+    "The source code of the Python {python} standard library, its tests included, exact\n"
+    "duplicates removed; 5 % of the files, by a hash of their name, held out. Its licence is the\n"
+    "PSF License Agreement (https://docs.python.org/3/license.html)."
 )
 USES = {
     "target": "peagle generate --target {path} --prompt 'def main(' --max-new-tokens 64",
@@ -40,8 +45,8 @@ TITLES = {
 def main(kind: str, *configs: str) -> None:
     runs = [load_run(Path(config)) for config in configs]
     for config, run in zip(configs, runs, strict=True):
-        if (Path(run.out) / "config.yaml").read_text() != dump(run):
-            raise SystemExit(f"{config} is not what trained {run.out}: it has another config.yaml")
+        if changed := differences(load_run(Path(run.out) / "config.yaml"), run):
+            raise SystemExit(f"{config} is not what trained {run.out}: {'; '.join(changed)}")
     last, out = Path(runs[-1].out), ASSETS / kind
     result = json.loads((last / "result.json").read_text())
     rows = training(runs)
@@ -77,15 +82,18 @@ def main(kind: str, *configs: str) -> None:
 
 
 def training(runs) -> list[dict]:
-    """The metrics of all runs as of one: steps and seconds go on, and what a run did after its last checkpoint is left out."""
+    """The metrics of all runs as of one.
+
+    Steps and seconds run on. What a run did after its last checkpoint is left out.
+    """
     rows, step, seconds = [], 0, 0.0
     for run in runs:
         newest = last_step(run)
         lines = (Path(run.out) / "metrics.jsonl").read_text().splitlines()
-        mine = [row for row in map(json.loads, lines) if row["step"] <= newest]
         rows += [
             row | {"step": step + row["step"], "seconds": round(seconds + row["seconds"], 3)}
-            for row in mine
+            for row in map(json.loads, lines)
+            if row["step"] <= newest
         ]
         step, seconds = step + newest, rows[-1]["seconds"]
     return rows
@@ -104,11 +112,8 @@ def card(kind: str, folder: Path, out: Path, configs, runs, result: dict) -> str
         for key, value in result.items()
         if value is not None
     }
-    for key in (
-        "folder",
-        "tokens_per_second",
-        "parameters",
-    ):  # the folder's own number of parameters is among the facts
+    # the facts have the folder's own number of parameters
+    for key in ("folder", "tokens_per_second", "parameters"):
         numbers.pop(key, None)
 
     def table(rows):
@@ -121,13 +126,18 @@ def card(kind: str, folder: Path, out: Path, configs, runs, result: dict) -> str
     corpus = CORPUS.format(python=origin["python"])
     if sources := sorted({run.data.source for run in runs if run.data.source}):
         names = " and ".join(f"`{name}`" for name in sources)
-        corpus = f"What the target itself wrote after excerpts of its own corpus ({names}; `peagle regenerate`).\n{corpus}"
+        corpus = (
+            f"What the target itself wrote after excerpts of its own corpus ({names}; "
+            f"`peagle regenerate`).\n{corpus}"
+        )
     return (
         f"---\nlicense: apache-2.0\nlibrary_name: peagle_jax\n---\n# {TITLES[kind]}\n\n"
-        f"Trained by {commands},\nseed {runs[0].seed}, on {origin['device']}; jax {origin['jax']}, flax {origin['flax']}, "
-        f"commit {origin['commit']}.\n\n{corpus}\n\n"
-        "It is small, knows only Python, and is meant for demonstrations and tests. Stored in bfloat16, to be computed in float32.\n\n"
-        f"```\n{USES[kind].format(path=path, assets=path.parent)}\n```\n\n| measured | |\n| --- | --- |\n{table(numbers)}\n"
+        f"Trained by {commands},\nseed {runs[0].seed}, on {origin['device']}; "
+        f"jax {origin['jax']}, flax {origin['flax']}, commit {origin['commit']}.\n\n{corpus}\n\n"
+        "It is small, knows only Python, and is meant for demonstrations and tests.\n"
+        "It is stored in bfloat16, to be computed in float32.\n\n"
+        f"```\n{USES[kind].format(path=path, assets=path.parent)}\n```\n\n"
+        f"| measured | |\n| --- | --- |\n{table(numbers)}\n"
         f"| what it is | |\n| --- | --- |\n{table(facts)}"
     )
 

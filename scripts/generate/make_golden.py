@@ -1,9 +1,11 @@
-"""Golden losses and gradients from speculators' PyTorch trainer, kept in tests/golden/ for the ordinary tests.
+"""Golden losses and gradients from speculators' PyTorch trainer, for tests/train/test_golden.py.
 
-    ENV/bin/python scripts/generate/make_golden.py tests/golden      (ENV: scripts/peers/install_speculators.sh ENV)
+    scripts/peers/install_speculators.sh ENV
+    ENV/bin/python scripts/generate/make_golden.py tests/golden
 
-Each case is one .npz: `config` (the head's config.json in speculators' layout), `w/NAME` weights and `g/NAME` gradients
-under speculators' own tensor names, the inputs, the kept (anchor, depth), the loss. Values differ from every default.
+Each case is one .npz with `config` (the head's config.json in speculators' format), `w/NAME`
+weights and `g/NAME` gradients under speculators' tensor names, the inputs, the (anchor, depth) of
+COD sampling, and the loss. All options have values that are not their defaults.
 """
 
 import json
@@ -92,18 +94,17 @@ def make(name: str):
 
 def chains(loss_mask: np.ndarray, segment_ids: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray]:
     """A nested choice of (anchor, depth), depth-major as speculators packs it, documents apart."""
-    anchor, depth, kept = [np.arange(N)], [np.zeros(N, int)], np.arange(N)
+    anchor, depth, positions = [np.arange(N)], [np.zeros(N, int)], np.arange(N)
     for d in range(1, K):
-        kept = np.array(
-            [
-                p + 1
-                for p in kept
-                if p + 1 < N and loss_mask[p + 1] and segment_ids[p + 1] == segment_ids[p]
-            ]
-        )
-        kept = np.sort(rng.choice(kept, max(1, int(len(kept) * 0.8)), replace=False))
-        anchor.append(kept - d)
-        depth.append(np.full(len(kept), d))
+        candidates = [
+            p + 1
+            for p in positions
+            if p + 1 < N and loss_mask[p + 1] and segment_ids[p + 1] == segment_ids[p]
+        ]
+        size = max(1, int(len(candidates) * 0.8))
+        positions = np.sort(rng.choice(candidates, size, replace=False))
+        anchor.append(positions - d)
+        depth.append(np.full(len(positions), d))
     return np.concatenate(anchor), np.concatenate(depth)
 
 
@@ -113,21 +114,20 @@ def case(name: str) -> dict[str, np.ndarray]:
     loss_mask = rng.random(N) < 0.8
     loss_mask[[0, 15]] = True
     if name.startswith("eagle3"):
-        segment_ids[:] = (
-            0  # speculators' TTT lets a chain run into the next document; one document has no such place
-        )
+        # speculators' TTT lets a chain run into the next document; one document has no such place
+        segment_ids[:] = 0
     inputs = {
-        "taps": rng.normal(size=(1, N, 3 * D)).astype(np.float32),
+        "aux_hidden_states": rng.normal(size=(1, N, 3 * D)).astype(np.float32),
         "tokens": rng.integers(0, V, (1, N)),
         "teacher": rng.normal(size=(1, N, D)).astype(np.float32),
-        "document": segment_ids[None],
-        "supervised": loss_mask[None],
+        "segment_ids": segment_ids[None],
+        "loss_mask": loss_mask[None],
     }
     call = dict(
-        hidden_states=torch.from_numpy(inputs["taps"]),
+        hidden_states=torch.from_numpy(inputs["aux_hidden_states"]),
         input_ids=torch.from_numpy(inputs["tokens"]),
-        document_ids=torch.from_numpy(inputs["document"]),
-        loss_mask=torch.from_numpy(inputs["supervised"]).float(),
+        document_ids=torch.from_numpy(inputs["segment_ids"]),
+        loss_mask=torch.from_numpy(inputs["loss_mask"]).float(),
         verifier_last_hidden_states=torch.from_numpy(inputs["teacher"]),
         loss_config=resolve_loss_config("kl_div", "eager"),
     )
@@ -168,9 +168,8 @@ def main(folder: Path):
     for name in CASES:
         values = case(name)
         np.savez_compressed(folder / f"{name}.npz", **values)
-        print(
-            f"{name}: loss {float(values['loss']):.6f}, {sum(k.startswith('g/') for k in values)} gradients"
-        )
+        gradients = sum(key.startswith("g/") for key in values)
+        print(f"{name}: loss {float(values['loss']):.6f}, {gradients} gradients")
 
 
 if __name__ == "__main__":

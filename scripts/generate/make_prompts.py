@@ -1,6 +1,8 @@
 """Held-out prompts as token ids, for scripts/peers/check_vllm.py.
 
-.venv/bin/python scripts/generate/make_prompts.py TARGET OUT.jsonl [COUNT]     (8 prompts of 48 tokens from held-out library source)
+.venv/bin/python scripts/generate/make_prompts.py TARGET OUT.jsonl [COUNT]
+
+COUNT (8) prompts of 48 tokens are excerpts of held-out files of the Python standard library.
 """
 
 import json
@@ -14,9 +16,8 @@ from peagle_jax.pipelines.demo import standard_prompts
 def main(target: str, out: str, count: str = "8") -> None:
     prompts = standard_prompts(text.load_tokenizer(target), int(count))
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    Path(out).write_text(
-        "".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in prompts), encoding="utf-8"
-    )
+    lines = [json.dumps({"prompt_token_ids": ids}) + "\n" for ids in prompts]
+    Path(out).write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

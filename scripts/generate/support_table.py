@@ -1,135 +1,156 @@
-"""The README's table of supported targets, from the results of the tests: what was checked of every family, and whether it passed.
+"""The table of supported targets in docs/targets.md, and docs/mutations.md, from test results.
 
-    .venv/bin/python -m pytest -m "not long" --junitxml runs/tests.xml
+    .venv/bin/python -m pytest -m "not peer" --junitxml runs/tests.xml
     .venv/bin/python scripts/generate/support_table.py runs/tests.xml [--check]
 
-Rewrites the lines between the two markers in README.md, and docs/mutations.md; `--check` only says whether they would change.
-Agreement with real vLLM is read from results/targets.jsonl (scripts/peers/check_targets.py).
+For each family the table says what was checked, and whether it passed. It replaces the lines
+between the two markers in docs/targets.md. `--check` writes nothing and exits with 1 if either
+page would change. Agreement with real vLLM is read from results/targets.jsonl, which
+scripts/peers/check_targets.py writes.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-BEGIN, END = (
-    "<!-- support table: scripts/generate/support_table.py -->",
-    "<!-- end of support table -->",
+ROOT = Path(__file__).parents[2]
+PAGE, MUTATIONS_PAGE = ROOT / "docs/targets.md", ROOT / "docs/mutations.md"
+BEGIN = "<!-- support table: scripts/generate/support_table.py -->"
+END = "<!-- end of support table -->"
+COLUMNS = (
+    "family",
+    "logits, hidden states, cache",
+    "exports",
+    "bfloat16",
+    "mutations noticed",
+    "P-EAGLE = greedy",
+    "largest traced",
+    "real vLLM: texts, accepted",
 )
-FAMILIES = {  # title: (cases of tests/targets/families.py, largest configuration, its name for vLLM's check)
-    "Llama 3": (("llama", "llama_tied"), "llama-3.1-8b-instruct", "llama"),
-    "Qwen3": (
+FAMILY_TESTS = r"tests\.targets\.test_families"
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyTests:
+    """Where the checks of one family are found.
+
+    Attributes:
+      cases: parameters of the tests, from tests/targets/families.py and test_qwen3.py.
+      largest: the largest configuration in configs/targets.
+      vllm_name: the family's name in results/targets.jsonl.
+      modules: pattern of the test modules for logits and exports.
+      decoding: pattern of the tests that compare P-EAGLE's output with greedy decoding.
+    """
+
+    cases: Sequence[str]
+    largest: str
+    vllm_name: str
+    modules: str = FAMILY_TESTS
+    decoding: str = r"test_every_family::test_a_head_with_rings\[({cases})\]"
+
+
+FAMILIES = {
+    "Llama 3": FamilyTests(("llama", "llama_tied"), "llama-3.1-8b-instruct", "llama"),
+    "Qwen3": FamilyTests(
         ("qwen3", "plain", "tied", "one_kv_head", "bias", "sliding", "linear", "llama3", "yarn"),
         "qwen3-8b",
         "qwen3",
+        modules=rf"({FAMILY_TESTS}|tests\.targets\.test_qwen3)",
+        decoding=r"test_lossless::test_real_heads",
     ),
-    "Qwen3-MoE": (("qwen3_moe", "qwen3_moe_raw"), "qwen3-coder-30b-a3b-instruct", "qwen3_moe"),
-    "GPT-OSS": (("gpt_oss",), "gpt-oss-120b", "gpt_oss"),
-    "Gemma 4": (("gemma4", "gemma4_moe", "gemma4_ple"), "gemma-4-31b-it", "gemma4"),
+    "Qwen3-MoE": FamilyTests(
+        ("qwen3_moe", "qwen3_moe_raw"), "qwen3-coder-30b-a3b-instruct", "qwen3_moe"
+    ),
+    "GPT-OSS": FamilyTests(("gpt_oss",), "gpt-oss-120b", "gpt_oss"),
+    "Gemma 4": FamilyTests(("gemma4", "gemma4_moe", "gemma4_ple"), "gemma-4-31b-it", "gemma4"),
 }
-QWEN3 = "tests.targets.test_qwen3"  # has the older tests, of the same things
 
 
-def results(path: Path) -> dict[str, bool]:
-    """Test -> whether it passed; skipped ones are left out."""
-    found = {}
+def read_results(path: Path) -> dict[str, bool]:
+    """Test -> whether it passed, from pytest's JUnit file; skipped tests are left out."""
+    passed = {}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         if case.find("skipped") is None:
-            found[f"{case.get('classname')}::{case.get('name')}"] = (
-                case.find("failure") is None and case.find("error") is None
-            )
-    return found
+            failed = case.find("failure") is not None or case.find("error") is not None
+            passed[f"{case.get('classname')}::{case.get('name')}"] = not failed
+    return passed
 
 
-def tally(tests: dict[str, bool], pattern: str) -> str:
-    """'yes (3)' where all tests of that name passed, what failed otherwise, and nothing where there is none."""
-    hits = [passed for name, passed in tests.items() if re.search(pattern, name)]
-    return (
-        ""
-        if not hits
-        else f"yes ({len(hits)})"
-        if all(hits)
-        else f"FAILED ({hits.count(False)} of {len(hits)})"
-    )
+def summarize(results: Mapping[str, bool], pattern: str) -> str:
+    """ "yes (3)" if all three tests of that name passed, how many failed, or "" without any."""
+    matching = [passed for name, passed in results.items() if re.search(pattern, name)]
+    if not matching:
+        return ""
+    if all(matching):
+        return f"yes ({len(matching)})"
+    return f"FAILED ({matching.count(False)} of {len(matching)})"
 
 
-def mutations() -> dict[str, str]:
-    """Test of a mutation -> the case it mutates, as tests/targets/test_families.py lists them."""
+def read_mutations() -> dict[str, str]:
+    """Mutation -> the case that it changes, as tests/targets/test_families.py lists them."""
     source = (ROOT / "tests/targets/test_families.py").read_text()
-    return dict(re.findall(r'^    "([^"]+)": \("(\w+)",', source, re.MULTILINE))
+    return dict(re.findall(r'^    "([^"]+)": \(\s*"(\w+)",', source, re.MULTILINE))
 
 
-def row(title: str, tests: dict[str, bool], vllm: dict[str, dict]) -> str:
-    cases, largest, family = FAMILIES[title]
-    names = "|".join(cases)
-    where = (
-        rf"({QWEN3}|tests.targets.test_families)"
-        if title == "Qwen3"
-        else "tests.targets.test_families"
+def row(title: str, results: Mapping[str, bool], vllm: Mapping[str, dict]) -> str:
+    family = FAMILIES[title]
+    cases = "|".join(family.cases)
+    mutations = "|".join(
+        re.escape(name) for name, case in read_mutations().items() if case in family.cases
     )
-    mutated = "|".join(re.escape(name) for name, case in mutations().items() if case in cases)
-    decoding = (
-        r"test_lossless::test_real_heads"
-        if title == "Qwen3"
-        else rf"test_every_family::test_a_head_with_rings\[({names})\]"
-    )
-    checks = [
-        tally(tests, rf"{where}::test_logits_taps_and_cache\[({names})\]"),
-        tally(tests, rf"{where}::test_exported_folder_is_what_transformers_wrote\[({names})\]"),
-        tally(tests, rf"test_formats::test_bfloat16\[({names})\]"),
-        tally(tests, rf"test_parity_notices\[({mutated})\]") if mutated else "",
-        tally(tests, decoding),
-        tally(tests, rf"test_tracing::test_full_size\[{largest}\]").replace("yes (1)", largest),
+    logits_tests = "test_logits_hidden_states_and_cache"
+    export_tests = "test_exported_folder_is_what_transformers_wrote"
+    traced = summarize(results, rf"test_tracing::test_full_size\[{family.largest}\]")
+    cells = [
+        title,
+        summarize(results, rf"{family.modules}::{logits_tests}\[({cases})\]"),
+        summarize(results, rf"{family.modules}::{export_tests}\[({cases})\]"),
+        summarize(results, rf"test_formats::test_bfloat16\[({cases})\]"),
+        summarize(results, rf"test_parity_notices\[({mutations})\]") if mutations else "",
+        summarize(results, family.decoding.format(cases=cases)),
+        traced.replace("yes (1)", family.largest),
+        vllm_agreement(vllm.get(family.vllm_name)),
     ]
-    real = vllm.get(family)
-    checks.append(
-        f"{real['equal']} of {real['prompts']}, {real['accepted']} of {real['drafted']} drafts"
-        if real
-        else ""
-    )
-    return f"| {title} | " + " | ".join(checks) + " |"
+    return f"| {' | '.join(cells)} |"
 
 
-def table(tests: dict[str, bool]) -> str:
+def vllm_agreement(result: Mapping | None) -> str:
+    """One cell from a row of results/targets.jsonl; "" where there is none."""
+    if result is None:
+        return ""
+    texts = f"{result['equal']} of {result['prompts']}"
+    return f"{texts}, {result['accepted']} of {result['drafted']} drafts"
+
+
+def support_table(results: Mapping[str, bool]) -> str:
     file = ROOT / "results/targets.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    vllm = {r["family"]: r for r in rows}
-    head = (
-        "family",
-        "logits, taps, cache",
-        "exports",
-        "bfloat16",
-        "mutations noticed",
-        "P-EAGLE = greedy",
-        "largest traced",
-        "real vLLM: texts, accepted",
-    )
-    return "\n".join(
-        [
-            f"| {' | '.join(head)} |",
-            "| --- " * len(head) + "|",
-            *(row(title, tests, vllm) for title in FAMILIES),
-        ]
-    )
+    lines = file.read_text().splitlines() if file.exists() else []
+    vllm = {row["family"]: row for row in map(json.loads, lines)}
+    rows = [row(title, results, vllm) for title in FAMILIES]
+    return "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *rows])
 
 
-def mutation_page(tests: dict[str, bool]) -> str:
+def mutations_page(results: Mapping[str, bool]) -> str:
     lines = [
-        "# What parity notices",
+        "# Mutations that the comparison with transformers notices",
         "",
-        "Each special thing of a family, taken away or changed in our model of it (tests/targets/test_families.py): the logits then",
-        "differ from transformers' by more than 50 times the tolerance of 2e-5. By scripts/generate/support_table.py, from the tests.",
+        "The tests compare every family with transformers on tiny random models. To confirm that",
+        "this comparison would notice a mistake, each architectural option of a family is removed",
+        "or changed in our model of it (tests/targets/test_families.py). The logits must then",
+        "differ from transformers' by more than 50 times the tolerance of 2e-5.",
+        "scripts/generate/support_table.py writes this page from the test results.",
         "",
         "| family's case | changed | noticed |",
         "| --- | --- | --- |",
     ]
-    for name, case in mutations().items():
-        lines.append(
-            f"| {case} | {name} | {tally(tests, re.escape(f'test_parity_notices[{name}]')).removesuffix(' (1)')} |"
-        )
+    for name, case in read_mutations().items():
+        noticed = summarize(results, re.escape(f"test_parity_notices[{name}]"))
+        lines.append(f"| {case} | {name} | {noticed.removesuffix(' (1)')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -137,23 +158,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("results", type=Path, help="JUnit file of a test run")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page would change"
+    )
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    new = f"{before}{BEGIN}\n{table(results(args.results))}\n{END}{rest.split(END)[1]}"
-    page, listed = ROOT / "docs/mutations.md", mutation_page(results(args.results))
+    results = read_results(args.results)
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    new_page = f"{before}{BEGIN}\n{support_table(results)}\n{END}{rest.split(END)[1]}"
+    new_mutations = mutations_page(results)
     if args.check:
-        same = new == text and page.exists() and page.read_text() == listed
-        sys.exit(
-            0
-            if same
-            else "README.md's support table or docs/mutations.md is not what the tests say: run scripts/generate/support_table.py"
-        )
-    readme.write_text(new)
-    page.write_text(listed)
+        old_mutations = MUTATIONS_PAGE.read_text() if MUTATIONS_PAGE.exists() else None
+        if (page, old_mutations) != (new_page, new_mutations):
+            sys.exit(
+                "docs/targets.md or docs/mutations.md is not what the test results say: "
+                "run scripts/generate/support_table.py"
+            )
+        return
+    PAGE.write_text(new_page)
+    MUTATIONS_PAGE.write_text(new_mutations)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Compiles whole steps with their kernels for an H200 that is not here: what they start, and what memory they take.
+"""Compiles whole steps with their kernels for an H200 that is not here.
 
     scripts/gpu/install_cuda.sh .venv-cuda
-    .venv-cuda/bin/python scripts/gpu/compile_ahead.py --out results/compiled_ahead.jsonl --doc docs/kernels.md
+    .venv-cuda/bin/python scripts/gpu/compile_ahead.py --out results/compiled_ahead.jsonl \\
+        --doc docs/kernels.md
 
-Needs the wheels of `jax[cuda13]` and jax-triton, and no GPU; about five minutes on 2 cores. `--without` compiles each program without
-kernels, too (a prompt through Qwen3-Coder's experts took XLA over a quarter of an hour). Without a device XLA does not tune its
-products, so nothing here says how fast anything is.
+A row says what a program launches, and what memory it takes. It needs the wheels of `jax[cuda13]`
+and jax-triton, and no GPU; about five minutes on 2 cores. `--without` compiles each program without
+kernels, too (a prompt through Qwen3-Coder's experts took XLA over a quarter of an hour). Without a
+device XLA does not tune its products, so nothing here says how fast anything is.
 """
 
 import os
@@ -23,32 +25,44 @@ from pathlib import Path  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import size_table  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
+
+import size_table  # noqa: E402
+
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
-from peagle_jax.kernels.launch import H200, disable_kernels, target_gpu, unavailable_reason  # noqa: E402
+from peagle_jax.kernels.launch import (  # noqa: E402
+    H200,
+    disable_kernels,
+    target_gpu,
+    unavailable_reason,
+)
 from peagle_jax.pipelines import tracing  # noqa: E402
+from peagle_jax.progress import ProgressReport  # noqa: E402
 from peagle_jax.provenance import provenance  # noqa: E402
 from peagle_jax.train.cod import cod_sample  # noqa: E402
 from peagle_jax.train.hidden_states import TrainingRows, shifted  # noqa: E402
 from peagle_jax.train.peagle_loss import peagle_loss  # noqa: E402
 from peagle_jax.types import Batch  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+# target -> (recipe of its head, scales of its FP8 matrices)
 TARGETS = {
     "qwen3-coder-30b-a3b-instruct": ("qwen3_coder_30b", "blocks"),
     "gpt-oss-20b": ("gpt_oss_20b", "rows"),
 }
-K, PROMPT, SLOTS, TOKENS = 7, 1024, 4096, 20_000
-STARTED = re.compile(r" = \S.*? (fusion|custom-call|while|conditional|copy|sort)\(")
+K, PROMPT, CACHE_SIZE, TOKENS = 7, 1024, 4096, 20_000
+LAUNCH = re.compile(r" = \S.*? (fusion|custom-call|while|conditional|copy|sort)\(")
 
 
 def decoding(name: str, device) -> dict:
-    """{program: lowered}: a prompt of PROMPT tokens, and a step. FP8 weights and cache; GPT-OSS's experts in MXFP4."""
+    """{program: lowered} of a prompt of PROMPT tokens, and of a step.
+
+    Weights and cache are FP8, but GPT-OSS's experts are MXFP4.
+    """
     recipe, fp8 = TARGETS[name]
     run, _, head = tracing.recipe(ROOT / f"configs/train/{recipe}.yaml", ROOT / "configs/targets")
     target = tracing.abstract_target(
@@ -57,61 +71,59 @@ def decoding(name: str, device) -> dict:
         packed=name.startswith("gpt"),
         fp8=fp8,
     )
-    target = dataclasses.replace(
-        target, config=dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
-    )
+    config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
+    target = dataclasses.replace(target, config=config)
     head = tracing.abstract_head(dataclasses.replace(head.config, dtype=jnp.bfloat16), fp8=True)
-    prefill, step = tracing.lower(target, head, K, prompt=PROMPT, cache_size=SLOTS, device=device)
+    prefill, step = tracing.lower(
+        target, head, K, prompt=PROMPT, cache_size=CACHE_SIZE, device=device
+    )
     return {f"{name}: prompt of {PROMPT} tokens": prefill, f"{name}: a step, K = {K}": step}
 
 
 def training(recipe: str, device) -> dict:
-    """Loss and gradients of a head on one row of TOKENS tokens, features given."""
+    """{program: lowered} of a head's loss and gradients on one row of TOKENS tokens.
+
+    Aux hidden states are given.
+    """
     run, target, head = tracing.recipe(
         ROOT / f"configs/train/{recipe}.yaml", ROOT / "configs/targets"
     )
     head = tracing.abstract_head(dataclasses.replace(head.config, dtype=jnp.bfloat16))
     n, c = TOKENS, head.config
-    segment_ids, loss_mask = shifted(
-        Batch(
-            np.ones((1, n + 1), np.int32), np.zeros((1, n + 1), np.int32), np.ones((1, n + 1), bool)
-        )
-    )
+    tokens, segment_ids = np.ones((1, n + 1), np.int32), np.zeros((1, n + 1), np.int32)
+    segment_ids, loss_mask = shifted(Batch(tokens, segment_ids, np.ones((1, n + 1), bool)))
     cod = cod_sample(loss_mask, segment_ids, run.cod, [0, 0])
 
     def spec(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    ids, aux_hidden_state_layers, teacher = (
-        spec(1, n, dtype=jnp.int32),
-        spec(1, n, len(c.aux_hidden_state_layers) * c.target_dim),
-        spec(1, n, c.target_dim),
-    )
-    rows, output = (
-        TrainingRows(ids, aux_hidden_state_layers, teacher, ids, spec(1, n, dtype=jnp.bool_)),
-        spec(c.target_dim, c.vocab),
-    )
+    ids = spec(1, n, dtype=jnp.int32)
+    aux_hidden_states = spec(1, n, len(c.aux_hidden_state_layers) * c.target_dim)
+    hidden = spec(1, n, c.target_dim)
+    rows = TrainingRows(ids, aux_hidden_states, hidden, ids, spec(1, n, dtype=jnp.bool_))
+    lm_head = spec(c.target_dim, c.vocab)
 
-    def onto(x):
+    def on_device(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
 
-    args = jax.tree.map(onto, (head.params, rows, cod, output))
+    args = jax.tree.map(on_device, (head.params, rows, cod, lm_head))
 
-    def loss(params, rows, cod, output):
-        return peagle_loss(head.bind(params), rows, cod, run.num_depths, output)[0]
+    def loss(params, rows, cod, lm_head):
+        return peagle_loss(head.bind(params), rows, cod, run.num_depths, lm_head)[0]
 
     with jax.default_device(device):
         lowered = jax.jit(jax.value_and_grad(loss)).trace(*args).lower(lowering_platforms=("cuda",))
     return {f"{recipe}: training step, {n + cod.anchor.shape[1]} packed rows": lowered}
 
 
-def facts(lowered) -> dict:
+def compile_program(lowered) -> dict:
+    """What the compiled program launches, and its temporary memory."""
     compiled = lowered.compile()
     text = compiled.as_text()
     entry = text[text.index("\nENTRY ") :]
     return {
         "triton": text.count('custom_call_target="triton_kernel_call"'),
-        "launches": len(STARTED.findall(entry)),
+        "launches": len(LAUNCH.findall(entry)),
         "loops": entry.count(" while("),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
@@ -130,21 +142,23 @@ def main() -> int:
     args = parser.parse_args()
     device, rows = size_table.cuda_device(), []
     with target_gpu(H200), jax.default_device(device):
-        if wrong := unavailable_reason("triton"):
-            print(f"compile_ahead: {wrong}", file=sys.stderr)
+        if reason := unavailable_reason("triton"):
+            print(f"compile_ahead: Triton kernels cannot be compiled: {reason}", file=sys.stderr)
             return 2
-    for name in track(args.only, "compiling", console=Console(stderr=True)):
-        for kernels in (True, False) if args.without else (True,):
+    programs = [(name, True) for name in args.only]
+    if args.without:
+        programs = [(name, kernels) for name in args.only for kernels in (True, False)]
+    with ProgressReport("compile ahead", len(programs), unit="programs") as progress:
+        for i, (name, kernels) in enumerate(programs):
+            progress.update(i, note=name)
             with target_gpu(H200), contextlib.nullcontext() if kernels else disable_kernels():
-                made = (
-                    training("qwen3_coder_30b", device)
-                    if name == "training"
-                    else decoding(name, device)
-                )
-            rows += [
-                {"program": program, "kernels": kernels} | facts(lowered)
-                for program, lowered in made.items()
-            ]
+                if name == "training":
+                    lowered_programs = training("qwen3_coder_30b", device)
+                else:
+                    lowered_programs = decoding(name, device)
+            for program, lowered in lowered_programs.items():
+                row = {"program": program, "kernels": kernels}
+                rows.append(row | compile_program(lowered))
     table = Table("program", "kernels", "Triton calls", "launches", "loops", "temporary, MB")
     for row in rows:
         table.add_row(
@@ -153,15 +167,15 @@ def main() -> int:
             f"{row['temporary_bytes'] / 1e6:,.0f}",
         )
     Console().print(table)
-    here = provenance(" ".join(["python scripts/gpu/compile_ahead.py", *sys.argv[1:]]))
-    write_atomically(args.out, "".join(json.dumps(here | row) + "\n" for row in rows))
+    facts = provenance(" ".join(["python scripts/gpu/compile_ahead.py", *sys.argv[1:]]))
+    write_atomically(args.out, "".join(json.dumps(facts | row) + "\n" for row in rows))
     if args.doc:
         fill(args.doc, rows)
     return 0
 
 
 def fill(doc: Path, rows: list[dict]) -> None:
-    """The table between the markers `<!-- ahead -->` and `<!-- end -->`."""
+    """Writes the table between the markers `<!-- ahead -->` and `<!-- end -->`."""
     lines = [
         "| program | Triton calls | launches | loops | temporary, MB |",
         "| --- | --- | --- | --- | --- |",
@@ -170,17 +184,10 @@ def fill(doc: Path, rows: list[dict]) -> None:
         counts = " | ".join(str(row[key]) for key in ("triton", "launches", "loops"))
         name = row["program"] + ("" if row["kernels"] else ", without kernels")
         lines.append(f"| {name} | {counts} | {row['temporary_bytes'] / 1e6:,.0f} |")
-    text = doc.read_text(encoding="utf-8")
     table = "\n".join(lines)
-    write_atomically(
-        doc,
-        re.sub(
-            r"(<!-- ahead[^\n]*-->\n).*?(<!-- end -->)",
-            lambda m: f"{m[1]}{table}\n{m[2]}",
-            text,
-            flags=re.DOTALL,
-        ),
-    )
+    text = doc.read_text(encoding="utf-8")
+    markers = re.compile(r"(<!-- ahead[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+    write_atomically(doc, markers.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text))
 
 
 if __name__ == "__main__":

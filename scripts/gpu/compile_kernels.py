@@ -1,30 +1,32 @@
-"""Compiles every Triton kernel to machine code for GPUs that are not here, and says what came out.
+"""Compiles every Triton kernel to machine code for GPUs that are not here, and describes the code.
 
-    python scripts/gpu/compile_kernels.py [--out FILE.jsonl] [--only NAME ...]      minutes; no GPU, no CUDA: the triton wheel is enough
+    python scripts/gpu/compile_kernels.py [--out FILE.jsonl] [--doc FILE.md] [--only NAME ...]
 
-A row a kernel, shape and architecture: tensor-core instructions, registers, stack (spills), shared memory, asynchronous loads.
-sm_90 is an H100 or H200, sm_100 a B200, sm_120 the RTX PRO of ml.g7e instances.
+It takes minutes, and needs no GPU and no CUDA: the triton wheel is enough. There is a row a kernel,
+shape and architecture: tensor-core instructions, registers, stack (spills), shared memory,
+asynchronous loads. sm_90 is an H100 or H200, sm_100 a B200, sm_120 the RTX PRO of ml.g7e instances.
 """
 
 import argparse
 import collections
+import functools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import triton
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels import (  # noqa: E402
@@ -38,8 +40,16 @@ from peagle_jax.kernels import (  # noqa: E402
     vocab_triton,
 )
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix  # noqa: E402
-from peagle_jax.kernels.launch import B200, H200, RTX_PRO_6000, target_gpu  # noqa: E402
+from peagle_jax.kernels.launch import (  # noqa: E402
+    B200,
+    H200,
+    RTX_PRO_6000,
+    Launch,
+    Launcher,
+    target_gpu,
+)
 from peagle_jax.kernels.packed_attention import AttentionIntervals  # noqa: E402
+from peagle_jax.progress import ProgressReport  # noqa: E402
 from peagle_jax.provenance import provenance  # noqa: E402
 
 F8, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
@@ -62,43 +72,55 @@ def spec(*shape, dtype=F32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def case_of(call: Callable, *args) -> Callable:
+    """A function of a launcher that traces `call(*args, start=launcher)`, where args are shapes."""
+
+    def case(start: Launcher) -> None:
+        jax.eval_shape(functools.partial(call, start=start), *args)
+
+    return case
+
+
 def w8a8(M, N, K, blocks=False):
+    """A product of quantized activations; scales by row, or by blocks."""
     k, n = (-(-K // 128), -(-N // 128)) if blocks else (1, None)
     scale = spec(n, k) if blocks else spec(N)
     args = spec(M, K, dtype=F8), spec(M, k), spec(N, K, dtype=F8), scale
-    return lambda start: jax.eval_shape(
-        lambda *a: fp8_matmul_triton.product(*a, BF16, start=start), *args
-    )
+
+    def call(x, x_scale, w, w_scale, start):
+        return fp8_matmul_triton.product(x, x_scale, w, w_scale, BF16, start=start)
+
+    return case_of(call, *args)
 
 
 def raw(M, N, K):
-    """Block scales, activations quantised by the kernel."""
+    """A product with block scales, whose activations the kernel quantizes."""
     args = spec(M, K, dtype=BF16), spec(N, K, dtype=F8), spec(-(-N // 128), -(-K // 128))
-    return lambda start: jax.eval_shape(
-        lambda x, w, scale: fp8_matmul_triton.product(x, None, w, scale, BF16, start=start), *args
-    )
+
+    def call(x, w, scale, start):
+        return fp8_matmul_triton.product(x, None, w, scale, BF16, start=start)
+
+    return case_of(call, *args)
 
 
 def fusion(M, E, D, norm, fp8):
-    aux_hidden_state_layers = [spec(M, E, dtype=BF16)] * 3
+    """Fusion of three layers."""
+    aux_hidden_states = [spec(M, E, dtype=BF16)] * 3
     w = Fp8Matrix(spec(D, 3 * E, dtype=F8), spec(D)) if fp8 else spec(3 * E, D, dtype=BF16)
     gain = None if norm == "none" else spec(3 * E, dtype=BF16)
-    return lambda start: jax.eval_shape(
-        lambda t, w, g: fusion_triton.fuse(t, w, g, norm, 1e-5, start=start),
-        aux_hidden_state_layers,
-        w,
-        gain,
-    )
+
+    def call(aux_hidden_states, w, gain, start):
+        return fusion_triton.fuse(aux_hidden_states, w, gain, norm, 1e-5, start=start)
+
+    return case_of(call, aux_hidden_states, w, gain)
 
 
 def decode(T, heads, kv_heads, head_dim, *, kv=BF16, window=None, ring=False, batch=8, slots=4096):
-    q, cache = (
-        spec(batch, T, heads, head_dim, dtype=BF16),
-        spec(batch, kv_heads, slots, head_dim, dtype=kv),
-    )
+    """Cached attention of T tokens a row; with float8 keys and values, scales."""
+    cache = spec(batch, kv_heads, slots, head_dim, dtype=kv)
     scale = spec(batch, kv_heads, slots) if kv == F8 else None
     args = (
-        q,
+        spec(batch, T, heads, head_dim, dtype=BF16),
         cache,
         cache,
         spec(batch, T, dtype=I32),
@@ -106,13 +128,13 @@ def decode(T, heads, kv_heads, head_dim, *, kv=BF16, window=None, ring=False, ba
         scale,
     )
 
-    def run(q, k, v, at, held, scale, start):
+    def call(q, k, v, positions, kv_positions, scale, start):
         return attention_triton.attend(
             q,
             k,
             v,
-            at,
-            held,
+            positions,
+            kv_positions,
             window=window,
             scale=0.1,
             sinks=None,
@@ -121,20 +143,22 @@ def decode(T, heads, kv_heads, head_dim, *, kv=BF16, window=None, ring=False, ba
             start=start,
         )
 
-    return lambda start: jax.eval_shape(lambda *a: run(*a, start), *args)
+    return case_of(call, *args)
 
 
-def peaks(M, K, V, dtype=BF16):
-    w, scale = (spec(V, K, dtype=F8), spec(V)) if dtype == F8 else (spec(K, V, dtype=dtype), None)
-    return lambda start: jax.eval_shape(
-        lambda x, w, scale: vocab_triton.peaks(x, w, 1, scale, by_word=dtype == F8, start=start),
-        spec(M, K, dtype=BF16),
-        w,
-        scale,
-    )
+def argmax(M, K, V, dtype=BF16):
+    """The largest logit of each row."""
+    fp8 = dtype == F8
+    w, scale = (spec(V, K, dtype=F8), spec(V)) if fp8 else (spec(K, V, dtype=dtype), None)
+
+    def call(x, w, scale, start):
+        return vocab_triton.topk(x, w, 1, scale, vocab_first=fp8, start=start)
+
+    return case_of(call, spec(M, K, dtype=BF16), w, scale)
 
 
 def distance(P, D, E, W):
+    """Losses of a student and a teacher, and the gradient in the student's logits."""
     args = (
         spec(P, D, dtype=BF16),
         spec(D, W, dtype=BF16),
@@ -142,53 +166,46 @@ def distance(P, D, E, W):
         spec(E, W, dtype=BF16),
     )
 
-    def both(start):
-        def run(*args):
-            found = vocab_triton.distance(*args, None, start=start)
-            return vocab_triton.slopes(*args, None, found, 0, found.kl, found.kl, start=start)
+    def call(*args, start):
+        losses = vocab_triton.distance(*args, None, start=start)
+        weight = losses.kl
+        return vocab_triton.logit_grads(*args, None, losses, 0, weight, weight, start=start)
 
-        jax.eval_shape(run, *args)
-
-    return both
+    return case_of(call, *args)
 
 
 def packed(n, P, heads, kv_heads, head_dim):
-    q, kv, number = (
-        spec(1, P, heads, head_dim, dtype=BF16),
-        spec(1, P, kv_heads, head_dim, dtype=BF16),
-        spec(1, P, dtype=I32),
-    )
+    """Training attention of P rows over n depth-0 keys, forward and backward."""
+    q = spec(1, P, heads, head_dim, dtype=BF16)
+    kv = spec(1, P, kv_heads, head_dim, dtype=BF16)
+    number = spec(1, P, dtype=I32)
 
-    def both(start):
-        def total(q, k, v, *numbers):
-            return (
-                packed_attention_triton.attend(
-                    q, k, v, AttentionIntervals(*numbers, n, 7), 0.1, start=start
-                )[0]
-                .astype(F32)
-                .sum()
-            )
+    def call(q, k, v, *numbers, start):
+        def total(q, k, v):
+            intervals = AttentionIntervals(*numbers, n, 7)
+            y, _ = packed_attention_triton.attend(q, k, v, intervals, 0.1, start=start)
+            return y.astype(F32).sum()
 
-        jax.eval_shape(jax.grad(total, argnums=(0, 1, 2)), q, kv, kv, number, number, number)
+        return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
-    return both
+    return case_of(call, q, kv, kv, number, number, number)
 
 
 def quantizing(M, K, blocks):
-    return lambda start: jax.eval_shape(
-        lambda x: fp8_matmul_triton.quantize_rows(x, blocks=blocks, start=start),
-        spec(M, K, dtype=BF16),
-    )
+    """Activations in float8."""
+
+    def call(x, start):
+        return fp8_matmul_triton.quantize_rows(x, blocks=blocks, start=start)
+
+    return case_of(call, spec(M, K, dtype=BF16))
 
 
 def writing(B, T, G, H, kv=F8, slots=4096):
-    new, cache = spec(B, T, G, H, dtype=BF16), spec(B, G, slots, H, dtype=kv)
-    held = (cache, cache, spec(B, G, slots), spec(B, G, slots)) if kv == F8 else (cache, cache)
-
-    def run(start):
-        return lambda *a: cache_write_triton.write(*a, start=start)
-
-    return lambda start: jax.eval_shape(run(start), new, new, spec(B, T, dtype=I32), held)
+    """New keys and values of T tokens a row."""
+    new, array = spec(B, T, G, H, dtype=BF16), spec(B, G, slots, H, dtype=kv)
+    scale = spec(B, G, slots)
+    cache = (array, array, scale, scale) if kv == F8 else (array, array)
+    return case_of(cache_write_triton.write, new, new, spec(B, T, dtype=I32), cache)
 
 
 def mixture(n, k, count, K, N, kind):
@@ -203,21 +220,22 @@ def mixture(n, k, count, K, N, kind):
         ),
     }
 
-    def run(start, x, chosen, values, scale):
-        rows = experts.tile_rows(n, k, count, parts=1, few=experts.GPU_TILE, most=128)
-        few = n * k <= experts_triton.SORTED and count <= experts_triton.BANKS
-        sort = (
-            (lambda: experts_triton.tiled(chosen, count, rows, start))
-            if few
-            else lambda: experts.tiled(chosen, count, rows)
-        )
-        tiles = experts.unsorted(chosen, count) if n == 1 else sort()
-        return experts_triton.product(
-            x, tiles, experts.Matrices(kind, values, scale, None), gather=True, start=start
-        )
+    def tiles_of(topk_ids, start):
+        """As `experts_triton.mixture` makes them."""
+        if n == 1:
+            return experts.tiles_of_one_token(topk_ids, count)
+        rows = experts.tile_rows(n, k, count, num_shards=1, least=experts.MIN_GPU_TILE, most=128)
+        few_pairs = n * k <= experts_triton.MAX_SORTED_PAIRS
+        if few_pairs and count <= experts_triton.MAX_SORTED_EXPERTS:
+            return experts_triton.make_tiles(topk_ids, count, rows, start)
+        return experts.make_tiles(topk_ids, count, rows)
 
-    args = spec(n, K, dtype=BF16), spec(n, k, dtype=I32), *shapes[kind]
-    return lambda start: jax.eval_shape(lambda *a: run(start, *a), *args)
+    def call(x, topk_ids, values, scale, start):
+        matrices = experts.StoredMatrices(kind, values, scale, None)
+        tiles = tiles_of(topk_ids, start)
+        return experts_triton.product(x, tiles, matrices, gather=True, start=start)
+
+    return case_of(call, spec(n, K, dtype=BF16), spec(n, k, dtype=I32), *shapes[kind])
 
 
 CASES = {
@@ -229,8 +247,8 @@ CASES = {
     "fp8_matmul 8x4096x4096 blocks, bfloat16 in": raw(8, 4096, 4096),
     "fp8_matmul 32x4096x4096 blocks, bfloat16 in": raw(32, 4096, 4096),
     "fp8_matmul 64x4096x4096 blocks": w8a8(64, 4096, 4096, blocks=True),
-    "quantising 64 rows of 4096": quantizing(64, 4096, False),
-    "quantising 64 rows of 21504, in groups of 128": quantizing(64, 21504, True),
+    "quantizing 64 rows of 4096": quantizing(64, 4096, False),
+    "quantizing 64 rows of 21504, in groups of 128": quantizing(64, 21504, True),
     "cache writing, 8 tokens, float8": writing(1, 8, 4, 128),
     "cache writing, 8 tokens, 16 heads of 256": writing(8, 8, 16, 256, BF16),
     "experts, 1 token of 8, float8 rows": mixture(1, 8, 128, 2048, 1536, "row"),
@@ -259,33 +277,34 @@ CASES = {
     "attention 512 tokens, float8": decode(512, 32, 4, 128, kv=F8),
     "attention 512 tokens, heads of 256, window": decode(512, 32, 16, 256, window=1024),
     "attention 512 tokens, heads of 512": decode(512, 32, 4, 512),
-    "argmax 8 of 151936": peaks(8, 2048, 151936),
-    "argmax 8 of 151936, float8": peaks(8, 2048, 151936, F8),
-    "argmax 64 of 151936": peaks(64, 2048, 151936),
-    "distance and slopes": distance(4096, 2048, 2048, 8192),
+    "argmax 8 of 151936": argmax(8, 2048, 151936),
+    "argmax 8 of 151936, float8": argmax(8, 2048, 151936, F8),
+    "argmax 64 of 151936": argmax(64, 2048, 151936),
+    "distance and its gradient": distance(4096, 2048, 2048, 8192),
     "packed attention, heads of 128": packed(8192, 20480, 32, 4, 128),
     "packed attention, heads of 64": packed(8192, 20480, 64, 8, 64),
 }
 
 
-def launches(case) -> list:
-    """What a public function would start, without starting it."""
-    seen = []
+def launches(case: Callable) -> list[Launch]:
+    """What a public function would launch, without running it."""
+    started = []
 
     def start(launch):
-        seen.append(launch)
+        started.append(launch)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
 
     case(start)
-    return seen
+    return started
 
 
-def compile_for(launch, architecture: int) -> dict:
-    """One kernel in machine code.
+def compile_for(launch: Launch, architecture: int) -> dict:
+    """Describes the machine code of one kernel.
 
     Returns:
-      registers a thread, bytes of stack a thread (0: nothing spilled), bytes of shared memory a block, instructions by name; columns of
-      Blackwell's tensor memory; after how many products Hopper's FP8 sums go to float32.
+      Registers a thread; bytes of stack a thread (0: nothing spilled); bytes of shared memory a
+      block; instructions by name; columns of Blackwell's tensor memory; after how many products
+      Hopper's FP8 sums go to float32.
     """
     names = launch.kernel.arg_names
     arrays = [*launch.inputs, *launch.outputs]
@@ -299,13 +318,13 @@ def compile_for(launch, architecture: int) -> dict:
         constexprs={(names.index(name),): value for name, value in launch.constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
     )
-    made = triton.compile(
+    compiled = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
         options=dict(num_warps=launch.warps, num_stages=launch.stages),
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
 
         def run(*command):
@@ -316,51 +335,45 @@ def compile_for(launch, architecture: int) -> dict:
         code = run(TOOLS / "nvdisasm")
         usage = re.search(r"REG:(\d+) STACK:(\d+)", run(TOOLS / "cuobjdump", "-res-usage"))
     counts = collections.Counter(
-        "F2FP.E4M3" if "F2FP" in one[0] else one[0].split(".")[0]
-        for one in INSTRUCTION.finditer(code)
+        "F2FP.E4M3" if "F2FP" in match[0] else match[0].split(".")[0]
+        for match in INSTRUCTION.finditer(code)
     )
-    sums = {int(n) for n in re.findall(r"maxNumImpreciseAcc = (\d+)", made.asm["ttgir"])}
+    sums = {int(n) for n in re.findall(r"maxNumImpreciseAcc = (\d+)", compiled.asm["ttgir"])}
     return {
         "registers": int(usage[1]),
         "stack": int(usage[2]),
-        "shared": made.metadata.shared,
+        "shared": compiled.metadata.shared,
         "instructions": dict(counts),
-        "tensor_memory": getattr(made.metadata, "tmem_size", 0) or 0,
+        "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "imprecise_sums": sorted(sums),
     }
 
 
 def fill(doc: Path, rows: list[dict]) -> None:
-    """The table between the markers `<!-- compiled -->` and `<!-- end -->`: a line a kernel, a column an architecture."""
+    """Writes the table between the markers `<!-- compiled -->` and `<!-- end -->`.
+
+    It has a line a kernel and a column an architecture.
+    """
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in rows:
         products = [
             f"{name} {n}" for name, n in sorted(row["instructions"].items()) if "MMA" in name
         ]
         spilled = f", {row['stack']} bytes spilled" if row["stack"] else ""
-        said = (
-            " ".join(products)
-            + "; " * bool(products)
-            + f"{row['registers']} registers, {row['shared'] / 1024:.0f} KB{spilled}"
-        )
-        cells.setdefault((row["kernel"], row["function"]), {})[row["sm"]] = said
+        text = f"{row['registers']} registers, {row['shared'] / 1024:.0f} KB{spilled}"
+        if products:
+            text = f"{' '.join(products)}; {text}"
+        cells.setdefault((row["kernel"], row["function"]), {})[row["sm"]] = text
     head = ["kernel", *(f"sm_{gpu.capability}" for gpu in GPUS)]
     lines = [head, ["---"] * len(head)]
     lines += [
-        [f"{case} ({function})" if function != "kernel" else case, *said.values()]
-        for (case, function), said in cells.items()
+        [f"{case} ({function})" if function != "kernel" else case, *texts.values()]
+        for (case, function), texts in cells.items()
     ]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     text = doc.read_text(encoding="utf-8")
-    write_atomically(
-        doc,
-        re.sub(
-            r"(<!-- compiled[^\n]*-->\n).*?(<!-- end -->)",
-            lambda m: f"{m[1]}{table}\n{m[2]}",
-            text,
-            flags=re.DOTALL,
-        ),
-    )
+    markers = re.compile(r"(<!-- compiled[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+    write_atomically(doc, markers.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text))
 
 
 def main() -> int:
@@ -370,21 +383,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES, metavar="NAME")
     args = parser.parse_args()
     rows = []
-    for name in track(args.only, "compiling", console=Console(stderr=True)):
-        for gpu in GPUS:
-            with target_gpu(gpu):
-                made = launches(CASES[name])
-            for launch in made:
-                facts = {
-                    "kernel": name,
-                    "function": launch.kernel.__name__,
-                    "sm": gpu.capability,
-                    "warps": launch.warps,
-                    "stages": launch.stages,
-                }
-                rows.append(
-                    facts | compile_for(launch, gpu.capability) | {"shared_limit": gpu.shared}
-                )
+    with ProgressReport("compile kernels", len(args.only), unit="shapes") as progress:
+        for i, name in enumerate(args.only):
+            progress.update(i, note=name)
+            for gpu in GPUS:
+                with target_gpu(gpu):
+                    started = launches(CASES[name])
+                for launch in started:
+                    row = {
+                        "kernel": name,
+                        "function": launch.kernel.__name__,
+                        "sm": gpu.capability,
+                        "warps": launch.warps,
+                        "stages": launch.stages,
+                    }
+                    row |= compile_for(launch, gpu.capability)
+                    rows.append(row | {"shared_limit": gpu.shared_memory})
     table = Table(
         "kernel",
         "sm",
@@ -408,9 +422,8 @@ def main() -> int:
     if args.doc:
         fill(args.doc, rows)
     if args.out:
-        facts = provenance(" ".join(["python scripts/gpu/compile_kernels.py", *sys.argv[1:]])) | {
-            "triton": triton.__version__
-        }
+        command = " ".join(["python scripts/gpu/compile_kernels.py", *sys.argv[1:]])
+        facts = provenance(command) | {"triton": triton.__version__}
         write_atomically(args.out, "".join(json.dumps(facts | row) + "\n" for row in rows))
     return 0
 

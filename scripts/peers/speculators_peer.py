@@ -1,10 +1,14 @@
-"""speculators' own classes on our folders: runs in the environment of install_speculators.sh, for check_matrix.py.
+"""speculators' own classes on our folders; check_matrix.py runs it.
+
+It runs in the environment of install_speculators.sh.
 
     ENV/bin/python scripts/peers/speculators_peer.py logits FOLDER INPUTS.npz OUT.npz
     ENV/bin/python scripts/peers/speculators_peer.py train FOLDER DATA.npz OUT STEPS
 
-logits: `SpeculatorModel.from_pretrained` on FOLDER, and what its lm_head gives for INPUTS (tokens, taps, anchor, depth).
-train: goes on training the head of FOLDER on DATA (tokens, taps, hidden, supervised), and saves it by its own `save_pretrained`.
+logits: `SpeculatorModel.from_pretrained` on FOLDER, and what its lm_head gives for INPUTS (tokens,
+  aux_hidden_states, anchor, depth).
+train: goes on training the head of FOLDER on DATA (tokens, aux_hidden_states, hidden, loss_mask),
+  and saves it by its own `save_pretrained`.
 """
 
 import sys
@@ -25,9 +29,8 @@ def read(folder: str):
     from speculators import SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = (
-        "eager"  # FlexAttention has no CPU backward
-    )
+    # FlexAttention has no CPU backward
+    config.transformer_layer_config._attn_implementation = "eager"
     if hasattr(config, "draft_attn_impl"):
         config.draft_attn_impl = "eager"
     model = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32)
@@ -36,26 +39,25 @@ def read(folder: str):
 
 def call(data, parallel: bool, i: int = 0) -> dict:
     tokens = torch.from_numpy(data["tokens"][i : i + 1])
-    more = (
-        dict(num_depths=int(data["depths"]))
-        if parallel
-        else dict(ttt_steps=int(data["depths"]), ttt_step_loss_decay=1.0)
-    )
+    num_depths = int(data["num_depths"])
+    depths = {"num_depths": num_depths}
+    if not parallel:
+        depths = {"ttt_steps": num_depths, "ttt_step_loss_decay": 1.0}
     return dict(
-        hidden_states=torch.from_numpy(data["taps"][i : i + 1]),
+        hidden_states=torch.from_numpy(data["aux_hidden_states"][i : i + 1]),
         input_ids=tokens,
         document_ids=torch.zeros_like(tokens),
-        loss_mask=torch.from_numpy(data["supervised"][i : i + 1]).float(),
+        loss_mask=torch.from_numpy(data["loss_mask"][i : i + 1]).float(),
         loss_config=resolve_loss_config("kl_div", "eager"),
         verifier_last_hidden_states=torch.from_numpy(data["hidden"][i : i + 1]),
-        **more,
+        **depths,
     )
 
 
 def logits(folder: str, inputs: str, out: str) -> None:
-    torch.set_num_threads(
-        1
-    )  # with two, torch 2.13's matrix products differ from run to run by up to 1e-4 of the largest logit
+    # with two threads, torch 2.13's matrix products differ from run to run by up to 1e-4 of the
+    # largest logit
+    torch.set_num_threads(1)
     model, parallel = read(folder)
     data = dict(np.load(inputs))
     if parallel:
@@ -64,13 +66,13 @@ def logits(folder: str, inputs: str, out: str) -> None:
             torch.from_numpy(data["depth"]),
         )
     model.load_verifier_weights()
-    seen = []
+    results = []
     model.lm_head.register_forward_hook(
-        lambda module, args, result: seen.append(result.detach().clone().numpy())
+        lambda module, args, result: results.append(result.detach().clone().numpy())
     )
     with torch.no_grad():
         model(**call(data, parallel))
-    np.savez(out, *seen)
+    np.savez(out, *results)
 
 
 def train(folder: str, data: str, out: str, steps: str) -> None:
@@ -92,9 +94,9 @@ def train(folder: str, data: str, out: str, steps: str) -> None:
         optimizer.step()
         losses.append(float(loss))
     model.save_pretrained(out)
-    print(
-        f"{folder}: loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}, {sum(p.numel() for p in trained):,} parameters trained"
-    )
+    parameters = sum(p.numel() for p in trained)
+    before, after = np.mean(losses[:5]), np.mean(losses[-5:])
+    print(f"{folder}: loss {before:.3f} -> {after:.3f}, {parameters:,} parameters trained")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Tiny random targets of every family, made by transformers with every special thing switched on: what check_targets.py decodes.
+"""Tiny random targets of every family, made by transformers, which check_targets.py decodes.
 
     make(case, folder, tokenizer, prompts, new)     (from check_targets.py; needs torch)
 
-Everything differs from its default, so that no key of a config.json can go unread, except what vLLM 0.32 has as constants or ignores:
-GPT-OSS' norm epsilon, clamp and alpha, and biases and windows of Qwen3's attention.
+Every architectural option has another value than its default, so that no key of a config.json can
+go unread. Exceptions are what vLLM 0.32 has as constants or ignores: GPT-OSS' norm epsilon, clamp
+and alpha, and biases and windows of Qwen3's attention.
 """
 
 import json
@@ -19,9 +20,12 @@ from peagle_jax.bench.suite import repeated_share
 from peagle_jax.types import InputError
 
 VOCAB = 512
-GAP = 1e-3  # between the two best logits at every token of the greedy texts: ten times what counts as a near tie
-REPEATED = (0.2, 0.7)  # share of 4-grams: a head learns something of such text, and not all
-MOST_SEEDS = 50
+# Least gap between the two largest logits at every token of the greedy texts: ten times what counts
+# as a near tie.
+MIN_GAP = 1e-3
+# Least and largest share of repeated 4-grams: a head learns something of such text, and not all.
+REPEATED_SHARE = (0.2, 0.7)
+MAX_SEEDS = 50
 ROPE = {"rope_type": "default", "rope_theta": 777.0}
 LLAMA3 = ROPE | {
     "rope_type": "llama3",
@@ -69,7 +73,8 @@ GEMMA = SHAPE | dict(
     tie_word_embeddings=True,
 )
 K_IS_V = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
-CASES = {  # transformers' class, and its shape; the windows are shorter than the prompts
+# name -> transformers' class and its shape; the windows are shorter than the prompts
+CASES = {
     "llama": ("Llama", SHAPE | dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True)),
     "qwen3": ("Qwen3", SHAPE | dict(tie_word_embeddings=True)),
     "qwen3_moe": (
@@ -117,7 +122,8 @@ CASES = {  # transformers' class, and its shape; the windows are shorter than th
         ),
     ),
 }
-SCALES = (  # the first name that is part of a parameter's gives its standard deviation, or its range
+# The first entry whose name is part of a parameter's name gives a standard deviation, or a range.
+SCALES = (
     ("sinks", 1.0),
     ("bias", 0.2),
     ("router.scale", (0.5, 1.5)),
@@ -130,14 +136,15 @@ SCALES = (  # the first name that is part of a parameter's gives its standard de
     ("", 0.09),
 )
 SCALES_OF = {
-    # its scores are not scaled: larger ones are ill-conditioned; and without large norms after a layer it repeats one token
+    # Its attention scores are not scaled, and larger ones are ill-conditioned. Without large norms
+    # after a layer it repeats one token.
     "Gemma4": (
         ("q_norm", (0.3, 0.7)),
         ("k_norm", (0.3, 0.7)),
         ("per_expert_scale", (0.5, 1.5)),
         ("post_", (2.0, 4.0)),
     ),
-    # a sixth of what experts compute lies beyond the clamp at 7
+    # A sixth of what experts compute lies beyond the clamp at 7.
     "GptOss": (
         ("_proj_bias", 0.1),
         ("gate_up_proj", 0.5),
@@ -149,22 +156,30 @@ logging.disable_progress_bar()
 
 
 def make(case: str, folder: Path, tokenizer, prompts: list[list[int]], new: int) -> None:
-    """Writes the target of the first seed whose greedy texts serve, with its tokenizer and, in greedy.json, those texts."""
-    for seed in range(MOST_SEEDS):
+    """Writes the target of the first seed whose greedy texts are of use.
+
+    The folder has the tokenizer too and, in greedy.json, those texts.
+    """
+    least, most = REPEATED_SHARE
+    for seed in range(MAX_SEEDS):
         model = random_model(case, seed)
         texts, gap = greedy(model, prompts, new)
-        if gap < GAP or not REPEATED[0] < repeated_share(texts) < REPEATED[1]:
+        if gap < MIN_GAP or not least < repeated_share(texts) < most:
             continue
         with weights.new_folder(folder) as work:
             model.save_pretrained(work)
             tokenizer.save_pretrained(work)
             (work / "greedy.json").write_text(json.dumps(texts), encoding="utf-8")
         return
-    rule = f"one of {MOST_SEEDS} seeds must write text without near ties that repeats itself now and then"
-    raise InputError(case, rule, "none", "change its scales in tiny_targets.py")
+    rule = (
+        f"one of {MAX_SEEDS} seeds must write text without near ties that repeats itself now and "
+        "then"
+    )
+    raise InputError(case, rule, "none", "change its scales in scripts/peers/tiny_targets.py")
 
 
 def random_model(case: str, seed: int):
+    """A transformers model with random weights, biases, sinks and norm scales."""
     kind, shape = CASES[case]
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma4" else f"{kind}Config")(
         **shape
@@ -183,12 +198,15 @@ def random_model(case: str, seed: int):
 
 @torch.no_grad()
 def greedy(model, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
-    """Texts, and the smallest gap between the two best logits of a token; ends early at one below GAP."""
+    """Texts, and the smallest gap between the two largest logits of a token.
+
+    Ends early at a gap below MIN_GAP.
+    """
     tokens, smallest = torch.tensor(prompts), math.inf
     for _ in range(new):  # the whole text again for every token: no cache that could be wrong
-        best = model(tokens, use_cache=False).compute_logits[:, -1].topk(2)
+        best = model(tokens, use_cache=False).logits[:, -1].topk(2)
         smallest = min(smallest, float((best.values[:, 0] - best.values[:, 1]).min()))
-        if smallest < GAP:
+        if smallest < MIN_GAP:
             break
         tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
     return tokens[:, len(prompts[0]) :].tolist(), smallest

@@ -2,10 +2,13 @@
 
     ENV/bin/python scripts/peers/vllm_generate.py JOBS.json OUT.jsonl
 
-JOBS: a list of {"target", "drafter" or null, "k", "parallel", "prompts": [[ids]], "max_new_tokens", "alone"}. `alone`: vLLM gets nothing
-but the drafter's folder, as in `vllm serve FOLDER`, and finds target, method and K in it.
-OUT: a line a job, as it is done: {"outputs", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position",
-"seconds"}, or {"error"}. One process for all: importing vLLM takes longer than a job.
+JOBS: a list of {"target", "drafter" or null, "k", "parallel", "prompts": [[ids]],
+  "max_new_tokens", "alone"}. With `alone`, vLLM gets nothing but the drafter's folder, as in
+  `vllm serve FOLDER`, and finds target, method and K in it.
+OUT: a line for each job, as soon as it is done: {"outputs", "num_drafts", "num_draft_tokens",
+  "num_accepted_tokens", "accepted_per_position", "seconds"}, or {"error"}.
+
+One process does all jobs: importing vLLM takes longer than a job.
 """
 
 import gc
@@ -27,6 +30,7 @@ COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 def count(llm) -> dict:
+    """vLLM's counters of speculative decoding, since the process began."""
     metrics = {
         m.name.removeprefix("vllm:spec_decode_"): m
         for m in llm.get_metrics()
@@ -39,6 +43,7 @@ def count(llm) -> dict:
 
 
 def run(job: dict) -> dict:
+    """Decodes the prompts of one job in an engine of its own."""
     speculative = None
     if job["drafter"] and not job.get("alone"):
         speculative = {
@@ -58,12 +63,12 @@ def run(job: dict) -> dict:
         speculative_config=speculative,
     )
     before = count(llm)  # counters belong to the process, not to the engine
-    how = SamplingParams(
+    sampling = SamplingParams(
         temperature=0, max_tokens=job["max_new_tokens"], ignore_eos=True, detokenize=False
     )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     start = time.perf_counter()
-    answers = llm.generate(prompts, how, use_tqdm=False)
+    answers = llm.generate(prompts, sampling, use_tqdm=False)
     result = {
         "outputs": [list(a.outputs[0].token_ids) for a in answers],
         "seconds": time.perf_counter() - start,
@@ -86,9 +91,8 @@ def main(jobs_file: str, out_file: str) -> None:
         for job in jobs:
             try:
                 result = run(job)
-            except (
-                Exception
-            ) as error:  # a head that vLLM refuses is a finding, not the end of the others
+            except Exception as error:
+                # a head that vLLM refuses is a result, not the end of the other jobs
                 traceback.print_exc()
                 result = {"error": f"{type(error).__name__}: {error}"}
             out.write(json.dumps(result) + "\n")

@@ -6,13 +6,15 @@ from peagle_jax import weights
 
 
 def edit(folder, out, tensors=None, **changes):
-    """A copy of a folder. `tensors` maps the dict of tensors to another; a key whose value is ... is removed."""
+    """A copy of a folder with other tensors or keys.
+
+    `tensors` maps the dict of tensors to another. A key whose value is ... is removed.
+    """
     raw = {**weights.read_json(folder / "config.json"), **changes}
+    raw = {key: value for key, value in raw.items() if value is not ...}
     out.mkdir()
-    old = {n: np.asarray(t) for n, t in weights.open_folder(folder).items()}
-    weights.write_folder(
-        out, {k: v for k, v in raw.items() if v is not ...}, (tensors or (lambda t: t))(old), {}
-    )
+    arrays = {name: np.asarray(t) for name, t in weights.open_folder(folder).items()}
+    weights.write_folder(out, raw, arrays if tensors is None else tensors(arrays), {})
     return out
 
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peagle_jax import weights
-from peagle_jax.checkpoints.head_io import read_head, save_drafter
+from peagle_jax.checkpoints.head_reading import read_head
+from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.inspect import describe
 from peagle_jax.layers import Rope
 from peagle_jax.types import InputError

@@ -1,4 +1,7 @@
-"""Placeholder designs in vLLM's one form: what can be written drafts as before, what cannot is refused and still decodes from its run."""
+"""Placeholder designs in the one form that vLLM has.
+
+What can be written so drafts as before. What cannot is refused, and still decodes from its run.
+"""
 
 import dataclasses
 import functools
@@ -15,8 +18,8 @@ from checkpoints.folder_edits import equal
 
 from peagle_jax.checkpoints import export_placeholders, param_mapping
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.head_io import load_drafter, of_model, save_drafter, write_head
-from peagle_jax.checkpoints.runs import open_run, read_run, write_run
+from peagle_jax.checkpoints.head_writing import from_model, save_drafter, write_head
+from peagle_jax.checkpoints.runs import load_drafter, open_run, read_run, write_run
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, TOKEN_DESIGNS
 from peagle_jax.train.attention import PackedCausal
@@ -65,70 +68,62 @@ def a_head(hidden, token, num_depths, **changes):
             **SHAPE,
             "placeholder_hidden": hidden,
             "placeholder_token": token,
-            "depths": num_depths,
+            "num_depths": num_depths,
             **changes,
         }
     )
 
 
 def fuse(head, aux_hidden_states):
-    """draft/fusion.py's words in NumPy: [n A] -> [n D]."""
+    """draft/fusion.py in NumPy: [n A] -> [n D]."""
     fusion, eps = head.params["fusion"], head.config.norm_eps
 
-    def norm(x, scale):
-        return (
-            x
-            / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
-            * np.asarray(scale["scale"], np.float64)
-        )
+    def norm(x, params):
+        scale = np.asarray(params["scale"], np.float64)
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * scale
 
-    aux_hidden_states = np.asarray(aux_hidden_states, np.float64)
+    x = np.asarray(aux_hidden_states, np.float64)
     if head.config.norm_before_fc:
-        aux_hidden_states = norm(aux_hidden_states, fusion["input_norm"])
+        x = norm(x, fusion["input_norm"])
     if head.config.fc_norm:
-        aux_hidden_states = np.concatenate(
-            [
-                norm(x, fusion["fc_norm"][i])
-                for i, x in enumerate(np.split(aux_hidden_states, 3, axis=-1))
-            ],
-            axis=-1,
-        )
-    return aux_hidden_states @ np.asarray(fusion["fc"]["kernel"], np.float64)
+        parts = np.split(x, 3, axis=-1)
+        x = np.concatenate([norm(p, fusion["fc_norm"][i]) for i, p in enumerate(parts)], axis=-1)
+    return x @ np.asarray(fusion["fc"]["kernel"], np.float64)
 
 
 @functools.cache
-def said() -> tuple[np.ndarray, np.ndarray]:
-    """What the tiny target answers, greedily, prompt included; and its taps."""
+def greedy_text() -> tuple[np.ndarray, np.ndarray]:
+    """What the tiny target answers greedily, with the prompt; and its aux hidden states."""
     model, text = tiny.target(), [7, 30, 2, *tiny.greedy((7, 30, 2), 24)]
     tokens = jnp.asarray([text], jnp.int32)
-    read = jax.jit(
-        lambda p: (
-            model.bind(p)(
-                tokens, jnp.arange(len(text))[None], PackedCausal(jnp.zeros_like(tokens)), None
-            )[0].aux_hidden_states
-        )
-    )
-    return np.asarray(text), np.asarray(read(model.params)[0])
+    positions = jnp.arange(len(text))[None]
+    attend = PackedCausal(jnp.zeros_like(tokens))
+
+    @jax.jit
+    def aux_hidden_states(params):
+        out, _ = model.bind(params)(tokens, positions, attend, None)
+        return out.aux_hidden_states[0]
+
+    return np.asarray(text), np.asarray(aux_hidden_states(model.params))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _drafts(drafter, params, tokens, aux_hidden_states):
-    """tokens[i] is committed with the taps of the token before it; after each, K drafts."""
+    """K drafts after each token; tokens[i] comes with the hidden states of the token before it."""
 
     def pad(x):
         return jnp.pad(x[None, None], [(0, 0), (0, drafter.k)] + [(0, 0)] * x.ndim)
 
     def step(state, row):
-        ids, _, state = drafter.step(
-            params, state, pad(row[0]), pad(row[1]), jnp.ones(1, jnp.int32)
-        )
+        token, aux = pad(row[0]), pad(row[1])
+        ids, _, state = drafter.step(params, state, token, aux, jnp.ones(1, jnp.int32))
         return state, ids[0]
 
     return jax.lax.scan(step, DraftState(drafter.init(1, 48), None), (tokens, aux_hidden_states))[1]
 
 
 def drafts(head) -> np.ndarray:
-    text, aux_hidden_states = said()
+    text, aux_hidden_states = greedy_text()
     return np.asarray(
         _drafts(
             make_drafter(head, K, "peagle"),
@@ -139,99 +134,93 @@ def drafts(head) -> np.ndarray:
     )
 
 
-def same_features(got, want):
+def assert_close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * max(np.abs(want).max(), 1e-3))
 
 
+def embedding_table(head):
+    return np.asarray(head.params["embed"]["table"])
+
+
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("hidden, token, depths", EXPORTED)
+@pytest.mark.parametrize("hidden, token, num_depths", EXPORTED)
 def test_what_is_exported_drafts_as_before(hidden, token, num_depths, fusion, tmp_path):
-    head, behind = a_head(hidden, token, num_depths, **FUSIONS[fusion]), np.zeros(20)
-    of = functools.partial(fuse, head)
-    feature, row = designs.fused(head, 1, behind, of), designs.embedding(head, behind)
+    head = a_head(hidden, token, num_depths, **FUSIONS[fusion])
+    anchor = np.zeros(20)
+    fused = designs.fused(head, 1, anchor, functools.partial(fuse, head))
+    row = designs.embedding(head, anchor)
     want = drafts(head)
-    assert (
-        len(np.unique(want[:, 1:])) > 2
-    )  # placeholders that always draft the same would show nothing
-    how, changed = export_placeholders.how(head.config), {}
+    # placeholders that always draft the same would show nothing
+    assert len(np.unique(want[:, 1:])) > 2
+    status = export_placeholders.export_status(head.config)
+    row_changed = vector_changed = False
     for checkpoint_format in ("vllm", "speculators") if fusion != "fc_norm" else ("vllm",):
-        save_drafter(head, tmp_path / checkpoint_format, checkpoint_format=checkpoint_format)
+        save_drafter(head, tmp_path / checkpoint_format, checkpoint_format)
         loaded = load_drafter(tmp_path / checkpoint_format)
-        assert (
-            loaded.config.placeholder_hidden,
-            loaded.config.placeholder_token,
-            loaded.config.num_depths,
-        ) == ("shared", "mask", num_depths)
+        cfg = loaded.config
+        assert (cfg.placeholder_hidden, cfg.placeholder_token) == ("shared", "mask")
+        assert cfg.num_depths == num_depths
         assert "placeholder" not in loaded.params and loaded.params["mask_hidden"].shape == (72,)
-        same_features(designs.fused(loaded, 1, behind, functools.partial(fuse, loaded)), feature)
-        np.testing.assert_array_equal(designs.embedding(loaded, behind), row)
+        loaded_fuse = functools.partial(fuse, loaded)
+        assert_close(designs.fused(loaded, 1, anchor, loaded_fuse), fused)
+        np.testing.assert_array_equal(designs.embedding(loaded, anchor), row)
         np.testing.assert_array_equal(drafts(loaded), want)
         for part in head.params.keys() - {"placeholder", "mask_hidden", "embed"}:
             jax.tree.map(np.testing.assert_array_equal, loaded.params[part], head.params[part])
-        tables = [
-            np.delete(np.asarray(x.params["embed"]["table"]), 5, axis=0) for x in (head, loaded)
-        ]
-        np.testing.assert_array_equal(*tables)
-        changed = {
-            "row": not np.array_equal(
-                loaded.params["embed"]["table"], head.params["embed"]["table"]
-            ),
-            "vector": "mask_hidden" not in head.params
-            or not np.array_equal(loaded.params["mask_hidden"], head.params["mask_hidden"]),
-        }
-    if any(changed.values()):
-        assert how.startswith("rewritten: ")
-        assert ("mask token's row" in how) == changed["row"] and how.startswith(
-            "rewritten: its vector in the mask"
-        ) != changed["vector"]
+        before, after = embedding_table(head), embedding_table(loaded)
+        np.testing.assert_array_equal(np.delete(before, 5, axis=0), np.delete(after, 5, axis=0))
+        row_changed = not np.array_equal(before, after)
+        vector_changed = "mask_hidden" not in head.params or not np.array_equal(
+            loaded.params["mask_hidden"], head.params["mask_hidden"]
+        )
+    if row_changed or vector_changed:
+        assert status.startswith("rewritten: ")
+        assert ("mask token's row" in status) == row_changed
+        assert status.startswith("rewritten: its vector in the mask") != vector_changed
     else:
-        assert how == "as it is"
+        assert status == "as it is"
 
 
-@pytest.mark.parametrize("hidden, token, depths", REFUSED)
+@pytest.mark.parametrize("hidden, token, num_depths", REFUSED)
 def test_what_is_refused_says_why_and_writes_nothing(hidden, token, num_depths, tmp_path):
-    head, why = a_head(hidden, token, num_depths), REFUSED[hidden, token, num_depths]
+    head = a_head(hidden, token, num_depths)
+    reason = f"{REFUSED[hidden, token, num_depths]}; vLLM has one pair of vectors for all"
     for checkpoint_format in ("vllm", "speculators"):
         with pytest.raises(InputError) as error:
-            save_drafter(head, tmp_path / "out", checkpoint_format=checkpoint_format)
-        line = str(error.value)
-        assert (
-            "\n" not in line
-            and line
-            == f"peagle_jax.save_drafter: {why}; vLLM has one pair of vectors for all; got {hidden}, {token}; decode it here; it cannot be exported"
+            save_drafter(head, tmp_path / "out", checkpoint_format)
+        assert str(error.value) == (
+            f"peagle_jax.save_drafter: {reason}; got {hidden}, {token}; "
+            "decode it here with peagle generate; it cannot be exported"
         )
         assert not list(tmp_path.iterdir())
-    assert (
-        export_placeholders.how(head.config)
-        == f"refused: {why}; vLLM has one pair of vectors for all"
-    )
+    assert export_placeholders.export_status(head.config) == f"refused: {reason}"
 
 
-def test_a_new_design_is_refused_until_somebody_says_how():
+def test_a_new_design_is_refused_until_it_has_an_export_status():
     """A wrong folder would be silent: vLLM drafts from any vector."""
     for changed in ({"placeholder_hidden": "brand_new"}, {"placeholder_token": "brand_new"}):
         config = dataclasses.replace(a_head("shared", "mask", 6).config, **changed)
-        assert export_placeholders.how(config) == f"refused: {export_placeholders.UNKNOWN}"
-    assert (
-        tuple(HIDDEN_DESIGNS) == designs.HIDDEN_DESIGNS
-        and tuple(TOKEN_DESIGNS) == designs.TOKEN_DESIGNS
-    )  # both descriptions of the registry know it
+        status = export_placeholders.export_status(config)
+        assert status == f"refused: {export_placeholders.UNKNOWN}"
+    # both descriptions of the registry, and the list of exports, know the same designs
+    assert tuple(HIDDEN_DESIGNS) == designs.HIDDEN_DESIGNS
+    assert tuple(TOKEN_DESIGNS) == designs.TOKEN_DESIGNS
+    assert export_placeholders.HIDDEN_EXPORTS.keys() == HIDDEN_DESIGNS.keys()
+    assert export_placeholders.TOKEN_EXPORTS.keys() == TOKEN_DESIGNS.keys()
 
 
 def test_every_design_is_exported_or_refused():
-    """Of the whole registry: `how` knows each, and says of a head that does not draft in parallel that there is nothing to rewrite."""
+    """Of the whole registry; a head that does not draft in parallel has nothing to rewrite."""
+    refused_hidden = ("per_depth", "shared_depth", "low_rank", "last_feature", "gated")
     for hidden in designs.HIDDEN_DESIGNS:
         for token in designs.TOKEN_DESIGNS:
             config = tiny.head_config(placeholder_hidden=hidden, placeholder_token=token)
-            refused = (
-                hidden in ("per_depth", "shared_depth", "low_rank", "last_feature", "gated")
-                or token == "last_token"
-            )
-            assert export_placeholders.how(config).startswith("refused: ") == refused
-            assert (
-                export_placeholders.how(dataclasses.replace(config, mask_token=None)) == "as it is"
-            )
-    assert export_placeholders.how(tiny.head_config()) == "as it is"
+            is_refused = hidden in refused_hidden or token == "last_token"
+            status = export_placeholders.export_status(config)
+            assert status.startswith("refused: ") == is_refused
+            autoregressive = dataclasses.replace(config, mask_token=None)
+            assert export_placeholders.export_status(autoregressive) == "as it is"
+    assert export_placeholders.export_status(tiny.head_config()) == "as it is"
 
 
 @pytest.mark.parametrize(
@@ -246,22 +235,19 @@ def test_every_design_is_exported_or_refused():
 def test_vectors_that_fc_does_not_reach(fusion, changes, words, tmp_path):
     """Behind a norm only vectors of one length are; and where D is more than A, hardly any."""
     head = a_head("shared_fused", "mask", 6, **FUSIONS[fusion], **changes)
-    far = dataclasses.replace(
-        head,
-        params={**head.params, "placeholder": {"fused": 100 * head.params["placeholder"]["fused"]}},
-    )
+    placeholder = {"fused": 100 * head.params["placeholder"]["fused"]}
+    far = dataclasses.replace(head, params={**head.params, "placeholder": placeholder})
     with pytest.raises(InputError) as error:
         save_drafter(far, tmp_path / "out")
-    assert (
-        words in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.iterdir())
-    )
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("token", ["frozen", "zero", "mean"])
 def test_a_token_needs_a_row_of_the_heads_own(token, tmp_path):
-    """A head that reads the target's embedding, or is to be written so, has no row to put its vector into."""
+    """A head that shares the target's embedding has no row to put its vector into."""
     head = a_head("zero", token, 6)
-    shared = of_model(head)
+    shared = from_model(head)
     shared.tensors.pop(param_mapping.EMBEDDING)
     for write in (
         functools.partial(write_head, shared, checkpoint_format="vllm"),
@@ -269,16 +255,13 @@ def test_a_token_needs_a_row_of_the_heads_own(token, tmp_path):
     ):
         with pytest.raises(InputError) as error:
             write(path=tmp_path / "out")
-        line = str(error.value)
         assert (
             "the head needs an embedding of its own; got the target's; export it with its embedding"
-            in line
-            and "\n" not in line
-        )
+        ) in str(error.value)
+        assert "\n" not in str(error.value)
         assert not list(tmp_path.iterdir())
-    save_drafter(
-        a_head("zero", "mask", 6), tmp_path / "out", own_embedding=False
-    )  # nothing to put there
+    # the mask token's own row needs no place
+    save_drafter(a_head("zero", "mask", 6), tmp_path / "out", own_embedding=False)
     table = np.zeros((41, 20), np.float32)
     np.testing.assert_array_equal(
         load_drafter(tmp_path / "out", embedding=table).params["mask_hidden"], np.zeros(72)
@@ -296,13 +279,13 @@ def test_the_heads_own_tensors_are_left_alone(tmp_path):
 def test_a_run_keeps_every_design(name, tmp_path):
     """Through Orbax and head.json, bit for bit; also what no folder for vLLM can hold."""
     head = tiny.head(**SHAPE, **designs.ALL[name])
-    write_run(of_model(head), head, tmp_path / "run")
+    write_run(from_model(head), head, tmp_path / "run")
     equal(read_run(tmp_path / "run"), head)
-    form = open_run(tmp_path / "run")
-    own = {n for n in form.tensors if n.startswith("placeholder.")}
-    assert own == {f"placeholder.{n}" for n in head.params.get("placeholder", {})}
-    form.check()
-    if export_placeholders.how(head.config).startswith("refused"):
+    state = open_run(tmp_path / "run")
+    names = {name for name in state.tensors if name.startswith("placeholder.")}
+    assert names == {f"placeholder.{name}" for name in head.params.get("placeholder", {})}
+    state.check()
+    if export_placeholders.export_status(head.config).startswith("refused"):
         with pytest.raises(InputError, match="cannot be exported"):
             convert(tmp_path / "run", tmp_path / "out", to="vllm")
         assert not (tmp_path / "out").exists()
@@ -315,7 +298,7 @@ def edited(run, **changes):
 
 
 def test_a_run_from_before_the_designs_is_the_papers(tmp_path):
-    write_run(of_model(tiny.head(**SHAPE)), tiny.head(**SHAPE), tmp_path)
+    write_run(from_model(tiny.head(**SHAPE)), tiny.head(**SHAPE), tmp_path)
     edited(tmp_path, placeholder_hidden=..., placeholder_token=...)
     equal(read_run(tmp_path), tiny.head(**SHAPE))
 
@@ -330,19 +313,19 @@ def test_a_run_from_before_the_designs_is_the_papers(tmp_path):
         ("placeholder_hidden", ["shared"], "shared, shared_fused"),
     ],
 )
-def test_a_design_that_nobody_knows(key, value, known, tmp_path):
-    write_run(of_model(tiny.head(**SHAPE)), tiny.head(**SHAPE), tmp_path)
+def test_a_design_that_does_not_exist(key, value, known, tmp_path):
+    write_run(from_model(tiny.head(**SHAPE)), tiny.head(**SHAPE), tmp_path)
     edited(tmp_path, **{key: value})
     with pytest.raises(InputError) as error:
         read_run(tmp_path)
-    assert str(error.value).startswith(
-        f"{tmp_path / 'head.json'}: {key} must be one of {known}"
-    ) and f"; got {value}; " in str(error.value)
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path / 'head.json'}: {key} must be one of {known}")
+    assert f"; got {value}; " in message
 
 
 def test_a_run_of_another_design_than_its_checkpoint(tmp_path):
     """head.json says gated, the checkpoint has no gate."""
-    write_run(of_model(tiny.head(**SHAPE)), tiny.head(**SHAPE), tmp_path)
+    write_run(from_model(tiny.head(**SHAPE)), tiny.head(**SHAPE), tmp_path)
     edited(tmp_path, placeholder_hidden="gated")
     with pytest.raises(
         InputError,
@@ -353,15 +336,13 @@ def test_a_run_of_another_design_than_its_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("side", ["hidden", "token"])
 def test_the_documents_say_what_happens(side):
-    """docs/checkpoints.md, "Other placeholders than the paper's": every design, and the first word of what becomes of it."""
+    """docs/checkpoints.md lists every design, with the first word of what becomes of it."""
     known = {"hidden": HIDDEN_DESIGNS, "token": TOKEN_DESIGNS}[side]
-    rows = [
-        line.split("|")
-        for line in (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text().splitlines()
-        if f"| {side} |" in line
-    ]
-    said = {name: row[3] for row in rows for name in known if f"`{name}`" in row[2]}
-    assert said.keys() == known.keys()
-    for name, words in said.items():
-        happens = export_placeholders.how(tiny.head_config(**{f"placeholder_{side}": name}))
-        assert words.split()[0].rstrip(":") == happens.split(":")[0].split()[0], name
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if f"| {side} |" in line]
+    documented = {name: row[3] for row in rows for name in known if f"`{name}`" in row[2]}
+    assert documented.keys() == known.keys()
+    for name, words in documented.items():
+        config = tiny.head_config(**{f"placeholder_{side}": name})
+        status = export_placeholders.export_status(config)
+        assert words.split()[0].rstrip(":") == status.split(":")[0].split()[0], name

@@ -1,4 +1,7 @@
-"""Draft-head folders: every layout read and written, bit for bit; what cannot be expressed is refused by name."""
+"""Draft heads' folders: every format read and written, bit for bit.
+
+What cannot be expressed is refused by name.
+"""
 
 import dataclasses
 import json
@@ -11,12 +14,11 @@ import tiny
 from checkpoints.folder_edits import edit, equal, files_equal
 
 from peagle_jax import weights
-from peagle_jax.checkpoints import head_io
 from peagle_jax.checkpoints.config_writing import serving_flags
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.head_io import load_drafter, save_drafter
+from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS, save_drafter
 from peagle_jax.checkpoints.inspect import describe
-from peagle_jax.checkpoints.runs import read_run
+from peagle_jax.checkpoints.runs import load_drafter, read_run
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.layers import Rope
 from peagle_jax.types import InputError
@@ -43,7 +45,7 @@ HEADS = {
 VLLM_ONLY = ("fc_norm",)
 
 
-def make(name):
+def make_head(name):
     changes = dict(HEADS[name])
     if changes.get("mask_token", 5) is None:
         changes["dim"] = 24  # speculators' loader wants the target's width
@@ -51,16 +53,16 @@ def make(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("layout", head_io.CHECKPOINT_FORMATS)
+@pytest.mark.parametrize("checkpoint_format", CHECKPOINT_FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back(name, checkpoint_format, dtype, tmp_path):
     if checkpoint_format == "speculators" and name in VLLM_ONLY:
         with pytest.raises(InputError, match="ignores some options; got fc_norm, norm_output"):
-            save_drafter(make(name), tmp_path / "a", checkpoint_format=checkpoint_format)
+            save_drafter(make_head(name), tmp_path / "a", checkpoint_format=checkpoint_format)
         assert not list(tmp_path.iterdir())
         return
     save_drafter(
-        make(name),
+        make_head(name),
         tmp_path / "a",
         checkpoint_format=checkpoint_format,
         dtype=dtype,
@@ -68,7 +70,7 @@ def test_there_and_back(name, checkpoint_format, dtype, tmp_path):
     )
     head = load_drafter(tmp_path / "a")
     if dtype == "float32":
-        equal(head, make(name))
+        equal(head, make_head(name))
     else:
         assert all(
             t.dtype in (ml_dtypes.bfloat16, np.int64, np.bool_)
@@ -83,7 +85,7 @@ def test_there_and_back(name, checkpoint_format, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "reduced", "bias"])
 def test_vllm_speculators_orbax_vllm(name, tmp_path):
-    save_drafter(make(name), tmp_path / "a", dtype="bfloat16")
+    save_drafter(make_head(name), tmp_path / "a", dtype="bfloat16")
     for source, to in (("a", "speculators"), ("speculators", "orbax"), ("orbax", "vllm")):
         convert(tmp_path / source, tmp_path / to, to=to)
     files_equal(tmp_path / "a", tmp_path / "vllm")
@@ -119,7 +121,10 @@ def test_what_vllm_reads(tmp_path):
 
 
 def test_speculators_config_has_the_keys_of_speculators_own(tmp_path):
-    """Key for key what speculators 0.9 itself saved (tests/golden); vLLM fails on a top-level model_type."""
+    """Key for key what speculators 0.9 itself saved (tests/golden).
+
+    vLLM fails on a top-level model_type.
+    """
     golden = json.loads(
         str(np.load(Path(__file__).parent.parent / "golden" / "peagle_llama.npz")["config"])
     )
@@ -136,7 +141,9 @@ def test_speculators_config_has_the_keys_of_speculators_own(tmp_path):
 
 
 def test_other_spellings(tmp_path):
-    """Automodel's `model.`, `layers.0.` for midlayer, each mask-token key, taps at one place only, d2t of zeros, no embedding."""
+    """Automodel's `model.`, `layers.0.` for midlayer, each key of the mask token, ids at one place
+    only, a d2t of zeros, no embedding.
+    """
     want = tiny.head()
     save_drafter(want, tmp_path / "a")
 
@@ -164,7 +171,10 @@ def test_other_spellings(tmp_path):
 
 
 def test_sharing_the_targets_embedding(tmp_path):
-    """Left out only where it is the target's to the bit, in the dtype of the head; then any loader finds the target's."""
+    """Left out only where it is the target's to the bit, in the head's dtype.
+
+    Any loader then finds the target's.
+    """
     target = tiny.target()
     save_target(target, tmp_path / "target")
     head = tiny.head(**{**HEADS["eagle3"], "dim": 24})
@@ -184,17 +194,14 @@ def test_sharing_the_targets_embedding(tmp_path):
         weights.open_folder(tmp_path / "own").keys()
         - weights.open_folder(tmp_path / "shared").keys()
     )
-    assert (
-        left == {"embed_tokens.weight"}
-        and describe(tmp_path / "shared")["embedding"] == "the target's, shared"
-    )
+    assert left == {"embed_tokens.weight"} and describe(tmp_path / "shared")["shares_embedding"]
     equal(load_drafter(tmp_path / "shared", embedding=target.params["embed"]["table"]), own)
-    for src, how, words in (
+    for src, options, message in (
         ("other", {"to": "vllm", "target": tmp_path / "target"}, "one trained further"),
         ("own", {"to": "vllm"}, "needs the --target whose embedding is shared"),
     ):
-        with pytest.raises(InputError, match=words):
-            convert(tmp_path / src, tmp_path / "refused", share_embedding=True, **how)
+        with pytest.raises(InputError, match=message):
+            convert(tmp_path / src, tmp_path / "refused", share_embedding=True, **options)
     convert(tmp_path / "shared", tmp_path / "again", to="vllm")  # stays shared without being asked
     files_equal(tmp_path / "shared", tmp_path / "again")
     with pytest.raises(InputError, match="has its own embedding; got a shared one"):
@@ -276,7 +283,7 @@ def test_some_layers_that_slide_are_read(tmp_path):
     assert load_drafter(mixed).config.windows == (None, 7)
 
 
-def test_taps_that_vllm_would_reorder(tmp_path):
+def test_aux_layers_that_vllm_would_reorder(tmp_path):
     with pytest.raises(InputError, match=r"must ascend; got \[2, 2, 1\]"):
         save_drafter(tiny.head(aux_hidden_state_layers=(2, 2, 1)), tmp_path / "a")
 

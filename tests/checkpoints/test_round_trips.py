@@ -1,4 +1,7 @@
-"""A -> ours -> A, B -> ours -> B, A -> B -> A: every tensor bit for bit, for every option that both ends can express."""
+"""A -> ours -> A, B -> ours -> B, A -> B -> A, where A is the vllm and B the speculators format.
+
+Every tensor comes back bit for bit, for every option that both ends can express.
+"""
 
 import json
 
@@ -11,7 +14,8 @@ from checkpoints.folder_edits import edit, files_equal
 
 from peagle_jax import weights
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.head_io import read_head, save_drafter
+from peagle_jax.checkpoints.head_reading import read_head
+from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.runs import read_run
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.layers import Rope
@@ -44,7 +48,7 @@ HEADS = {
     "norms": {"norm_before_fc": True, "norm_before_residual": True},
     "window": {"windows": (7, 7)},
     "width": {"dim": 28, "head_dim": 6, "kv_heads": 4},
-    "taps": {"taps": (1, 4)},
+    "two_aux_layers": {"aux_hidden_state_layers": (1, 4)},
     "eagle3": {"mask_token": None, "layers": 1, "windows": (None,)},
     "eagle3_options": {
         "mask_token": None,
@@ -97,9 +101,8 @@ def round_trip(name, dtype, shards, root):
         return
     convert(root / "A", root / "B", to="speculators")
     shape = weights.read_json(root / "B/config.json")["transformer_layer_config"]
-    assert shape.get("num_aux_hidden_states", 3) == len(
-        HEADS[name].get("taps", (1, 2, 3))
-    )  # vLLM assumes three
+    num_aux_layers = len(tiny.head_config(**HEADS[name]).aux_hidden_state_layers)
+    assert shape.get("num_aux_hidden_states", 3) == num_aux_layers  # vLLM assumes three
     convert(root / "B", root / "A3", to="vllm", max_shard_bytes=7000)
     same(root / "A", root / "A3")
     convert(root / "B", root / "run2", to="orbax")
@@ -111,7 +114,7 @@ def round_trip(name, dtype, shards, root):
 
 
 def test_what_float32_cannot_lose_another_dtype_may(tmp_path):
-    """Casts round once, from what is stored: float32 -> bfloat16 is NumPy's, and back and forth is stable."""
+    """A cast rounds once, as NumPy does; there and back again is stable."""
     save_drafter(tiny.head(), tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", to="vllm", dtype="bfloat16")
     convert(tmp_path / "b", tmp_path / "c", to="vllm", dtype="float32")
@@ -178,7 +181,7 @@ def test_what_speculators_saved_and_is_not_the_heads(tmp_path):
 
 
 def test_provenance_and_card(tmp_path):
-    """Where it comes from and how to serve it, in the metadata, which the library reads, and on the card."""
+    """Where a head comes from and how to serve it: in the metadata and on the card."""
     save_target(tiny.target(), tmp_path / "target")
     save_drafter(tiny.head(), tmp_path / "my head", k=9)
     convert(tmp_path / "my head", tmp_path / "run", to="orbax", target=tmp_path / "target")
@@ -190,7 +193,7 @@ def test_provenance_and_card(tmp_path):
     assert (
         facts["format"] == "pt"
         and facts["source"] == "my head"
-        and facts["source_layout"] == "orbax"
+        and facts["source_format"] == "orbax"
         and facts["command"] == "peagle convert this"
     )
     assert facts["writer"].startswith("peagle_jax ") and ", jax " in facts["writer"]
@@ -199,7 +202,10 @@ def test_provenance_and_card(tmp_path):
         and facts["target_architecture"] == "Qwen3ForCausalLM"
     )  # through the run
     card = (tmp_path / "out/README.md").read_text()
-    flags = '{"method": "eagle3", "model": "out", "num_speculative_tokens": 5, "parallel_drafting": true}'
+    flags = (
+        '{"method": "eagle3", "model": "out", "num_speculative_tokens": 5, '
+        '"parallel_drafting": true}'
+    )
     assert (
         f"--speculative-config '{flags}'" in card
         and f"SM_VLLM_SPECULATIVE_CONFIG='{flags}'" in card

@@ -1,4 +1,7 @@
-"""Heads drafted with caches, padding and ragged batches, against the plainest way: no cache, one row, all computed anew."""
+"""Draft heads with caches, padding and ragged batches draft what the slowest reference drafts.
+
+The reference has no cache, drafts for one row at a time and computes every forward anew.
+"""
 
 import functools
 
@@ -14,14 +17,9 @@ from peagle_jax.train.attention import PackedCausal
 from peagle_jax.types import DraftState, InputError
 
 WIDTH, B = 48, 3
-START = (4, 11, 1)  # tokens of each row's prompt
-STEPS = (
-    (1, 1, 1),
-    (3, 1, 6),
-    (2, 4, 3),
-    (5, 2, 1),
-    (6, 2, 4),
-)  # tokens committed before each drafting, up to K+1
+PROMPT_LENGTHS = (4, 11, 1)  # of each row
+# tokens that each row commits before each drafting, up to K + 1
+COMMITTED = ((1, 1, 1), (3, 1, 6), (2, 4, 3), (5, 2, 1), (6, 2, 4))
 OPTIONS = {
     "llama": {},
     "qwen3": {"qk_norm": True, "layers": 3, "windows": (None,) * 3},
@@ -35,32 +33,35 @@ OPTIONS = {
 }
 
 
-class Plain:
-    """peagle.md section 3, slowly. Padding to one width keeps it to one compilation; causality hides the padding."""
+class SlowDrafting:
+    """Drafting by whole forwards over the text, for one row.
+
+    Padding to one width saves compilations, and causal attention hides it.
+    """
 
     def __init__(self, head):
         self.head = head
         positions = jnp.arange(WIDTH)[None]
 
         @jax.jit
-        def rows(params, embeddings, aux_hidden_states, n):
+        def rows(params, embeddings, fused, n):
             module = head.bind(params)
             attend = PackedCausal(jnp.where(positions < n, 0, -1))
-            x, _ = module(embeddings[None], aux_hidden_states[None], positions, attend, None)
-            return module.target_ids()[
-                jnp.argmax(module.compute_logits(x[0]), -1)
-            ], module.feedback(x[0])
+            x, _ = module(embeddings[None], fused[None], positions, attend, None)
+            draft_ids = jnp.argmax(module.compute_logits(x[0]), -1)
+            return module.target_ids()[draft_ids], module.feedback(x[0])
 
-        self.rows, self.fuse = (
-            rows,
-            jax.jit(lambda params, aux_hidden_states: head.bind(params).fuse(aux_hidden_states)),
-        )
+        @jax.jit
+        def fuse(params, aux_hidden_states):
+            return head.bind(params).fuse(aux_hidden_states)
+
+        self.rows, self.fuse = rows, fuse
 
     def draft(self, text, aux_hidden_states, k, method):
-        """`text` is t_0 .. t_p, `taps` h_0 .. h_{p-1}."""
+        """`text` is t_0 .. t_p; `aux_hidden_states` are h_0 .. h_{p-1} and may go on."""
         p, head, params = len(text) - 1, self.head, self.head.params
         table = np.asarray(params["embed"]["table"])
-        aux_hidden_states = np.array(self.fuse(params, jnp.asarray(aux_hidden_states)))
+        fused = np.array(self.fuse(params, jnp.asarray(aux_hidden_states)))
 
         def pad(rows):
             return jnp.asarray(np.pad(np.array(rows), [(0, WIDTH - len(rows)), (0, 0)]))
@@ -68,21 +69,16 @@ class Plain:
         if method == "peagle":
             fuse = functools.partial(self.fuse, params)
             for depth in range(1, k):
-                aux_hidden_states[p - 1 + depth] = designs.fused(
-                    head, depth, aux_hidden_states[p - 1], fuse
-                )
+                fused[p - 1 + depth] = designs.fused(head, depth, fused[p - 1], fuse)
             inputs = [*table[text[1:]], *[designs.embedding(head, table[text[-1]])] * (k - 1)]
-            return np.asarray(
-                self.rows(params, pad(inputs), jnp.asarray(aux_hidden_states), p + k - 1)[0]
-            )[p - 1 : p + k - 1].tolist()
+            ids, _ = self.rows(params, pad(inputs), jnp.asarray(fused), p + k - 1)
+            return np.asarray(ids)[p - 1 : p + k - 1].tolist()
         drafts, tokens = [], list(text[1:])
         for step in range(k):
-            ids, states = self.rows(
-                params, pad(table[tokens]), jnp.asarray(aux_hidden_states), p + step
-            )
+            ids, states = self.rows(params, pad(table[tokens]), jnp.asarray(fused), p + step)
             drafts.append(int(ids[p + step - 1]))
             tokens.append(drafts[-1])
-            aux_hidden_states[p + step] = states[p + step - 1]
+            fused[p + step] = states[p + step - 1]
         return drafts
 
 
@@ -103,39 +99,40 @@ def test_every_draft_of_every_step(name, method, k):
         rng.integers(0, 41, (B, WIDTH)),
         rng.normal(size=(B, WIDTH, 72)).astype(np.float32),
     )
-    drafter, plain = make_drafter(head, k, method), Plain(head)
-    step, read = jax.jit(drafter.step), jax.jit(drafter.read)
-    lengths = np.array(START)
-    width = max(START)
+    drafter, slow = make_drafter(head, k, method), SlowDrafting(head)
+    step, prefill = jax.jit(drafter.step), jax.jit(drafter.prefill)
+    lengths = np.array(PROMPT_LENGTHS)
+    width = max(PROMPT_LENGTHS)
     state = DraftState(drafter.init(B, WIDTH), None)
 
-    def garbage(x, real):
+    def with_garbage(x, real):
+        """9 in the place of everything that must not be read."""
         return np.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 9).astype(x.dtype)
 
     real = np.arange(width - 1)[None] < (lengths - 1)[:, None]
-    state = read(
+    state = prefill(
         head.params,
         state,
-        jnp.asarray(garbage(texts[:, 1:width], real)),
-        jnp.asarray(garbage(all_aux[:, : width - 1], real)),
+        jnp.asarray(with_garbage(texts[:, 1:width], real)),
+        jnp.asarray(with_garbage(all_aux[:, : width - 1], real)),
         jnp.asarray(lengths - 1),
     )
     different = set()
-    for counts in np.minimum(STEPS, k + 1):
+    for counts in np.minimum(COMMITTED, k + 1):
         real = np.arange(k + 1)[None] < counts[:, None]
         tokens = np.stack([texts[b, n : n + k + 1] for b, n in enumerate(lengths)])
         aux_hidden_states = np.stack([all_aux[b, n - 1 : n + k] for b, n in enumerate(lengths)])
         drafts, logits, state = step(
             head.params,
             state,
-            jnp.asarray(garbage(tokens, real)),
-            jnp.asarray(garbage(aux_hidden_states, real)),
+            jnp.asarray(with_garbage(tokens, real)),
+            jnp.asarray(with_garbage(aux_hidden_states, real)),
             jnp.asarray(counts),
         )
         assert logits is None
         lengths = lengths + counts
         for b, n in enumerate(lengths):
-            want = plain.draft(texts[b, :n], aux_hidden_states[b], k, method)
+            want = slow.draft(texts[b, :n], all_aux[b], k, method)
             assert drafts[b].tolist() == want
             different.update(want)
     assert len(different) > 3  # heads that always draft the same would show nothing
@@ -162,8 +159,8 @@ def test_a_seed_fixes_a_row():
     [
         ({"target_dim": 25}, "width 24; got 25"),
         ({"vocab": 43, "draft_vocab": 43}, "41 tokens; got 43"),
-        ({"taps": (0, 1, 2)}, r"taps \[0, 1, 2\]"),
-        ({"taps": (1, 2)}, r"taps \[1, 2\]"),
+        ({"aux_hidden_state_layers": (0, 1, 2)}, r"aux_hidden_state_layers \[0, 1, 2\]"),
+        ({"aux_hidden_state_layers": (1, 2)}, r"aux_hidden_state_layers \[1, 2\]"),
     ],
 )
 def test_heads_that_do_not_fit(changes, words):
@@ -171,13 +168,13 @@ def test_heads_that_do_not_fit(changes, words):
         generate(tiny.target(), tiny.head(**changes), [[1]], k=2)
 
 
-def test_what_cannot_be_drafted():
+def test_methods_that_a_head_cannot_draft_by():
     eagle3 = tiny.head(mask_token=None)
     assert type(make_drafter(eagle3, 3)).__name__ == "AutoregressiveDrafter"
     assert type(make_drafter(tiny.head(), 3)).__name__ == "ParallelDrafter"
     with pytest.raises(InputError, match="parallel drafting needs a mask token"):
         make_drafter(eagle3, 3, "peagle")
-    with pytest.raises(InputError, match="at least one token must be drafted a step; got 0"):
+    with pytest.raises(InputError, match="at least one token must be drafted per step; got 0"):
         make_drafter(eagle3, 0)
 
 

@@ -1,4 +1,7 @@
-"""P-EAGLE decoding on every target family equals plain greedy decoding by transformers; rings and chunks change nothing."""
+"""P-EAGLE decoding on every target family equals plain greedy decoding by transformers.
+
+Ring caches and prefill in chunks change nothing.
+"""
 
 import dataclasses
 import functools
@@ -20,11 +23,8 @@ from peagle_jax.decode.generate import generate  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
 
 NEW, K = 14, 3
-PROMPTS = [
-    list(range(3, 33)),
-    [7, 90, 2, 55, 13],
-    [60],
-]  # longer than windows and chunks, shorter, one token
+# longer than windows and chunks, shorter, one token
+PROMPTS = [list(range(3, 33)), [7, 90, 2, 55, 13], [60]]
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def greedy(case: str) -> list[list[int]]:
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(NEW + K + 1):
-                ids.append(int(model(torch.tensor([ids])).compute_logits[0, -1].argmax()))
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         answers.append(ids[len(prompt) :])
     return answers
 
@@ -52,20 +52,16 @@ def head(target):
 RINGS = {"prefill_chunk": 8, "sliding_cache": True}
 
 
-def check(case: str, drafter, **how):
+def check(case: str, drafter, **options):
     answers = generate(
-        families.ours(case), drafter, PROMPTS, max_new_tokens=NEW, stop_ids=(), **how
+        families.ours(case), drafter, PROMPTS, max_new_tokens=NEW, stop_ids=(), **options
     )
     assert [a.output_token_ids for a in answers] == [ids[:NEW] for ids in greedy(case)]
     return answers
 
 
-LATER = (
-    "llama_tied",
-    "qwen3",
-    "qwen3_moe_raw",
-    "gemma4_moe",
-)  # another option of a family: in the long tier
+# a further option of a family: in the long tier
+LATER = ("llama_tied", "qwen3", "qwen3_moe_raw", "gemma4_moe")
 
 
 @pytest.mark.parametrize(
@@ -123,15 +119,16 @@ def test_rings_are_small():
 
 
 def test_a_smaller_ring_would_lose_what_is_needed(monkeypatch):
-    """Blocks of 7 in a ring of window + 7 are right (tests/targets/test_families.py); two slots fewer, and logits change."""
+    """Blocks of 7 in a ring of window + 7 are right (tests/targets/test_families.py).
+
+    With two slots fewer the logits change.
+    """
     target, (tokens, want, _) = families.ours("gpt_oss"), families.truth("gpt_oss")
-    monkeypatch.setattr(
-        CacheShape,
-        "held",
-        lambda self, cache_size, block: (
-            cache_size if self.window is None else self.window + block - 2
-        ),
-    )
+
+    def two_fewer(self, cache_size, block):
+        return cache_size if self.window is None else self.window + block - 2
+
+    monkeypatch.setattr(CacheShape, "num_slots", two_fewer)
     cache, worst = target.config.empty_cache(2, 40, block=7), 0.0
     for start in range(0, 21, 7):
         positions = jnp.broadcast_to(start + jnp.arange(7), (2, 7))
@@ -143,21 +140,22 @@ def test_a_smaller_ring_would_lose_what_is_needed(monkeypatch):
     assert worst > 1e-2
 
 
-def test_too_large_a_cache_is_said_before_it_is_allocated(monkeypatch):
+def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch):
     target = families.ours("llama")
     monkeypatch.setattr(memory, "free_bytes", lambda: 10**6)
     # 5 layers, keys and values of 2 heads x 16 in float32: 1,280 bytes a token
     with pytest.raises(
         InputError,
-        match=r"cache: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, 0.0 GB free; 2 x 390 would fit",
+        match=r"cache: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, 0.0 GB free; "
+        r"2 x 390 would fit",
     ):
         generate(target, None, [[1], [2]], max_new_tokens=4, cache_size=2048)
-    with pytest.raises(InputError, match="use smaller batches"):
+    with pytest.raises(InputError, match="use a smaller batch, or a machine"):
         memory.check_cache(target.config.cache_shapes(), 10**6, 4, jnp.float32, None, 1)
     monkeypatch.undo()
     cache_size = 10**9
     config = dataclasses.replace(target.config, context=2 * cache_size)
-    with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: ask for less"):
+    with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: ask for fewer tokens"):
         generate(
             dataclasses.replace(target, config=config),
             None,
@@ -181,5 +179,5 @@ def test_free_bytes_heeds_a_container(tmp_path, monkeypatch):
 
 
 def test_bad_chunk():
-    with pytest.raises(InputError, match="prefill_chunk: at least one token"):
+    with pytest.raises(InputError, match="prefill_chunk: must be 1 or more; got 0"):
         generate(families.ours("llama"), None, [[1]], max_new_tokens=2, prefill_chunk=0)

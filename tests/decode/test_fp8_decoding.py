@@ -1,4 +1,7 @@
-"""FP8 end to end: speculation emits what plain decoding of the same precision does, and the cache holds what it was given."""
+"""FP8 end to end: speculation emits what plain decoding of the same precision does.
+
+The float8 cache holds what it was given, to the precision of its scales.
+"""
 
 import dataclasses
 import functools
@@ -65,7 +68,10 @@ def test_speculation_emits_what_plain_decoding_does(case, rings):
 
 
 def test_the_cache_holds_vectors_to_a_sixteenth():
-    """Each with a scale of its own: a large vector does not cost a small one its bits. Rewritten slots get new scales."""
+    """Every vector has its own scale, so that a large one does not cost a small one its bits.
+
+    Slots that are written again get new scales.
+    """
     rng = np.random.default_rng(0)
     cache = KVCache.empty((CacheShape((0, 1), 2, 16, None),), 3, 9, E4M3)
     group = cache.groups[0]
@@ -80,11 +86,11 @@ def test_the_cache_holds_vectors_to_a_sixteenth():
         _, cache = CachedAttention(positions)(1, q, k, v, cache, rule)
         k, v = v, k  # the last ones overwrite some of those before
     group = cache.groups[0]
-    for held, scale, given in (
+    for cached, scale, given in (
         (group.k[1], group.k_scale[1], v),
         (group.v[1], group.v_scale[1], k),
     ):
-        got = (np.asarray(held, np.float32) * np.asarray(scale)[..., None])[:, :, 3:7]
+        got = (np.asarray(cached, np.float32) * np.asarray(scale)[..., None])[:, :, 3:7]
         want = np.asarray(given.transpose(0, 2, 1, 3))
         assert (
             np.abs(got - want)
@@ -112,8 +118,8 @@ def test_attention_over_a_float8_cache():
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=1e-6)
 
 
-def test_bytes_of_a_float8_cache_are_foretold():
+def test_bytes_of_a_float8_cache_are_predicted():
     shapes = (CacheShape((0, 1), 2, 16, None), CacheShape((2,), 4, 32, 5))
     cache = KVCache.empty(shapes, 3, 40, E4M3, block=7)
-    held = sum(x.nbytes for g in cache.groups for x in (*g.k, *g.v, *g.k_scale, *g.v_scale))
-    assert memory.cache_bytes(shapes, 3, 40, E4M3, block=7) == held
+    arrays = [x for g in cache.groups for x in (*g.k, *g.v, *g.k_scale, *g.v_scale)]
+    assert memory.cache_bytes(shapes, 3, 40, E4M3, block=7) == sum(x.nbytes for x in arrays)

@@ -1,4 +1,7 @@
-"""Speculation must not change the text: any drafter, at any K, gives the plain greedy output, up to the cache's last slot."""
+"""Speculation does not change the text: any drafter, at any K, gives the plain greedy output.
+
+This holds up to the last slot of the cache.
+"""
 
 import dataclasses
 import functools
@@ -18,20 +21,23 @@ ADVERSARIES = ("right", "wrong", "constant", "random", "right_then_wrong")
 
 @dataclasses.dataclass(frozen=True)
 class Scripted:
-    """Drafts what a table [B, position] says: one compiled program serves every adversary, whose table is a parameter."""
+    """Drafts what a table [B, position] says.
+
+    The table is a parameter, so that one compiled program serves every adversary.
+    """
 
     k: int
 
     def init(self, batch, cache_size):
         return KVCache((), jnp.zeros(batch, jnp.int32))
 
-    def read(self, params, state, tokens, aux_hidden_states, count):
+    def prefill(self, params, state, tokens, aux_hidden_states, count):
         return self._advance(state, count)
 
     def step(self, params, state, tokens, aux_hidden_states, count):
         last = state.cache.length + count  # position of the newest committed token
-        where = last[:, None] + 1 + jnp.arange(self.k)[None]
-        return jnp.take_along_axis(params, where, axis=1), None, self._advance(state, count)
+        drafted = last[:, None] + 1 + jnp.arange(self.k)[None]
+        return jnp.take_along_axis(params, drafted, axis=1), None, self._advance(state, count)
 
     @staticmethod
     def _advance(state, count):
@@ -60,17 +66,20 @@ def script(name: str) -> np.ndarray:
 
 
 def expected_steps(table: np.ndarray, k: int) -> list[tuple[int, list[int], list[bool]]]:
-    """(drafts, accepted per position, which tokens were drafted) of each row by the slowest loop: compare with the true text position by position."""
+    """(steps, accepted per position, which tokens were drafted) of each row.
+
+    Found by the slowest loop, which compares drafts with the true text position by position.
+    """
     out = []
     for row, prompt, text in zip(table, PROMPTS, truth(), strict=True):
         emitted, steps, accepted, is_draft = 1, 0, [0] * k, [False]
         while emitted < NEW:
-            kept = 0
-            while kept < k and row[len(prompt) + emitted + kept] == text[emitted + kept]:
-                accepted[kept] += 1
-                kept += 1
-            emitted, steps = emitted + kept + 1, steps + 1
-            is_draft += [True] * kept + [False]
+            right = 0
+            while right < k and row[len(prompt) + emitted + right] == text[emitted + right]:
+                accepted[right] += 1
+                right += 1
+            emitted, steps = emitted + right + 1, steps + 1
+            is_draft += [True] * right + [False]
         out.append((steps, accepted, is_draft[:NEW]))
     return out
 
@@ -127,7 +136,7 @@ def test_plain_decoding_is_greedy():
 
 @pytest.mark.parametrize("name", ["right", "random"])
 def test_stop_tokens(name):
-    """A row ends with its first stop token, even in the middle of an accepted block; others go on."""
+    """A row ends with its first stop token, even within an accepted block; other rows go on."""
     stop = truth()[1][9]
     answers = generate(
         tiny.target(),
@@ -170,7 +179,7 @@ def test_a_row_does_not_depend_on_its_neighbors():
 
 @pytest.mark.parametrize("method, k", [("peagle", 6), ("peagle", 16), ("eagle3", 6)])
 def test_real_heads_up_to_the_last_slot(method, k):
-    """A head with its own cache, past the width of the narrow drafting forward, with no slot to spare."""
+    """A head with its own cache, beyond the narrow drafting forward, with no slot to spare."""
     cache_size = max(map(len, PROMPTS)) + NEW + k
     answers = generate(
         tiny.target(),

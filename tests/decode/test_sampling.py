@@ -1,4 +1,7 @@
-"""Sampled speculation keeps the target's distribution: every sequence of length 3 counted, 200,000 samples a case."""
+"""Sampled speculation keeps the target's distribution.
+
+Every sequence of 3 tokens is counted in 200,000 samples per case.
+"""
 
 import functools
 import itertools
@@ -40,10 +43,10 @@ def exact(top_k: int, top_p: float) -> np.ndarray:
     module = model.bind(model.params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     out, _ = module(tokens, positions, PackedCausal(jnp.zeros_like(tokens)), None)
-    how = sampling_params(len(sequences), TEMPERATURE, top_k, top_p, range(len(sequences)))
+    sampling = sampling_params(len(sequences), TEMPERATURE, top_k, top_p, range(len(sequences)))
     total = np.ones(len(sequences))
     for i in range(LENGTH):
-        p = probabilities(module.compute_logits(out.hidden[:, len(PROMPT) - 1 + i]), how)
+        p = probabilities(module.compute_logits(out.hidden[:, len(PROMPT) - 1 + i]), sampling)
         total *= np.asarray(p)[np.arange(len(sequences)), sequences[:, i]]
     return total
 
@@ -61,18 +64,23 @@ def p_value(
     spec = loop.DecodeSpec(
         target.graph, target.config, make_drafter(head, k, method), cache_size, sample_drafts
     )
-    prompts, lengths, limits = (
-        jnp.tile(jnp.array(PROMPT), (ROWS, 1)),
-        jnp.full(ROWS, len(PROMPT)),
-        jnp.full(ROWS, LENGTH),
-    )
+    prompts = jnp.tile(jnp.array(PROMPT), (ROWS, 1))
+    lengths, max_new_tokens = jnp.full(ROWS, len(PROMPT)), jnp.full(ROWS, LENGTH)
+    stop_ids = jnp.array([-1])
     counts = np.zeros(V**LENGTH)
     accepted = 0
     for call in range(CALLS):
         start = call * ROWS + 1_000_000 * k
         sampling = sampling_params(ROWS, TEMPERATURE, top_k, top_p, range(start, start + ROWS))
         state = loop.run(
-            spec, target.params, head.params, prompts, lengths, limits, jnp.array([-1]), sampling
+            spec,
+            target.params,
+            head.params,
+            prompts,
+            lengths,
+            max_new_tokens,
+            stop_ids,
+            sampling,
         )
         index = np.asarray(state.output[:, :LENGTH]) @ V ** np.arange(LENGTH - 1, -1, -1)
         counts += np.bincount(index, minlength=V**LENGTH)
@@ -110,42 +118,41 @@ def test_distribution(name):
     assert p_value(*CASES[name], cache_size=9) > 0.001
 
 
-def no_residual(drafts, draft_logits, logits, how):
-    """Wrong: what replaces a refused draft is sampled from p instead of normalize(max(p - q, 0))."""
-    tokens, accepted = verify_sampled(drafts, draft_logits, logits, how)
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, 99))(how.key)
-    p = jax.vmap(lambda x: probabilities(x, how), 1, 1)(logits)
+def no_residual(drafts, draft_logits, logits, sampling):
+    """Wrong: a refused draft is replaced by a sample of p, not of normalize(max(p - q, 0))."""
+    tokens, accepted = verify_sampled(drafts, draft_logits, logits, sampling)
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, 99))(sampling.key)
+    p = jax.vmap(lambda x: probabilities(x, sampling), 1, 1)(logits)
     other = jax.vmap(lambda key, p: jax.random.categorical(key, jnp.log(p)))(keys, p)
     return jnp.where(
         jnp.arange(tokens.shape[1])[None] == accepted[:, None], other, tokens
     ), accepted
 
 
-def always_accepts(drafts, draft_logits, logits, how):
+def always_accepts(drafts, draft_logits, logits, sampling):
     """Wrong: every draft is kept."""
-    tokens, _ = verify_sampled(drafts, draft_logits, logits, how)
+    tokens, _ = verify_sampled(drafts, draft_logits, logits, sampling)
     return jnp.concatenate([drafts, tokens[:, -1:]], axis=1), jnp.full(
         len(drafts), drafts.shape[1], jnp.int32
     )
 
 
-@pytest.mark.parametrize("wrong, slots", [(no_residual, 10), (always_accepts, 11)])
+@pytest.mark.parametrize("wrong, cache_size", [(no_residual, 10), (always_accepts, 11)])
 def test_wrong_rules_are_noticed(wrong, cache_size, monkeypatch):
-    monkeypatch.setattr(
-        loop, "verify_sampled", wrong
-    )  # another number of slots makes another program, traced anew
+    # a cache of another size makes another program, which is traced anew
+    monkeypatch.setattr(loop, "verify_sampled", wrong)
     assert p_value(*CASES["k4"], cache_size=cache_size) < 1e-6
 
 
 @pytest.mark.parametrize(
-    "top_k, top_p, kept",
+    "top_k, top_p, num_kept",
     [(0, 1.0, 5), (2, 1.0, 2), (0, 0.6, 2), (3, 0.5, 2), (0, 0.05, 1), (9, 1.0, 5)],
 )
-def test_filters(top_k, top_p, kept):
+def test_filters(top_k, top_p, num_kept):
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.25, 0.2]]))
     p = np.asarray(probabilities(logits, sampling_params(1, 1.0, top_k, top_p, [0])))[0]
     order = [1, 3, 4, 0, 2]
-    assert (p > 0).sum() == kept and set(np.flatnonzero(p)) == set(order[:kept])
+    assert (p > 0).sum() == num_kept and set(np.flatnonzero(p)) == set(order[:num_kept])
     want = np.array([0.1, 0.4, 0.05, 0.25, 0.2]) * (p > 0)
     np.testing.assert_allclose(p, want / want.sum(), rtol=1e-5)
 

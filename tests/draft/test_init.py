@@ -1,4 +1,4 @@
-"""Where a head's training starts: what is taken from the target or from another head, and what is refused."""
+"""What a head's parameters are before training, and what is refused."""
 
 import dataclasses
 
@@ -55,23 +55,24 @@ def test_a_head_starts_as_its_targets_last_layer():
     assert shapes(made) == shapes(head)
 
 
+def rms(x):
+    return np.sqrt(np.mean(np.square(x)))
+
+
 @pytest.mark.parametrize("name", designs.ALL)
 def test_placeholders_start_as_what_is_most_ordinary(name):
-    """Every design of the hidden side begins as the mean tap, in its own form; the token side as the mean embedding or the target's row."""
+    """Each design has its own form of that.
+
+    The hidden side begins as the mean aux hidden states, the token side as the mean embedding or
+    the target's row.
+    """
     head = tiny.head(3, **designs.ALL[name])
-    aux_hidden_states, fuse = (
-        np.linspace(-1, 2, 72).astype(np.float32),
-        jax.jit(lambda aux_hidden_states: head.bind(head.params).fuse(aux_hidden_states)),
-    )
-    made, table = (
-        init_placeholders(head, jnp.asarray(aux_hidden_states), seed=4),
-        np.asarray(head.params["embed"]["table"]),
-    )
-    hidden, token, last = (
-        head.config.placeholder_hidden,
-        head.config.placeholder_token,
-        np.full(20, 3.0, np.float32),
-    )
+    hidden, token = head.config.placeholder_hidden, head.config.placeholder_token
+    aux_hidden_states = np.linspace(-1, 2, 72).astype(np.float32)
+    fuse = jax.jit(lambda x: head.bind(head.params).fuse(x))
+    made = init_placeholders(head, jnp.asarray(aux_hidden_states), seed=4)
+    table = np.asarray(head.params["embed"]["table"])
+    last = np.full(20, 3.0, np.float32)
     for depth in (1, 5):
         got = designs.fused(made, depth, last, fuse)
         mean = np.asarray(fuse(aux_hidden_states[None]))[0]
@@ -79,15 +80,9 @@ def test_placeholders_start_as_what_is_most_ordinary(name):
             hidden, mean
         )
         if hidden == "frozen_random":
-
-            def size(x):
-                return np.sqrt(np.mean(np.square(x)))
-
             vector = np.asarray(made.params["mask_hidden"])
-            assert (
-                0.7 < size(vector) / size(aux_hidden_states) < 1.4
-                and abs(np.corrcoef(vector, aux_hidden_states)[0, 1]) < 0.3
-            )
+            assert 0.7 < rms(vector) / rms(aux_hidden_states) < 1.4
+            assert abs(np.corrcoef(vector, aux_hidden_states)[0, 1]) < 0.3
         else:
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     want = {
@@ -133,7 +128,7 @@ def test_the_head_given_is_left_alone():
 
 
 def test_a_narrower_mlp_gets_the_neurons_of_largest_weights():
-    """Neurons 3 and 17 are made small in one vector each: they are what a head of two neurons fewer goes without."""
+    """Neurons 3 and 17 are made small, in one vector each; the head has two neurons fewer."""
     target = tiny.target()
     mlp = jax.tree.map(np.array, target.params["blocks"][3]["mlp"])
     mlp["up"]["kernel"][:, 3] *= 0.01
@@ -155,22 +150,23 @@ def test_a_narrower_mlp_gets_the_neurons_of_largest_weights():
 
 @pytest.mark.parametrize("changes", [{"dim": 20}, {"mlp_dim": 44}, {"heads": 2}, {"head_dim": 10}])
 def test_other_shapes_are_refused(changes):
-    with pytest.raises(
-        InputError, match=f"head's {next(iter(changes))} must be (at most )?the target's"
-    ):
+    key = next(iter(changes))
+    message = f"^init: target, head.{key}: the head's {key} must be (at most )?the target's"
+    with pytest.raises(InputError, match=message):
         init_from_target(tiny.head(3, **{**IDENTITY, **changes}), tiny.target())
 
 
 def test_another_heads_parameters_are_taken_over():
-    """An EAGLE-3 head of one layer into a P-EAGLE head of two: the second layer and the placeholder stay."""
+    """An EAGLE-3 head of one layer into a P-EAGLE head of two.
+
+    The second layer and the placeholder stay.
+    """
     old, new = tiny.head(1, layers=1, mask_token=None, windows=(None,)), tiny.head(2)
     made = dict(flatten_params(init_from_head(new, old, "x").params))
-    for path, _ in flatten_params(new.params):
-        source = (
-            dict(flatten_params(new.params))
-            if path.startswith("layers.1.") or path == "mask_hidden"
-            else dict(flatten_params(old.params))
-        )
+    old_params, new_params = dict(flatten_params(old.params)), dict(flatten_params(new.params))
+    for path in new_params:
+        stays = path.startswith("layers.1.") or path == "mask_hidden"
+        source = new_params if stays else old_params
         np.testing.assert_array_equal(made[path], source[path], err_msg=path)
-    with pytest.raises(InputError, match="must read the taps"):
+    with pytest.raises(InputError, match="must read the aux hidden states of layers"):
         init_from_head(new, tiny.head(1, aux_hidden_state_layers=(0, 1, 2)), "x")

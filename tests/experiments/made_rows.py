@@ -1,4 +1,4 @@
-"""Result rows as the experiments write them, with acceptance that is known because it was drawn here."""
+"""Rows as the experiments write them, with acceptance that is known because it was drawn here."""
 
 import json
 
@@ -26,15 +26,16 @@ def made(
     """One run. `chance`: that a draft is accepted after those before it; more on structured text.
 
     Args:
-      effects: of each prompt, added to the chance; the same array for all runs makes prompts easy or hard.
+      effects: of each prompt, added to the chance; the same array for all runs makes prompts easy
+        or hard.
     """
     effects = np.zeros(prompts) if effects is None else effects
-    measured = [
+    measurements = [
         {
             "k": one,
             "temperature": float(i > 1),
             "prompt_tokens": 33,
-            "new_tokens": 65,
+            "max_new_tokens": 65,
             "prompts": _prompts(rng, one, chance + seed_effect, effects),
             "acceptance_length": 0.0,
             "mean_acceptance_length": 0.0,
@@ -53,7 +54,7 @@ def made(
         "seed": seed,
         "budget": "small",
         "key": "3fa9",
-        "changes": [f"head placeholder.hidden: shared -> {variant}"],
+        "changes": [f"placeholder.hidden: shared -> {variant}"],
         "config": {},
         "time": f"2026-11-2{seed}T10:00:00Z",
         "commit": "abc1234",
@@ -64,11 +65,11 @@ def made(
         "peagle_jax": "0.1.0",
         "jax": "0.10.2",
         "flax": "0.12.8",
-        "stages": {"target": "t"},
+        "stages": {"target": "t", "hidden_states": "h"},
         "steps": 3000,
         "train_seconds": 240.1,
         "train_tokens_per_second": 9000.0,
-        "parameters": 700_000,
+        "num_parameters": 700_000,
         "train_flops": 1.2e13,
         "curve": [
             {
@@ -79,7 +80,7 @@ def made(
             }
             for s in range(100, 3001, 100)
         ],
-        "measured": measured,
+        "measurements": measurements,
         "speed": {
             "k": k,
             "tokens_per_second": 900.0,
@@ -102,8 +103,8 @@ def _prompts(rng, k, chance, effects) -> list[dict]:
         out.append(
             {
                 "kind": kind,
-                "drafts": drafts,
-                "accepted": [int((lengths > j).sum()) for j in range(k)],
+                "num_drafts": drafts,
+                "num_accepted_per_pos": [int((lengths > j).sum()) for j in range(k)],
             }
         )
     return out

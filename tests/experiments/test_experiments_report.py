@@ -1,4 +1,4 @@
-"""The page of experiments: which rows count, what is left out and said, one page that needs no other file, nothing unescaped."""
+"""The page of experiments: which rows count, what is left out, and that it needs no other file."""
 
 import json
 import re
@@ -9,36 +9,36 @@ import numpy as np
 import pytest
 from made_rows import made, write
 
-from experiments import readme, report
-from experiments.base import Experiment, Measured, Variant
-from experiments.findings import find, latest, read_rows
+from experiments import readme, report, tables
+from experiments.base import Experiment, Measurement, Variant
+from experiments.findings import find
 from experiments.published import LENGTH_BY_K, NUMBERS, PEAGLE_POSITIONS
+from experiments.rows import latest, read_rows
 
 
 def experiment(name, variants, reference, *, kind="bars", **replaced) -> Experiment:
-    made = {
+    by_name = {
         v: Variant(
-            run=lambda run: run,
-            measured=(Measured(k=4),),
+            measurements=(Measurement(k=4),),
             x=x,
             method="eagle3" if "eagle" in v else "peagle",
         )
         for v, x in variants.items()
     }
-    said = {
+    words = {
         "question": f"Does {name} matter?",
         "expects": "A little <more>.",
         "axis": "design",
         "paper": "Table 9 & text",
     } | replaced
-    return Experiment(name=name, kind=kind, reference=reference, variants=made, **said)
+    return Experiment(name=name, kind=kind, reference=reference, variants=by_name, **words)
 
 
-def runs(name, chances, *, seeds=3, **how) -> list[dict]:
+def runs(name, chances, *, seeds=3, **options) -> list[dict]:
     rng = np.random.default_rng(0)
     effects = rng.normal(0, 0.05, 24)
     return [
-        made(rng, name, v, s, chance=c, effects=effects, **how)
+        made(rng, name, v, s, chance=c, effects=effects, **options)
         for v, c in chances.items()
         for s in range(seeds)
     ]
@@ -148,16 +148,16 @@ def test_positions_are_compared_with_the_reference(built):
     part = section(text, "hidden").split("**Accepted at each position")[1].split("**")[1]
     lines = {line.split(" | ")[0]: line for line in part.splitlines()}
     good = next(v for v in find("hidden", ROWS, IDENTITY).variants if v.name == "good")
-    first = good.at[0]
+    first = good.against_by_position[0]
     assert (
-        len(good.at) == 4
-        and good.at[0].word == "better"
-        and sum(c.difference for c in good.at) == pytest.approx(good.against.difference)
+        len(good.against_by_position) == 4
+        and good.against_by_position[0].verdict == "better"
+        and sum(c.difference for c in good.against_by_position)
+        == pytest.approx(good.against.difference)
     )
-    assert (
-        f"| good | {100 * first.difference:+.1f} ({100 * first.low:+.1f} to {100 * first.high:+.1f}) better |"
-        in lines["| good"]
-    )
+    low, high = (f"{100 * bound:+.1f}" for bound in (first.low, first.high))
+    cell = f"{100 * first.difference:+.1f} ({low} to {high}) better"
+    assert f"| good | {cell} |" in lines["| good"]
     assert (
         "| shared" not in lines
         and "better" not in lines["| same"]
@@ -208,7 +208,7 @@ def test_variants_that_the_registry_forgot_or_that_cannot_be_compared():
         *runs("hidden", {"renamed": 0.5}),
         *runs("hidden", {"later": 0.5}, prompts=24)[:1],
     ]
-    rows[-1]["measured"][0]["prompts"] = rows[-1]["measured"][0]["prompts"][:5]
+    rows[-1]["measurements"][0]["prompts"] = rows[-1]["measurements"][0]["prompts"][:5]
     rows[-1]["exact"]["different"] = 2
     found = find("hidden", rows, IDENTITY)
     assert [v.name for v in found.variants] == [
@@ -221,11 +221,12 @@ def test_variants_that_the_registry_forgot_or_that_cannot_be_compared():
     assert any("does not know these variants: renamed" in note for note in found.notes)
     assert any(
         note.startswith(
-            "later cannot be compared with shared: runs are compared on the same prompts; got 5 and 24"
+            "later cannot be compared with shared: runs are compared on the same prompts; "
+            "got 5 and 24"
         )
         for note in found.notes
     )
-    cells = dict(zip(*[report.main_table(found)[i] for i in (0, 4)], strict=True))
+    cells = dict(zip(*[tables.main_table(found)[i] for i in (0, 4)], strict=True))
     assert cells["verdict"] == "not compared" and cells["lossless"] == "NO: 2 of 26 differ"
     without = find("hidden", [row for row in ROWS if row["variant"] != "shared"], IDENTITY)
     assert any("The reference shared did not run" in note for note in without.notes) and not any(
@@ -253,7 +254,7 @@ def broken(**change) -> dict:
 
 def measured(**change) -> dict:
     row = broken()
-    row["measured"][0]["prompts"][1] |= change
+    row["measurements"][0]["prompts"][1] |= change
     return row
 
 
@@ -270,15 +271,21 @@ def measured(**change) -> dict:
         (json.dumps(broken(seed="0")), "seed has the wrong type: '0'"),
         (json.dumps(broken(steps=True)), "steps has the wrong type"),
         (json.dumps(broken(experiment="../../x")), "whose file has another name"),
-        (json.dumps(broken(measured=[])), "no measurement"),
+        (json.dumps(broken(measurements=[])), "no measurement"),
         (json.dumps(broken(speed={"k": 4})), "it lacks speed.speedup"),
         (json.dumps(broken(curve=[{"step": 1, "loss": 2.0}])), "it lacks curve[0].accuracy"),
         (
             json.dumps(measured(kind="poem")),
-            "measured[0].prompts[1].kind must be one of json, table",
+            "measurements[0].prompts[1].kind must be one of json, table",
         ),
-        (json.dumps(measured(accepted=[3, 2, 1])), "prompts[1].accepted must be 4 counts"),
-        (json.dumps(measured(accepted=[99, 2, 1, 0])), "prompts[1].accepted must be 4 counts"),
+        (
+            json.dumps(measured(num_accepted_per_pos=[3, 2, 1])),
+            "prompts[1].num_accepted_per_pos must be 4 counts",
+        ),
+        (
+            json.dumps(measured(num_accepted_per_pos=[99, 2, 1, 0])),
+            "prompts[1].num_accepted_per_pos must be 4 counts",
+        ),
     ],
 )
 def test_bad_lines_are_named_and_left_out(tmp_path, line, said):
@@ -345,7 +352,8 @@ def test_the_readme_is_filled_between_its_markers(tmp_path):
     """Twice, with a row that was run again: the same text, and all around the markers stays."""
     path = tmp_path / "README.md"
     path.write_text(
-        "# Before\n<!-- overview: x -->\nold\n<!-- end -->\nbetween\n<!-- hidden: y -->\n<!-- end -->\nafter\n"
+        "# Before\n<!-- overview: x -->\nold\n<!-- end -->\nbetween\n"
+        "<!-- hidden: y -->\n<!-- end -->\nafter\n"
     )
     rows = [*ROWS, ROWS[0], *runs("unheard_of", {"x": 0.4}, seeds=1)]
     assert readme.fill(path, rows, {"hidden": IDENTITY}) == ["unheard_of"]
@@ -379,10 +387,10 @@ def test_the_readme_shows_other_measurements(tmp_path):
     path.write_text("<!-- hidden: y -->\n<!-- end -->\n")
     rows = runs("hidden", {"shared": 0.4, "good": 0.6}, more_k=(7,))
     for row in rows:
-        row["measured"][1]["sample_drafts"] = row["variant"] == "good"
+        row["measurements"][1]["sample_drafts"] = row["variant"] == "good"
     readme.fill(path, rows, {"hidden": IDENTITY})
     after = path.read_text().split("Acceptance length, other measurements:")[1]
     assert (
-        "| design | K = 7, greedy, 65 after 33 tokens | K = 7, greedy, sampled drafts, 65 after 33 tokens |"
-        in after
+        "| design | K = 7, greedy, 65 after 33 tokens "
+        "| K = 7, greedy, sampled drafts, 65 after 33 tokens |" in after
     )

@@ -1,4 +1,4 @@
-"""Runs waiting, running and done, with workers made of air: who waits for whom, what is kept, what is told."""
+"""The queue, with workers that do nothing: which job waits for which, and what becomes of rows."""
 
 import json
 import os
@@ -11,42 +11,49 @@ import pytest
 from waiting import lines, until
 
 from experiments import queue
+from experiments.jobs import Job
 from experiments.queue import Queue
 from experiments.registry import EXPERIMENTS
-from experiments.work import Job
 
 WORKER = """
 import json, os, sys, time
 spec = json.load(open(sys.argv[1]))
 begin = time.time()
 time.sleep(0.4)
-how = json.load(open(os.path.join(spec["cache"], "how.json"))).get(spec["variant"])
-if how == "fails":
+outcome = json.load(open(os.path.join(spec["cache"], "outcomes.json"))).get(spec["variant"])
+if outcome == "fails":
     sys.exit("no luck")
-text = "{torn" if how == "torn" else json.dumps(
-    {k: spec[k] for k in ("experiment", "variant", "seed")}
-    | {"cores": sorted(os.sched_getaffinity(0)), "begin": begin, "end": time.time(), "measured": [{"acceptance_length": 2.5}], "train_seconds": 60}
-)
+row = {k: spec[k] for k in ("experiment", "variant", "seed")} | {
+    "cores": sorted(os.sched_getaffinity(0)),
+    "begin": begin,
+    "end": time.time(),
+    "measurements": [{"acceptance_length": 2.5}],
+    "train_seconds": 60,
+}
+text = "{torn" if outcome == "torn" else json.dumps(row)
 open(spec["out"], "w").write(text)
 """
 
 
 @pytest.fixture
 def line(tmp_path, monkeypatch):
-    """Makes a queue of (experiment, variant) whose workers take 0.4 s and write a row, fail, or write half of it."""
+    """Makes a queue of (experiment, variant, seed).
+
+    Its workers take 0.4 s and write a row, fail, or write half of a row.
+    """
     real, begun = subprocess.Popen, []
 
-    def popen(command, **how):
+    def popen(command, **options):
         assert command[1:3] == ["-m", "experiments.work"]
         begun.append(json.loads(Path(command[3]).read_text())["variant"])
-        return real([sys.executable, "-c", WORKER, command[3]], **how)
+        return real([sys.executable, "-c", WORKER, command[3]], **options)
 
     monkeypatch.setattr(queue.subprocess, "Popen", popen)
 
-    def make(*wanted, most=2, minutes=None, **how) -> Queue:
+    def make(*wanted, most=2, minutes=None, **outcomes) -> Queue:
         jobs = [Job(EXPERIMENTS[e], v, seed, "smoke") for e, v, seed in wanted]
         made = Queue(jobs, tmp_path / "cache", tmp_path / "results", "a command", most, minutes)
-        (tmp_path / "cache" / "how.json").write_text(json.dumps(how))
+        (tmp_path / "cache" / "outcomes.json").write_text(json.dumps(outcomes))
         made.begun = begun
         return made
 
@@ -68,7 +75,7 @@ def test_runs_that_share_a_head_wait_for_each_other(line):
             ("sampling", "0", 0),
             ("sampling", "1", 0),
             ("hidden_designs", "gated", 0),
-            ("taps", "last", 0),
+            ("aux_layers", "last", 0),
         )
     )
     assert [r["variant"] for r in sorted(rows, key=lambda r: r["begin"])][2:] != [] and len(
@@ -101,7 +108,7 @@ def test_a_warm_start_waits_for_the_head_that_it_starts_from(line):
 )
 def test_each_on_its_own_core(line):
     cores = sorted(os.sched_getaffinity(0))
-    rows = finish(line(("sampling", "0", 0), ("taps", "last", 0)))
+    rows = finish(line(("sampling", "0", 0), ("aux_layers", "last", 0)))
     assert sorted(r["cores"] for r in rows) == [[cores[0]], [cores[1]]] and overlap(*rows)
     alone = finish(line(("sampling", "0", 0), most=1))
     assert (
@@ -110,15 +117,15 @@ def test_each_on_its_own_core(line):
 
 
 def test_rows_end_in_their_file_and_are_told_once(line, tmp_path):
-    q = line(("sampling", "0", 0), ("sampling", "0", 1), ("taps", "last", 0))
+    q = line(("sampling", "0", 0), ("sampling", "0", 1), ("aux_layers", "last", 0))
     finish(q)
     assert {r["seed"] for r in lines(tmp_path / "results" / "sampling.jsonl")} == {0, 1} and len(
-        lines(tmp_path / "results" / "taps.jsonl")
+        lines(tmp_path / "results" / "aux_layers.jsonl")
     ) == 1
     told = q.news()
     assert (
         len(told) == 3
-        and "taps, last, seed 0: acceptance length 2.500, 1.0 minutes of training" in told
+        and "aux_layers, last, seed 0: acceptance length 2.500, 1.0 minutes of training" in told
         and q.news() == []
     )
     assert {p.name.split(".", 1)[1] for p in (tmp_path / "cache" / "jobs").iterdir()} == {
@@ -143,8 +150,8 @@ def test_failures_are_kept_with_their_logs(line):
     q = line(
         ("sampling", "0", 0),
         ("sampling", "0.5", 0),
-        ("taps", "last", 0),
-        ("taps", "low", 0),
+        ("aux_layers", "last", 0),
+        ("aux_layers", "low", 0),
         **{"0": "fails", "last": "torn"},
     )
     assert {r["variant"] for r in finish(q)} == {"0.5", "low"}
@@ -152,7 +159,7 @@ def test_failures_are_kept_with_their_logs(line):
         ("0", True),
         ("last", False),
     }
-    assert not q.running and not q.waiting and len(q.free) == 2
+    assert not q.running and not q.waiting and len(q.free_cores) == 2
 
 
 def test_what_ended_after_its_parent_did_is_kept(line, tmp_path):
@@ -191,11 +198,11 @@ def test_runs_that_are_equal_under_a_budget_keep_their_names(line):
 def test_no_run_begins_late_and_those_that_began_end(line):
     q = line(*(("sampling", "0", seed) for seed in range(5)), minutes=0.3 / 60)
     assert q.step() and len(q.running) == 2
-    assert len(finish(q)) == 2 and len(q.waiting) == 3 and q.late
+    assert len(finish(q)) == 2 and len(q.waiting) == 3 and q.is_late
 
 
 def test_stopping_leaves_nobody(line):
-    q = line(("sampling", "0", 0), ("taps", "last", 0))
+    q = line(("sampling", "0", 0), ("aux_layers", "last", 0))
     q.step()
     processes = [r.process for r in q.running]
     q.stop()
@@ -219,7 +226,8 @@ def test_the_newest_step_of_a_run(tmp_path):
     )
     assert running.last_logged() == {}
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "acceptance_length": 1.5}\n'
+        '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n'
+        '{"step": 2, "acceptance_length": 1.5}\n'
     )
     assert running.last_logged() == {"step": 2, "loss": 2.0}
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -230,8 +238,8 @@ def test_the_newest_step_of_a_run(tmp_path):
 def test_ctrl_c_while_a_worker_begins_waits_until_it_is_known(line, monkeypatch):
     q, plain = line(("sampling", "0", 0)), queue.subprocess.Popen
 
-    def interrupted(*args, **how):
-        process = plain(*args, **how)
+    def interrupted(*args, **options):
+        process = plain(*args, **options)
         signal.raise_signal(signal.SIGINT)
         return process
 

@@ -1,43 +1,32 @@
-"""Every variant of every experiment, under every budget: what it is, what it shares, and that its loss can be formed."""
+"""Every variant of every experiment, under every budget: what it changes, and what it shares."""
 
 import dataclasses
-import functools
-import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from experiments import registry
-from experiments.arithmetic import training_flops
-from experiments.base import Experiment, Measured, Variant
+from experiments.base import Experiment, Measurement, Variant
+from experiments.base_run import as_eagle3, base_run, depth_schedule, with_depths
 from experiments.budgets import BUDGETS
-from experiments.findings import NAME
+from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
-from experiments.work import Job, as_eagle3, base, growth, with_depths
-from peagle_jax.checkpoints import export_placeholders
-from peagle_jax.pipelines import tracing
-from peagle_jax.train import new_head, train_head
-from peagle_jax.train.cod import CodConfig, cod_sample
+from experiments.rows import NAME
 from peagle_jax.train.config import DepthStage, PeagleRun
-from peagle_jax.train.head_batches import HeadBatch
-from peagle_jax.train.hidden_states import shifted
-from peagle_jax.types import Batch
 
 VARIANTS = [
     (experiment, name) for experiment in EXPERIMENTS.values() for name in experiment.variants
 ]
-# what each experiment calls the base; the two curves over a size of the base call it otherwise under other budgets
+# What each experiment calls the base. The two curves over a size of the base call it otherwise
+# under other budgets.
 BASE = {
     "hidden_designs": ["shared"],
     "token_designs": ["mask"],
-    "regularisation": ["none"],
-    "cod_sampling": ["r 0.8 floor 0.1"],
+    "regularization": ["none"],
+    "cod_sampling": ["ratio 0.8 min 0.1"],
     "context_length": ["whole"],
     "embeddings": ["embedding trained"],
     "losses": ["forward_kl"],
-    "taps": ["low + high + last"],
+    "aux_layers": ["low + high + last"],
     "data_amount": ["greedy answers"],
     "warm_start": ["target's last layer"],
     "against_eagle3": ["P-EAGLE"],
@@ -48,13 +37,14 @@ BASE_OF = {
     "small": {**BASE, "head_layers": ["2"], "speculation_depth": ["K 5", "trained 5 drafts 8"]},
     "full": {**BASE, "head_layers": ["4"], "speculation_depth": ["K 8"]},
 }
-# the same head measured in the same way: EAGLE-3 has one layer, and so has the smoke budget's parallel head
+# The same head measured in the same way: EAGLE-3 has one layer, and so has the smoke budget's
+# parallel head.
 EQUAL = {"smoke": [("EAGLE-3", "EAGLE-3 of equal parameters")], "small": [], "full": []}
 # (experiment, budget) whose reference is not the base, and what is then said of it
 REFERENCE_CHANGES = {
     ("head_layers", "smoke"): ["head.layers: 1 -> 2"],
     ("head_layers", "full"): ["head.layers: 4 -> 2"],
-    ("speculation_depth", "full"): ["cod.depths: 8 -> 5"],
+    ("speculation_depth", "full"): ["cod.num_depths: 8 -> 5"],
 }
 
 
@@ -67,7 +57,7 @@ def test_every_question_is_in_the_registry_with_command_expectation_and_result()
     assert len(modules) == len(EXPERIMENTS) == 14  # two of one name would be one
     for module in modules:
         e = module.EXPERIMENT
-        assert module.__name__ == f"experiments.{e.name}" and NAME.fullmatch(e.name)
+        assert module.__name__ == f"experiments.questions.{e.name}" and NAME.fullmatch(e.name)
         assert e.question.endswith("?") and module.__doc__.startswith(e.question), e.name
         assert all(
             word in module.__doc__
@@ -88,37 +78,37 @@ def test_what_an_experiment_refuses():
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_every_run_is_valid_and_its_taps_are_stored(budget):
+def test_every_run_is_valid_and_its_hidden_states_are_stored(budget):
     for job in jobs(budget):
         run = job.plain_run()  # its dataclasses check themselves
-        features, *prompts = job.stages()
-        assert (
-            set(run.head.aux_hidden_state_layers) <= set(features.config["taps"])
-            and features.config["length"] == run.data.seq_len
-        ), job.name
+        hidden_states, *prompts = job.stages()
+        stored = set(hidden_states.config["aux_hidden_state_layers"])
+        assert set(run.head.aux_hidden_state_layers) <= stored, job.name
+        assert hidden_states.config["seq_len"] == run.data.seq_len, job.name
         assert (job.variant.method == "peagle") == isinstance(run, PeagleRun), job.name
         assert run.num_depths_at(0) <= run.num_depths == run.num_depths_at(run.optimizer.steps - 1)
-        held = {m.prompt_tokens for m in job.measured()} | {job.budget.answers.prompt_tokens}
-        assert {stage.config["tokens"] for stage in prompts} == held
-        for m in job.measured():
-            assert None not in (m.k, m.prompt_tokens, m.new_tokens)
-            assert m.prompt_tokens + m.new_tokens + m.k < job.budget.model.context
-        assert (
-            run.data.seq_len <= job.budget.model.context
-            and job.answers.count >= run.data.batch_size
-        )
+        lengths = {m.prompt_tokens for m in job.measurements()}
+        lengths.add(job.budget.answers.prompt_tokens)
+        assert {stage.config["num_tokens"] for stage in prompts} == lengths
+        for m in job.measurements():
+            assert None not in (m.k, m.prompt_tokens, m.max_new_tokens)
+            assert m.prompt_tokens + m.max_new_tokens + m.k < job.budget.model.context
+        assert run.data.seq_len <= job.budget.model.context
+        assert job.answers.num_samples >= run.data.batch_size
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_what_each_variant_changes(budget):
     for job in jobs(budget):
         unchanged = job.name in BASE_OF[budget][job.experiment.name]
-        changes = [said for said in job.changes() if not said.startswith("decoding.")]
+        changes = [c for c in job.changes() if not c.startswith("decoding.")]
         assert (changes == []) == unchanged, (job.experiment.name, job.name, changes)
         if job.name == job.experiment.reference and not unchanged:
             assert (
                 job.changes()[0]
-                == REFERENCE_CHANGES.get((job.experiment.name, budget), ["cod.depths: 3 -> 5"])[0]
+                == REFERENCE_CHANGES.get((job.experiment.name, budget), ["cod.num_depths: 3 -> 5"])[
+                    0
+                ]
             ), job.changes()
 
 
@@ -128,14 +118,14 @@ def test_changes_in_words():
 
     assert say("hidden_designs", "gated") == ["placeholder.hidden: shared -> gated"]
     assert say("context_length", "half") == ["data.batch_size: 2 -> 4", "data.seq_len: 128 -> 64"]
-    assert say("data_amount", "a sixteenth") == ["answers.count: 4096 -> 256"]
+    assert say("data_amount", "a sixteenth") == ["answers.num_samples: 4096 -> 256"]
     assert say("data_amount", "sampled answers") == ["answers.temperatures: (0.0,) -> (1.0,)"]
     assert (
         say("sampling", "0.5") == ["decoding.temperature: 0.0 -> 0.5"]
         and say("sampling", "0") == []
     )
     assert say("speculation_depth", "trained 5 drafts 8") == ["decoding.k: 5 -> 8"]
-    assert say("warm_start", "EAGLE-3 head") == ["start_from: the EAGLE-3 head itself"]
+    assert say("warm_start", "EAGLE-3 head") == ["init_from: the EAGLE-3 head itself"]
     assert {"task: peagle -> eagle3", "head.layers: 2 -> 1", "ttt.steps: None -> 5"} <= set(
         say("against_eagle3", "EAGLE-3")
     )
@@ -189,16 +179,16 @@ def test_seeds_and_budgets_are_different_runs_of_the_same_text():
     )
 
 
-def test_a_warm_start_is_of_a_head_that_is_trained_on_the_same_features():
+def test_a_warm_start_is_of_a_head_that_is_trained_on_the_same_hidden_states():
     for budget in BUDGETS:
-        warm = [job for job in jobs(budget) if job.warm()]
+        warm = [job for job in jobs(budget) if job.initial_job()]
         assert [(job.experiment.name, job.name) for job in warm] == [("warm_start", "EAGLE-3 head")]
         for job in warm:
-            before = job.warm()
+            before = job.initial_job()
             assert (
                 before.stages()[0].key == job.stages()[0].key
                 and before.seed == job.seed
-                and before.warm() is None
+                and before.initial_job() is None
             )
             assert (
                 before.plain_run().head == job.plain_run().head and before.head_key != job.head_key
@@ -211,13 +201,13 @@ def test_a_warm_start_is_of_a_head_that_is_trained_on_the_same_features():
 def test_a_run_is_the_plain_run_with_folders(tmp_path):
     job = Job(EXPERIMENTS["warm_start"], "EAGLE-3 head", 0, "smoke")
     run, plain = job.run(tmp_path), job.plain_run()
-    assert run.init_from == str(job.warm().head_folder(tmp_path)) and run.out == str(
+    assert run.init_from == str(job.initial_job().head_folder(tmp_path)) and run.out == str(
         job.head_folder(tmp_path)
     )
     emptied = dataclasses.replace(
         run,
         target="",
-        features="",
+        hidden_states_dir="",
         out="",
         init_from=None,
         data=dataclasses.replace(run.data, source=""),
@@ -231,7 +221,7 @@ def test_a_run_is_the_plain_run_with_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "depths", "wanted"),
+    ("steps", "num_depths", "wanted"),
     [
         (3000, 5, [(600, 1), (1200, 2), (1800, 3)]),
         (3000, 8, [(600, 1), (1200, 2), (1800, 3)]),
@@ -242,19 +232,19 @@ def test_a_run_is_the_plain_run_with_folders(tmp_path):
         (17, 4, [(3, 1), (6, 2), (10, 3)]),
     ],
 )
-def test_growth(steps, num_depths, wanted):
-    assert growth(steps, num_depths) == tuple(
+def test_depth_schedule(steps, num_depths, wanted):
+    assert depth_schedule(steps, num_depths) == tuple(
         DepthStage(until=until, num_depths=d) for until, d in wanted
     )
 
 
-@pytest.mark.parametrize("depths", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_depths", [1, 2, 3, 8])
 def test_with_depths(num_depths):
-    usual = base(BUDGETS["small"], 7)
+    usual = base_run(BUDGETS["small"], 7)
     run = with_depths(usual, num_depths)
     assert (
         run.num_depths == num_depths
-        and run.depth_schedule == growth(usual.optimizer.steps, num_depths)
+        and run.depth_schedule == depth_schedule(usual.optimizer.steps, num_depths)
         and run.cod.down_sample_ratio == usual.cod.down_sample_ratio
     )
     assert dataclasses.replace(run, cod=usual.cod, depth_schedule=usual.depth_schedule) == usual
@@ -272,205 +262,10 @@ def test_with_depths(num_depths):
     )
 
 
-def test_measured_takes_from_the_budget_what_it_does_not_say():
+def test_a_measurement_takes_from_the_budget_what_it_does_not_say():
     budget = BUDGETS["smoke"]
-    assert Measured().filled(budget) == Measured(
-        k=3, temperature=0.0, prompt_tokens=16, new_tokens=16
+    assert Measurement().with_defaults(budget) == Measurement(
+        k=3, temperature=0.0, prompt_tokens=16, max_new_tokens=16
     )
-    assert Measured(k=1, temperature=0.7, prompt_tokens=0, new_tokens=5).filled(budget) == Measured(
-        k=1, temperature=0.7, prompt_tokens=0, new_tokens=5
-    )
-
-
-# ---------------------------------------------------------------- arithmetic
-
-
-def tiny_run(num_depths: int = 2, layers: int = 2, **changes) -> PeagleRun:
-    """10 shifted rows of 3 sequences, 10 steps, 4 of them with one depth; depth 1 keeps int(9 * 0.5) = 4 elements."""
-    run = base(BUDGETS["smoke"], 0)
-    head = dataclasses.replace(
-        run.head,
-        layers=layers,
-        dim=8,
-        mlp_dim=12,
-        heads=4,
-        kv_heads=2,
-        head_dim=6,
-        draft_vocab=32,
-        aux_hidden_state_layers=(1, 2, 3),
-    )
-    data, how = (
-        dataclasses.replace(run.data, seq_len=11, batch_size=3),
-        dataclasses.replace(run.optimizer, steps=10),
-    )
-    cod = CodConfig(
-        num_depths=num_depths, down_sample_ratio=0.5, down_sample_ratio_min=0.0, max_anchors=None
-    )
-    depth_schedule = (DepthStage(until=4, num_depths=1),) if num_depths > 1 else ()
-    return dataclasses.replace(
-        run,
-        **{"head": head, "data": data, "optimizer": how, "cod": cod, "grow": depth_schedule}
-        | changes,
-    )
-
-
-def products(rows: int, fused: int) -> int:
-    """Multiplications of the tiny run's forward and loss for a sequence, matrix by matrix, and what a step does with each."""
-    first = 16 * 24 + 2 * (16 * 12) + 24 * 8  # q, k and v read embedding and feature; o
-    second = 8 * 24 + 2 * (8 * 12) + 24 * 8
-    gated = 8 * 12 * 2 + 12 * 8
-    seen = 2 * 2 * rows * 5 * 24  # q.k and weights.v, both layers, half of the ten keys
-    layers, fusion, logits = (
-        rows * (first + second + 2 * gated) + seen,
-        fused * 3 * 8 * 8,
-        rows * 8 * 32,
-    )
-    # fc's input needs no gradient; the head's logits forward, again, and backward, but not to a frozen matrix; the target's, and again
-    return 3 * layers + 2 * fusion + 3 * logits + 2 * logits
-
-
-def test_flops_by_hand():
-    peagle = tiny_run()
-    assert training_flops(peagle) == 3 * 2 * (4 * products(10, 10) + 6 * products(14, 10))
-    eagle3 = as_eagle3(peagle, layers=2)
-    assert training_flops(eagle3) == 3 * 2 * (
-        4 * products(10, 10) + 6 * products(20, 10)
-    )  # every row again at every depth
-
-
-def test_what_costs_more():
-    assert (
-        training_flops(tiny_run(num_depths=1))
-        < training_flops(tiny_run())
-        < training_flops(tiny_run(num_depths=3))
-        < training_flops(tiny_run(num_depths=3, depth_schedule=()))
-    )
-    assert (
-        training_flops(tiny_run(layers=1))
-        < training_flops(tiny_run())
-        < training_flops(as_eagle3(tiny_run(), layers=2))
-    )
-    few = dataclasses.replace(tiny_run(), cod=dataclasses.replace(tiny_run().cod, max_anchors=4))
-    assert training_flops(tiny_run(num_depths=1)) < training_flops(few) < training_flops(tiny_run())
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_equal_arithmetic_is_equal(budget):
-    """To a thirtieth: steps, and the steps at which depths grow, are whole."""
-    ours, theirs = (
-        Job(EXPERIMENTS["against_eagle3"], name, 0, budget).plain_run()
-        for name in ("P-EAGLE", "EAGLE-3 of equal FLOPs")
-    )
-    assert training_flops(theirs) == pytest.approx(training_flops(ours), rel=1 / 30)
-
-
-# ---------------------------------------------------------------- heads and losses, as shapes
-
-
-@functools.cache
-def target(folder, aux_hidden_state_layers: tuple[int, ...]):
-    """The smoke budget's, without weights."""
-    m = BUDGETS["smoke"].model
-    hf = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": m.vocab,
-        "num_hidden_layers": m.layers,
-        "hidden_size": m.dim,
-        "intermediate_size": m.mlp_dim,
-        "num_attention_heads": m.heads,
-        "num_key_value_heads": m.kv_heads,
-        "head_dim": m.head_dim,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": m.rope_theta,
-        "max_position_embeddings": m.context,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(hf))
-    return tracing.abstract_target(
-        folder / "config.json", dtype=jnp.float32, aux_hidden_state_layers=aux_hidden_state_layers
-    )
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
-    """Run -> (the head's config, shape and dtype of its loss over all depths); heads that differ in nothing that a trace sees, once."""
-    folder = tmp_path_factory.mktemp("target")
-
-    @functools.cache
-    def trace(run):
-        teacher = target(folder, run.head.aux_hidden_state_layers)
-        config = new_head.head_config(run, teacher, 3)
-        head = tracing.abstract_head(config)
-        n = run.data.seq_len
-        batch = Batch(np.ones((1, n), np.int32), np.zeros((1, n), np.int32), np.ones((1, n), bool))
-        segment_ids, loss_mask = shifted(batch)
-        cod = (
-            cod_sample(loss_mask, segment_ids, run.cod, [0, 0])
-            if isinstance(run, PeagleRun)
-            else None
-        )
-        stored = (
-            np.zeros((1, n, len(run.head.aux_hidden_state_layers) * 64), np.float32),
-            np.zeros((1, n, 64), np.float32),
-        )
-        inputs = HeadBatch(
-            batch, stored, segment_ids, loss_mask, cod, np.zeros((), np.int32), run.num_depths
-        )
-        trained, frozen = train_head._split(run, head)
-
-        def loss(params, fixed, inputs):
-            return train_head.head_loss(run, teacher, head, params, inputs, fixed)
-
-        return config, *jax.eval_shape(loss, trained, (teacher.params, frozen), inputs)
-
-    def seen(run):
-        usual = base(BUDGETS["smoke"], 0)
-        return trace(
-            dataclasses.replace(run, depth_schedule=(), optimizer=usual.optimizer, init="random")
-        )
-
-    return seen
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_loss_can_be_formed(traced, name):
-    for variant in EXPERIMENTS[name].variants:
-        job = Job(EXPERIMENTS[name], variant, 0, "smoke")
-        run = job.plain_run()
-        config, loss, metrics = traced(run)
-        assert (
-            loss.shape == ()
-            and loss.dtype == jnp.float32
-            and metrics["accuracy"].shape == (run.num_depths,)
-        ), variant
-        for field in (
-            "layers",
-            "taps",
-            "draft_vocab",
-            "norm_before_fc",
-            "fc_norm",
-            "norm_before_residual",
-        ):
-            assert getattr(config, field) == getattr(run.head, field), (variant, field)
-        assert (
-            config.parallel == (job.variant.method == "peagle")
-            and config.num_depths == run.num_depths
-        )
-        if config.parallel:
-            assert (config.placeholder_hidden, config.placeholder_token) == (
-                run.placeholder.hidden,
-                run.placeholder.token,
-            )
-
-
-def test_what_vllm_refuses(traced):
-    how = {
-        (e.name, v): export_placeholders.how(traced(Job(e, v, 0, "smoke").plain_run())[0])
-        for e, v in VARIANTS
-    }
-    refused = {variant for variant, said in how.items() if said.startswith("refused")}
-    assert refused == {
-        ("hidden_designs", v)
-        for v in ("per_depth", "shared_depth", "low_rank", "last_feature", "gated")
-    } | {("token_designs", "last_token")}
+    complete = Measurement(k=1, temperature=0.7, prompt_tokens=0, max_new_tokens=5)
+    assert complete.with_defaults(budget) == complete

@@ -1,4 +1,4 @@
-"""The runner as a whole on the smoke budget: rows, what is done once, what goes on, what fails, and what it refuses."""
+"""The runner as a whole on the smoke budget: rows, what is done once, what resumes, what fails."""
 
 import contextlib
 import io
@@ -15,11 +15,11 @@ import pytest
 from waiting import lines, until
 
 from experiments import report, run, work
-from experiments.findings import read_rows
+from experiments.folders import ROOT
+from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
-from experiments.stages import ROOT
+from experiments.rows import read_rows, rounded
 from experiments.texts import KINDS
-from experiments.work import Job
 from peagle_jax import corpus
 
 # two decodings of one head, and a head that vLLM cannot serve
@@ -44,7 +44,7 @@ GREEDY, SAMPLED, OTHER = (
 
 
 def go(place, *args) -> tuple[int, str]:
-    """(exit code, what was said) of the command with a cache and results in `place`."""
+    """Exit code and output of the command with a cache and results in `place`."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = run.main(
@@ -59,7 +59,8 @@ def contents(folder: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")  # not longer: other tests read the whole library
 def sooner():
-    """A part of the standard library; workers compile a third sooner, without optimising, and keep it where all tests do."""
+    """A part of the standard library. Workers compile without optimizing, a third sooner, and share
+    the compilation cache of all tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
@@ -76,7 +77,7 @@ def sooner():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, sooner):
-    """(folder of cache and results, exit code, what was said) of the three runs; the tests only read it."""
+    """Folder of cache and results, exit code and output of the three runs; tests only read it."""
     place = tmp_path_factory.mktemp("experiments")
     return place, *go(place, *WANTED)
 
@@ -114,7 +115,7 @@ def test_rows(made):
         assert (
             row["seed"] == 0
             and row["budget"] == "smoke"
-            and row["head"] == job.head_key
+            and row["head_key"] == job.head_key
             and row["changes"] == job.changes()
         )
         assert (
@@ -123,23 +124,24 @@ def test_rows(made):
         )
         assert (
             row["command"]
-            == "python -m experiments.run sampling hidden_designs --seeds 1 --budget smoke --only 0 1 last_feature"
+            == "python -m experiments.run sampling hidden_designs --seeds 1 --budget smoke "
+            "--only 0 1 last_feature"
         )
-        assert row["stages"] == {s.name: s.key for s in job.stages()[0].all()}
-        assert row["train_flops"] > 1e9 and row["parameters"] > 1e5 and row["train_seconds"] > 0
-        assert (
-            row["train_tokens_per_second"]
-            == lines_of(job, place, "result.json")["tokens_per_second"]
-        )
-        m, *others = row["measured"]
+        assert row["stages"] == {s.name: s.key for s in job.stages()[0].with_parents()}
+        assert row["train_flops"] > 1e9 and row["num_parameters"] > 1e5 and row["train_seconds"] > 0
+        timed = lines_of(job, place, "result.json")["tokens_per_second"]
+        assert row["train_tokens_per_second"] == rounded(timed, work.DIGITS)
+        m, *others = row["measurements"]
         assert [(o["temperature"], o["sample_drafts"]) for o in others] == (
             [] if greedy else [(1.0, True)]
         ) and not m["sample_drafts"]
-        assert (m["k"], m["temperature"], m["new_tokens"]) == (3, 0.0 if greedy else 1.0, 16) and [
-            p["kind"] for p in m["prompts"]
-        ] == [k for k in KINDS for _ in "12"]
-        drafts = sum(p["drafts"] for p in m["prompts"])
-        accepted = [sum(p["accepted"][i] for p in m["prompts"]) for i in range(3)]
+        assert (m["k"], m["temperature"], m["max_new_tokens"]) == (
+            3,
+            0.0 if greedy else 1.0,
+            16,
+        ) and [p["kind"] for p in m["prompts"]] == [k for k in KINDS for _ in "12"]
+        drafts = sum(p["num_drafts"] for p in m["prompts"])
+        accepted = [sum(p["num_accepted_per_pos"][i] for p in m["prompts"]) for i in range(3)]
         assert m["acceptance_length"] == pytest.approx(1 + sum(accepted) / drafts)
         assert m["accepted_per_position"] == pytest.approx([a / drafts for a in accepted], abs=1e-5)
         assert row["exact"]["different"] == 0 and row["exact"]["same"] + row["exact"][
@@ -197,7 +199,7 @@ def test_a_dry_run_writes_nothing(made, tmp_path):
         and "placeholder.hidden: shared -> last_feature" in said
     )
     assert all(
-        f"{name} (" in said for name in ("text", "target", "answers", "features", "prompts")
+        f"{name} (" in said for name in ("text", "target", "answers", "hidden_states", "prompts")
     ) and not list(tmp_path.iterdir())
     code, said = go(made[0], "sampling", "--budget", "smoke", "--seeds", "2", "--dry-run")
     assert (
@@ -224,8 +226,8 @@ def test_no_minutes(tmp_path):
     code, said = go(tmp_path, *WANTED, "--minutes", 0)
     assert (
         code == 0
-        and "3 runs are left; the same command goes on with them" in said
-        and "being made" not in said
+        and "3 runs are left; the same command continues with them" in said
+        and "making it" not in said
     )
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
@@ -294,8 +296,8 @@ def workers_of(place: Path) -> list[str]:
     return [line for line in found if "experiments.work" in line and str(place) in line]
 
 
-def test_cut_short_it_goes_on(stages_only):
-    """Ended as a machine ends it, then by Ctrl-C after a checkpoint; what was learned until then is kept, and no row comes twice."""
+def test_cut_short_it_continues(stages_only):
+    """Ended by SIGTERM, then by Ctrl-C after a checkpoint: no step is lost, and one row comes."""
     place, head = stages_only, GREEDY.head_folder(stages_only / "cache")
 
     def metrics():
@@ -315,7 +317,7 @@ def test_cut_short_it_goes_on(stages_only):
         said, _ = process.communicate(timeout=60)
         assert (
             process.returncode == 130
-            and "stopped; the same command goes on where it was" in " ".join(said.split())
+            and "stopped; the same command continues where it was" in " ".join(said.split())
         )
         assert workers_of(place) == [] and not (place / "results" / "sampling.jsonl").exists()
     before = metrics()[:2]
@@ -357,16 +359,16 @@ def test_one_fails_and_the_others_finish(made, stages_only):
     code, said = go(place, *wanted)
     assert code == 1 and "hidden_designs" in said
     [failed] = [line for line in said.splitlines() if line.startswith("failed: ")]
-    assert failed.startswith("failed: sampling, 0, seed 0; what it said: ")
-    log = Path(failed.split("what it said: ")[1])
+    assert failed.startswith("failed: sampling, 0, seed 0; its log: ")
+    log = Path(failed.split("its log: ")[1])
     assert (
         "the output folder must be writable" in log.read_text()
         and str(GREEDY.head_folder(place / "cache")) in log.read_text()
     )
     [row] = lines(place / "results" / "hidden_designs.jsonl")
     timed = lines_of(OTHER, made[0], "result.json")["tokens_per_second"]
-    assert (
-        row["key"] == OTHER.key and row["train_tokens_per_second"] == timed
+    assert row["key"] == OTHER.key and row["train_tokens_per_second"] == rounded(
+        timed, work.DIGITS
     )  # found trained: of the session that trained it
     assert not (place / "results" / "sampling.jsonl").exists()
     code, said = go(place, *wanted, "--dry-run")
@@ -381,106 +383,3 @@ def test_training_speed_where_nothing_was_timed(tmp_path):
     assert work.training_speed(plain, last) == 321.5
     result.write_text(json.dumps({"tokens_per_second": None}))
     assert work.training_speed(plain, last) == 2 * 64 * 16 / 4
-
-
-# ---------------------------------------------------------------- words of the command line
-
-
-def test_list_names_all():
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert run.main(["--list"]) == 0 and run.main([]) == 2
-    columns = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in said.getvalue().splitlines()
-        if line.startswith("│")
-    ]
-    names, questions, variants = (" ".join(cells) for cells in zip(*columns, strict=True))
-    for e in EXPERIMENTS.values():
-        assert (
-            e.name in names.split()
-            and f"{e.reference}*" in variants
-            and e.question in " ".join(questions.split())
-        ), e.name
-        assert all(word in variants for name in e.variants for word in name.split()), e.name
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (
-            ["sampling", "tapes"],
-            f"NAME: must be one of all, {', '.join(EXPERIMENTS)}; got tapes; choose one; --list explains them",
-        ),
-        (
-            ["sampling", "--only", "0.7"],
-            "--only: must be variants: 0, 0.5, 1; got 0.7; choose among them",
-        ),
-        (["taps", "--only", "last", "0.5"], "got 0.5; choose among them"),
-        (["sampling", "--seeds", "0"], "--seeds: at least one seed is needed; got 0; raise it"),
-        (["sampling", "--seeds", "-3"], "got -3; raise it"),
-        (
-            ["sampling", "--jobs", "0"],
-            "--jobs: at least one run at a time is needed; got 0; raise it",
-        ),
-        (["sampling", "--jobs", "-2"], "got -2; raise it"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, capsys, args, said):
-    assert run.main([*args, "--cache", str(tmp_path / "c"), "--results", str(tmp_path / "r")]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("which", ["cache", "results"])
-def test_a_file_in_the_place_of_a_folder(tmp_path, capsys, which):
-    (tmp_path / which).write_text("taken")
-    assert go(tmp_path, *WANTED)[0] == 2
-    error = capsys.readouterr().err
-    assert f"{tmp_path / which}" in error and "must be writable" in error and error.count("\n") == 1
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [
-        tmp_path / which
-    ]  # it was noticed before anything was made
-
-
-def test_results_that_cannot_be_read(tmp_path, capsys):
-    (tmp_path / "results" / "sampling.jsonl").mkdir(parents=True)
-    assert go(tmp_path, *WANTED)[0] == 2
-    error = capsys.readouterr().err
-    assert (
-        "sampling.jsonl: results must be readable; got Is a directory" in error
-        and error.count("\n") == 1
-    )
-
-
-def test_too_little_room(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Room", (), {"free": 5}))
-    for more in ([], ["--dry-run"]):
-        assert go(tmp_path, *WANTED, *more)[0] == 2
-        error = capsys.readouterr().err
-        assert (
-            "what is to be cached takes" in error
-            and "make room, or name another place with --cache" in error
-            and error.count("\n") == 1
-        )
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
-
-
-@pytest.mark.parametrize(
-    "words", [["--budget", "large"], ["--seeds", "some"], ["--jobs"], ["--nothing"]]
-)
-def test_what_the_parser_refuses(capsys, words):
-    with pytest.raises(SystemExit) as end:
-        run.main(["sampling", *words])
-    assert end.value.code == 2 and "error:" in capsys.readouterr().err
-
-
-def test_seeds_are_outermost_and_names_count_once():
-    jobs = run.plan(["sampling", "taps", "sampling"], 2, "smoke", ["0", "1", "last"])
-    once = [("sampling", "0"), ("sampling", "1"), ("taps", "last")]
-    assert [(j.experiment.name, j.name, j.seed) for j in jobs] == [
-        (*one, seed) for seed in (0, 1) for one in once
-    ]
-    assert len(run.plan(["all", "taps"], 1, "smoke", None)) == sum(
-        len(e.variants) for e in EXPERIMENTS.values()
-    )

@@ -1,4 +1,4 @@
-"""What runs share: made once, found again, made anew when what it depends on changed."""
+"""What runs share: made once, found again, making it anew when what it depends on changed."""
 
 import dataclasses
 import json
@@ -7,128 +7,27 @@ import types
 
 import pytest
 
-from experiments import stages, work
+from experiments import code_keys, folders
 from experiments.budgets import BUDGETS
-from experiments.registry import EXPERIMENTS
-from experiments.stages import (
-    DONE,
-    Stage,
-    answers_stage,
-    code_hash,
-    features_stage,
-    missing,
-    prepare,
-    prompts_stage,
-    target_stage,
-)
+from experiments.stages.answers import answers_stage
+from experiments.stages.cache import DONE, Stage, missing_stages, prepare
+from experiments.stages.hidden_states import hidden_states_stage
+from experiments.stages.prompts import prompts_stage
+from experiments.stages.target import target_stage
 from experiments.texts import KINDS
 from peagle_jax import text
 from peagle_jax.types import InputError
 
-SOURCE = '''
-"""What it is."""
-LEAST = 3
-
-def double(x):
-    """Twice."""
-    return 2 * x  # two of them
-'''
-
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder whose files are hashed in the place of the checkout's."""
-    monkeypatch.setattr(stages, "ROOT", tmp_path)
-    code_hash.cache_clear()
+    """A folder whose modules are hashed in the place of the checkout's."""
+    monkeypatch.setattr(folders, "ROOT", tmp_path)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "__init__.py").write_text("")
+    code_keys.forget()
     yield tmp_path
-    code_hash.cache_clear()
-
-
-def hashed(root, source: str, name: str = "part.py") -> str:
-    (root / name).write_text(source)
-    code_hash.cache_clear()
-    return code_hash((name,))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("# two of them", "# in other words"),
-        ("  # two of them", ""),
-        ("LEAST = 3", "# why\nLEAST = 3\n\n"),
-        ('"""Twice."""', '"""x + x,\n    that is."""'),
-        ("What it is", "What it was"),
-        ("2 * x", "(2\n            * x)"),
-        ("def double(x):", "def double(\n    x,\n):"),
-    ],
-)
-def test_words_and_layout_are_not_code(root, change):
-    before = hashed(root, SOURCE)
-    assert SOURCE.replace(*change) != SOURCE and hashed(root, SOURCE.replace(*change)) == before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("LEAST = 3", "LEAST = 4"),
-        ("2 * x", "x * 2"),
-        ("2 * x", "2.0 * x"),
-        ("double", "twice"),
-        ("(x)", "(x=1)"),
-        ("LEAST = 3", "LEAST: int = 3"),
-        ("return 2 * x", "return '2 * x'"),
-    ],
-)
-def test_a_change_of_code_is_noticed(root, change):
-    before = hashed(root, SOURCE)
-    assert SOURCE.replace(*change) != SOURCE and hashed(root, SOURCE.replace(*change)) != before
-
-
-def test_a_folder_is_all_its_files(root):
-    (root / "room").mkdir()
-    files = {"a.py": SOURCE, "b.py": "B = 1\n"}
-    for name, source in files.items():
-        (root / "room" / name).write_text(source)
-    before = code_hash(("room",))
-    (root / "room" / "notes.md").write_text("no code")
-    code_hash.cache_clear()
-    assert code_hash(("room",)) == before
-    (root / "room" / "c.py").write_text("")
-    code_hash.cache_clear()
-    added = code_hash(("room",))
-    (root / "room" / "c.py").rename(root / "room" / "d.py")
-    code_hash.cache_clear()
-    assert len({before, added, code_hash(("room",))}) == 3
-    (root / "other.py").write_text("")
-    assert (
-        code_hash(("room", "other.py")) == code_hash(("other.py", "room")) != code_hash(("room",))
-    )
-
-
-def test_what_is_hashed_is_there():
-    """A folder's name that is wrong would be a hash of nothing."""
-    jobs = [
-        work.Job(e, variant, 0, "small") for e in EXPERIMENTS.values() for variant in e.variants
-    ]
-    every = (
-        {name for job in jobs for stage in job.stages() for one in stage.all() for name in one.code}
-        | set(work.TRAINING)
-        | set(work.MEASURING)
-    )
-    assert len(every) > 20
-    for name in every:
-        name, _, function = name.partition(":")
-        path = stages.ROOT / name
-        assert not function or any(
-            f"\n{kind} {function}(" in path.read_text() for kind in ("def", "class")
-        )
-        assert path.is_file() if name.endswith(".py") else list(path.glob("*.py")), name
-        assert not path.is_dir() or not [p for p in path.rglob("*.py") if p.parent != path], (
-            f"{name} has folders that are not hashed"
-        )
-
-
-# ---------------------------------------------------------------- stages
+    code_keys.forget()
 
 
 @pytest.fixture
@@ -138,22 +37,23 @@ def made(root):
 
 
 def stage(
-    made, name="text", *, parents=(), config=None, code="text.py", size=10, fails=None
+    made, name="text", *, parents=(), config=None, module="text", size=10, fails=None
 ) -> Stage:
-    def make(own, folders, say):
+    def make(folder, parent_folders, log):
         made.append(name)
-        assert all((folder / DONE).exists() for folder in folders) and [
-            f.name.split("-")[0] for f in folders
-        ] == [p.name for p in parents]
-        with (own / "lines").open("a") as file:
+        assert all((parent / DONE).exists() for parent in parent_folders)
+        assert [f.name.split("-")[0] for f in parent_folders] == [p.name for p in parents]
+        with (folder / "lines").open("a") as file:
             file.write("line\n")
         if fails:
             raise fails.pop()
-        say(f"{name} has {len((own / 'lines').read_text().splitlines())} lines")
+        log(f"{name} has {len((folder / 'lines').read_text().splitlines())} lines")
 
-    if not (stages.ROOT / code).exists():
-        (stages.ROOT / code).write_text("A = 1\n")
-    return Stage(name, config or {"chars": 5}, (code,), tuple(parents), size, make)
+    path = folders.ROOT / "experiments" / f"{module}.py"
+    if not path.exists():
+        path.write_text("A = 1\n")
+    modules = (f"experiments.{module}",)
+    return Stage(name, config or {"chars": 5}, modules, tuple(parents), size, make)
 
 
 def test_a_key_is_name_config_code_and_parents(made, root):
@@ -162,13 +62,13 @@ def test_a_key_is_name_config_code_and_parents(made, root):
         stage(made, "target"),
         stage(made, config={"chars": 6}),
         stage(made, config={"chars": 5, "x": None}),
-        stage(made, code="b.py"),
+        stage(made, module="b"),
     ]
     above = [stage(made, "answers", parents=[one]) for one in (plain, *others)]
     keys = [one.key for one in (plain, *others, *above)]
     assert len(set(keys)) == len(keys) and stage(made, size=99).key == plain.key
-    (root / "text.py").write_text("A = 2\n")
-    code_hash.cache_clear()
+    (root / "experiments" / "text.py").write_text("A = 2\n")
+    code_keys.forget()
     changed = [one.key for one in (plain, above[0])]
     assert not set(changed) & set(keys) and others[3].key == keys[4]
 
@@ -178,7 +78,12 @@ def test_a_stage_behind_all_that_it_needs_each_once(made):
     target = stage(made, "target", parents=[source])
     answers = stage(made, "answers", parents=[source, target])
     features = stage(made, "features", parents=[target, answers])
-    assert [one.name for one in features.all()] == ["text", "target", "answers", "features"]
+    assert [one.name for one in features.with_parents()] == [
+        "text",
+        "target",
+        "answers",
+        "features",
+    ]
 
 
 def test_made_once_and_found_again(made, root, tmp_path):
@@ -186,13 +91,13 @@ def test_made_once_and_found_again(made, root, tmp_path):
     source = stage(made)
     wanted = [stage(made, "features", parents=[source]), stage(made, "prompts", parents=[source])]
     prepare(wanted, cache, said.append)
-    assert made == ["text", "features", "prompts"] and missing(wanted, cache) == []
-    assert said[:2] == [f"text-{source.key}: being made", "text has 1 lines"] and len(said) == 6
+    assert made == ["text", "features", "prompts"] and missing_stages(wanted, cache) == []
+    assert said[:2] == [f"text-{source.key}: making it", "text has 1 lines"] and len(said) == 6
     facts = json.loads((wanted[0].folder(cache) / DONE).read_text())
     assert facts == {
         "name": "features",
         "config": {"chars": 5},
-        "code": code_hash(("text.py",)),
+        "code": code_keys.code_key(("experiments.text",)),
         "parents": [source.key],
     }
     said.clear()
@@ -205,14 +110,14 @@ def test_what_is_stale_is_named_and_left(made, root, tmp_path):
     old = stage(made)
     prepare([stage(made, "features", parents=[old])], tmp_path, lambda line: None)
     before = {p.name for p in tmp_path.glob("*-*")}
-    (root / "text.py").write_text("A = 2\n")
-    code_hash.cache_clear()
+    (root / "experiments" / "text.py").write_text("A = 2\n")
+    code_keys.forget()
     new = stage(made)
     prepare([stage(made, "features", parents=[new])], tmp_path, said.append)
     assert (
         len(said) == 6
-        and "is of other settings, parents or code; made anew" in said[0]
-        and said[1] == f"text-{new.key}: being made"
+        and "is of other settings, parents or code; making it anew" in said[0]
+        and said[1] == f"text-{new.key}: making it"
     )
     assert before < {p.name for p in tmp_path.glob("*-*")} and any(
         name in said[0] for name in before
@@ -238,12 +143,15 @@ def test_a_stage_that_was_cut_short_goes_on(made, tmp_path):
     wanted = stage(made, "answers", parents=[source], fails=[KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
         prepare([wanted], tmp_path, said.append)
-    assert missing([wanted], tmp_path) == [wanted] and not (wanted.folder(tmp_path) / DONE).exists()
+    assert (
+        missing_stages([wanted], tmp_path) == [wanted]
+        and not (wanted.folder(tmp_path) / DONE).exists()
+    )
     prepare([wanted], tmp_path, said.append)
     assert (
         made == ["text", "answers", "answers"]
         and said[-1] == "answers has 2 lines"
-        and missing([wanted], tmp_path) == []
+        and missing_stages([wanted], tmp_path) == []
     )
     assert not any("settings" in line for line in said)  # what is half made is not stale
 
@@ -271,10 +179,17 @@ def test_too_little_room_is_said_before_anything_is_made(made, tmp_path, monkeyp
 
 def test_stages_of_a_budget():
     small, smoke = BUDGETS["small"], BUDGETS["smoke"]
-    whole = features_stage(small, small.answers, 128)
-    assert [one.name for one in whole.all()] == ["text", "target", "answers", "features"]
-    fewer = features_stage(small, dataclasses.replace(small.answers, count=9), 128)
-    assert [a.key == b.key for a, b in zip(whole.all(), fewer.all(), strict=True)] == [
+    whole = hidden_states_stage(small, small.answers, 128)
+    assert [one.name for one in whole.with_parents()] == [
+        "text",
+        "target",
+        "answers",
+        "hidden_states",
+    ]
+    fewer = hidden_states_stage(small, dataclasses.replace(small.answers, num_samples=9), 128)
+    assert [
+        a.key == b.key for a, b in zip(whole.with_parents(), fewer.with_parents(), strict=True)
+    ] == [
         True,
         True,
         False,
@@ -282,20 +197,24 @@ def test_stages_of_a_budget():
     ]
     assert [
         a.key == b.key
-        for a, b in zip(whole.all(), features_stage(small, small.answers, 64).all(), strict=True)
+        for a, b in zip(
+            whole.with_parents(),
+            hidden_states_stage(small, small.answers, 64).with_parents(),
+            strict=True,
+        )
     ] == [True] * 3 + [False]
-    assert not {one.key for one in whole.all()} & {
-        one.key for one in features_stage(smoke, smoke.answers, 64).all()
+    assert not {one.key for one in whole.with_parents()} & {
+        one.key for one in hidden_states_stage(smoke, smoke.answers, 64).with_parents()
     }
-    # a forward of every answer, each tap and the final hidden state in float32
-    assert whole.size == pytest.approx(4096 * 128 * 4 * 128 * 4, rel=0.02) and whole.config[
-        "taps"
+    # of every token, three aux hidden states and the final one in float32
+    assert whole.num_bytes == pytest.approx(4096 * 128 * 4 * 128 * 4, rel=0.02) and whole.config[
+        "aux_hidden_state_layers"
     ] == (1, 4, 5)
 
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """(folder of a text stage, folder of a target stage): the texts that prompts and answers are cut from, and a tokenizer."""
+    """A text stage, the tokenizer of a target stage, and the texts of every kind."""
     root = tmp_path_factory.mktemp("texts")
     lines = {
         kind: [
@@ -326,7 +245,7 @@ def read(path) -> list[dict]:
 
 def test_prompts_are_of_every_kind(corpora, tmp_path):
     source, target, lines = corpora
-    wanted = prompts_stage(dataclasses.replace(BUDGETS["smoke"], prompts=3), 21)
+    wanted = prompts_stage(dataclasses.replace(BUDGETS["smoke"], num_prompts=3), 21)
     wanted.make(tmp_path, [source, target], lambda line: None)
     rows, tokenizer = read(tmp_path / "prompts.jsonl"), text.load_tokenizer(target / "model")
     assert [row["kind"] for row in rows] == [kind for kind in KINDS for _ in range(3)]
@@ -338,22 +257,19 @@ def test_prompts_are_of_every_kind(corpora, tmp_path):
 
 
 def test_too_few_prompts(corpora, tmp_path):
-    with pytest.raises(
-        InputError,
-        match="10 held-out texts of more than 21 tokens are needed of kind json; got 9; use a Python",
-    ) as error:
-        prompts_stage(dataclasses.replace(BUDGETS["smoke"], prompts=10), 21).make(
-            tmp_path, corpora[:2], lambda line: None
-        )
+    budget = dataclasses.replace(BUDGETS["smoke"], num_prompts=10)
+    rule = "10 held-out texts of more than 21 tokens are needed of kind json; got 9; use a Python"
+    with pytest.raises(InputError, match=rule) as error:
+        prompts_stage(budget, 21).make(tmp_path, corpora[:2], lambda line: None)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_the_corpus_itself_as_answers(corpora, tmp_path):
     source, target, lines = corpora
-    how = dataclasses.replace(
-        BUDGETS["smoke"].answers, count=12, prompt_tokens=5, new_tokens=7, temperatures=()
+    answers = dataclasses.replace(
+        BUDGETS["smoke"].answers, num_samples=12, prompt_tokens=5, max_new_tokens=7, temperatures=()
     )
-    answers_stage(BUDGETS["smoke"], how).make(tmp_path, [source, target], lambda line: None)
+    answers_stage(BUDGETS["smoke"], answers).make(tmp_path, [source, target], lambda line: None)
     rows, tokenizer = read(tmp_path / "answers.jsonl"), text.load_tokenizer(target / "model")
     assert len(rows) == 12 and all(
         len(row["prompt_token_ids"]) == 5 and len(row["output_token_ids"]) == 7 for row in rows

@@ -1,4 +1,4 @@
-"""Intervals and comparisons: against sums and resampling done by hand, and against truths that were simulated."""
+"""Intervals and comparisons: against sums and resampling by hand, and simulated truths."""
 
 import time
 
@@ -13,19 +13,23 @@ from experiments.texts import KINDS, OPEN
 
 
 def run(seed, drafts, accepted, kinds=None, k=1):
-    """A row whose prompt i had drafts[i] drafts; accepted[i] is a count, or one for each position."""
+    """A row whose prompt i had drafts[i] drafts; accepted[i] is one count, or one per position."""
     kinds = kinds or [KINDS[i % len(KINDS)] for i in range(len(drafts))]
     each = [a if isinstance(a, list) else [a] for a in accepted]
     prompts = [
-        {"kind": kind, "drafts": int(d), "accepted": [int(x) for x in a]}
+        {"kind": kind, "num_drafts": int(d), "num_accepted_per_pos": [int(x) for x in a]}
         for kind, d, a in zip(kinds, drafts, each, strict=True)
     ]
-    return {"seed": seed, "measured": [{"k": k, "prompts": prompts}]}
+    return {"seed": seed, "measurements": [{"k": k, "prompts": prompts}]}
 
 
 def simulated(rng, truth, *, seeds, prompts, runs=3, number=48):
-    """Two variants that differ by `truth` in accepted drafts a draft. `seeds`, `prompts`: standard deviations of the effects of either on
-    one variant alone; what both variants share on a prompt is larger than all of them."""
+    """Two variants that differ by `truth` in accepted tokens per draft.
+
+    Args:
+      seeds: standard deviation of the effect of seeds on one variant alone.
+      prompts: the same of prompts; what both variants share on a prompt is larger than these.
+    """
     shared, out = rng.normal(0, 0.5, number), []
     for gain in (truth, 0.0):
         liking = rng.normal(0, prompts, number)
@@ -58,7 +62,7 @@ def test_pooled_by_hand():
 def test_another_measurement_is_read_when_asked_for():
     rows = [run(s, [10], [5]) for s in (0, 1)]
     for row in rows:
-        row["measured"].append(run(0, [10], [2])["measured"][0])
+        row["measurements"].append(run(0, [10], [2])["measurements"][0])
     assert (
         pooled(rows) == 1.5
         and pooled(rows, measurement=1) == 1.2
@@ -77,7 +81,10 @@ def test_draws_against_resampling_by_hand():
             range(3), seeds[draw]
         ):  # each seed as often as it was drawn, and for each the same prompts
             for p in np.repeat(range(9), prompts[draw]):
-                accepted, drafts = accepted + c.accepted[s, p].sum(), drafts + c.drafts[s, p]
+                accepted, drafts = (
+                    accepted + c.num_accepted[s, p].sum(),
+                    drafts + c.num_drafts[s, p],
+                )
         assert fast[draw] == pytest.approx(1 + accepted / drafts)
     assert (
         (seeds.sum(1) == 3).all()
@@ -91,7 +98,8 @@ def test_student_against_scipy():
         assert statistics.student(freedom) == pytest.approx(student_t.ppf(0.975, freedom), abs=3e-3)
 
 
-# which noise rules: seeds, prompts, or both. With 200 simulations a true 95 % comes out under 90 % once in some 900 times.
+# Which noise rules: seeds, prompts, or both. With 200 simulations a true 95 % comes out under 90 %
+# once in some 900 times.
 @pytest.mark.parametrize(("seeds", "prompts"), [(0.1, 0.0), (0.0, 0.4), (0.06, 0.3)])
 def test_the_truth_is_covered(seeds, prompts):
     rng = np.random.default_rng(5)
@@ -111,7 +119,7 @@ def test_the_bootstrap_alone_would_be_too_narrow():
         a, b = (counts(rows) for rows in simulated(rng, 0.15, seeds=0.1, prompts=0.0))
         drawn = statistics._draws(3, 48, 400)
         low, high = np.percentile(
-            statistics._pooled(a, *drawn) - statistics._pooled(b, *drawn), statistics.LEVEL
+            statistics._pooled(a, *drawn) - statistics._pooled(b, *drawn), statistics.PERCENTILES
         )
         covered += low < 0.15 < high
     assert covered < 170
@@ -119,16 +127,18 @@ def test_the_bootstrap_alone_would_be_too_narrow():
 
 def test_nothing_is_found_where_nothing_is():
     rng = np.random.default_rng(3)
-    words = [
-        compare(*simulated(rng, 0.0, seeds=0.05, prompts=0.1), draws=400).word for _ in range(200)
+    verdicts = [
+        compare(*simulated(rng, 0.0, seeds=0.05, prompts=0.1), draws=400).verdict
+        for _ in range(200)
     ]
-    assert words.count("within noise") >= 180 and set(words) <= {"within noise", "better", "worse"}
+    assert verdicts.count("within noise") >= 180
+    assert set(verdicts) <= {"within noise", "better", "worse"}
 
 
 def test_identical_rows_are_within_noise():
     rows, _ = simulated(np.random.default_rng(1), 0.1, seeds=0.1, prompts=0.2)
     found = compare(rows, rows)
-    assert (found.difference, found.low, found.high, found.word) == (0, 0, 0, "within noise")
+    assert (found.difference, found.low, found.high, found.verdict) == (0, 0, 0, "within noise")
 
 
 def test_pairing_finds_what_two_intervals_hide():
@@ -140,7 +150,7 @@ def test_pairing_finds_what_two_intervals_hide():
     a = [run(s, drafts, base + 8 + rng.integers(-4, 5, 60)) for s in range(3)]
     b = [run(s, drafts, base + rng.integers(-4, 5, 60)) for s in range(3)]
     assert interval(a).low < interval(b).high
-    assert compare(a, b).word == "better" and compare(b, a).word == "worse"
+    assert compare(a, b).verdict == "better" and compare(b, a).verdict == "worse"
     assert compare(a, b).difference == pytest.approx(0.08, abs=0.01)
 
 
@@ -153,7 +163,7 @@ def test_only_common_seeds_are_compared():
     ) and found.difference == pytest.approx(1 / 40)
     alone = compare([rows[0], rows[1]], [worse[1], worse[2]])
     assert (
-        alone.word == "one seed only"
+        alone.verdict == "one seed only"
         and alone.difference == pytest.approx(1 / 40)
         and interval([rows[1]]).deviation is None
     )
@@ -162,7 +172,7 @@ def test_only_common_seeds_are_compared():
 def test_different_k_can_be_compared():
     rng = np.random.default_rng(0)
     rows = {k: [made(rng, "e", "v", s, k=k, chance=0.6) for s in range(3)] for k in (2, 7)}
-    assert compare(rows[7], rows[2]).word == "better"
+    assert compare(rows[7], rows[2]).verdict == "better"
 
 
 def test_positions_alone_by_hand():
@@ -211,11 +221,13 @@ def test_the_same_every_time_and_fast():
 
 
 def test_two_sets_of_prompts_are_not_compared():
-    """The kinds may be the same where the prompts are not: another machine's library, another target."""
+    """The kinds may be the same where the prompts are not: another library, another target."""
     rows = [run(seed, [10, 20], [5, 9]) for seed in (0, 1)]
 
     def of(key, rows):
-        return [{**r, "measured": [{**r["measured"][0], "prompts_stage": key}]} for r in rows]
+        return [
+            {**r, "measurements": [{**r["measurements"][0], "prompts_stage": key}]} for r in rows
+        ]
 
     assert compare(of("a", rows), of("a", rows)).difference == 0
     for call in (

@@ -8,19 +8,46 @@ import textwrap
 import pytest
 
 from experiments import texts
-from experiments.texts import KINDS, LEAST, MOST, by_kind, kinds_of
+from experiments.texts import KINDS, MAX_CHARS, MIN_CHARS, by_kind, kinds_of
 from peagle_jax.corpus import Document
 
-WORDS = "It says in many words what this is for, so that there is enough of it to be read as prose by whoever wants to."
-MODULE = (
-    f'"""About the whole.\n\n{WORDS}\n"""\nimport os\nfrom json import (\n    dumps,\n    loads,\n)\n\n# a comment of more than twenty characters\n# and its second line, {WORDS}\n'
-    + "".join(
-        f'\ndef first{i}(alpha, beta={i}, *rest):\n    """{WORDS} Function {i}."""\n    # inside of number {i}: {WORDS}\n    return os.path, dumps, loads  # short\n'
-        for i in range(8)
-    )
-    + f'\nclass Room:\n    """Short."""\n\n    def enter(self, door):\n        """{WORDS} A method."""\n        return door * {17}\n\n'
-    "    async def leave(self):\n        def hidden():\n            return 1\n        return hidden\n"
+WORDS = (
+    "It says in many words what this is for, so that there is enough of it to be read as prose by "
+    "whoever wants to."
 )
+HEAD = f'''"""About the whole.
+
+{WORDS}
+"""
+import os
+from json import (
+    dumps,
+    loads,
+)
+
+# a comment of more than twenty characters
+# and its second line, {WORDS}
+'''
+FUNCTION = '''
+def first{i}(alpha, beta={i}, *rest):
+    """{words} Function {i}."""
+    # inside of number {i}: {words}
+    return os.path, dumps, loads  # short
+'''
+CLASS = f'''
+class Room:
+    """Short."""
+
+    def enter(self, door):
+        """{WORDS} A method."""
+        return door * 17
+
+    async def leave(self):
+        def hidden():
+            return 1
+        return hidden
+'''
+MODULE = HEAD + "".join(FUNCTION.format(i=i, words=WORDS) for i in range(8)) + CLASS
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +129,11 @@ def test_comments_are_blocks_of_long_ones(kinds):
     "source", ["def (", "x = 1\n  y = 2", "print 'as it was'", "x = 'open", "a\0b"]
 )
 def test_what_is_no_python_gives_nothing(source):
-    assert list(kinds_of(Document("m.py", source + "\n" * LEAST))) == []
+    assert list(kinds_of(Document("m.py", source + "\n" * MIN_CHARS))) == []
 
 
 def test_short_texts_say_nothing():
-    short = "x = 1\n" * ((LEAST - 1) // 6)
+    short = "x = 1\n" * ((MIN_CHARS - 1) // 6)
     assert (
         list(kinds_of(Document("m.py", short))) == [] and list(kinds_of(Document("m.py", ""))) == []
     )
@@ -129,12 +156,12 @@ def test_long_texts_are_cut_between_lines():
     longest = max(map(len, source.splitlines()))
     for kind, pieces in found.items():
         assert len(pieces) > 1, kind
-        assert all(LEAST <= len(piece) <= MOST + 150 for piece in pieces), (
+        assert all(MIN_CHARS <= len(piece) <= MAX_CHARS + 150 for piece in pieces), (
             kind
         )  # a head and a tail beside them
-        assert all(len(piece) > MOST - 2 * longest for piece in pieces[:-1]), kind
+        assert all(len(piece) > MAX_CHARS - 2 * longest for piece in pieces[:-1]), kind
     whole = "\n".join(found["code"])  # but for an end too short to say anything
-    assert source.startswith(whole) and len(source) - len(whole) <= LEAST
+    assert source.startswith(whole) and len(source) - len(whole) <= MIN_CHARS
     names = [
         row["name"] for piece in found["json"] for row in json.loads(piece.replace("},\n]", "}\n]"))
     ]
@@ -156,5 +183,5 @@ def test_by_kind_of_the_standard_library():
     assert len({d.name for d in every}) == len(every) and {d.name.split("#")[0] for d in every} == {
         m.name for m in modules
     }
-    assert all(LEAST <= len(d.text) <= MOST + 500 for d in every)
+    assert all(MIN_CHARS <= len(d.text) <= MAX_CHARS + 500 for d in every)
     assert {*texts.STRUCTURED, "code", *texts.OPEN} == set(KINDS)

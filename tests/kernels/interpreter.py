@@ -1,7 +1,8 @@
 """Triton kernels in Triton's interpreter, on NumPy memory, without torch and without a GPU.
 
-Every array stands between guards of NaN (0xff bytes): what a kernel reads outside shows in its result, what it writes outside is
-found afterwards. Outputs begin as NaN, so that what it forgets to write shows, too.
+Every array stands between guards of NaN (0xff bytes): what a kernel reads outside shows in its
+result, and what it writes outside is found afterwards. Outputs begin as NaN, so that what a kernel
+forgets to write shows, too.
 """
 
 import dataclasses
@@ -33,7 +34,10 @@ _convert = interpreter._convert_float
 
 
 def rounded(values, source, target, mode):
-    """To the nearest, ties to even, as GPUs do; Triton 3.9's interpreter cuts bits off (and loses the carry where it does round)."""
+    """Rounds to the nearest, ties to even, as GPUs do.
+
+    Triton 3.9's interpreter cuts bits off, and loses the carry where it does round.
+    """
     if source == tl.float32 and target in NARROW:
         bits = np.uint8 if target == tl.float8e4nv else np.uint16
         return values.view(np.float32).astype(NARROW[target]).view(bits)
@@ -45,11 +49,16 @@ _dot = interpreter.InterpreterBuilder.create_dot
 
 
 def dot(builder, a, b, d, precision, imprecise):
-    """Of the numbers that bfloat16 stands for; Triton 3.9's interpreter multiplies the 16 bits as if they were integers."""
-    wide = [
-        builder.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
-    ]
-    return _dot(builder, *wide, d, precision, imprecise)
+    """Multiplies the numbers that bfloat16 stands for.
+
+    Triton 3.9's interpreter multiplies their 16 bits as if they were integers.
+    """
+
+    def extend(x):
+        is_bfloat16 = x.dtype.scalar == tl.bfloat16
+        return builder.create_fp_ext(x, tl.float32) if is_bfloat16 else x
+
+    return _dot(builder, extend(a), extend(b), d, precision, imprecise)
 
 
 interpreter.InterpreterBuilder.create_dot = dot
@@ -66,7 +75,8 @@ class Guarded:
             self.array[...] = values
         self.dtype, self.shape = TYPES[np.dtype(dtype)], tuple(shape)
 
-    def whole(self) -> bool:
+    def is_intact(self) -> bool:
+        """Whether nobody wrote to the guards."""
         return bool((self.memory[:GUARD] == 0xFF).all() and (self.memory[-GUARD:] == 0xFF).all())
 
     def data_ptr(self):
@@ -98,7 +108,7 @@ class Guarded:
 
 
 def interpret(launch) -> tuple:
-    """A `Launch`, executed on the spot."""
+    """Executes a `Launch` on the spot."""
     assert isinstance(launch.kernel, InterpretedFunction), (
         "TRITON_INTERPRET=1 must be set before triton is imported"
     )
@@ -106,19 +116,19 @@ def interpret(launch) -> tuple:
     before = [np.asarray(x) for x in launch.inputs]
     inputs = [Guarded(x.shape, x.dtype, x) for x in before]
     outputs = [Guarded(x.shape, x.dtype) for x in launch.outputs]
-    for i, o in launch.updates.items():
+    for i, o in launch.input_output_aliases.items():
         outputs[o].array[...] = before[i]
     launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
-    assert all(x.whole() for x in inputs + outputs), (
+    assert all(x.is_intact() for x in inputs + outputs), (
         f"{launch.kernel.__name__} wrote outside its arrays"
     )
-    for x, held in zip(before, inputs, strict=True):
-        assert held.array.tobytes() == x.tobytes(), f"{launch.kernel.__name__} wrote to an input"
+    for x, after in zip(before, inputs, strict=True):
+        assert after.array.tobytes() == x.tobytes(), f"{launch.kernel.__name__} wrote to an input"
     return tuple(jnp.asarray(x.array) for x in outputs)
 
 
 def interpret_later(launch) -> tuple:
-    """The same as part of a jitted function."""
+    """Executes a `Launch` as part of a jitted function."""
 
     def start(*inputs):
         return interpret(dataclasses.replace(launch, inputs=inputs))
@@ -127,7 +137,10 @@ def interpret_later(launch) -> tuple:
 
 
 def unwrap(kernel: InterpretedFunction) -> None:
-    """Takes the tests' type checks off a module's kernels: the interpreter rewrites their source, in their own globals."""
+    """Takes the tests' type checks off a module's kernels.
+
+    The interpreter rewrites their source, in their own globals.
+    """
     for each in vars(sys.modules[inspect.unwrap(kernel.fn).__module__]).values():
         if isinstance(each, InterpretedFunction) and each.fn is not inspect.unwrap(each.fn):
             each.fn = inspect.unwrap(each.fn)

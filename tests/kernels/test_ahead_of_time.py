@@ -1,4 +1,8 @@
-"""XLA compiles a training step with its kernels, and a product in Mosaic GPU, for an H200 that is not here; where the CUDA plugin is installed (scripts/gpu/install_cuda.sh)."""
+"""XLA compiles programs with their kernels for an H200 that is not here.
+
+These are a training step and a product in Mosaic GPU. It needs an environment of
+scripts/gpu/install_cuda.sh, which has the CUDA plugin.
+"""
 
 import importlib.util
 import json
@@ -17,24 +21,34 @@ pytestmark = pytest.mark.skipif(
 
 
 MOSAIC = """
-import jax, jax.numpy as jnp, size_table
+import jax
+import jax.numpy as jnp
+import size_table
 from jax.sharding import SingleDeviceSharding
 from peagle_jax.kernels import fp8_matmul
-from peagle_jax.kernels.launch import H200, assuming
+from peagle_jax.kernels.launch import H200, target_gpu
 
 device = size_table.cuda_device()
-spec = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
-product = jax.jit(lambda x, values, scale: fp8_matmul.matmul(x, fp8_matmul.Fp8Matrix(values, scale), "mosaic"))
+
+def spec(*shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+@jax.jit
+def product(x, values, scale):
+    return fp8_matmul.matmul(x, fp8_matmul.Fp8Matrix(values, scale), "mosaic")
+
+values, scale = spec(4096, 4096, dtype=jnp.float8_e4m3fn), spec(4096, dtype=jnp.float32)
 for M in (8, 64):
-    args = spec(M, 4096, dtype=jnp.bfloat16), spec(4096, 4096, dtype=jnp.float8_e4m3fn), spec(4096, dtype=jnp.float32)
-    with assuming(H200), jax.default_device(device):
-        print(product.trace(*args).lower(lowering_platforms=("cuda",)).compile().as_text().count('custom_call_target="mosaic_gpu'))
+    args = spec(M, 4096, dtype=jnp.bfloat16), values, scale
+    with target_gpu(H200), jax.default_device(device):
+        compiled = product.trace(*args).lower(lowering_platforms=("cuda",)).compile()
+        print(compiled.as_text().count('custom_call_target="mosaic_gpu'))
 """
 
 
 def test_mosaic_product():
     """To machine code: Mosaic GPU makes it while XLA compiles."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "scripts")}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "scripts" / "generate")}
     done = subprocess.run(
         [sys.executable, "-c", MOSAIC],
         env=env,
@@ -47,14 +61,14 @@ def test_mosaic_product():
 
 
 def test_training_step(tmp_path):
-    """Attention forward and backward of four layers, fusion, distances and slopes are Triton's; scores and logits take no memory."""
+    """Attention, fusion and losses are Triton's; scores and logits take no memory."""
     out = tmp_path / "rows.jsonl"
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
         "JAX_PLATFORMS": "cpu"
     }
     command = [
         sys.executable,
-        ROOT / "scripts" / "compile_ahead.py",
+        ROOT / "scripts" / "gpu" / "compile_ahead.py",
         "--without",
         "--only",
         "training",

@@ -11,32 +11,33 @@ from peagle_jax.kernels.fp8_matmul import E4M3
 
 
 def case(B, T, G, S, H, dtype, seed=1):
-    """A cache full of other numbers, some slots of which do not exist; no two tokens of a row share one."""
+    """A cache full of other numbers; some slots do not exist, and no row's tokens share one."""
     rng = np.random.default_rng(seed)
 
     def random(*shape, dtype=np.float32):
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    slot = np.stack([rng.permutation(S + T)[:T] for _ in range(B)])  # S and more: dropped
-    held = random(B, G, S, H, dtype=dtype), random(B, G, S, H, dtype=dtype)
+    slots = np.stack([rng.permutation(S + T)[:T] for _ in range(B)])  # S and more: dropped
+    cache = random(B, G, S, H, dtype=dtype), random(B, G, S, H, dtype=dtype)
     if dtype == E4M3:
-        held += random(B, G, S), random(B, G, S)
+        cache += random(B, G, S), random(B, G, S)
     k, v = random(B, T, G, H) * 30, random(B, T, G, H)
-    return k.at[0, 0, 0].set(0), v, jnp.asarray(slot, jnp.int32), held
+    return k.at[0, 0, 0].set(0), v, jnp.asarray(slots, jnp.int32), cache
 
 
-def by_hand(k, v, slot, held):
-    out = [np.array(x, np.float64) for x in held]
+def by_hand(k, v, slots, cache):
+    """One token and head at a time."""
+    out = [np.array(x, np.float64) for x in cache]
     for b, t, g in np.ndindex(*k.shape[:3]):
-        if (s := int(slot[b, t])) < held[0].shape[2]:
+        if (s := int(slots[b, t])) < cache[0].shape[2]:
             for i, new in enumerate((k, v)):
                 x = np.asarray(new[b, t, g], np.float32)
-                if len(held) == 4:
+                if len(cache) == 4:
                     top = np.abs(x).max()
                     scale = top / np.float32(448) if top > 0 else np.float32(1)
                     out[2 + i][b, g, s] = scale
                     x = (x / scale).astype(ml_dtypes.float8_e4m3fn)
-                out[i][b, g, s] = x.astype(held[i].dtype)
+                out[i][b, g, s] = x.astype(cache[i].dtype)
     return out
 
 
@@ -45,7 +46,10 @@ def by_hand(k, v, slot, held):
 )
 @pytest.mark.parametrize("B, T, G, S, H", [(1, 1, 1, 3, 16), (3, 5, 3, 20, 24), (2, 9, 8, 8, 64)])
 def test_all_agree(B, T, G, S, H, dtype):
-    """The kernel bit for bit; XLA may round a scale otherwise, and then a value. What no token was written to stays as it is."""
+    """The kernel agrees bit for bit; XLA may round a scale otherwise, and then a value.
+
+    Slots that no token was written to stay as they are.
+    """
     args = case(B, T, G, S, H, dtype)
     want = by_hand(*args)
     for a, b in zip(cache_write_triton.write(*args, start=interpret), want, strict=True):
@@ -54,15 +58,14 @@ def test_all_agree(B, T, G, S, H, dtype):
         assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in args[3]]
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             a = np.asarray(a, np.float64)
-            assert (
-                np.allclose(a, b, rtol=2e-7, atol=0)
-                if i > 1
-                else np.mean(a != b) < 0.01 and (np.abs(a - b) <= np.abs(b) / 8).all()
-            )
+            if i > 1:  # a scale
+                assert np.allclose(a, b, rtol=2e-7, atol=0)
+            else:
+                assert np.mean(a != b) < 0.01 and (np.abs(a - b) <= np.abs(b) / 8).all()
 
 
 def test_slots_before_the_first_are_dropped_by_the_kernel():
-    """Where XLA would count from the end; nobody writes there, and a kernel must not write outside."""
-    k, v, _, held = case(1, 2, 2, 4, 16, jnp.float32)
-    got = cache_write_triton.write(k, v, jnp.asarray([[-1, 4]]), held, start=interpret)
-    assert all(np.array_equal(a, b) for a, b in zip(got, held, strict=True))
+    """There XLA would count from the end. Nobody writes there, and a kernel must not either."""
+    k, v, _, cache = case(1, 2, 2, 4, 16, jnp.float32)
+    got = cache_write_triton.write(k, v, jnp.asarray([[-1, 4]]), cache, start=interpret)
+    assert all(np.array_equal(a, b) for a, b in zip(got, cache, strict=True))

@@ -18,7 +18,7 @@ def case(B=3, T=4, N=6, G=2, S=150, H=24, *, lengths=(1, 70, 146), seed=0, kv=np
     return jnp.asarray(q, jnp.float32), jnp.asarray(k, kv), jnp.asarray(v, kv), positions
 
 
-def slow(q, k, v, positions, held, window, scale, sinks):
+def slow(q, k, v, positions, kv_positions, window, scale, sinks):
     """One query, one head at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, N, H = q.shape
@@ -26,10 +26,8 @@ def slow(q, k, v, positions, held, window, scale, sinks):
     out = np.zeros(q.shape)
     for b, t, n in np.ndindex(B, T, N):
         p = int(positions[b, t])
-        here = np.arange(S) if held is None else np.asarray(held[b])
-        slots = [
-            s for s in range(S) if 0 <= here[s] <= p and (window is None or here[s] > p - window)
-        ]
+        at = np.arange(S) if kv_positions is None else np.asarray(kv_positions[b])
+        slots = [s for s in range(S) if 0 <= at[s] <= p and (window is None or at[s] > p - window)]
         x = k[b, n // (N // G), slots] @ q[b, t, n] * scale
         x = np.append(x, -np.inf if sinks is None else float(sinks[n]))
         w = np.exp(x - x.max())
@@ -38,9 +36,9 @@ def slow(q, k, v, positions, held, window, scale, sinks):
 
 
 def ring(S=40, B=3, T=4, lengths=(1, 70, 146)):
+    """The position that each slot of a ring holds."""
     latest = np.array(lengths)[:, None] - 2 + T
-    held = latest - (latest - np.arange(S)[None]) % S
-    return jnp.asarray(held, jnp.int32)
+    return jnp.asarray(latest - (latest - np.arange(S)[None]) % S, jnp.int32)
 
 
 RULES = {
@@ -56,38 +54,23 @@ RULES = {
 def test_all_agree(rule, span):
     args = case()
     want = slow(*args, None, **rule)
-    assert np.abs(np.asarray(attention.reference(*args, None, **rule)) - want).max() < 1e-5
-    assert (
-        np.abs(
-            np.asarray(attention_triton.attend(*args, None, **rule, start=interpret, span=span))
-            - want
-        ).max()
-        < 1e-5
-    )
+    got = attention_triton.attend(*args, None, **rule, start=interpret, span=span)
+    for y in (attention.reference(*args, None, **rule), got):
+        assert np.abs(np.asarray(y) - want).max() < 1e-5
 
 
-@pytest.mark.parametrize("how", [{}, {"bs": 16, "span": 32}], ids=["one stretch", "two"])
+@pytest.mark.parametrize("tiles", [{}, {"bs": 16, "span": 32}], ids=["one split", "two"])
 @pytest.mark.parametrize(
     "rule",
     [RULES["window"] | {"window": 30}, RULES["sinks"] | {"window": 9}],
     ids=["window", "sinks"],
 )
-def test_rings_agree(rule, how):
+def test_rings_agree(rule, tiles):
     q, k, v, positions = case(S=40)
     want = slow(q, k, v, positions, ring(), **rule)
-    assert (
-        np.abs(np.asarray(attention.reference(q, k, v, positions, ring(), **rule)) - want).max()
-        < 1e-5
-    )
-    assert (
-        np.abs(
-            np.asarray(
-                attention_triton.attend(q, k, v, positions, ring(), **rule, start=interpret, **how)
-            )
-            - want
-        ).max()
-        < 1e-5
-    )
+    got = attention_triton.attend(q, k, v, positions, ring(), **rule, start=interpret, **tiles)
+    for y in (attention.reference(q, k, v, positions, ring(), **rule), got):
+        assert np.abs(np.asarray(y) - want).max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -124,20 +107,14 @@ def test_float8_with_scales():
         **rule,
     )
     scales = dict(k_scale=k_scale, v_scale=v_scale)
-    assert (
-        np.abs(
-            np.asarray(attention.reference(q, k8, v8, positions, None, **rule, **scales)) - want
-        ).max()
-        < 1e-5
-    )
-    got = attention_triton.attend(
-        q, k8, v8, positions, None, **rule, **scales, start=interpret, span=64
-    )
-    assert np.abs(np.asarray(got) - want).max() < 1e-5
+    args = q, k8, v8, positions, None
+    got = attention_triton.attend(*args, **rule, **scales, start=interpret, span=64)
+    for y in (attention.reference(*args, **rule, **scales), got):
+        assert np.abs(np.asarray(y) - want).max() < 1e-5
 
 
 def test_bfloat16():
-    """Within bfloat16's half step of the result, and of the weights that are rounded before the second product."""
+    """Within bfloat16's half step of the result, and of the weights rounded before the product."""
     q, k, v, positions = case(kv=jnp.bfloat16)
     q = q.astype(jnp.bfloat16)
     for rule in (RULES["plain"], RULES["window, sinks"]):
@@ -146,14 +123,12 @@ def test_bfloat16():
             got = attention_triton.attend(
                 q, k, v, positions, None, **rule, start=interpret, span=span
             )
-            assert (
-                got.dtype == jnp.bfloat16
-                and np.abs(np.asarray(got, np.float64) - want).max() < 2**-7 * np.abs(want).max()
-            )
+            off = np.abs(np.asarray(got, np.float64) - want).max()
+            assert got.dtype == jnp.bfloat16 and off < 2**-7 * np.abs(want).max()
 
 
 def test_slots_that_nobody_sees_are_not_read():
-    """NaN in whole tiles past every row's own length, and before its window: not even multiplied with zero."""
+    """NaN in whole tiles past a row's length and before its window is not even multiplied by 0."""
     q, k, v, positions = case()
     rule = RULES["window"]
 
@@ -169,30 +144,26 @@ def test_slots_that_nobody_sees_are_not_read():
     np.testing.assert_array_equal(np.asarray(attend(*nan)), np.asarray(attend(k, v)))
 
 
-def test_stretches_begin_where_they_began_for_one_query():
-    """So that verifying groups its sums as plain decoding does: they follow from the batch and the cache, not from the queries."""
-    assert (
-        len(
-            {
-                attention_triton.tiles(tokens, 8 * tokens, 32, 4096, 128, H200)["span"]
-                for tokens in (1, 8, 17, 64)
-            }
-        )
-        == 1
-    )
-    assert [attention_triton.tiles(8, 64, b * 4, 4096, 128, H200)["span"] for b in (1, 8, 32)] == [
-        128,
-        1024,
-        1024,
-    ]
+def test_splits_begin_where_they_began_for_one_query():
+    """So that verifying groups its sums as plain decoding does.
+
+    Splits follow from the batch and the cache, not from the queries.
+    """
+
+    def span(tokens, batch):
+        tiles = attention_triton.tile_config(tokens, 8 * tokens, 4 * batch, 4096, 128, H200)
+        return tiles["span"]
+
+    assert len({span(tokens, 8) for tokens in (1, 8, 17, 64)}) == 1
+    assert [span(8, batch) for batch in (1, 8, 32)] == [128, 1024, 1024]
 
 
 @pytest.mark.parametrize(
     "tokens, heads, slots", [(65, 4, 512), (512, 8, 4096), (20_000, 32, 20_480)]
 )
 def test_a_prompt_is_not_cut_into_many_parts(tokens, heads, slots):
-    """They are float32, and of 20,000 tokens the parts of stretches of 1,024 slots would take 6.5 GB."""
-    how = attention_triton.tiles(tokens, tokens * heads // 4, 4, slots, 128, H200)
-    splits = -(-slots // how["span"])
-    assert splits == 1 or splits * tokens * heads * 128 * 4 < 2 * 132 * how["bq"] * 128 * 4
-    assert splits * -(-tokens * heads // 4 // how["bq"]) * 4 >= 60 or how["span"] == 128
+    """Parts are float32: of 20,000 tokens and splits of 1,024 slots they would take 6.5 GB."""
+    tiles = attention_triton.tile_config(tokens, tokens * heads // 4, 4, slots, 128, H200)
+    splits = -(-slots // tiles["span"])
+    assert splits == 1 or splits * tokens * heads * 128 * 4 < 2 * 132 * tiles["bq"] * 128 * 4
+    assert splits * -(-tokens * heads // 4 // tiles["bq"]) * 4 >= 60 or tiles["span"] == 128

@@ -1,4 +1,4 @@
-"""Which form runs: by name, by what is here, by what the operands are; said once, with the reason."""
+"""Which form of a kernel runs: by name, by what is here, by what the operands are."""
 
 import logging
 
@@ -23,30 +23,30 @@ FORMS = ("reference", "triton", "mosaic")
 @pytest.fixture
 def hopper(monkeypatch):
     """As if an H200 with jax-triton were here."""
-    monkeypatch.setattr(choose, "missing", lambda form: None)
-    choose._serving.cache_clear()
-    yield
-    choose._serving.cache_clear()
+    monkeypatch.setattr(choose, "unavailable_reason", lambda form: None)
+    monkeypatch.setattr(launch, "platform", lambda: "gpu")
+    monkeypatch.setattr(choose, "_reported", set())
 
 
 def test_auto_takes_triton_where_it_can(hopper, caplog):
+    """One line says so, and one more for each reason why it cannot."""
     with caplog.at_level(logging.INFO):
         assert [choose.choose("k", "auto", FORMS) for _ in range(3)] == ["triton"] * 3
-        assert choose.choose("k", "auto", FORMS, "they are tired") == "reference"
+        for kernel in ("k", "another"):
+            assert choose.choose(kernel, "auto", FORMS, "they are tired") == "reference"
     assert [r.message for r in caplog.records] == [
-        "k: triton",
-        "k: reference, because of triton kernels they are tired",
+        "kernels: Triton",
+        "kernels: plain JAX for k; of Triton kernels: they are tired",
     ]
-    assert (
-        choose.choose("k", "mosaic", FORMS) == "mosaic"
-        and choose.choose("k", "reference", FORMS, "x") == "reference"
-    )
+    assert choose.choose("k", "mosaic", FORMS) == "mosaic"
+    assert choose.choose("k", "reference", FORMS, "x") == "reference"
 
 
 def test_a_named_form_that_cannot_serve_is_an_error(hopper):
     with pytest.raises(
         InputError,
-        match="kernel k: mosaic kernels cannot serve: they are tired; got mosaic; ask for auto or reference",
+        match="kernel k: mosaic kernels cannot run: they are tired; got mosaic; "
+        "ask for auto or reference",
     ):
         choose.choose("k", "mosaic", FORMS, "they are tired")
     with pytest.raises(
@@ -55,14 +55,12 @@ def test_a_named_form_that_cannot_serve_is_an_error(hopper):
         choose.choose("k", "cutlass", FORMS)
 
 
-def test_on_this_machine_it_is_the_reference():
-    choose._serving.cache_clear()
-    assert choose.choose("k", "auto", FORMS) == "reference"
-    assert (
-        launch.unavailable_reason("triton")
-        == launch.unavailable_reason("mosaic")
-        == "they need a GPU, and JAX runs on cpu"
-    )
+def test_on_a_cpu_it_is_the_reference_and_nothing_is_said(caplog):
+    with caplog.at_level(logging.INFO):
+        assert choose.choose("k", "auto", FORMS) == "reference"
+    assert not caplog.records
+    for form in ("triton", "mosaic"):
+        assert launch.unavailable_reason(form) == "they need a GPU, and JAX runs on cpu"
 
 
 def test_where_it_is_only_compiled_for_a_gpu(monkeypatch):
@@ -74,12 +72,10 @@ def test_where_it_is_only_compiled_for_a_gpu(monkeypatch):
             == "they need a GPU, and this machine only compiles for one"
         )
     with launch.target_gpu(launch.H200):
-        assert (
-            launch.unavailable_reason("mosaic") is None
-            and launch.unavailable_reason("triton") == "TRITON_INTERPRET is set"
-        )
+        assert launch.unavailable_reason("mosaic") is None
+        assert launch.unavailable_reason("triton") == "TRITON_INTERPRET is set"
     with launch.target_gpu(launch.Gpu(80, 108)):
-        assert "and this GPU has 8.0" in launch.unavailable_reason("triton")
+        assert "and this GPU has compute capability 8.0" in launch.unavailable_reason("triton")
 
 
 def test_precision_is_never_taken_away(hopper, monkeypatch):
@@ -95,12 +91,12 @@ def test_precision_is_never_taken_away(hopper, monkeypatch):
     def swap(x):
         return x.swapaxes(1, 2)
 
-    seen = packed_attention.AttentionIntervals(at, at, at, 2, 0)
+    intervals = packed_attention.AttentionIntervals(at, at, at, 2, 0)
     for x in (f, b):
         attention.attend(x, swap(x), swap(x), at, None, form="auto", **rule)
-        packed_attention.attend(x, x, x, seen, 1.0, form="auto")
+        packed_attention.attend(x, x, x, intervals, 1.0, form="auto")
         fusion.fuse([x[0, :, 0]], x[0, 0].T.repeat(1, 1), None, "none", 1.0, form="auto")
-        vocab.peaks(x[0, :, 0], x[0, 0].T, 1, form="auto")
+        vocab.topk(x[0, :, 0], x[0, 0].T, 1, form="auto")
         vocab.distance(x[0, :, 0], x[0, 0].T, x[0, :, 0], x[0, 0].T)
     assert asked == ["reference"] * 5 + ["triton"] * 5
     attention.attend(b, swap(f), swap(f), at, None, form="auto", **rule)

@@ -1,4 +1,7 @@
-"""Machine code of every Triton kernel for Hopper, Blackwell and the RTX PRO: FP8 instructions, no spills, what shared memory allows."""
+"""Machine code of every Triton kernel for Hopper, Blackwell and the RTX PRO.
+
+FP8 products are FP8 instructions, nothing spills, and shared memory suffices.
+"""
 
 import json
 import os
@@ -11,7 +14,9 @@ import pytest
 pytest.importorskip("triton", reason="triton is a wheel for Linux")
 ROOT = Path(__file__).parent.parent.parent
 FP8 = {90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
-SMALL = ("merge_kernel", "sort_kernel", "quantise_kernel")  # a few numbers a thread
+SMALL = ("merge_kernel", "sort_kernel", "quantize_kernel")  # a few numbers a thread
+# products with one scale a row
+BY_ROW = [f"fp8_matmul {M}x4096x4096" for M in (8, 64, 512)]
 WIDE = {90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}  # bfloat16, of a tile of 64 rows and more
 
 
@@ -24,7 +29,7 @@ def rows(tmp_path_factory):
         "JAX_PLATFORMS": "cpu",
     }
     subprocess.run(
-        [sys.executable, ROOT / "scripts" / "compile_kernels.py", "--out", out],
+        [sys.executable, ROOT / "scripts" / "gpu" / "compile_kernels.py", "--out", out],
         env=env,
         check=True,
         capture_output=True,
@@ -37,10 +42,8 @@ def test_all_of_them_on_all_three(rows):
     names = {row["kernel"] for row in rows}
     functions = {row["function"] for row in rows}
     assert {row["sm"] for row in rows} == set(FP8) and len(names) >= 20
-    vocab, packed = (
-        {"peaks_kernel", "distance_kernel", "slopes_kernel"},
-        {"forward_kernel", "query_kernel", "key_kernel"},
-    )
+    vocab = {"topk_kernel", "distance_kernel", "logit_grads_kernel"}
+    packed = {"forward_kernel", "query_kernel", "key_kernel"}
     assert functions == {"kernel", *SMALL} | vocab | packed
     for name in names:
         assert {row["sm"] for row in rows if row["kernel"] == name} == set(FP8), name
@@ -56,47 +59,40 @@ def test_nothing_spills_and_everything_fits(rows):
     assert not bad, [
         (row["kernel"], row["function"], row["sm"], row["stack"], row["shared"]) for row in bad
     ]
-    small = [
-        row for row in rows if row["kernel"].startswith("fp8_matmul 8x")
-    ]  # several blocks a multiprocessor hide each other's waiting
+    # several blocks a multiprocessor hide each other's waiting
+    small = [row for row in rows if row["kernel"].startswith("fp8_matmul 8x")]
     assert small and all(row["registers"] <= 64 for row in small)
 
 
 def test_loads_run_ahead(rows):
     """Without asynchronous loads a kernel waits for memory at every tile."""
-    mine = [
+    selected = [
         row
         for row in rows
         if row["function"] not in SMALL and not row["kernel"].startswith("cache writing")
     ]
-    assert not [row["kernel"] for row in mine if not row["instructions"].get("LDGSTS")]
+    assert not [row["kernel"] for row in selected if not row["instructions"].get("LDGSTS")]
 
 
 def test_fp8_products_are_done_in_fp8(rows):
-    mine = [
+    selected = [
         row
         for row in rows
         if row["kernel"].startswith("fp8_matmul ")
         or "fusion" in row["kernel"]
         and "float8" in row["kernel"]
     ]
-    assert len(mine) >= 18
-    for row in mine:
+    assert len(selected) >= 18
+    for row in selected:
         counts = row["instructions"]
         assert counts.get(FP8[row["sm"]]) and "HMMA" not in counts, row
-        if row["sm"] == 90 and row["kernel"] in (
-            "fp8_matmul 8x4096x4096",
-            "fp8_matmul 64x4096x4096",
-            "fp8_matmul 512x4096x4096",
-        ):
-            assert row["imprecise_sums"] == [128], (
-                row
-            )  # Hopper's own sums keep few bits; groups end after 128 anyway
-        assert counts.get("F2FP.E4M3", 0) == 0 or "bfloat16 in" in row["kernel"], (
-            row
-        )  # nothing is unpacked; some quantise
+        # Hopper's own sums keep few bits; with scales of groups they end after 128 anyway
+        if row["sm"] == 90 and row["kernel"] in BY_ROW:
+            assert row["imprecise_sums"] == [128], row
+        # nothing is unpacked, and only those that are given bfloat16 quantize
+        assert counts.get("F2FP.E4M3", 0) == 0 or "bfloat16 in" in row["kernel"], row
 
 
 def test_wide_tiles_use_wide_instructions(rows):
-    mine = [row for row in rows if row["kernel"].startswith("packed attention")]
-    assert mine and all(row["instructions"].get(WIDE[row["sm"]]) for row in mine)
+    selected = [row for row in rows if row["kernel"].startswith("packed attention")]
+    assert selected and all(row["instructions"].get(WIDE[row["sm"]]) for row in selected)

@@ -1,4 +1,4 @@
-"""All forms of a mixture of experts are one sum; the sparse ones look at no expert that was not chosen."""
+"""All forms of a mixture of experts are one sum; sparse ones read no expert that was not chosen."""
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,25 @@ from peagle_jax.layers.moe import (
 D, WIDTH, E, K = 12, 10, 7, 3
 
 
-def bank(seed: int = 0):
+def expert_weights(seed: int = 0):
+    """E experts with biases, none of whose numbers is a default."""
     rng = np.random.default_rng(seed)
-    stacks = [
+    linears = [
         ExpertLinear(E, *size, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0))
         for size in ((D, 2 * WIDTH), (WIDTH, D))
     ]
-    for stack in stacks:
-        stack.kernel[...] = jnp.asarray(rng.normal(0, 0.5, stack.kernel.shape), jnp.float32)
-        stack.bias[...] = jnp.asarray(rng.normal(0, 0.5, stack.bias.shape), jnp.float32)
-    return ExpertWeights(*stacks, GLU(jax.nn.silu), E)
+    for linear in linears:
+        linear.kernel[...] = jnp.asarray(rng.normal(0, 0.5, linear.kernel.shape), jnp.float32)
+        linear.bias[...] = jnp.asarray(rng.normal(0, 0.5, linear.bias.shape), jnp.float32)
+    return ExpertWeights(*linears, GLU(jax.nn.silu), E)
 
 
-def by_hand(x, chosen, weight, bank):
+def by_hand(x, topk_ids, routing_weights, weights):
     """In float64, one token and one expert at a time."""
     out = np.zeros(x.shape)
-    up, down = (np.asarray(s.kernel[...], np.float64) for s in (bank.gate_up, bank.down))
-    b_up, b_down = (np.asarray(s.bias[...], np.float64) for s in (bank.gate_up, bank.down))
-    for t, (row, ids, shares) in enumerate(zip(x, chosen, weight, strict=True)):
+    up, down = (np.asarray(s.kernel[...], np.float64) for s in (weights.gate_up, weights.down))
+    b_up, b_down = (np.asarray(s.bias[...], np.float64) for s in (weights.gate_up, weights.down))
+    for t, (row, ids, shares) in enumerate(zip(x, topk_ids, routing_weights, strict=True)):
         for e, share in zip(ids, shares, strict=True):
             if e < E:
                 gate, value = np.split(row @ up[e] + b_up[e], 2)
@@ -45,13 +46,17 @@ def by_hand(x, chosen, weight, bank):
 
 
 def run(form):
-    if form == "triton":
-        return lambda x, chosen, weight, bank: experts_triton.mixture(
-            jnp.asarray(x), jnp.asarray(chosen), weight, bank, start=interpret
-        )
-    return lambda *inputs: jax.jit(lambda *arrays: experts.FORMS[form](*arrays, inputs[3]))(
-        *inputs[:3]
-    )
+    """A form as a function of arrays and weights; Triton in its interpreter, the others jitted."""
+
+    def run_triton(*inputs):
+        arrays, weights = map(jnp.asarray, inputs[:3]), inputs[3]
+        return experts_triton.mixture(*arrays, weights, start=interpret)
+
+    def run_xla(*inputs):
+        arrays, weights = inputs[:3], inputs[3]
+        return jax.jit(lambda *arrays: experts.FORMS[form](*arrays, weights))(*arrays)
+
+    return run_triton if form == "triton" else run_xla
 
 
 @pytest.mark.parametrize("form", experts.FORMS)
@@ -68,57 +73,59 @@ def run(form):
     ],
 )
 def test_forms(form, n, spread):
-    """`one`: all tokens choose the same experts; `elsewhere`: some choices are no expert of this bank."""
+    """`one`: all tokens choose the same experts; `elsewhere`: some choices are of other devices."""
     rng = np.random.default_rng(n)
     x = rng.normal(size=(n, D)).astype(np.float32)
-    chosen = np.stack(
+    topk_ids = np.stack(
         [np.arange(K) if spread == "one" else rng.permutation(E)[:K] for _ in range(n)]
     ).astype(np.int32)
     if spread == "elsewhere":
-        chosen[rng.random(chosen.shape) < 0.4] = E
-        chosen[0] = E
+        topk_ids[rng.random(topk_ids.shape) < 0.4] = E
+        topk_ids[0] = E
     if spread == "some elsewhere":  # the first choice, so that what is here does not stand first
-        chosen[0] = [E, 2, 5]
-    weight = rng.uniform(0.1, 1, (n, K)).astype(np.float32)
-    b = bank()
-    got = run(form)(x, chosen, weight, b)
-    np.testing.assert_allclose(got, by_hand(x, chosen, weight, b), atol=2e-5, rtol=0)
+        topk_ids[0] = [E, 2, 5]
+    routing_weights = rng.uniform(0.1, 1, (n, K)).astype(np.float32)
+    b = expert_weights()
+    got = run(form)(x, topk_ids, routing_weights, b)
+    np.testing.assert_allclose(got, by_hand(x, topk_ids, routing_weights, b), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["looped", "gathered", "triton"])
 def test_experts_that_nobody_chose_are_not_read(form):
-    b = bank()
-    for stack in (b.gate_up, b.down):
-        stack.kernel[...] = stack.kernel[...].at[jnp.array([0, 3, 4, 6])].set(jnp.nan)
-    chosen = jnp.array([[1, 2, 5], [5, 1, 2], [2, 5, 1]])
-    x, weight = jnp.ones((3, D)), jnp.ones((3, K))
-    assert np.isfinite(run(form)(x, chosen, weight, b)).all()
-    assert not np.isfinite(experts.reference(x, chosen, weight, b)).all()
+    b = expert_weights()
+    for linear in (b.gate_up, b.down):
+        linear.kernel[...] = linear.kernel[...].at[jnp.array([0, 3, 4, 6])].set(jnp.nan)
+    topk_ids = jnp.array([[1, 2, 5], [5, 1, 2], [2, 5, 1]])
+    x, routing_weights = jnp.ones((3, D)), jnp.ones((3, K))
+    assert np.isfinite(run(form)(x, topk_ids, routing_weights, b)).all()
+    assert not np.isfinite(experts.reference(x, topk_ids, routing_weights, b)).all()
 
 
 def stored(kind, dtype):
-    """A bank of 5 experts, 96 -> 2 x 160 -> 96, as checkpoints store them, no number of which is a default."""
+    """5 experts, 96 -> 2 x 160 -> 96, as checkpoints store them; no number is a default."""
     rng = np.random.default_rng(4)
 
     def random(like):
         return jnp.asarray(rng.normal(0, 0.3, like.shape), like.dtype)
 
-    stacks = []
+    linears = []
     for inputs, outputs in ((96, 320), (160, 96)):
         if kind == "mxfp4":
-            stack = Mxfp4ExpertLinear(5, inputs, outputs, bias=True, dtype=dtype, rngs=nnx.Rngs(0))
-            stack.blocks[...] = jnp.asarray(rng.integers(0, 256, stack.blocks.shape), jnp.uint8)
-            stack.scales[...] = jnp.asarray(rng.integers(120, 127, stack.scales.shape), jnp.uint8)
-            stack.bias[...] = random(stack.bias)
+            linear = Mxfp4ExpertLinear(5, inputs, outputs, bias=True, dtype=dtype, rngs=nnx.Rngs(0))
+            linear.blocks[...] = jnp.asarray(rng.integers(0, 256, linear.blocks.shape), jnp.uint8)
+            linear.scales[...] = jnp.asarray(rng.integers(120, 127, linear.scales.shape), jnp.uint8)
+            linear.bias[...] = random(linear.bias)
         else:
             bias = nnx.Param(jnp.asarray(rng.normal(0, 0.3, (5, outputs)), dtype))
-            stack = Fp8ExpertLinear(5, inputs, outputs, bias=bias, blocks=kind == "block")
-            stack.values[...] = jnp.asarray(
-                rng.normal(0, 20, stack.values.shape), stack.values.dtype
+            linear = Fp8ExpertLinear(5, inputs, outputs, bias=bias, blocks=kind == "block")
+            linear.values[...] = jnp.asarray(
+                rng.normal(0, 20, linear.values.shape), linear.values.dtype
             )
-            stack.scale[...] = jnp.asarray(rng.uniform(0.002, 0.02, stack.scale.shape), jnp.float32)
-        stacks.append(stack)
-    return ExpertWeights(*stacks, GLU(jax.nn.silu), 5)
+            linear.scale[...] = jnp.asarray(
+                rng.uniform(0.002, 0.02, linear.scale.shape), jnp.float32
+            )
+        linears.append(linear)
+    return ExpertWeights(*linears, GLU(jax.nn.silu), 5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -129,25 +136,27 @@ def test_triton_decodes_what_is_stored(n, kind, dtype):
     rng = np.random.default_rng(n)
     b = stored(kind, dtype)
     x = jnp.asarray(rng.normal(size=(n, 96)), dtype)
-    chosen = jnp.asarray(np.stack([rng.permutation([0, 1, 2, 4])[:2] for _ in range(n)]), jnp.int32)
-    weight = jnp.asarray(rng.uniform(0.1, 1, (n, 2)), dtype)
+    topk_ids = jnp.asarray(
+        np.stack([rng.permutation([0, 1, 2, 4])[:2] for _ in range(n)]), jnp.int32
+    )
+    routing_weights = jnp.asarray(rng.uniform(0.1, 1, (n, 2)), dtype)
     exact = ExpertWeights(b.gate_up, b.down, b.act, b.count)
-    want = np.asarray(experts.reference(x.astype(jnp.float32), chosen, weight, exact))
-    got = np.asarray(experts_triton.mixture(x, chosen, weight, b, start=interpret))
+    want = np.asarray(experts.reference(x.astype(jnp.float32), topk_ids, routing_weights, exact))
+    got = np.asarray(experts_triton.mixture(x, topk_ids, routing_weights, b, start=interpret))
     assert np.abs(got - want).max() < (1e-5 if dtype == jnp.float32 else 2**-6) * np.abs(want).max()
 
 
 def test_tiles_hold_every_pair_once():
     """Sorted by expert; the pairs of no expert in none, and tiles without rows last."""
-    chosen = jnp.asarray([[0, 3], [3, 5], [5, 3], [3, 0], [5, 5]])  # 5: no expert
-    tiles = experts.tiled(chosen, 5, 3)
-    held = [
+    topk_ids = jnp.asarray([[0, 3], [3, 5], [5, 3], [3, 0], [5, 5]])  # 5: no expert
+    tiles = experts.make_tiles(topk_ids, 5, 3)
+    rows = [
         (int(e), int(f) + i)
         for e, f, size in zip(tiles.expert, tiles.first, tiles.size, strict=True)
         for i in range(int(size))
     ]
     pair = np.argsort(tiles.place)
-    assert [(e, *divmod(int(pair[place]), 2)) for e, place in held] == [
+    assert [(e, *divmod(int(pair[place]), 2)) for e, place in rows] == [
         (0, 0, 0),
         (0, 3, 1),
         (3, 0, 1),
@@ -155,16 +164,11 @@ def test_tiles_hold_every_pair_once():
         (3, 2, 1),
         (3, 3, 0),
     ]
-    assert (
-        tiles.size.tolist() == [2, 3, 1] + [0] * (len(tiles.size) - 3)
-        and tiles.token.tolist() == (pair // 2).tolist()
-    )
-    alone = experts.unsorted(jnp.asarray([[4, 5, 1]]), 5)
-    assert (
-        alone.expert.tolist() == [4, 5, 1]
-        and alone.size.tolist() == [1, 0, 1]
-        and alone.place.tolist() == alone.first.tolist() == [0, 1, 2]
-    )
+    assert tiles.size.tolist() == [2, 3, 1] + [0] * (len(tiles.size) - 3)
+    assert tiles.token.tolist() == (pair // 2).tolist()
+    alone = experts.tiles_of_one_token(jnp.asarray([[4, 5, 1]]), 5)
+    assert alone.expert.tolist() == [4, 5, 1] and alone.size.tolist() == [1, 0, 1]
+    assert alone.place.tolist() == alone.first.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -180,49 +184,51 @@ def test_tiles_hold_every_pair_once():
     ],
 )
 def test_triton_sorts_as_xla_does(n, k, count, rows):
-    """Some pairs elsewhere, some experts without rows, some with more than a tile of them; pairs and tiles in several programs."""
+    """Some pairs elsewhere, some experts without rows, some with more than a tile of them.
+
+    Pairs and tiles are in several programs.
+    """
     rng = np.random.default_rng(n)
-    chosen = np.stack([rng.permutation(count + 1)[:k] for _ in range(n)])
-    chosen[chosen == count // 2] = count if count > 1 else 0
-    chosen = jnp.asarray(chosen, jnp.int32)
+    topk_ids = np.stack([rng.permutation(count + 1)[:k] for _ in range(n)])
+    topk_ids[topk_ids == count // 2] = count if count > 1 else 0
+    topk_ids = jnp.asarray(topk_ids, jnp.int32)
     got, want = (
-        experts_triton.tiled(chosen, count, rows, interpret),
-        experts.tiled(chosen, count, rows),
+        experts_triton.make_tiles(topk_ids, count, rows, interpret),
+        experts.make_tiles(topk_ids, count, rows),
     )
     used = np.asarray(want.size) > 0
     for name in ("place", "token", "expert", "size", "first"):
         a, b = np.asarray(getattr(got, name)), np.asarray(getattr(want, name))
-        assert np.array_equal(
-            a[used] if name == "first" else a, b[used] if name == "first" else b
-        ), name
+        if name == "first":  # tiles without rows lie anywhere
+            a, b = a[used], b[used]
+        assert np.array_equal(a, b), name
 
 
 def test_many_pairs_are_left_to_xla(monkeypatch):
     """On either side of the bound, the same sum."""
     rng = np.random.default_rng(2)
-    x, weight = (
+    x, routing_weights = (
         rng.normal(size=(9, D)).astype(np.float32),
         rng.uniform(0.1, 1, (9, K)).astype(np.float32),
     )
-    chosen = np.stack([rng.permutation(E)[:K] for _ in range(9)]).astype(np.int32)
+    topk_ids = np.stack([rng.permutation(E)[:K] for _ in range(9)]).astype(np.int32)
     sorts = []
-    monkeypatch.setattr(
-        experts, "tiled", lambda *a, tiled=experts.tiled: sorts.append(a) or tiled(*a)
-    )
+    make_tiles = experts.make_tiles
+    monkeypatch.setattr(experts, "make_tiles", lambda *a: sorts.append(a) or make_tiles(*a))
     for bound, by_xla in ((9 * K, 0), (9 * K - 1, 1)):
-        monkeypatch.setattr(experts_triton, "SORTED", bound)
+        monkeypatch.setattr(experts_triton, "MAX_SORTED_PAIRS", bound)
         np.testing.assert_allclose(
-            run("triton")(x, chosen, weight, bank()),
-            by_hand(x, chosen, weight, bank()),
+            run("triton")(x, topk_ids, routing_weights, expert_weights()),
+            by_hand(x, topk_ids, routing_weights, expert_weights()),
             atol=2e-5,
             rtol=0,
         )
         assert len(sorts) == by_xla
-    monkeypatch.setattr(experts_triton, "SORTED", 9 * K)
-    monkeypatch.setattr(experts_triton, "BANKS", E - 1)
+    monkeypatch.setattr(experts_triton, "MAX_SORTED_PAIRS", 9 * K)
+    monkeypatch.setattr(experts_triton, "MAX_SORTED_EXPERTS", E - 1)
     np.testing.assert_allclose(
-        run("triton")(x, chosen, weight, bank()),
-        by_hand(x, chosen, weight, bank()),
+        run("triton")(x, topk_ids, routing_weights, expert_weights()),
+        by_hand(x, topk_ids, routing_weights, expert_weights()),
         atol=2e-5,
         rtol=0,
     )
@@ -230,15 +236,18 @@ def test_many_pairs_are_left_to_xla(monkeypatch):
 
 
 def test_a_loop_has_a_round_a_tile():
-    """Rounds, counted: as many as chosen experts while each fits a tile, so the work follows active parameters."""
+    """There are as many rounds as chosen experts while each fits a tile: work follows them."""
     rounds = []
-    b = bank()
-    one = b.one
-    b.one = lambda e, rows: (jax.debug.callback(lambda e: rounds.append(int(e)), e), one(e, rows))[
-        1
-    ]
-    chosen = jnp.array([[1, 2, 5], [5, 1, 0]])
-    experts.looped(jnp.ones((2, D)), chosen, jnp.ones((2, K)), b).block_until_ready()
+    b = expert_weights()
+    run_expert = b.run_expert
+
+    def counted(expert, rows):
+        jax.debug.callback(lambda expert: rounds.append(int(expert)), expert)
+        return run_expert(expert, rows)
+
+    b.run_expert = counted
+    topk_ids = jnp.array([[1, 2, 5], [5, 1, 0]])
+    experts.looped(jnp.ones((2, D)), topk_ids, jnp.ones((2, K)), b).block_until_ready()
     jax.effects_barrier()
     assert sorted(rounds) == [0, 1, 2, 5]
     rounds.clear()
@@ -247,14 +256,8 @@ def test_a_loop_has_a_round_a_tile():
         jnp.ones((n, D)), jnp.tile(jnp.array([[6, 0, 3]]), (n, 1)), jnp.ones((n, K)), b
     ).block_until_ready()
     jax.effects_barrier()
-    assert experts.tile_rows(n, K, E, parts=1, few=4, most=64) == 16 and sorted(rounds) == [
-        0,
-        0,
-        3,
-        3,
-        6,
-        6,
-    ]
+    assert experts.tile_rows(n, K, E, num_shards=1, least=4, most=64) == 16
+    assert sorted(rounds) == [0, 0, 3, 3, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +272,8 @@ def test_a_loop_has_a_round_a_tile():
     ],
 )
 def test_tiles(n, k, count, rows):
-    assert experts.tile_rows(n, k, count, parts=1, few=experts.FEW, most=experts.TILE) == rows
+    bounds = {"least": experts.MIN_CPU_TILE, "most": experts.MAX_CPU_TILE}
+    assert experts.tile_rows(n, k, count, num_shards=1, **bounds) == rows
 
 
 def test_choice(monkeypatch):
@@ -280,8 +284,6 @@ def test_choice(monkeypatch):
         ]
 
     assert picked() == ["looped", "looped", "gathered", "gathered", "grouped"]  # no GPU is here
-    monkeypatch.setattr(choose, "missing", lambda form: None)
-    choose._serving.cache_clear()
+    monkeypatch.setattr(choose, "unavailable_reason", lambda form: None)
     assert picked() == ["looped", "looped", "triton", "triton", "triton"]
     assert picked("operands are float32") == ["looped", "looped", "gathered", "gathered", "grouped"]
-    choose._serving.cache_clear()

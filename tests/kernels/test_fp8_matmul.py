@@ -1,4 +1,4 @@
-"""The FP8 product: quantisation by hand, the reference against float64, the Triton kernel in its interpreter against both."""
+"""The FP8 product: quantization by hand, the reference against float64, Triton against both."""
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,15 @@ def exact(x, x_scale, w, w_scale):
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     x_scale, w_scale = np.asarray(x_scale, np.float64), np.asarray(w_scale, np.float64)
 
-    def depth_schedule(a, axis, size):
+    def expand(a, axis, size):
+        """One scale for 128 numbers -> one scale a number."""
         return np.repeat(a, 128, axis=axis).take(range(size), axis=axis)
 
-    x = x * (x_scale if x_scale.shape[1] == 1 else depth_schedule(x_scale, 1, x.shape[1]))
+    x = x * (x_scale if x_scale.shape[1] == 1 else expand(x_scale, 1, x.shape[1]))
     w = w * (
         w_scale[:, None]
         if w_scale.ndim == 1
-        else depth_schedule(depth_schedule(w_scale, 0, w.shape[0]), 1, w.shape[1])
+        else expand(expand(w_scale, 0, w.shape[0]), 1, w.shape[1])
     )
     return x @ w.T
 
@@ -76,20 +77,20 @@ def test_triton_is_the_product(shape, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", [{"splits": 2}, {"splits": 4}, {"bm": 32, "bn": 128}], ids=str)
-def test_triton_splits_and_tiles(how, kind):
+@pytest.mark.parametrize("tiles", [{"splits": 2}, {"splits": 4}, {"bm": 32, "bn": 128}], ids=str)
+def test_triton_splits_and_tiles(tiles, kind):
     """K = 640 is five tiles: splits get different shares, the last of four gets one... and none."""
     args = operands(9, 100, 640, kind)
     want = exact(*args)
     got = np.asarray(
-        fp8_matmul_triton.product(*args, jnp.float32, start=interpret, **how), np.float64
+        fp8_matmul_triton.product(*args, jnp.float32, start=interpret, **tiles), np.float64
     )
     assert np.abs(got - want).max() / np.abs(want).max() < 1e-6
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_triton_quantizes_by_itself(blocks):
-    """As `quantise_rows` does, group by group; a row of zeros stays zeros."""
+    """As `quantize_rows` does, group by group; a row of zeros stays zeros."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5, 300)) * 10.0 ** rng.integers(-3, 4, (5, 300))
     x[2] = 0
@@ -106,7 +107,7 @@ def test_triton_quantizes_by_itself(blocks):
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("M, K", [(1, 128), (5, 300), (3, 1000)])
 def test_triton_quantizes_rows(M, K, blocks):
-    """Bit for bit; rows of very different sizes, one of zeros, one with its largest number at the end."""
+    """Bit for bit; rows of very different sizes, one of zeros, one whose largest number is last."""
     x = np.random.default_rng(K).standard_normal((M, K)) * np.logspace(-6, 5, M)[:, None]
     x[0, -1] = 9 * np.abs(x[0]).max()
     x[M // 2] *= M == 1
@@ -127,7 +128,7 @@ def test_triton_quantizes_rows(M, K, blocks):
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_quantized_again_is_the_same(blocks):
-    """Largest values become 448; what e4m3 can hold comes back, and the rest within its half step, 1/16."""
+    """The largest values become 448; what e4m3 holds comes back, the rest within 1/16 of itself."""
     w = np.random.default_rng(1).standard_normal((130, 140))
     w[128] = 0
     matrix = fp8_matmul.quantize(jnp.asarray(w, jnp.float32), blocks=blocks)
@@ -143,7 +144,7 @@ def test_quantized_again_is_the_same(blocks):
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_gradient_is_straight_through(blocks):
-    """Of the dequantised matrix; none for the matrix itself."""
+    """Of the dequantized matrix; none for the matrix itself."""
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 3, 140), (2, 3, 70)))
     w = fp8_matmul.quantize(jnp.asarray(rng.standard_normal((70, 140)), jnp.float32), blocks=blocks)
@@ -158,7 +159,7 @@ def test_gradient_is_straight_through(blocks):
 
 def test_a_form_that_cannot_serve_is_refused():
     x, w = jnp.ones((2, 128)), fp8_matmul.quantize(jnp.ones((4, 128)))
-    with pytest.raises(InputError, match="triton kernels cannot serve: they need a GPU"):
+    with pytest.raises(InputError, match="triton kernels cannot run: they need a GPU"):
         fp8_matmul.matmul(x, w, "triton")
     with pytest.raises(InputError, match="must be auto or one of reference, triton"):
         fp8_matmul.matmul(x, w, "cutlass")

@@ -1,4 +1,7 @@
-"""Feature fusion: the reference against float64, Triton against it; plain and FP8 matrices, every norm."""
+"""Feature fusion: the reference against float64, Triton against it.
+
+Matrices are plain and FP8, with every norm.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +15,22 @@ from peagle_jax.kernels import fp8_matmul, fusion, fusion_triton
 from peagle_jax.layers.fp8 import Fp8Linear
 
 
-def case(M=5, E=128, D=70, aux_hidden_state_layers=3, seed=0):
+def case(M=5, E=128, D=70, layers=3, seed=0):
     rng = np.random.default_rng(seed)
-    x = [
-        jnp.asarray(rng.standard_normal((M, E)) * 2.0**i, jnp.float32)
-        for i in range(aux_hidden_state_layers)
-    ]
+    x = [jnp.asarray(rng.standard_normal((M, E)) * 2.0**i, jnp.float32) for i in range(layers)]
     return (
         x,
-        jnp.asarray(rng.standard_normal((aux_hidden_state_layers * E, D)) * 0.1, jnp.float32),
-        jnp.asarray(rng.uniform(0.3, 2, aux_hidden_state_layers * E), jnp.float32),
+        jnp.asarray(rng.standard_normal((layers * E, D)) * 0.1, jnp.float32),
+        jnp.asarray(rng.uniform(0.3, 2, layers * E), jnp.float32),
     )
 
 
-def exact(aux_hidden_state_layers, w, gain, norm, eps):
-    x = np.stack([np.asarray(t, np.float64) for t in aux_hidden_state_layers], 1)
+def exact(aux_hidden_states, w, gain, norm, eps):
+    x = np.stack([np.asarray(y, np.float64) for y in aux_hidden_states], 1)
     mean = (x**2).mean(axis=(1, 2) if norm == "whole" else 2, keepdims=True)
     x = x if norm == "none" else x / np.sqrt(mean + eps)
-    return (
-        x.reshape(len(x), -1) * (1 if gain is None else np.asarray(gain, np.float64))
-    ) @ np.asarray(w, np.float64)
+    gain = 1 if gain is None else np.asarray(gain, np.float64)
+    return (x.reshape(len(x), -1) * gain) @ np.asarray(w, np.float64)
 
 
 NORMS = ["none", "whole", "per_tap"]
@@ -41,46 +40,46 @@ NORMS = ["none", "whole", "per_tap"]
     "shape",
     [
         dict(),
-        dict(M=1, E=100, aux_hidden_state_layers=2),
-        dict(M=70, E=70, D=130, aux_hidden_state_layers=4),
-        dict(aux_hidden_state_layers=1),
+        dict(M=1, E=100, layers=2),
+        dict(M=70, E=70, D=130, layers=4),
+        dict(layers=1),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("norm", NORMS)
 def test_plain(norm, shape):
-    aux_hidden_state_layers, w, gain = case(**shape)
+    aux_hidden_states, w, gain = case(**shape)
     gain = None if norm == "none" else gain
-    want = exact(aux_hidden_state_layers, w, gain, norm, 0.3)
-    joint = jnp.stack(aux_hidden_state_layers, axis=1)
+    want = exact(aux_hidden_states, w, gain, norm, 0.3)
+    joint = jnp.stack(aux_hidden_states, axis=1)
     triton = [
         fusion_triton.fuse(joint, w, gain, norm, 0.3, start=interpret),
         fusion.reference(joint, w, gain, norm, 0.3),
     ]
     triton += [
         fusion_triton.fuse(
-            aux_hidden_state_layers, w, gain, norm, 0.3, start=interpret, splits=splits, be=32
+            aux_hidden_states, w, gain, norm, 0.3, start=interpret, splits=splits, be=32
         )
         for splits in (1, 2, 3)
     ]
-    for got in (fusion.reference(aux_hidden_state_layers, w, gain, norm, 0.3), *triton):
+    for got in (fusion.reference(aux_hidden_states, w, gain, norm, 0.3), *triton):
         assert np.abs(np.asarray(got) - want).max() / np.abs(want).max() < 1e-5
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 def test_fp8(norm, blocks):
-    """Triton against the reference, which quantises alike; and both near the product of the same matrix without quantised taps."""
-    aux_hidden_state_layers, w, gain = case(E=256)
+    """Triton against the reference, which quantizes alike; both are near the plain product."""
+    aux_hidden_states, w, gain = case(E=256)
     gain = None if norm == "none" else gain
     matrix = fp8_matmul.quantize(w.T, blocks=blocks)
-    want = fusion.reference(aux_hidden_state_layers, matrix, gain, norm, 0.3)
+    want = fusion.reference(aux_hidden_states, matrix, gain, norm, 0.3)
     for splits in (1, 2):
         got = fusion_triton.fuse(
-            aux_hidden_state_layers, matrix, gain, norm, 0.3, start=interpret, splits=splits
+            aux_hidden_states, matrix, gain, norm, 0.3, start=interpret, splits=splits
         )
         assert jnp.abs(got - want).max() / jnp.abs(want).max() < 1e-5
-    near = exact(aux_hidden_state_layers, matrix.dequantized().T, gain, norm, 0.3)
+    near = exact(aux_hidden_states, matrix.dequantized().T, gain, norm, 0.3)
     assert 1e-4 < np.linalg.norm(np.asarray(want) - near) / np.linalg.norm(near) < 0.05
 
 
@@ -91,9 +90,12 @@ def test_fp8(norm, blocks):
 )
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
-    """Which gives what its own products give; with both norms there is no kernel. Gradients are those of its own products."""
-    aux_hidden_state_layers, w, _ = case(E=128, D=40)
-    made = Fusion(
+    """The kernel gives what the module's own products give, and so do gradients.
+
+    With both norms there is no kernel.
+    """
+    aux_hidden_states, w, _ = case(E=128, D=40)
+    fusion_layer = Fusion(
         3,
         128,
         40,
@@ -103,20 +105,20 @@ def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
         rngs=nnx.Rngs(0),
     )
     rng = np.random.default_rng(1)
-    for norm in [made.input_norm, *(made.fc_norm or [])]:
+    for norm in [fusion_layer.input_norm, *(fusion_layer.fc_norm or [])]:
         if norm is not None:
             norm.scale[...] = jnp.asarray(rng.uniform(0.3, 2, norm.scale.shape), jnp.float32)
-    made.fc.kernel[...] = w
+    fusion_layer.fc.kernel[...] = w
     if fp8:
         matrix = fp8_matmul.quantize(w.T)
-        made.fc = Fp8Linear(made.fc, blocks=False)
-        made.fc.values[...], made.fc.scale[...] = matrix.values, matrix.scale
-    x = jnp.concatenate(aux_hidden_state_layers, axis=-1).reshape(5, 1, -1)
+        fusion_layer.fc = Fp8Linear(fusion_layer.fc, blocks=False)
+        fusion_layer.fc.values[...], fusion_layer.fc.scale[...] = matrix.values, matrix.scale
+    x = jnp.concatenate(aux_hidden_states, axis=-1).reshape(5, 1, -1)
 
     def loss(x):
-        return (made(x) ** 2).sum()
+        return (fusion_layer(x) ** 2).sum()
 
-    want, slope = made(x), jax.grad(loss)(x)
+    want, grad = fusion_layer(x), jax.grad(loss)(x)
     used = []
     monkeypatch.setattr(fusion, "choose", lambda *_: "triton")
     monkeypatch.setitem(
@@ -125,34 +127,34 @@ def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
         lambda *args: used.append(1) or fusion_triton.fuse(*args, start=interpret),
     )
     off = 0.05 if fp8 else 1e-5  # other groups of activations share a scale
-    assert jnp.linalg.norm(made(x) - want) / jnp.linalg.norm(want) < off
-    assert jnp.linalg.norm(jax.grad(loss)(x) - slope) / jnp.linalg.norm(slope) < 2 * off
+    assert jnp.linalg.norm(fusion_layer(x) - want) / jnp.linalg.norm(want) < off
+    assert jnp.linalg.norm(jax.grad(loss)(x) - grad) / jnp.linalg.norm(grad) < 2 * off
     assert bool(used) is (len(options) < 2)
 
 
 def test_what_kernels_cannot_take():
-    aux_hidden_state_layers, w, gain = case(E=100)
+    aux_hidden_states, w, gain = case(E=100)
     matrix = fp8_matmul.quantize(w.T)
     with pytest.raises(ValueError, match="they need a GPU"):
-        fusion.fuse(aux_hidden_state_layers, w, gain, "whole", 0.3, form="triton")
+        fusion.fuse(aux_hidden_states, w, gain, "whole", 0.3, form="triton")
     np.testing.assert_array_equal(
-        fusion.fuse(aux_hidden_state_layers, w, gain, "whole", 0.3, form="auto"),
-        fusion.reference(aux_hidden_state_layers, w, gain, "whole", 0.3),
+        fusion.fuse(aux_hidden_states, w, gain, "whole", 0.3, form="auto"),
+        fusion.reference(aux_hidden_states, w, gain, "whole", 0.3),
     )
     assert (
-        fusion.unsupported(aux_hidden_state_layers, matrix)
-        == "in FP8 taps must be multiples of 128 wide, and these have 100"
+        fusion.unsupported(aux_hidden_states, matrix)
+        == "in FP8 hidden states must be multiples of 128 wide, and these have 100"
     )
     assert (
-        fusion.unsupported(aux_hidden_state_layers, w)
+        fusion.unsupported(aux_hidden_states, w)
         == "they multiply in 16 bits, and operands are float32"
     )
-    aux_hidden_state_layers, w = (
-        [tap.astype(jnp.bfloat16) for tap in aux_hidden_state_layers],
+    aux_hidden_states, w = (
+        [x.astype(jnp.bfloat16) for x in aux_hidden_states],
         w.astype(jnp.bfloat16),
     )
     assert (
-        fusion.unsupported(aux_hidden_state_layers * 2, w)
-        == "they take 4 taps at most, and there are 6"
+        fusion.unsupported(aux_hidden_states * 2, w)
+        == "they take 4 aux hidden state layers at most, and there are 6"
     )
-    assert fusion.unsupported(aux_hidden_state_layers, w) is None
+    assert fusion.unsupported(aux_hidden_states, w) is None

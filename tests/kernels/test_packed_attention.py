@@ -1,4 +1,4 @@
-"""COD training attention: the reference against a dense mask, Triton's forward and backward against both, in float32."""
+"""COD training attention: the reference against a dense mask, Triton against both, in float32."""
 
 import functools
 
@@ -13,10 +13,13 @@ from peagle_jax.kernels.packed_attention import AttentionIntervals
 
 
 def case(n=150, chains=60, num_depths=4, B=2, N=4, G=2, H=24, window=None, pad=0, seed=0):
-    """Two documents of n depth-0 rows; random anchors, ascending, with chains of random length; padding at the end."""
+    """Two documents of n depth-0 rows, then chains of random length behind random anchors.
+
+    Anchors ascend, and there is padding at the end.
+    """
     rng = np.random.default_rng(seed)
     M = chains * (num_depths - 1)
-    first, last, own = (np.zeros((B, n + M), np.int32) for _ in range(3))
+    first, last, chain_len = (np.zeros((B, n + M), np.int32) for _ in range(3))
     for b in range(B):
         cut = n // 3 + 11 * b
         start = np.where(np.arange(n) < cut, 0, cut)
@@ -27,26 +30,29 @@ def case(n=150, chains=60, num_depths=4, B=2, N=4, G=2, H=24, window=None, pad=0
         row = n
         for a in np.sort(rng.choice(n, chains - 7, replace=False)) if num_depths > 1 else ():
             for d in range(1, 1 + rng.integers(1, num_depths)):
-                first[b, row], last[b, row], own[b, row] = start[a], a, d
+                first[b, row], last[b, row], chain_len[b, row] = start[a], a, d
                 if window:
-                    first[b, row], own[b, row] = max(start[a], a + d - window + 1), min(d, window)
+                    first[b, row], chain_len[b, row] = (
+                        max(start[a], a + d - window + 1),
+                        min(d, window),
+                    )
                 row += 1
         first[b, row:], last[b, row:] = 1, 0
-    seen = AttentionIntervals(
-        jnp.asarray(first), jnp.asarray(last), jnp.asarray(own), n, num_depths - 1
+    intervals = AttentionIntervals(
+        jnp.asarray(first), jnp.asarray(last), jnp.asarray(chain_len), n, num_depths - 1
     )
     q, k, v = (
         jnp.asarray(rng.standard_normal((B, n + M, heads, H)), jnp.float32) for heads in (N, G, G)
     )
-    return q, k, v, seen
+    return q, k, v, intervals
 
 
-def dense(q, k, v, seen, scale):
-    """One mask [P P], one softmax; zeros where nothing is seen."""
-    P, n, R = q.shape[1], seen.depth0, q.shape[2] // k.shape[2]
+def dense(q, k, v, intervals, scale):
+    """One mask [P P], one softmax; zeros where nothing is intervals."""
+    P, n, R = q.shape[1], intervals.depth0, q.shape[2] // k.shape[2]
     key, row = jnp.arange(P)[None, None], jnp.arange(P)[None, :, None]
-    mask = (key < n) & (key >= seen.first[..., None]) & (key <= seen.last[..., None])
-    mask |= (key >= n) & (key <= row) & (key > row - seen.own[..., None])
+    mask = (key < n) & (key >= intervals.first[..., None]) & (key <= intervals.last[..., None])
+    mask |= (key >= n) & (key <= row) & (key > row - intervals.chain_len[..., None])
     x = jnp.einsum("bpnh,bknh->bnpk", q, jnp.repeat(k, R, axis=2)) * scale
     x = jnp.where(mask[:, None], x, -1e30)
     lse = jax.nn.logsumexp(x, axis=-1)
@@ -80,64 +86,62 @@ FORMS = {
 @pytest.mark.parametrize("kind", CASES.values(), ids=CASES)
 def test_forward_and_backward(kind, run):
     """With weights on outputs and log-sum-exps; rows that see nothing count for nothing."""
-    q, k, v, seen = case(**kind)
+    q, k, v, intervals = case(**kind)
     rng = np.random.default_rng(8)
     weight, lse_weight = (
         jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (q.shape, q.shape[:3])
     )
-    sees = jax.jit(dense)(q, k, v, seen, 0.4)[2]
+    sees = jax.jit(dense)(q, k, v, intervals, 0.4)[2]
     assert not sees.all()
 
     def total(q, k, v, attend):
-        y, lse, *_ = attend(q, k, v, seen, 0.4)
+        y, lse, *_ = attend(q, k, v, intervals, 0.4)
         return (jnp.where(sees[..., None, None], y * weight, 0)).sum() + jnp.where(
             sees[..., None], lse * lse_weight, 0
         ).sum()
 
-    want = jax.jit(dense)(q, k, v, seen, 0.4)
-    got = run(q, k, v, seen, 0.4)
+    want = jax.jit(dense)(q, k, v, intervals, 0.4)
+    got = run(q, k, v, intervals, 0.4)
     for a, b in zip(got, want, strict=False):
         assert (
             jnp.abs(jnp.where(sees.reshape(sees.shape + (1,) * (a.ndim - 2)), a - b, 0)).max()
             < 1e-5
         )
 
-    def slopes(attend):
-        return jax.grad(functools.partial(total, attend=attend), argnums=(0, 1, 2))
+    def grads_of(attend):
+        grads = jax.grad(functools.partial(total, attend=attend), argnums=(0, 1, 2))
+        return jax.jit(grads) if attend in (dense, packed_attention.reference) else grads
 
-    def compiled(attend):
-        return (
-            jax.jit(slopes(attend))
-            if attend in (dense, packed_attention.reference)
-            else slopes(attend)
-        )
-
-    grads = [compiled(attend)(q, k, v) for attend in (dense, run)]
+    grads = [grads_of(attend)(q, k, v) for attend in (dense, run)]
     for a, b in zip(*grads, strict=True):
         assert jnp.abs(a - b).max() / jnp.abs(a).max() < 1e-5
 
 
 def test_keys_that_nobody_sees_are_not_read():
-    """NaN in whole tiles of the first document: queries of tiles that lie behind it, and their gradients, do not notice."""
-    q, k, v, seen = case(n=160, B=1, chains=40)
+    """NaN in whole tiles of the first document does not reach queries of tiles behind it.
+
+    Nor does it reach their gradients.
+    """
+    q, k, v, intervals = case(n=160, B=1, chains=40)
     bound = (
-        int(seen.first[0, 159]) // 16 * 16
+        int(intervals.first[0, 159]) // 16 * 16
     )  # keys before it lie in tiles of the first document alone
 
     def attend(q, k, v):
-        return FORMS["triton"](q, k, v, seen, 0.4)[0]
+        return FORMS["triton"](q, k, v, intervals, 0.4)[0]
 
     tiles = [
         range(at, min(at + 32, end))
         for begin, end in ((0, 160), (160, q.shape[1]))
         for at in range(begin, end, 32)
     ]
-    sees = np.asarray(seen.last >= seen.first)[0]
+    sees = np.asarray(intervals.last >= intervals.first)[0]
     rows = [
         i
         for tile in tiles
         for i in tile
-        if min((int(seen.first[0, j]) for j in tile if sees[j]), default=0) >= bound and sees[i]
+        if min((int(intervals.first[0, j]) for j in tile if sees[j]), default=0) >= bound
+        and sees[i]
     ]
     assert bound >= 48 and len(rows) > 60
     keys = np.arange(q.shape[1]) < bound
@@ -150,8 +154,8 @@ def test_keys_that_nobody_sees_are_not_read():
 
 
 def test_bfloat16():
-    q, k, v, seen = case(B=1, n=70, chains=20)
-    want, _, sees = dense(q, k, v, seen, 0.4)
-    got, _ = FORMS["triton"](*(x.astype(jnp.bfloat16) for x in (q, k, v)), seen, 0.4)
+    q, k, v, intervals = case(B=1, n=70, chains=20)
+    want, _, sees = dense(q, k, v, intervals, 0.4)
+    got, _ = FORMS["triton"](*(x.astype(jnp.bfloat16) for x in (q, k, v)), intervals, 0.4)
     off = jnp.where(sees[..., None, None], got.astype(jnp.float32) - want, 0)
     assert got.dtype == jnp.bfloat16 and jnp.linalg.norm(off) < 0.02 * jnp.linalg.norm(want)

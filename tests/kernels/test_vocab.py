@@ -1,4 +1,4 @@
-"""Output matrices without logits: the references against float64 and autodiff, Triton against the references."""
+"""Output matrices without logits: references against float64 and autodiff, Triton against them."""
 
 import functools
 
@@ -27,40 +27,40 @@ def rows(M, K, V, seed=2):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_peaks(shape):
+def test_topk(shape):
     x, w = rows(*shape)
     logits = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    for found in (vocab.reference(x, w, 5), vocab_triton.peaks(x, w, 5, start=interpret)):
+    for top in (vocab.reference(x, w, 5), vocab_triton.topk(x, w, 5, start=interpret)):
         order = np.argsort(-logits, axis=1, kind="stable")[:, :5]
-        np.testing.assert_array_equal(found.ids, order)
+        np.testing.assert_array_equal(top.ids, order)
         np.testing.assert_allclose(
-            found.values, np.take_along_axis(logits, order, 1), rtol=1e-5, atol=1e-5
+            top.values, np.take_along_axis(logits, order, 1), rtol=1e-5, atol=1e-5
         )
-        np.testing.assert_allclose(found.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
-    assert found.ids[-1, 0] == 3 and found.ids[-1, 1] == shape[2] // 2
+        np.testing.assert_allclose(top.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
+    assert top.ids[-1, 0] == 3 and top.ids[-1, 1] == shape[2] // 2
 
 
-def test_peaks_in_float8():
+def test_topk_in_float8():
     x, w = rows(5, 70, 300)
     matrix = quantize(w.T)
     logits = np.asarray(x, np.float64) @ np.asarray(matrix.dequantized(), np.float64).T
     args = x, matrix.values, 2, matrix.scale
-    for found in (
-        vocab.reference(*args, by_word=True),
-        vocab_triton.peaks(*args, by_word=True, start=interpret),
+    for top in (
+        vocab.reference(*args, vocab_first=True),
+        vocab_triton.topk(*args, vocab_first=True, start=interpret),
     ):
-        np.testing.assert_array_equal(found.ids, np.argsort(-logits, axis=1, kind="stable")[:, :2])
-        np.testing.assert_allclose(found.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
+        np.testing.assert_array_equal(top.ids, np.argsort(-logits, axis=1, kind="stable")[:, :2])
+        np.testing.assert_allclose(top.lse, np.log(np.exp(logits).sum(1)), rtol=1e-5)
 
 
-def test_modules_ask_for_the_best_word(monkeypatch):
-    """A linear layer, one in FP8, a decoder with an output matrix and one whose embedding is it: the kernel's answer is theirs."""
+def test_modules_ask_for_the_argmax(monkeypatch):
+    """A linear layer, one in FP8, a decoder with an output matrix, and one with tied embeddings."""
     rng = np.random.default_rng(5)
     x = jnp.asarray(rng.standard_normal((2, 3, 70)), jnp.float32)
     linear = Linear(70, 300, dtype=jnp.float32, rngs=nnx.Rngs(1))
-    quantize_linears = Fp8Linear(linear, blocks=False)
+    fp8_linear = Fp8Linear(linear, blocks=False)
     matrix = quantize(linear.kernel[...].T)
-    quantize_linears.values[...], quantize_linears.scale[...] = matrix.values, matrix.scale
+    fp8_linear.values[...], fp8_linear.scale[...] = matrix.values, matrix.scale
     norm = RMSNorm(70, 1e-5, dtype=jnp.float32)
     decoders = [
         Decoder(
@@ -77,20 +77,22 @@ def test_modules_ask_for_the_best_word(monkeypatch):
         )
         for tied, cap in ((False, None), (True, 5.0))
     ]
-    modules = [linear, quantize_linears, *decoders]
+    modules = [linear, fp8_linear, *decoders]
     plain = [module.argmax_logits(x) for module in modules]
     assert [ids.tolist() for ids in plain[2:]] == [
         jnp.argmax(d.compute_logits(x), axis=-1).tolist() for d in decoders
     ]
     asked = []
-    kernel = functools.partial(vocab_triton.peaks, start=interpret)
+    kernel = functools.partial(vocab_triton.topk, start=interpret)
     monkeypatch.setattr(vocab, "choose", lambda *_: "triton")
     monkeypatch.setitem(
-        vocab.FORMS, "triton", lambda *args, **how: asked.append(how) or kernel(*args, **how)
+        vocab.FORMS,
+        "triton",
+        lambda *args, **options: asked.append(options) or kernel(*args, **options),
     )
     for module, want in zip(modules, plain, strict=True):
         np.testing.assert_array_equal(module.argmax_logits(x), want)
-    assert [how["by_word"] for how in asked] == [False, True, False, True]
+    assert [options["vocab_first"] for options in asked] == [False, True, False, True]
 
 
 CAPS = [None, 3.5]
@@ -112,15 +114,15 @@ def test_distance(cap):
         return y - np.log(np.exp(y).sum(1, keepdims=True))
 
     kl = (np.exp(log(t)) * (log(t) - log(s))).sum(1)
-    for found in (
+    for losses in (
         vocab.distance_reference(x, w, tx, tw, cap),
         vocab_triton.distance(x, w, tx, tw, cap, start=interpret),
     ):
-        np.testing.assert_allclose(found.kl, kl, rtol=1e-4, atol=1e-4)
-        np.testing.assert_array_equal(found.teacher, t.argmax(1))
-        np.testing.assert_array_equal(found.student, s.argmax(1))
+        np.testing.assert_allclose(losses.kl, kl, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(losses.teacher, t.argmax(1))
+        np.testing.assert_array_equal(losses.student, s.argmax(1))
         np.testing.assert_allclose(
-            found.cross_entropy,
+            losses.cross_entropy,
             -np.take_along_axis(log(s), t.argmax(1)[:, None], 1)[:, 0],
             rtol=1e-4,
             atol=1e-4,
@@ -129,13 +131,13 @@ def test_distance(cap):
 
 @pytest.mark.parametrize("cap", CAPS)
 def test_gradients(cap, monkeypatch):
-    """Of a weighted sum of both losses, in stretches of 128 words: XLA's own, ours by the reference, ours by Triton."""
+    """Of a weighted sum of both losses, by chunks: XLA's own, the reference's, Triton's."""
     x, w, tx, tw = four()
     weight = jnp.asarray(np.random.default_rng(1).uniform(0, 2, (2, len(x))), jnp.float32)
 
     def plain(x, w):
-        found = vocab.distance_reference(x, w, tx, tw, cap)
-        return (weight[0] * found.kl + weight[1] * found.cross_entropy).sum()
+        losses = vocab.distance_reference(x, w, tx, tw, cap)
+        return (weight[0] * losses.kl + weight[1] * losses.cross_entropy).sum()
 
     def ours(x, w):
         kl, cross_entropy, _ = vocab.distance(x, w, tx, tw, cap, "reference")
@@ -146,10 +148,10 @@ def test_gradients(cap, monkeypatch):
     got = [jax.grad(ours, argnums=(0, 1))(x, w)]
     triton = (
         functools.partial(vocab_triton.distance, start=interpret),
-        functools.partial(vocab_triton.slopes, start=interpret),
+        functools.partial(vocab_triton.logit_grads, start=interpret),
     )
     monkeypatch.setitem(vocab.DISTANCES, "reference", triton)
     got.append(jax.grad(ours, argnums=(0, 1))(x, w))
-    for mine in got:
-        for a, b in zip(mine, want, strict=True):
+    for grads in got:
+        for a, b in zip(grads, want, strict=True):
             assert jnp.abs(a - b).max() / jnp.abs(b).max() < 1e-5

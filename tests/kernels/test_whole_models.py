@@ -1,4 +1,7 @@
-"""Whole models as a GPU would run them, every Triton kernel in its interpreter: that models hand kernels what these expect."""
+"""Whole models as a GPU would run them, with every Triton kernel in its interpreter.
+
+So models hand kernels what these expect.
+"""
 
 import dataclasses
 import inspect
@@ -28,11 +31,11 @@ COMMON = {
     "attention_triton.kernel",
     "attention_triton.merge_kernel",
     "cache_write_triton.kernel",
-    "vocab_triton.peaks_kernel",
+    "vocab_triton.topk_kernel",
 }
 EXPERTS = {"experts_triton.kernel", "experts_triton.sort_kernel"}
-FP8 = {"fp8_matmul_triton.kernel", "fp8_matmul_triton.quantise_kernel"}
-CASES = {  # family, how it is loaded, rings, the head's form, kernels beside the common ones
+FP8 = {"fp8_matmul_triton.kernel", "fp8_matmul_triton.quantize_kernel"}
+CASES = {  # family, load options, ring caches, options of the head, kernels beside COMMON
     "mixture in FP8": ("qwen3_moe_raw", {"fp8": True}, False, {"fc_norm": True}, EXPERTS | FP8),
     "mixture of biases and sinks, rings": (
         "gpt_oss",
@@ -46,7 +49,7 @@ CASES = {  # family, how it is loaded, rings, the head's form, kernels beside th
 
 @pytest.fixture
 def started():
-    """Names of all kernels that were started."""
+    """Names of all kernels that were launched."""
     names = set()
 
     def start(launch):
@@ -61,56 +64,59 @@ def started():
 
 
 def loaded(case):
-    family, how, *_ = CASES[case]
+    """The target of a case; with an FP8 cache where it is FP8 itself."""
+    family, load_options, *_ = CASES[case]
     target = load_target(
-        families.make(family)[1], aux_hidden_state_layers=(0, 1, 4), dtype=jnp.bfloat16, **how
+        families.make(family)[1],
+        aux_hidden_state_layers=(0, 1, 4),
+        dtype=jnp.bfloat16,
+        **load_options,
     )
-    return (
-        dataclasses.replace(target, config=dataclasses.replace(target.config, cache_dtype=E4M3))
-        if how
-        else target
-    )
+    if not load_options:
+        return target
+    return dataclasses.replace(target, config=dataclasses.replace(target.config, cache_dtype=E4M3))
 
 
 def forward(target, rings: bool):
-    """Logits [2 10 V] and argmaxes of two rows, read in blocks of four, four and two; rings have nine slots."""
-    module, cache = (
-        target.bind(target.params),
-        target.config.empty_cache(2, 12, block=4 if rings else None),
-    )
-    tokens, found = jnp.asarray(np.random.default_rng(0).integers(0, families.V, (2, 10))), []
+    """Logits [2 10 V] and argmaxes of two rows, read in blocks of four, four and two.
+
+    Rings have nine slots.
+    """
+    module = target.bind(target.params)
+    cache = target.config.empty_cache(2, 12, block=4 if rings else None)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, families.V, (2, 10)))
+    blocks = []
     for here in (slice(0, 4), slice(4, 8), slice(8, 10)):
         positions = jnp.broadcast_to(jnp.arange(10)[None, here], tokens[:, here].shape)
         out, cache = module(tokens[:, here], positions, CachedAttention(positions), cache)
         cache = dataclasses.replace(cache, length=cache.length + positions.shape[1])
-        found.append(
+        blocks.append(
             (
                 np.asarray(module.compute_logits(out.hidden), np.float32),
                 np.asarray(module.argmax_logits(out.hidden)),
             )
         )
-    return [np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)]
+    return [np.concatenate(parts, axis=1) for parts in zip(*blocks, strict=True)]
 
 
 @pytest.mark.parametrize(
     "case, most", [("mixture in FP8", 0.15), ("mixture of biases and sinks, rings", 0.05)]
 )
 def test_logits_are_the_references(case, most, started):
-    """Every token's, up to bfloat16 and to FP8, whose steps are 1/16 and fall otherwise where a sum does; a wrong slot is off by 1."""
+    """Every token's logits, up to the rounding of bfloat16 and FP8.
+
+    FP8's steps are 1/16, and fall otherwise where a sum does; a wrong slot is off by 1.
+    """
     _, _, rings, _, kernels = CASES[case]
     target = loaded(case)
-    logits, argmax_logits = forward(target, rings)
-    assert started == COMMON - {"attention_triton.merge_kernel"} | kernels - {
-        "fusion_triton.kernel"
-    }
+    logits, ids = forward(target, rings)
+    not_used = {"attention_triton.merge_kernel", "fusion_triton.kernel"}
+    assert started == (COMMON | kernels) - not_used
     with disable_kernels():
         want, _ = forward(target, rings)
     apart = np.linalg.norm(logits - want, axis=-1) / np.linalg.norm(want, axis=-1)
-    assert (
-        0 < np.median(apart) < most / 2
-        and apart.max() < most
-        and (argmax_logits == logits.argmax(axis=-1)).all()
-    ), apart
+    assert 0 < np.median(apart) < most / 2 and apart.max() < most, apart
+    assert (ids == logits.argmax(axis=-1)).all()
 
 
 @pytest.mark.parametrize(
@@ -118,16 +124,16 @@ def test_logits_are_the_references(case, most, started):
     [pytest.param("mixture in FP8", marks=pytest.mark.long), "mixture of biases and sinks, rings"],
 )
 def test_speculation_emits_what_plain_decoding_does(case, started):
-    _, how, rings, form, kernels = CASES[case]
+    _, load_options, rings, head_options, kernels = CASES[case]
     target = loaded(case)
     head = tiny.head(
         vocab=families.V,
         draft_vocab=families.V,
         target_dim=target.config.dim,
         aux_hidden_state_layers=target.config.aux_hidden_state_layers,
-        **form,
+        **head_options,
     )
-    head = to_model(of_model(head), dtype=jnp.bfloat16, fp8=bool(how))
+    head = to_model(of_model(head), dtype=jnp.bfloat16, fp8=bool(load_options))
     options = dict(
         max_new_tokens=4,
         stop_ids=(),

@@ -1,4 +1,7 @@
-"""Real vLLM and speculators on heads of every option (scripts/peers/check_matrix.py): the whole matrix. CI runs a cut of it."""
+"""Real vLLM and speculators on heads of every option (scripts/peers/check_matrix.py).
+
+This is the whole matrix; CI runs a part of it.
+"""
 
 import subprocess
 import sys
@@ -10,10 +13,10 @@ ROOT = Path(__file__).parent.parent.parent
 VLLM, SPECULATORS = ROOT / ".venv-vllm", ROOT / ".venv-speculators"
 
 
-@pytest.mark.long
+@pytest.mark.peer
 def test_every_head_is_accepted(tmp_path):
     if missing := [env.name for env in (VLLM, SPECULATORS) if not (env / "bin/python").exists()]:
-        pytest.skip(f"{', '.join(missing)}: make test-long installs them")
+        pytest.skip(f"{', '.join(missing)}: make test-peers installs them")
     done = subprocess.run(
         [
             sys.executable,
@@ -32,8 +35,8 @@ def test_every_head_is_accepted(tmp_path):
 
 
 def test_the_matrix_covers_what_it_should():
-    """Every option of a head, both layouts, every route and every dtype; the table in results/ is of these heads."""
-    sys.path.insert(0, str(ROOT / "scripts"))
+    """Every option of a head, both formats, every route and every dtype."""
+    sys.path.insert(0, str(ROOT / "scripts" / "peers"))
     import check_matrix
     import matrix_heads
 
@@ -51,23 +54,20 @@ def test_the_matrix_covers_what_it_should():
     for option in options:
         assert {bool(getattr(c, option)) for c in configs.values()} == {True, False}, option
 
-    def kinds(key):
+    def values(key):
         return {key(c) for c in configs.values()}
 
-    assert len(kinds(lambda c: c.rope.source)) == 4 and kinds(
-        lambda c: c.draft_vocab < c.vocab
-    ) == kinds(lambda c: any(c.windows)) == {True, False}
-    assert kinds(lambda c: len(c.aux_hidden_state_layers)) == {3, 4} and kinds(
-        lambda c: c.dim == c.target_dim
-    ) == {True, False}
-    assert kinds(lambda c: c.heads * c.head_dim == c.dim) == {True, False} and kinds(
-        lambda c: c.layers
-    ) == {1, 2, 4}
+    both = {True, False}
+    assert len(values(lambda c: c.rope.source)) == 4
+    assert values(lambda c: c.draft_vocab < c.vocab) == both
+    assert values(lambda c: any(c.windows)) == both
+    assert values(lambda c: len(c.aux_hidden_state_layers)) == {3, 4}
+    assert values(lambda c: c.dim == c.target_dim) == both
+    assert values(lambda c: c.heads * c.head_dim == c.dim) == both
+    assert values(lambda c: c.layers) == {1, 2, 4}
     routes = [check_matrix.ROUTES.get(name, ("orbax", "float32", None)) for name in configs]
-    assert {r[0] for r in routes} == {"orbax", "automodel", "specforge", "fp8"} and {
-        r[1] for r in routes
-    } == {"float32", "bfloat16", "float16"}
-    assert {r[2] is None for r in routes} == {
-        True,
-        False,
-    } and not check_matrix.ROUTES.keys() - configs.keys()
+    assert {route for route, _, _ in routes} == {"orbax", *matrix_heads.WRITERS}
+    assert {dtype for _, dtype, _ in routes} == {"float32", "bfloat16", "float16"}
+    assert {shard is None for _, _, shard in routes} == both
+    assert not check_matrix.ROUTES.keys() - configs.keys()
+    assert matrix_heads.WRITERS.keys() == {"automodel", "specforge", "fp8"}

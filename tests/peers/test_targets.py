@@ -1,4 +1,7 @@
-"""Real vLLM on a tiny target of every family, with a head trained on it (scripts/peers/check_targets.py): all of them."""
+"""Real vLLM on a tiny target of every family, with a head trained on it.
+
+These are all that scripts/peers/check_targets.py has.
+"""
 
 import subprocess
 import sys
@@ -7,10 +10,10 @@ import pytest
 from test_matrix import ROOT, VLLM
 
 
-@pytest.mark.long
+@pytest.mark.peer
 def test_vllm_agrees_on_every_family(tmp_path):
     if not (VLLM / "bin/python").exists():
-        pytest.skip(".venv-vllm: make test-long installs it")
+        pytest.skip(".venv-vllm: make test-peers installs it")
     command = [
         sys.executable,
         ROOT / "scripts/peers/check_targets.py",

@@ -1,23 +1,23 @@
-"""A corpus, targets and extractions of them, for the tests of `peagle extract`."""
+"""A corpus, targets and their stored hidden states, for the tests of `peagle extract`."""
 
 import json
 
 import numpy as np
 import pytest
 import tiny
-from peagle_jax.pipelines.compute_hidden_states import Extraction, extract_hidden_states
 
 from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import save_target
+from peagle_jax.pipelines.extract import ExtractionOptions, extract_hidden_states
 from peagle_jax.train.data import pack
 from peagle_jax.types import InputError
 
 TEXTS = [f"def f{i}(x):\n    return x + {i * 37}\n" * (1 + i % 4) for i in range(22)]
 CHAT = [{"role": "user", "content": "say f"}, {"role": "assistant", "content": "return f"}]
-HOW = dict(
+OPTIONS = dict(
     aux_hidden_state_layers=(1, 3),
-    length=12,
-    batch=3,
+    seq_len=12,
+    batch_size=3,
     rows_per_shard=10,
     dtype="float32",
     compute_dtype="float32",
@@ -26,9 +26,9 @@ HOW = dict(
     seed=4,
 )
 FLAGS = {
-    "taps": "1,3",
-    "length": 12,
-    "batch": 3,
+    "aux-hidden-state-layers": "1,3",
+    "seq-len": 12,
+    "batch-size": 3,
     "rows-per-shard": 10,
     "dtype": "float32",
     "compute-dtype": "float32",
@@ -53,16 +53,16 @@ def write_target(folder, tokenizer, seed=0, **changes):
     return folder
 
 
-def how(place, **changes):
-    return Extraction(**{**HOW, "source": str(place / "corpus.jsonl"), **changes})
+def options(place, **changes):
+    return ExtractionOptions(**{**OPTIONS, "source": str(place / "corpus.jsonl"), **changes})
 
 
 def go(place, out, target=None, **changes):
-    """What was said."""
+    """Extracts; returns the lines that were said."""
     lines = []
     extract_hidden_states(
         target or place / "target",
-        how(place, **changes),
+        options(place, **changes),
         out,
         lines.append,
         command="peagle extract",
@@ -74,17 +74,17 @@ def contents(folder):
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
-def rows_of(place, tokenizer, length=12, held_out=0.2):
+def rows_of(place, tokenizer, seq_len=12, held_out=0.2):
     return pack(
         text.encode(
             tokenizer, corpus.split(corpus.read_corpus(place / "corpus.jsonl"), held_out)[0]
         ),
-        length,
+        seq_len,
     )
 
 
 def close(got, want):
-    """The relative error of house.md: a program of another batch size sums in another order."""
+    """Equal up to rounding: a program of another batch size sums in another order."""
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), rtol=0)
 
 

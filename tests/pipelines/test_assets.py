@@ -10,7 +10,7 @@ import pytest
 from peagle_jax import text, weights
 from peagle_jax.bench.exact import compare
 from peagle_jax.checkpoints.convert import read_serving
-from peagle_jax.checkpoints.head_io import load_drafter
+from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import acceptance_length, check_fit, generate
@@ -43,14 +43,14 @@ def test_transformers_computes_the_same():
     """Shards, bf16 weights and config as another library reads them."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         ASSETS / "target", dtype=torch.float32
     ).eval()
     target = load_target(ASSETS / "target", aux_hidden_state_layers=())
     prompt = standard_prompts(text.load_tokenizer(ASSETS / "target"), 2)[1]
     ours = generate(target, None, [prompt], max_new_tokens=16, stop_ids=())[0].output_token_ids
     with torch.no_grad():
-        answer = theirs.generate(
+        answer = reference.generate(
             torch.tensor([prompt]),
             max_new_tokens=16,
             do_sample=False,
@@ -62,7 +62,10 @@ def test_transformers_computes_the_same():
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_heads_fit_and_draft_well(kind):
-    """Greedy text with the head is the target's own, and the head is worth having; trained heads, real text, bf16 files read as float32."""
+    """Greedy text with the head is the target's own, and the head drafts well.
+
+    These are trained heads on real text, in bf16 files that are read as float32.
+    """
     target = load_target(
         ASSETS / "target",
         aux_hidden_state_layers=read_serving(ASSETS / kind).config.aux_hidden_state_layers,
@@ -73,9 +76,8 @@ def test_heads_fit_and_draft_well(kind):
     prompts = standard_prompts(text.load_tokenizer(ASSETS / "target"), 4)
     answers = generate(target, head, prompts, k=4, max_new_tokens=48, stop_ids=())
     plain = generate(target, None, prompts, max_new_tokens=48, stop_ids=())
-    assert compare(
-        target, prompts, [a.output_token_ids for a in answers], [a.output_token_ids for a in plain]
-    ).lossless
+    texts, plain_texts = ([a.output_token_ids for a in made] for made in (answers, plain))
+    assert compare(target, prompts, texts, plain_texts).lossless
     assert acceptance_length(answers) > 2.2
 
 
@@ -88,12 +90,14 @@ def test_training_curves_come_along(kind):
 
 
 def test_runs_that_follow_each_other_make_one_curve(tmp_path):
-    """What a run did after its last checkpoint is left out, as the next one began there; steps and seconds go on."""
-    script = Path(__file__).parents[2] / "scripts" / "make_assets.py"
-    made = importlib.util.module_from_spec(
-        spec := importlib.util.spec_from_file_location("make_assets", script)
-    )
-    spec.loader.exec_module(made)
+    """Steps and seconds are counted on from run to run.
+
+    What a run did after its last checkpoint is left out, because the next one began there.
+    """
+    script = Path(__file__).parents[2] / "scripts" / "generate" / "make_assets.py"
+    spec = importlib.util.spec_from_file_location("make_assets", script)
+    make_assets = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_assets)
     runs = []
     for name, steps, checkpoints in (("a", (2, 4, 6), (2, 4)), ("b", (2, 4), (4,))):
         (tmp_path / name).mkdir()
@@ -102,7 +106,7 @@ def test_runs_that_follow_each_other_make_one_curve(tmp_path):
         for step in checkpoints:
             (tmp_path / name / "checkpoints" / str(step)).mkdir(parents=True)
         runs.append(types.SimpleNamespace(out=str(tmp_path / name)))
-    assert [(r["step"], r["seconds"]) for r in made.training(runs)] == [
+    assert [(r["step"], r["seconds"]) for r in make_assets.training(runs)] == [
         (2, 20),
         (4, 40),
         (6, 60),

@@ -1,46 +1,62 @@
-"""The demo as a whole on a tiny budget: stages, exactness in float32, what is kept and what is measured again."""
+"""The demo as a whole on a tiny budget: stages, losslessness, and what is measured again."""
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from peagle_jax.pipelines import budgets, demo
-from peagle_jax.pipelines.budgets import Budget, Scratch
+from peagle_jax.pipelines.budgets import Budget, ScratchModels, TrainingSize
 
 TINY = Budget(
     minutes="1",
     needs_scratch=True,
-    fresh=None,
+    fresh_head=None,
     ks=(2,),
-    batches=(1,),
+    batch_sizes=(1,),
     sampled_k=None,
-    prompts=2,
-    new_tokens=8,
+    num_prompts=2,
+    max_new_tokens=8,
     repeats=1,
     dtype="bfloat16",
-    scratch=Scratch(
-        model=budgets.lm_shape(320, 3, 32, 48, 2, 1, 16, 512),
+    scratch=ScratchModels(
+        target_shape=budgets.lm_shape(320, 3, 32, 48, 2, 1, 16, 512),
         source=None,
         max_chars=100_000,
-        length=48,
-        lm=(30, 2),
-        peagle=(32, 1),
-        eagle3=(31, 1),
+        seq_len=48,
+        target=TrainingSize(30, 2),
+        peagle=TrainingSize(32, 1),
+        eagle3=TrainingSize(31, 1),
         peagle_layers=2,
-        peagle_mlp=24,
+        peagle_mlp_dim=24,
         num_depths=3,
     ),
 )
 
 
+ROOT = demo.PACKAGE.parent
+
+
+def tracked_data():
+    """Data files of the repository that a run could write by mistake, with their times."""
+    files = [*(ROOT / "results").rglob("*"), *demo.ASSETS.rglob("*")]
+    return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The first run, and what it said."""
-    out, said = tmp_path_factory.mktemp("demo"), []
+    """A first run in a folder, its result, and the data files before and after."""
+    out, before = tmp_path_factory.mktemp("demo"), tracked_data()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(demo.BUDGETS, "smoke", TINY)
-        return out, demo.run_demo(out, "smoke", said.append), said
+        result = demo.run_demo(out, "smoke", lambda line: None)
+    return out, result, (before, tracked_data())
+
+
+def test_nothing_is_written_outside_of_its_folder(made):
+    _, _, (before, after) = made
+    assert before and after == before
 
 
 def test_everything_is_there(made):
@@ -57,7 +73,8 @@ def test_everything_is_there(made):
     ):
         assert (out / name / "config.json").exists(), name
     page = result.report.read_text()
-    assert page.count("<img ") >= 7 and "K = 2, greedy" in page
+    assert page.count("<img ") >= 7 and "K = 2, " in page and "% repeated 4-grams" in page
+    assert not re.findall(r"\d\.\d{7,}", re.sub(r'src="data:[^"]*"', "", page))
 
 
 def test_exactness_is_judged_in_float32_and_speed_in_the_budgets_dtype(made):
@@ -78,10 +95,12 @@ def test_a_second_run_measures_nothing_again_unless_something_changed(made, monk
     monkeypatch.setattr(demo, "run_suite", lambda *a, **k: pytest.fail("measured again"))
     saved = json.loads((out / "suite.json").read_text())
     again = demo.run_demo(out, "smoke", lambda s: None)
-    assert (
-        again.lossless == first.lossless and json.loads((out / "suite.json").read_text()) == saved
-    )
-    for changed in (dataclasses.replace(TINY, new_tokens=9), dataclasses.replace(TINY, ks=(3,))):
+    assert again.lossless == first.lossless
+    assert json.loads((out / "suite.json").read_text()) == saved
+    for changed in (
+        dataclasses.replace(TINY, max_new_tokens=9),
+        dataclasses.replace(TINY, ks=(3,)),
+    ):
         monkeypatch.setitem(demo.BUDGETS, "smoke", changed)
         with pytest.raises(pytest.fail.Exception, match="measured again"):
             demo.run_demo(out, "smoke", lambda s: None)
@@ -96,7 +115,5 @@ def test_new_weights_are_measured_again(made, monkeypatch, tmp_path):
     )
     before = demo._suite_key(TINY, models, "x")
     swapped = dataclasses.replace(models, heads=models.heads | {"eagle3": models.heads["peagle"]})
-    assert (
-        demo._suite_key(TINY, models, "x") == before
-        and demo._suite_key(TINY, swapped, "x")["digest"] != before["digest"]
-    )
+    assert demo._suite_key(TINY, models, "x") == before
+    assert demo._suite_key(TINY, swapped, "x")["digest"] != before["digest"]

@@ -1,4 +1,8 @@
-"""Features on disk: what transformers computes document by document, the same bytes after every kind of interruption."""
+"""Stored hidden states.
+
+They are what transformers computes document by document, and the same bytes after every kind of
+interruption.
+"""
 
 import fcntl
 import itertools
@@ -14,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from features import FLAGS, close, contents, go, how, rows_of
+from features import FLAGS, close, contents, go, options, rows_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -72,8 +76,8 @@ def test_features_are_transformers_document_by_document(case, tmp_path):
         tmp_path,
         tmp_path / "out",
         aux_hidden_state_layers=(0, 2, 4),
-        length=24,
-        batch=2,
+        seq_len=24,
+        batch_size=2,
         rows_per_shard=2,
         held_out=0.0,
     )
@@ -82,7 +86,7 @@ def test_features_are_transformers_document_by_document(case, tmp_path):
     parts = list(segments(got.batch.segment_ids))
     assert (
         len(stored) == 3
-        and stored.config.tokens == 65 == sum(b - a for _, a, b in parts)
+        and stored.index.tokens == 65 == sum(b - a for _, a, b in parts)
         and len(parts) == 7
     )
     for row, a, b in parts:
@@ -97,13 +101,16 @@ def test_features_are_transformers_document_by_document(case, tmp_path):
 
 
 def test_rows_are_those_of_training(place, tokenizer):
-    """All of them, none of what fills batches and shards up; held-out documents are not among them; padding is zero."""
+    """All of them, without what only fills up batches and shards, and without held-out documents.
+
+    Padding is zero.
+    """
     rows, stored = rows_of(place, tokenizer), open_hidden_states(place / "whole")
     assert (
         len(rows) % 10
         and 10 % 3
         and len(stored) == len(rows)
-        and stored.config.shards == -(-len(rows) // 10) > 3
+        and stored.index.shards == -(-len(rows) // 10) > 3
     )
     got = stored.batch(range(len(rows)))
     for name in ("tokens", "segment_ids", "loss_mask"):
@@ -111,18 +118,18 @@ def test_rows_are_those_of_training(place, tokenizer):
         assert getattr(got.batch, name).dtype == want.dtype
         np.testing.assert_array_equal(getattr(got.batch, name), want)
     assert (
-        stored.config.tokens == (rows.segment_ids >= 0).sum()
-        and 0 < stored.config.num_loss_tokens == rows.loss_mask.sum() < stored.config.tokens
+        stored.index.tokens == (rows.segment_ids >= 0).sum()
+        and 0 < stored.index.num_loss_tokens == rows.loss_mask.sum() < stored.index.tokens
     )
     everything = pack(text.encode(tokenizer, corpus.read_corpus(place / "corpus.jsonl")), 12)
     assert everything.tokens.size > rows.tokens.size + 12
     model = load_target(place / "target", aux_hidden_state_layers=(1, 3))
-    aux_hidden_state_layers, hidden = jax.jit(lambda p, b: compute_hidden_states(model.bind(p), b))(
-        model.params, Batch(rows.tokens, rows.segment_ids, rows.loss_mask)
-    )
+    compute = jax.jit(lambda params, batch: compute_hidden_states(model.bind(params), batch))
+    batch = Batch(rows.tokens, rows.segment_ids, rows.loss_mask)
+    aux_hidden_states, hidden = compute(model.params, batch)
     real = (rows.segment_ids >= 0)[..., None]
     assert not real.all()
-    close(got.aux_hidden_states, np.where(real, aux_hidden_state_layers, 0))
+    close(got.aux_hidden_states, np.where(real, aux_hidden_states, 0))
     close(got.hidden, np.where(real, hidden, 0))
     assert not got.aux_hidden_states[~real[..., 0]].any() and not got.hidden[~real[..., 0]].any()
     assert got.aux_hidden_states.shape == (*rows.tokens.shape, 48) and got.hidden.shape == (
@@ -160,9 +167,9 @@ def test_rows_in_any_order_from_any_shard(place):
     stored = open_hidden_states(str(place / "whole"))
     everything, some = stored.batch(range(len(stored))), [len(stored) - 1, 0, 10, 9, 10]
     got = stored.batch(np.array(some))
-    for mine, all_of_it in zip(jax.tree.leaves(got), jax.tree.leaves(everything), strict=True):
-        assert type(mine) is np.ndarray and mine.flags.writeable  # no view of a file
-        np.testing.assert_array_equal(mine, all_of_it[some])
+    for picked, all_of_it in zip(jax.tree.leaves(got), jax.tree.leaves(everything), strict=True):
+        assert type(picked) is np.ndarray and picked.flags.writeable  # no view of a file
+        np.testing.assert_array_equal(picked, all_of_it[some])
     for wrong in ([], [len(stored)], [-1]):
         with pytest.raises(
             InputError, match=f"whole: a batch is one or more rows of 0..{len(stored) - 1}"
@@ -179,7 +186,7 @@ def test_stored_dtypes(dtype, place, tmp_path):
         open_hidden_states(folder).batch([0, 12, 31])
         for folder in (tmp_path / "out", place / "whole")
     )
-    for name in ("taps", "hidden"):
+    for name in ("aux_hidden_states", "hidden"):
         assert getattr(got, name).dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(
             getattr(got, name), getattr(exact, name).astype(jnp.dtype(dtype))
@@ -208,75 +215,56 @@ def test_computed_in_bfloat16(place, tmp_path):
 
 
 def test_what_the_files_say(place):
-    said = json.loads((place / "whole" / "index.json").read_text())
-    named = {
-        key: said[key]
-        for key in (
-            "format_version",
-            "target",
-            "taps",
-            "tap_width",
-            "hidden_width",
-            "dtype",
-            "length",
-            "rows_per_shard",
-            "data",
-        )
-    }
-    assert named == {
-        "format_version": 1,
+    index = json.loads((place / "whole" / "index.json").read_text())
+    expected = {
+        "format_version": 2,
         "target": "target",
-        "taps": [1, 3],
-        "tap_width": 48,
+        "aux_hidden_state_layers": [1, 3],
+        "aux_width": 48,
         "hidden_width": 24,
         "dtype": "float32",
-        "length": 12,
+        "seq_len": 12,
+        "batch_size": 3,
         "rows_per_shard": 10,
         "data": "corpus.jsonl",
     }
-    assert (
-        said["command"] == "peagle extract"
-        and "jax" in said["versions"]
-        and str(place) not in json.dumps(said)
-    )
+    assert {key: index[key] for key in expected} == expected
+    assert index["command"] == "peagle extract" and "jax" in index["versions"]
+    assert str(place) not in json.dumps(index)
     facts = json.loads(header(shard_path(place / "whole", 1))[8:])["__metadata__"]
     assert (
-        facts["shard"] == f"2 of {said['shards']}"
-        and facts["rows_hash"] == said["rows_hash"]
-        and facts["taps"] == "1,3"
+        facts["shard"] == f"2 of {index['shards']}"
+        and facts["rows_hash"] == index["rows_hash"]
+        and facts["aux_hidden_state_layers"] == "1,3"
     )
     assert sorted(contents(place / "whole")) == [
         "index.json",
-        *(f"shard-{i:05}.safetensors" for i in range(said["shards"])),
+        *(f"shard-{i:05}.safetensors" for i in range(index["shards"])),
     ]
 
 
 def test_tokens_a_second(place, tokenizer, tmp_path, monkeypatch):
-    """Real tokens, by a clock that moves a second whenever it is read: once to begin, and once a batch."""
+    """Tokens without padding, by a clock that moves a second whenever it is read.
+
+    It is read once to begin, and once for each batch.
+    """
     ticks = itertools.count(100)
     monkeypatch.setattr(room, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
-    told, rows = [], rows_of(place, tokenizer)
-    done = extract_hidden_states(
-        place / "target",
-        how(place, rows_per_shard=30),
-        tmp_path / "out",
-        lambda line: None,
-        lambda *news: told.append(news),
-    )
-    real = (rows.segment_ids >= 0).sum(axis=1)
-    assert told == [
-        (n, len(rows), round(float(real[:n].sum()) / (i + 1), 1))
-        for i, n in enumerate([*range(3, len(rows), 3), len(rows)])
-    ]
-    assert (
-        done.tokens_per_second == round(float(real.sum()) / (len(told) + 1), 1)
-        and done.tokens == real.sum() < rows.tokens.size
-    )
+    reports, rows = watch(monkeypatch), rows_of(place, tokenizer)
+    result = extract(place, tmp_path / "out", rows_per_shard=30)
+    tokens = (rows.segment_ids >= 0).sum(axis=1)
+    expected = []
+    for i, n in enumerate([*range(3, len(rows), 3), len(rows)]):
+        speed = round(float(tokens[:n].sum()) / (i + 1), 1)
+        expected.append((n, len(rows), f"{speed:,} tokens per second"))
+    assert reports == expected
+    assert result.tokens_per_second == round(float(tokens.sum()) / (len(reports) + 1), 1)
+    assert result.tokens == tokens.sum() < rows.tokens.size
 
 
 def test_what_is_not_said_is_the_targets(place, tmp_path):
-    """Taps and length; and shards of whole batches, of about as many bytes as are meant."""
-    go(place, tmp_path / "out", aux_hidden_state_layers=None, length=None, rows_per_shard=None)
+    """Layers and length; and shards of whole batches, with about as many bytes as are meant."""
+    go(place, tmp_path / "out", aux_hidden_state_layers=None, seq_len=None, rows_per_shard=None)
     config = read_index(tmp_path / "out")
     assert (
         config.aux_hidden_state_layers == (1, 2, 3)
@@ -285,62 +273,108 @@ def test_what_is_not_said_is_the_targets(place, tmp_path):
         and config.rows_per_shard % 3 == 0
     )
     row = 96 * (9 + 4 * 24 * 4)
-    assert room.SHARD - 3 * row < config.rows_per_shard * row <= room.SHARD
+    assert room.SHARD_BYTES - 3 * row < config.rows_per_shard * row <= room.SHARD_BYTES
 
 
 def test_a_choice_of_documents(place, tokenizer, tmp_path):
     go(place, tmp_path / "out", max_chars=200)
-    kept = corpus.limit(corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)[0], 200, 4)
-    want = pack(text.encode(tokenizer, kept), 12)
+    train, _ = corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)
+    want = pack(text.encode(tokenizer, corpus.subsample(train, 200, 4)), 12)
     stored = open_hidden_states(tmp_path / "out")
     np.testing.assert_array_equal(stored.batch(range(len(stored))).batch.tokens, want.tokens)
     assert len(want) < read_index(place / "whole").rows
 
 
+def version_1(folder):
+    """Rewrites a folder as it was written before the names were those of docs/glossary.md."""
+    index = json.loads((folder / "index.json").read_text())
+    for name, former in {
+        "aux_hidden_state_layers": "taps",
+        "aux_width": "tap_width",
+        "num_loss_tokens": "supervised",
+        "seq_len": "length",
+        "batch_size": "batch",
+    }.items():
+        index[former] = index.pop(name)
+    (folder / "index.json").write_text(json.dumps(index | {"format_version": 1}, indent=2) + "\n")
+    former = {"segment_ids": "document", "loss_mask": "supervised", "aux_hidden_states": "taps"}
+    for shard in folder.glob("*.safetensors"):
+        tensors = {n: np.array(x) for n, x in weights.open_safetensors(shard).items()}
+        weights.write_safetensors(shard, {former.get(n, n): x for n, x in tensors.items()}, {})
+
+
+def test_folders_of_version_1(place, tmp_path):
+    """They are read, and completed: the shards that are missing have today's names."""
+    old = shutil.copytree(place / "whole", tmp_path / "old")
+    version_1(old)
+    index, content = read_index(old), (old / "index.json").read_bytes()
+    assert b'"taps"' in content and b"seq_len" not in content
+    assert index == read_index(place / "whole")
+    numbers = range(len(rows := open_hidden_states(place / "whole")))
+    for x, y in zip(
+        jax.tree.leaves(open_hidden_states(old).batch(numbers)),
+        jax.tree.leaves(rows.batch(numbers)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, y)
+    shard_path(old, 1).unlink()
+    assert "in 1 of 5 shards" in go(place, old)[1]
+    assert shard_path(old, 1).read_bytes() == shard_path(place / "whole", 1).read_bytes()
+    assert (old / "index.json").read_bytes() == content
+    assert "are there" in go(place, old)[-1]
+
+
 # ---------------------------------------------------------------- interrupted
 
 
-def stop_at(rows, error):
-    def told(done, total, speed):
-        assert 0 < done <= total and speed > 0
-        if done >= rows:
-            raise error
+def extract(place, out, **changes):
+    """Extracts; returns the result."""
+    return extract_hidden_states(
+        place / "target",
+        options(place, **changes),
+        out,
+        lambda line: None,
+        command="peagle extract",
+    )
 
-    return told
+
+def watch(monkeypatch, stop_at=None, error=None):
+    """Replaces progress reports. Returns the list of (rows done, rows in all, note) reported.
+
+    `error` is raised once `stop_at` rows are done.
+    """
+    reports = []
+
+    class Report(room.ProgressReport):
+        def update(self, completed, *, total=None, note=""):
+            assert 0 < completed <= self.total
+            reports.append((completed, self.total, note))
+            if stop_at is not None and completed >= stop_at:
+                raise error
+
+    monkeypatch.setattr(room, "ProgressReport", Report)
+    return reports
 
 
 @pytest.mark.parametrize(
     "rows, shards, error",
     [(20, 2, RuntimeError()), (23, 2, KeyboardInterrupt()), (9, 0, RuntimeError())],
 )
-def test_resumes_to_the_same_bytes(rows, shards, error, place, tmp_path):
-    with pytest.raises(type(error)):
-        extract_hidden_states(
-            place / "target",
-            how(place),
-            tmp_path / "out",
-            lambda line: None,
-            stop_at(rows, error),
-            command="peagle extract",
-        )
+def test_resumes_to_the_same_bytes(rows, shards, error, place, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        watch(patch, rows, error)
+        extract(place, tmp_path / "out")
     names = ["index.json", *(f"shard-{i:05}.safetensors" for i in range(shards))]
     assert sorted(contents(tmp_path / "out")) == names
     times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
-    told = []
-    done = extract_hidden_states(
-        place / "target",
-        how(place),
-        tmp_path / "out",
-        lambda line: None,
-        lambda *news: told.append(news),
-    )
+    reports = watch(monkeypatch)
+    result = extract(place, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(place / "whole")
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == times[name] for name in names)
     total = read_index(place / "whole").rows
-    assert told[0][:2] == (shards * 10 + 3, total) and told[-1][:2] == (total, total)
-    assert done.tokens_per_second > 0 and done.bytes == sum(
-        len(c) for c in contents(place / "whole").values()
-    )
+    assert reports[0][:2] == (shards * 10 + 3, total) and reports[-1][:2] == (total, total)
+    size = sum(len(content) for content in contents(place / "whole").values())
+    assert result.tokens_per_second > 0 and result.bytes == size
 
 
 def test_a_shard_appears_whole_or_not_at_all(place, tmp_path, monkeypatch):
@@ -392,7 +426,8 @@ def test_killed(place, tmp_path):
         *words,
     ]
     code = (
-        "import sys, time; from peagle_jax.train import stored as s; r = s.write_shard\n"
+        "import sys, time; from peagle_jax.train import hidden_state_store\n"
+        "r = hidden_state_store.write_shard\n"
         "from peagle_jax.pipelines import extract as e\n"
         "e.write_shard = lambda *a: (r(*a), time.sleep(0 if a[2] == 0 else 60))\n"
         "from peagle_jax.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -418,10 +453,9 @@ def test_killed(place, tmp_path):
         got.pop("index.json") != want.pop("index.json") and got.keys() == want.keys()
     )  # another command began it
     a, b = (open_hidden_states(folder) for folder in (tmp_path / "out", place / "whole"))
-    for mine, theirs in zip(
-        *(jax.tree.leaves(f.batch(range(len(f)))) for f in (a, b)), strict=True
-    ):
-        np.testing.assert_array_equal(mine, theirs)
+    arrays_of_a, arrays_of_b = (jax.tree.leaves(f.batch(range(len(f)))) for f in (a, b))
+    for x, y in zip(arrays_of_a, arrays_of_b, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_a_shard_lost_in_the_middle(place, tmp_path):
@@ -448,15 +482,10 @@ def test_nothing_left_to_do(place, monkeypatch):
     }
 
 
-def test_one_writer_at_a_time(place, tmp_path):
-    with pytest.raises(RuntimeError):
-        extract_hidden_states(
-            place / "target",
-            how(place),
-            tmp_path / "out",
-            lambda line: None,
-            stop_at(12, RuntimeError()),
-        )
+def test_one_writer_at_a_time(place, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        watch(patch, 12, RuntimeError())
+        extract(place, tmp_path / "out")
     handle = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     before = contents(tmp_path / "out")
@@ -506,8 +535,8 @@ def test_the_command_line(place, tmp_path, capsys):
         f"{out}: " in said.out and "bytes to write, in 5 of 5 shards" in said.out and not said.err
     )
     assert main(command(place, out)) == 0 and "all 5 shards are there" in capsys.readouterr().out
-    assert main(command(place, out, length=13)) == 2
-    assert capsys.readouterr().err.startswith(f"peagle: {out}/index.json: length was 12 when")
+    assert main(command(place, out, **{"seq-len": 13})) == 2
+    assert capsys.readouterr().err.startswith(f"peagle: {out}/index.json: seq_len was 12 when")
 
 
 @pytest.mark.parametrize(
@@ -515,13 +544,13 @@ def test_the_command_line(place, tmp_path, capsys):
     [
         ({"target": "nowhere"}, "nowhere: this folder must exist"),
         ({"data": "nowhere"}, "nowhere: this file must exist"),
-        ({"taps": "1,x"}, "--taps: must be numbers of 0 or more"),
-        ({"taps": ""}, "--taps: must be numbers"),
-        ({"taps": "0,9"}, "tap ids must lie in 0..4"),
+        ({"aux-hidden-state-layers": "1,x"}, "--aux-hidden-state-layers: must be numbers of 0"),
+        ({"aux-hidden-state-layers": ""}, "--aux-hidden-state-layers: must be numbers"),
+        ({"aux-hidden-state-layers": "0,9"}, "must lie in 0..4"),
         ({"dtype": "float64"}, "float64"),
         ({"compute-dtype": "float16"}, "float16"),
-        ({"batch": "many"}, "many"),
-        ({"batch": 0}, "--batch: must be 1"),
+        ({"batch-size": "many"}, "many"),
+        ({"batch-size": 0}, "--batch-size: must be 1"),
         ({"held-out": "2"}, "--held-out"),
         ({"max-chars": "0"}, "--max-chars"),
     ],
@@ -570,7 +599,7 @@ def test_control_c(place, tmp_path, capsys, monkeypatch):
     ]
     monkeypatch.setattr(room, "write_shard", real)
     assert (
-        main(command(place, tmp_path / "out", aux_hidden_state_layers="0,3")) == 2
-        and "taps was [1, 3]" in capsys.readouterr().err
+        main(command(place, tmp_path / "out", **{"aux-hidden-state-layers": "0,3"})) == 2
+        and "aux_hidden_state_layers was [1, 3]" in capsys.readouterr().err
     )
     assert main(command(place, tmp_path / "out")) == 0

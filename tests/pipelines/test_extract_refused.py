@@ -1,7 +1,11 @@
-"""What `peagle extract` refuses, in one line: other settings for a folder that was begun, bad options, damaged files, a full disk."""
+"""What `peagle extract` refuses, in one line.
+
+Other settings for a folder that was begun, bad options, damaged files, and a full disk.
+"""
 
 import collections
 import json
+import re
 import shutil
 
 import jax.numpy as jnp
@@ -32,11 +36,12 @@ from peagle_jax.types import InputError
     [
         (
             dict(aux_hidden_state_layers=(1, 2)),
-            "taps was [1, 3] when this folder was begun, and must stay so; got [1, 2]",
+            "aux_hidden_state_layers was [1, 3] when this folder was begun, and must stay so; "
+            "got [1, 2]",
         ),
-        (dict(aux_hidden_state_layers=None), "taps was [1, 3]"),
-        (dict(length=13), "length was 12 when this folder was begun, and must stay so; got 13"),
-        (dict(batch=2), "batch was 3"),
+        (dict(aux_hidden_state_layers=None), "aux_hidden_state_layers was [1, 3]"),
+        (dict(seq_len=13), "seq_len was 12 when this folder was begun, and must stay so; got 13"),
+        (dict(batch_size=2), "batch_size was 3"),
         (dict(rows_per_shard=5), "rows_per_shard was 10"),
         (
             dict(dtype="bfloat16"),
@@ -115,8 +120,8 @@ def test_every_flag_of_a_token_is_in_the_hash():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(length=3), "--length: must be 4 or more; got 3"),
-        (dict(batch=0), "--batch: must be 1 or more"),
+        (dict(seq_len=3), "--seq-len: must be 4 or more; got 3; give 4 or more"),
+        (dict(batch_size=0), "--batch-size: must be 1 or more"),
         (dict(rows_per_shard=0), "--rows-per-shard: must be 1"),
         (dict(max_chars=0), "--max-chars: must be 1"),
         (dict(seed=-1), "--seed: must be 0"),
@@ -126,13 +131,13 @@ def test_every_flag_of_a_token_is_in_the_hash():
         (dict(dtype="int8"), "--dtype: must be one of"),
         (
             dict(compute_dtype="float16"),
-            "--compute-dtype one of float32, bfloat16; got float32, float16",
+            "--compute-dtype: must be one of float32, bfloat16; got float16; use --compute-dtype",
         ),
-        (dict(length=97), "--length: must be at most the target's context of 96 tokens; got 97"),
-        (dict(aux_hidden_state_layers=(3, 1)), "--taps: must ascend"),
-        (dict(aux_hidden_state_layers=(1, 1)), "--taps: must ascend"),
-        (dict(aux_hidden_state_layers=()), "--taps: must ascend"),
-        (dict(aux_hidden_state_layers=(1, 5)), "tap ids must lie in 0..4"),
+        (dict(seq_len=97), "--seq-len: must be at most the target's context of 96 tokens; got 97"),
+        (dict(aux_hidden_state_layers=(3, 1)), "--aux-hidden-state-layers: must ascend"),
+        (dict(aux_hidden_state_layers=(1, 1)), "--aux-hidden-state-layers: must ascend"),
+        (dict(aux_hidden_state_layers=()), "--aux-hidden-state-layers: must ascend"),
+        (dict(aux_hidden_state_layers=(1, 5)), "must lie in 0..4"),
         (dict(source="nowhere.jsonl"), "nowhere.jsonl: this file must exist"),
         (dict(held_out=0.9999999), "at least one document is needed"),
     ],
@@ -148,7 +153,10 @@ def test_targets_that_cannot_be(place, tokenizer, tmp_path):
     save_target(tiny.target(), tmp_path / "mute")
     refuse(place, out, "mute: a corpus needs the target's tokenizer", target=tmp_path / "mute")
     small = write_target(tmp_path / "small", tokenizer, vocab=len(tokenizer) - 1)
-    rule = f"small: the target's embedding has {len(tokenizer) - 1} rows; got a tokenizer that needs {len(tokenizer)}; take"
+    rule = (
+        f"small: the target's embedding has {len(tokenizer) - 1} rows; "
+        f"got a tokenizer that needs {len(tokenizer)}; take"
+    )
     refuse(place, out, rule, target=small)
     cut = shutil.copytree(place / "target", tmp_path / "cut")
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-9])
@@ -183,7 +191,7 @@ def test_room_on_the_disk(place, tmp_path, monkeypatch):
     config = read_index(place / "whole")
     size = sum(config.bytes_of(shard) for shard in range(config.shards))
     assert (
-        f"{size:,} bytes must be free to write the features; got 10,000 bytes; make room"
+        f"{size:,} bytes must be free to write the hidden states; got 10,000 bytes; make room"
         in str(error.value)
         and not (tmp_path / "a").exists()
     )
@@ -197,9 +205,8 @@ def test_room_on_the_disk(place, tmp_path, monkeypatch):
     free = config.bytes_of(0) - 1
     refuse(place, out, f"{config.bytes_of(0):,} bytes must be free")
     free += 1
-    assert (
-        go(place, out)[1]
-        == f"{out}: {free:,} bytes to write, in 1 of {config.shards} shards; {free:,} bytes are free"
+    assert go(place, out)[1] == (
+        f"{out}: {free:,} bytes to write, in 1 of {config.shards} shards; {free:,} bytes are free"
     )
 
 
@@ -214,7 +221,8 @@ def test_a_disk_that_fills_up(place, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "write_safetensors", full)
     with pytest.raises(
         InputError,
-        match="out: the features must be written to the end; got No space left on device; make room",
+        match="out: the hidden states must be written to the end; "
+        "got No space left on device; make room",
     ):
         go(place, tmp_path / "out")
     assert sorted(contents(tmp_path / "out")) == ["index.json", "shard-00000.safetensors"]
@@ -229,7 +237,8 @@ def test_folders_of_something_else(place, tmp_path, monkeypatch):
     refuse(
         place,
         tmp_path / "notes",
-        "notes: must be a new folder, or one that `peagle extract` began: with index.json; got a.txt without it",
+        "notes: must be a new folder, or one that `peagle extract` began: with index.json; "
+        "got a.txt without it",
     )
     lost = shutil.copytree(place / "whole", tmp_path / "lost")
     (lost / "index.json").unlink()
@@ -237,7 +246,7 @@ def test_folders_of_something_else(place, tmp_path, monkeypatch):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / ".index.json.tmp").write_text("half")
     go(place, tmp_path / "new")
-    assert open_hidden_states(tmp_path / "new").config.rows == read_index(place / "whole").rows
+    assert open_hidden_states(tmp_path / "new").index.rows == read_index(place / "whole").rows
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: collections.namedtuple("Usage", "free")(10**9)
     )
@@ -249,36 +258,45 @@ DAMAGE = {
     "a list": (lambda s: "[]", "index.json: the file must be a JSON object"),
     "of something else": (
         lambda s: "{}",
-        "index.json: must be the index of `peagle extract`, format_version 1; got None",
+        "index.json: must be the index of `peagle extract`, format_version 2; got None",
     ),
     "newer": (
-        lambda s: s.replace('"format_version": 1', '"format_version": 2'),
-        "format_version 1; got 2",
+        lambda s: s.replace('"format_version": 2', '"format_version": 3'),
+        "format_version 2; got 3",
     ),
     "a key less": (
-        lambda s: s.replace('  "length": 12,\n', ""),
-        "index.json: every key must be given; got no length",
+        lambda s: s.replace('  "seq_len": 12,\n', ""),
+        "index.json: seq_len must be given; got no seq_len",
     ),
     "a key more": (
-        lambda s: s.replace('"length": 12', '"length": 12, "speed": 3'),
+        lambda s: s.replace('"seq_len": 12', '"seq_len": 12, "speed": 3'),
         "got unknown speed",
     ),
     "a word for a number": (
-        lambda s: s.replace('"length": 12', '"length": "12"'),
-        "index.json: length: must be int",
+        lambda s: s.replace('"seq_len": 12', '"seq_len": "12"'),
+        "index.json: seq_len: must be a whole number; got '12'",
     ),
-    "no batch": (lambda s: s.replace('"batch": 3', '"batch": 0'), "sizes must be 1 or more"),
+    "no batch": (
+        lambda s: s.replace('"batch_size": 3', '"batch_size": 0'),
+        "index.json: batch_size: must be 1 or more; got 0; restore the file",
+    ),
+    "no layers": (
+        lambda s: re.sub(
+            r'"aux_hidden_state_layers": [[][^]]*[]]', '"aux_hidden_state_layers": []', s
+        ),
+        "aux_hidden_state_layers: must name a layer",
+    ),
     "fewer shards": (
         lambda s: s.replace('"shards": 5', '"shards": 4'),
-        "shards and tap_width must follow",
+        "shards: must follow from rows and rows_per_shard: 5; got 4",
     ),
     "another width": (
-        lambda s: s.replace('"tap_width": 48', '"tap_width": 49'),
-        "shards and tap_width must follow",
+        lambda s: s.replace('"aux_width": 48', '"aux_width": 49'),
+        "aux_width: must follow from the layers and hidden_width: 48; got 49",
     ),
     "another dtype": (
         lambda s: s.replace('"dtype": "float32"', '"dtype": "float64"', 1),
-        "dtypes of float32",
+        "dtype: must be one of float32, bfloat16, float16; got float64",
     ),
 }
 
@@ -301,15 +319,17 @@ def test_damaged_shards(place, tmp_path):
     whole, other = shard_path(place / "whole", 1), tmp_path / "other"
     tensors = {name: np.array(t) for name, t in weights.open_safetensors(whole).items()}
     changed = {
-        "cut": (whole.read_bytes()[:-7], "shard-00001.safetensors: a shard must be whole; got"),
-        "empty": (b"", "a shard must be whole"),
+        "cut": (whole.read_bytes()[:-7], "shard-00001.safetensors: a shard must be complete; got"),
+        "empty": (b"", "a shard must be complete"),
         "of another shape": (
-            tensors | {"taps": tensors["taps"][:, :, :47]},
-            "taps must be float32 [10, 12, 48], as index.json says; got float32 [10, 12, 47]",
+            tensors | {"aux_hidden_states": tensors["aux_hidden_states"][:, :, :47]},
+            "aux_hidden_states must be float32 [10, 12, 48], as index.json says; "
+            "got float32 [10, 12, 47]",
         ),
         "of fewer rows": (
             {n: t[:9] for n, t in tensors.items()},
-            "document must be int32 [10, 12], as index.json says; got int32 [9, 12]",
+            "aux_hidden_states must be float32 [10, 12, 48], as index.json says; "
+            "got float32 [9, 12, 48]",
         ),
         "of another dtype": (
             tensors | {"hidden": tensors["hidden"].astype(np.float16)},
@@ -343,7 +363,8 @@ def test_damaged_shards(place, tmp_path):
         refuse(
             place,
             out,
-            f"shard-00001.safetensors: must hold the rows that index.json names; got other {name}; delete it",
+            "shard-00001.safetensors: must contain the rows that index.json names; "
+            f"got other {name}; delete it",
         )
     stored = open_hidden_states(out)
     shard_path(out, 1).unlink()
@@ -356,11 +377,12 @@ def test_damaged_shards(place, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::peagle_jax.types.WeightsWarning")
 def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
-    """Residual streams of real models pass float16's 65504; a target of NaN has nothing to teach."""
+    """Residual streams of real models pass float16's 65504; a target of NaN has nothing to
+    teach."""
     model = tiny.target(vocab=len(tokenizer))
     for factor, words in {
         1e6: "float16 must hold every number; got",
-        float("nan"): "got nan in taps",
+        float("nan"): "got nan in aux_hidden_states",
     }.items():
         folder = tmp_path / str(factor)
         params = {**model.params, "embed": {"table": model.params["embed"]["table"] * factor}}
@@ -375,16 +397,16 @@ def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
 def test_config_is_of_one_piece():
     """Rows of a shard, and sizes, of the last one too."""
     said = dict(
-        format_version=1,
+        format_version=2,
         target="t",
         target_hash="",
         aux_hidden_state_layers=(2,),
-        tap_width=8,
+        aux_width=8,
         hidden_width=8,
         dtype="bfloat16",
         compute_dtype="float32",
-        length=4,
-        batch=2,
+        seq_len=4,
+        batch_size=2,
         rows_per_shard=3,
         data="d",
         max_chars=None,
@@ -393,14 +415,16 @@ def test_config_is_of_one_piece():
         rows=7,
         shards=3,
         tokens=20,
-        loss_mask=20,
+        num_loss_tokens=20,
         rows_hash="",
         versions="",
         command="",
     )
     config = HiddenStateIndex(**said)
     assert [list(config.rows_of(s)) for s in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert config.bytes_of(2) == 4096 + 4 * (9 + 16 * 2) and config.tensors_of(0)["taps"] == (
+    assert config.bytes_of(2) == 4096 + 4 * (9 + 16 * 2) and config.tensors_of(0)[
+        "aux_hidden_states"
+    ] == (
         (3, 4, 8),
         jnp.dtype("bfloat16"),
     )

@@ -1,4 +1,8 @@
-"""A target's own answers as training data: from the training side of the split, resumable, read back as they were written."""
+"""A target's own answers as training data.
+
+They continue documents that are not held out, can be resumed, and are read back as they were
+written.
+"""
 
 import json
 
@@ -9,16 +13,16 @@ from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
-from peagle_jax.pipelines.regenerate import Regeneration, excerpts_of, regenerate
+from peagle_jax.pipelines.regenerate import RegenerationOptions, excerpts_of, regenerate
 from peagle_jax.types import InputError
 from tests import tiny
 
-HOW = Regeneration(
+OPTIONS = RegenerationOptions(
     source="",
     held_out=0.3,
-    answers=6,
+    num_samples=6,
     prompt_tokens=3,
-    new_tokens=5,
+    max_new_tokens=5,
     temperatures=(0.0, 0.7),
     batch_size=2,
     seed=4,
@@ -39,8 +43,8 @@ def place(tmp_path_factory):
     return folder
 
 
-def how(place, **changes):
-    return Regeneration(**{**vars(HOW), "source": str(place / "corpus"), **changes})
+def options(place, **changes):
+    return RegenerationOptions(**{**vars(OPTIONS), "source": str(place / "corpus"), **changes})
 
 
 def rows(path):
@@ -48,7 +52,7 @@ def rows(path):
 
 
 def test_answers_are_the_targets_own(place, tmp_path):
-    regenerate(place / "target", how(place), tmp_path / "a.jsonl", lambda s: None)
+    regenerate(place / "target", options(place), tmp_path / "a.jsonl", lambda s: None)
     target = load_target(place / "target", aux_hidden_state_layers=())
     got = rows(tmp_path / "a.jsonl")
     prompts = [r["prompt_token_ids"] for r in got]
@@ -77,28 +81,31 @@ def test_answers_are_the_targets_own(place, tmp_path):
 
 def test_a_cut_file_is_completed_to_the_same_answers(place, tmp_path):
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    regenerate(place / "target", how(place), whole, lambda s: None)
+    regenerate(place / "target", options(place), whole, lambda s: None)
     cut.write_text(whole.read_text()[: len(whole.read_text()) // 2])  # in the middle of a line
-    regenerate(place / "target", how(place), cut, lambda s: None)
+    regenerate(place / "target", options(place), cut, lambda s: None)
     assert cut.read_text() == whole.read_text()
     with pytest.raises(InputError, match="answers of 7 tokens"):
-        regenerate(place / "target", how(place, new_tokens=7), cut, lambda s: None)
+        regenerate(place / "target", options(place, max_new_tokens=7), cut, lambda s: None)
     assert cut.read_text() == whole.read_text()
 
 
 def test_a_longer_file_is_kept_and_a_shorter_one_goes_on(place, tmp_path):
-    """Fewer answers delete nothing; more answers begin with the same ones; other excerpts are refused."""
+    """Fewer answers delete nothing, and more answers begin with the same ones.
+
+    Other excerpts are refused.
+    """
     short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
-    regenerate(place / "target", how(place, answers=4), short, lambda s: None)
-    regenerate(place / "target", how(place, answers=8), long, lambda s: None)
+    regenerate(place / "target", options(place, num_samples=4), short, lambda s: None)
+    regenerate(place / "target", options(place, num_samples=8), long, lambda s: None)
     before = long.read_text()
     assert before.startswith(short.read_text())
-    regenerate(place / "target", how(place, answers=4), long, lambda s: None)
+    regenerate(place / "target", options(place, num_samples=4), long, lambda s: None)
     assert long.read_text() == before
-    regenerate(place / "target", how(place, answers=8), short, lambda s: None)
+    regenerate(place / "target", options(place, num_samples=8), short, lambda s: None)
     assert short.read_text() == before
     with pytest.raises(InputError, match="answers to other excerpts"):
-        regenerate(place / "target", how(place, seed=5), long, lambda s: None)
+        regenerate(place / "target", options(place, seed=5), long, lambda s: None)
     assert long.read_text() == before
 
 
@@ -106,7 +113,7 @@ def test_a_longer_file_is_kept_and_a_shorter_one_goes_on(place, tmp_path):
 def test_a_file_of_something_else_is_left_alone(content, place, tmp_path):
     (tmp_path / "notes").write_text(content)
     with pytest.raises(InputError, match="a file of something else"):
-        regenerate(place / "target", how(place), tmp_path / "notes", lambda s: None)
+        regenerate(place / "target", options(place), tmp_path / "notes", lambda s: None)
     assert (tmp_path / "notes").read_text() == content
 
 
@@ -114,12 +121,12 @@ def test_no_excerpt_is_of_a_held_out_file(place):
     tokenizer = text.load_tokenizer(place / "target")
     train, held_out = corpus.split(corpus.read_corpus(place / "corpus"), 0.3)
     assert held_out
-    found = excerpts_of(tokenizer, train, how(place, answers=200))
+    found = excerpts_of(tokenizer, train, options(place, num_samples=200))
     texts = [tokenizer.decode(ids) for ids in found]
     assert all(len(ids) == 3 for ids in found) and len(set(texts)) > 20
     assert all(any(t in d.text for d in train) for t in texts)
     with pytest.raises(InputError, match="more than 99999 tokens"):
-        excerpts_of(tokenizer, train, how(place, prompt_tokens=99999))
+        excerpts_of(tokenizer, train, options(place, prompt_tokens=99999))
 
 
 def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
@@ -128,13 +135,13 @@ def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
             "regenerate",
             "--target",
             str(place / "target"),
-            "--source",
+            "--data",
             str(place / "corpus"),
-            "--answers",
+            "--num-samples",
             "2",
             "--prompt-tokens",
             "3",
-            "--new-tokens",
+            "--max-new-tokens",
             "5",
             "--temperature",
             "0",
@@ -157,13 +164,13 @@ def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--answers", "0"], "--answers"),
-        (["--temperature", "-1"], "no --temperature or --seed below 0"),
-        (["--seed", "-1"], "no --temperature or --seed below 0"),
-        (["--held-out", "1"], "--held-out must lie in"),
-        (["--source", "nowhere"], "nowhere"),
+        (["--answers", "0"], "--num-samples: must be 1 or more; got 0"),  # its former name
+        (["--temperature", "-1"], "--temperature: must be 0 or more"),
+        (["--seed", "-1"], "--seed: must be 0 or more"),
+        (["--held-out", "1"], "must lie in 0..1"),
+        (["--data", "nowhere"], "nowhere"),
         (["--out", "/proc/x"], "must be writable"),
-        (["--prompt-tokens", "20", "--new-tokens", "90"], "fit the target's context"),
+        (["--prompt-tokens", "20", "--max-new-tokens", "90"], "fit the target's context"),
     ],
 )
 def test_refusals(place, tmp_path, capsys, flags, words):
@@ -171,7 +178,7 @@ def test_refusals(place, tmp_path, capsys, flags, words):
         "regenerate",
         "--target",
         str(place / "target"),
-        "--source",
+        "--data",
         str(place / "corpus"),
         "--out",
         str(tmp_path / "a.jsonl"),

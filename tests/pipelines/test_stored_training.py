@@ -1,4 +1,7 @@
-"""Training from stored features beside training with the target at work; and a head that no folder for vLLM can hold, from YAML to text."""
+"""Training from stored hidden states, beside training with the target at work.
+
+And a head that vLLM cannot serve, from its recipe to decoded text.
+"""
 
 import dataclasses
 import json
@@ -26,25 +29,24 @@ CONFIG = """
 task: peagle
 target_dtype: float32
 seed: 9
-features: null
+hidden_states_dir: null
 head:
-  {layers: 1, dim: null, mlp_dim: 20, heads: null, kv_heads: null, head_dim: null, draft_vocab: 100, taps: [1, 3], qk_norm: false,
-   norm_before_residual: true, norm_before_fc: false, fc_norm: false, norm_output: false, mask_token: null, rope: null}
-cod: {depths: 3, ratio: 0.8, floor: 0.2, anchors: 7}
+  layers: 1
+  mlp_dim: 20
+  draft_vocab: 100
+  aux_hidden_state_layers: [1, 3]
+  norm_before_residual: true
+cod: {num_depths: 3, down_sample_ratio: 0.8, down_sample_ratio_min: 0.2, max_anchors: 7}
 placeholder: {hidden: shared_depth, token: frozen}
-blur: {feature_noise: 0.1, feature_dropout: 0.2}
+feature_noise: {noise: 0.1, dropout: 0.2}
 loss: kl_and_total_variation
-start: random
-start_from: null
-grow: []
 train_embedding: true
 train_lm_head: true
-measure: {every: null, prompts: null, count: 2, new_tokens: 6}
-data: {max_chars: null, held_out: 0.2, length: 12, batch: 4}
-optimizer: {steps: 6, peak_lr: 2.0e-3, warmup: 1, weight_decay: 0.1, clip: 1.0}
+eval: {every: null, num_prompts: 2, max_new_tokens: 6}
+data: {held_out: 0.2, seq_len: 12, batch_size: 4}
+optimizer: {steps: 6, peak_lr: 2e-3, warmup: 1, weight_decay: 0.1}
 log_every: 1
 save_every: 100
-max_seconds: null
 """
 
 
@@ -53,7 +55,7 @@ def config(place, out, task="peagle", **changes) -> dict:
     raw = yaml.safe_load(CONFIG) | {"out": str(out), "target": str(place / "target"), "task": task}
     raw["data"]["source"] = str(place / "corpus.jsonl")
     if task == "eagle3":
-        for key in ("cod", "placeholder", "blur"):
+        for key in ("cod", "placeholder", "feature_noise"):
             raw.pop(key)
         raw["ttt"] = {"steps": 2, "decay": 0.8}
     for name, value in changes.items():
@@ -77,9 +79,9 @@ def train(place, out, task="peagle", **changes):
 
 @pytest.fixture(scope="module")
 def features(place, tmp_path_factory):
-    """Taps 0 to 3, of which a head reads 1 and 3: its columns are two stretches apart from each other."""
+    """Hidden states of layers 0 to 3. A head reads 1 and 3, whose columns are not adjacent."""
     folder = tmp_path_factory.mktemp("stored") / "features"
-    go(place, folder, aux_hidden_state_layers=(0, 1, 2, 3), batch=5)
+    go(place, folder, aux_hidden_state_layers=(0, 1, 2, 3), batch_size=5)
     return folder
 
 
@@ -110,7 +112,7 @@ def test_stored_features_train_the_same_head(task, steps, place, features, tmp_p
 
 
 def test_the_seed_order_and_epochs_are_those_of_the_rows(place, features, tokenizer):
-    """A batch of features is of the very rows that a step would run the target on, also past the first epoch."""
+    """A batch has the very rows that a step would run the target on, also past the first epoch."""
     run = build(
         TASKS["peagle"], config(place, place / "never", hidden_states_dir=str(features)), "test"
     )
@@ -134,7 +136,7 @@ def test_the_seed_order_and_epochs_are_those_of_the_rows(place, features, tokeni
             strict=True,
         ):
             np.testing.assert_array_equal(a, b)
-        picks = rows.picks(4, 9, step)
+        picks = rows.indices_at(4, 9, step)
         np.testing.assert_array_equal(
             stored.stored[0],
             np.concatenate(
@@ -150,7 +152,10 @@ def test_the_seed_order_and_epochs_are_those_of_the_rows(place, features, tokeni
 
 @pytest.mark.parametrize("task", ["peagle", "eagle3"])
 def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, monkeypatch):
-    """Loss, blur and a key of its own for every step; features as they are stored, whatever the target would compute."""
+    """The loss, the feature noise, and a key of its own for every step.
+
+    Hidden states are used as stored, whatever the target would compute.
+    """
     calls = []
 
     def called(head, rows, *args):
@@ -222,19 +227,28 @@ def test_what_is_not_learned_begins_as_the_mean_of_the_targets_taps(place, featu
     [
         (
             {"target": "OTHER"},
-            "stored features must be of the run's target, {root}/other; got those of target; extract again",
+            "stored hidden states must be of the run's target, {root}/other; "
+            "got those of target; run `peagle extract --target {root}/other`",
         ),
         (
             {"data.seq_len": 16},
-            "stored features must be of the rows that the run trains on: data.source, max_chars, held_out, length and seed as extracted; got ",
+            "stored hidden states must be of the rows that the run trains on: the same "
+            "data.source, data.max_chars, data.held_out, data.seq_len and seed; got ",
         ),
-        ({"data.held_out": 0.5}, "stored features must be of the rows that the run trains on"),
-        ({"data.max_chars": 500}, "stored features must be of the rows that the run trains on"),
         (
-            {"head.taps": [1, 3, 4]},
-            "every tap of the head must be stored: 0, 1, 2, 3 are; got 4; extract again with --taps, or set head.taps",
+            {"data.held_out": 0.5},
+            "data.max_chars: null, data.held_out: 0.2, data.seq_len: 12 and seed",
         ),
-        ({"features": "nowhere"}, "nowhere"),
+        (
+            {"data.max_chars": 500},
+            "stored hidden states must be of the rows that the run trains on",
+        ),
+        (
+            {"head.aux_hidden_state_layers": [1, 3, 4]},
+            "every aux hidden state layer of the head must be stored: 0, 1, 2, 3 are; got 4; "
+            "extract again with --aux-hidden-state-layers 1,3,4, or set head.aux_hidden_state_layers",
+        ),
+        ({"hidden_states_dir": "nowhere"}, "nowhere"),
     ],
 )
 def test_features_of_something_else_are_refused(
@@ -244,7 +258,7 @@ def test_features_of_something_else_are_refused(
         changes = {"target": str(write_target(tmp_path / "other", tokenizer, seed=8))}
     run = build(
         TASKS["peagle"],
-        config(place, tmp_path / "run", **{"features": str(features), **changes}),
+        config(place, tmp_path / "run", **{"hidden_states_dir": str(features), **changes}),
         "test",
     )
     with pytest.raises(InputError) as error:
@@ -262,7 +276,8 @@ def test_features_of_something_else_are_refused(
 
 
 def test_a_design_that_vllm_does_not_know_decodes_from_its_run(place, tokenizer, tmp_path, capsys):
-    """Trained, measured, kept as a run, and used from the command line: what it drafts is verified as anything else."""
+    """Trained, measured, kept as a run, and used from the command line: what it drafts is verified
+    as anything else."""
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "def f"}\n{"prompt_token_ids": [9, 8, 7]}\n'
     )
@@ -272,7 +287,7 @@ def test_a_design_that_vllm_does_not_know_decodes_from_its_run(place, tokenizer,
         **{
             "placeholder.hidden": "gated",
             "placeholder.token": "last_token",
-            "measure.prompts": str(tmp_path / "prompts.jsonl"),
+            "eval.prompts": str(tmp_path / "prompts.jsonl"),
             "optimizer.steps": 3,
         },
     )
@@ -346,27 +361,32 @@ def test_a_design_that_vllm_does_not_know_decodes_from_its_run(place, tokenizer,
     [
         (
             {"placeholder.hidden": "mean"},
-            "placeholder.hidden must be one of shared, shared_fused, per_depth, shared_depth, low_rank, last_feature, gated, mean_feature, zero, frozen_random; got mean",
+            "placeholder.hidden: must be one of shared, shared_fused, per_depth, shared_depth, "
+            "low_rank, last_feature, gated, mean_feature, zero, frozen_random; got mean",
         ),
         (
             {"placeholder.token": "shared"},
-            "placeholder.token must be one of mask, frozen, last_token, zero, mean; got shared",
+            "placeholder.token: must be one of mask, frozen, last_token, zero, mean; got shared",
         ),
         (
             {"loss": "kl"},
-            "loss must be one of forward_kl, cross_entropy, total_variation, kl_and_total_variation, negative_log_acceptance; got kl",
+            "loss: must be one of forward_kl, cross_entropy, total_variation, "
+            "kl_and_total_variation, negative_log_acceptance; got kl",
         ),
         (
-            {"cod.anchors": 0},
-            "anchors >= 1 or null; got Cod(depths=3, ratio=0.8, floor=0.2, anchors=0)",
+            {"cod.max_anchors": 0},
+            "cod.max_anchors: must be 1 or more, or null; got 0; use null for all",
         ),
         (
-            {"blur.feature_dropout": 1.0},
-            "0 <= feature_dropout < 1; got Blur(feature_noise=0.1, feature_dropout=1.0)",
+            {"feature_noise.dropout": 1.0},
+            "feature_noise.dropout: must lie in 0..1, below 1; got 1.0; use 0.0 for none",
         ),
-        ({"blur.feature_noise": -1}, "feature_noise >= 0"),
-        ({"placeholder.hidden": ["shared"]}, "placeholder: hidden: must be str; got ['shared']"),
-        ({"placeholder": {"hidden": "zero"}}, "placeholder: every key must be given; got no token"),
+        ({"feature_noise.noise": -1}, "feature_noise.noise: must be 0 or more; got -1"),
+        ({"placeholder.hidden": ["shared"]}, "placeholder.hidden: must be text; got ['shared']"),
+        (
+            {"placeholder": {"hidden": "zero", "side": 1}},
+            "placeholder: known keys are hidden, token",
+        ),
     ],
 )
 def test_values_that_are_refused(changes, words, tmp_path, capsys):

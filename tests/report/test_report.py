@@ -1,81 +1,29 @@
-"""The report: all pictures from any records, one page that needs no other file, nothing unescaped."""
+"""The report: every plot of any rows, one page that needs no other file, nothing unescaped."""
 
+import json
 import re
 
 import pytest
 
-from peagle_jax.report import plots
+from peagle_jax.report import method, plots
 from peagle_jax.report.method import draw_method
-from peagle_jax.report.page import write_report
-from peagle_jax.report.records import best, headline
+from peagle_jax.report.page import STYLE, SampleText, rounded, write_report
+from peagle_jax.report.records import Records, best, cells, one_line, read_rows
+from peagle_jax.types import InputError
+from tests.report.made_rows import CURVES, FRESH, ROWS, row
 
-ORIGIN = {
-    "time": "t",
-    "device": "d<",
-    "python": "3",
-    "jax": "1",
-    "flax": "2",
-    "commit": "c",
-    "dirty": False,
-    "command": "peagle demo",
-}
-
-
-def record(method, k, batch=1, temperature=0.0, speedup=1.0, **more):
-    made = ORIGIN | {
-        "method": method,
-        "k": k,
-        "batch": batch,
-        "temperature": temperature,
-        "prompts": 4,
-        "new_tokens": 8,
-        "speedup": speedup,
-        "tokens_per_second": 100 * speedup,
-        "step_seconds": 0.004 + 0.001 * k,
-        "repeated_4grams": 0.25,
-        "acceptance_length": 1 + 0.3 * k if k else None,
-        "accepted_per_position": [0.3] * k,
-    }
-    if temperature == 0:
-        made |= {
-            "draft_seconds": 0.001 * bool(k),
-            "verify_seconds": 0.003,
-            "break_even": 1.3 if k else 1.0,
-        }
-        if k:
-            made |= {"lossless": True, "near_ties": 0, "different": 0}
-    return made | more
-
-
-RECORDS = [
-    record("none", 0),
-    record("eagle3", 1, speedup=1.2),
-    record("eagle3", 3, speedup=1.1),
-    record("peagle", 1, speedup=1.0),
-    record("peagle", 3, speedup=1.4),
-    record("none", 0, batch=8),
-    record("eagle3", 3, batch=8, speedup=0.9),
-    record("peagle", 3, batch=8, speedup=0.8),
-    record("none", 0, 8, 1.0),
-    record("peagle", 3, 8, 1.0),
-]
-CURVES = {
-    "peagle": [
-        {
-            "step": 5,
-            "seconds": 9.0,
-            "acceptance_length": 1.5,
-            "accepted_per_position": [0.3, 0.1, 0.0, 0.0],
-        }
-    ]
-}
-FRESH = [
-    {"step": s, "seconds": s, "loss": 3.0 / s, "accuracy": [0.1 * s, 0.05 * s]} for s in (1, 2, 3)
-]
+SAMPLE = SampleText(
+    prompt="p&",
+    pieces=[("a<b", True), ("c", False)],
+    k=2,
+    temperature=0.0,
+    repeated_4grams=0.111111111,
+    num_candidates=4,
+)
 
 
 def test_the_page_needs_no_other_file(tmp_path):
-    pictures = [draw_method(tmp_path), *plots.draw(tmp_path, RECORDS, CURVES, FRESH)]
+    pictures = [draw_method(tmp_path), *plots.draw(tmp_path, ROWS, CURVES, FRESH)]
     names = [name for name, _ in pictures]
     assert names == [
         "method.png",
@@ -87,74 +35,154 @@ def test_the_page_needs_no_other_file(tmp_path):
         "training.png",
         "fresh_head.png",
     ]
+    runs = [("x", {"y": "<z>"})]
+    page = write_report(tmp_path, ROWS, pictures=pictures, sample=SAMPLE, runs=runs).read_text()
+    assert page.count("<img ") == len(names) and not re.findall(r'(?:src|href)="(?!data:)', page)
+    for escaped in ("<mark>a&lt;b</mark>c", "p&amp;", "&lt;z&gt;", "d&lt;"):
+        assert escaped in page, escaped
+    assert "at temperature 1" in page and "1.40 times plain decoding" in page
+    assert "(11 % repeated 4-grams)" in page
+    assert "Why some rows are slower than plain decoding" in page
+
+
+def test_numbers_of_the_page_are_rounded(tmp_path):
+    """Whatever rows, facts and captions hold, no number has more than four decimals."""
+    third = 1 / 3
+    rows = [
+        row("none", 0, step_seconds=third / 100, verify_seconds=third / 100),
+        row("peagle", 3, speedup=third, acceptance_length=1 + third, draft_seconds=third / 100),
+    ]
+    facts = {"bits": third, "shares": [third, 2 * third], "minutes": 12345.678, "none": None}
     page = write_report(
         tmp_path,
-        RECORDS,
-        pictures=pictures,
-        sample=[("a<b", True), ("c", False)],
-        runs=[("x", {"y": "<z>"})],
-        prompt="p&",
+        rows,
+        pictures=plots.draw(tmp_path, rows, CURVES, FRESH),
+        sample=SAMPLE,
+        runs=[("x", facts)],
     ).read_text()
-    assert page.count("<img ") == len(names) and not re.findall(r'(?:src|href)="(?!data:)', page)
-    assert (
-        "<mark>a&lt;b</mark>c" in page
-        and "p&amp;" in page
-        and "&lt;z&gt;" in page
-        and "d&lt;" in page
-    )
-    assert "at temperature 1" in page and "1.40 times plain decoding" in page
+    text = re.sub(r'src="data:[^"]*"', "", page)
+    assert not re.findall(r"\d+\.\d{5,}", text)
+    assert "0.3333, 0.6667" in text and "12,346" in text
 
 
-def test_one_method_alone_and_no_records(tmp_path):
-    alone = [r for r in RECORDS if r["method"] != "eagle3"]
+def test_rounded():
+    assert rounded(0.000123456) == "0.0001235" and rounded(3) == "3" and rounded("a") == "a"
+    assert rounded([]) == rounded(None) == "none"
+
+
+def test_one_method_alone_and_no_rows(tmp_path):
+    alone = [r for r in ROWS if r["method"] != "eagle3"]
     assert len(plots.draw(tmp_path, alone, {}, [])) == 5
+    assert plots.draw(tmp_path, [], {}, []) == []
     page = write_report(tmp_path, [], pictures=[], sample=None, runs=[])
     assert "P-EAGLE in JAX" in page.read_text()
 
 
-def test_headline_tells_losses_too():
-    lines = headline(RECORDS)
-    assert (
-        lines[0]
-        == "Batch 1: P-EAGLE at its best K (3) runs at 1.40 times plain decoding; EAGLE-3 at its best K (1) runs at 1.20 times plain decoding."
-    )
-    assert (
-        "0.80 times" in lines[1]
-        and lines[1].endswith("a step at K = 3 costs 1.30 plain tokens and emits 1.90.")
-        and "Nothing" not in lines[0]
-    )
-    assert lines[2] == "P-EAGLE over EAGLE-3 at the same K, batch 1: K = 1: 0.83, K = 3: 1.27."
-    assert lines[3].startswith("Lossless: 24 speculative texts") and "every one equals" in lines[3]
-    broken = [*RECORDS, record("peagle", 7, lossless=False, different=2, near_ties=1)]
-    assert "2 differ, 1 at near ties" in headline(broken)[-1]
-    assert best(RECORDS, "peagle", 1)["k"] == 3 and best(RECORDS, "peagle", 4) is None
-
-
-def test_running_mean():
-    assert (
-        plots._running_mean([4.0, 0.0, 8.0], 0.5) == [4.0, 2.0, 5.0]
-        and plots._running_mean([]) == []
-    )
+# ---------------------------------------------------------------- plots
 
 
 @pytest.mark.parametrize("key", ["acceptance_length", "break_even", "tokens_per_second"])
-def test_pictures_show_the_records_own_numbers(key, tmp_path, monkeypatch):
+def test_plots_show_the_rows_own_numbers(key, tmp_path, monkeypatch):
     """What is plotted is what was recorded, method by method, in the order of K."""
     drawn = []
     original = plots._series
-    monkeypatch.setattr(
-        plots,
-        "_series",
-        lambda records, method, value: (
-            drawn.append((method, *original(records, method, value))) or drawn[-1][1:]
-        ),
+
+    def spy(records, method, value):
+        ks, values = original(records, method, value)
+        drawn.append((method, ks, values))
+        return ks, values
+
+    monkeypatch.setattr(plots, "_series", spy)
+    plots.draw(tmp_path, ROWS, CURVES, FRESH)
+    wanted = [r[key] for r in ROWS if r["method"] == "peagle" and r["batch_size"] == 1]
+    peagle = [(ks, values) for method, ks, values in drawn if method == "peagle"]
+    assert any(ks == [1, 3] and values == pytest.approx(wanted) for ks, values in peagle)
+
+
+def lines_outside(figure):
+    """Lines of a figure with a point outside of their axes."""
+    outside = []
+    for axis in figure.axes:
+        low, high = axis.get_ylim()
+        for line in axis.get_lines():
+            ys = line.get_ydata()
+            if min(ys) < low or max(ys) > high:
+                outside.append((line.get_label(), low, high, list(ys)))
+    return outside
+
+
+def test_curves_stay_within_their_axes():
+    """At batch size 8 the break-even is twice what any curve of batch size 1 reaches."""
+    high = row("peagle", 11, 8, speedup=0.37, break_even=10.6)
+    low = row("peagle", 1, 8, speedup=1.5, break_even=0.87)
+    rows = [r for r in [*ROWS, high, low] if r["temperature"] == 0]
+    assert lines_outside(plots._break_even(rows)) == []
+    for batch_size in (1, 8):
+        here = [r for r in rows if r["batch_size"] == batch_size]
+        assert lines_outside(plots._against_k(here)) == []
+
+
+def luminance(color):
+    """Relative luminance of "#rrggbb", as WCAG 2 defines it."""
+    shares = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    return sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(color, background):
+    bright, dark = sorted((luminance(color), luminance(background)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def test_colors_are_legible():
+    """WCAG 2: texts 4.5 : 1, lines and bars 3 : 1."""
+    texts = (
+        plots.INK,
+        method.INK,
+        method.SOFT,
+        method.BLUE,
+        method.BROWN,
+        method.GREEN,
+        method.RED,
     )
-    plots.draw(tmp_path, RECORDS, CURVES, FRESH)
-    wanted = (
-        "peagle",
-        [1, 3],
-        [r[key] for r in RECORDS if r["method"] == "peagle" and r["batch"] == 1],
-    )
-    assert any(
-        m == wanted[0] and ks == wanted[1] and vs == pytest.approx(wanted[2]) for m, ks, vs in drawn
-    )
+    assert all(contrast(color, "#ffffff") >= 4.5 for color in texts)
+    fills = (method.REAL, method.PLACEHOLDER, method.DRAFT)
+    fills += (method.ACCEPTED, method.CORRECTED, method.UNUSED)
+    assert all(contrast(method.INK, fill) >= 4.5 for fill in fills)
+    assert all(contrast(color, "#ffffff") >= 3 for color in plots.COLORS.values())
+    viridis = plots.plt.get_cmap("viridis")
+    palest = plots.matplotlib.colors.to_hex(viridis(plots.DARKEST_TO_PALEST[1]))
+    assert contrast(palest, "#ffffff") >= 2
+    prompt_color = re.search(r"\.prompt \{ color: (#\w+)", STYLE)[1]
+    assert contrast(prompt_color, "#f4f6f9") >= 4.5
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_best():
+    assert best(ROWS, "peagle", 1)["k"] == 3 and best(ROWS, "peagle", 4) is None
+
+
+def test_cells():
+    assert cells(row("none", 0))[:5] == ["plain decoding", "", "1", "100", "1.00"]
+    different = row("peagle", 2, speedup=1 / 3, lossless=False, different=2, near_ties=1)
+    assert cells(different)[4] == "0.33" and cells(different)[-1] == "NO: 2 differ (1 near ties)"
+    assert "P-EAGLE  K=2  batch 1" in one_line(different) and "0.33x" in one_line(different)
+
+
+def test_rows_are_read_under_former_names(tmp_path):
+    new = row("peagle", 3)
+    old_names = {"batch_size": "batch", "num_prompts": "prompts", "max_new_tokens": "new_tokens"}
+    old = {old_names.get(key, key): value for key, value in new.items()}
+    file = Records(tmp_path)
+    file.add(new)
+    with file.path.open("a") as out:
+        out.write(json.dumps(old) + "\n")
+    assert read_rows(file.path) == [new, new]
+    both = tmp_path / "both.jsonl"
+    both.write_text(json.dumps(new | {"batch": 1}) + "\n")
+    with pytest.raises(InputError, match=r"both.jsonl:1: batch_size was formerly called batch"):
+        read_rows(both)
+    with pytest.raises(InputError, match="must exist"):
+        read_rows(tmp_path / "none.jsonl")

@@ -1,4 +1,7 @@
-"""Tiny random models of every family, made by transformers, with every special thing switched on and unlike its default."""
+"""Tiny random models of every family, made by transformers.
+
+Every architectural option is set, and to a value that is not its default.
+"""
 
 import functools
 import tempfile
@@ -139,45 +142,42 @@ CASES = {
         ),
     ),
 }
-# what 8 devices divide: heads, experts, MLPs, vocabulary; not the KV heads
-WIDE = dict(vocab_size=104, num_attention_heads=8, num_key_value_heads=4, intermediate_size=64)
+# 8 devices divide heads, experts, MLPs and vocabulary; they do not divide the KV heads
+FOR_EIGHT_DEVICES = dict(
+    vocab_size=104, num_attention_heads=8, num_key_value_heads=4, intermediate_size=64
+)
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
 
 
 @functools.cache
-def make(case: str, wide: bool = False):
+def make(case: str, for_eight_devices: bool = False):
     """(transformers' model, its folder)"""
     kind, shape = CASES[case]
-    if wide:
-        shape = (
-            shape | WIDE | {key: 8 for key in ("num_experts", "num_local_experts") if key in shape}
-        )
-        shape |= {
-            key: WIDE["vocab_size"] for key in ("vocab_size_per_layer_input",) if key in shape
-        }
-    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma4" else f"{kind}Config")(
-        **shape
-    )
+    if for_eight_devices:
+        shape = shape | FOR_EIGHT_DEVICES | {key: 8 for key in EXPERT_COUNTS if key in shape}
+        if "vocab_size_per_layer_input" in shape:
+            shape["vocab_size_per_layer_input"] = FOR_EIGHT_DEVICES["vocab_size"]
+    config_name = "Gemma4TextConfig" if kind == "Gemma4" else f"{kind}Config"
+    config = getattr(transformers, config_name)(**shape)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    parameters = dict(model.named_parameters())
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
-        if kind == "Gemma4" and (
-            "q_norm" in name or "k_norm" in name
-        ):  # its scores are not scaled: larger ones are ill-conditioned
+        is_norm_or_scale = any(word in name for word in ("norm", "scale", "layer_scalar"))
+        if kind == "Gemma4" and ("q_norm" in name or "k_norm" in name):
+            # Gemma's scores are not scaled: larger ones are ill-conditioned
             p.data.uniform_(0.3, 0.7)
-        elif (
-            "per_layer_input_gate" in name
-        ):  # 1 + tanh of GELU cancels where gates are far below 0, and a norm makes that large
+        elif "per_layer_input_gate" in name:
+            # 1 + tanh in GELU cancels where a gate is far below 0, and a norm magnifies that
             p.data.normal_(0, 0.05)
-        elif (
-            any(word in name for word in ("norm", "scale", "layer_scalar")) and "embed" not in name
-        ):
+        elif is_norm_or_scale and "embed" not in name:
             p.data.uniform_(0.5, 1.5)
         elif name.endswith("sinks") or name.endswith("bias"):
             p.data.normal_(0, 0.5)
         elif "router" in name or "gate.weight" in name:
             p.data.normal_(0, 0.5)
-        elif name in dict(model.named_parameters()):
+        elif name in parameters:
             p.data.normal_(0, 0.15)
     folder = Path(tempfile.mkdtemp(prefix=f"peagle-{case}-"))
     model.save_pretrained(folder)
@@ -185,32 +185,34 @@ def make(case: str, wide: bool = False):
 
 
 @functools.cache
-def truth(case: str, wide: bool = False):
+def truth(case: str, for_eight_devices: bool = False):
     """(tokens, logits, hidden states) of transformers."""
     tokens = np.random.default_rng(0).integers(0, V, (2, T))
+    model, _ = make(case, for_eight_devices)
     with torch.no_grad():
-        out = make(case, wide)[0](torch.from_numpy(tokens), output_hidden_states=True)
-    return tokens, out.compute_logits.numpy(), [h.numpy() for h in out.hidden_states]
+        out = model(torch.from_numpy(tokens), output_hidden_states=True)
+    return tokens, out.logits.numpy(), [h.numpy() for h in out.hidden_states]
 
 
 @functools.cache
-def ours(case: str, wide: bool = False):
-    return load_target(make(case, wide)[1], aux_hidden_state_layers=(0, 1, 4))
+def ours(case: str, for_eight_devices: bool = False):
+    _, folder = make(case, for_eight_devices)
+    return load_target(folder, aux_hidden_state_layers=(0, 1, 4))
 
 
 @functools.cache
-def _step(graph):
+def _forward(graph):
     import flax.nnx as nnx
 
     @jax.jit
-    def go(params, tokens, positions, real, cache):
+    def forward(params, tokens, positions, real, cache):
         module = nnx.merge(graph, params)
         out, cache = module(tokens, positions, CachedAttention(positions, real), cache)
         return module.compute_logits(out.hidden), out.aux_hidden_states, cache
 
-    return go
+    return forward
 
 
 def run(target, tokens, positions, cache, real=None):
-    """Logits, taps, cache."""
-    return _step(target.graph)(target.params, tokens, positions, real, cache)
+    """(logits, aux hidden states, cache)"""
+    return _forward(target.graph)(target.params, tokens, positions, real, cache)

@@ -1,4 +1,7 @@
-"""Checkpoints as they are released: MXFP4, FP8, shards, multimodal wrappers, leftovers; and what is wrong with one, in a line."""
+"""Checkpoints as they are released: MXFP4, FP8, shards, multimodal wrappers, unused tensors.
+
+What is wrong with a damaged one is said in a line.
+"""
 
 import dataclasses
 import json
@@ -46,18 +49,14 @@ def edit(case: str, folder, change_tensors=None, **config):
 
 
 def pack(tensors) -> None:
-    """Random blocks and scales in the place of every expert matrix; small enough for the activations."""
+    """Random blocks and scales in the place of every expert matrix, of small values."""
     rng = np.random.default_rng(3)
-    for name in [
-        n for n in tensors if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")
-    ]:
-        E, inputs, outputs = tensors.pop(name).shape
-        tensors[name + "_blocks"] = rng.integers(0, 256, (E, outputs, inputs // 32, 16)).astype(
-            np.uint8
-        )
-        tensors[name + "_scales"] = rng.integers(119, 126, (E, outputs, inputs // 32)).astype(
-            np.uint8
-        )
+    expert_names = ("experts.gate_up_proj", "experts.down_proj")
+    for name in [n for n in tensors if n.endswith(expert_names)]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = (experts, outputs, inputs // 32)
+        tensors[name + "_blocks"] = rng.integers(0, 256, (*groups, 16)).astype(np.uint8)
+        tensors[name + "_scales"] = rng.integers(119, 126, groups).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def packed(tmp_path_factory):
         pair = [torch.from_numpy(np.array(stored[name + part])) for part in ("_blocks", "_scales")]
         state[name].copy_(convert_moe_packed_tensors(*pair, dtype=torch.float32))
     with torch.no_grad():
-        return folder, model(torch.from_numpy(truth("gpt_oss")[0])).compute_logits.numpy()
+        return folder, model(torch.from_numpy(truth("gpt_oss")[0])).logits.numpy()
 
 
 @pytest.mark.parametrize("mxfp4", ["packed", "plain"])
@@ -87,23 +86,23 @@ def test_mxfp4_experts(packed, mxfp4):
     folder, want = packed
     target = load_target(folder, mxfp4=mxfp4)
     experts = target.params["blocks"][0]["mlp"]["experts"]["gate_up"]
-    assert experts.keys() == (
-        {"blocks", "scales", "bias"} if mxfp4 == "packed" else {"kernel", "bias"}
-    )
+    matrices = {"blocks", "scales"} if mxfp4 == "packed" else {"kernel"}
+    assert experts.keys() == matrices | {"bias"}
     np.testing.assert_allclose(logits(target, truth("gpt_oss")[0]), want, atol=TOLERANCE, rtol=0)
 
 
 def test_every_code_and_every_scale():
-    """Bit for bit what ml_dtypes reads, in the order that transformers' code has, which the test above uses."""
+    """Bit for bit what ml_dtypes reads, in the order of transformers' code.
+
+    The tests above compare with that code.
+    """
     scales = np.arange(255, dtype=np.uint8).reshape(255, 1, 1)  # 255 is not a number
-    blocks = np.tile(
-        np.arange(16, dtype=np.uint8) * 16 + np.arange(16, dtype=np.uint8)[::-1], (255, 1, 1, 1)
-    )
+    every_code = np.arange(16, dtype=np.uint8)
+    blocks = np.tile(every_code * 16 + every_code[::-1], (255, 1, 1, 1))
     codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(255, 1, 32)
     with np.errstate(over="ignore"):
-        want = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scales.view(
-            ml_dtypes.float8_e8m0fnu
-        ).astype(np.float32)
+        powers = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        want = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * powers
     got = np.asarray(decode_mxfp4(jnp.asarray(blocks), jnp.asarray(scales), jnp.float32))
     normal = np.abs(want) >= 2.0**-126  # below, CPUs flush to zero
     assert np.array_equal(got[normal], want[normal]) and (np.abs(got[~normal]) < 2.0**-126).all()
@@ -114,24 +113,21 @@ def test_mxfp4_converted(packed, tmp_path):
     convert(folder, tmp_path / "same", to="hf", max_shard_bytes=30_000)
     same, old = weights.open_folder(tmp_path / "same"), weights.open_folder(folder)
     assert same.keys() == old.keys() and all(np.array_equal(same[n], old[n]) for n in old)
-    assert json.loads((tmp_path / "same/config.json").read_text())["quantization_config"] == {
-        "quant_method": "mxfp4"
-    }
+    config = json.loads((tmp_path / "same/config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "mxfp4"}
     convert(folder, tmp_path / "plain", to="hf", dtype="float32")
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        np.testing.assert_allclose(
-            again(torch.from_numpy(truth("gpt_oss")[0])).compute_logits.numpy(),
-            want,
-            atol=1e-6,
-            rtol=0,
-        )
+        got = again(torch.from_numpy(truth("gpt_oss")[0])).logits.numpy()
+    np.testing.assert_allclose(got, want, atol=1e-6, rtol=0)
 
 
 def drop(end):
+    """Removes a tensor."""
+
     def change(tensors):
         del tensors[next(n for n in tensors if n.endswith(end))]
 
@@ -139,6 +135,8 @@ def drop(end):
 
 
 def misshape(end, shape, dtype=np.uint8):
+    """Gives a tensor another shape and dtype."""
+
     def change(tensors):
         tensors[next(n for n in tensors if n.endswith(end))] = np.ones(shape, dtype)
 
@@ -177,113 +175,95 @@ def test_fp8_experts_in_blocks(tmp_path):
     def quantize(tensors):
         rng = np.random.default_rng(1)
         for name in [n for n in tensors if "_proj.weight" in n]:
-            matrix = np.clip(np.asarray(tensors[name]) * 200, -448, 448).astype(
-                ml_dtypes.float8_e4m3fn
-            )
-            scale = rng.uniform(0.004, 0.006, tuple(-(-s // 24) for s in matrix.shape)).astype(
-                np.float32
-            )
-            products[name] = (
-                matrix.astype(np.float32)
-                * np.kron(scale, np.ones((24, 24), np.float32))[
-                    : matrix.shape[0], : matrix.shape[1]
-                ]
-            )
+            values = np.clip(np.asarray(tensors[name]) * 200, -448, 448)
+            matrix = values.astype(ml_dtypes.float8_e4m3fn)
+            rows, columns = matrix.shape
+            grid = (-(-rows // 24), -(-columns // 24))
+            scale = rng.uniform(0.004, 0.006, grid).astype(np.float32)
+            repeated = np.kron(scale, np.ones((24, 24), np.float32))[:rows, :columns]
+            products[name] = matrix.astype(np.float32) * repeated
             tensors |= {name: matrix, name + "_scale_inv": scale}
 
-    how = {"quant_method": "fp8", "weight_block_size": [24, 24]}
-    target = load_target(edit("qwen3_moe", tmp_path / "fp8", quantize, quantization_config=how))
+    quantization = {"quant_method": "fp8", "weight_block_size": [24, 24]}
+    folder = edit("qwen3_moe", tmp_path / "fp8", quantize, quantization_config=quantization)
+    target = load_target(folder)
     experts = target.params["blocks"][1]["mlp"]["experts"]
     for e in range(6):
         name = f"model.layers.1.mlp.experts.{e}"
-        both = np.concatenate(
-            [products[f"{name}.gate_proj.weight"], products[f"{name}.up_proj.weight"]]
-        ).T
-        assert np.array_equal(experts["gate_up"]["kernel"][e], both)
+        gate, up = products[f"{name}.gate_proj.weight"], products[f"{name}.up_proj.weight"]
+        assert np.array_equal(experts["gate_up"]["kernel"][e], np.concatenate([gate, up]).T)
         assert np.array_equal(experts["down"]["kernel"][e], products[f"{name}.down_proj.weight"].T)
 
 
 def test_a_multimodal_checkpoint_and_its_leftovers(tmp_path):
-    """`model.language_model.` beside towers; keys and values of layers that share; the tied matrix twice; stop ids of the whole."""
+    """`model.language_model.` beside towers, and tensors that no layer uses.
+
+    These are the keys and values of layers that share another's, and a second copy of the tied
+    matrix. Stop ids are those of the multimodal config.
+    """
 
     def wrap(tensors):
         for name in list(tensors):
             tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
         for part in ("k_proj", "v_proj", "k_norm"):
-            tensors[f"model.language_model.layers.5.self_attn.{part}.weight"] = np.ones(
-                (3, 4), np.float32
-            )
-        tensors |= {
-            "model.vision_tower.x.weight": np.ones(3, np.float32),
-            "model.embed_audio.y.weight": np.ones(3, np.float32),
-        }
+            name = f"model.language_model.layers.5.self_attn.{part}.weight"
+            tensors[name] = np.ones((3, 4), np.float32)
+        tensors["model.vision_tower.x.weight"] = np.ones(3, np.float32)
+        tensors["model.embed_audio.y.weight"] = np.ones(3, np.float32)
         tensors["lm_head.weight"] = np.zeros((V, 32), np.float32)
 
     text = json.loads((make("gemma4_ple")[1] / "config.json").read_text())
-    other = {key: None for key in text if key not in ("model_type",)}
-    folder = edit(
-        "gemma4_ple",
-        tmp_path / "mm",
-        wrap,
-        **other | {"model_type": "gemma4", "text_config": text, "eos_token_id": [5, 6]},
-    )
+    removed = {key: None for key in text if key != "model_type"}
+    outer = {"model_type": "gemma4", "text_config": text, "eos_token_id": [5, 6]}
+    folder = edit("gemma4_ple", tmp_path / "multimodal", wrap, **removed | outer)
     target = load_target(folder, aux_hidden_state_layers=(0, 1, 4))
     assert target.config.stop_ids == (5, 6)
-    np.testing.assert_allclose(
-        logits(target, truth("gemma4_ple")[0]), truth("gemma4_ple")[1], atol=TOLERANCE, rtol=0
-    )
+    tokens, want, _ = truth("gemma4_ple")
+    np.testing.assert_allclose(logits(target, tokens), want, atol=TOLERANCE, rtol=0)
     convert(folder, tmp_path / "half", to="hf", dtype="bfloat16")
-    kept = weights.open_folder(tmp_path / "half")
-    assert "model.vision_tower.x.weight" in kept and "lm_head.weight" not in kept
+    written = weights.open_folder(tmp_path / "half")
+    assert "model.vision_tower.x.weight" in written and "lm_head.weight" not in written
 
 
 def test_hub_and_transformers_spell_full_layers_differently():
     raw = json.loads((make("gemma4")[1] / "config.json").read_text())
     assert "per_layer_config" in raw
-    hub = {k: v for k, v in raw.items() if k != "per_layer_config"} | {
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
-    }
-    assert dataclasses.replace(read_config(hub)[1], source="") == dataclasses.replace(
-        read_config(raw)[1], source=""
+    hub = {key: value for key, value in raw.items() if key != "per_layer_config"}
+    hub |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    from_hub, from_transformers = (
+        dataclasses.replace(read_config(config)[1], source="") for config in (hub, raw)
     )
-    hub["attention_k_eq_v"] = (
-        False  # then the number of global KV heads does not count (configuration_gemma4.py)
-    )
+    assert from_hub == from_transformers
+    # then the number of global KV heads does not count (configuration_gemma4.py)
+    hub["attention_k_eq_v"] = False
     assert read_config(hub)[1].full_kv_heads == 2
 
 
-def test_an_older_spelling_of_experts():
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_both_spellings_of_the_number_of_experts(key):
     raw = json.loads((make("qwen3_moe")[1] / "config.json").read_text())
-    old = {k: v for k, v in raw.items() if k not in ("num_experts", "num_local_experts")}
-    assert (
-        read_config(old | {"num_experts": 6})[1].experts
-        == read_config(old | {"num_local_experts": 6})[1].experts
-        == 6
-    )
+    for other in ("num_experts", "num_local_experts"):
+        raw.pop(other, None)
+    assert read_config(raw | {key: 6})[1].experts == 6
 
 
 # ---------------------------------------------------------------- bfloat16
 
 
-# A token's logits against float32's, root mean squares, the median token. Measured: ours 0.009 to 0.026 by family, transformers' own
-# bfloat16 0.008 to 0.028; ours over theirs 0.77 to 1.20. Single tokens of mixtures are off by up to 0.3 (theirs: 0.7): another expert.
+# Error of a token's logits against float32's: the ratio of root mean squares, of the median token.
+# Measured: ours 0.009 to 0.026 by family, transformers' own bfloat16 0.008 to 0.028; ours over
+# theirs 0.77 to 1.20. Single tokens of mixtures of experts are off by up to 0.3 (theirs: 0.7),
+# because rounding sends them to another expert.
 BF16 = 0.04
 
 
-LATER = (
-    "llama_tied",
-    "qwen3_moe_raw",
-    "gemma4_moe",
-)  # another option of a family: in the long tier
+# another option of a family: in the long tier
+LONG = ("llama_tied", "qwen3_moe_raw", "gemma4_moe")
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.long if case in LATER else [])
-        for case in families.CASES
-    ],
+    [pytest.param(case, marks=pytest.mark.long if case in LONG else []) for case in families.CASES],
 )
 def test_bfloat16(case):
     _, folder = make(case)
@@ -292,7 +272,7 @@ def test_bfloat16(case):
         folder, dtype=torch.bfloat16, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        theirs = half(torch.from_numpy(tokens)).compute_logits.float().numpy()
+        theirs = half(torch.from_numpy(tokens)).logits.float().numpy()
     mine = np.asarray(logits(load_target(folder, dtype=jnp.bfloat16), tokens).astype(jnp.float32))
     exact = truth(case)[1]
 
@@ -300,9 +280,7 @@ def test_bfloat16(case):
         return np.sqrt(np.mean(a**2, axis=-1))
 
     def error(a):
-        return float(
-            np.median(rms(a - exact) / rms(exact))
-        )  # of tokens: rounding sends a few to other experts
+        return float(np.median(rms(a - exact) / rms(exact)))
 
     assert error(mine) < BF16 and error(mine) < 1.3 * error(theirs)
 
@@ -370,7 +348,8 @@ def test_bfloat16(case):
             "gemma4",
             None,
             {"model_type": "gemma3_text"},
-            "model_type must be one of llama, qwen3, qwen3_moe, gpt_oss, gemma4, gemma4_text; got gemma3_text",
+            "model_type must be one of llama, qwen3, qwen3_moe, gpt_oss, gemma4, gemma4_text; "
+            "got gemma3_text",
         ),
     ],
 )
@@ -384,11 +363,6 @@ def test_shards_with_experts_in_different_files(tmp_path):
     _, source = make("qwen3_moe")
     convert(source, tmp_path / "shards", to="hf", max_shard_bytes=20_000)
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 5
-    got, want = (
-        load_target(tmp_path / "shards", aux_hidden_state_layers=(0, 1, 4)),
-        ours("qwen3_moe"),
-    )
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True)
-    )
+    got = load_target(tmp_path / "shards", aux_hidden_state_layers=(0, 1, 4))
+    leaves, expected = (jax.tree.leaves(t.params) for t in (got, ours("qwen3_moe")))
+    assert all(np.array_equal(a, b) for a, b in zip(leaves, expected, strict=True))

@@ -1,4 +1,7 @@
-"""Qwen3 against transformers: tiny random models, no downloads, both directions, every special thing unlike its default."""
+"""Qwen3 against transformers, in both directions, on tiny random models.
+
+Nothing is downloaded. Every architectural option is set to a value that is not its default.
+"""
 
 import json
 import shutil
@@ -19,7 +22,7 @@ from peagle_jax.types import InputError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-TOLERANCE = 2e-5  # float32, on logits and taps of size 1 to 10 (house.md)
+TOLERANCE = 2e-5  # float32, on logits and hidden states of size 1 to 10
 V, T = 97, 21
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 777.0},
@@ -52,16 +55,13 @@ CASES = {
 }
 
 
-LATER = (
-    "one_kv_head",
-    "bias",
-    "linear",
-)  # in the long tier; families.py has another Qwen3 of every option
+# in the long tier; families.py has another Qwen3 of every option
+LONG = ("one_kv_head", "bias", "linear")
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, marks=pytest.mark.long if case in LATER else []) for case in CASES],
+    params=[pytest.param(case, marks=pytest.mark.long if case in LONG else []) for case in CASES],
 )
 def pair(request, tmp_path_factory):
     """(transformers' model, its folder)"""
@@ -84,7 +84,10 @@ def pair(request, tmp_path_factory):
         transformers.Qwen3Config(**{**config, **CASES[request.param]})
     ).eval()
     for name, p in model.named_parameters():
-        p.data.uniform_(0.5, 1.5) if "norm" in name else p.data.normal_(0, 0.15)
+        if "norm" in name:
+            p.data.uniform_(0.5, 1.5)
+        else:
+            p.data.normal_(0, 0.15)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     return model, folder
@@ -92,45 +95,40 @@ def pair(request, tmp_path_factory):
 
 def run(target, tokens, positions, cache):
     @jax.jit
-    def go(params, tokens, positions, cache):
+    def forward(params, tokens, positions, cache):
         module = target.bind(params)
         out, cache = module(tokens, positions, CachedAttention(positions), cache)
         return module.compute_logits(out.hidden), out.aux_hidden_states, cache
 
-    return go(target.params, tokens, positions, cache)
+    return forward(target.params, tokens, positions, cache)
 
 
-def test_logits_taps_and_cache(pair):
+def assert_equal(got, want):
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+
+
+def test_logits_hidden_states_and_cache(pair):
     theirs, folder = pair
-    aux_hidden_state_layers = (0, 1, 4)
-    target = load_target(folder, aux_hidden_state_layers=aux_hidden_state_layers)
+    aux_layers = (0, 1, 4)
+    target = load_target(folder, aux_hidden_state_layers=aux_layers)
     assert target.config.stop_ids == (11,)
     tokens = np.random.default_rng(0).integers(0, V, (2, T))
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens), output_hidden_states=True)
-    positions = jnp.broadcast_to(jnp.arange(T), (2, T))
-    logits, aux_hidden_states, _ = run(
-        target, jnp.asarray(tokens), positions, target.config.empty_cache(2, T)
-    )
-    np.testing.assert_allclose(logits, want.compute_logits.numpy(), atol=TOLERANCE, rtol=0)
-    states = np.concatenate(
-        [want.hidden_states[t].numpy() for t in aux_hidden_state_layers], axis=-1
-    )
-    np.testing.assert_allclose(aux_hidden_states, states, atol=TOLERANCE, rtol=0)
+    tokens, positions = jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(T), (2, T))
+    cache = target.config.empty_cache(2, T)
+    logits, aux_hidden_states, _ = run(target, tokens, positions, cache)
+    assert_equal(logits, want.logits.numpy())
+    aux_states = [want.hidden_states[i].numpy() for i in aux_layers]
+    assert_equal(aux_hidden_states, np.concatenate(aux_states, axis=-1))
 
     # rows of different length, block by block, in a cache with room to spare
-    cache, seen = target.config.empty_cache(2, 40), []
+    cache, by_blocks = target.config.empty_cache(2, 40), []
     for start in range(0, T, 7):
-        logits, _, cache = run(
-            target,
-            jnp.asarray(tokens[:, start : start + 7]),
-            positions[:, start : start + 7],
-            cache,
-        )
-        seen.append(logits)
-    np.testing.assert_allclose(
-        np.concatenate(seen, 1), want.compute_logits.numpy(), atol=TOLERANCE, rtol=0
-    )
+        stop = start + 7
+        logits, _, cache = run(target, tokens[:, start:stop], positions[:, start:stop], cache)
+        by_blocks.append(logits)
+    assert_equal(np.concatenate(by_blocks, 1), want.logits.numpy())
 
 
 def test_exported_folder_is_what_transformers_wrote(pair, tmp_path):
@@ -144,11 +142,14 @@ def test_exported_folder_is_what_transformers_wrote(pair, tmp_path):
     ).eval()
     tokens = torch.arange(T)[None]
     with torch.no_grad():
-        assert torch.equal(again(tokens).compute_logits, theirs(tokens).compute_logits)
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
 def test_converted_folder_is_transformers_too(pair, tmp_path):
-    """`--to hf`: other shards, another dtype; what is not known here of the config stays; tied matrices stored twice are one again."""
+    """`--to hf`: other shards, another dtype; unknown keys of the config stay.
+
+    Tied matrices that are stored twice are one again.
+    """
     theirs, folder = pair
     source = tmp_path / "in"
     shutil.copytree(folder, source)
@@ -161,20 +162,14 @@ def test_converted_folder_is_transformers_too(pair, tmp_path):
     convert(source, tmp_path / "same", to="hf", max_shard_bytes=30_000)
     convert(source, tmp_path / "half", to="hf", dtype="bfloat16")
     same, half, want = (weights.open_folder(tmp_path / name) for name in ("same", "half", "in"))
-    assert (
-        same.keys() == half.keys() == want.keys()
-        and len(list((tmp_path / "same").glob("*.safetensors"))) > 1
-    )
+    assert same.keys() == half.keys() == want.keys()
+    assert len(list((tmp_path / "same").glob("*.safetensors"))) > 1
     for name in want:
-        assert np.array_equal(same[name], want[name]) and np.array_equal(
-            half[name], want[name].astype(half[name].dtype)
-        )
+        assert np.array_equal(same[name], want[name])
+        assert np.array_equal(half[name], want[name].astype(half[name].dtype))
     config = json.loads((tmp_path / "half/config.json").read_text())
-    assert (
-        config["my_note"] == "kept"
-        and config["dtype"] == "bfloat16"
-        and "torch_dtype" not in config
-    )
+    assert config["my_note"] == "kept" and config["dtype"] == "bfloat16"
+    assert "torch_dtype" not in config
     assert (tmp_path / "half/merges.txt").read_text() == "a b"
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "same", dtype=torch.float32
@@ -182,7 +177,7 @@ def test_converted_folder_is_transformers_too(pair, tmp_path):
     rounded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     tokens = torch.arange(T)[None]
     with torch.no_grad():
-        assert torch.equal(again(tokens).compute_logits, theirs(tokens).compute_logits)
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
     assert all(
         torch.equal(p, q.to(torch.bfloat16))
         for p, q in zip(rounded.parameters(), theirs.parameters(), strict=True)
@@ -191,20 +186,16 @@ def test_converted_folder_is_transformers_too(pair, tmp_path):
 
 @pytest.mark.parametrize("pair", ["plain"], indirect=True)
 def test_an_fp8_target(pair, tmp_path):
-    """`weight_scale_inv` by blocks, as Qwen3's FP8 releases store it: loaded and converted as the product."""
+    """`weight_scale_inv` by blocks, as Qwen3's FP8 releases have it, is read as the product."""
     _, folder = pair
     tensors, want = dict(weights.open_folder(folder)), {}
     for name in [n for n in tensors if "_proj.weight" in n]:
         matrix = np.clip(np.asarray(tensors[name]) * 200, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-        scale = (
-            np.random.default_rng(1)
-            .uniform(0.004, 0.006, tuple(-(-s // 24) for s in matrix.shape))
-            .astype(np.float32)
-        )
-        want[name] = (
-            matrix.astype(np.float32)
-            * np.kron(scale, np.ones((24, 24), np.float32))[: matrix.shape[0], : matrix.shape[1]]
-        )
+        rows, columns = matrix.shape
+        grid = (-(-rows // 24), -(-columns // 24))
+        scale = np.random.default_rng(1).uniform(0.004, 0.006, grid).astype(np.float32)
+        repeated = np.kron(scale, np.ones((24, 24), np.float32))[:rows, :columns]
+        want[name] = matrix.astype(np.float32) * repeated
         tensors |= {name: matrix, name + "_scale_inv": scale}
     raw = json.loads((folder / "config.json").read_text()) | {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [24, 24]}
@@ -226,21 +217,20 @@ def test_reads_the_old_rope_spelling(pair, tmp_path):
     raw = json.loads((folder / "config.json").read_text())
     rope = raw.pop("rope_parameters")
     raw["rope_theta"] = rope.pop("rope_theta")
-    raw["rope_scaling"] = (
-        None if rope["rope_type"] == "default" else {**rope, "type": rope.pop("rope_type")}
-    )
+    raw["rope_scaling"] = None
+    if rope["rope_type"] != "default":
+        raw["rope_scaling"] = {**rope, "type": rope.pop("rope_type")}
     old = qwen3.Qwen3Config.from_hf(raw, aux_hidden_state_layers=(), dtype=jnp.float32, where="old")
-    assert (
-        old.rope.frequencies
-        == load_target(folder, aux_hidden_state_layers=()).config.rope.frequencies
-    )
+    new = load_target(folder, aux_hidden_state_layers=()).config
+    assert old.rope.frequencies == new.rope.frequencies
 
 
 @pytest.mark.parametrize(
-    "layers, taps", [(3, (1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4)), (36, (2, 18, 33))]
+    "layers, aux_layers",
+    [(3, (1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4)), (36, (2, 18, 33))],
 )
-def test_default_taps_ascend(layers, aux_hidden_state_layers):
-    assert config.default_aux_layers(layers) == aux_hidden_state_layers
+def test_default_aux_layers_ascend(layers, aux_layers):
+    assert config.default_aux_layers(layers) == aux_layers
 
 
 def test_every_misfit_is_named_at_once(pair, tmp_path):
@@ -249,10 +239,11 @@ def test_every_misfit_is_named_at_once(pair, tmp_path):
     tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
     tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((3, 4), np.float32)
     weights.write_folder(tmp_path, json.loads((folder / "config.json").read_text()), tensors, {})
-    with pytest.raises(
-        InputError,
-        match=r"missing: model.norm.weight; unknown: model.norm.bias; wrong shape: model.layers.0.mlp.up_proj",
-    ):
+    message = (
+        "missing: model.norm.weight; unknown: model.norm.bias; "
+        "wrong shape: model.layers.0.mlp.up_proj"
+    )
+    with pytest.raises(InputError, match=message):
         load_target(tmp_path)
 
 
@@ -262,7 +253,8 @@ def test_every_misfit_is_named_at_once(pair, tmp_path):
         (
             "model_type",
             "bert",
-            "model_type must be one of llama, qwen3, qwen3_moe, gpt_oss, gemma4, gemma4_text; got bert",
+            "model_type must be one of llama, qwen3, qwen3_moe, gpt_oss, gemma4, gemma4_text; "
+            "got bert",
         ),
         ("head_dim", ..., "needs the key 'head_dim'"),
         ("rope_parameters", {"rope_type": "magic", "rope_theta": 1.0}, "got magic"),

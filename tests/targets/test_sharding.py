@@ -18,7 +18,7 @@ from peagle_jax.decode.generate import generate  # noqa: E402
 
 PROMPTS, NEW = [[5, 60, 2, 33, 8, 90, 41], [7]], 8
 CASES = ("qwen3_moe_raw", "gpt_oss", "gemma4_ple")
-MORE = ("llama", "gemma4_moe")  # and answers of all of them
+MORE = ("llama", "gemma4_moe")  # in the long tier, with answers of all of them
 PROGRAM = Path(__file__).with_name("spread.py")
 
 
@@ -40,7 +40,7 @@ def finish(process) -> dict:
 
 def eight(cases, answers):
     """All cases in one process of 8 devices."""
-    folders = {case: str(families.make(case, wide=True)[1]) for case in cases}
+    folders = {case: str(families.make(case, for_eight_devices=True)[1]) for case in cases}
     job = {"folders": folders, "prompts": PROMPTS, "new": NEW, "answers": answers}
     return finish(spawn(job, XLA_FLAGS="--xla_force_host_platform_device_count=8"))
 
@@ -48,54 +48,46 @@ def eight(cases, answers):
 @functools.cache
 def truth(case):
     answers = generate(
-        families.ours(case, wide=True), None, PROMPTS, max_new_tokens=NEW, stop_ids=()
+        families.ours(case, for_eight_devices=True), None, PROMPTS, max_new_tokens=NEW, stop_ids=()
     )
-    return families.truth(case, wide=True)[1][:1], [a.output_token_ids for a in answers]
+    _, logits, _ = families.truth(case, for_eight_devices=True)
+    return logits[:1], [a.output_token_ids for a in answers]
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(np.asarray(got), want, atol=3e-5, rtol=0)
 
 
 def test_eight_devices():
     got = eight(CASES, ["qwen3_moe_raw"])
     for case in CASES:
-        np.testing.assert_allclose(
-            np.asarray(got[case]["logits"]),
-            families.truth(case, wide=True)[1][:1],
-            atol=3e-5,
-            rtol=0,
-        )
-    assert got["qwen3_moe_raw"]["answers"] == truth("qwen3_moe_raw")[1]
-    for logits in got["qwen3_moe_raw"]["gpu"]:  # what a GPU would run, on CPUs
-        logits = np.asarray(logits)
-        np.testing.assert_allclose(
-            logits,
-            families.truth("qwen3_moe_raw", wide=True)[1][:1, : logits.shape[1]],
-            atol=3e-5,
-            rtol=0,
-        )
-    # each device holds an eighth of what divides by 8, and all of what does not
+        _, logits, _ = families.truth(case, for_eight_devices=True)
+        assert_close(got[case]["logits"], logits[:1])
+    logits, answers = truth("qwen3_moe_raw")
+    assert got["qwen3_moe_raw"]["answers"] == answers
+    for gpu_logits in got["qwen3_moe_raw"]["gpu"]:  # what a GPU would run, on CPUs
+        assert_close(gpu_logits, logits[:, : np.asarray(gpu_logits).shape[1]])
+    # each device holds an eighth of what divides by 8, and all of what does not, as the 4 KV heads
     shards = got["gpt_oss"]["shards"]
-    assert (
-        shards["embed.table"] == [13, 32]
-        and shards["lm_head.kernel"] == [32, 13]
-        and shards["blocks.0.attn.sinks"] == [1]
-    )
-    assert shards["blocks.0.attn.q.kernel"] == [32, 16] and shards["blocks.0.attn.q.bias"] == [16]
-    assert shards["blocks.0.attn.k.kernel"] == [32, 64] and shards["blocks.0.attn.o.kernel"] == [
-        16,
-        32,
-    ]  # 4 KV heads
-    assert shards["blocks.0.mlp.experts.gate_up.kernel"] == [1, 32, 128] and shards[
-        "blocks.0.mlp.experts.down.bias"
-    ] == [1, 32]
+    assert shards["embed.table"] == [13, 32]
+    assert shards["lm_head.kernel"] == [32, 13]
+    assert shards["blocks.0.attn.sinks"] == [1]
+    assert shards["blocks.0.attn.q.kernel"] == [32, 16]
+    assert shards["blocks.0.attn.q.bias"] == [16]
+    assert shards["blocks.0.attn.k.kernel"] == [32, 64]
+    assert shards["blocks.0.attn.o.kernel"] == [16, 32]
+    assert shards["blocks.0.mlp.experts.gate_up.kernel"] == [1, 32, 128]
+    assert shards["blocks.0.mlp.experts.down.bias"] == [1, 32]
     assert got["gemma4_ple"]["shards"]["blocks.0.mlp.gate.kernel"] == [32, 8]
 
 
 @pytest.mark.long
 def test_eight_devices_every_family():
-    got = eight((*CASES, *MORE), [*CASES, *MORE])
-    for case, found in got.items():
+    results = eight((*CASES, *MORE), [*CASES, *MORE])
+    for case, got in results.items():
         logits, answers = truth(case)
-        np.testing.assert_allclose(np.asarray(found["logits"]), logits, atol=3e-5, rtol=0)
-        assert found["answers"] == answers
+        assert_close(got["logits"], logits)
+        assert got["answers"] == answers
 
 
 def test_two_processes():
@@ -105,7 +97,7 @@ def test_two_processes():
         address = f"localhost:{s.getsockname()[1]}"
     case = "qwen3_moe_raw"
     job = {
-        "folders": {case: str(families.make(case, wide=True)[1])},
+        "folders": {case: str(families.make(case, for_eight_devices=True)[1])},
         "prompts": PROMPTS,
         "new": NEW,
         "answers": [case],
@@ -113,12 +105,11 @@ def test_two_processes():
     }
     got = [finish(p)[case] for p in [spawn(job | {"process": i}) for i in range(2)]]
     logits, answers = truth(case)
-    for one in got:
-        np.testing.assert_allclose(np.asarray(one["logits"]), logits, atol=3e-5, rtol=0)
-        assert one["answers"] == answers and one["shards"][
-            "blocks.0.mlp.experts.gate_up.kernel"
-        ] == [4, 32, 48]
+    for result in got:
+        assert_close(result["logits"], logits)
+        assert result["answers"] == answers
+        assert result["shards"]["blocks.0.mlp.experts.gate_up.kernel"] == [4, 32, 48]
     # of 8 experts with 3 matrices in each of 5 layers, four each
-    assert len(got[0]["read"]) == len(got[1]["read"]) == 4 * 3 * 5 and not set(
-        got[0]["read"]
-    ) & set(got[1]["read"])
+    first, second = (result["read"] for result in got)
+    assert len(first) == len(second) == 4 * 3 * 5
+    assert not set(first) & set(second)

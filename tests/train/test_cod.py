@@ -106,8 +106,17 @@ def test_batches_are_static_seeded_and_rows_independent():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"depths": 0}, {"ratio": 0.0}, {"ratio": 1.5}, {"floor": -0.1}, {"anchors": 0}]
+    "bad",
+    [
+        {"num_depths": 0},
+        {"down_sample_ratio": 0.0},
+        {"down_sample_ratio": 1.5},
+        {"down_sample_ratio_min": -0.1},
+        {"down_sample_ratio_min": 1.1},
+        {"max_anchors": 0},
+    ],
 )
 def test_bad_settings(bad):
-    with pytest.raises(ValueError, match="COD needs"):
-        CodConfig(**{"depths": 3, "ratio": 0.8, "floor": 0.2, "anchors": None, **bad})
+    (key,) = bad
+    with pytest.raises(ValueError, match=f"^{key}: must "):
+        CodConfig(**bad)

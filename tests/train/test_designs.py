@@ -1,6 +1,8 @@
-"""Every placeholder design in training: the packed loss against one plain run of the head per element, and what is learned.
+"""Every placeholder design in training.
 
-What a placeholder is comes from tests/designs.py, which has each design's words and no code of the library.
+The packed loss is compared with one plain run of the head for each element, and it is checked what
+is learned. What a placeholder contains comes from tests/designs.py, which uses no code of the
+library.
 """
 
 import functools
@@ -19,13 +21,13 @@ from peagle_jax.train.cod import CodConfig, cod_sample
 from peagle_jax.train.config import OptimizerConfig
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.peagle_loss import peagle_loss
-from peagle_jax.train.trainer import _decayed, make_optimizer
+from peagle_jax.train.trainer import decay_mask, make_optimizer
 from peagle_jax.types import CodSample
 from peagle_jax.weights import flatten_params
 
 B, N, K, E, MASK = 2, 11, 4, 7, 5
 DOCUMENT = np.array([[0, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2] * 9 + [-1, -1]])
-SHAPE = {"layers": 1, "windows": (None,), "depths": K}
+SHAPE = {"layers": 1, "windows": (None,), "num_depths": K}
 LEARNED = {
     "shared": {"mask_hidden"},
     "shared_fused": {"fused"},
@@ -58,9 +60,8 @@ def own(params) -> dict[str, np.ndarray]:
 @functools.cache
 def case() -> tuple[TrainingRows, CodSample, jax.Array]:
     rng = np.random.default_rng(4)
-    tokens = rng.choice(
-        np.delete(np.arange(41), MASK), (B, N)
-    )  # nobody reads the mask token but placeholders
+    # only placeholders have the mask token
+    tokens = rng.choice(np.delete(np.arange(41), MASK), (B, N))
 
     def draw(*shape):
         return rng.normal(size=shape).astype(np.float32)
@@ -94,7 +95,10 @@ def case() -> tuple[TrainingRows, CodSample, jax.Array]:
 
 @functools.cache
 def plainly():
-    """(params, [elements N D] embeddings and features, length) -> logits of the last row. One program for all designs."""
+    """(params, [elements N D] embeddings and features, length) -> logits of the last row.
+
+    One program serves all designs.
+    """
     base = tiny.head(**SHAPE)
     positions = jnp.arange(N)[None]
 
@@ -114,7 +118,10 @@ def plainly():
 
 
 def slowly(head) -> list[tuple[int, float, bool]]:
-    """(depth, loss, hit) of every supervised element: each one's own run, from its document's first row to its last placeholder."""
+    """(depth, loss, whether the argmax is right) of every element in the loss.
+
+    Each has a run of its own, from its document's first row to its last placeholder.
+    """
     rows, cod, output = case()
     kernel = np.asarray(head.params["fusion"]["fc"]["kernel"])
 
@@ -165,7 +172,11 @@ OPTIMIZER = make_optimizer(
 
 @functools.cache
 def step(name):
-    """One training step of a design's head: (params, optimizer's state, COD) -> loss, by depth, gradients, and the next two."""
+    """A design's head, and one step of its training.
+
+    The step maps (params, optimizer state, COD) to loss, counts by depth, gradients, params and
+    state.
+    """
     head = tiny.head(**SHAPE, **designs.ALL[name])
     rows, _, output = case()
 
@@ -248,29 +259,25 @@ def test_what_is_learned_and_what_is_frozen(name):
 
 
 def _nothing_is_missing(head, run, cod, grads, parts):
-    """The loss changes along random directions as its gradient says, also where it reaches a placeholder through the row before it."""
+    """The loss changes along random directions as its gradient says.
+
+    Also where it reaches a placeholder through the row before it.
+    """
     opt = OPTIMIZER.init(head.params)
     for part in parts:
         leaves, tree = jax.tree.flatten(grads[part])
         size = sum(x.size for x in leaves)
         for seed in range(3):
             rng = np.random.default_rng(seed)
-            way = jax.tree.unflatten(
-                tree, [rng.normal(0, size**-0.5, x.shape).astype(np.float32) for x in leaves]
-            )
-
-            def moved(far):
-                return {
-                    **head.params,
-                    part: jax.tree.map(lambda p, w: p + far * w, head.params[part], way),
-                }  # noqa: B023, E731
-
-            got = (
-                float(run(moved(0.03), opt, cod)[0]) - float(run(moved(-0.03), opt, cod)[0])
-            ) / 0.06
-            want = sum(
-                float(np.vdot(g, w)) for g, w in zip(leaves, jax.tree.leaves(way), strict=True)
-            )
+            draws = [rng.normal(0, size**-0.5, x.shape).astype(np.float32) for x in leaves]
+            losses = []
+            for distance in (0.03, -0.03):
+                values = jax.tree.leaves(head.params[part])
+                moved = [x + distance * draw for x, draw in zip(values, draws, strict=True)]
+                params = {**head.params, part: jax.tree.unflatten(tree, moved)}
+                losses.append(float(run(params, opt, cod)[0]))
+            got = (losses[0] - losses[1]) / 0.06
+            want = sum(float(np.vdot(g, draw)) for g, draw in zip(leaves, draws, strict=True))
             np.testing.assert_allclose(
                 got,
                 want,
@@ -281,10 +288,13 @@ def _nothing_is_missing(head, run, cod, grads, parts):
 
 
 def test_what_is_decayed():
-    """Matrices of layers, not vectors; nor a placeholder's table, which stands where the paper's design has a vector."""
+    """Matrices of layers, not vectors.
+
+    Nor a placeholder's table, which is where the paper's design has a vector.
+    """
     for name in ("shared", "per_depth", "low_rank", "shared_depth"):
         params = tiny.head(**designs.ALL[f"{name}-mask"]).params
-        marks = dict(flatten_params(_decayed(params)))
+        marks = dict(flatten_params(decay_mask(params)))
         assert not any(
             mark
             for path, mark in marks.items()

@@ -1,4 +1,4 @@
-"""Blur: what happens to real features while a head trains, seen at the head's own door."""
+"""Noise on aux hidden states in training, observed in what the head is called with."""
 
 import dataclasses
 import functools
@@ -35,14 +35,14 @@ class Watched(DraftHead):
 @functools.cache
 def head(**changes) -> Model:
     config = tiny.head_config(layers=1, windows=(None,), num_depths=DEPTHS, **changes)
-    model = Model.of(Watched(config, rngs=nnx.Rngs(0)), config)
+    model = Model.from_module(Watched(config, rngs=nnx.Rngs(0)), config)
     return dataclasses.replace(model, params=tiny.shake(model.params, 3))
 
 
 @functools.cache
 def plain() -> Model:
-    """One tap that the fusion passes on as it is, so that its features are the taps."""
-    model = head(aux_hidden_states=(1,), dim=24)
+    """One aux layer that the fusion passes on as it is: fused features are aux hidden states."""
+    model = head(aux_hidden_state_layers=(1,), dim=24)
     return dataclasses.replace(
         model, params={**model.params, "fusion": {"fc": {"kernel": jnp.eye(24)}}}
     )
@@ -73,7 +73,7 @@ OUTPUT = jnp.asarray(np.random.default_rng(5).normal(size=(7, 41)), jnp.float32)
 @functools.cache
 def program(model_of, feature_noise, keyed=True):
     model = model_of()
-    given = rows(model.config.sizes.aux_hidden_states)
+    given = rows(model.config.sizes.aux_dim)
 
     @jax.jit
     def run(params, key):
@@ -92,7 +92,7 @@ def program(model_of, feature_noise, keyed=True):
     return lambda key: [np.asarray(x) for x in run(model.params, jax.random.key(key))]
 
 
-def test_no_blur_is_bit_for_bit_what_it_was():
+def test_without_noise_nothing_changes():
     loss, embeddings, features = program(plain, None, False)(0)
     for other in (program(plain, NONE, False)(0), program(plain, NONE)(1)):
         assert loss == other[0]
@@ -103,7 +103,7 @@ def test_no_blur_is_bit_for_bit_what_it_was():
 
 @pytest.mark.parametrize("bound", [0.15, 2.5])
 def test_noise(bound):
-    """Uniform on every tap, of either sign and up to that bound, another with every key."""
+    """Uniform, of either sign and up to that bound, another for every number and key."""
     run, clean = (
         program(plain, FeatureNoise(noise=bound, dropout=0.0)),
         program(plain, None, False)(0),
@@ -127,9 +127,8 @@ def test_noise(bound):
         < 0.08
     )
     np.testing.assert_array_equal(first[1], clean[1])  # tokens
-    np.testing.assert_array_equal(
-        first[2][:, N:], clean[2][:, N:]
-    )  # placeholders of the paper read no real feature
+    # placeholders of the paper read no real feature
+    np.testing.assert_array_equal(first[2][:, N:], clean[2][:, N:])
 
 
 DROPS = {
@@ -140,7 +139,10 @@ DROPS = {
 
 @pytest.mark.parametrize("name", DROPS)
 def test_dropout(name):
-    """That share of rows gets a placeholder's feature, of depth 1 behind the row before; the others and all tokens stay."""
+    """That share of rows gets the feature of a placeholder of depth 1 behind the row before.
+
+    The other rows and all tokens stay.
+    """
     share, model_of = 0.3, functools.partial(head, **DROPS[name])
     model_of = _cached(name)
     model = model_of()
@@ -154,13 +156,11 @@ def test_dropout(name):
         np.testing.assert_array_equal(embeddings[:, :N], table[np.asarray(rows(72).tokens)])
         changed = (features[:, :N] != clean[2][:, :N]).any(axis=-1)
         for b, i in zip(*np.nonzero(changed), strict=True):
-            want = designs.fused(
-                model, 1, clean[2][b, i if i in (0, SECOND) else i - 1], fuse
-            )  # no document reads another
+            before = i if i in (0, SECOND) else i - 1  # no document reads another
+            want = designs.fused(model, 1, clean[2][b, before], fuse)
             np.testing.assert_allclose(features[b, i], want, rtol=1e-5, atol=1e-5)
-        for place, (a, d) in enumerate(
-            zip(ANCHOR, DEPTH, strict=True)
-        ):  # placeholders stand behind the feature that is there
+        # placeholders read the feature that is there
+        for place, (a, d) in enumerate(zip(ANCHOR, DEPTH, strict=True)):
             want = [designs.fused(model, d, features[b, a], fuse) for b in range(B)]
             np.testing.assert_allclose(features[:, N + place], want, rtol=1e-5, atol=1e-5)
         assert loss != clean[0]
@@ -169,9 +169,8 @@ def test_dropout(name):
     assert 0.05 < (dropped[0] != dropped[1]).mean()  # other keys, other rows
     both = np.stack(dropped[:2])
     assert abs(both.mean() - share) < 4 * np.sqrt(share * (1 - share) / both.size)  # 384 draws
-    assert (
-        len({tuple(row) for row in both.reshape(-1, N).tolist()}) == 2 * B
-    )  # every row of the batch its own
+    # every row of the batch has its own
+    assert len({tuple(row) for row in both.reshape(-1, N).tolist()}) == 2 * B
 
 
 @functools.cache
@@ -180,7 +179,11 @@ def _cached(name):
 
 
 def test_both_at_once():
-    """Noise first: a row that is not dropped has noisy taps, a dropped one the placeholder's feature, and neither draw moves the other."""
+    """A row that is not dropped has noisy aux hidden states, a dropped one the placeholder's
+    feature.
+
+    Neither draw changes the other.
+    """
     bound, share = 0.5, 0.4
     noisy, drop = FeatureNoise(noise=bound, dropout=0.0), FeatureNoise(noise=0.0, dropout=share)
     both = program(plain, FeatureNoise(noise=bound, dropout=share))(3)[2][:, :N]
@@ -199,14 +202,13 @@ def test_both_at_once():
 @pytest.mark.parametrize(
     "bad",
     [
-        {"feature_noise": -0.1},
-        {"feature_dropout": 1.0},
-        {"feature_dropout": -0.1},
-        {"feature_dropout": 1.5},
+        {"noise": -0.1},
+        {"dropout": 1.0},
+        {"dropout": -0.1},
+        {"dropout": 1.5},
     ],
 )
 def test_bad_values(bad):
-    with pytest.raises(
-        ValueError, match="blur needs feature_noise >= 0 and 0 <= feature_dropout < 1"
-    ):
-        FeatureNoise(**{"feature_noise": 0.0, "feature_dropout": 0.0, **bad})
+    (key,) = bad
+    with pytest.raises(ValueError, match=f"{key}: must "):
+        FeatureNoise(**{"noise": 0.0, "dropout": 0.0, **bad})

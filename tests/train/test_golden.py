@@ -1,6 +1,7 @@
-"""Loss and every gradient against speculators 0.9 on the same weights and the same (anchor, depth), float32.
+"""Loss and every gradient against speculators 0.9, in float32.
 
-The golden files come from scripts/generate/make_golden.py, which runs speculators' own PyTorch trainer.
+Weights and (anchor, depth) are the same. The golden files come from
+scripts/generate/make_golden.py, which runs speculators' own PyTorch trainer.
 """
 
 import json
@@ -33,12 +34,12 @@ def read(name, tmp_path):
     normed *= tensors["verifier_norm.weight"][None, None]
     rows = TrainingRows(
         jnp.asarray(data["tokens"]),
-        jnp.asarray(data["taps"]),
+        jnp.asarray(data["aux_hidden_states"]),
         normed,
-        jnp.asarray(data["document"]),
-        jnp.asarray(data["supervised"]),
+        jnp.asarray(data["segment_ids"]),
+        jnp.asarray(data["loss_mask"]),
     )
-    # our losses take the target's whole output matrix; the columns outside the draft vocabulary are never read
+    # our losses take the target's whole output matrix, and read only the draft vocabulary's columns
     output = np.full((head.config.dim, head.config.vocab), np.nan, np.float32)
     ids = np.asarray(head.bind(head.params).target_ids())
     output[:, ids] = tensors["verifier_lm_head.weight"].T

@@ -19,15 +19,15 @@ from peagle_jax.types import Batch
 def test_distill(rows, monkeypatch):
     """In chunks, at once, and without logits by the kernels that a GPU takes."""
     if rows == "streamed":
-        monkeypatch.setattr(vocab, "streams", lambda *_: True)
+        monkeypatch.setattr(vocab, "is_supported", lambda *_: True)
         kernels = [
             functools.partial(f, start=interpret)
-            for f in (vocab_triton.distance, vocab_triton.slopes)
+            for f in (vocab_triton.distance, vocab_triton.logit_grads)
         ]
         monkeypatch.setitem(vocab.DISTANCES, "triton", kernels)
         monkeypatch.setattr(vocab, "choose", lambda kernel, form, *_: form)
     else:
-        monkeypatch.setattr(loss, "ROWS", rows)
+        monkeypatch.setattr(loss, "CHUNK", rows)
     rng = np.random.default_rng(0)
     P, D, E, W, n, K = 30, 6, 5, 11, 12, 4
     hidden, kernel, columns, teacher = (
@@ -71,7 +71,10 @@ def test_distill(rows, monkeypatch):
 
 
 def test_shifted_rows():
-    """Row i joins x[i] and x[i+1]; nothing joins two documents, and a document's last token teaches nothing."""
+    """Row i joins x[i] and x[i+1]. No row joins two documents.
+
+    A document's last token is not in the loss.
+    """
     segment_ids = np.array([[0, 0, 0, 1, 1, 1, 1, -1]])
     loss_mask = np.array([[True, True, True, True, False, True, True, True]])
     rows, learns = shifted(Batch(np.zeros((1, 8), np.int32), segment_ids, loss_mask))

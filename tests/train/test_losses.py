@@ -1,4 +1,7 @@
-"""Every loss of a head against torch, written from its definition; and that both trainings use the one they are told to."""
+"""Every loss of a head against torch, written from its definition.
+
+And both trainings use the loss that they are told to use.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +47,8 @@ ORACLE = {
     "kl_and_total_variation": hybrid,
     "negative_log_acceptance": lambda s, t: -torch.log(acceptance(s, t).clamp(min=1e-5)),
 }
-# spread of the logits of student and teacher, and what both are moved by: softmax does not see it, a sum of exponentials would overflow
+# spread of the logits of student and teacher, and what is added to both: softmax does not change,
+# and a sum of exponentials would overflow
 SPREADS = {
     "near": (0.3, 0.3, 0.0),
     "apart": (2.0, 3.0, -7.0),
@@ -110,7 +114,10 @@ def test_half_precision_logits_are_summed_in_float32(name):
     ],
 )
 def test_without_overlap(name, value, flat):
-    """A student sure of the one token, a teacher of the other: nothing is infinite; two of the losses have nothing to say."""
+    """A student is sure of one token, the teacher of another.
+
+    Nothing is infinite, and two of the losses have no gradient.
+    """
     student, teacher = jnp.array([[300.0, 0, 0]]), jnp.array([[0.0, 0, 300]])
     got, grads = jax.value_and_grad(lambda x: LOSSES[name](x, teacher).sum())(student)
     np.testing.assert_allclose(got, value, rtol=1e-6)
@@ -173,7 +180,10 @@ def given():
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_both_trainings_use_the_loss_they_are_told(name, method, given):
-    """One depth, or one unrolled step: a plain forward, and the mean over supervised rows. The teacher's logits are capped, as Gemma's."""
+    """One depth, or one unrolled step: a plain forward, and the mean over the loss mask.
+
+    The teacher's logits are capped, as Gemma's are.
+    """
     head, rows, output, student, teacher = given
     nothing = CodSample(*(jnp.zeros((2, 1), t) for t in (jnp.int32, jnp.int32, bool)))
     if method == "peagle":

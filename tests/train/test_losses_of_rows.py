@@ -1,4 +1,4 @@
-"""From packed rows to losses: alignment, rows and documents apart. (Losses of given rows: test_golden.py.)"""
+"""From packed rows to losses: alignment, and rows and documents that do not affect each other."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from peagle_jax.types import Batch, CodSample
 LENGTHS, WIDTH = (11, 14), 27
 
 
-def batch(checkpoint_format: str) -> Batch:
+def batch(layout: str) -> Batch:
     """Two documents: in one packed row, or in a row each."""
     rng = np.random.default_rng(2)
     texts = [rng.integers(0, 41, n) for n in LENGTHS]
-    if checkpoint_format == "packed":
+    if layout == "packed":
         texts = [np.concatenate(texts)]
         number, real = [np.repeat([0, 1], LENGTHS)], [np.ones(sum(LENGTHS), bool)]
     else:
@@ -35,8 +35,8 @@ def batch(checkpoint_format: str) -> Batch:
     return Batch(stack(texts, 3), stack(number, -1), stack(real, False))
 
 
-def rows(checkpoint_format: str):
-    b = batch(checkpoint_format)
+def rows(layout: str):
+    b = batch(layout)
     segment_ids, loss_mask = shifted(b)
     model = tiny.target()
     on_device = Batch(*(jnp.asarray(x) for x in (b.tokens, b.segment_ids, b.loss_mask)))
@@ -50,7 +50,7 @@ def rows(checkpoint_format: str):
 
 
 def test_alignment():
-    """Row i: the token x[i+1], the taps of x[i], the target's state after x[i+1]."""
+    """Row i: the token x[i+1], the aux hidden states of x[i], the target's state after x[i+1]."""
     b, model = batch("apart"), tiny.target()
     aux_hidden_states, hidden = compute_hidden_states(
         model.bind(model.params),
@@ -78,14 +78,17 @@ def _causal(n):
 
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 def test_packed_documents_cost_what_they_cost_apart(method):
-    """One row of two documents, or a row each: the same loss and hits. So rows and documents do not leak into each other."""
+    """One row of two documents, or a row each: the same loss and accuracy.
+
+    So rows and documents do not leak into each other.
+    """
     head, output = (
         tiny.head(draft_vocab=17),
         tiny.target().bind(tiny.target().params).lm_head_weight(),
     )
     got = {}
-    for checkpoint_format in ("packed", "apart"):
-        r, segment_ids, loss_mask = rows(checkpoint_format)
+    for layout in ("packed", "apart"):
+        r, segment_ids, loss_mask = rows(layout)
         if method == "peagle":
             whole = cod_sample(
                 *reversed(rows("packed")[1:]),
@@ -94,15 +97,15 @@ def test_packed_documents_cost_what_they_cost_apart(method):
                 ),
                 1,
             )
-            cod = whole if checkpoint_format == "packed" else _apart(whole)
+            cod = whole if layout == "packed" else _apart(whole)
             cod = CodSample(*(jnp.asarray(x) for x in (cod.anchor, cod.depth, cod.real)))
-            got[checkpoint_format] = jax.jit(
+            got[layout] = jax.jit(
                 lambda p, r=r, cod=cod: peagle_loss(head.bind(p), r, cod, 4, output)
             )(head.params)
         else:
-            got[checkpoint_format] = jax.jit(
-                lambda p, r=r: eagle3_loss(head.bind(p), r, 4, 0.8, output)
-            )(head.params)
+            got[layout] = jax.jit(lambda p, r=r: eagle3_loss(head.bind(p), r, 4, 0.8, output))(
+                head.params
+            )
     (a, x), (b, y) = got["packed"], got["apart"]
     np.testing.assert_allclose(a, b, rtol=1e-5)
     np.testing.assert_array_equal(x["total"], y["total"])

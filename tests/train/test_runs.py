@@ -1,4 +1,4 @@
-"""Whole training runs: exact resume after SIGKILL, learning, refusals. One small target serves all."""
+"""Whole training runs on one small target: exact resume after SIGKILL, learning, refusals."""
 
 import functools
 import json
@@ -43,10 +43,10 @@ def config(task: str, corpus: Path, out: Path, target: Path | None = None, **cha
         "source": str(corpus),
         "max_chars": None,
         "held_out": 0.1,
-        "length": 48,
-        "batch": 4,
+        "seq_len": 48,
+        "batch_size": 4,
     }
-    raw["optimizer"] |= {"steps": 12, "warmup": 2}
+    raw["optimizer"] = raw.get("optimizer", {}) | {"steps": 12, "warmup": 2}
     if task == "lm":
         raw["model"] |= {
             "vocab": 320,
@@ -58,18 +58,28 @@ def config(task: str, corpus: Path, out: Path, target: Path | None = None, **cha
             "head_dim": 16,
         }
     else:
-        raw |= {"target": str(target), "start": "random", "grow": [], "train_lm_head": True}
+        raw |= {
+            "target": str(target),
+            "init": "random",
+            "depth_schedule": [],
+            "train_lm_head": True,
+        }
         raw["head"] |= {
             "layers": 2 if task == "peagle" else 1,
             "mlp_dim": None,
-            "taps": None,
+            "aux_hidden_state_layers": None,
             "qk_norm": False,
         }
-        raw["measure"] |= {"every": 250, "prompts": None, "count": 8, "new_tokens": 64}
-        raw["cod" if task == "peagle" else "ttt"] |= (
-            {"depths": 3} if task == "peagle" else {"steps": 3}
-        )
+        raw["eval"] |= {"every": 250, "prompts": None, "num_prompts": 8, "max_new_tokens": 64}
+        set_depths(raw, 3)
     return {**raw, **changes}
+
+
+def set_depths(raw: dict, num_depths: int) -> None:
+    if raw["task"] == "peagle":
+        raw["cod"]["num_depths"] = num_depths
+    else:
+        raw["ttt"]["steps"] = num_depths
 
 
 def write(path: Path, raw: dict) -> Path:
@@ -107,22 +117,26 @@ def test_target_learns_and_is_a_hugging_face_folder(target):
 
 @pytest.mark.parametrize("task", ["peagle", pytest.param("eagle3", marks=pytest.mark.long)])
 def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
-    """SIGKILL while it trains, twice; then the same command finishes it: same weights to the bit, same metrics."""
+    """SIGKILL while it trains, twice; then the same command finishes it.
+
+    Weights are the same to the bit, and metrics are the same.
+    """
 
     def run_file(name: str) -> Path:
         raw = config(task, corpus, tmp_path / name, target)
         raw["optimizer"]["steps"] = STEPS
-        raw["measure"] |= {"every": 30, "count": 2, "new_tokens": 6}
-        raw["grow"] = [{"until": 10, "depths": 1}, {"until": 60, "depths": 2}]
+        raw["eval"] |= {"every": 30, "num_prompts": 2, "max_new_tokens": 6}
+        raw["depth_schedule"] = [
+            {"until": 10, "num_depths": 1},
+            {"until": 60, "num_depths": 2},
+        ]
         return write(tmp_path / f"{name}.yaml", raw)
 
     assert main(["train", str(run_file("whole"))]) == 0
     killed = run_file("killed")
     log = tmp_path / "killed" / "metrics.jsonl"
-    for least in (
-        4,
-        20,
-    ):  # metric rows there when it is killed: steps 8 and 40, with a save every 4 steps
+    # rows of metrics when it is killed, at steps 8 and 40; it saves every 4 steps
+    for least in (4, 20):
         process = subprocess.Popen(
             [sys.executable, "-m", "peagle_jax.cli", "train", str(killed)],
             stdout=subprocess.DEVNULL,
@@ -172,24 +186,48 @@ def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_p
     assert main(["train", str(path), "--optimizer.steps", "2"]) == 0
     assert rows(tmp_path / "run")[-1]["step"] == 2
     assert main(["train", str(path)]) == 2
-    assert "resumed only with the configuration it began with" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "resumed only with the settings that it began with" in error
+    assert "; got optimizer.steps 12, was 2; restore them" in error and error.count("\n") == 1
+
+
+def test_a_run_begun_with_former_spellings_is_resumed(corpus, target, tmp_path, capsys):
+    """What counts is what the recipe says, not how it is spelled or how long it is."""
+    raw = config("eagle3", corpus, tmp_path / "run", target)
+    path = write(tmp_path / "run.yaml", raw)
+    assert main(["train", str(path), "--max_seconds", "0"]) == 0
+    assert rows(tmp_path / "run")[-1]["step"] == 1
+    saved = tmp_path / "run" / "config.yaml"
+    former = yaml.safe_load(saved.read_text())
+    assert former["eval"]["num_prompts"] == 8 and former["log_every"] == 2
+    for new, old in {"eval": "measure", "init": "start", "depth_schedule": "grow"}.items():
+        former[old] = former.pop(new)
+    former["measure"]["count"] = former["measure"].pop("num_prompts")
+    former["data"]["length"] = former["data"].pop("seq_len")
+    former["optimizer"]["clip"] = former["optimizer"].pop("max_grad_norm")
+    saved.write_text(yaml.safe_dump(former))
+    assert main(["train", str(path), "--max_seconds", "0"]) == 0
+    assert rows(tmp_path / "run")[-1]["step"] == 2
+    assert main(["train", str(path), "--max_seconds", "0", "--data.length", "44"]) == 2
+    assert "got data.seq_len 44, was 48; restore" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", [pytest.param("peagle", marks=pytest.mark.long), "eagle3"])
 def test_growing_depths_begin_as_a_run_of_fewer(task, corpus, target, tmp_path):
-    """While only depth 0 is trained, losses are those of a run that never has more; then they differ. Overrides still work."""
+    """While only depth 0 is trained, losses are those of a run that never has more.
+
+    Then they differ. Overrides still work.
+    """
     grown = config(
         task,
         corpus,
         tmp_path / "grown",
         target,
         log_every=1,
-        depth_schedule=[{"until": 4, "depths": 1}],
+        depth_schedule=[{"until": 4, "num_depths": 1}],
     )
     fewer = config(task, corpus, tmp_path / "fewer", target, log_every=1)
-    fewer["cod" if task == "peagle" else "ttt"] |= (
-        {"depths": 1} if task == "peagle" else {"steps": 1}
-    )
+    set_depths(fewer, 1)
     for raw in (grown, fewer):
         assert (
             main(["train", str(write(tmp_path / "run.yaml", raw)), "--optimizer.steps", "6"]) == 0
@@ -216,7 +254,11 @@ def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
 
 @pytest.mark.long
 def test_the_assets_recipe(corpus, target, tmp_path, capsys):
-    """Own answers as data, prompts from a file, layers from the target with a narrower MLP, depths growing, a second run that goes on."""
+    """The packaged heads' options together.
+
+    The target's own answers as data, prompts from a file, layers from the target with a narrower
+    MLP, a depth schedule, and a second run that goes on.
+    """
     model = weights.open_folder(target)
     rng = np.random.default_rng(0)
     answers = [
@@ -235,13 +277,17 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
         corpus,
         tmp_path / "first",
         target,
-        start="target",
+        init="target",
         train_lm_head=False,
-        depth_schedule=[{"until": 5, "depths": 1}],
+        depth_schedule=[{"until": 5, "num_depths": 1}],
     )
-    raw["head"] |= {"mlp_dim": 20, "qk_norm": True, "taps": [1, 2, 3]}
+    raw["head"] |= {"mlp_dim": 20, "qk_norm": True, "aux_hidden_state_layers": [1, 2, 3]}
     raw["data"] |= {"source": str(tmp_path / "answers.jsonl")}
-    raw["measure"] |= {"every": 6, "prompts": str(tmp_path / "prompts.jsonl"), "new_tokens": 5}
+    raw["eval"] |= {
+        "every": 6,
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "max_new_tokens": 5,
+    }
     raw["optimizer"]["peak_lr"] = 1e-7  # so small that the start can still be seen
     assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
     head = weights.open_folder(tmp_path / "first" / "head")
@@ -269,22 +315,18 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     assert origin["jax"] == jax.__version__ and origin["device"]
     raw |= {
         "out": str(tmp_path / "second"),
-        "start_from": str(tmp_path / "first" / "head"),
-        "grow": [],
+        "init_from": str(tmp_path / "first" / "head"),
+        "depth_schedule": [],
     }
     assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
     second = weights.open_folder(tmp_path / "second" / "head")
     for name in head.keys() - {"d2t", "t2d"}:
         np.testing.assert_allclose(second[name], head[name], atol=1e-5, err_msg=name)
-    raw["measure"] |= {"prompts": None}
-    for name, held_out in (
-        ("third", 0.3),
-        ("fourth", 0.0),
-    ):  # prompts of held-out answers; none: said, not hidden
-        raw |= {
-            "out": str(tmp_path / name),
-            "start_from": str(tmp_path / "second"),
-        }  # a training run, not a folder
+    raw["eval"] |= {"prompts": None}
+    # prompts of held-out answers; or none, which is said
+    for name, held_out in (("third", 0.3), ("fourth", 0.0)):
+        # init_from is a training run here, not a head's folder
+        raw |= {"out": str(tmp_path / name), "init_from": str(tmp_path / "second")}
         raw["data"] |= {"held_out": held_out}
         capsys.readouterr()
         assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
@@ -320,29 +362,44 @@ def test_shipped_configs_load(path):
     "change, words",
     [
         ({"out": "FILE/x"}, "output folder must be writable"),
-        ({"log_every": 0}, "log_every and save_every must be 1 or more"),
-        ({"data.seq_len": 0}, "length >= 4"),
-        ({"optimizer.steps": 0}, "steps >= 1"),
-        ({"cod.depths": 0}, "COD needs depths >= 1"),
-        ({"head.taps": [3, 2, 1]}, "head.taps: must ascend"),
-        ({"head.mask_token": 99999}, "head.mask_token: must lie in 0.."),
-        ({"head.heads": 3, "head.kv_heads": 2}, "multiple of kv_heads"),
-        ({"target": "nowhere"}, "nowhere"),
-        ({"seed": "four"}, "seed: must be int"),
-        ({"seed": -1}, "seed must be 0 or more"),
-        ({"measure.new_tokens": 5000}, "must fit the target's context"),
-        ({"grow": [{"until": 5, "depths": 3}]}, "grow must ascend"),
-        ({"grow": [{"until": 5, "depths": 1}, {"until": 5, "depths": 2}]}, "grow must ascend"),
-        ({"grow": [{"until": 5}]}, "grow[0]: every key must be given; got no depths"),
-        ({"start": "lukewarm"}, "start: must be one of random, target"),
+        ({"log_every": 0}, "log_every: must be 1 or more; got 0; use 50"),
+        ({"data.seq_len": 0}, "data.seq_len: must be 4 or more; got 0; use 2048"),
+        ({"optimizer.steps": 0}, "optimizer.steps: must be 1 or more"),
+        ({"cod.num_depths": 0}, "cod.num_depths: must be 1 or more"),
         (
-            {"start": "target", "head.mlp_dim": 64},
+            {"head.aux_hidden_state_layers": [3, 2, 1]},
+            "head.aux_hidden_state_layers: must ascend, as vLLM collects them; got [3, 2, 1]; "
+            "write [1, 2, 3]",
+        ),
+        ({"head.mask_token": 99999}, "head.mask_token: must lie in 0.."),
+        ({"head.draft_vocab": 99999}, "head.draft_vocab: must lie in 1.."),
+        ({"head.head_dim": 32}, "the target's rotary embedding is for a head_dim of 16; got 32"),
+        ({"head.heads": 3, "head.kv_heads": 2}, "head.heads: must be a multiple of kv_heads, 2"),
+        ({"target": "nowhere"}, "nowhere"),
+        ({"seed": "four"}, "seed: must be a whole number"),
+        ({"seed": -1}, "seed: must be 0 or more"),
+        ({"eval.max_new_tokens": 5000}, "must fit the target's context"),
+        ({"depth_schedule": [{"until": 5, "num_depths": 3}]}, "depth_schedule: must ascend"),
+        (
+            {"depth_schedule": [{"until": 5, "num_depths": 1}, {"until": 5, "num_depths": 2}]},
+            "depth_schedule: must ascend",
+        ),
+        (
+            {"depth_schedule": [{"until": 5}]},
+            "depth_schedule[0]: num_depths must be given; got no num_depths",
+        ),
+        ({"init": "lukewarm"}, "init: must be one of random, target"),
+        (
+            {"init": "target", "head.mlp_dim": 64},
             "the head's mlp_dim must be at most the target's, 48",
         ),
-        ({"grow": [{"until": 12, "depths": 1}]}, "grow must end before the last of 12 steps"),
-        ({"start_from": "nowhere"}, "nowhere"),
-        ({"measure.count": 0}, "measure needs every, count and new_tokens of 1 or more"),
-        ({"measure.prompts": "nowhere.jsonl"}, "nowhere.jsonl: this file must exist"),
+        (
+            {"depth_schedule": [{"until": 12, "num_depths": 1}]},
+            "depth_schedule: must end before the last of 12 steps",
+        ),
+        ({"init_from": "nowhere"}, "nowhere"),
+        ({"eval.num_prompts": 0}, "eval.num_prompts: must be 1 or more; got 0; use 16"),
+        ({"eval.prompts": "nowhere.jsonl"}, "nowhere.jsonl: this file must exist"),
     ],
 )
 def test_bad_values_are_refused_before_training(change, words, corpus, target, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""FP8 checkpoints: every way of storing scales, against the same product in float64, and scales that do not fit."""
+"""FP8 checkpoints: every way of storing scales against the same product in float64, and misfits."""
 
 import ml_dtypes
 import numpy as np
@@ -34,11 +34,8 @@ def test_scales(suffix, scale, spread):
         "layer.input_scale": scales(1),
     }
     out = weights.dequantize(tensors, {"quantization_config": {"weight_block_size": [3, 2]}}, "x")
-    assert (
-        out.quantized == ("m",)
-        and out.left_out == ("layer.input_scale",)
-        and out.tensors.keys() == {"m", "norm"}
-    )
+    assert out.quantized == ("m",) and out.left_out == ("layer.input_scale",)
+    assert out.tensors.keys() == {"m", "norm"}
     want = MATRIX.astype(np.float64) * spread(scale.astype(np.float64))
     got = np.asarray(out.tensors["m"])
     assert got.dtype == np.float32 and np.array_equal(got, want.astype(np.float32))
@@ -49,10 +46,8 @@ def test_blocks_of_128_unless_the_config_says_otherwise():
     scale = scales(2, 3)
     out = np.asarray(weights.dequantize({"m": matrix, "m_scale_inv": scale}, {}, "x").tensors["m"])
     for row, column in ((0, 0), (127, 128), (128, 127), (129, 256)):
-        assert (
-            out[row, column]
-            == matrix[row, column].astype(np.float32) * scale[row // 128, column // 128]
-        )
+        value, factor = matrix[row, column].astype(np.float32), scale[row // 128, column // 128]
+        assert out[row, column] == value * factor
 
 
 def test_what_is_not_fp8_passes():

@@ -1,4 +1,4 @@
-"""The reader on damaged bytes: it raises its own error, or reads exactly what the library reads. Never anything else."""
+"""The reader on damaged bytes: it raises its own error, or reads exactly what the library reads."""
 
 import json
 import struct
@@ -41,10 +41,8 @@ def files(draw) -> bytes:
     """A well-formed file, of which something may then be broken."""
     header, at = {}, 0
     for name in draw(st.lists(names, max_size=4, unique=True)):
-        kind, shape = (
-            draw(st.sampled_from(list(DTYPES))),
-            draw(st.lists(st.integers(0, 4), max_size=3)),
-        )
+        kind = draw(st.sampled_from(list(DTYPES)))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
         size = int(np.prod(shape, dtype=int)) * np.dtype(DTYPES[kind]).itemsize
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
         at += size
@@ -53,34 +51,33 @@ def files(draw) -> bytes:
             st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2)
         )
     data = draw(st.binary(min_size=at, max_size=at))
-    how = draw(
+    damage = draw(
         st.sampled_from(
-            ["whole", "value", "key", "offsets", "bytes", "cut", "grow", "length", "twice", "text"]
+            ["none", "value", "key", "offsets", "bytes", "cut", "grow", "length", "twice", "text"]
         )
     )
     entry = draw(st.sampled_from(sorted(header) or ["x"]))
     spec = header.get(entry)
-    if how == "value" and isinstance(spec, dict):
+    if damage == "value" and isinstance(spec, dict):
         spec[draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))] = draw(anything)
-    elif how == "key" and isinstance(spec, dict) and spec:
+    elif damage == "key" and isinstance(spec, dict) and spec:
         spec.pop(draw(st.sampled_from(sorted(spec))))
-    elif how == "offsets" and isinstance(spec, dict) and "data_offsets" in spec:
+    elif damage == "offsets" and isinstance(spec, dict) and "data_offsets" in spec:
         spec["data_offsets"] = [draw(st.integers(-2, at + 2)), draw(st.integers(-2, at + 2))]
-    elif how == "text":
+    elif damage == "text":
         header[entry] = draw(anything)
     text = json.dumps(header).encode("utf-8", "surrogatepass")
-    if how == "twice" and header:
+    if damage == "twice" and header:
         text = text[:-1] + b"," + text[1:]
     content = container(text, data)
-    if how == "cut":
+    if damage == "cut":
         content = content[: draw(st.integers(0, len(content)))]
-    elif how == "grow":
+    elif damage == "grow":
         content += draw(st.binary(max_size=9))
-    elif how == "length":
-        content = (
-            struct.pack("<Q", draw(st.integers(0, 2**64 - 1) | st.integers(0, 200))) + content[8:]
-        )
-    elif how == "bytes":
+    elif damage == "length":
+        length = draw(st.integers(0, 2**64 - 1) | st.integers(0, 200))
+        content = struct.pack("<Q", length) + content[8:]
+    elif damage == "bytes":
         place = draw(st.integers(0, len(content) - 1))
         content = content[:place] + draw(st.binary(min_size=1, max_size=3)) + content[place + 1 :]
     return content
@@ -159,22 +156,21 @@ def indices(draw) -> bytes:
         | anything
     )
     for _ in range(draw(st.integers(0, 2))):
-        how = draw(st.sampled_from(["file", "name", "lost", "map", "text"]))
-        if how == "file" and where:
+        damage = draw(st.sampled_from(["file", "name", "lost", "map", "text"]))
+        if damage == "file" and where:
             where[draw(st.sampled_from(sorted(where)))] = draw(files)
-        elif how == "name":
+        elif damage == "name":
             where[draw(names)] = draw(files)
-        elif how == "lost" and where:
+        elif damage == "lost" and where:
             where.pop(sorted(where)[0])
-        elif how == "map":
+        elif damage == "map":
             raw["weight_map"] = draw(anything)
     content = json.dumps(raw).encode("utf-8", "surrogatepass")
     place = draw(st.integers(0, len(content) - 1))
-    return (
-        content[:place] + draw(st.binary(max_size=2)) + content[place + draw(st.integers(0, 1)) :]
-        if draw(st.booleans())
-        else content
-    )
+    if not draw(st.booleans()):
+        return content
+    inserted, removed = draw(st.binary(max_size=2)), draw(st.integers(0, 1))
+    return content[:place] + inserted + content[place + removed :]
 
 
 def check_index(folder, content: bytes) -> None:
@@ -210,13 +206,14 @@ def test_damaged_indices_at_length(tmp_path_factory, content):
     check_index(index_folder(tmp_path_factory), content)
 
 
-def index_folder(factory, kept=[]):  # noqa: B006
-    if not kept:
-        kept.append(factory.mktemp("index"))
-    return kept[0]
+def index_folder(factory, folders=[]):  # noqa: B006
+    """One folder for all examples; so is the next."""
+    if not folders:
+        folders.append(factory.mktemp("index"))
+    return folders[0]
 
 
-def folder_of(factory, kept=[]):  # noqa: B006  one folder for all examples
-    if not kept:
-        kept.append(factory.mktemp("fuzz"))
-    return kept[0]
+def folder_of(factory, folders=[]):  # noqa: B006
+    if not folders:
+        folders.append(factory.mktemp("fuzz"))
+    return folders[0]

@@ -1,4 +1,4 @@
-"""Hub ids: found in the cache when offline, by a link into its blobs; a clear line where they are not."""
+"""Hub ids: found in the cache when offline, as links into its blobs; else one clear line."""
 
 import pytest
 import tiny
@@ -67,19 +67,18 @@ def test_wherever_a_folder_is_read(cache, capsys):
 
 
 def test_a_targets_config_is_all_that_is_fetched_of_it(monkeypatch, tmp_path):
-    asked = []
+    downloads = []
     save_target(tiny.target(), tmp_path / "t")
-    monkeypatch.setattr(
-        hub,
-        "snapshot_download",
-        lambda name, **how: asked.append((name, how)) or str(tmp_path / "t"),
-    )
+
+    def snapshot_download(name, **options):
+        downloads.append((name, options))
+        return str(tmp_path / "t")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     assert read_facts("owner/name@rev").layers == 4
-    assert (
-        asked[0][0] == "owner/name"
-        and asked[0][1]["revision"] == "rev"
-        and asked[0][1]["allow_patterns"] == ["config.json"]
-    )
+    name, options = downloads[0]
+    assert name == "owner/name" and options["revision"] == "rev"
+    assert options["allow_patterns"] == ["config.json"]
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "owner/" + "y" * 300])

@@ -1,4 +1,7 @@
-"""The folder writer: what it writes the library reads, one tensor in memory at a time, and nothing is ever half-written."""
+"""The folder writer: the library reads what it writes, and nothing is ever half-written.
+
+It holds one tensor in memory at a time.
+"""
 
 import errno
 import gc
@@ -19,7 +22,7 @@ from peagle_jax import weights
 from peagle_jax.types import InputError, WeightsWarning
 from peagle_jax.weights import tensors as tensors_module
 from peagle_jax.weights import writing
-from peagle_jax.weights.tensors import DTYPES, finite
+from peagle_jax.weights.tensors import DTYPES, all_finite
 
 
 def test_the_library_reads_what_is_written(tmp_path):
@@ -56,16 +59,16 @@ def test_float8_is_written_too(tmp_path):
 
 def test_one_tensor_at_a_time(tmp_path):
     """Every tensor is gone before the next is read."""
-    seen, most = [], []
+    references, alive_counts = [], []
 
-    class Counted(np.ndarray):
-        pass
+    class WeaklyReferenced(np.ndarray):
+        """An array that a weak reference can point to."""
 
     def read(i):
         gc.collect()
-        most.append(sum(array() is not None for array in seen))
-        array = np.full((50, 10), i, np.float32).view(Counted)
-        seen.append(weakref.ref(array))
+        alive_counts.append(sum(array() is not None for array in references))
+        array = np.full((50, 10), i, np.float32).view(WeaklyReferenced)
+        references.append(weakref.ref(array))
         return array
 
     tensors = {
@@ -73,14 +76,13 @@ def test_one_tensor_at_a_time(tmp_path):
         for i in range(6)
     }
     weights.write_folder(tmp_path, {}, tensors, {})
-    assert most == [0] * 6 and [t[0, 0] for t in weights.open_folder(tmp_path).values()] == list(
-        range(6)
-    )
+    assert alive_counts == [0] * 6
+    assert [t[0, 0] for t in weights.open_folder(tmp_path).values()] == list(range(6))
 
 
 @pytest.mark.parametrize("kernel", ["copies", "is asked in vain", "is not asked"])
 def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
-    """Copied by the kernel, or by a mapping where it cannot; every block's pages are given back."""
+    """Copied by the kernel, or by a mapping where it cannot; every block's pages are released."""
     rng = np.random.default_rng(0)
     tensors = {
         "a": rng.normal(size=1001).astype(np.float32),
@@ -90,21 +92,25 @@ def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
     # a header of several pages: the mapping of the data then begins inside the file
     weights.write_safetensors(tmp_path / "x.safetensors", tensors, {"long": "x" * 9000})
     monkeypatch.setattr(tensors_module, "BLOCK", 1024)
-    released, copied, cast = [], [], []
-    given_back = tensors_module.release
-    monkeypatch.setattr(
-        tensors_module, "release", lambda block: cast.append(block.nbytes) or given_back(block)
-    )
-    monkeypatch.setattr(
-        writing, "release", lambda block: released.append(block.nbytes) or given_back(block)
-    )
-    real = os.copy_file_range
+    released, released_of_cast, kernel_copies = [], [], []
+    release, copy_file_range = tensors_module.release, os.copy_file_range
+
+    def release_after_writing(block):
+        released.append(block.nbytes)
+        release(block)
+
+    def release_after_cast(block):
+        released_of_cast.append(block.nbytes)
+        release(block)
+
+    def copy_at_most_700_bytes(source, out, count, *offsets):
+        kernel_copies.append(count)
+        return copy_file_range(source, out, min(count, 700), *offsets)
+
+    monkeypatch.setattr(writing, "release", release_after_writing)
+    monkeypatch.setattr(tensors_module, "release", release_after_cast)
     if kernel == "copies":
-        monkeypatch.setattr(
-            os,
-            "copy_file_range",
-            lambda *args: copied.append(1) or real(args[0], args[1], min(args[2], 700), *args[3:]),
-        )
+        monkeypatch.setattr(os, "copy_file_range", copy_at_most_700_bytes)
     elif kernel == "is asked in vain":
 
         def refuse(*args):
@@ -122,15 +128,12 @@ def test_from_file_to_file_block_by_block(kernel, tmp_path, monkeypatch):
     read = weights.open_safetensors(tmp_path / "y.safetensors")
     for name, want in (tensors | {"cast": tensors["a"].astype(np.float16)}).items():
         assert np.array_equal(read[name], want), name
-    assert (
-        max(released) == 1024
-        and sum(released) == sum(t.nbytes for t in read.values())
-        and bool(copied) == (kernel == "copies")
-    )
-    assert cast == [1024, 1024, 1024, 932]  # what was cast came from the file, too
-    assert np.array_equal(
-        source["a"], tensors["a"]
-    )  # pages given back are read again when asked for
+    assert max(released) == 1024
+    assert sum(released) == sum(t.nbytes for t in read.values())
+    assert bool(kernel_copies) == (kernel == "copies")
+    assert released_of_cast == [1024, 1024, 1024, 932]  # what was cast came from the file, too
+    # released pages are read again when asked for
+    assert np.array_equal(source["a"], tensors["a"])
 
 
 @pytest.mark.parametrize("kind", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
@@ -146,14 +149,14 @@ def test_finite_is_isfinite(kind):
         else rng.integers(0, most, 1000, dtype=bits)
     )
     for value in patterns.view(dtype)[:: max(1, patterns.size // 2000)]:
-        assert finite(np.array([value]).view(np.uint8), dtype) == bool(
+        assert all_finite(np.array([value]).view(np.uint8), dtype) == bool(
             np.isfinite(value.astype(np.float64))
         ), value
     top = ml_dtypes.finfo(dtype).max
     good = np.full(200_000, -top, dtype)
-    assert finite(good.view(np.uint8), dtype)
+    assert all_finite(good.view(np.uint8), dtype)
     good[-1] = np.nan
-    assert not finite(good.view(np.uint8), dtype)
+    assert not all_finite(good.view(np.uint8), dtype)
 
 
 def test_nan_and_overflow_are_warned_of_and_written(tmp_path):
@@ -183,11 +186,8 @@ def test_cast_leaves_tables_alone():
         "same": np.ones(2, np.float16),
     }
     out = weights.cast(tensors, np.float16)
-    assert (
-        out["d2t"] is tensors["d2t"]
-        and out["t2d"] is tensors["t2d"]
-        and out["same"] is tensors["same"]
-    )
+    for name in ("d2t", "t2d", "same"):
+        assert out[name] is tensors[name]
     assert out["w"].dtype == np.float16 and np.asarray(out["w"]).dtype == np.float16
 
 
@@ -202,14 +202,12 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError), weights.new_folder(out) as work:
         (work / "b").write_text("2")
         raise RuntimeError
-    assert [p.name for p in out.iterdir()] == ["config.json"] and [
-        p.name for p in out.parent.iterdir()
-    ] == ["out"]
+    assert [p.name for p in out.iterdir()] == ["config.json"]
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
     with weights.new_folder(out) as work:
         (work / "c").write_text("3")
-    assert [p.name for p in out.iterdir()] == ["c"] and [p.name for p in out.parent.iterdir()] == [
-        "out"
-    ]
+    assert [p.name for p in out.iterdir()] == ["c"]
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
 def test_only_a_checkpoint_folder_is_replaced(tmp_path):
@@ -293,9 +291,8 @@ def test_the_old_output_stays_if_the_new_cannot_take_its_place(tmp_path, monkeyp
         weights.new_folder(out) as work,
     ):
         (work / "config.json").write_text("new")
-    assert (out / "config.json").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == [
-        "out"
-    ]
+    assert (out / "config.json").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_transposed_matrix_is_written_by_rows(tmp_path, monkeypatch):
@@ -306,9 +303,8 @@ def test_a_transposed_matrix_is_written_by_rows(tmp_path, monkeypatch):
         tmp_path / "x.safetensors", tensors | {"c": weights.cast(tensors, np.float16)["t"]}, {}
     )
     read = weights.open_safetensors(tmp_path / "x.safetensors")
-    assert np.array_equal(read["t"], matrix.T) and np.array_equal(
-        read["c"], matrix.T.astype(np.float16)
-    )
+    assert np.array_equal(read["t"], matrix.T)
+    assert np.array_equal(read["c"], matrix.T.astype(np.float16))
 
 
 def test_output_that_cannot_be(tmp_path):
@@ -322,13 +318,15 @@ def test_output_that_cannot_be(tmp_path):
 FULL_DISK = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # a write beyond is refused half-way, as by a full disk
+# a write beyond this size is refused half-way, as by a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 import numpy as np
 from peagle_jax import weights
 from peagle_jax.types import InputError
 try:
+    tensors = {f"t{i}": np.ones(40_000, np.float32) for i in range(4)}
     with weights.new_folder(sys.argv[1]) as folder:
-        weights.write_folder(folder, {}, {f"t{i}": np.ones(40_000, np.float32) for i in range(4)}, {})
+        weights.write_folder(folder, {}, tensors, {})
 except InputError as error:
     print(error)
     sys.exit(2)
@@ -343,48 +341,39 @@ def test_a_disk_that_is_full_half_way(tmp_path):
         [sys.executable, "-c", FULL_DISK, str(out)], capture_output=True, text=True
     )
     assert done.returncode == 2, done.stderr
-    assert (
-        "must be written to the end" in done.stdout
-        and "what lay there before is untouched" in done.stdout
-    )
-    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (
-        out / "config.json"
-    ).read_text() == "before"
+    assert "must be written to the end" in done.stdout
+    assert "what lay there before is untouched" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (out / "config.json").read_text() == "before"
 
 
 def test_shards_of_a_limited_size_are_read_back(tmp_path):
     rng = np.random.default_rng(0)
-    tensors = {
-        f"t{i}": rng.normal(size=(n, 100)).astype(np.float32)
-        for i, n in enumerate((10, 40, 1, 200, 30))
-    }  # 4, 16, 0.4, 80, 12 kB
-    told = []
+    rows = (10, 40, 1, 200, 30)  # 4, 16, 0.4, 80, 12 kB
+    tensors = {f"t{i}": rng.normal(size=(n, 100)).astype(np.float32) for i, n in enumerate(rows)}
+    reports = []
     weights.write_folder(
         tmp_path,
         {},
         tensors,
         {"source": "x" * 3000},
         max_shard_bytes=30_000,
-        on_bytes=lambda *now: told.append(now),
+        on_bytes=lambda *counts: reports.append(counts),
     )
     total = sum(t.nbytes for t in tensors.values())
-    assert (
-        [done for done, _ in told] == sorted(done for done, _ in told)
-        and told[-1] == (total, total)
-        and len(told) >= 5
-    )
+    assert reports == sorted(reports) and reports[-1] == (total, total) and len(reports) >= 5
     files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
-    assert (
-        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-        and len(files) > 2
-    )
+    count = len(files)
+    assert count > 2
+    assert files == [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     sizes = {file: (tmp_path / file).stat().st_size for file in files}
-    where = json.loads((tmp_path / weights.INDEX).read_text())
-    assert all(
-        size <= 30_000 for file, size in sizes.items() if file != where["weight_map"]["t3"]
-    )  # one tensor alone is larger
-    assert [file for file in where["weight_map"].values()].count(where["weight_map"]["t3"]) == 1
-    assert where["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    index = json.loads((tmp_path / weights.INDEX).read_text())
+    weight_map = index["weight_map"]
+    # one tensor alone is larger than a shard, and has a file to itself
+    large = weight_map["t3"]
+    assert all(size <= 30_000 for file, size in sizes.items() if file != large)
+    assert list(weight_map.values()).count(large) == 1
+    assert index["metadata"]["total_size"] == total
     read = weights.open_folder(tmp_path)
     assert list(read) == list(tensors) and all(np.array_equal(read[n], tensors[n]) for n in tensors)
     whole = tmp_path / "whole"

@@ -1,0 +1,111 @@
+"""What is measured of a trained head: acceptance, exactness, and tokens per second."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.base import Measurement
+from peagle_jax.bench.exact import compare
+from peagle_jax.bench.suite import repeated_share, run_suite
+from peagle_jax.decode.generate import Generation, acceptance_length, generate
+from peagle_jax.types import Model
+
+Prompt = dict  # a row of the prompts stage: kind, prompt_token_ids
+
+
+def measure(
+    target: Model, head: Model, prompts: Sequence[Prompt], measurement: Measurement, method: str
+) -> tuple[dict, dict[str, int]]:
+    """Decodes all prompts with a head, and greedy ones without it too.
+
+    Args:
+      prompts: of the measurement's length.
+      measurement: without None.
+      method: "peagle" or "eagle3".
+
+    Returns:
+      The measurement's part of a row, and in how many prompts the greedy text was plain decoding's
+      (same, near_ties, different); zeros for a sampled one.
+    """
+    ids = [prompt["prompt_token_ids"] for prompt in prompts]
+    options = {
+        "max_new_tokens": measurement.max_new_tokens,
+        "stop_ids": (),
+        "temperature": measurement.temperature,
+        "seed": list(range(len(ids))),
+    }
+    answers = generate(
+        target,
+        head,
+        ids,
+        k=measurement.k,
+        method=method,
+        sample_drafts=measurement.sample_drafts,
+        **options,
+    )
+    exact = {"same": 0, "near_ties": 0, "different": 0}
+    if measurement.temperature == 0:
+        plain = generate(target, None, ids, **options)
+        texts, plain_texts = ([a.output_token_ids for a in some] for some in (answers, plain))
+        comparison = compare(target, ids, texts, plain_texts)
+        exact = {name: getattr(comparison, name) for name in exact}
+    return _row_of(measurement, prompts, answers), exact
+
+
+def _row_of(
+    measurement: Measurement, prompts: Sequence[Prompt], answers: Sequence[Generation]
+) -> dict:
+    counts = [
+        {"num_drafts": a.num_drafts, "num_accepted_per_pos": a.accepted_per_position}
+        for a in answers
+    ]
+    num_drafts = sum(count["num_drafts"] for count in counts)
+    num_accepted = np.sum([count["num_accepted_per_pos"] for count in counts], axis=0)
+    by_prompt = [
+        {"kind": prompt["kind"], **count} for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    return dataclasses.asdict(measurement) | {
+        "prompts": by_prompt,
+        "acceptance_length": acceptance_length(answers),
+        "mean_acceptance_length": float(np.mean([a.acceptance_length for a in answers])),
+        "accepted_per_position": np.round(num_accepted / num_drafts, 5).tolist(),
+        "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
+    }
+
+
+def measure_speed(
+    target: Model,
+    head: Model,
+    prompts: Sequence[Prompt],
+    measurement: Measurement,
+    method: str,
+    repeats: int,
+) -> dict:
+    """Greedy decoding of one prompt at a time, plain and speculative in turns.
+
+    Args:
+      prompts: those that are timed.
+      measurement: whose K and length are taken.
+      method: "peagle" or "eagle3".
+      repeats: rounds; numbers are medians over them.
+    """
+    suite = run_suite(
+        target,
+        {method: head},
+        [prompt["prompt_token_ids"] for prompt in prompts],
+        ks=[measurement.k],
+        batch_sizes=[1],
+        max_new_tokens=measurement.max_new_tokens,
+        repeats=repeats,
+        on_record=lambda record: None,
+    )
+    plain, speculative = suite.records
+    return {
+        "k": measurement.k,
+        "tokens_per_second": speculative["tokens_per_second"],
+        "plain_tokens_per_second": plain["tokens_per_second"],
+        "speedup": speculative["speedup"],
+        "draft_seconds": speculative["draft_seconds"],
+        "verify_seconds": speculative["verify_seconds"],
+    }

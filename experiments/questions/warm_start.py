@@ -1,0 +1,52 @@
+"""Does a parallel head learn faster from an EAGLE-3 head of the same shape?
+
+    python -m experiments.run warm_start --seeds 3
+
+The EAGLE-3 head of as many layers is trained first, for as many steps. The parallel head then
+begins with its embedding, layers, fusion and norms. `twice the steps` is the base with about as
+much arithmetic as both together (train_flops of a row counts its own head alone).
+Expects: the first position is better at once, late ones hardly; at equal total arithmetic, to
+begin as the target's last layer is better.
+Result: not run yet.
+"""
+
+import dataclasses
+
+from experiments.base import Experiment, Variant
+from experiments.base_run import as_eagle3, with_steps
+from peagle_jax.train.config import Eagle3Run, HeadRun, PeagleRun
+
+
+def twice_the_steps(base: PeagleRun) -> HeadRun:
+    return with_steps(base, 2 * base.optimizer.steps)
+
+
+def from_random_layers(base: PeagleRun) -> PeagleRun:
+    return dataclasses.replace(base, init="random")
+
+
+def eagle3_of_equal_layers(base: PeagleRun) -> Eagle3Run:
+    return as_eagle3(base, layers=base.head.layers)
+
+
+def all_depths_at_once(base: PeagleRun) -> PeagleRun:
+    return dataclasses.replace(base, depth_schedule=())
+
+
+EXPERIMENT = Experiment(
+    name="warm_start",
+    question="Does a parallel head learn faster from an EAGLE-3 head of the same shape?",
+    expects="The first position is better at once, late ones hardly.",
+    axis="start",
+    kind="bars",
+    reference="target's last layer",
+    variants={
+        "target's last layer": Variant(),
+        "twice the steps": Variant(run=twice_the_steps),
+        "random": Variant(run=from_random_layers),
+        "EAGLE-3 head": Variant(init_from="the EAGLE-3 head itself"),
+        "the EAGLE-3 head itself": Variant(run=eagle3_of_equal_layers, method="eagle3"),
+        "all depths at once": Variant(run=all_depths_at_once),
+    },
+    paper="arXiv:2602.01469 does not report a warm start; its heads begin at random.",
+)

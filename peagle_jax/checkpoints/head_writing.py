@@ -1,0 +1,294 @@
+"""Model -> HeadState -> a draft head's folder, in the vllm or the speculators format."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from peagle_jax import weights
+from peagle_jax.checkpoints import (
+    config_writing,
+    export_placeholders,
+    model_card,
+    param_mapping,
+)
+from peagle_jax.checkpoints.head_state import HeadState
+from peagle_jax.draft import draft_vocab
+from peagle_jax.provenance import versions
+from peagle_jax.types import InputError, Model
+from peagle_jax.weights import Tensor
+
+CHECKPOINT_FORMATS = ("vllm", "speculators")  # that are written
+
+
+def from_model(head: Model) -> HeadState:
+    """A model's configuration and parameters, under the names and in the layout of checkpoints.
+
+    Raises:
+      InputError: the head's matrices are FP8.
+    """
+    tensors = weights.export_params(head.params, param_mapping.table(head.config))
+    if "d2t" in tensors:
+        tensors["d2t"] = np.asarray(tensors["d2t"]).astype(np.int64)
+    return HeadState(
+        head.config, tensors, checkpoint_format="peagle_jax", source="peagle_jax.save_drafter"
+    )
+
+
+def save_drafter(
+    head: Model,
+    path: str | Path,
+    checkpoint_format: str = "vllm",
+    *,
+    dtype: DTypeLike | None = None,
+    target: str | None = None,
+    target_architecture: str = "Qwen3ForCausalLM",
+    k: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int | None = None,
+    own_embedding: bool = True,
+) -> None:
+    """Writes a folder that vLLM (0.16 or later) or speculators loads.
+
+    The folder appears whole or not at all.
+
+    Args:
+      head: a draft head.
+      path: the folder to write.
+      checkpoint_format: "vllm" or "speculators".
+      dtype: of the floating-point tensors; None keeps the head's.
+      target: name or path of the target, which the speculators format carries.
+      target_architecture: of the target; the speculators format carries it too.
+      k: tokens to draft in one step; None takes what the head was trained for.
+      metadata: provenance, which goes into the safetensors header and onto the model card.
+      max_shard_bytes: splits the weights into files of at most so many bytes; None writes one.
+      own_embedding: False leaves `embed_tokens` out. Readers then share the target's, as they do
+        with most published EAGLE-3 heads.
+
+    Raises:
+      InputError: the format cannot express the head.
+    """
+    state = dataclasses.replace(
+        from_model(head), target=target, target_architecture=target_architecture
+    )
+    write_head(
+        state,
+        path,
+        checkpoint_format=checkpoint_format,
+        dtype=dtype,
+        k=k,
+        metadata=metadata,
+        max_shard_bytes=max_shard_bytes,
+        own_embedding=own_embedding,
+    )
+
+
+def write_head(
+    head: HeadState,
+    path: str | Path,
+    *,
+    checkpoint_format: str,
+    dtype: DTypeLike | None = None,
+    k: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int | None = None,
+    own_embedding: bool = True,
+    identity_d2t: bool = False,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> None:
+    """Writes a head's folder, tensor by tensor. `save_drafter` describes the other arguments.
+
+    Args:
+      identity_d2t: writes the `d2t` and `t2d` that the source had at full vocabulary again;
+        vLLM refuses such a folder.
+      on_bytes: called with the bytes written so far and the bytes of all tensors.
+
+    Raises:
+      InputError: the format cannot express the head, or its tensors do not fit its config.
+    """
+    if checkpoint_format not in CHECKPOINT_FORMATS:
+        raise InputError(
+            "--to",
+            f"must be one of {', '.join(CHECKPOINT_FORMATS)}",
+            checkpoint_format,
+            "choose one of them",
+        )
+    head.check()
+    if not own_embedding:
+        # Before placeholders are rewritten: what goes into the mask token's row must not be lost.
+        tensors = {n: t for n, t in head.tensors.items() if n != param_mapping.EMBEDDING}
+        head = dataclasses.replace(head, tensors=tensors)
+    head = export_placeholders.to_vllm_placeholders(head)
+    cfg = head.config
+    k = k or cfg.num_depths
+    _refuse_inexpressible(head, path, checkpoint_format, k, dtype, own_embedding)
+    tensors = _tensors_to_write(head, dtype, identity_d2t)
+    dtype_name = np.dtype(cfg.dtype if dtype is None else dtype).name
+    if checkpoint_format == "vllm":
+        tensors = {_vllm_name(name): t for name, t in tensors.items()}
+        config = config_writing.vllm_config(cfg, dtype_name, k)
+    else:
+        assert k is not None  # refused above
+        config = config_writing.speculators_config(
+            cfg, dtype_name, k, head.target, head.target_architecture
+        )
+    facts = _provenance(head, tensors, metadata or {})
+    with weights.new_folder(Path(path)) as folder:
+        weights.write_folder(folder, config, tensors, facts, max_shard_bytes, on_bytes)
+        card = model_card.head_card(
+            cfg,
+            name=Path(path).name,
+            checkpoint_format=checkpoint_format,
+            dtype=dtype_name,
+            k=k,
+            own_embedding=param_mapping.EMBEDDING in tensors,
+            facts=facts,
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def check_servable(head: HeadState, path: str | Path) -> None:
+    """Checks that vLLM would serve the folder that `head` was read from as it is.
+
+    Raises:
+      InputError: vLLM would refuse the folder, or draft wrongly with it.
+    """
+    head.check()
+    stored = weights.open_folder(weights.find_folder(path))
+    if head.config.draft_vocab == head.config.vocab and "d2t" in stored:
+        raise InputError(
+            path,
+            "vLLM refuses d2t at full vocabulary",
+            "one",
+            "peagle convert --to vllm first, which leaves it out",
+        )
+    k = head.config.num_depths or 1
+    _refuse_inexpressible(head, path, head.checkpoint_format, k, np.float32, own_embedding=True)
+    config_writing.vllm_config(head.config, "float32", None)  # refuses what a config cannot say
+
+
+def _tensors_to_write(
+    head: HeadState, dtype: DTypeLike | None, identity_d2t: bool
+) -> dict[str, Tensor]:
+    """All tensors, in the dtype and the shapes that readers expect, under speculators' names."""
+    tensors = dict(head.tensors) if dtype is None else weights.cast(head.tensors, np.dtype(dtype))
+    tensors |= _vocab_tables(head, identity_d2t)
+    if "mask_hidden" in tensors:  # [1, A] and [A] are read; speculators loads [1, 1, A] alone
+        vector = tensors["mask_hidden"]
+        shape = (1, 1, vector.size)
+        tensors["mask_hidden"] = weights.apply(
+            lambda t: t.reshape(shape), vector, shape, vector.dtype
+        )
+    return tensors
+
+
+def _vllm_name(name: str) -> str:
+    """vLLM calls the first layer of a draft head `midlayer`."""
+    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+
+def _provenance(
+    head: HeadState, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> dict[str, str]:
+    """What the safetensors header and the model card say about where the head comes from."""
+    # an identity d2t that was written again is not left out
+    left_out = [name for name in head.left_out if name not in tensors]
+    facts = {
+        "source": head.source,
+        "source_format": head.checkpoint_format,
+        "target": head.target,
+        "target_architecture": head.target_architecture,
+        "left_out": " ".join(left_out),
+        "writer": versions(),
+        **metadata,
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+def _refuse_inexpressible(
+    head: HeadState,
+    path: str | Path,
+    checkpoint_format: str,
+    k: int | None,
+    dtype: DTypeLike | None,
+    own_embedding: bool,
+) -> None:
+    """Raises InputError where a reader of the format would refuse the head, or misread it."""
+    cfg = head.config
+    aux_layers = list(cfg.aux_hidden_state_layers)
+    if aux_layers != sorted(set(aux_layers)):
+        raise InputError(
+            path,
+            "vLLM collects aux hidden states once each and in layer order: ids must ascend",
+            aux_layers,
+            f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
+        )
+    if head.quantized and dtype is None:
+        raise InputError(
+            path,
+            "an FP8 head is written in a dtype of your choice",
+            "none",
+            "give --dtype bfloat16 or float32",
+        )
+    if not cfg.qk_norm and cfg.dim % cfg.heads:
+        raise InputError(
+            path,
+            "transformers' LlamaConfig wants a width that its heads divide",
+            f"{cfg.dim} and {cfg.heads}",
+            "train a head with qk_norm, or with a number of heads that divides its width",
+        )
+    if checkpoint_format == "speculators":
+        _refuse_inexpressible_in_speculators(head, path, k, own_embedding)
+
+
+def _refuse_inexpressible_in_speculators(
+    head: HeadState, path: str | Path, k: int | None, own_embedding: bool
+) -> None:
+    cfg = head.config
+    if cfg.norm_before_fc and cfg.fc_norm:
+        raise InputError(
+            path, "speculators takes norm_before_fc or fc_norm, not both", "both", "use --to vllm"
+        )
+    ignored = [name for name in ("fc_norm", "norm_output") if getattr(cfg, name)]
+    if cfg.parallel and ignored:
+        raise InputError(
+            path,
+            "vLLM's reading of a speculators peagle folder ignores some options",
+            ", ".join(ignored),
+            "use --to vllm",
+        )
+    if k is None:
+        raise InputError(path, "the speculators format carries K", "none", "give it with --k")
+    # speculators 0.9 reads a folder without an embedding with one of zeros
+    if head.shares_embedding or not own_embedding:
+        raise InputError(
+            path,
+            "the speculators format has its own embedding",
+            "a shared one",
+            "give --target, or use --to vllm",
+        )
+
+
+def _vocab_tables(head: HeadState, identity_d2t: bool) -> dict[str, np.ndarray]:
+    """`d2t` and `t2d` of a reduced vocabulary; at the full one those that `identity_d2t` wants."""
+    cfg = head.config
+    if cfg.draft_vocab != cfg.vocab:
+        if identity_d2t:
+            raise InputError(
+                "--identity-d2t",
+                "only a head of the full vocabulary has an identity d2t",
+                cfg.draft_vocab,
+                "leave it out",
+            )
+        ids = np.arange(cfg.draft_vocab) + np.asarray(head.tensors["d2t"])
+        d2t, t2d = draft_vocab.tables(ids, cfg.vocab)
+        return {"d2t": d2t, "t2d": t2d}
+    if not identity_d2t:
+        return {}
+    if "d2t" not in head.left_out:
+        rule = "puts back what the source had, or what an earlier conversion left out"
+        raise InputError("--identity-d2t", rule, "neither", "leave it out")
+    d2t, t2d = draft_vocab.tables(np.arange(cfg.vocab), cfg.vocab)
+    return {"d2t": d2t, "t2d": t2d} if "t2d" in head.left_out else {"d2t": d2t}

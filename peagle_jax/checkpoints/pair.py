@@ -1,0 +1,119 @@
+"""A target and its draft head, loaded so that they fit each other.
+
+A head reads aux hidden states of particular layers, which its target must be told to give, and it
+often shares its target's embedding, which it must be given. `load_pair` does both.
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from peagle_jax import weights
+from peagle_jax.checkpoints.head_reading import to_model
+from peagle_jax.checkpoints.head_state import HeadState
+from peagle_jax.checkpoints.runs import open_head
+from peagle_jax.checkpoints.target_io import load_target, read_facts
+from peagle_jax.types import InputError, Model
+
+
+def load_pair(
+    target: str | Path,
+    drafter: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    fp8: bool = False,
+    mxfp4: str = "packed",
+    kv_cache_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Model, Model]:
+    """Loads a target and the draft head that was trained for it.
+
+        target, head = peagle_jax.load_pair("TARGET", "HEAD")
+        answers = peagle_jax.generate(target, head, [[1, 2, 3]], k=7, max_new_tokens=64)
+
+    The target gives the aux hidden states that the head reads. The head uses the target's
+    embedding where its folder has none.
+
+    Args:
+      target: a Hugging Face folder of a supported family, or a hub id.
+      drafter: a head's folder of any checkpoint format, a hub id, or a training run.
+      dtype: of weights and activations of both.
+      fp8: matrices of both in float8 with scales, and everything else in `dtype`.
+      mxfp4: of the target's experts; see `load_target`.
+      kv_cache_dtype: of the target's cached keys and values; see `load_target`.
+      mesh: devices over which the target is spread; see `load_target`. The head stays on the
+        default device.
+
+    Returns:
+      The target and the head.
+
+    Raises:
+      InputError: one of the folders is missing or damaged, or the head was made for another
+        target.
+    """
+    folder = weights.find_folder(target)
+    state = open_head(drafter, read_facts(folder).layers)
+    target_model = load_target(
+        folder,
+        aux_hidden_state_layers=state.config.aux_hidden_state_layers,
+        dtype=dtype,
+        fp8=fp8,
+        mxfp4=mxfp4,
+        kv_cache_dtype=kv_cache_dtype,
+        mesh=mesh,
+    )
+    return target_model, _head_of(target_model, state, drafter, fp8)
+
+
+def load_drafter_for(target: Model, drafter: str | Path, *, fp8: bool = False) -> Model:
+    """Loads a further draft head for a target that is loaded already, in the target's dtype.
+
+    Args:
+      target: loaded with the aux hidden state layers that the head reads.
+      drafter: a head's folder of any checkpoint format, a hub id, or a training run.
+      fp8: the head's matrices in float8 with scales.
+
+    Raises:
+      InputError: the folder is missing or damaged, or the head does not fit the target.
+    """
+    return _head_of(target, open_head(drafter, target.config.layers), drafter, fp8)
+
+
+def check_fit(target: Model, head: Model, where: str | Path = "drafter") -> None:
+    """Checks that a head was made for a target, as far as their shapes tell.
+
+    Args:
+      target: the target, as it is loaded.
+      head: the draft head.
+      where: the head's folder, for the error.
+
+    Raises:
+      InputError: the widths or vocabularies differ, or the target does not give the aux hidden
+        states that the head reads.
+    """
+    other_target = "use the target that the head was trained on"
+    if head.config.target_dim != target.config.dim:
+        rule = f"the head must read aux hidden states of the target's width {target.config.dim}"
+        raise InputError(where, rule, head.config.target_dim, other_target)
+    if head.config.vocab != target.config.vocab:
+        rule = f"the head must have the target's vocabulary of {target.config.vocab} tokens"
+        raise InputError(where, rule, head.config.vocab, other_target)
+    head_layers = list(head.config.aux_hidden_state_layers)
+    target_layers = list(target.config.aux_hidden_state_layers)
+    if head_layers != target_layers:
+        rule = f"the target must give the head its aux_hidden_state_layers {head_layers}"
+        next_step = (
+            "load both with load_pair, or pass the head's layers to load_target as "
+            "aux_hidden_state_layers"
+        )
+        raise InputError(where, rule, target_layers, next_step)
+
+
+def _head_of(target: Model, state: HeadState, drafter: str | Path, fp8: bool) -> Model:
+    head = to_model(
+        state, dtype=target.config.dtype, embedding=target.params["embed"]["table"], fp8=fp8
+    )
+    check_fit(target, head, drafter)
+    return head

@@ -1,0 +1,116 @@
+"""Values of options that are more than one word to argparse: lists, sizes, files to write."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from peagle_jax.atomic_write import write_atomically
+from peagle_jax.types import InputError
+
+SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_numbers(option: str, text: str, least: int = 1) -> list[int]:
+    """Reads whole numbers with commas between them.
+
+    Args:
+      option: its spelling, for the error.
+      text: what was typed, for example "1,3,5".
+      least: the smallest number that makes sense.
+
+    Raises:
+      InputError: a part is no number, or below `least`.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        rule = f"must be numbers of {least} or more, separated by commas"
+        raise InputError(option, rule, text or "nothing", f"give {option} 1,3,5")
+    return numbers
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Reads a number of bytes such as 5GB or 12.5 MiB.
+
+    Args:
+      option: its spelling, for the error.
+      text: what was typed.
+
+    Raises:
+      InputError: there is no number, no unit, or less than one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text, re.IGNORECASE)
+    size = int(float(match[1]) * SIZE_UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        rule = f"must be a number and one of {', '.join(SIZE_UNITS)}"
+        raise InputError(option, rule, text, f"give {option} 5GB")
+    return size
+
+
+def check_at_least(option: str, value: int | float, least: int) -> None:
+    """Refuses a number that is too small.
+
+    Raises:
+      InputError: `value` is below `least`.
+    """
+    if value < least:
+        raise InputError(
+            option, f"must be {least} or more", value, f"give {option} {least} or more"
+        )
+
+
+def check_share(option: str, value: int | float) -> None:
+    """Refuses a share of the documents that leaves none to use.
+
+    Raises:
+      InputError: `value` is negative, or 1 and more.
+    """
+    if not 0 <= value < 1:
+        rule = f"{option} must lie in 0..1, and below 1"
+        raise InputError(option, rule, value, f"give {option} 0.05, or 0 to use every document")
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a place for an output file before hours of work, and not after them.
+
+    Raises:
+      InputError: `path` is a folder, or lies in none that can be written to.
+    """
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        got = "a folder" if path.is_dir() else f"{path.parent}, which cannot be written to"
+        raise InputError(
+            path, "the output file must be writable", got, "name a file in another folder"
+        )
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Writes one line of JSON for each row; the file appears whole or not at all.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    try:
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        rule = "the output file must be writable"
+        raise InputError(path, rule, error.strerror, "name a file in another folder") from None
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """What was typed, for the metadata of a checkpoint.
+
+    Of a local path only its last part is kept: a checkpoint that is published need not tell where
+    somebody's files lie.
+    """
+    words = []
+    for word in argv:
+        option, equals, value = word.rpartition("=")
+        if value.startswith(("/", "~", ".")):
+            value = Path(value).name
+        words.append(option + equals + value)
+    return shlex.join(["peagle", *words])

@@ -1,0 +1,90 @@
+"""`peagle convert`, `peagle inspect` and `peagle serve-config`: checkpoints on disk."""
+
+import argparse
+import json
+import shlex
+
+from peagle_jax.cli.arguments import command_line, parse_bytes
+from peagle_jax.cli.output import print_facts, say
+from peagle_jax.types import InputError
+
+MEGABYTE = 10**6
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Converts a checkpoint into another format."""
+    from peagle_jax.checkpoints.convert import convert
+    from peagle_jax.progress import ProgressReport
+
+    max_shard_bytes = None
+    if arguments.max_shard_size is not None:
+        max_shard_bytes = parse_bytes("--max-shard-size", arguments.max_shard_size)
+    with ProgressReport(f"write {arguments.dst.name}", None, unit="MB") as progress:
+
+        def report_bytes(done: int, total: int) -> None:
+            progress.update(done // MEGABYTE, total=total // MEGABYTE)
+
+        convert(
+            arguments.src,
+            arguments.dst,
+            to=arguments.to,
+            k=arguments.k,
+            dtype=arguments.dtype,
+            target=arguments.target,
+            max_shard_bytes=max_shard_bytes,
+            share_embedding=arguments.share_embedding,
+            mask_token=arguments.mask_token,
+            aux_layer_numbering=arguments.aux_layer_numbering,
+            identity_d2t=arguments.identity_d2t,
+            command=command_line(arguments.argv),
+            on_bytes=report_bytes,
+        )
+    say(f"{arguments.src} -> {arguments.dst} ({arguments.to})")
+    return 0
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Prints what a checkpoint is."""
+    from peagle_jax.checkpoints.inspect import describe, printable_rows
+
+    facts = describe(arguments.dir, arguments.target)
+    if arguments.json:
+        say(json.dumps(facts, indent=2))
+    else:
+        print_facts(printable_rows(facts))
+    return 0
+
+
+def serve_config(arguments: argparse.Namespace) -> int:
+    """Prints how another engine serves a head."""
+    from peagle_jax import weights
+    from peagle_jax.checkpoints.config_writing import serving_flags
+    from peagle_jax.checkpoints.convert import read_serving
+    from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS, check_servable
+    from peagle_jax.checkpoints.inspect import ANY_LAYERS
+
+    # For a head that names no aux hidden state layers vLLM makes its own choice, and the flag is
+    # the same however many layers the target has.
+    head = read_serving(arguments.dir, target_layers=ANY_LAYERS)
+    if head.checkpoint_format not in CHECKPOINT_FORMATS:
+        raise InputError(
+            arguments.dir,
+            f"vLLM serves the formats {', '.join(CHECKPOINT_FORMATS)}",
+            head.checkpoint_format,
+            "convert it first: peagle convert --to vllm",
+        )
+    check_servable(head, arguments.dir)
+    k = head.config.num_depths if arguments.k is None else arguments.k
+    if k is None:
+        rule = "the folder does not say which K the head was trained for"
+        raise InputError(arguments.dir, rule, "none", "give it with -k, for example -k 5")
+    if k < 1:
+        raise InputError(arguments.dir, "K must be 1 or more", k, "give -k 1 or more")
+    name, revision = weights.split_revision(arguments.dir)
+    flags = shlex.quote(serving_flags(head.config, name, k, revision))
+    if arguments.engine == "vllm":
+        target = shlex.quote(arguments.target or head.target or "TARGET")
+        say(f"vllm serve {target} --speculative-config {flags}")
+    else:
+        say(f"SM_VLLM_SPECULATIVE_CONFIG={flags}")
+    return 0

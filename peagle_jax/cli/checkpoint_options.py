@@ -1,0 +1,95 @@
+"""The options of the commands that read and write checkpoints."""
+
+from pathlib import Path
+
+from peagle_jax.cli.parser import Parser, add_k
+
+
+def add_convert(parser: Parser) -> None:
+    """The options of `peagle convert`."""
+    parser.add_argument(
+        "src", metavar="SRC", help="a head's folder, a training run, a target, or a hub id"
+    )
+    parser.add_argument("dst", metavar="DST", type=Path, help="the folder to write")
+    parser.add_argument(
+        "--to",
+        choices=("vllm", "speculators", "orbax", "hf"),
+        required=True,
+        help="format of a head (vllm, speculators, orbax) or of a target (hf)",
+    )
+    add_k(
+        parser,
+        type=int,
+        help="tokens to draft in one step, where the format records it; without it as the source "
+        "says",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights; without it each keeps its own",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="the head's target: the speculators format names it, and some folders leave their "
+        "embedding or layer ids to it",
+    )
+    parser.add_argument(
+        "--share-embedding",
+        action="store_true",
+        help="leave out an embedding that equals the target's; vLLM then shares it",
+    )
+    parser.add_argument(
+        "--mask-token",
+        metavar="ID",
+        type=int,
+        help="id of the mask token, where the head's config does not name it",
+    )
+    parser.add_argument(
+        "--aux-layer-numbering",
+        choices=("input", "output"),
+        formerly=["--tap-numbering"],
+        help="whether the source's aux hidden state ids count inputs or outputs of layers; without "
+        "it as its format does",
+    )
+    parser.add_argument(
+        "--identity-d2t",
+        action="store_true",
+        help="write the d2t of zeros that the source had; vLLM refuses such a folder",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="split the weights into files of at most this size, as 5GB or 12MB; without it one "
+        "file",
+    )
+
+
+def add_inspect(parser: Parser) -> None:
+    """The options of `peagle inspect`."""
+    parser.add_argument("dir", metavar="DIR", help="a folder or a Hugging Face id")
+    parser.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="the head's target, for a head whose config names no aux hidden state layers",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def add_serve_config(parser: Parser) -> None:
+    """The options of `peagle serve-config`."""
+    parser.add_argument("dir", metavar="DIR", help="the head's folder or Hugging Face id")
+    parser.add_argument(
+        "--engine",
+        choices=("vllm", "sagemaker"),
+        required=True,
+        help="print a vllm command line, or an environment variable for SageMaker",
+    )
+    add_k(
+        parser,
+        type=int,
+        help="tokens to draft in one step; without it what the head was trained for",
+    )
+    parser.add_argument(
+        "--target", metavar="MODEL", help="the target's name; without it what the folder says"
+    )

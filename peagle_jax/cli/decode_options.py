@@ -1,0 +1,159 @@
+"""The options of the commands that decode."""
+
+from pathlib import Path
+
+from peagle_jax.cli.parser import Parser, add_k, add_precision, add_target
+
+
+def add_demo(parser: Parser) -> None:
+    """The options of `peagle demo`."""
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder for results, report and heads; what is there already is not done again",
+    )
+    parser.add_argument(
+        "--budget",
+        choices=("smoke", "small", "full"),
+        default="small",
+        help="about 2 minutes, about 10 minutes, or one GPU",
+    )
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="train the target and its heads instead of using those that come with the package",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the stages and run none of them"
+    )
+
+
+def add_generate(parser: Parser) -> None:
+    """The options of `peagle generate`."""
+    add_target(parser)
+    parser.add_argument(
+        "--drafter",
+        metavar="HEAD",
+        help="the draft head: a folder, a training run or a Hugging Face id; without it the target "
+        "decodes alone",
+    )
+    parser.add_argument(
+        "--method",
+        choices=("peagle", "eagle3", "none"),
+        help="how the head drafts, in parallel or one token at a time; without it as the head was "
+        "made for",
+    )
+    add_k(
+        parser,
+        type=int,
+        help="tokens drafted in one step; without it what the head was trained for, at most 7",
+    )
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    prompts.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help="JSONL file; each line has prompt, prompt_token_ids or turns",
+    )
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=128, help="tokens of each answer"
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.0, help="of sampling; 0 is greedy"
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens that make up this probability; 1 is no filter",
+    )
+    parser.add_argument(
+        "--top-k",
+        metavar="N",
+        type=int,
+        default=0,
+        help="sample from this many of the likeliest tokens; 0 is no filter",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="prompt i samples with seed + i"
+    )
+    parser.add_argument(
+        "--greedy-drafts",
+        action="store_true",
+        help="at a temperature above 0, draft the likeliest token instead of sampling drafts",
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="decode on through end-of-sequence tokens"
+    )
+    add_precision(parser)
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, default=8, help="prompts decoded together"
+    )
+    parser.add_argument(
+        "--prefill-chunk",
+        metavar="N",
+        type=int,
+        help="prompt tokens in one forward; without it all, or 512 with --sliding-cache",
+    )
+    parser.add_argument(
+        "--sliding-cache",
+        action="store_true",
+        help="layers with a sliding window keep a ring cache: less memory, the same text",
+    )
+    parser.add_argument(
+        "--mxfp4",
+        choices=("packed", "plain"),
+        default="packed",
+        help="experts stored in MXFP4 stay in 4 bits, or become --dtype",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="JSONL file for token ids, text and counters; without it the text is printed",
+    )
+
+
+def add_bench(parser: Parser) -> None:
+    """The options of `peagle bench`."""
+    add_target(parser)
+    parser.add_argument(
+        "--drafter",
+        metavar="HEAD",
+        action="append",
+        required=True,
+        help="a draft head; given twice, a P-EAGLE and an EAGLE-3 head are compared",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help="JSONL file as for `peagle generate`; without it 8 excerpts of the standard library",
+    )
+    add_k(parser, default="1,3,5,7,11", help="numbers of tokens drafted in one step")
+    parser.add_argument(
+        "--batch-size",
+        metavar="N",
+        default="1",
+        formerly=["--concurrency"],
+        help="numbers of prompts decoded together, as 1,8; a batch is decoded to its end before "
+        "the next one begins",
+    )
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=128, help="tokens of each answer"
+    )
+    parser.add_argument(
+        "--repeats", metavar="N", type=int, default=3, help="rounds; the table shows their medians"
+    )
+    add_precision(parser)
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder for results.jsonl, report.html and its figures",
+    )

@@ -1,0 +1,46 @@
+"""Settings of the libraries underneath: quiet, and with a cache of compiled programs."""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from peagle_jax.types import WeightsWarning
+
+
+class KernelHandler(logging.Handler):
+    """Prints what peagle_jax/kernels/choose.py says: on a GPU, which kernels are in use."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by `logging` for each message."""
+        print(f"peagle: {record.getMessage()}", file=sys.stderr)
+
+
+def configure_libraries() -> None:
+    """Keeps the libraries' own messages away from the one-line messages of `peagle`.
+
+    Compiled programs are kept on disk, so that a second run of a command starts sooner. The
+    environment variable JAX_COMPILATION_CACHE_DIR chooses another place.
+    """
+    kernel_log = logging.getLogger("peagle_jax.kernels")
+    kernel_log.setLevel(logging.INFO)
+    kernel_log.handlers = [KernelHandler()]
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    # transformers advises to install PyTorch, which nothing here needs
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", module="orbax")
+    warnings.filterwarnings("always", category=WeightsWarning)
+    warnings.showwarning = _print_warning
+    default_cache = Path.home() / ".cache" / "peagle_jax" / "xla"
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(default_cache))
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Stands in for `warnings.showwarning`, which prints a file, a line number and source."""
+    print(f"peagle: warning: {' '.join(str(message).split())}", file=sys.stderr)

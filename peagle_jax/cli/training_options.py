@@ -1,0 +1,145 @@
+"""The options of the commands that train, or that make data for training."""
+
+from pathlib import Path
+
+from peagle_jax.cli.parser import Parser, add_held_out, add_target
+
+
+def add_train(parser: Parser) -> None:
+    """The options of `peagle train`; the keys of the recipe are read by apply_overrides."""
+    parser.usage = "peagle train [-h] [--hidden-states-dir DIR] [--KEY VALUE ...] CONFIG"
+    parser.epilog = (
+        "Every key of the recipe can be given as an option, for example --optimizer.steps 100. "
+        "A run that was interrupted resumes with the same command."
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the recipe, a YAML file")
+    parser.add_argument(
+        "--hidden-states-dir",
+        metavar="DIR",
+        formerly=["--features"],
+        help="read the target's hidden states from this folder of `peagle extract` instead of "
+        "running the target",
+    )
+
+
+def add_regenerate(parser: Parser) -> None:
+    """The options of `peagle regenerate`."""
+    add_target(parser, "the target that writes the answers")
+    parser.add_argument(
+        "--data",
+        metavar="CORPUS",
+        formerly=["--source"],
+        help="a folder, a JSONL file, or installed, as data.source of a recipe; without it the "
+        "source of Python's standard library",
+    )
+    add_held_out(parser)
+    parser.add_argument(
+        "--num-samples",
+        metavar="N",
+        type=int,
+        default=4096,
+        formerly=["--answers"],
+        help="answers to write",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        metavar="N",
+        type=int,
+        default=32,
+        help="tokens of each excerpt that the target continues",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        default=224,
+        formerly=["--new-tokens"],
+        help="tokens of each answer; it runs on through end-of-sequence tokens",
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        nargs="+",
+        default=[0.0, 1.0],
+        help="one or more; the batches take them in turn",
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, default=64, help="answers written together"
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the excerpts and of sampling"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="JSONL file that the answers are appended to; the same command resumes it",
+    )
+
+
+def add_extract(parser: Parser) -> None:
+    """The options of `peagle extract`."""
+    add_target(parser)
+    parser.add_argument(
+        "--data",
+        metavar="CORPUS",
+        required=True,
+        help="a folder, a JSONL file, or installed, as data.source of a recipe",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder for the hidden states; the same command resumes it",
+    )
+    parser.add_argument(
+        "--aux-hidden-state-layers",
+        metavar="IDS",
+        formerly=["--taps"],
+        help="layers as 2,18,33: id i is the input of layer i, as in vLLM; without it vLLM's "
+        "choice for the target",
+    )
+    parser.add_argument(
+        "--seq-len",
+        metavar="N",
+        type=int,
+        formerly=["--length"],
+        help="tokens of a packed row; without it 2048, or the target's context if that is shorter",
+    )
+    parser.add_argument(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=8,
+        formerly=["--batch"],
+        help="rows in one forward of the target",
+    )
+    parser.add_argument(
+        "--rows-per-shard",
+        metavar="N",
+        type=int,
+        help="a shard is held in memory until it is written; without it as many as make 1 GiB",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16",
+        help="of the stored hidden states",
+    )
+    parser.add_argument(
+        "--compute-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the target's weights and activations",
+    )
+    parser.add_argument(
+        "--max-chars",
+        metavar="N",
+        type=int,
+        help="take a random choice of documents of about so many characters; without it all",
+    )
+    add_held_out(parser)
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the random choice")

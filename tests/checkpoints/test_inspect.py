@@ -1,0 +1,106 @@
+"""What `peagle inspect` says of a folder: facts for programs, and words for people."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tiny
+from checkpoints.folder_edits import edit
+
+from peagle_jax.checkpoints.convert import convert
+from peagle_jax.checkpoints.head_writing import save_drafter
+from peagle_jax.checkpoints.inspect import describe, printable, printable_rows
+from peagle_jax.checkpoints.target_io import save_target
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_drafter(tiny.head(), tmp_path / "a", k=9)
+    return tmp_path / "a"
+
+
+def test_inspect_says_what_loading_would(folder, tmp_path):
+    broken = edit(
+        folder,
+        tmp_path / "b",
+        lambda t: t | {"mask_hidden": np.zeros((1, 1, 71), np.float32), "more": np.ones(2)},
+    )
+    assert "unknown: more; wrong shape: mask_hidden" in describe(broken)["problem"]
+    assert describe(folder)["problem"] is None
+
+
+def test_facts_of_a_run(folder, tmp_path):
+    convert(folder, tmp_path / "run", to="orbax")
+    facts = describe(tmp_path / "run")
+    assert facts["kind"] == "training_run"
+    assert facts["num_parameters"] == describe(folder)["num_parameters"]
+    assert facts["dtypes"] == ["float32"] and facts["source"] == "a"
+    assert facts["checkpoints"] == [0] and facts["target"] is None and facts["left_out"] == []
+
+
+def test_facts_of_a_head(folder):
+    facts = describe(folder)
+    assert facts["kind"] == "draft_head" and facts["checkpoint_format"] == "vllm"
+    assert facts["parallel"] is True and facts["mask_token_id"] == 5 and facts["num_depths"] == 9
+    assert facts["aux_hidden_state_layers"] == [1, 2, 3] and facts["min_target_layers"] == 4
+    assert facts["hidden_size"] == 20 and facts["target_hidden_size"] == 24
+    assert facts["sliding_windows"] == [None, None] and facts["known_targets"] == []
+    assert facts["shares_embedding"] is False and facts["target"] is None
+    assert facts["export_status"] == "as it is"
+    assert facts["metadata"]["source"] == "peagle_jax.save_drafter"
+
+
+def test_facts_of_an_autoregressive_head(tmp_path):
+    save_drafter(tiny.head(mask_token=None, num_depths=None), tmp_path / "a", own_embedding=False)
+    facts = describe(tmp_path / "a")
+    assert facts["parallel"] is False and facts["shares_embedding"] is True
+    for key in ("mask_token_id", "num_depths", "placeholder_hidden", "placeholder_token"):
+        assert facts[key] is None, key
+    rows = printable_rows(facts)
+    assert rows["drafts"] == "one by one (EAGLE-3)"
+    assert rows["embedding"] == "the target's, shared" and rows["trained for K"] == "not recorded"
+
+
+def test_facts_of_a_target(tmp_path):
+    save_target(tiny.target(), tmp_path / "t")
+    facts = describe(tmp_path / "t")
+    assert facts["kind"] == "target" and facts["model_type"] == "qwen3"
+    assert facts["num_hidden_layers"] == 4 and facts["hidden_size"] == 24
+    assert facts["has_tokenizer"] is False and facts["num_files"] == 1
+    config = json.loads((tmp_path / "t/config.json").read_text()) | {"model_type": "other"}
+    (tmp_path / "t/config.json").write_text(json.dumps(config))
+    facts = describe(tmp_path / "t")
+    assert facts["kind"] == "unsupported_target"
+    assert printable_rows(facts)["kind"] == "target of a family that is not supported"
+
+
+def test_keys_are_snake_case_and_values_are_json(folder, tmp_path):
+    """For programs: no sentence stands where a number, a list or null belongs."""
+    save_target(tiny.target(), tmp_path / "target")
+    convert(folder, tmp_path / "run", to="orbax")
+    for name in ("a", "target", "run"):
+        facts = describe(tmp_path / name)
+        assert all(re.fullmatch(r"[a-z][a-z0-9_]*", key) for key in facts)
+        assert json.loads(json.dumps(facts)) == facts
+        empty_words = {"none", "nothing", "not named", "not recorded", "unknown", ""}
+        assert not empty_words & {v for v in facts.values() if isinstance(v, str)}
+
+
+def test_words_for_people(folder):
+    rows = printable_rows(describe(folder))
+    assert rows["kind"] == "draft head" and rows["style"] == "llama"
+    assert rows["heads"] == "4, 2 of keys and values, 10 wide"
+    assert rows["aux hidden states, vLLM numbering (input of layer i)"] == "1, 2, 3"
+    assert rows["aux hidden states, SpecForge numbering (output of layer i)"] == "0, 1, 2"
+    assert rows["placeholder, hidden side"].startswith("shared: one learned vector")
+    assert rows["sliding windows"] == rows["problems"] == rows["options"] == "none"
+    assert rows["open"] == "nothing"
+    assert rows["file says: source"] == "peagle_jax.save_drafter"
+    assert all(isinstance(text, str) for text in rows.values())
+
+
+def test_printable():
+    assert printable(None) == printable([]) == "none"
+    assert printable(1_234_567) == "1,234,567" and printable(4321) == "4321"
+    assert printable([1, None]) == "1, None" and printable(True) == "True"

@@ -1,0 +1,117 @@
+"""`peagle generate` and `peagle bench`: what they print and write."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.decode import generate as generate_module
+
+
+def read_rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_generate_writes_rows(folders, peagle, tmp_path):
+    options = f"--prompts {folders}/prompts.jsonl --max-new-tokens 12 --batch-size 2"
+    drafting = f"--drafter {folders}/peagle -k 3"
+    rows = {}
+    for method, more in {"none": "", "peagle": drafting, "eagle3": drafting}.items():
+        out = tmp_path / f"{method}.jsonl"
+        code, _, err = peagle(
+            f"generate --target {folders}/target --method {method} {options} {more} --out {out}"
+        )
+        assert code == 0, err
+        rows[method] = read_rows(out)
+    assert len(rows["none"]) == 3 and rows["none"][1]["prompt_token_ids"] == [9, 8, 7]
+    plain_ids = [row["output_token_ids"] for row in rows["none"]]
+    for method in ("peagle", "eagle3"):
+        assert [row["output_token_ids"] for row in rows[method]] == plain_ids
+    row = rows["peagle"][0]
+    assert row["num_draft_tokens"] == 3 * row["num_drafts"]
+    assert len(row["accepted_per_position"]) == 3
+    length = 1 + row["num_accepted_tokens"] / row["num_drafts"]
+    assert row["acceptance_length"] == pytest.approx(length)
+    assert isinstance(row["text"], str) and row["finish_reason"] == "length"
+    assert rows["none"][0]["acceptance_length"] is None
+
+
+def test_generate_in_fp8(folders, peagle, tmp_path, monkeypatch):
+    """The options reach the target, the head and the cache."""
+    calls = []
+    real = generate_module.run
+
+    def watch(spec, target, draft, *rest):
+        calls.append((spec.target_config.cache_dtype, target, draft))
+        return real(spec, target, draft, *rest)
+
+    monkeypatch.setattr(generate_module, "run", watch)
+    code, _, err = peagle(
+        f"generate --target {folders}/target --drafter {folders}/peagle -k 2 --prompt 'def f' "
+        f"--max-new-tokens 6 --dtype fp8 --kv-cache-dtype fp8 --out {tmp_path}/out.jsonl"
+    )
+    assert code == 0, err
+    cache_dtype, target, head = calls[0]
+    assert np.dtype(cache_dtype).itemsize == 1
+    assert target["blocks"][0]["attn"]["q"]["values"].dtype.itemsize == 1
+    assert head["lm_head"]["values"].dtype.itemsize == 1
+    assert target["embed"]["table"].dtype == "bfloat16"
+    assert len(read_rows(tmp_path / "out.jsonl")[0]["output_token_ids"]) == 6
+
+
+def test_generate_prints_text_and_samples_by_seed(folders, peagle):
+    line = (
+        f"generate --target {folders}/target --drafter {folders}/peagle -k 2 --prompt 'def f' "
+        "--max-new-tokens 8 --temperature 1.0 --top-k 50 --top-p 0.95"
+    )
+    first, second, other = (peagle(f"{line} --seed {seed}")[1] for seed in (1, 1, 2))
+    assert first == second != other
+    assert peagle(f"{line} --seed 1 --greedy-drafts --dtype bfloat16")[0] == 0
+
+
+def test_one_device_program_and_no_second_compilation(monkeypatch):
+    """The host is not asked between steps, and the same shapes compile nothing the second time."""
+    calls, compilations = [], []
+    real = generate_module.run
+
+    def count(*arguments):
+        calls.append(1)
+        return real(*arguments)
+
+    def listen(name, *_, **__):
+        if "compile" in name:
+            compilations.append(name)
+
+    monkeypatch.setattr(generate_module, "run", count)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+
+    def decode(prompts):
+        return generate_module.generate(
+            tiny.target(), tiny.head(), prompts, k=5, max_new_tokens=30, cache_size=64
+        )
+
+    decode([[1, 2, 3], [4]])
+    compilations.clear()
+    answers = decode([[7, 8], [9, 1, 2, 3, 4]])
+    assert not compilations and len(calls) == 2
+    # two calls of one program for 120 tokens
+    assert sum(len(answer.output_token_ids) for answer in answers) == 60
+
+
+def test_bench_records_and_reports(folders, peagle, tmp_path):
+    code, out, err = peagle(
+        f"bench --target {folders}/target --drafter {folders}/peagle --drafter {folders}/eagle3 "
+        f"--prompts {folders}/prompts.jsonl -k 1,3 --batch-size 2 --max-new-tokens 8 --repeats 1 "
+        f"--out {tmp_path}/out"
+    )
+    assert code == 0, err
+    records = read_rows(tmp_path / "out" / "results.jsonl")
+    decoders = [(record["method"], record["k"]) for record in records]
+    assert decoders == [("none", 0), ("eagle3", 1), ("eagle3", 3), ("peagle", 1), ("peagle", 3)]
+    for record in records[1:]:
+        assert record["lossless"] and record["draft_seconds"] > 0 and record["break_even"] > 0
+    assert {"commit", "command", "device", "jax", "time"} <= records[0].keys()
+    assert "EAGLE-3" in (tmp_path / "out" / "report.html").read_text()
+    assert "acceptance length" in out and "…" not in out

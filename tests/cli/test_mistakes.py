@@ -1,0 +1,175 @@
+"""Every mistake is one line on stderr with exit code 2, and leaves nothing half-written."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+ASK = "generate --target {target} --prompt x"
+PROMPTS = "generate --target {target} --prompts {tmp}"
+BENCH = "bench --target {target} --drafter {peagle} --out {tmp}/b"
+
+# name: (command, words of the message)
+DECODING = {
+    "missing checkpoint": ("generate --target nowhere --prompt x", ["nowhere", "must exist"]),
+    "truncated checkpoint": (
+        "generate --target {cut} --prompt x",
+        ["cut/model.safetensors", "truncated"],
+    ),
+    "tokenizer too large": (
+        "generate --target {few_rows} --prompt x",
+        ["few_rows", "has 43 rows", "a tokenizer that needs"],
+    ),
+    "target is a drafter": (
+        "generate --target {peagle} --prompt x",
+        ["peagle/config.json", "must be a target's config"],
+    ),
+    "no chunk": (f"{ASK} --prefill-chunk 0", ["prefill_chunk", "got 0"]),
+    "drafter of another width": (f"{ASK} --drafter {{wide}}", ["wide", "width 24; got 25"]),
+    "drafter of another vocabulary": (f"{ASK} --drafter {{other_vocab}}", ["vocab", "got 43"]),
+    "drafter with a layer too high": (f"{ASK} --drafter {{high_layer}}", ["0..4", "[9]"]),
+    "drafter is a target": (f"{ASK} --drafter {{target}}", ["target", "must be a draft head"]),
+    "parallel drafting without placeholders": (
+        f"{ASK} --drafter {{eagle3}} --method peagle",
+        ["mask token"],
+    ),
+    "method without drafter": (f"{ASK} --method peagle", ["--method", "no --drafter"]),
+    "no batch": (f"{ASK} --batch-size 0", ["--batch-size", "got 0"]),
+    "prompt longer than the context": (
+        "generate --target {target} --prompt '" + "x " * 200 + "'",
+        ["prompt 0", "300"],
+    ),
+    "K below 1": (f"{ASK} --drafter {{peagle}} -k 0", ["K", "got 0"]),
+    "no new tokens": (f"{ASK} --max-new-tokens 0", ["max_new_tokens", "got 0"]),
+    "empty prompt": ("generate --target {target} --prompt ''", ["at least one token"]),
+    "temperature below 0": (f"{ASK} --temperature -1", ["temperature", "-1"]),
+    "temperature not a number": (f"{ASK} --temperature nan", ["temperature", "nan"]),
+    "seed below 0": (f"{ASK} --temperature 1 --seed -1", ["--seed", "-1"]),
+    "output is a folder": (f"{ASK} --out {{cut}}", ["cut", "writable"]),
+    "unwritable output": (
+        f"{ASK} --max-new-tokens 4 --out {{tmp}}/file/x",
+        ["file/x", "writable"],
+    ),
+    "unknown option": (f"{ASK} --speed 9", ["generate", "--speed 9", "peagle generate --help"]),
+    "option without a value": (f"{ASK} -k", ["-k/--num-speculative-tokens"]),
+    "unwritable demo": ("demo --out {tmp}/file/x", ["file/x", "writable"]),
+}
+PROMPT_FILES = {
+    "token ids of another kind": (f"{PROMPTS}/ids.jsonl", ["ids.jsonl:1", "whole numbers"]),
+    "turns of another kind": (f"{PROMPTS}/turns.jsonl", ["turns.jsonl:1", "turns"]),
+    "prompts below a file": (f"{PROMPTS}/file/x", ["file/x", "readable"]),
+    "empty prompt file": (f"{PROMPTS}/empty.jsonl", ["empty.jsonl", "at least one prompt"]),
+    "not UTF-8": (f"{PROMPTS}/latin.jsonl", ["latin.jsonl", "UTF-8", "0xe9"]),
+    "no prompt file": (f"{PROMPTS}/no.jsonl", ["no.jsonl", "must exist"]),
+}
+BENCHES = {
+    "no repeats": (f"{BENCH} --repeats 0", ["--repeats", "0"]),
+    "two heads of a kind": (f"{BENCH} --drafter {{peagle}}", ["two for peagle"]),
+    "one new token": (f"{BENCH} --max-new-tokens 1", ["ask for 2 or more"]),
+    "bad list of K": (f"{BENCH} -k 1,x", ["--num-speculative-tokens", "1,x"]),
+    "bad list of batch sizes": (f"{BENCH} --concurrency 0", ["--batch-size", "got 0"]),
+}
+CHECKPOINTS = {
+    "over a folder of runs": (
+        "convert {peagle} {folders} --to vllm",
+        ["only a checkpoint folder is replaced"],
+    ),
+    "unwritable folder": ("convert {peagle} {tmp}/file/x --to vllm", ["file/x", "writable"]),
+    "output is a file": ("convert {peagle} {tmp}/file --to vllm", ["file", "must be a folder"]),
+    "K for a target": (
+        "convert {target} {tmp}/x --to hf -k 3",
+        ["-k", "has no use for it"],
+    ),
+    "target for a target": (
+        "convert {target} {tmp}/x --to hf --target {target}",
+        ["--target", "has no use for it"],
+    ),
+    "sharing without a target": (
+        "convert {peagle} {tmp}/x --to vllm --share-embedding",
+        ["--share-embedding", "needs the --target"],
+    ),
+    "shards without a unit": (
+        "convert {peagle} {tmp}/x --to vllm --max-shard-size 12",
+        ["--max-shard-size", "5GB"],
+    ),
+    "onto itself": ("convert {peagle} {peagle} --to vllm", ["another folder"]),
+    "unknown choice": ("convert {peagle} {tmp}/x --to onnx", ["onnx", "peagle convert --help"]),
+    "inspect nothing": ("inspect {tmp}/file", ["must exist", "a file"]),
+    "serve with K of 0": ("serve-config {peagle} --engine vllm -k 0", ["K must be 1"]),
+    "serve a target": ("serve-config {target} --engine vllm", ["must be a draft head"]),
+}
+TRAINING = {
+    "unknown key": ("train {tmp}/run.yaml", ["run.yaml", "unknown speed", "remove"]),
+    "missing key": ("train {tmp}/lacking.yaml", ["lacking.yaml", "no model", "add it"]),
+    "unknown task": ("train {tmp}/odd.yaml", ["odd.yaml", "got chess"]),
+    "no config": ("train {tmp}/no.yaml", ["no.yaml", "must exist"]),
+    "config is a folder": ("train {tmp}", ["readable"]),
+    "no samples": (
+        "regenerate --target {target} --out {tmp}/a.jsonl --num-samples 0",
+        ["--num-samples", "got 0"],
+    ),
+    "share of all documents": (
+        "regenerate --target {target} --out {tmp}/a.jsonl --held-out 1",
+        ["--held-out", "got 1"],
+    ),
+    "temperature below 0 for answers": (
+        "regenerate --target {target} --out {tmp}/a.jsonl --temperature 0 -1",
+        ["--temperature", "got -1"],
+    ),
+}
+COMMANDS = {
+    "no such command": ("explain x", ["explain", "run peagle --help"]),
+}
+CASES = DECODING | PROMPT_FILES | BENCHES | CHECKPOINTS | TRAINING | COMMANDS
+
+
+@pytest.fixture
+def places(folders, tmp_path):
+    """The names in the commands above, and files that are wrong in some way."""
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    (tmp_path / "file").write_text("")
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": ["a"]}\n')
+    (tmp_path / "turns.jsonl").write_text('{"turns": "hello"}\n')
+    (tmp_path / "run.yaml").write_text("task: lm\nout: x\nspeed: 3\n")
+    (tmp_path / "lacking.yaml").write_text("task: lm\nout: x\n")
+    (tmp_path / "odd.yaml").write_text("task: chess\n")
+    target, cut = folders / "target", tmp_path / "cut"
+    cut.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (cut / name).write_bytes((target / name).read_bytes())
+    (cut / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes()[:-100])
+    names = ("target", "few_rows", "peagle", "eagle3", "wide", "other_vocab", "high_layer")
+    checkpoints = {name: folders / name for name in names}
+    return {"tmp": tmp_path, "cut": cut, "folders": folders, **checkpoints}
+
+
+@pytest.mark.parametrize("command, words", CASES.values(), ids=CASES.keys())
+def test_every_mistake_is_one_line(command, words, places, peagle):
+    before = sorted(places["tmp"].rglob("*"))
+    code, _, err = peagle(command.format(**places))
+    assert code == 2, err
+    assert err.startswith("peagle: ") and err.count("\n") == 1, err
+    assert all(word in err for word in words), f"{err!r} should have {words}"
+    assert sorted(places["tmp"].rglob("*")) == before, "something was left behind"
+
+
+def test_overrides_must_be_keys_of_the_recipe(peagle):
+    recipe = ROOT / "configs" / "train" / "demo_target.yaml"
+    code, _, err = peagle(f"train {recipe} --optimizer.speed 3")
+    assert code == 2 and "--optimizer.speed" in err and err.count("\n") == 1
+
+
+def test_overrides_must_go_together(peagle, tmp_path):
+    recipe = ROOT / "configs" / "train" / "demo_peagle.yaml"
+    code, _, err = peagle(f"train {recipe} --out {tmp_path}/x --optimizer.steps 4000")
+    assert code == 2 and err.count("\n") == 1, err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_target_has_no_hidden_states_dir(peagle, tmp_path):
+    """--hidden-states-dir is the key of that name, and a target's recipe has none."""
+    recipe = ROOT / "configs" / "train" / "demo_target.yaml"
+    for spelling in ("--hidden-states-dir", "--features"):
+        code, _, err = peagle(f"train {recipe} {spelling} {tmp_path}")
+        assert code == 2 and "hidden" in err and err.count("\n") == 1, err

@@ -1,0 +1,93 @@
+"""Operations of a training, counted by hand for a tiny run."""
+
+import dataclasses
+
+import pytest
+
+from experiments.arithmetic import training_flops
+from experiments.base_run import as_eagle3, base_run
+from experiments.budgets import BUDGETS
+from experiments.jobs import Job
+from experiments.registry import EXPERIMENTS
+from peagle_jax.train.cod import CodConfig
+from peagle_jax.train.config import DepthStage, PeagleRun
+
+
+def tiny_run(num_depths: int = 2, layers: int = 2, **changes) -> PeagleRun:
+    """10 shifted rows of 3 sequences, 10 steps, 4 of them with one depth.
+
+    Depth 1 keeps int(9 * 0.5) = 4 elements.
+    """
+    run = base_run(BUDGETS["smoke"], 0)
+    head = dataclasses.replace(
+        run.head,
+        layers=layers,
+        dim=8,
+        mlp_dim=12,
+        heads=4,
+        kv_heads=2,
+        head_dim=6,
+        draft_vocab=32,
+        aux_hidden_state_layers=(1, 2, 3),
+    )
+    data = dataclasses.replace(run.data, seq_len=11, batch_size=3)
+    optimizer = dataclasses.replace(run.optimizer, steps=10)
+    cod = CodConfig(
+        num_depths=num_depths, down_sample_ratio=0.5, down_sample_ratio_min=0.0, max_anchors=None
+    )
+    settings = {
+        "head": head,
+        "data": data,
+        "optimizer": optimizer,
+        "cod": cod,
+        "depth_schedule": (DepthStage(until=4, num_depths=1),) if num_depths > 1 else (),
+    }
+    return dataclasses.replace(run, **settings | changes)
+
+
+def products(rows: int, fused: int) -> int:
+    """Multiplications of a step of the tiny run for a sequence, matrix by matrix."""
+    first = 16 * 24 + 2 * (16 * 12) + 24 * 8  # q, k and v read embedding and hidden state; o
+    second = 8 * 24 + 2 * (8 * 12) + 24 * 8
+    gated = 8 * 12 * 2 + 12 * 8
+    attention = 2 * 2 * rows * 5 * 24  # q.k and weights.v, both layers, half of the ten keys
+    layers = rows * (first + second + 2 * gated) + attention
+    fusion, logits = fused * 3 * 8 * 8, rows * 8 * 32
+    # fc's input needs no gradient. The head's logits: forward, again, and backward, but not to a
+    # frozen matrix. The target's: forward, and again.
+    return 3 * layers + 2 * fusion + 3 * logits + 2 * logits
+
+
+def test_flops_by_hand():
+    peagle = tiny_run()
+    assert training_flops(peagle) == 3 * 2 * (4 * products(10, 10) + 6 * products(14, 10))
+    eagle3 = as_eagle3(peagle, layers=2)
+    assert training_flops(eagle3) == 3 * 2 * (
+        4 * products(10, 10) + 6 * products(20, 10)
+    )  # every row again at every depth
+
+
+def test_what_costs_more():
+    assert (
+        training_flops(tiny_run(num_depths=1))
+        < training_flops(tiny_run())
+        < training_flops(tiny_run(num_depths=3))
+        < training_flops(tiny_run(num_depths=3, depth_schedule=()))
+    )
+    assert (
+        training_flops(tiny_run(layers=1))
+        < training_flops(tiny_run())
+        < training_flops(as_eagle3(tiny_run(), layers=2))
+    )
+    few = dataclasses.replace(tiny_run(), cod=dataclasses.replace(tiny_run().cod, max_anchors=4))
+    assert training_flops(tiny_run(num_depths=1)) < training_flops(few) < training_flops(tiny_run())
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_equal_arithmetic_is_equal(budget):
+    """To a thirtieth: steps, and the steps at which depths grow, are whole."""
+    ours, theirs = (
+        Job(EXPERIMENTS["against_eagle3"], name, 0, budget).plain_run()
+        for name in ("P-EAGLE", "EAGLE-3 of equal FLOPs")
+    )
+    assert training_flops(theirs) == pytest.approx(training_flops(ours), rel=1 / 30)

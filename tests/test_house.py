@@ -1,0 +1,115 @@
+"""Rules of the house that ruff does not know."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "peagle_jax"
+MAX_COLUMNS = 100
+# next steps that do not say what to do
+EMPTY_ADVICE = re.compile(r"^mend (it|them|one|the (config|file|line|value)s?)\b")
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_errors_say_what_to_do():
+    """ "mend the config" says nothing: an error names the key and a value that works."""
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and EMPTY_ADVICE.match(node.value)
+    ]
+    assert not found, f"say what to do: {found}"
+
+
+def test_every_input_error_has_four_parts():
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "InputError"
+        and len(node.args) + len(node.keywords) != 4
+        and not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize("folder", ["peagle_jax", "scripts", "experiments"])
+def test_no_line_is_too_long(folder):
+    found = [
+        f"{name_of(path)}:{number}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    assert not found, f"over {MAX_COLUMNS} columns: {found}"
+
+
+def test_no_lambda_has_a_name():
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Lambda)
+    ]
+    assert not found, f"write a function: {found}"
+
+
+def imports_of(path: Path) -> list[tuple[str, str]]:
+    """(module, imported name) of every import; the name is empty for `import module`."""
+    pairs = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            pairs += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            pairs += [(node.module or "", alias.name) for alias in node.names]
+    return pairs
+
+
+def test_argparse_stays_in_the_command_line():
+    found = [
+        name_of(path)
+        for path in FILES
+        if room_of(path) != "cli" and any(module == "argparse" for module, _ in imports_of(path))
+    ]
+    assert not found, found
+
+
+def test_private_names_stay_in_their_room():
+    """Neither `from peagle_jax.other.file import _name` nor `other_file._name`."""
+    found = []
+    for path in FILES:
+        foreign = {}  # name here -> module of another room
+        for module, name in imports_of(path):
+            if not module.startswith("peagle_jax"):
+                continue
+            parts = [*module.split(".")[1:], *([name] if name else [])]
+            if not parts or parts[0] == room_of(path):
+                continue
+            if name.startswith("_") and not name.startswith("__"):
+                found.append(f"{name_of(path)} imports {module}.{name}")
+            foreign[name or module] = module
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in foreign
+                and node.attr.startswith("_")
+                and not node.attr.startswith("__")
+            ):
+                found.append(f"{name_of(path)}:{node.lineno} uses {node.value.id}.{node.attr}")
+    assert not found, found
