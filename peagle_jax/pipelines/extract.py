@@ -188,8 +188,7 @@ def extract_hidden_states(
 def _settings(
     target: str | Path, folder: Path, options: ExtractionOptions
 ) -> tuple[dict[str, Any], PreTrainedTokenizerBase]:
-    """(the part of the index that options and target decide, the tokenizer), without the
-    weights."""
+    """(the part of the index that options and target decide, the tokenizer)."""
     tokenizer = text.load_tokenizer(folder)
     if tokenizer is None:
         next_step = "copy tokenizer.json into the target's folder"

@@ -1,2 +1,1 @@
-"""Training: a target from scratch, a P-EAGLE head (COD sampling), an EAGLE-3 head (test-time
-training)."""
+"""Training: P-EAGLE heads (COD sampling), EAGLE-3 heads (test-time training), small targets."""

@@ -61,8 +61,7 @@ def with_sinks(
 
 @dataclasses.dataclass(frozen=True)
 class PackedCausal:
-    """Causal attention within documents over whole rows: the target's, and that of a head's depth
-    0."""
+    """Causal attention within documents over whole rows, as the target has it."""
 
     segment_ids: Int[Array, "B T"]
 
@@ -75,8 +74,7 @@ class PackedCausal:
         state: dict | None,
         rule: AttentionRule,
     ) -> tuple[Float[Array, "B T N H"], dict]:
-        """Attends; `state` has the keys and values of the layers before, for layers that share
-        them."""
+        """`state` has the keys and values of the layers before, for layers that share them."""
         keys_and_values = {} if state is None else state
         if k is None or v is None:
             k, v = cast(tuple[Array, Array], keys_and_values[layer])

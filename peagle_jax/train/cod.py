@@ -1,5 +1,4 @@
-"""COD (conditional drop-token) sampling: which elements of depth 1 and more a sequence is trained
-on.
+"""COD (conditional drop-token) sampling: which elements of depth 1 and more are trained.
 
 From PARD (arXiv:2504.18583), as P-EAGLE uses it (arXiv:2602.01469). Depth d trains about a share
 r**d of the positions, and element (anchor, d) only where (anchor, d-1) is trained too, so that
@@ -50,8 +49,7 @@ class CodConfig:
         return int(max(anchors - depth, 0) * share)
 
     def capacity(self, positions: int) -> int:
-        """The most elements of depth 1 and more that `positions` can give: the static packed width
-        M."""
+        """M, the static packed width: the most elements of depth 1 and more of `positions`."""
         return sum(self.max_elements(positions, depth) for depth in range(1, self.num_depths))
 
 

@@ -1,5 +1,4 @@
-"""Trains a small Qwen3 target from scratch on a corpus, and saves an ordinary Hugging Face
-folder."""
+"""Trains a small Qwen3 target from scratch on a corpus, and saves a Hugging Face folder."""
 
 import dataclasses
 import functools

@@ -178,8 +178,7 @@ def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) ->
 
 
 def split_params(run: HeadRun, head: Model) -> tuple[Params, Params]:
-    """(trained, frozen) parts of the head's parameters; `d2t` is an integer table, never
-    trained."""
+    """(trained, frozen) parts of the head's parameters; `d2t`, a table of ids, is frozen."""
     frozen_names = {"d2t"}
     if not run.train_embedding:
         frozen_names.add("embed")

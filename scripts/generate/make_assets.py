@@ -1,5 +1,4 @@
-"""Makes the folders of peagle_jax/assets from training runs: bf16, shards of at most 12 MB, model
-cards.
+"""Makes the folders of peagle_jax/assets from training runs: bf16, small shards, model cards.
 
     make=".venv/bin/python scripts/generate/make_assets.py"
     $make target configs/train/demo_target.yaml

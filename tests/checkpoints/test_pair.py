@@ -75,11 +75,11 @@ def test_precision(folders):
 
 
 def test_on_a_mesh(folders):
+    """The target is spread; the head takes a copy of its embedding. Decoding: tests/targets."""
     mesh = make_mesh(jax.devices()[:1])
     target, drafter = peagle_jax.load_pair(folders / "target", folders / "shared", mesh=mesh)
-    assert target.params["embed"]["table"].sharding.mesh == mesh
+    assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(target.params))
     equal(drafter, head())
-    assert generated(target, drafter) == tiny.greedy((7, 30, 2), 8)
 
 
 def test_a_further_head(folders):

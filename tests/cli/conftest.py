@@ -39,8 +39,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture
-def peagle(capsys):
+def peagle(capsys, monkeypatch):
     """Runs a command in this process: a line as in a shell -> exit code, stdout, stderr."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it for its workers
 
     def run(line: str) -> tuple[int, str, str]:
         code = main(shlex.split(line))

@@ -377,8 +377,7 @@ def test_damaged_shards(place, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::peagle_jax.types.WeightsWarning")
 def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
-    """Residual streams of real models pass float16's 65504; a target of NaN has nothing to
-    teach."""
+    """Residual streams of real models exceed float16's 65504; NaN is no number at all."""
     model = tiny.target(vocab=len(tokenizer))
     for factor, words in {
         1e6: "float16 must hold every number; got",

@@ -246,7 +246,7 @@ def test_what_is_not_learned_begins_as_the_mean_of_the_targets_taps(place, featu
         (
             {"head.aux_hidden_state_layers": [1, 3, 4]},
             "every aux hidden state layer of the head must be stored: 0, 1, 2, 3 are; got 4; "
-            "extract again with --aux-hidden-state-layers 1,3,4, or set head.aux_hidden_state_layers",
+            "extract again with --aux-hidden-state-layers 1,3,4, or set head.aux_hidden_state",
         ),
         ({"hidden_states_dir": "nowhere"}, "nowhere"),
     ],
@@ -276,8 +276,10 @@ def test_features_of_something_else_are_refused(
 
 
 def test_a_design_that_vllm_does_not_know_decodes_from_its_run(place, tokenizer, tmp_path, capsys):
-    """Trained, measured, kept as a run, and used from the command line: what it drafts is verified
-    as anything else."""
+    """It is trained, evaluated, kept as a run, and used from the command line.
+
+    What it drafts is verified as anything else.
+    """
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "def f"}\n{"prompt_token_ids": [9, 8, 7]}\n'
     )

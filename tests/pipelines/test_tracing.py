@@ -1,5 +1,7 @@
-"""Every published configuration at its full size, without its weights: built, lowered on 8 devices,
-sized; the heads' recipes too."""
+"""Every published configuration at its full size, without its weights, and the heads' recipes.
+
+They are built, sized, and lowered on 8 devices.
+"""
 
 import json
 import os
@@ -89,8 +91,10 @@ def test_recipes(path):
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", pytest.param("all", marks=pytest.mark.long)])
 def test_lowered_for_eight_devices(name, tmp_path):
-    """In a process of its own, because devices are counted when JAX starts;
-    `scripts/generate/size_table.py` does the same for docs/sizes.md."""
+    """In a process of its own, because devices are counted when JAX starts.
+
+    `scripts/generate/size_table.py` does the same for docs/sizes.md.
+    """
     only = [] if name == "all" else ["--only", name]
     command = [
         sys.executable,

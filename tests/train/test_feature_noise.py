@@ -179,8 +179,7 @@ def _cached(name):
 
 
 def test_both_at_once():
-    """A row that is not dropped has noisy aux hidden states, a dropped one the placeholder's
-    feature.
+    """A row that is not dropped has noisy features, a dropped one the placeholder's.
 
     Neither draw changes the other.
     """
