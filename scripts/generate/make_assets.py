@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.inspect import describe, printable
+from peagle_jax.checkpoints.inspect import describe, printable, printable_rows
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.train.config import load_run
 from peagle_jax.train.settings import differences
@@ -105,7 +105,7 @@ def last_step(run) -> int:
 def card(kind: str, folder: Path, out: Path, configs, runs, result: dict) -> str:
     origin = json.loads((Path(runs[-1].out) / "origin.json").read_text())
     path = out.relative_to(ASSETS.parent.parent)
-    facts = {key: printable(value) for key, value in describe(folder).items()}
+    facts = printable_rows(describe(folder))
     numbers = {
         key: round(value, 3) if isinstance(value, float) else printable(value)
         for key, value in result.items()
