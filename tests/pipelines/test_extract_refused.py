@@ -282,7 +282,7 @@ DAMAGE = {
     ),
     "no layers": (
         lambda s: re.sub(
-            r'"aux_hidden_state_layers": [[][^]]*[]]', '"aux_hidden_state_layers": []', s
+            r'"aux_hidden_state_layers": \[[^\]]*\]', '"aux_hidden_state_layers": []', s
         ),
         "aux_hidden_state_layers: must name a layer",
     ),
