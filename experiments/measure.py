@@ -57,7 +57,7 @@ def _row_of(
     measurement: Measurement, prompts: Sequence[Prompt], answers: Sequence[Generation]
 ) -> dict:
     counts = [
-        {"num_drafts": a.num_drafts, "num_accepted_per_pos": a.accepted_per_position}
+        {"num_drafts": a.num_drafts, "num_accepted_per_pos": a.num_accepted_per_pos}
         for a in answers
     ]
     num_drafts = sum(count["num_drafts"] for count in counts)

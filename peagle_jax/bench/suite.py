@@ -149,7 +149,7 @@ class Decoding:
         prompt_seconds = statistics.median(self.prompt_seconds)
         accepted_per_position = []
         if num_drafts:
-            accepted = np.sum([answer.accepted_per_position for answer in answers], axis=0)
+            accepted = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0)
             accepted_per_position = (accepted / num_drafts).tolist()
         return dataclasses.asdict(self.case) | {
             "num_prompts": len(answers),

@@ -68,7 +68,7 @@ class ConversionOptions:
                 )
         if self.k is not None and self.k < 1:
             raise InputError(
-                "--k", "at least one token must be drafted a step", self.k, "use --k 1 or more"
+                "-k", "at least one token must be drafted a step", self.k, "use -k 1 or more"
             )
         if self.share_embedding and self.target is None:
             raise InputError(

@@ -260,7 +260,7 @@ def _refuse_inexpressible_in_speculators(
             "use --to vllm",
         )
     if k is None:
-        raise InputError(path, "the speculators format carries K", "none", "give it with --k")
+        raise InputError(path, "the speculators format carries K", "none", "give it with -k")
     # speculators 0.9 reads a folder without an embedding with one of zeros
     if head.shares_embedding or not own_embedding:
         raise InputError(

@@ -71,7 +71,7 @@ def check_share(option: str, value: int | float) -> None:
       InputError: `value` is negative, or 1 and more.
     """
     if not 0 <= value < 1:
-        rule = f"{option} must lie in 0..1, and below 1"
+        rule = "must lie in 0..1, and below 1"
         raise InputError(option, rule, value, f"give {option} 0.05, or 0 to use every document")
 
 

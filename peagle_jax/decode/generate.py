@@ -38,7 +38,7 @@ class Generation:
       is_draft: which output tokens are accepted drafts.
       num_drafts: speculative steps.
       num_draft_tokens: tokens drafted, K per step.
-      accepted_per_position: in how many steps the draft at each of the K positions was accepted.
+      num_accepted_per_pos: in how many steps the draft at each of the K positions was accepted.
     """
 
     prompt_token_ids: list[int]
@@ -47,11 +47,11 @@ class Generation:
     is_draft: list[bool]
     num_drafts: int
     num_draft_tokens: int
-    accepted_per_position: list[int]
+    num_accepted_per_pos: list[int]
 
     @property
     def num_accepted_tokens(self) -> int:
-        return sum(self.accepted_per_position)
+        return sum(self.num_accepted_per_pos)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -206,7 +206,7 @@ def _check_memory(spec: DecodeSpec, target: Model, padded: np.ndarray) -> None:
         target.config.cache_shapes(),
         batch,
         spec.cache_size,
-        target.config.kept_dtype,
+        target.config.kv_cache_dtype,
         spec.block(width),
         parts=1 if mesh is None else mesh.size,
     )
@@ -260,7 +260,7 @@ def _collect(
                 is_draft=is_draft[row, answer].tolist(),
                 num_drafts=num_drafts,
                 num_draft_tokens=num_drafts * k,
-                accepted_per_position=accepted[row].tolist(),
+                num_accepted_per_pos=accepted[row].tolist(),
             )
         )
     return answers

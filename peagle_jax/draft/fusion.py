@@ -23,7 +23,7 @@ class Fusion(nnx.Module):
       dim: width of the result, D.
       eps: of the norms.
       before_fc: one norm over the concatenation (`norm_before_fc` of a head).
-      per_tap: one norm over each aux hidden state (`fc_norm` of a head).
+      norm_per_layer: one norm over each aux hidden state (`fc_norm` of a head).
       dtype: of the parameters.
       rngs: for the matrix.
     """
@@ -36,14 +36,14 @@ class Fusion(nnx.Module):
         eps: float,
         *,
         before_fc: bool,
-        per_tap: bool,
+        norm_per_layer: bool,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
         aux_dim = num_aux_layers * target_dim
         self.input_norm = RMSNorm(aux_dim, eps, dtype=dtype) if before_fc else None
         norms = [RMSNorm(target_dim, eps, dtype=dtype) for _ in range(num_aux_layers)]
-        self.fc_norm = nnx.List(norms) if per_tap else None
+        self.fc_norm = nnx.List(norms) if norm_per_layer else None
         self.fc = Linear(aux_dim, dim, dtype=dtype, rngs=rngs)
         self.num_aux_layers, self.eps = num_aux_layers, eps
 
@@ -77,5 +77,5 @@ class Fusion(nnx.Module):
             return fusion.fuse(by_layer, matrix, gain, "whole", self.eps, form="auto")
         if self.fc_norm is not None:
             gain = jnp.concatenate([norm.scale[...] for norm in self.fc_norm])
-            return fusion.fuse(by_layer, matrix, gain, "per_tap", self.eps, form="auto")
+            return fusion.fuse(by_layer, matrix, gain, "per_layer", self.eps, form="auto")
         return fusion.fuse(by_layer, matrix, None, "none", self.eps, form="auto")

@@ -176,7 +176,7 @@ class DraftHead(nnx.Module):
             cfg.dim,
             cfg.norm_eps,
             before_fc=cfg.norm_before_fc,
-            per_tap=cfg.fc_norm,
+            norm_per_layer=cfg.fc_norm,
             dtype=cfg.dtype,
             rngs=rngs,
         )

@@ -17,7 +17,7 @@ from peagle_jax.kernels.choose import choose, non_16bit_reason
 from peagle_jax.kernels.fp8_matmul import BLOCK, Fp8Matrix
 
 # over all layers together, or over each layer's hidden states
-Norm = Literal["none", "whole", "per_tap"]
+Norm = Literal["none", "whole", "per_layer"]
 # apart [M E] each, or beside each other in one array [M layers E]
 AuxHiddenStates = Sequence[Float[Array, "M E"]] | Float[Array, "M layers E"]
 MAX_LAYERS = 4  # that the kernel takes
@@ -36,7 +36,7 @@ def reference(
       w: in the dtype of the aux hidden states; or FP8, [D A]: then the aux hidden states times the
         gain are quantized, with a scale a row and 128 inputs.
       gain: of the norm, or of the norms one after the other; None where there is none.
-      norm: over all layers together ("whole"), over each ("per_tap"), or none.
+      norm: over all layers together ("whole"), over each ("per_layer"), or none.
     """
     if isinstance(aux_hidden_states, jax.Array):
         x = aux_hidden_states

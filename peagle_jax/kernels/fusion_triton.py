@@ -56,7 +56,7 @@ def kernel(
     the same tokens in the L2 cache.
 
     JOINT: the aux hidden states are one array [M LAYERS E], and a_ptr .. d_ptr all point to it.
-    NORM: "none", "whole", "per_tap". W: "plain" [A D], "row" or "block" (FP8, [D A]).
+    NORM: "none", "whole", "per_layer". W: "plain" [A D], "row" or "block" (FP8, [D A]).
 
     WHOLE: one split is all of a layer, and the result is stored. Otherwise it stores sums of split
     s [S M D], or with a norm a layer [S LAYERS M D], and sums of squares [S M] or [S LAYERS M].
@@ -76,7 +76,7 @@ def kernel(
         x_ptr = a_ptr if layer == 0 else (b_ptr if layer == 1 else (c_ptr if layer == 2 else d_ptr))
         x_row = x_ptr + m[:, None].to(tl.int64) * (A if JOINT else E) + (layer * E if JOINT else 0)
         part = tl.zeros((BD, BM), tl.float32)
-        if NORM == "per_tap":
+        if NORM == "per_layer":
             squares = tl.zeros((BM,), tl.float32)
         for at in range(begin, end, BE):
             e = at + tl.arange(0, BE)
@@ -102,7 +102,7 @@ def kernel(
                     block = (d // 128) * (A // 128) + (layer * E + at) // 128
                     y *= tl.load(w_scale_ptr + block, mask=d < D, other=0.0)[:, None]
                 part += y
-        if NORM == "per_tap":
+        if NORM == "per_layer":
             if WHOLE:
                 part *= tl.rsqrt(squares / E + EPS)[None, :]
             else:
@@ -112,7 +112,7 @@ def kernel(
                 tl.store(square_ptr + row, squares, mask=stores_squares)
                 tl.store(out_ptr + row[None, :].to(tl.int64) * D + d[:, None], part, mask=inside)
         acc += part
-    if WHOLE or NORM != "per_tap":
+    if WHOLE or NORM != "per_layer":
         if W == "row":
             acc *= tl.load(w_scale_ptr + d, mask=d < D, other=0.0)[:, None]
         if NORM == "whole":
@@ -190,7 +190,7 @@ def fuse(
         out = jax.ShapeDtypeStruct((M, D), dtype)
         squares_shape = (1,)
     else:
-        rows_shape = (splits, layers, M) if norm == "per_tap" else (splits, M)
+        rows_shape = (splits, layers, M) if norm == "per_layer" else (splits, M)
         out = jax.ShapeDtypeStruct((*rows_shape, D), jnp.float32)
         squares_shape = (1,) if norm == "none" else rows_shape
     launch = Launch(
@@ -222,8 +222,8 @@ def fuse(
         return y
     y = y.sum(axis=0)
     if norm != "none":
-        mean = squares.sum(axis=0) / (E if norm == "per_tap" else E * layers)
+        mean = squares.sum(axis=0) / (E if norm == "per_layer" else E * layers)
         y *= jax.lax.rsqrt(mean + eps)[..., None]
-    if norm == "per_tap":
+    if norm == "per_layer":
         y = y.sum(axis=0)
     return y.astype(dtype)

@@ -142,7 +142,7 @@ def _both_logits(
     return student, teacher if cap is None else cap * jnp.tanh(teacher / cap)
 
 
-def distance_reference(
+def distill_losses_reference(
     x: Float[Array, "P D"],
     w: Float[Array, "D W"],
     teacher_x: Float[Array, "P E"],
@@ -189,10 +189,10 @@ def logit_grads_reference(
     return (kl[:, None] * (q - p) + cross_entropy[:, None] * (q - is_best)).astype(x.dtype)
 
 
-def _distance_triton(*args):
+def _distill_losses_triton(*args):
     from peagle_jax.kernels import vocab_triton
 
-    return vocab_triton.distance(*args)
+    return vocab_triton.distill_losses(*args)
 
 
 def _logit_grads_triton(*args):
@@ -202,13 +202,13 @@ def _logit_grads_triton(*args):
 
 
 # form -> (losses, gradient in the student's logits)
-DISTANCES = {
-    "reference": (distance_reference, logit_grads_reference),
-    "triton": (_distance_triton, _logit_grads_triton),
+DISTILL_LOSSES = {
+    "reference": (distill_losses_reference, logit_grads_reference),
+    "triton": (_distill_losses_triton, _logit_grads_triton),
 }
 
 
-def distance(
+def distill_losses(
     x: Float[Array, "P D"],
     w: Float[Array, "D W"],
     teacher_x: Float[Array, "P E"],
@@ -226,12 +226,14 @@ def distance(
       x, w: the student's normed hidden states and output matrix.
       teacher_x, teacher_w: the teacher's, over the same tokens.
       cap: of the teacher's logits (Gemma).
-      form: a name of DISTANCES, or "auto".
+      form: a name of DISTILL_LOSSES, or "auto".
 
     Raises:
       InputError: the form does not exist or cannot run here.
     """
-    form = choose("vocab distance", form, DISTANCES, non_16bit_reason(x, w, teacher_x, teacher_w))
+    form = choose(
+        "distillation losses", form, DISTILL_LOSSES, non_16bit_reason(x, w, teacher_x, teacher_w)
+    )
     losses = cast(tuple, _losses(x, w, teacher_x, teacher_w, cap, form))
     kl, cross_entropy, *_ = losses
     return kl, cross_entropy, jax.lax.stop_gradient(DistillLoss(*losses))
@@ -239,7 +241,7 @@ def distance(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _losses(x, w, teacher_x, teacher_w, cap, form) -> tuple:
-    compute_losses, _ = DISTANCES[form]
+    compute_losses, _ = DISTILL_LOSSES[form]
     losses = compute_losses(x, w, teacher_x, teacher_w, cap)
     return tuple(getattr(losses, field.name) for field in dataclasses.fields(losses))
 
@@ -252,7 +254,7 @@ def _forward(x, w, teacher_x, teacher_w, cap, form):
 def _backward(cap, form, residuals, cotangents):
     x, w, teacher_x, teacher_w, losses = residuals
     of_kl, of_cross_entropy = cotangents[:2]
-    _, logit_grads = DISTANCES[form]
+    _, logit_grads = DISTILL_LOSSES[form]
     losses = DistillLoss(*losses)
     W = w.shape[1]
     dw, dx = [], jnp.zeros(x.shape, jnp.float32)

@@ -125,7 +125,7 @@ def tile_of_program(VOCAB_TILES: tl.constexpr, ROW_TILES: tl.constexpr):
 
 
 @triton.jit
-def distance_kernel(
+def distill_losses_kernel(
     x_ptr,
     w_ptr,
     tx_ptr,
@@ -238,7 +238,7 @@ def tile_config(rows: int) -> dict[str, int]:
 
 
 # two tiles of 128 x 128 logits at once spill
-DISTANCE_TILES = {"bm": 64, "bv": 128, "bk": 64, "warps": 8, "stages": 3}
+DISTILL_TILES = {"bm": 64, "bv": 128, "bk": 64, "warps": 8, "stages": 3}
 LOGIT_GRADS_TILES = {"bm": 128, "bv": 128, "bk": 64, "warps": 8, "stages": 3}
 
 
@@ -298,7 +298,7 @@ def topk(
     return TopK(best, best_ids, jax.nn.logsumexp(lse, axis=1))
 
 
-def distance(
+def distill_losses(
     x: jax.Array,
     w: jax.Array,
     teacher_x: jax.Array,
@@ -307,12 +307,12 @@ def distance(
     start: Launcher = on_gpu,
     **overrides: int,
 ) -> DistillLoss:
-    """As `vocab.distance_reference`; `overrides` are of DISTANCE_TILES."""
+    """As `vocab.distill_losses_reference`; `overrides` are of DISTILL_TILES."""
     P = x.shape[0]
-    tiles = DISTANCE_TILES | overrides
+    tiles = DISTILL_TILES | overrides
     vocab_tiles = triton.cdiv(w.shape[1], tiles["bv"])
     launch = Launch(
-        kernel=distance_kernel,
+        kernel=distill_losses_kernel,
         inputs=(x, w, teacher_x, teacher_w),
         outputs=(
             jax.ShapeDtypeStruct((6, P, vocab_tiles), jnp.float32),

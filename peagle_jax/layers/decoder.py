@@ -80,9 +80,11 @@ class Decoder(nnx.Module):
         for i, block in enumerate(self.blocks):
             x, state = block(x, positions, i, attend, state)
             stream.append(x)
-        return TargetOutput(self.norm(x), self.tapped(stream)), state
+        return TargetOutput(self.norm(x), self.select_aux_hidden_states(stream)), state
 
-    def tapped(self, stream: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T A"]:
+    def select_aux_hidden_states(
+        self, stream: Sequence[Float[Array, "B T D"]]
+    ) -> Float[Array, "B T A"]:
         """Aux hidden states: the inputs of the blocks that were asked for, concatenated."""
         if not self.aux_hidden_state_layers:
             return stream[0][..., :0]

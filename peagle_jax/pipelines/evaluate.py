@@ -101,7 +101,7 @@ def acceptance(
     """
     answers = generate(target, head, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=())
     num_drafts = max(sum(answer.num_drafts for answer in answers), 1)
-    accepted = np.sum([answer.accepted_per_position for answer in answers], axis=0) / num_drafts
+    accepted = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0) / num_drafts
     return {
         "acceptance_length": acceptance_length(answers),
         "accepted_per_position": np.round(accepted, 4).tolist(),

@@ -86,6 +86,6 @@ def _row(answer: Generation, tokenizer: Any) -> dict:
         "num_drafts": answer.num_drafts,
         "num_draft_tokens": answer.num_draft_tokens,
         "num_accepted_tokens": answer.num_accepted_tokens,
-        "accepted_per_position": answer.accepted_per_position,
+        "num_accepted_per_pos": answer.num_accepted_per_pos,
         "acceptance_length": answer.acceptance_length,
     }

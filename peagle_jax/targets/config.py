@@ -104,7 +104,7 @@ class TargetConfig(abc.ABC):
         )
 
     @property
-    def kept_dtype(self) -> DTypeLike:
+    def kv_cache_dtype(self) -> DTypeLike:
         """The dtype of keys and values in the cache."""
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
@@ -115,7 +115,7 @@ class TargetConfig(abc.ABC):
           block: the most positions that are written at once, which makes rings of sliding layers;
             see KVCache.empty. None: no rings.
         """
-        return KVCache.empty(self.cache_shapes(), batch, slots, self.kept_dtype, block=block)
+        return KVCache.empty(self.cache_shapes(), batch, slots, self.kv_cache_dtype, block=block)
 
 
 def default_aux_layers(layers: int) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def distill(
 
     operands = hidden, lm_head_weight, teacher_hidden, teacher_weight
     if loss in STREAMED and vocab.is_supported(*operands):
-        kl, hard, rows = vocab.distance(
+        kl, hard, rows = vocab.distill_losses(
             norm(hidden),
             lm_head_weight,
             teacher_hidden[teacher_row],

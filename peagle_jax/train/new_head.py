@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
-from peagle_jax.checkpoints import head_io
+from peagle_jax.checkpoints import head_reading
 from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.draft import draft_vocab
 from peagle_jax.draft.head import HeadConfig, random_head
@@ -57,7 +57,7 @@ def new_head(
         head = init_from_target(head, target)
     has_placeholders = False
     if run.init_from is not None:
-        trained = head_io.to_model(
+        trained = head_reading.to_model(
             open_head(run.init_from), dtype=config.dtype, embedding=embedding
         )
         has_placeholders = trained.config.parallel

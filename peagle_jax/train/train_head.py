@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
-from peagle_jax.checkpoints import export_placeholders, head_io
+from peagle_jax.checkpoints import export_placeholders, head_writing
 from peagle_jax.checkpoints.runs import write_run_header
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.draft.head import DraftHead
@@ -164,7 +164,7 @@ def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) ->
       That folder; otherwise the run's own, which `peagle generate` and `peagle convert` read.
     """
     try:
-        export_placeholders.to_vllm_placeholders(head_io.of_model(head))
+        export_placeholders.to_vllm_placeholders(head_writing.from_model(head))
     except InputError as error:
         say(f"no folder for vLLM is written: {error}")
         return Path(run.out)
@@ -173,7 +173,7 @@ def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) ->
         f"peagle train, task {run.task}, step {step}, seed {run.seed}, "
         f"target {Path(run.target).name}"
     )
-    head_io.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
+    head_writing.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
     return folder
 
 

@@ -157,7 +157,7 @@ def argmax(M, K, V, dtype=BF16):
     return case_of(call, spec(M, K, dtype=BF16), w, scale)
 
 
-def distance(P, D, E, W):
+def distill_losses(P, D, E, W):
     """Losses of a student and a teacher, and the gradient in the student's logits."""
     args = (
         spec(P, D, dtype=BF16),
@@ -167,7 +167,7 @@ def distance(P, D, E, W):
     )
 
     def call(*args, start):
-        losses = vocab_triton.distance(*args, None, start=start)
+        losses = vocab_triton.distill_losses(*args, None, start=start)
         weight = losses.kl
         return vocab_triton.logit_grads(*args, None, losses, 0, weight, weight, start=start)
 
@@ -261,7 +261,7 @@ CASES = {
     "experts, 8 tokens of 8, bfloat16": mixture(8, 8, 128, 2048, 1536, "plain"),
     "fusion 8": fusion(8, 2048, 2048, "none", False),
     "fusion 64, norm": fusion(64, 2048, 2048, "whole", False),
-    "fusion 8, norms, float8, bfloat16 in": fusion(8, 2048, 2048, "per_tap", True),
+    "fusion 8, norms, float8, bfloat16 in": fusion(8, 2048, 2048, "per_layer", True),
     "fusion 64, norm, float8, bfloat16 in": fusion(64, 2048, 2048, "whole", True),
     "attention 1 token, 8 heads a group": decode(1, 32, 4, 128),
     "attention 8 tokens": decode(8, 32, 4, 128),
@@ -280,7 +280,7 @@ CASES = {
     "argmax 8 of 151936": argmax(8, 2048, 151936),
     "argmax 8 of 151936, float8": argmax(8, 2048, 151936, F8),
     "argmax 64 of 151936": argmax(64, 2048, 151936),
-    "distance and its gradient": distance(4096, 2048, 2048, 8192),
+    "distillation losses and their gradient": distill_losses(4096, 2048, 2048, 8192),
     "packed attention, heads of 128": packed(8192, 20480, 32, 4, 128),
     "packed attention, heads of 64": packed(8192, 20480, 64, 8, 64),
 }

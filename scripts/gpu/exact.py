@@ -86,7 +86,7 @@ def attention_gradients(
     return out, (dq, dk, dv)
 
 
-def distance(
+def distill_losses(
     x: np.ndarray,
     w: np.ndarray,
     teacher_x: np.ndarray,

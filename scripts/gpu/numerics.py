@@ -64,7 +64,7 @@ def fusions(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
         x = checking.random(rng, M, 3, E)
         gain = jnp.asarray(rng.uniform(0.5, 2, 3 * E), checking.DTYPE)
         w = checking.random(rng, 3 * E, D, scale=E**-0.5)
-        for norm in ("none", "whole", "per_tap"):
+        for norm in ("none", "whole", "per_layer"):
             yield from _plain_fusions(x, w, None if norm == "none" else gain, norm)
         if E % 128 == 0:
             yield from _fp8_fusions(x, fp8_matmul.quantize(w.T))
@@ -140,7 +140,7 @@ def largest_logits(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
             yield checking.row("vocab topk", form, f"{text}, float8", *errors)
 
 
-def distances(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
+def distill_losses(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
     """KL alone; and both losses, weighted by row, with capped logits of the teacher.
 
     Each with the gradients of their sums.
@@ -160,18 +160,18 @@ def distances(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
             text += f", teacher capped at {cap}, cross entropy"
         cotangents = jnp.asarray(kl_weight, jnp.float32), jnp.asarray(hard_weight, jnp.float32)
         arrays = (to_float64(y) for y in (x, w, tx, tw))
-        want = exact.distance(*arrays, cap, kl_weight, hard_weight)
+        want = exact.distill_losses(*arrays, cap, kl_weight, hard_weight)
         for form in checking.forms("triton"):
 
             def losses_and_grads(x, w, tx, tw, form=form, cap=cap, cotangents=cotangents):
                 def both_losses(x, w):
-                    return vocab.distance(x, w, tx, tw, cap, form)[:2]
+                    return vocab.distill_losses(x, w, tx, tw, cap, form)[:2]
 
                 losses, vjp = jax.vjp(both_losses, x, w)
                 return *losses, *vjp(cotangents)
 
             got = checking.run(losses_and_grads, x, w, tx, tw)
-            yield checking.row("vocab distance", form, text, *map(error, got, want))
+            yield checking.row("distillation losses", form, text, *map(error, got, want))
 
 
 def mixtures(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
@@ -231,7 +231,7 @@ PARTS = {
     "attention": attentions,
     "experts": mixtures,
     "topk": largest_logits,
-    "distances": distances,
+    "distill_losses": distill_losses,
     "training": trainings,
     "writes": writes,
     "fusion": fusions,

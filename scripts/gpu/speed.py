@@ -138,7 +138,7 @@ def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
 
         forms = {"xla bf16": plain}
         for name in available("triton"):
-            fuse = functools.partial(fusion.fuse, norm="per_tap", eps=1e-5, form=name)
+            fuse = functools.partial(fusion.fuse, norm="per_layer", eps=1e-5, form=name)
             forms[f"{name} bf16"] = lambda x, w, v, s, g, fuse=fuse: fuse(x, w, g)
             forms[f"{name} fp8"] = lambda x, w, v, s, g, fuse=fuse: fuse(x, Fp8Matrix(v, s), g)
         yield row(
@@ -264,7 +264,7 @@ def output_matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
 
     def grads(form):
         def loss(x, w, tx, tw):
-            return vocab.distance(x, w, tx, tw, None, form)[0].sum()
+            return vocab.distill_losses(x, w, tx, tw, None, form)[0].sum()
 
         return jax.grad(loss, (0, 1))
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from peagle_jax import corpus, text, weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints import runs
-from peagle_jax.checkpoints.head_io import to_model
+from peagle_jax.checkpoints.head_reading import to_model
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.decode.generate import generate
 from peagle_jax.layers import CachedAttention
@@ -183,7 +183,7 @@ def measure(
         is_equal = [
             a.output_token_ids == b.output_token_ids for a, b in zip(answers, plain, strict=True)
         ]
-        accepted = np.array([a.accepted_per_position for a in answers])
+        accepted = np.array([a.num_accepted_per_pos for a in answers])
         row["heads"][f"{method} {precision}"] = {
             "k": HEADS[method],
             "equal_texts": sum(is_equal),

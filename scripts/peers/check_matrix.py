@@ -215,7 +215,7 @@ def check_decoding(cases: list[Case], args) -> list[dict]:
                 "found": found,
                 "same": comparison.same,
                 "near_ties": comparison.near_ties,
-                "per_position": theirs["accepted_per_position"],
+                "per_position": theirs["num_accepted_per_pos"],
                 "ours": counted,
                 "vllm": {c: theirs[c] for c in COUNTERS},
             }

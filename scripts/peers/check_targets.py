@@ -226,7 +226,7 @@ def check(name: str, out: Path, prompts: list[list[int]], plain: dict, speculati
         "drafts": counted["num_drafts"],
         "drafted": counted["num_draft_tokens"],
         "accepted": counted["num_accepted_tokens"],
-        "accepted_per_position": counted["accepted_per_position"],
+        "num_accepted_per_pos": counted["num_accepted_per_pos"],
     }
 
 
@@ -253,7 +253,7 @@ def show(rows: list[dict]) -> None:
             row["family"],
             f"{count('equal')}/{count('prompts')}",
             *map(count, ("near_ties", "drafts", "drafted", "accepted")),
-            " ".join(map(str, row.get("accepted_per_position", ()))),
+            " ".join(map(str, row.get("num_accepted_per_pos", ()))),
             " ".join(f"{k} {v}" for k, v in row["seconds"].items()),
             "yes" if row["agrees"] else "NO",
             row["found"],

@@ -30,7 +30,7 @@ from peagle_jax.decode.generate import generate
 from peagle_jax.provenance import provenance
 from peagle_jax.types import InputError
 
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position")
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_pos")
 
 
 def answers_of_vllm(env: Path, jobs: list[dict]) -> list[dict]:
@@ -62,9 +62,7 @@ def our_answers(target, head, prompts, k: int, new: int) -> tuple[list[list[int]
         "num_drafts": sum(a.num_drafts for a in answers),
         "num_draft_tokens": sum(a.num_draft_tokens for a in answers),
         "num_accepted_tokens": sum(a.num_accepted_tokens for a in answers),
-        "accepted_per_position": np.sum(
-            [a.accepted_per_position for a in answers], axis=0
-        ).tolist(),
+        "num_accepted_per_pos": np.sum([a.num_accepted_per_pos for a in answers], axis=0).tolist(),
     }
 
 
@@ -126,7 +124,7 @@ def check(args) -> bool:
             f"{comparison.same}/{len(prompts)}",
             str(comparison.near_ties),
             numbers,
-            " ".join(map(str, theirs["accepted_per_position"])),
+            " ".join(map(str, theirs["num_accepted_per_pos"])),
             "yes" if agrees else "NO",
         )
     Console(width=130).print(table)

@@ -6,7 +6,7 @@ JOBS: a list of {"target", "drafter" or null, "k", "parallel", "prompts": [[ids]
   "max_new_tokens", "alone"}. With `alone`, vLLM gets nothing but the drafter's folder, as in
   `vllm serve FOLDER`, and finds target, method and K in it.
 OUT: a line for each job, as soon as it is done: {"outputs", "num_drafts", "num_draft_tokens",
-  "num_accepted_tokens", "accepted_per_position", "seconds"}, or {"error"}.
+  "num_accepted_tokens", "num_accepted_per_pos", "seconds"}, or {"error"}.
 
 One process does all jobs: importing vLLM takes longer than a job.
 """
@@ -38,7 +38,7 @@ def count(llm) -> dict:
     }
     per_position = metrics.get("num_accepted_tokens_per_pos")
     return {name: metrics[name].value if name in metrics else 0 for name in COUNTERS} | {
-        "accepted_per_position": list(per_position.values) if per_position else []
+        "num_accepted_per_pos": list(per_position.values) if per_position else []
     }
 
 
@@ -76,9 +76,9 @@ def run(job: dict) -> dict:
     after = count(llm)
     for name in COUNTERS:
         result[name] = after[name] - before[name]
-    earlier = before["accepted_per_position"] + [0] * len(after["accepted_per_position"])
-    result["accepted_per_position"] = [
-        a - b for a, b in zip(after["accepted_per_position"], earlier, strict=False)
+    earlier = before["num_accepted_per_pos"] + [0] * len(after["num_accepted_per_pos"])
+    result["num_accepted_per_pos"] = [
+        a - b for a, b in zip(after["num_accepted_per_pos"], earlier, strict=False)
     ]
     del llm
     return result

@@ -31,7 +31,7 @@ def test_generate_writes_rows(folders, peagle, tmp_path):
         assert [row["output_token_ids"] for row in rows[method]] == plain_ids
     row = rows["peagle"][0]
     assert row["num_draft_tokens"] == 3 * row["num_drafts"]
-    assert len(row["accepted_per_position"]) == 3
+    assert len(row["num_accepted_per_pos"]) == 3
     length = 1 + row["num_accepted_tokens"] / row["num_drafts"]
     assert row["acceptance_length"] == pytest.approx(length)
     assert isinstance(row["text"], str) and row["finish_reason"] == "length"

@@ -97,7 +97,7 @@ def test_every_length_of_rollback(case):
     table[:, 2::5] = (table[:, 2::5] + 1) % families.V
     table[:, 0::7] = (table[:, 0::7] + 1) % families.V
     answers = check(case, Scripted(K), draft_params=jnp.asarray(table), **RINGS)
-    accepted = np.sum([a.accepted_per_position for a in answers], axis=0)
+    accepted = np.sum([a.num_accepted_per_pos for a in answers], axis=0)
     assert (accepted > 0).all() and accepted.sum() < sum(a.num_draft_tokens for a in answers)
 
 

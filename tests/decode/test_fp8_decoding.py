@@ -17,7 +17,8 @@ pytest.importorskip("torch")
 import families  # noqa: E402
 import tiny  # noqa: E402
 
-from peagle_jax.checkpoints.head_io import of_model, to_model  # noqa: E402
+from peagle_jax.checkpoints.head_reading import to_model  # noqa: E402
+from peagle_jax.checkpoints.head_writing import from_model  # noqa: E402
 from peagle_jax.checkpoints.target_io import load_target  # noqa: E402
 from peagle_jax.decode import memory  # noqa: E402
 from peagle_jax.decode.generate import generate  # noqa: E402
@@ -52,7 +53,7 @@ def test_speculation_emits_what_plain_decoding_does(case, rings):
         target_dim=target.config.dim,
         aux_hidden_state_layers=target.config.aux_hidden_state_layers,
     )
-    head = to_model(of_model(tiny.head(**config)), fp8=True)
+    head = to_model(from_model(tiny.head(**config)), fp8=True)
     assert (
         head.params["lm_head"]["values"].dtype == E4M3
         and head.params["fusion"]["fc"]["scale"].dtype == jnp.float32

@@ -94,7 +94,7 @@ def test_adversaries(k):
         for answer, text in zip(answers, truth(), strict=True):
             assert answer.output_token_ids == text[:NEW], name
         assert [
-            (a.num_drafts, a.accepted_per_position, a.is_draft) for a in answers
+            (a.num_drafts, a.num_accepted_per_pos, a.is_draft) for a in answers
         ] == expected_steps(table, k), name
         assert all(
             a.num_draft_tokens == k * a.num_drafts and len(a.is_draft) == NEW for a in answers
@@ -171,9 +171,9 @@ def test_a_row_does_not_depend_on_its_neighbors():
     together = generate(tiny.target(), head, PROMPTS, k=4, max_new_tokens=NEW)
     for prompt, answer in zip(PROMPTS, together, strict=True):
         alone = generate(tiny.target(), head, [prompt], k=4, max_new_tokens=NEW)[0]
-        assert (alone.output_token_ids, alone.accepted_per_position) == (
+        assert (alone.output_token_ids, alone.num_accepted_per_pos) == (
             answer.output_token_ids,
-            answer.accepted_per_position,
+            answer.num_accepted_per_pos,
         )
 
 
@@ -211,7 +211,7 @@ def test_defaults():
         answer = generate(
             tiny.target(), tiny.head(num_depths=num_depths), PROMPTS[:1], max_new_tokens=4
         )[0]
-        assert len(answer.accepted_per_position) == k
+        assert len(answer.num_accepted_per_pos) == k
 
     def ask(seed):
         return [

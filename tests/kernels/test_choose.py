@@ -97,7 +97,7 @@ def test_precision_is_never_taken_away(hopper, monkeypatch):
         packed_attention.attend(x, x, x, intervals, 1.0, form="auto")
         fusion.fuse([x[0, :, 0]], x[0, 0].T.repeat(1, 1), None, "none", 1.0, form="auto")
         vocab.topk(x[0, :, 0], x[0, 0].T, 1, form="auto")
-        vocab.distance(x[0, :, 0], x[0, 0].T, x[0, :, 0], x[0, 0].T)
+        vocab.distill_losses(x[0, :, 0], x[0, 0].T, x[0, :, 0], x[0, 0].T)
     assert asked == ["reference"] * 5 + ["triton"] * 5
     attention.attend(b, swap(f), swap(f), at, None, form="auto", **rule)
     scale = jnp.ones((1, 2, 2))

@@ -33,7 +33,7 @@ def exact(aux_hidden_states, w, gain, norm, eps):
     return (x.reshape(len(x), -1) * gain) @ np.asarray(w, np.float64)
 
 
-NORMS = ["none", "whole", "per_tap"]
+NORMS = ["none", "whole", "per_layer"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_fp8(norm, blocks):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"before_fc": True}, {"per_tap": True}, {"per_tap": True, "before_fc": True}],
+    [{}, {"before_fc": True}, {"per_layer": True}, {"per_layer": True, "before_fc": True}],
     ids=str,
 )
 @pytest.mark.parametrize("fp8", [False, True])
@@ -100,7 +100,7 @@ def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
         128,
         40,
         0.3,
-        **{"before_fc": False, "per_tap": False} | options,
+        **{"before_fc": False, "per_layer": False} | options,
         dtype=jnp.float32,
         rngs=nnx.Rngs(0),
     )

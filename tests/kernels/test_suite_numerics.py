@@ -19,7 +19,7 @@ PARTS = {
     "attention": "attention",
     "experts": "experts",
     "topk": "vocab topk",
-    "distances": "vocab distance",
+    "distill_losses": "distillation losses",
     "writes": "cache_write",
     "training": "packed_attention",
     "fusion": "fusion",

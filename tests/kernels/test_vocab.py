@@ -115,8 +115,8 @@ def test_distance(cap):
 
     kl = (np.exp(log(t)) * (log(t) - log(s))).sum(1)
     for losses in (
-        vocab.distance_reference(x, w, tx, tw, cap),
-        vocab_triton.distance(x, w, tx, tw, cap, start=interpret),
+        vocab.distill_losses_reference(x, w, tx, tw, cap),
+        vocab_triton.distill_losses(x, w, tx, tw, cap, start=interpret),
     ):
         np.testing.assert_allclose(losses.kl, kl, rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(losses.teacher, t.argmax(1))
@@ -136,21 +136,21 @@ def test_gradients(cap, monkeypatch):
     weight = jnp.asarray(np.random.default_rng(1).uniform(0, 2, (2, len(x))), jnp.float32)
 
     def plain(x, w):
-        losses = vocab.distance_reference(x, w, tx, tw, cap)
+        losses = vocab.distill_losses_reference(x, w, tx, tw, cap)
         return (weight[0] * losses.kl + weight[1] * losses.cross_entropy).sum()
 
     def ours(x, w):
-        kl, cross_entropy, _ = vocab.distance(x, w, tx, tw, cap, "reference")
+        kl, cross_entropy, _ = vocab.distill_losses(x, w, tx, tw, cap, "reference")
         return (weight[0] * kl + weight[1] * cross_entropy).sum()
 
     want = jax.grad(plain, argnums=(0, 1))(x, w)
     monkeypatch.setattr(vocab, "CHUNK", 128)
     got = [jax.grad(ours, argnums=(0, 1))(x, w)]
     triton = (
-        functools.partial(vocab_triton.distance, start=interpret),
+        functools.partial(vocab_triton.distill_losses, start=interpret),
         functools.partial(vocab_triton.logit_grads, start=interpret),
     )
-    monkeypatch.setitem(vocab.DISTANCES, "reference", triton)
+    monkeypatch.setitem(vocab.DISTILL_LOSSES, "reference", triton)
     got.append(jax.grad(ours, argnums=(0, 1))(x, w))
     for grads in got:
         for a, b in zip(grads, want, strict=True):

@@ -19,7 +19,8 @@ pytest.importorskip("torch")
 import families  # noqa: E402
 import tiny  # noqa: E402
 
-from peagle_jax.checkpoints.head_io import of_model, to_model  # noqa: E402
+from peagle_jax.checkpoints.head_reading import to_model  # noqa: E402
+from peagle_jax.checkpoints.head_writing import from_model  # noqa: E402
 from peagle_jax.checkpoints.target_io import load_target  # noqa: E402
 from peagle_jax.decode.generate import generate  # noqa: E402
 from peagle_jax.kernels.launch import disable_kernels, interpret_kernels  # noqa: E402
@@ -133,7 +134,7 @@ def test_speculation_emits_what_plain_decoding_does(case, started):
         aux_hidden_state_layers=target.config.aux_hidden_state_layers,
         **head_options,
     )
-    head = to_model(of_model(head), dtype=jnp.bfloat16, fp8=bool(load_options))
+    head = to_model(from_model(head), dtype=jnp.bfloat16, fp8=bool(load_options))
     options = dict(
         max_new_tokens=4,
         stop_ids=(),

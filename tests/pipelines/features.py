@@ -8,6 +8,7 @@ import tiny
 
 from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import save_target
+from peagle_jax.pipelines import extract as room
 from peagle_jax.pipelines.extract import ExtractionOptions, extract_hidden_states
 from peagle_jax.train.data import pack
 from peagle_jax.types import InputError
@@ -94,3 +95,32 @@ def refuse(place, out, words, target=None, **changes):
         go(place, out, target, **changes)
     assert words in str(error.value) and "\n" not in str(error.value), str(error.value)
     assert (contents(out) if out.is_dir() else None) == before
+
+
+def extract(place, out, **changes):
+    """Extracts; returns the result."""
+    return extract_hidden_states(
+        place / "target",
+        options(place, **changes),
+        out,
+        lambda line: None,
+        command="peagle extract",
+    )
+
+
+def watch(monkeypatch, stop_at=None, error=None):
+    """Replaces progress reports. Returns the list of (rows done, rows in all, note) reported.
+
+    `error` is raised once `stop_at` rows are done.
+    """
+    reports = []
+
+    class Report(room.ProgressReport):
+        def update(self, completed, *, total=None, note=""):
+            assert 0 < completed <= self.total
+            reports.append((completed, self.total, note))
+            if stop_at is not None and completed >= stop_at:
+                raise error
+
+    monkeypatch.setattr(room, "ProgressReport", Report)
+    return reports

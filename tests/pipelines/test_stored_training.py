@@ -347,8 +347,8 @@ def test_a_design_that_vllm_does_not_know_decodes_from_its_run(place, tokenizer,
         max_new_tokens=14,
         stop_ids=(),
     )
-    assert [list(a.accepted_per_position) for a in ours] == [
-        r["accepted_per_position"] for r in rows["drafted"]
+    assert [list(a.num_accepted_per_pos) for a in ours] == [
+        r["num_accepted_per_pos"] for r in rows["drafted"]
     ]
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "vllm"]) == 2

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from peagle_jax import weights
-from peagle_jax.checkpoints import head_io, param_mapping
+from peagle_jax.checkpoints import param_mapping
+from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.train.eagle3_loss import eagle3_loss
 from peagle_jax.train.hidden_states import TrainingRows
@@ -28,7 +29,7 @@ def read(name, tmp_path):
     data = dict(np.load(GOLDEN / f"{name}.npz"))
     tensors = {k[2:]: v for k, v in data.items() if k.startswith("w/")}
     weights.write_folder(tmp_path, json.loads(str(data["config"])), tensors, {})
-    head = head_io.load_drafter(tmp_path)
+    head = load_drafter(tmp_path)
     teacher = jnp.asarray(data["teacher"])
     normed = teacher * jax.lax.rsqrt((teacher**2).mean(-1, keepdims=True) + head.config.norm_eps)
     normed *= tensors["verifier_norm.weight"][None, None]

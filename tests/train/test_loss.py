@@ -22,9 +22,9 @@ def test_distill(rows, monkeypatch):
         monkeypatch.setattr(vocab, "is_supported", lambda *_: True)
         kernels = [
             functools.partial(f, start=interpret)
-            for f in (vocab_triton.distance, vocab_triton.logit_grads)
+            for f in (vocab_triton.distill_losses, vocab_triton.logit_grads)
         ]
-        monkeypatch.setitem(vocab.DISTANCES, "triton", kernels)
+        monkeypatch.setitem(vocab.DISTILL_LOSSES, "triton", kernels)
         monkeypatch.setattr(vocab, "choose", lambda kernel, form, *_: form)
     else:
         monkeypatch.setattr(loss, "CHUNK", rows)

@@ -5,7 +5,8 @@ import tiny
 from huggingface_hub import constants
 
 from peagle_jax import weights
-from peagle_jax.checkpoints.head_io import load_drafter, save_drafter
+from peagle_jax.checkpoints.head_writing import save_drafter
+from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.checkpoints.target_io import load_target, read_facts, save_target
 from peagle_jax.cli import main
 from peagle_jax.types import InputError
