@@ -1,6 +1,6 @@
 """Strings to token ids: tokenizers, chat templates, prompts, loss masks.
 
-The other rooms work with token ids only.
+The rest of the package works with token ids only.
 """
 
 import json

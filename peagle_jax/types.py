@@ -1,14 +1,18 @@
-"""The values that pass between the rooms of this package. Read this file first.
+"""The values that pass between the parts of this package. Read this file first.
 
-Array shapes are jaxtyping annotations. One letter means the same axis everywhere:
+Array shapes are jaxtyping annotations. One letter means the same axis everywhere outside of
+kernels/, where M, K and N are the sizes of a product [M K] x [K N]:
 
     B  rows of a batch               T  tokens of a row in this call
     V  target vocabulary             W  draft vocabulary
-    D  width of a model              A  width of the aux hidden states: number of aux layers * D
+    D  width of a model, also        E  width of the target, where both occur
+       of the head                   A  width of the aux hidden states: number of aux layers * E
     N  query heads                   G  key-value heads
     H  head dimension                S  slots of a KV cache
     K  draft tokens per step         R  K + 1: the last token and its drafts
-    E  length of the output buffer   M  packed training elements of depth 1 and more
+    L  length of the output buffer   n  positions of a training row, T - 1
+    M  training elements of depth    P  training elements in all, B * (n + M)
+       1 and more, packed
 
 The terms are explained in docs/glossary.md. P-EAGLE is arXiv:2602.01469.
 """
@@ -377,8 +381,8 @@ class DecodeState:
     tokens: Int[Array, "B R"]
     aux_hidden_states: Float[Array, "B R A"]
     count: Int[Array, " B"]
-    output: Int[Array, "B E"]
-    is_draft: Bool[Array, "B E"]
+    output: Int[Array, "B L"]
+    is_draft: Bool[Array, "B L"]
     emitted: Int[Array, " B"]
     length: Int[Array, " B"]
     done: Bool[Array, " B"]

@@ -1,4 +1,4 @@
-"""Rules of the house that ruff does not know."""
+"""Rules of the code that ruff does not know."""
 
 import ast
 import re

@@ -1,9 +1,9 @@
 """FP8 matrix product (W8A8): weights are e4m3 with scales, activations are quantized on the way.
 
 Weights are [out, in], as checkpoints store them: tensor cores take FP8 operands only with the
-contracted axis last. They have one scale an output row, or one scale a block of 128 x 128 as in
-released FP8 checkpoints (DeepSeek, Qwen3 `-FP8`). Activations have one scale a row; where weights
-have blocks, one scale a row and 128 inputs.
+contracted axis last. They have one scale per output row, or one per block of 128 x 128 as in
+released FP8 checkpoints (DeepSeek, Qwen3 `-FP8`). Activations have one scale per row; where
+weights have blocks, one per row and group of 128 inputs.
 """
 
 import dataclasses

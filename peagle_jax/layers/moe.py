@@ -225,7 +225,7 @@ class ExpertWeights:
     """`kernels.experts.ExpertWeights`: the two matrices of each expert, and what lies between.
 
     Args:
-      count: experts that these are.
+      count: number of experts held here.
       num_shards: equal sets over which a layer's experts are spread; these are one of them.
     """
 

@@ -1,1 +1,1 @@
-"""Whole jobs that join several rooms: demo, generation, extraction, training with evaluation."""
+"""Whole jobs on top of everything else: demo, generation, extraction, training with evaluation."""

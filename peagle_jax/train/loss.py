@@ -120,7 +120,7 @@ def distill(
 
     operands = hidden, lm_head_weight, teacher_hidden, teacher_weight
     if loss in STREAMED and vocab.is_supported(*operands):
-        kl, hard, rows = vocab.distill_losses(
+        kl, cross_entropy, losses = vocab.distill_losses(
             norm(hidden),
             lm_head_weight,
             teacher_hidden[teacher_row],
@@ -128,8 +128,8 @@ def distill(
             logit_cap,
             "triton",
         )
-        values = kl if loss == "forward_kl" else hard
-        correct = by_depth(weight * (rows.student == rows.teacher), depth)
+        values = kl if loss == "forward_kl" else cross_entropy
+        correct = by_depth(weight * (losses.student == losses.teacher), depth)
         return jnp.sum(weight * values), {"correct": correct, "total": by_depth(weight, depth)}
 
     P = hidden.shape[0]

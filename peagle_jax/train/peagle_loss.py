@@ -84,12 +84,12 @@ def peagle_loss(
         mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused)
         embeddings = jnp.concatenate([embeddings, mask_embeddings], axis=1)
         fused = jnp.concatenate([fused, mask_fused], axis=1)
-        depth = jnp.concatenate([jnp.zeros((B, n), jnp.int32), cod.depth], axis=1)
-        positions = jnp.concatenate([here, cod.anchor + cod.depth], axis=1)
+        anchor, cod_depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
+        depth = jnp.concatenate([jnp.zeros((B, n), jnp.int32), cod_depth], axis=1)
+        positions = jnp.concatenate([here, anchor + cod_depth], axis=1)
         in_loss = jnp.take_along_axis(rows.loss_mask, positions, axis=1)
         in_loss &= jnp.concatenate([jnp.ones((B, n), bool), cod.real], axis=1)
-        anchors, depths = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
-        attend = PrefixChain(anchors, depths, rows.segment_ids, num_depths)
+        attend = PrefixChain(anchor, cod_depth, rows.segment_ids, num_depths)
     else:
         depth, positions, in_loss = jnp.zeros((B, n), jnp.int32), here, rows.loss_mask
         attend = PrefixChain(here[:, :0], here[:, :0], rows.segment_ids, 1)

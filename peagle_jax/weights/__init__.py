@@ -1,6 +1,6 @@
 """Checkpoint folders: reading, writing, and mapping their tensors to model parameters.
 
-Nothing in this room knows a model.
+Nothing in this folder knows a model.
 """
 
 from peagle_jax.weights import fp8, mxfp4

@@ -1,4 +1,4 @@
-"""The floors of the house: a file imports only from lower floors or its own room."""
+"""Levels of the package: a file imports only from lower levels or from its own folder."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
-FLOORS = [  # lowest first
+LEVELS = [  # lowest first
     {"types"},
     {"kernels", "corpus", "weights", "provenance", "atomic_write", "old_names", "progress"},
     {"text"},
@@ -19,7 +19,7 @@ FLOORS = [  # lowest first
     {"pipelines"},
     {"cli"},
 ]
-FLOOR = {room: i for i, floor in enumerate(FLOORS) for room in floor}
+LEVEL = {part: i for i, level in enumerate(LEVELS) for part in level}
 FOREIGN = ("torch", "vllm", "speculators")
 
 
@@ -40,27 +40,27 @@ def imported(path: Path):
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
 )
 def test_imports_go_down(path):
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for module in imported(path):
         assert module.split(".")[0] not in FOREIGN, (
             f"{path.name} imports {module}: only tests/ and scripts/ may"
         )
-        if room == "__init__" or not module.startswith("peagle_jax."):
+        if part == "__init__" or not module.startswith("peagle_jax."):
             continue
         other = module.split(".")[1]
-        assert other == room or FLOOR[other] < FLOOR[room], (
-            f"{path.name} on floor {FLOOR[room]} imports {other} from floor {FLOOR[other]}"
+        assert other == part or LEVEL[other] < LEVEL[part], (
+            f"{path.name} on level {LEVEL[part]} imports {other} from level {LEVEL[other]}"
         )
 
 
-def test_every_room_has_a_floor():
-    rooms = {p.stem for p in PACKAGE.glob("*.py")} | {
+def test_every_part_has_a_floor():
+    parts = {p.stem for p in PACKAGE.glob("*.py")} | {
         p.parent.name for p in PACKAGE.glob("*/__init__.py")
     }
-    assert rooms - {"__init__"} == FLOOR.keys()
+    assert parts - {"__init__"} == LEVEL.keys()
 
 
-def test_files_stay_rooms():
+def test_files_stay_short():
     long = {
         str(p.relative_to(ROOT)): n
         for p in PACKAGE.rglob("*.py")
