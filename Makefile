@@ -1,13 +1,14 @@
 # make demo      the main job on this machine's own Python source
 # make test      a few minutes: every promise is touched; what a stranger should run
 # make test-all  every test that needs no peer
-# make test-peers  real vLLM, speculators and the Mosaic GPU interpreter, in environments of their own
+# make test-peers  real vLLM, speculators, the Mosaic GPU interpreter, in environments of their own
 # make lint      style, formatting, types
 # All create their environment in .venv; no other step is needed.
 
 # the first of these that runs; 3.11 first, because torch has a small CPU build for it more often
 KNOWN = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c "$(KNOWN)" 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+    $$p -c "$(KNOWN)" 2>/dev/null && echo $$p && break; done)
 BUDGET ?= small
 OUT ?= runs/demo-$(BUDGET)
 PYTEST = .venv/bin/python -m pytest
@@ -39,12 +40,14 @@ lint: .venv/ready-dev
 	.venv/bin/pyright
 
 .venv/ready: pyproject.toml
-	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 to 3.13 is needed and none was found; name one: make PYTHON=/path/to/python" >&2; exit 2; }
+	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 to 3.13 is needed and none was found;" \
+	    "name one: make PYTHON=/path/to/python" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --disable-pip-version-check -q -e .
 	touch $@
 
-# torch is the tests' oracle; 2.13.0 by its exact number, before anything that would ask for it more loosely
+# torch is the tests' oracle; 2.13.0 by its exact number, before anything that would ask for it
+# more loosely
 .venv/ready-dev: .venv/ready
 	.venv/bin/python -m pip install --disable-pip-version-check -q torch==2.13.0
 	.venv/bin/python -m pip install --disable-pip-version-check -q -e ".[dev,parity]"

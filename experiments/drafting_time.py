@@ -207,10 +207,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("results/drafting_time.jsonl"))
+    parser.add_argument("--layers", type=int, default=8, help="layers of the target (default: 8)")
+    parser.add_argument(
+        "--dim", type=int, default=512, help="width of target and heads (default: 512)"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="timed rounds (default: 7)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/drafting_time.jsonl"),
+        help="rows are appended (default: results/drafting_time.jsonl)",
+    )
     args = parser.parse_args()
     target = make_target(args.layers, args.dim)
     heads = {"peagle": make_head(target, 2, True), "eagle3": make_head(target, 1, False)}

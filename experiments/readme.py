@@ -92,13 +92,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.readme", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--results", type=Path, default=folders.ROOT / folders.RESULTS)
-    parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--budget", default="small")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=folders.ROOT / folders.RESULTS,
+        help=f"folder of rows (default: {folders.RESULTS})",
+    )
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        default=README,
+        help="the file to fill; pictures/ beside it is written, too "
+        "(default: experiments/README.md)",
+    )
+    parser.add_argument("--budget", default="small", help="whose rows are taken (default: small)")
     args = parser.parse_args(argv)
     from experiments.registry import EXPERIMENTS  # here: `fill` works with other experiments too
 
     try:
+        if args.budget == "smoke" and args.readme.resolve() == README:
+            rule = "smoke rows must not stand in the README that git tracks"
+            raise InputError("--budget", rule, "smoke", "name another file with --readme")
         rows, warnings = read_rows(args.results)
         for warning in warnings:
             print(f"experiments.readme: warning: {warning}", file=sys.stderr)

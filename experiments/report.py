@@ -62,6 +62,7 @@ def build(
     experiments: Mapping[str, Experiment],
     out: Path,
     *,
+    results: Path = folders.RESULTS,
     warnings: Sequence[str] = (),
 ) -> Path:
     """Writes the page, the pictures and tables.md to `out`.
@@ -71,6 +72,7 @@ def build(
         counts.
       experiments: the registry; rows that it does not know are shown with a note.
       out: a folder that exists.
+      results: the folder of the rows, as the page is to name it.
       warnings: what was left out while reading.
 
     Returns:
@@ -109,8 +111,8 @@ def build(
     ]
     for findings in all_findings:
         pictures = draw(findings, out)
-        page += _html_section(findings, pictures, out)
-        text += _markdown_section(findings)
+        page += _html_section(findings, pictures, out, results)
+        text += _markdown_section(findings, results)
     page += ["<h2>Published numbers</h2>", _html_table(published, "words")]
     text += ["## Published numbers", markdown(published)]
     write_atomically(out / "tables.md", "\n\n".join(text) + "\n")
@@ -129,7 +131,9 @@ def _section_tables(findings: Findings) -> list[tuple[str, Table]]:
     return [(title, table) for title, table in tables if len(table) > 1 and len(table[0]) > 1]
 
 
-def _html_section(findings: Findings, pictures: Sequence[tuple[str, str]], out: Path) -> list[str]:
+def _html_section(
+    findings: Findings, pictures: Sequence[tuple[str, str]], out: Path, results: Path
+) -> list[str]:
     escape, experiment = html.escape, findings.experiment
     name = escape(experiment.name)
     section = [f'<h2 id="{name}">{name}</h2>']
@@ -141,13 +145,13 @@ def _html_section(findings: Findings, pictures: Sequence[tuple[str, str]], out: 
         heading = f"<h3>{escape(title)}</h3>" if title else ""
         section.append(heading + _html_table(table))
     section.append("<dl>")
-    for key, values in _facts(findings).items():
+    for key, values in _facts(findings, results).items():
         definitions = "".join(f"<dd>{escape(value)}</dd>" for value in values)
         section.append(f"<dt>{escape(key)}</dt>{definitions}")
     return [*section, "</dl>"]
 
 
-def _markdown_section(findings: Findings) -> list[str]:
+def _markdown_section(findings: Findings, results: Path) -> list[str]:
     experiment = findings.experiment
     section = [f"## {markdown_text(experiment.name)}"]
     if experiment.question:
@@ -158,13 +162,13 @@ def _markdown_section(findings: Findings) -> list[str]:
         section.append(heading + markdown(table))
     facts = [
         f"- {key}: {'; '.join(markdown_text(value) for value in values)}"
-        for key, values in _facts(findings).items()
+        for key, values in _facts(findings, results).items()
     ]
     return [*section, "\n".join(facts)]
 
 
-def _facts(findings: Findings) -> dict[str, list[str]]:
-    """What stands under an experiment's tables."""
+def _facts(findings: Findings, results: Path) -> dict[str, list[str]]:
+    """What stands under an experiment's tables; `results` is the folder of its rows."""
     rows, experiment = findings.rows, findings.experiment
 
     def values(key: str) -> list[str]:
@@ -187,7 +191,7 @@ def _facts(findings: Findings) -> dict[str, list[str]]:
         "Machine": values("device"),
         "Versions": [", ".join(versions)],
         "Ran": [" to ".join(dict.fromkeys((times[0], times[-1])))],
-        "Rows": [f"results/experiments/{experiment.name}.jsonl"],
+        "Rows": [str(results / f"{experiment.name}.jsonl")],
     }
     return {key: [v for v in facts[key] if v] for key in facts if any(facts[key])}
 
@@ -233,6 +237,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _shown(results: Path) -> Path:
+    """The folder of rows as a page names it: within the checkout without the way there."""
+    absolute = results.resolve()
+    if absolute.is_relative_to(folders.ROOT):
+        return absolute.relative_to(folders.ROOT)
+    return results
+
+
 def _report(results: Path, out: Path, budget: str) -> Path:
     """Reads the rows of one budget and writes their report to `out`; returns the page."""
     from experiments.registry import EXPERIMENTS  # here: `build` works with other experiments too
@@ -252,7 +264,7 @@ def _report(results: Path, out: Path, budget: str) -> Path:
         raise InputError(results, rule, f"rows of {budgets}", next_step)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return build(chosen, EXPERIMENTS, out, warnings=warnings)
+        return build(chosen, EXPERIMENTS, out, results=_shown(results), warnings=warnings)
     except OSError as error:
         rule = "the output folder must be writable"
         raise InputError(out, rule, error.strerror, "name another folder with --out") from None

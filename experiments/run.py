@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add = out.add_argument
     add("names", nargs="*", metavar="NAME", help="experiments; all: every one")
     add("--seeds", type=int, default=3, help="runs of each variant (3)")
-    add("--budget", choices=BUDGETS, default="small")
+    add("--budget", choices=BUDGETS, default="small", help="how long heads train (small)")
     add("--only", nargs="+", metavar="VARIANT", help="these variants (and what they need)")
     jobs_help = f"runs at a time ({num_cores}, the cores of this machine)"
     add("--jobs", type=int, default=num_cores, help=jobs_help)
@@ -181,7 +181,7 @@ def _check(options: Options) -> None:
         rule = "at least one run at a time is needed"
         raise InputError("--jobs", rule, options.jobs, "use --jobs 1 or more")
     tracked = (folders.ROOT / folders.RESULTS).resolve()
-    if options.budget == "smoke" and options.results.resolve() == tracked:
+    if options.budget == "smoke" and options.results.resolve().is_relative_to(tracked):
         rule = "smoke rows must not mix with the results that git tracks"
         next_step = f"leave --results out; smoke rows then go to {folders.SMOKE_RESULTS}"
         raise InputError("--results", rule, options.results, next_step)

@@ -59,6 +59,19 @@ RESULT_ROW_KEYS = {
     "prompts": "num_prompts",
     "new_tokens": "max_new_tokens",
 }
+# Result rows of scripts/peers/check_vllm.py, check_targets.py and check_matrix.py, and the counters
+# `ours` and `vllm` in them. Here `accepted_per_position` are counts; in the rows of `peagle bench`
+# they are shares, and keep that name.
+AGREEMENT_ROW_KEYS = {
+    "prompts": "num_prompts",
+    "new_tokens": "max_new_tokens",
+    "drafts": "num_drafts",
+    "drafted": "num_draft_tokens",
+    "accepted": "num_accepted_tokens",
+    "accepted_per_position": "num_accepted_per_pos",
+    "per_position": "num_accepted_per_pos",
+    "layout": "checkpoint_format",
+}
 
 
 def with_new_names(raw: Mapping, new_names: Mapping[str, str], where: str) -> dict:

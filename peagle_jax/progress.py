@@ -4,6 +4,7 @@ Everything goes to stderr, so that what a command prints on stdout can be piped.
 """
 
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -36,6 +37,10 @@ class ProgressReport:
         self._task = TaskID(0)
         self._started_at = self._printed_at = time.monotonic()
         self._completed_before = completed
+        self._note = ""
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._printer: threading.Thread | None = None
 
     def __enter__(self) -> "ProgressReport":
         if sys.stderr.isatty():
@@ -53,6 +58,9 @@ class ProgressReport:
             self._task = self._bar.add_task(
                 self.label, total=self.total, completed=self.completed, note=""
             )
+        else:
+            self._printer = threading.Thread(target=self._print_lines, daemon=True)
+            self._printer.start()
         return self
 
     def __exit__(
@@ -61,8 +69,11 @@ class ProgressReport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._is_over.set()
         if self._bar is not None:
             self._bar.stop()
+        if self._printer is not None:
+            self._printer.join()
 
     def update(self, completed: int, *, total: int | None = None, note: str = "") -> None:
         """Reports that `completed` units are done.
@@ -74,20 +85,32 @@ class ProgressReport:
         """
         self.completed = completed
         self.total = self.total if total is None else total
+        self._note = note
         if self._bar is not None:
             self._bar.update(self._task, completed=completed, total=self.total, note=note)
-            return
-        now = time.monotonic()
-        if now - self._printed_at >= INTERVAL:
-            self._printed_at = now
-            print(self._line(now, note), file=sys.stderr, flush=True)
+        else:
+            self._print_if_due()
 
-    def _line(self, now: float, note: str) -> str:
+    def _print_lines(self) -> None:
+        """Runs in a thread of its own: a compilation takes minutes in which nobody calls update."""
+        while not self._is_over.wait(INTERVAL):
+            self._print_if_due()
+
+    def _print_if_due(self) -> None:
+        """Prints a line where the last one is half a minute old."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._printed_at < INTERVAL:
+                return
+            self._printed_at = now
+        print(self._line(now), file=sys.stderr, flush=True)
+
+    def _line(self, now: float) -> str:
         """One line of plain text: how much is done, and how long the rest will take."""
         of_total = "" if self.total is None else f" of {self.total:,}"
         parts = [f"{self.label}: {self.completed:,}{of_total} {self.unit}".rstrip()]
-        if note:
-            parts.append(note)
+        if self._note:
+            parts.append(self._note)
         done = self.completed - self._completed_before
         if self.total is not None and done > 0:
             seconds = (self.total - self.completed) * (now - self._started_at) / done

@@ -116,10 +116,12 @@ def encode(
     texts = [document.text for document in documents if document.text is not None]
     if texts and tokenizer.eos_token_id is None:
         rule = "needs an end-of-sequence token to separate texts"
-        raise InputError("tokenizer", rule, "none", "set eos_token in tokenizer_config.json")
+        where = tokenizer.name_or_path or "tokenizer"
+        raise InputError(where, rule, "none", "set eos_token in its tokenizer_config.json")
     if any(document.messages for document in documents) and not tokenizer.chat_template:
-        next_step = "add chat_template.jinja to the target's folder"
-        raise InputError("tokenizer", "conversations need a chat template", "none", next_step)
+        where = tokenizer.name_or_path or "tokenizer"
+        next_step = "add the target's chat_template.jinja to this folder"
+        raise InputError(where, "conversations need a chat template", "none", next_step)
     all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     ids_of_texts = iter(cast(list[list[int]], all_ids))
     encoded = []

@@ -1,14 +1,14 @@
 """What only a GPU can say: numerics, times beside XLA's and floors, steps, drafting, training.
 
     pip install -e ".[cuda,kernels]"          from a bare checkout; a driver for CUDA 13
-    python scripts/gpu_suite.py --out results/gpu.jsonl [--minutes 8] [--only PART ...]
+    python scripts/gpu_suite.py --record results/gpu.jsonl [--minutes 8] [--only PART ...]
 
 The most telling parts come first and fit one call of eight minutes; all of them take perhaps ten
-such calls. Every row is written when it is known, and a call with the same --out goes on where the
-last one stopped: what this code has finished on this device is not run again, and what no longer
-fits into --minutes waits. Exit code 1: a number is wrong, or a part failed; 2: nothing was run.
-Without jax-triton only the references and Mosaic GPU run, and the first line says so. `--tiny` is a
-dry run for any machine.
+such calls. Every row is written when it is known, and a call with the same --record goes on where
+the last one stopped: what this code has finished on this device is not run again, and what no
+longer fits into --minutes waits. Exit code 1: a number is wrong, or a part failed; 2: nothing was
+run. Without jax-triton only the references and Mosaic GPU run, and the first line says so. `--tiny`
+is a dry run for any machine.
 """
 
 import argparse
@@ -45,8 +45,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    # `--out` is the former spelling
     parser.add_argument(
-        "--out", type=Path, required=True, help="rows as JSON lines, added to what is there"
+        "--record", "--out", type=Path, required=True, help="append rows as JSON lines"
     )
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--only", nargs="+", metavar="PART", help="beginnings of parts' names")
@@ -68,7 +69,7 @@ def main() -> int:
     facts = suite_facts(args.tiny)
     if facts["triton"] != "yes":
         CONSOLE.print(f"[yellow]without Triton kernels[/yellow]: {facts['triton']}")
-    rows = [row for row in read(args.out) if all(row.get(key) == facts[key] for key in SAME)]
+    rows = [row for row in read(args.record) if all(row.get(key) == facts[key] for key in SAME)]
     done = {row["done"]: row["time"] for row in rows if "done" in row}
     # of each part, those of the call that finished it
     rows = [row for row in rows if done.get(row.get("unit")) == row["time"]]
@@ -82,11 +83,11 @@ def main() -> int:
         if seconds_left < 0 or not args.tiny and seconds_left < expected(name):
             continue  # a shorter one may fit
         CONSOLE.print(f"[bold]{name}[/bold] ({seconds:.0f} s)")
-        if run_part(name, part, facts, args.out, rows):
+        if run_part(name, part, facts, args.record, rows):
             done[name] = facts["time"]
     show(rows)
     CONSOLE.print(
-        f"{len(done)} of {len(all_parts)} parts are done in {args.out}; the same command goes on"
+        f"{len(done)} of {len(all_parts)} parts are done in {args.record}; the same command goes on"
     )
     return 1 if any(is_wrong(row) for row in rows) else 0
 
@@ -101,21 +102,21 @@ def suite_facts(tiny: bool) -> dict:
     }
 
 
-def run_part(name: str, part: Callable, facts: dict, out: Path, rows: list[dict]) -> bool:
-    """Runs a part, and adds its rows to `out` and to `rows`; False where it fails."""
+def run_part(name: str, part: Callable, facts: dict, record: Path, rows: list[dict]) -> bool:
+    """Runs a part, and adds its rows to `record` and to `rows`; False where it fails."""
     try:
         for row in part():
             rows.append(facts | {"unit": name} | row)
-            write(out, rows[-1])
+            write(record, rows[-1])
     except Exception as error:  # the other parts still have their turn
         text = f"{type(error).__name__}: {error}"
         CONSOLE.print(f"[red]{name} failed[/red]: {text[:500]}")
-        write(out, facts | {"failed": name, "error": text[:2000]})
+        write(record, facts | {"failed": name, "error": text[:2000]})
         rows.append({"failed": name, "error": text[:300]})
         return False
     finally:
         jax.clear_caches()
-    write(out, facts | {"done": name})
+    write(record, facts | {"done": name})
     return True
 
 

@@ -9,10 +9,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when a kernel is decorated; the tests that compile kernels do so in processes of their own.
 os.environ["TRITON_INTERPRET"] = "1"
 # Tests ask whether numbers are right, not whether they come quickly: unoptimized machine code
-# compiles in a bit more than half the time (docs/testing.md). Subprocesses inherit this.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-).strip()
+# compiles in a bit more than half the time (docs/testing.md). Workers and subprocesses inherit the
+# environment; the flags are part of a cached program's key, so they must not be appended twice.
+UNOPTIMIZED = "--xla_backend_optimization_level=0"
+if UNOPTIMIZED not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMIZED}".strip()
+# In the environment and not only in jax.config, because the commands that tests run in this
+# process set up a cache, too.
+CACHE = Path.home() / ".cache" / "peagle_jax" / "xla-tests"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py, tests/tiers.py
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests start.
@@ -24,10 +30,6 @@ from tiers import is_slow  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update(
-    "jax_compilation_cache_dir", str(Path.home() / ".cache" / "peagle_jax" / "xla-tests")
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ def suite(out: Path, *args: str) -> subprocess.CompletedProcess:
         "-W",
         "ignore",
         ROOT / "scripts" / "gpu_suite.py",
-        "--out",
+        "--record",
         out,
         *args,
     ]

@@ -10,7 +10,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 MAX_COLUMNS = 100
 # next steps that do not say what to do
-EMPTY_ADVICE = re.compile(r"^mend (it|them|one|the (config|file|line|value)s?)\b")
+EMPTY_ADVICE = re.compile(
+    r"^(mend (it|them|one|the (config|file|line|value)s?)\b"
+    r"|restore the (config|file|folder|index|original)s?\b|restore (it|them)$"
+    r"|leave it out\b|leave out one of them$|remove it$|add it: $"
+    r"|(use|name|take) an?(other| earlier) (checkpoint|target)$"
+    r"|choose one of them$|fetch (it|the (file|folder)) again$"
+    r"|check (its quotes|that this is )|correct the line it names$|convert it with safetensors$"
+    r"|give a positive size$|make room and try again$|let the run go on\b"
+    r"|:? VALUE$)"
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -23,7 +32,10 @@ def room_of(path: Path) -> str:
 
 
 def test_errors_say_what_to_do():
-    """ "mend the config" says nothing: an error names the key and a value that works."""
+    """ "mend the config" says nothing: an error names the key and a value that works.
+
+    "leave it out" does not name the option, and "restore the file" does not say from where.
+    """
     found = [
         f"{name_of(path)}:{node.lineno}"
         for path in FILES

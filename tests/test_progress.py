@@ -1,6 +1,7 @@
 """Progress where nobody sees a bar: lines, not too many, with what is left."""
 
 import sys
+import time
 
 import pytest
 
@@ -47,6 +48,19 @@ def test_work_whose_size_becomes_known_later(clock, capsys):
         "rows: 7",
         "rows: 14 of 28, about 62 seconds left",
     ]
+
+
+def test_lines_go_on_while_nothing_is_updated(monkeypatch, capsys):
+    """A compilation takes minutes, and no step ends in them."""
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    with ProgressReport("train peagle", 10, unit="steps") as report:
+        report.update(3, note="loss 2.00")
+        capsys.readouterr()
+        time.sleep(0.4)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2 and all(line.startswith("train peagle: 3 of 10 steps") for line in lines)
+    time.sleep(0.15)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,21 @@ def test_a_newer_demo_replaces_the_rows_of_its_device(tmp_path):
     assert script["table"](demos)[2] == "| P-EAGLE | 3 | 30 | 1.50 | 2.00 | 20 | 1.50 | 2.00 |"
 
 
+def test_the_support_table_says_what_vllm_said(tmp_path):
+    """Its cells are rows of results/targets.jsonl; rows with the names of today read the same."""
+    script = runpy.run_path(str(ROOT / "scripts" / "generate" / "support_table.py"))
+    cell = script["vllm_agreement"]
+    rows = script["read_agreement"](ROOT / "results" / "targets.jsonl")
+    page = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
+    for family in script["FAMILIES"].values():
+        assert f"| {cell(rows[family.vllm_name])} |" in page
+    today = {"family": "llama", "equal": 5, "num_prompts": 6, "num_draft_tokens": 8}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(today | {"num_accepted_tokens": 7}) + "\n")
+    read = script["read_agreement"](tmp_path / "rows.jsonl")
+    assert cell(read["llama"]) == "5 of 6, 7 of 8 drafts"
+    assert script["read_agreement"](tmp_path / "none.jsonl") == {} and cell(None) == ""
+
+
 # ---------------------------------------------------------------- all pages
 
 

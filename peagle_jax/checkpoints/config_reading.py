@@ -85,7 +85,7 @@ def read_config(
             where,
             "a draft head needs the matrix fc.weight",
             "none",
-            "check that this is an EAGLE-3 or P-EAGLE head",
+            "name a head's folder; EAGLE-1 and -2 heads and Medusa are not read",
         )
     _refuse_unsupported_options(top, shape, eagle)
     dim = shape.get_int("hidden_size")
@@ -223,9 +223,9 @@ def _aux_layers(
         if numbering is not None:
             raise InputError(
                 "--aux-layer-numbering",
-                "the config names no aux hidden state layers whose numbering could be said",
+                "needs layer ids, and the config has none",
                 numbering,
-                "leave it out",
+                "leave out --aux-layer-numbering",
             )
         if target_layers is None:
             raise InputError(
@@ -251,7 +251,7 @@ def _mask_token(
                 "--mask-token",
                 "a head without mask_hidden has no mask token",
                 given,
-                "leave it out",
+                "leave out --mask-token",
             )
         return None
     token = top.child("dflash_config").get_int("mask_token_id", None, least=0)
@@ -259,7 +259,10 @@ def _mask_token(
         token = top.get_int(key, None, least=0) if token is None else token
     if token is not None and given is not None:
         raise InputError(
-            "--mask-token", "the config names the mask token itself", token, "leave it out"
+            "--mask-token",
+            "the config names the mask token itself",
+            token,
+            "leave out --mask-token",
         )
     token = given if token is None else token
     if token is None:

@@ -4,20 +4,11 @@ import json
 
 from peagle_jax.checkpoints.config_reading import AUX_LAYER_IDS
 from peagle_jax.draft.head import HeadConfig
-from peagle_jax.types import InputError
 
 
 def _shape(cfg: HeadConfig, dtype: str) -> dict:
     """The keys that a Llama or Qwen3 config of this shape has."""
     rope = json.loads(cfg.rope.source)
-    if len(set(cfg.windows)) > 1:
-        # vLLM 0.32: "All drafting layers should belong to the same kv cache group"
-        raise InputError(
-            "drafter",
-            "vLLM drafts with one cache: all layers have one sliding window, or none",
-            cfg.windows,
-            "train a head whose layers have the same window",
-        )
     shape = {
         "model_type": "qwen3" if cfg.qk_norm else "llama",
         "vocab_size": cfg.vocab,
@@ -80,9 +71,6 @@ def vllm_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
       cfg: the head; its placeholder design is not looked at (see export_placeholders.py).
       dtype: name of the weights' dtype.
       k: tokens to draft in one step; None leaves it out.
-
-    Raises:
-      InputError: the layers have different sliding windows.
     """
     architecture = "Eagle3Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLMEagle3"
     config = {"architectures": [architecture]} | _shape(cfg, dtype) | _options(cfg)
@@ -108,9 +96,6 @@ def speculators_config(
       k: tokens to draft in one step.
       target: name or path of the target; with it vLLM serves the folder by its name alone.
       target_architecture: of the target, for example "Qwen3ForCausalLM".
-
-    Raises:
-      InputError: the layers have different sliding windows.
     """
     algorithm = "peagle" if cfg.parallel else "eagle3"
     options = _options(cfg)

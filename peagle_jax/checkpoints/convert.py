@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,28 +24,10 @@ UNUSED_OPTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """How to convert. An option that the output has no use for is refused, not ignored.
-
-    Attributes:
-      to: "vllm" or "speculators" (a draft head's folder), "orbax" (what a training run saves), or
-        "hf" (a target's folder).
-      k: tokens to draft in one step, where the format carries it; None keeps what the source says.
-      dtype: of the floating-point tensors; None keeps them.
-      target: the target's folder or hub id. It is needed for a head that shares its target's
-        embedding or does not name its aux hidden state layers, and by the speculators format,
-        which names its target.
-      max_shard_bytes: splits safetensors into files of at most so many bytes.
-      share_embedding: leaves out the head's embedding, which must be the target's (vllm format).
-      mask_token: id of the mask token, for a head whose config does not name it.
-      aux_layer_numbering: "input" or "output", what the source's aux hidden state layer ids name
-        of a layer; None takes what writers of its format mean.
-      identity_d2t: writes an identity `d2t` (and `t2d`) of the source again; vLLM refuses such a
-        folder.
-      command: the command line, to be recorded with the result.
-      on_bytes: called with the bytes written so far and the bytes of all tensors.
+    """The keyword arguments of `convert`, which describes them, checked against each other.
 
     Raises:
-      InputError: an option contradicts `to` or another option.
+      InputError: an option contradicts `to` or another option, or the output has no use for it.
     """
 
     to: str
@@ -64,7 +47,10 @@ class ConversionOptions:
             value = getattr(self, name)
             if value not in (None, False):
                 raise InputError(
-                    _flag(name), f"--to {self.to} has no use for it", value, "leave it out"
+                    _flag(name),
+                    f"--to {self.to} has no use for it",
+                    value,
+                    f"leave out {_flag(name)}",
                 )
         if self.k is not None and self.k < 1:
             raise InputError(
@@ -79,22 +65,70 @@ class ConversionOptions:
             )
 
 
-def convert(src: str | Path, dst: str | Path, *, to: str, **options) -> None:
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    k: int | None = None,
+    dtype: str | None = None,
+    target: str | Path | None = None,
+    max_shard_bytes: int | None = None,
+    share_embedding: bool = False,
+    mask_token: int | None = None,
+    aux_layer_numbering: str | None = None,
+    identity_d2t: bool = False,
+    command: str | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+    **former_names: Any,
+) -> None:
     """Converts a checkpoint. `dst` appears whole or not at all.
 
     From folder to folder, and from a training run to a folder, tensors are read, cast and written
-    one after the other, so that a head need not fit into memory. With `to="orbax"` it must.
+    one after the other, so that a head need not fit into memory. With `to="orbax"` it must. An
+    option that the output has no use for is refused, not ignored.
 
     Args:
       src: a draft head's or a target's folder, a Hugging Face hub id, or a training run.
       dst: the folder to write.
-      to: "vllm", "speculators", "orbax" or "hf".
-      **options: the other fields of `ConversionOptions`.
+      to: "vllm" or "speculators" (a draft head's folder), "orbax" (what a training run saves), or
+        "hf" (a target's folder).
+      k: K, tokens to draft in one step, where the format carries it; None keeps what the source
+        says.
+      dtype: of the floating-point tensors, for example "bfloat16"; None keeps them.
+      target: the target's folder or hub id. It is needed for a head that shares its target's
+        embedding or does not name its aux hidden state layers, and by the speculators format,
+        which names its target.
+      max_shard_bytes: splits safetensors into files of at most so many bytes; None writes one.
+      share_embedding: leaves out the head's embedding, which must be the target's (vllm format).
+      mask_token: id of the mask token, for a head whose config does not name it.
+      aux_layer_numbering: "input" or "output", what the source's aux hidden state layer ids name
+        of a layer; None takes what writers of its format mean.
+      identity_d2t: writes an identity `d2t` (and `t2d`) of the source again; vLLM refuses such a
+        folder.
+      command: the command line, to be recorded with the result.
+      on_bytes: called with the bytes written so far and the bytes of all tensors.
+      **former_names: options under the names that they had formerly (old_names.py).
 
     Raises:
-      InputError: `src` is no such checkpoint, or `dst` cannot express it.
+      InputError: `src` is no such checkpoint, `dst` cannot express it, or an option contradicts
+        `to` or another option.
     """
-    given = ConversionOptions(to=to, **with_new_names(options, CONVERSION_OPTIONS, "convert"))
+    if aux_layer_numbering is not None:
+        former_names["aux_layer_numbering"] = aux_layer_numbering
+    given = ConversionOptions(
+        to=to,
+        k=k,
+        dtype=dtype,
+        target=target,
+        max_shard_bytes=max_shard_bytes,
+        share_embedding=share_embedding,
+        mask_token=mask_token,
+        identity_d2t=identity_d2t,
+        command=command,
+        on_bytes=on_bytes,
+        **with_new_names(former_names, CONVERSION_OPTIONS, "convert"),
+    )
     folder, dst = weights.find_folder(src), Path(dst)
     if folder.resolve() == dst.resolve():
         raise InputError(
@@ -157,6 +191,8 @@ def read_serving(path: str | Path, target_layers: int | None = None) -> HeadStat
 
 def _flag(option: str) -> str:
     """The command line's name of an option, which errors speak of."""
+    if option == "k":
+        return "-k"
     if option == "max_shard_bytes":
         return "--max-shard-size"
     return "--" + option.replace("_", "-")
@@ -169,7 +205,10 @@ def _open(src: str | Path, folder: Path, options: ConversionOptions) -> HeadStat
         for name in ("mask_token", "aux_layer_numbering"):
             if (value := getattr(options, name)) is not None:
                 raise InputError(
-                    _flag(name), "a training run says it itself", value, "leave it out"
+                    _flag(name),
+                    "a training run says it itself",
+                    value,
+                    f"leave out {_flag(name)}",
                 )
         head = runs.open_run(folder)
     else:
@@ -225,5 +264,5 @@ def _check_embedding_is_targets(src: str | Path, head: HeadState, target: str | 
             src,
             "--share-embedding needs a head whose embedding is the target's",
             "one trained further",
-            "leave it out",
+            "leave out --share-embedding",
         )

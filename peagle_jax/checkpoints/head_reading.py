@@ -196,7 +196,7 @@ def _ids_of_d2t(d2t: Tensor, config: HeadConfig, folder: Path) -> np.ndarray:
             folder,
             f"d2t must hold {size} whole numbers",
             f"{d2t.dtype.name} {list(d2t.shape)}",
-            "restore the file",
+            _damaged("d2t"),
         )
     offsets = np.asarray(d2t).astype(np.int64)
     ids = np.arange(size) + offsets
@@ -206,7 +206,7 @@ def _ids_of_d2t(d2t: Tensor, config: HeadConfig, folder: Path) -> np.ndarray:
             folder,
             f"d2t must name {size} different ids in 0..{vocab - 1}",
             f"ids {ids.min()}..{ids.max()}",
-            "restore the file",
+            _damaged("d2t"),
         )
     return ids
 
@@ -219,7 +219,7 @@ def _check_t2d(t2d: Tensor, ids: np.ndarray | None, config: HeadConfig, folder: 
             folder,
             f"t2d must hold {vocab} truth values",
             f"{t2d.dtype.name} {list(t2d.shape)}",
-            "restore the file",
+            _damaged("t2d"),
         )
     masked = np.flatnonzero(np.asarray(t2d))
     ids = masked if ids is None else ids
@@ -230,6 +230,14 @@ def _check_t2d(t2d: Tensor, ids: np.ndarray | None, config: HeadConfig, folder: 
             folder,
             f"t2d must name the {size} ids of the draft vocabulary",
             f"a difference at {first}",
-            "restore the file",
+            _damaged("t2d"),
         )
     return ids
+
+
+def _damaged(table: str) -> str:
+    """What to do about a damaged table of a head that somebody else has trained."""
+    return (
+        "download its safetensors files again, or let its trainer save the head again: "
+        f"{table} is damaged"
+    )

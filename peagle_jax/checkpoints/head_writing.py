@@ -68,7 +68,8 @@ def save_drafter(
         with most published EAGLE-3 heads.
 
     Raises:
-      InputError: the format cannot express the head.
+      InputError: the format cannot express the head, its matrices are FP8, or the folder cannot be
+        written.
     """
     state = dataclasses.replace(
         from_model(head), target=target, target_architecture=target_architecture
@@ -113,7 +114,7 @@ def write_head(
             "--to",
             f"must be one of {', '.join(CHECKPOINT_FORMATS)}",
             checkpoint_format,
-            "choose one of them",
+            "use vllm",
         )
     head.check()
     if not own_embedding:
@@ -166,7 +167,6 @@ def check_servable(head: HeadState, path: str | Path) -> None:
         )
     k = head.config.num_depths or 1
     _refuse_inexpressible(head, path, head.checkpoint_format, k, np.float32, own_embedding=True)
-    config_writing.vllm_config(head.config, "float32", None)  # refuses what a config cannot say
 
 
 def _tensors_to_write(
@@ -225,6 +225,14 @@ def _refuse_inexpressible(
             aux_layers,
             f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
         )
+    if len(set(cfg.windows)) > 1:
+        # vLLM 0.32: "All drafting layers should belong to the same kv cache group"
+        raise InputError(
+            path,
+            "vLLM drafts with one cache: all layers have one sliding window, or none",
+            cfg.windows,
+            "train a head whose layers have the same window",
+        )
     if head.quantized and dtype is None:
         raise InputError(
             path,
@@ -280,7 +288,7 @@ def _vocab_tables(head: HeadState, identity_d2t: bool) -> dict[str, np.ndarray]:
                 "--identity-d2t",
                 "only a head of the full vocabulary has an identity d2t",
                 cfg.draft_vocab,
-                "leave it out",
+                "leave out --identity-d2t",
             )
         ids = np.arange(cfg.draft_vocab) + np.asarray(head.tensors["d2t"])
         d2t, t2d = draft_vocab.tables(ids, cfg.vocab)
@@ -288,7 +296,7 @@ def _vocab_tables(head: HeadState, identity_d2t: bool) -> dict[str, np.ndarray]:
     if not identity_d2t:
         return {}
     if "d2t" not in head.left_out:
-        rule = "puts back what the source had, or what an earlier conversion left out"
-        raise InputError("--identity-d2t", rule, "neither", "leave it out")
+        rule = "the source must have had d2t, or an earlier conversion must have left it out"
+        raise InputError("--identity-d2t", rule, "neither", "leave out --identity-d2t")
     d2t, t2d = draft_vocab.tables(np.arange(cfg.vocab), cfg.vocab)
     return {"d2t": d2t, "t2d": t2d} if "t2d" in head.left_out else {"d2t": d2t}

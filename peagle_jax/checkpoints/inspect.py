@@ -131,8 +131,9 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     steps = sorted(int(p.name) for p in (folder / "checkpoints").glob("[0-9]*") if p.name.isdigit())
     facts = {"kind": "training_run"} | _head_facts(runs.config_from_json(folder / runs.HEAD_FILE))
     facts["checkpoints"] = steps
-    if not steps:
-        return facts
+    if not steps:  # the same keys as below: programs read them
+        sizes = dict.fromkeys(("num_tensors", "num_parameters", "num_bytes"))
+        return facts | sizes | {"dtypes": [], "source": None, "target": None, "left_out": []}
     head = runs.open_run(folder)
     origin = {"source": head.source, "target": head.target, "left_out": list(head.left_out)}
     return facts | _sizes(head.tensors) | origin

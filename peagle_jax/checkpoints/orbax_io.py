@@ -16,6 +16,8 @@ from peagle_jax.old_names import TRAINING_STATE_KEYS
 from peagle_jax.types import InputError
 from peagle_jax.weights import LazyTensor, flatten_params
 
+STEP_ITEM = "default"  # Orbax's name of the tree within a step's folder
+
 
 class Checkpoints:
     """The two newest training states of a run.
@@ -58,7 +60,7 @@ class Checkpoints:
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
-        former_names = _former_names(self.folder / str(step) / "default", like)
+        former_names = _former_names(self.folder / str(step) / STEP_ITEM, like)
         new_names = {former: new for new, former in former_names.items()}
         saved = self.manager.restore(
             step, args=ocp.args.StandardRestore(_rename_keys(abstract, former_names))
@@ -86,7 +88,7 @@ def newest(folder: Path) -> Path:
     manager.close()
     if step is None:
         raise _no_checkpoint(folder, "none")
-    return Path(folder).absolute() / str(step) / "default"
+    return Path(folder).absolute() / str(step) / STEP_ITEM
 
 
 def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
@@ -115,7 +117,11 @@ def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
             path,
             "must be a finished Orbax checkpoint of this package",
             error,
-            "let the run go on until it has saved once",
+            _advice(
+                path,
+                "if the run has not saved yet, continue it with peagle train; otherwise delete "
+                f"{path.parent}",
+            ),
         ) from None
 
     def read(keys: list[str]) -> np.ndarray:
@@ -132,9 +138,9 @@ def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
         try:
             restored = reader.restore(path.absolute(), args=restore_only_this)
         except ValueError as error:  # tensorstore's word for damaged files
-            raise InputError(
-                path, f"{'.'.join(keys)} must be readable", error, "take an earlier checkpoint"
-            ) from None
+            next_step = _advice(path, f"delete {path.parent}, so that the step before it is used")
+            rule = f"{'.'.join(keys)} must be readable"
+            raise InputError(path, rule, error, next_step) from None
         return functools.reduce(lambda tree, key: tree[key], all_keys, restored)
 
     return {
@@ -153,7 +159,18 @@ def _saved_structure(path: Path) -> dict[str, Any]:
 
 def _no_checkpoint(folder: Path, got: str) -> InputError:
     rule = "must hold a finished Orbax checkpoint"
-    return InputError(folder, rule, got, "let the run go on until it has saved once")
+    next_step = "continue the run with peagle train until it has saved, or name another run"
+    return InputError(folder, rule, got, next_step)
+
+
+def _advice(path: Path, of_step: str) -> str:
+    """What to do about a damaged tree: `of_step` if it is a step's, which others may stand beside.
+
+    The parameters that a run did not train are saved once.
+    """
+    if path.name == STEP_ITEM:
+        return of_step
+    return f"copy {path.name} from a backup, or train again with another out:"
 
 
 def _former_names(saved_at: Path, state: Any) -> dict[str, str]:

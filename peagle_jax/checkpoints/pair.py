@@ -75,6 +75,9 @@ def load_drafter_for(target: Model, drafter: str | Path, *, fp8: bool = False) -
       drafter: a head's folder of any checkpoint format, a hub id, or a training run.
       fp8: the head's matrices in float8 with scales.
 
+    Returns:
+      The head.
+
     Raises:
       InputError: the folder is missing or damaged, or the head does not fit the target.
     """

@@ -2,6 +2,8 @@
 
 import re
 
+import numpy as np
+
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.weights import IDENTITY, TRANSPOSE, ParamTable, ParamTransform
@@ -12,12 +14,17 @@ def _is_vector_of_same_size(got: tuple, want: tuple) -> bool:
     return got[-1:] == want[-1:] and set(got[:-1]) <= {1}
 
 
-MASK_HIDDEN = ParamTransform(
-    "mask_hidden",
-    lambda t: t.reshape(-1),
-    lambda t: t.reshape(1, 1, -1),
-    fits=_is_vector_of_same_size,
-)
+def _to_vector(tensor: np.ndarray) -> np.ndarray:
+    """A checkpoint's mask_hidden as our parameter [A]."""
+    return tensor.reshape(-1)
+
+
+def _to_rank_3(tensor: np.ndarray) -> np.ndarray:
+    """Our parameter [A] in the shape [1, 1, A], in which checkpoints are written."""
+    return tensor.reshape(1, 1, -1)
+
+
+MASK_HIDDEN = ParamTransform("mask_hidden", _to_vector, _to_rank_3, fits=_is_vector_of_same_size)
 EMBEDDING = "embed_tokens.weight"
 # The target's, which speculators has in memory while it trains and may have saved with the head.
 VERIFIER_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight")

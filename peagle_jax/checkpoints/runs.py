@@ -29,6 +29,8 @@ from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
 from peagle_jax.types import InputError, Model
 
 HEAD_FILE, FROZEN = "head.json", "frozen"
+HEAD_FILE_AGAIN = f"copy {HEAD_FILE} from a backup, or train again with another out:"
+SAVING_FAILED = "make room on the disk if it is full; otherwise change what the error names"
 ORIGIN_FIELDS = ("source", "left_out", "target", "target_architecture")  # of HeadState
 INT_KEYS = (
     "vocab",
@@ -76,6 +78,9 @@ def load_drafter(
       embedding: the target's [V D], for a head whose folder has no `embed_tokens` and shares it.
       target_layers: how many layers the target has, for a head whose config does not name its aux
         hidden state layers.
+
+    Returns:
+      The head: a `HeadConfig`, and its parameters on the default device.
 
     Raises:
       InputError: the folder is missing, a target's, or damaged, or asks for something that this
@@ -134,7 +139,7 @@ def open_run(src: Path) -> HeadState:
             src,
             "the checkpoint must hold the parameters of head.json",
             f"a difference at {min(differing)}",
-            "restore the folder",
+            f"copy checkpoints and {HEAD_FILE} from a backup, or train again with another out:",
         )
     tensors = weights.export_params(weights.unflatten_params(params), table)
     if "d2t" in tensors:
@@ -157,7 +162,7 @@ def config_from_json(path: Path) -> HeadConfig:
     Raises:
       InputError: a key is missing or of a wrong kind, or names a design that does not exist.
     """
-    raw = with_new_names(weights.read_json(path), HEAD_JSON_KEYS, str(path))
+    raw = with_new_names(weights.read_json(path, HEAD_FILE_AGAIN), HEAD_JSON_KEYS, str(path))
     raw.pop("origin", None)
     raw = {**PAPER_DESIGN, **raw}  # runs from before the other designs do not name theirs
     _check_values(raw, path)
@@ -179,7 +184,7 @@ def config_from_json(path: Path) -> HeadConfig:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            path, "must be the head.json of a training run", error, "restore the file"
+            path, "must be the head.json of a training run", error, HEAD_FILE_AGAIN
         ) from None
 
 
@@ -198,7 +203,7 @@ def _check_values(raw: Mapping, path: Path) -> None:
     ):
         if not isinstance(raw[key], str) or raw[key] not in designs:
             raise InputError(
-                path, f"{key} must be one of {', '.join(designs)}", raw[key], "restore the file"
+                path, f"{key} must be one of {', '.join(designs)}", raw[key], HEAD_FILE_AGAIN
             )
     for key in BOOL_KEYS:
         fields.get_bool(key)
@@ -211,7 +216,7 @@ def _check_values(raw: Mapping, path: Path) -> None:
             path,
             "aux_hidden_state_layers and windows must be lists, with one window a layer",
             "others",
-            "restore the file",
+            HEAD_FILE_AGAIN,
         )
 
 
@@ -258,5 +263,5 @@ def _save(path: Path, tree: Any) -> None:
             writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
     except ValueError as error:  # tensorstore's word for a disk that is full
         raise InputError(
-            path, "the checkpoint must be written to the end", error, "make room and try again"
+            path, "the checkpoint must be written to the end", error, SAVING_FAILED
         ) from None

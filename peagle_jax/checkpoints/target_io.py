@@ -91,7 +91,10 @@ def load_embedding(path: str | Path) -> weights.Tensor:
     embedding = next((tensors[name] for name in EMBEDDINGS if name in tensors), None)
     if embedding is None or len(embedding.shape) != 2 or embedding.dtype not in weights.FLOATING:
         raise InputError(
-            folder, f"the target must hold {EMBEDDINGS[0]}", "no such matrix", "name another target"
+            folder,
+            f"the target must hold {EMBEDDINGS[0]}",
+            "no such matrix",
+            "name a folder that holds the whole target",
         )
     return embedding
 
@@ -136,11 +139,14 @@ def load_target(
         (targets/sharding.py). Every device reads its own slices from the files, and no process
         reads another's. None: the default device.
 
+    Returns:
+      The target: a `TargetConfig`, and its parameters.
+
     Raises:
       InputError: the folder is missing, damaged, of another family, or does not fit its own config.
     """
     if mxfp4 not in ("packed", "plain"):
-        raise InputError("mxfp4", "must be packed or plain", mxfp4, "choose one of them")
+        raise InputError("mxfp4", "must be packed or plain", mxfp4, "use packed")
     folder = weights.find_folder(path)
     family, config, tensors = _open(
         folder, aux_hidden_state_layers, dtype, keep_packed=mxfp4 == "packed"
@@ -155,7 +161,7 @@ def load_target(
                 "fp8",
                 "one device holds the whole of an FP8 target",
                 "a mesh",
-                "leave out one of them",
+                "leave out fp8, or the mesh",
             )
         stored = {
             name.replace(TEXT_PART, "model.", 1): t

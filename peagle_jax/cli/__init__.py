@@ -14,6 +14,9 @@ from peagle_jax.cli.parser import UsageError
 
 __all__ = ["COMMANDS", "main"]
 
+# Commands that find what an interrupted one has finished, and do the rest.
+RESUMING = ("demo", "train", "regenerate", "extract")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
@@ -29,12 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: after --help and --version.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    command = None
     try:
-        return _run(parse_arguments(words or ["--help"]))
+        arguments = parse_arguments(words or ["--help"])
+        command = arguments.name
+        return _run(arguments)
     except UsageError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        print("peagle: interrupted; a training run resumes with the same command", file=sys.stderr)
+        advice = "; the same command goes on where it stopped" if command in RESUMING else ""
+        print(f"peagle: interrupted{advice}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         _discard_stdout()

@@ -32,7 +32,7 @@ def add_convert(parser: Parser) -> None:
         "--target",
         metavar="MODEL",
         help="the head's target: the speculators format names it, and some folders leave their "
-        "embedding or layer ids to it",
+        "embedding or layer ids to it; without it what the folder says",
     )
     parser.add_argument(
         "--share-embedding",
@@ -43,7 +43,8 @@ def add_convert(parser: Parser) -> None:
         "--mask-token",
         metavar="ID",
         type=int,
-        help="id of the mask token, where the head's config does not name it",
+        help="id of the mask token, where the head's config does not name it; without it what the "
+        "config says",
     )
     parser.add_argument(
         "--aux-layer-numbering",
@@ -71,7 +72,8 @@ def add_inspect(parser: Parser) -> None:
     parser.add_argument(
         "--target",
         metavar="MODEL",
-        help="the head's target, for a head whose config names no aux hidden state layers",
+        help="the head's target, for a head whose config names no aux hidden state layers; without "
+        "it they are not shown",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 

@@ -123,13 +123,40 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
       UsageError: a command or an argument is unknown, missing, or not of its kind.
     """
-    arguments, unknown = make_parser().parse_known_args(words)
+    overrides, rest = _split_overrides(words) if list(words[:1]) == ["train"] else ([], list(words))
+    arguments, unknown = make_parser().parse_known_args(rest)
     if unknown and arguments.name != "train":
         rule = f"unknown argument {' '.join(unknown)}"
         raise UsageError(f"{arguments.name}: {rule}; run peagle {arguments.name} --help")
-    arguments.overrides = unknown
+    arguments.overrides = overrides + unknown
     arguments.argv = list(words)
     return arguments
+
+
+def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separates the recipe's keys, `--KEY VALUE` or `--KEY=VALUE`, from the other words of `train`.
+
+    argparse would take the value of an option that it does not know for the recipe's file.
+
+    Returns:
+      The overrides, and the rest.
+    """
+    parser = Parser()
+    training_options.add_train(parser)
+    known = parser.option_spellings()
+    overrides, rest = [], []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        name = word.split("=")[0]
+        is_known = any(spelling.startswith(name) for spelling in known)
+        if not word.startswith("--") or is_known:
+            rest.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and remaining and not remaining[0].startswith("--"):
+            overrides.append(remaining.pop(0))
+    return overrides, rest
 
 
 def run_command(arguments: argparse.Namespace) -> int:

@@ -129,6 +129,7 @@ def bench(arguments: argparse.Namespace) -> int:
     from peagle_jax.progress import ProgressReport
     from peagle_jax.report import plots, records
     from peagle_jax.report.page import write_report
+    from peagle_jax.report.statements import headline
 
     ks = parse_numbers("--num-speculative-tokens", arguments.k)
     batch_sizes = parse_numbers("--batch-size", arguments.batch_size)
@@ -175,6 +176,8 @@ def bench(arguments: argparse.Namespace) -> int:
     pictures = plots.draw(arguments.out, suite.records, {}, [])
     page = write_report(arguments.out, suite.records, pictures=pictures, sample=None, runs=[])
     print_marked(records.table(suite.records))
+    for line in headline(suite.records):
+        say(line)
     say(f"report: {page}")
     # with fewer bits a batch of K + 1 tokens may round differently, and near ties then differ
     is_exact_dtype = arguments.dtype == "float32"

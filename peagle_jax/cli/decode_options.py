@@ -18,7 +18,7 @@ def add_demo(parser: Parser) -> None:
         "--budget",
         choices=("smoke", "small", "full"),
         default="small",
-        help="about 2 minutes, about 10 minutes, or one GPU",
+        help="smoke takes about 2 minutes and small about 10 on two CPU cores; full is for a GPU",
     )
     parser.add_argument(
         "--from-scratch",

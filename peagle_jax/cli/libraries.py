@@ -24,7 +24,8 @@ def configure_libraries() -> None:
     """Keeps the libraries' own messages away from the one-line messages of `peagle`.
 
     Compiled programs are kept on disk, so that a second run of a command starts sooner. The
-    environment variable JAX_COMPILATION_CACHE_DIR chooses another place.
+    environment variable JAX_COMPILATION_CACHE_DIR chooses another place, and
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS from how many seconds on a program is kept (0.5).
     """
     kernel_log = logging.getLogger("peagle_jax.kernels")
     kernel_log.setLevel(logging.INFO)
@@ -38,7 +39,8 @@ def configure_libraries() -> None:
     default_cache = Path.home() / ".cache" / "peagle_jax" / "xla"
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(default_cache))
     jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def add_argument(
         self, *spellings: str, formerly: Sequence[str] = (), **options: Any
     ) -> argparse.Action:
-        """Adds an argument; its default is appended to its help.
+        """Adds an argument; its help ends with its default, or with "(required)".
 
         Args:
           spellings: those that --help lists.
@@ -40,13 +40,20 @@ class Parser(argparse.ArgumentParser):
           options: as for `argparse.ArgumentParser.add_argument`.
         """
         default = options.get("default")
-        has_value = default is not None and not isinstance(default, bool)
-        if has_value and default is not argparse.SUPPRESS:
+        if options.get("required"):
+            options["help"] = f"{options['help']} (required)"
+        elif options.get("action") == "store_true":
+            options["help"] = f"{options['help']} (default: off)"
+        elif default is not None and default is not argparse.SUPPRESS:
             options["help"] = f"{options['help']} (default: {default_text(default)})"
         action = super().add_argument(*spellings, **options)
         for spelling in formerly:
             self._option_string_actions[spelling] = action
         return action
+
+    def option_spellings(self) -> list[str]:
+        """Every spelling of an option that is understood, former ones included."""
+        return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """Raises the mistake instead of printing the usage, so that `main` prints one line.

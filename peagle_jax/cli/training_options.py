@@ -7,9 +7,10 @@ from peagle_jax.cli.parser import Parser, add_held_out, add_target
 
 def add_train(parser: Parser) -> None:
     """The options of `peagle train`; the keys of the recipe are read by apply_overrides."""
-    parser.usage = "peagle train [-h] [--hidden-states-dir DIR] [--KEY VALUE ...] CONFIG"
+    parser.usage = "peagle train CONFIG [-h] [--hidden-states-dir DIR] [--KEY VALUE ...]"
     parser.epilog = (
-        "Every key of the recipe can be given as an option, for example --optimizer.steps 100. "
+        "Every key of the recipe can be given as an option, for example --optimizer.steps 100; "
+        "peagle_jax/train/config.py has all keys with their defaults. "
         "A run that was interrupted resumes with the same command."
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the recipe, a YAML file")
@@ -17,8 +18,8 @@ def add_train(parser: Parser) -> None:
         "--hidden-states-dir",
         metavar="DIR",
         formerly=["--features"],
-        help="read the target's hidden states from this folder of `peagle extract` instead of "
-        "running the target",
+        help="read the target's hidden states from this folder of `peagle extract`; without it the "
+        "target runs",
     )
 
 

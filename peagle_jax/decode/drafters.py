@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.decode.sampling import probabilities, sample
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
-from peagle_jax.draft.placeholders import Slot
+from peagle_jax.draft.placeholders import PlaceholderRow
 from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
@@ -25,10 +25,11 @@ Proposal = tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, DraftState]
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that proposes K tokens per step.
+    """Anything that proposes K tokens per step: the interface of `generate`'s `drafter`.
 
     A drafter is hashable and has no arrays, so that it can be a static argument of a jitted
-    function. Its parameters and its state are passed in, and the new state is returned.
+    function. Its parameters and its state are passed in, and the new state is returned. The axis
+    letters are those of `peagle_jax.types`.
     """
 
     @property
@@ -37,7 +38,12 @@ class Drafter(Protocol):
         ...
 
     def init(self, batch: int, cache_size: int) -> KVCache | None:
-        """An empty cache with room for `cache_size` tokens per row; None for a drafter without."""
+        """An empty cache with room for `cache_size` tokens per row; None for a drafter without.
+
+        Args:
+          batch: B, rows.
+          cache_size: tokens per row: those of the target's cache, and K more.
+        """
         ...
 
     def prefill(
@@ -51,9 +57,14 @@ class Drafter(Protocol):
         """Reads the prompt.
 
         Args:
+          params: the drafter's parameters: `draft_params` of `generate`.
+          state: with the cache of `init`.
           tokens: the prompt from its second token on.
           aux_hidden_states: of the token before each of `tokens`, which predict it.
           count: how many of `tokens` are real, per row.
+
+        Returns:
+          The state after reading the prompt.
         """
         ...
 
@@ -68,6 +79,8 @@ class Drafter(Protocol):
         """Reads the tokens that the last step committed, and drafts K more.
 
         Args:
+          params: the drafter's parameters.
+          state: what the last call returned, with the sampling of this step.
           tokens: see `DecodeState.tokens`; likewise `aux_hidden_states` and `count`.
 
         Returns:
@@ -185,8 +198,8 @@ class ParallelDrafter(_HeadDrafter):
             return jnp.repeat(last, num_placeholders, axis=1)
 
         depth = jnp.broadcast_to(jnp.arange(1, self.k), (batch, num_placeholders))
-        slots = Slot(depth, last_committed(embeddings), last_committed(fused))
-        masks = placeholders.rows(head, slots)
+        unfilled = PlaceholderRow(depth, last_committed(embeddings), last_committed(fused))
+        masks = placeholders.rows(head, unfilled)
 
         after_committed = jnp.arange(num_places + num_placeholders)[None] - count[:, None]
         is_committed = (after_committed < 0)[..., None]

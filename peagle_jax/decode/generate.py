@@ -34,11 +34,15 @@ class Generation:
     The last step is counted whole, with drafts that were accepted past the answer's end.
 
     Attributes:
+      prompt_token_ids: the prompt, as it was given.
+      output_token_ids: the answer, its stop token included; at least one token and at most
+        `max_new_tokens`.
       finish_reason: "stop" after a stop token, "length" at the limit.
-      is_draft: which output tokens are accepted drafts.
-      num_drafts: speculative steps.
+      is_draft: which output tokens are accepted drafts; as long as `output_token_ids`.
+      num_drafts: speculative steps; 0 with plain decoding.
       num_draft_tokens: tokens drafted, K per step.
-      num_accepted_per_pos: in how many steps the draft at each of the K positions was accepted.
+      num_accepted_per_pos: [K], in how many steps the draft at each position was accepted; [] with
+        plain decoding.
     """
 
     prompt_token_ids: list[int]
@@ -51,6 +55,7 @@ class Generation:
 
     @property
     def num_accepted_tokens(self) -> int:
+        """Accepted drafts, over all steps and positions."""
         return sum(self.num_accepted_per_pos)
 
     @property
@@ -62,8 +67,11 @@ class Generation:
 def acceptance_length(answers: Sequence[Generation]) -> float | None:
     """Tokens written per target forward: 1 + accepted / drafts, pooled over answers as in vLLM.
 
+    Args:
+      answers: from `generate`, of one call or of several.
+
     Returns:
-      None where nothing was drafted.
+      1 to K + 1; None where nothing was drafted.
     """
     num_drafts = sum(answer.num_drafts for answer in answers)
     if num_drafts == 0:
@@ -119,6 +127,9 @@ def generate(
       sliding_cache: give layers with a sliding window a ring cache of window + chunk positions.
         The answers are the same, from less memory.
 
+    Returns:
+      One answer for each prompt, in the order of the prompts.
+
     Raises:
       InputError: a prompt is empty, has an unknown token, or does not fit the target's context,
         the cache or the memory; a sampling option, `k` or `prefill_chunk` is out of range; the
@@ -171,7 +182,7 @@ def _default_k(head: Model) -> int:
 def _chunk_size(prefill_chunk: int | None, sliding_cache: bool) -> int | None:
     """Prompt tokens per forward; None for whole prompts."""
     if prefill_chunk is not None and prefill_chunk < 1:
-        next_step = f"leave it out, or use for example {SLIDING_CHUNK}"
+        next_step = f"leave out prefill_chunk, or use {SLIDING_CHUNK}"
         raise InputError("prefill_chunk", "must be 1 or more", prefill_chunk, next_step)
     if prefill_chunk is None and sliding_cache:
         return SLIDING_CHUNK
@@ -289,7 +300,7 @@ def make_drafter(head: Model, k: int, method: str | None = None) -> Drafter:
         raise InputError("method", rule, method, "use peagle for a head with a mask token")
     if method == "peagle" and not head.config.parallel:
         rule = "parallel drafting needs a mask token and mask_hidden"
-        raise InputError("drafter", rule, "a head without them", "use --method eagle3")
+        raise InputError("method", rule, "peagle, and a head without them", "use eagle3")
     return METHODS[method](head.graph, head.config, k)
 
 
@@ -314,7 +325,7 @@ def check_prompts(
     if not prompts:
         raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
     if max_new_tokens < 1:
-        raise InputError("max_new_tokens", "must be 1 or more", max_new_tokens, "use 128, say")
+        raise InputError("max_new_tokens", "must be 1 or more", max_new_tokens, "use 128")
     for i, prompt in enumerate(prompts):
         _check_prompt(f"prompt {i}", prompt, config, max_new_tokens, k, cache_size)
 

@@ -35,7 +35,7 @@ def sampling_params(
     """
     if bad_seeds := [seed for seed in seeds if not 0 <= seed < 2**32]:
         next_step = "use a seed of 0 or more, below 4294967296"
-        raise InputError("--seed", "a seed must lie in 0..2^32-1", bad_seeds[0], next_step)
+        raise InputError("seed", "must lie in 0..2^32-1", bad_seeds[0], next_step)
     _check_ranges(temperature, top_k, top_p)
     if temperature == 0:
         return None

@@ -1,6 +1,6 @@
-"""Multi-layer feature fusion (arXiv:2503.01840, section 3).
+"""Fusion of the aux hidden states of several layers (arXiv:2503.01840, section 3).
 
-Aux hidden states of several layers of the target become one vector for each token.
+They become one vector for each token.
 """
 
 import jax.numpy as jnp

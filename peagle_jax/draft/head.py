@@ -23,7 +23,7 @@ from peagle_jax.types import Attend, CacheShape, KVCache, Model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Shape and options of one draft head.
+    """Shape and options of one draft head, which vLLM's and speculators' configs have as well.
 
     Attributes:
       vocab: V, of the target and of the head's own embedding.
@@ -160,7 +160,18 @@ class DraftLayer(nnx.Module):
 
 
 class DraftHead(nnx.Module):
-    """The whole head; decoding and training give it different attention.
+    """The whole head (EAGLE-3: arXiv:2503.01840; P-EAGLE: arXiv:2602.01469).
+
+    It reads rows of a token and of the target's aux hidden states, and gives each a hidden state:
+
+        fused = head.fuse(aux_hidden_states)                           [B T A] -> [B T D]
+        embeddings = head.embed(tokens)                                [B T] -> [B T D]
+        hidden, state = head(embeddings, fused, positions, attend, state)      -> [B T D]
+        logits = head.compute_logits(hidden)                           [B T D] -> [B T W]
+
+    A is the number of aux hidden state layers times `target_dim`, D the head's width and W its
+    draft vocabulary. Tensors are those of vLLM's llama_eagle3.py. Decoding and training give the
+    head different attention (`types.Attend`).
 
     Args:
       cfg: shape and options.
@@ -213,6 +224,14 @@ class DraftHead(nnx.Module):
 
         A row carries the token that comes AFTER its hidden state, and predicts the token after
         that one (arXiv:2503.01840, section 3).
+
+        Args:
+          embeddings: of the tokens, or of placeholders.
+          fused: fused hidden states of the positions before, or of placeholders; in autoregressive
+            drafting what `feedback` gave.
+          positions: of the rows, for the rotary embedding.
+          attend: attention, over a KV cache or over packed rows.
+          state: of `attend`, such as a `KVCache`; None where it needs none.
 
         Returns:
           The residual stream before the final norm, and the attention state.

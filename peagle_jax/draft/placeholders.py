@@ -28,8 +28,8 @@ RANK = 4  # of `low_rank`
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """One placeholder row, or several.
+class PlaceholderRow:
+    """One placeholder row to fill, or several.
 
     Attributes:
       depth: 1 or more; how far it is behind the last real row, its anchor.
@@ -37,9 +37,9 @@ class Slot:
       fused: fused hidden state of the anchor.
     """
 
-    depth: Int[Array, "*slots"]
-    token: Float[Array, "*slots D"]
-    fused: Float[Array, "*slots D"]
+    depth: Int[Array, "*rows"]
+    token: Float[Array, "*rows D"]
+    fused: Float[Array, "*rows D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class PlaceholderHead(Protocol):
     def fuse(self, aux_hidden_states: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]: ...
 
 
-Fill = Callable[[PlaceholderHead, Slot], Float[Array, " D"]]
+Fill = Callable[[PlaceholderHead, PlaceholderRow], Float[Array, " D"]]
 DesignParams = dict[str, Float[Array, "..."]]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -128,15 +128,15 @@ class Design:
     mask_hidden: bool = False
 
 
-def _at_depth(table: Float[Array, "P X"], slot: Slot) -> Float[Array, " X"]:
+def _at_depth(table: Float[Array, "P X"], row: PlaceholderRow) -> Float[Array, " X"]:
     """The row of a placeholder's depth; beyond the last row, the last one."""
-    return table[jnp.clip(slot.depth - 1, 0, table.shape[0] - 1)]
+    return table[jnp.clip(row.depth - 1, 0, table.shape[0] - 1)]
 
 
 # ---------------------------------------------------------------- the hidden side
 
 
-def fill_shared(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_shared(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """One vector in the place of the aux hidden states, fused as real ones are."""
     return head.fuse(head.mask_hidden[...])
 
@@ -146,7 +146,7 @@ def init_shared(inputs: InitInputs) -> DesignParams:
     return {"mask_hidden": inputs.aux_hidden_states}
 
 
-def fill_shared_fused(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_shared_fused(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """One vector behind the fusion."""
     return head.placeholder["fused"][...]
 
@@ -161,9 +161,9 @@ def init_shared_fused(inputs: InitInputs) -> DesignParams:
     return {"fused": inputs.fuse(inputs.aux_hidden_states)}
 
 
-def fill_per_depth(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_per_depth(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """A vector for each depth in the place of the aux hidden states."""
-    return _at_depth(head.fuse(head.placeholder["table"][...]), slot)
+    return _at_depth(head.fuse(head.placeholder["table"][...]), row)
 
 
 def shapes_per_depth(sizes: Sizes) -> Shapes:
@@ -176,9 +176,9 @@ def init_per_depth(inputs: InitInputs) -> DesignParams:
     return {"table": jnp.tile(inputs.aux_hidden_states, (inputs.sizes.num_placeholders, 1))}
 
 
-def fill_shared_depth(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_shared_depth(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """The shared vector's fusion, plus an embedding of the depth."""
-    return fill_shared(head, slot) + _at_depth(head.placeholder["depth"][...], slot)
+    return fill_shared(head, row) + _at_depth(head.placeholder["depth"][...], row)
 
 
 def shapes_shared_depth(sizes: Sizes) -> Shapes:
@@ -192,10 +192,10 @@ def init_shared_depth(inputs: InitInputs) -> DesignParams:
     return {"mask_hidden": inputs.aux_hidden_states, "depth": jnp.zeros(shape)}
 
 
-def fill_low_rank(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_low_rank(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """The shared vector, plus a mixture of RANK directions that depends on the depth."""
     mixtures = head.placeholder["codes"][...] @ head.placeholder["directions"][...]
-    return _at_depth(head.fuse(head.mask_hidden[...][None] + mixtures), slot)
+    return _at_depth(head.fuse(head.mask_hidden[...][None] + mixtures), row)
 
 
 def shapes_low_rank(sizes: Sizes) -> Shapes:
@@ -214,15 +214,15 @@ def init_low_rank(inputs: InitInputs) -> DesignParams:
     }
 
 
-def fill_last_feature(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_last_feature(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """The anchor's fused hidden state, repeated."""
-    return slot.fused
+    return row.fused
 
 
-def fill_gated(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_gated(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """The anchor's fused hidden state and the shared vector, mixed channel by channel."""
     share = jax.nn.sigmoid(head.placeholder["gate"][...])
-    return share * slot.fused + (1 - share) * fill_shared(head, slot)
+    return share * row.fused + (1 - share) * fill_shared(head, row)
 
 
 def shapes_gated(sizes: Sizes) -> Shapes:
@@ -235,7 +235,7 @@ def init_gated(inputs: InitInputs) -> DesignParams:
     return {"mask_hidden": inputs.aux_hidden_states, "gate": jnp.zeros(inputs.sizes.dim)}
 
 
-def fill_frozen(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_frozen(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """The shared vector without a gradient.
 
     Vectors are not decayed either (train/trainer.py), so that it stays the same to the bit.
@@ -250,9 +250,9 @@ def init_frozen_random(inputs: InitInputs) -> DesignParams:
     return {"mask_hidden": random * jnp.sqrt(jnp.mean(mean**2))}
 
 
-def fill_zero(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_zero(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """Zeros behind the fusion."""
-    return jnp.zeros_like(slot.fused)
+    return jnp.zeros_like(row.fused)
 
 
 HIDDEN_DESIGNS: dict[str, Design] = {
@@ -315,12 +315,12 @@ HIDDEN_DESIGNS: dict[str, Design] = {
 # ---------------------------------------------------------------- the token side
 
 
-def fill_mask_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_mask_token(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """The mask token's row of the embedding."""
-    return head.embed(jnp.full_like(slot.depth, head.cfg.mask_token))
+    return head.embed(jnp.full_like(row.depth, head.cfg.mask_token))
 
 
-def fill_frozen_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_frozen_token(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """A vector without a gradient."""
     return jax.lax.stop_gradient(head.placeholder["token"][...])
 
@@ -340,14 +340,14 @@ def init_frozen_mean_token(inputs: InitInputs) -> DesignParams:
     return {"token": inputs.mean_embedding}
 
 
-def fill_last_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_last_token(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """The embedding of the anchor's token, repeated."""
-    return slot.token
+    return row.token
 
 
-def fill_zero_token(head: PlaceholderHead, slot: Slot) -> Float[Array, " D"]:
+def fill_zero_token(head: PlaceholderHead, row: PlaceholderRow) -> Float[Array, " D"]:
     """Zeros in the place of the embedding."""
-    return jnp.zeros_like(slot.token)
+    return jnp.zeros_like(row.token)
 
 
 TOKEN_DESIGNS: dict[str, Design] = {
@@ -384,13 +384,13 @@ def own_shapes(cfg: Any, sizes: Sizes) -> Shapes:
 
 
 def rows(
-    head: PlaceholderHead, slots: Slot
-) -> tuple[Float[Array, "*slots D"], Float[Array, "*slots D"]]:
+    head: PlaceholderHead, placeholders: PlaceholderRow
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """The placeholder rows of a head.
 
     Args:
       head: a `DraftHead`.
-      slots: which placeholders, in any shape.
+      placeholders: which ones, in any shape.
 
     Returns:
       Embeddings and fused hidden states.
@@ -398,9 +398,9 @@ def rows(
     fill_hidden = HIDDEN_DESIGNS[head.cfg.placeholder_hidden].fill
     fill_token = TOKEN_DESIGNS[head.cfg.placeholder_token].fill
 
-    def fill(slot: Slot):
-        return fill_token(head, slot), fill_hidden(head, slot).astype(slot.fused.dtype)
+    def fill(row: PlaceholderRow):
+        return fill_token(head, row), fill_hidden(head, row).astype(row.fused.dtype)
 
-    for _ in slots.depth.shape:
+    for _ in placeholders.depth.shape:
         fill = jax.vmap(fill)
-    return fill(slots)
+    return fill(placeholders)

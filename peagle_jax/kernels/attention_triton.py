@@ -174,7 +174,7 @@ def merge_kernel(
     """Merges parts of M softmaxes, M = tokens * heads: [SPLITS M H] with log-sum-exps [SPLITS M].
 
     Program i takes rows i * BR and on, and reads their parts split by split. The rows of a program
-    are neighbours in memory, so each split's read is one stretch.
+    are neighbors in memory, so each split's read is one stretch.
     """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     h = tl.arange(0, BH)

@@ -66,7 +66,7 @@ def kernel(
 
     GATHER: row i of the result comes from row `row_ptr[i]` of x; otherwise from row i. W: the kind
     of `StoredMatrices`. For "mxfp4" x holds each row's even numbers before its odd ones: a byte
-    holds a pair of neighbours, and its two halves are then two products without any interleaving.
+    holds a pair of neighbors, and its two halves are then two products without any interleaving.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tl.program_id(1)

@@ -95,31 +95,31 @@ def product(
         """Program (n, split): outputs n * tile_n and on, over one split of K, for all tokens.
 
         The contracted axis is walked in `steps` tiles of TILE_K. Of these, `stages` lie in a ring
-        of slots in shared memory: while one is multiplied, the next ones are on their way.
+        of buffers in shared memory: while one is multiplied, the next ones are on their way.
         """
         outputs = pl.ds(lax.axis_index("n") * tile_n, tile_n)
         split = lax.axis_index("split")
         plgpu.copy_gmem_to_smem(w_scale_ref.at[outputs], w_scales, scales_ready)
         plgpu.copy_gmem_to_smem(x_scale_ref, x_scales, scales_ready)
 
-        def fetch(step, slot):
+        def fetch(step, buffer):
             k = pl.ds((split * steps + step) * TILE_K, TILE_K)
-            plgpu.copy_gmem_to_smem(w_ref.at[outputs, k], w_tiles.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(x_ref.at[:, k], x_tiles.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(w_ref.at[outputs, k], w_tiles.at[buffer], ready.at[buffer])
+            plgpu.copy_gmem_to_smem(x_ref.at[:, k], x_tiles.at[buffer], ready.at[buffer])
 
         for step in range(min(stages, steps)):
             fetch(step, step)
 
         def accumulate(acc):
             def one_step(step, _):
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(ready.at[slot])
-                plgpu.wgmma(acc, w_tiles.at[slot], x_tiles.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(0)  # the slot has been read: only now may it be filled again
+                buffer = lax.rem(step, stages)
+                plgpu.barrier_wait(ready.at[buffer])
+                plgpu.wgmma(acc, w_tiles.at[buffer], x_tiles.at[buffer].transpose((1, 0)))
+                plgpu.wgmma_wait(0)  # the buffer has been read: only now may it be filled again
 
                 @pl.when(step + stages < steps)
                 def _():
-                    fetch(step + stages, slot)
+                    fetch(step + stages, buffer)
 
                 return ()
 

@@ -71,8 +71,8 @@ def _over_depth0(q, k, v, first, last, scale):
         B, P, N, H = q.shape
         n, G = k.shape[1:3]
         R = N // G
-        slot = jnp.arange(n)[None, None]
-        visible = (slot >= first[..., None]) & (slot <= last[..., None])
+        key = jnp.arange(n)[None, None]
+        visible = (key >= first[..., None]) & (key <= last[..., None])
         # One matrix product for a row and KV head, with its queries grouped, takes half the time of
         # one einsum over all axes on a CPU (LOG.md).
         grouped = q.reshape(B, P, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B * G, R * P, H)

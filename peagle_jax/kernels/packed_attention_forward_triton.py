@@ -105,8 +105,8 @@ def forward_kernel(
 
     Program (i, b * N + head) takes the BQ rows of tile i, and walks over the keys that any of them
     sees, BK at a time: depth-0 keys from the smallest `first` to the largest `last`; then, for a
-    tile of packed rows, the packed keys from CHAIN - 1 before the tile to its end. Neighbouring
-    packed rows have neighbouring anchors, so this walk is little longer than what each row sees.
+    tile of packed rows, the packed keys from CHAIN - 1 before the tile to its end. Neighboring
+    packed rows have neighboring anchors, so this walk is little longer than what each row sees.
     Tiles are the fastest axis of the grid: programs side by side read one head's keys and values,
     which the L2 cache then holds.
     """

@@ -20,11 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from peagle_jax import corpus, text, weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.bench.suite import Sample, Suite, run_suite
-from peagle_jax.checkpoints.convert import convert, read_serving
+from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS
 from peagle_jax.checkpoints.inspect import describe, printable_rows
-from peagle_jax.checkpoints.runs import load_drafter
-from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.checkpoints.pair import load_drafter_for, load_pair
 from peagle_jax.decode.generate import Generation
 from peagle_jax.pipelines import budgets
 from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget, TrainingSize
@@ -279,13 +278,10 @@ def _check_exactness(
 
 def _load(models: Models, dtype: DTypeLike) -> tuple[Model, dict[str, Model]]:
     """The target and its heads. The heads read the same layers, and may share its embedding."""
-    aux_layers = read_serving(models.heads["peagle"]).config.aux_hidden_state_layers
-    target = load_target(models.target, aux_hidden_state_layers=aux_layers, dtype=dtype)
-    embedding = target.params["embed"]["table"]
-    heads = {
-        method: load_drafter(folder, dtype=dtype, embedding=embedding)
-        for method, folder in models.heads.items()
-    }
+    first, *others = models.heads
+    target, head = load_pair(models.target, models.heads[first], dtype=dtype)
+    heads = {first: head}
+    heads |= {method: load_drafter_for(target, models.heads[method]) for method in others}
     return target, heads
 
 
@@ -354,7 +350,10 @@ def _write_report(
     """Pictures and report.html."""
     trained_here = "peagle" if fresh_head is None else "fresh"
     metrics = read_metrics(out / trained_here)
-    pictures = [draw_method(out), *plots.draw(out, suite.records, models.curves, metrics)]
+    curves = plots.draw(
+        out, suite.records, models.curves, metrics, fresh_is_measured=fresh_head is None
+    )
+    pictures = [draw_method(out), *curves]
     facts: list[tuple[str, dict[str, Any]]] = [("Target", printable_rows(describe(models.target)))]
     for method, folder in models.heads.items():
         facts.append((f"{records.NAMES[method]} head", printable_rows(describe(folder))))

@@ -46,6 +46,8 @@ def draw(
     records: Sequence[dict],
     curves: Mapping[str, Sequence[dict]],
     fresh: Sequence[dict],
+    *,
+    fresh_is_measured: bool = False,
 ) -> list[tuple[str, str]]:
     """Writes every plot that the data allow, as PNG files in `out`.
 
@@ -53,6 +55,7 @@ def draw(
       records: result rows of `bench.suite.run_suite`.
       curves: by method, the metrics that its head's training wrote.
       fresh: the metrics of the head that the demo trains itself.
+      fresh_is_measured: whether that head is one of those in `records`.
 
     Returns:
       (file name, caption) of each plot, in reading order.
@@ -76,7 +79,7 @@ def draw(
             caption = statements.training_caption(curves)
             plots.append(_save(out, "training", _training(curves), caption))
         if fresh_rows := [row for row in fresh if "accuracy" in row]:
-            caption = statements.fresh_head_caption(fresh_rows)
+            caption = statements.fresh_head_caption(fresh_rows, fresh_is_measured)
             plots.append(_save(out, "fresh_head", _fresh_head(fresh_rows), caption))
     return plots
 

@@ -66,10 +66,10 @@ def _lossless_line(checked: Sequence[dict]) -> str:
     near_ties = sum(r["near_ties"] for r in checked)
     num_texts = sum(r["num_prompts"] for r in checked)
     if different + near_ties == 0:
-        result = "every one equals plain greedy decoding token for token"
+        result = "every one is the same, token for token"
     else:
         result = f"{different} differ, {near_ties} at near ties"
-    return f"Lossless: {num_texts} speculative texts were compared; {result}."
+    return f"Compared with plain greedy decoding: {num_texts} speculative texts; {result}."
 
 
 # ---------------------------------------------------------------- why a row is slow
@@ -98,7 +98,7 @@ def slowdown_reason(records: Sequence[dict], row: dict) -> str:
     if written < (1 - NOTABLE) * length:
         result += f" ({length:.2f} if no row had to wait for a slower one, or end at its limit)"
     if written > step:
-        result += ". The steps alone would pay; the prefill of target and head takes the rest"
+        result += ". The steps alone would pay; the rest of the call, with its prefill, does not"
     return result + "."
 
 
@@ -204,7 +204,8 @@ def step_caption(records: Sequence[dict]) -> str:
             f"{draft:.2f} ms drafting and {verify:.2f} ms verification when alone, and {more} "
             "than the two together."
         )
-    if rests and min(rests) > 0:
+    on_cpu = "core" in records[0].get("device", "")
+    if on_cpu and rests and min(rests) > 0:
         sentences.append(
             "One reason: a model alone finds weights in the processor's cache; in a step target "
             "and head run in turns and load them again."
@@ -256,12 +257,21 @@ def _change(start: float | int, end: float | int) -> str:
     return f"{verb} from {start:.2f} to {end:.2f}"
 
 
-def fresh_head_caption(rows: Sequence[dict]) -> str:
-    """Of the loss and accuracy of the head that the demo trains to show training."""
+def fresh_head_caption(rows: Sequence[dict], is_measured: bool = False) -> str:
+    """Of the loss and accuracy of the head that the demo trains.
+
+    Args:
+      rows: its training metrics.
+      is_measured: whether it is the P-EAGLE head of the measurements; otherwise it was trained only
+        to show training.
+    """
     losses = running_mean([r["loss"] for r in rows])
+    which = "Training of the P-EAGLE head measured above"
+    if not is_measured:
+        which = "The head that this run trained to show training, not the one measured above"
     sentences = [
-        "The head that this run trained, to show training; it begins as a copy of the target's last"
-        f" layer. The running mean of the loss {_change(losses[0], losses[-1])}."
+        f"{which}; it begins as a copy of the target's last layer. The running mean of the loss "
+        f"{_change(losses[0], losses[-1])}."
     ]
     for depth in range(max(len(r["accuracy"]) for r in rows)):
         trained = [r for r in rows if depth < len(r["accuracy"])]

@@ -223,13 +223,12 @@ def read_layer_types(f: Fields, layers: int, default: Sequence[str]) -> tuple[st
             len(layer_types),
             "make num_hidden_layers and the length of layer_types the same number",
         )
-    if unknown := sorted(set(layer_types) - set(LAYER_TYPES)):
-        raise InputError(
-            f.where,
-            f"layer_types must be {' or '.join(LAYER_TYPES)}",
-            ", ".join(unknown),
-            "use another checkpoint",
-        )
+    if unknown := [i for i, kind in enumerate(layer_types) if kind not in LAYER_TYPES]:
+        either = " or ".join(LAYER_TYPES)
+        got = ", ".join(sorted(set(layer_types) - set(LAYER_TYPES)))
+        layer = f"layer {unknown[0]}" + (" and others" if len(unknown) > 1 else "")
+        next_step = f"write {either} for {layer}, as the weights were trained"
+        raise InputError(f.where, f"layer_types must be {either}", got, next_step)
     return layer_types
 
 

@@ -69,7 +69,10 @@ def read_config(
     if model_type not in TARGETS:
         supported = ", ".join(TARGETS)
         raise InputError(
-            where, f"model_type must be one of {supported}", model_type, "use another target"
+            where,
+            f"model_type must be one of {supported}",
+            model_type,
+            "choose a checkpoint of one of these; docs/targets.md lists the families",
         )
     family = TARGETS[model_type]
     if aux_hidden_state_layers is not None:

@@ -17,6 +17,8 @@ from peagle_jax.targets import config
 from peagle_jax.types import CacheShape, InputError
 from peagle_jax.weights import Fields
 
+FAMILIES = "docs/targets.md lists the families"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(config.TargetConfig):
@@ -159,10 +161,12 @@ def _refuse_what_is_not_computed(f: Fields) -> None:
     )
     if f.raw.get("attn_logit_softcapping") is not None:
         rule = "attn_logit_softcapping must be null: Gemma 4's attention has none"
-        raise InputError(f.where, rule, f.raw["attn_logit_softcapping"], "use another checkpoint")
+        next_step = f"choose a checkpoint with attn_logit_softcapping: null; {FAMILIES}"
+        raise InputError(f.where, rule, f.raw["attn_logit_softcapping"], next_step)
     if f.raw.get("use_bidirectional_attention") == "all":
         rule = "use_bidirectional_attention must be null or vision: text is decoded causally"
-        raise InputError(f.where, rule, "all", "use another checkpoint")
+        next_step = f"choose a checkpoint with use_bidirectional_attention: null; {FAMILIES}"
+        raise InputError(f.where, rule, "all", next_step)
 
 
 def _read_layer_types(f: Fields, layers: int) -> tuple[str, ...]:
@@ -202,18 +206,33 @@ def _read_full_layers(
             return f.get_int("global_head_dim"), kv_heads
         return f.get_int("global_head_dim"), f.get_int("num_global_key_value_heads", kv_heads)
     by_layer = f.child("per_layer_config")
-    full_layers = {str(i) for i, kind in enumerate(layer_types) if kind == "full_attention"}
-    contents = {json.dumps(by_layer.child(i).raw, sort_keys=True) for i in full_layers}
-    one = by_layer.child(min(full_layers))
-    unknown_keys = one.raw.keys() - {"head_dim", "num_key_value_heads"}
-    if by_layer.raw.keys() - full_layers or len(contents) != 1 or unknown_keys:
+    full_layers = [str(i) for i, kind in enumerate(layer_types) if kind == "full_attention"]
+    if problem := _problem_of_layers(by_layer, full_layers):
         rule = (
             "per_layer_config must give every full_attention layer the same head_dim and "
             "num_key_value_heads, and no other layer any"
         )
-        raise InputError(f.where, rule, json.dumps(by_layer.raw), "use another checkpoint")
+        next_step = f"download config.json again: {problem}"
+        raise InputError(f.where, rule, json.dumps(by_layer.raw), next_step)
+    one = by_layer.child(full_layers[0])
     full_head_dim = one.get_int("head_dim", f.get_int("head_dim"))
     return full_head_dim, one.get_int("num_key_value_heads", kv_heads)
+
+
+def _problem_of_layers(by_layer: Fields, full_layers: list[str]) -> str | None:
+    """What is wrong with `per_layer_config`, in words; None if nothing is."""
+    if others := sorted(by_layer.raw.keys() - set(full_layers)):
+        return f"{others[0]} is no layer with full attention"
+    first = by_layer.child(full_layers[0]).raw
+    if unknown := sorted(first.keys() - {"head_dim", "num_key_value_heads"}):
+        return f"layer {full_layers[0]} has the key {unknown[0]}"
+    for layer in full_layers:
+        values = by_layer.child(layer).raw
+        for key in sorted(first.keys() | values.keys()):
+            if first.get(key) != values.get(key):
+                one, other = (json.dumps(raw.get(key))[:40] for raw in (first, values))
+                return f"layer {full_layers[0]} has {key} {one}, layer {layer} has {other}"
+    return None
 
 
 def _read_rope(f: Fields, layer_type: str, head_dim: int) -> Rope:
@@ -229,5 +248,6 @@ def _read_per_layer_embeddings(f: Fields) -> tuple[int, int]:
     ple_vocab = f.get_int("vocab_size_per_layer_input", vocab)
     if ple_dim and ple_vocab < vocab:
         rule = f"vocab_size_per_layer_input must be at least vocab_size, {vocab}"
-        raise InputError(f.where, rule, ple_vocab, "use another checkpoint")
+        next_step = f"set vocab_size_per_layer_input to {vocab}"
+        raise InputError(f.where, rule, ple_vocab, next_step)
     return ple_dim, ple_vocab

@@ -17,17 +17,24 @@ from peagle_jax.types import CodSample
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodConfig:
-    """Settings of COD sampling, under speculators' names.
+    """Settings of COD sampling (arXiv:2504.18583), under speculators' names.
 
-    `num_depths` is K and counts depth 0, the next-token rows: K = 8 trains one real row and up to
-    seven placeholder rows of an anchor.
+    Attributes:
+      num_depths: K, which counts depth 0, the next-token rows: K = 8 trains one real row and up to
+        seven placeholder rows of an anchor. 1 or more.
+      down_sample_ratio: r, above 0 and at most 1: depth d trains a share r**d of the positions ...
+      down_sample_ratio_min: ... but never a smaller share than this, in 0..1.
+      max_anchors: depths count as if a row had at most so many positions with a loss, 1 or more;
+        None: all of them. Chains begin at random positions, so this equals drawing the anchors
+        first, as speculators does.
+
+    Raises:
+      ValueError: a value is out of its range. In a recipe that is an InputError of `load_run`.
     """
 
     num_depths: int = 8
-    down_sample_ratio: float = 0.7  # r: depth d trains a share r**d of the positions ...
-    down_sample_ratio_min: float = 0.2  # ... but never a smaller share than this
-    # Depths count as if a row had at most so many positions with a loss; null: all of them. Chains
-    # begin at random positions, so this equals drawing the anchors first, as speculators does.
+    down_sample_ratio: float = 0.7
+    down_sample_ratio_min: float = 0.2
     max_anchors: int | None = None
 
     def __post_init__(self) -> None:
@@ -106,13 +113,19 @@ def cod_sample(
     cod: CodConfig,
     seed: int | Sequence[int],
 ) -> CodSample:
-    """Samples the elements of a batch of shifted rows, padded to `cod.capacity(n)`.
+    """Samples the elements of a batch of shifted rows (COD: arXiv:2504.18583, arXiv:2602.01469).
+
+    It runs on the host, in NumPy. `sample_row` says which elements can be drawn.
 
     Args:
-      loss_mask: whether the loss may read each shifted position.
-      segment_ids: document of each shifted position, -1 for none.
+      loss_mask: [B n], whether the loss may read each shifted position.
+      segment_ids: [B n], document of each shifted position, -1 for none.
       cod: settings.
       seed: row i draws with the seed [*seed, i], so that it does not depend on the other rows.
+
+    Returns:
+      Arrays [B M] of each element's anchor and depth, 1 and more, and of whether it is real. M is
+      `cod.capacity(n)`, but at least 1; unused places have `real` False.
     """
     B, n = loss_mask.shape
     width = max(cod.capacity(n), 1)

@@ -87,9 +87,9 @@ class LmShape:
         _check_heads(self.heads, self.kv_heads, self.head_dim)
         rule = "must be 260 or more: 256 bytes and 4 special tokens"
         check(self.vocab >= 260, "vocab", rule, self.vocab, "use 2048")
-        for key in ("layers", "dim", "mlp_dim", "context"):
+        for key, example in (("layers", 8), ("dim", 512), ("mlp_dim", 1536), ("context", 4096)):
             size = getattr(self, key)
-            check(size >= 1, key, "must be 1 or more", size, "give a positive size")
+            check(size >= 1, key, "must be 1 or more", size, f"use {example}")
         positive = self.rope_theta > 0
         check(positive, "rope_theta", "must be above 0", self.rope_theta, "use 10000.0")
 
@@ -359,9 +359,16 @@ def _read_yaml(path: Path) -> object:
     except OSError as error:
         next_step = "name a file that you may read"
         raise InputError(path, "this file must be readable", error.strerror, next_step) from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(path, "must be UTF-8 YAML", error, "save the file as UTF-8") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is None:  # the error is about a character
+            next_step = f"remove the character at position {getattr(error, 'position', 0)}"
+        else:
+            next_step = f"correct line {mark.line + 1}"
         got = " ".join(str(error).split())
-        raise InputError(path, "must be UTF-8 YAML", got, "correct the line it names") from None
+        raise InputError(path, "must be UTF-8 YAML", got, next_step) from None
 
 
 def dump(run: Run) -> str:

@@ -1,8 +1,8 @@
 """EAGLE-3's loss on one batch: test-time training (arXiv:2503.01840, section 3.2).
 
 The head is unrolled the way it will draft. At step j every row reads the true token j places on,
-and in the place of the fused feature its own hidden state of step j-1. A row of step j attends to
-the rows of step 0 up to itself, and to itself at steps 1 .. j.
+and in the place of the fused hidden state its own one of step j-1. A row of step j attends to the
+rows of step 0 up to itself, and to itself at steps 1 .. j.
 """
 
 import dataclasses

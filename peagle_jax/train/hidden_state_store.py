@@ -25,6 +25,7 @@ from peagle_jax.train.settings import build, check
 from peagle_jax.types import Batch, InputError
 
 INDEX, FORMAT_VERSION = "index.json", 2
+INDEX_AGAIN = f"copy {INDEX} from a backup, or extract again into another folder"
 DTYPES = ("float32", "bfloat16", "float16")
 HEADER_BYTES = 4096  # the most that a shard has beside its numbers
 ROW_TENSORS = ("tokens", "segment_ids", "loss_mask")
@@ -66,20 +67,19 @@ class HiddenStateIndex:
     command: str
 
     def __post_init__(self) -> None:
-        restore = "restore the file, or extract again"
         layers = list(self.aux_hidden_state_layers)
-        check(bool(layers), "aux_hidden_state_layers", "must name a layer", layers, restore)
+        check(bool(layers), "aux_hidden_state_layers", "must name a layer", layers, INDEX_AGAIN)
         for key in ("hidden_width", "seq_len", "batch_size", "rows_per_shard", "rows"):
             size = getattr(self, key)
-            check(size >= 1, key, "must be 1 or more", size, restore)
+            check(size >= 1, key, "must be 1 or more", size, INDEX_AGAIN)
         for key in ("dtype", "compute_dtype"):
             dtype = getattr(self, key)
-            check(dtype in DTYPES, key, f"must be one of {', '.join(DTYPES)}", dtype, restore)
+            check(dtype in DTYPES, key, f"must be one of {', '.join(DTYPES)}", dtype, INDEX_AGAIN)
         shards, width = -(-self.rows // self.rows_per_shard), len(layers) * self.hidden_width
         rule = f"must follow from rows and rows_per_shard: {shards}"
-        check(self.shards == shards, "shards", rule, self.shards, restore)
+        check(self.shards == shards, "shards", rule, self.shards, INDEX_AGAIN)
         rule = f"must follow from the layers and hidden_width: {width}"
-        check(self.aux_width == width, "aux_width", rule, self.aux_width, restore)
+        check(self.aux_width == width, "aux_width", rule, self.aux_width, INDEX_AGAIN)
 
     def rows_of(self, shard: int) -> range:
         """The numbers of the rows in a shard."""
@@ -174,7 +174,7 @@ def read_index(folder: Path) -> HiddenStateIndex:
       InputError: it is missing or damaged, or of another version.
     """
     where = folder / INDEX
-    raw = weights.read_json(where)
+    raw = weights.read_json(where, INDEX_AGAIN)
     if raw.get("format_version") == 1:
         raw = with_new_names(raw, HIDDEN_STATE_INDEX_KEYS, str(where))
         raw["format_version"] = FORMAT_VERSION
@@ -182,7 +182,7 @@ def read_index(folder: Path) -> HiddenStateIndex:
         rule = f"must be the index of `peagle extract`, format_version {FORMAT_VERSION}"
         next_step = "extract again, or read it with the version of peagle_jax that wrote it"
         raise InputError(where, rule, raw.get("format_version"), next_step)
-    return build(HiddenStateIndex, raw, str(where))
+    return build(HiddenStateIndex, raw, str(where), next_step=INDEX_AGAIN)
 
 
 def write_index(folder: Path, index: HiddenStateIndex) -> None:

@@ -1,6 +1,7 @@
 """Changes to a recipe on the command line: `peagle train recipe.yaml --optimizer.steps 100`."""
 
 import dataclasses
+import shlex
 import types
 import typing
 from collections.abc import Sequence
@@ -8,7 +9,16 @@ from collections.abc import Sequence
 import yaml
 
 from peagle_jax.train.config import Run
-from peagle_jax.train.settings import build, field_types, new_names, options_of, similar_key
+from peagle_jax.train.settings import (
+    build,
+    example_of,
+    field_types,
+    list_example,
+    new_names,
+    options_of,
+    shown,
+    similar_key,
+)
 from peagle_jax.types import InputError
 
 NULL = ("None", "none", "null")
@@ -44,7 +54,11 @@ def apply_overrides(run: Run, arguments: Sequence[str], where: str) -> Run:
             if not isinstance(mapping.get(parent), dict):
                 mapping[parent] = {}
             mapping = mapping[parent]
-        mapping[last] = _parse(hint, option, values, place)
+        value = _present_value(run, keys)
+        if value is None and types.NoneType not in options_of(hint):
+            value = example_of(last, hint)
+        example = _as_typed("--" + ".".join(keys), value)
+        mapping[last] = _parse(hint, option, values, place, example)
     return build(type(run), changes, place, default=run)
 
 
@@ -84,28 +98,64 @@ def _find(cls: type, option: str, place: str) -> tuple[list[str], typing.Any]:
                 rule += f": those of {parent} are {', '.join(known)}"
             else:
                 rule += f": {parent} has a value, and no keys"
-            raise InputError(place, rule, part, f"remove it{similar_key(part, known)}")
+            next_step = f"remove {option}"
+            if close := similar_key(part, known):
+                next_step += f", or write --{'.'.join([*keys, close])}"
+            raise InputError(place, rule, part, next_step)
         keys.append(name)
         hint = known[name]
     return keys, hint
 
 
-def _parse(hint: typing.Any, option: str, values: list[str], place: str) -> object:
-    """The value of an option, as YAML would have given it."""
+def _present_value(run: Run, keys: Sequence[str]) -> typing.Any:
+    """What the recipe has where `keys` lead; None where it has nothing."""
+    value: typing.Any = run
+    for key in keys:
+        if isinstance(value, tuple):
+            value = value[int(key)] if int(key) < len(value) else None
+        elif value is not None:
+            value = getattr(value, key)
+    return value
+
+
+def _as_typed(option: str, value: typing.Any) -> str:
+    """An option and a value as they are typed; of a section, or a list of them, the first key."""
+    if dataclasses.is_dataclass(value):
+        first = dataclasses.fields(value)[0].name
+        return _as_typed(f"{option}.{first}", getattr(value, first))
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return _as_typed(f"{option}.0", value[0])
+    items = value if isinstance(value, tuple) and value else [value]
+    return " ".join([option, *(shlex.quote(str(shown(item))) for item in items)])
+
+
+def _parse(hint: typing.Any, option: str, values: list[str], place: str, example: str) -> object:
+    """The value of an option, as YAML would have given it.
+
+    Args:
+      example: an option and a value that work, for errors.
+    """
     kinds = options_of(hint)
-    is_list = any(typing.get_origin(kind) is tuple for kind in kinds)
-    if not values or (len(values) > 1 and not is_list):
-        got = f"{option} with {' '.join(values) or 'none'}"
-        raise InputError(place, "each override takes one value", got, f"write {option} VALUE")
+    item_types = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple]
+    if not values:
+        raise InputError(place, f"{option} needs a value", "none", f"write {example}")
+    is_text = str in kinds
+    if len(values) > 1 and not item_types:
+        value = shlex.quote(" ".join(values)) if is_text else values[0]
+        next_step = f"write {option} {value}"
+        raise InputError(place, f"{option} takes one value", " ".join(values), next_step)
     if types.NoneType in kinds and values[0] in NULL:
         return None
-    if any(kind is str or typing.get_origin(kind) is typing.Literal for kind in kinds):
+    if is_text or any(typing.get_origin(kind) is typing.Literal for kind in kinds):
         return values[0]
     try:
         parsed = [yaml.safe_load(value) for value in values]
     except yaml.YAMLError:
         rule = "the value of an override must be YAML"
-        raise InputError(place, rule, f"{option} {' '.join(values)}", "check its quotes") from None
-    if is_list and not isinstance(parsed[0], list):
+        next_step = f"write {example}"
+        if item_types:
+            next_step = f"quote it for the shell: {option} '{list_example(item_types[0])}'"
+        raise InputError(place, rule, f"{option} {' '.join(values)}", next_step) from None
+    if item_types and not isinstance(parsed[0], list):
         return parsed
     return parsed[0]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead
-from peagle_jax.draft.placeholders import Slot
+from peagle_jax.draft.placeholders import PlaceholderRow
 from peagle_jax.train.attention import PrefixChain
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.loss import DepthCounts, distill
@@ -31,8 +31,8 @@ class FeatureNoise:
     # Bound of uniform noise of either sign on every aux hidden state, in its own units
     # (speculators' `noise_std`); 0: none.
     noise: float = 0.0
-    # Share of depth-0 rows whose fused feature becomes that of a placeholder of depth 1 behind the
-    # row before.
+    # Share of depth-0 rows whose fused hidden state becomes that of a placeholder of depth 1 behind
+    # the row before.
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ def peagle_loss(
     B, n = rows.tokens.shape
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
     embeddings = head.embed(rows.tokens)
-    fused = _noisy_features(head, rows, feature_noise, key)
+    fused = _noisy_fused(head, rows, feature_noise, key)
     if num_depths > 1:
         if cod is None:
             raise ValueError("more than one depth needs a COD sample")
@@ -119,20 +119,21 @@ def _placeholder_rows(
     embeddings: Float[Array, "B n D"],
     fused: Float[Array, "B n D"],
 ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
-    """Embeddings and fused features of the placeholder rows, one for each element of `cod`."""
+    """Embeddings and fused hidden states of the placeholder rows, one for each element of `cod`."""
 
     def at_anchor(x: Float[Array, "B n D"]) -> Float[Array, "B M D"]:
         return jnp.take_along_axis(x, cod.anchor[..., None], axis=1)
 
     # padding has depth 0, which no placeholder has; its rows do not reach the loss
     depth = jnp.maximum(cod.depth, 1)
-    return placeholders.rows(head, Slot(depth, at_anchor(embeddings), at_anchor(fused)))
+    unfilled = PlaceholderRow(depth, at_anchor(embeddings), at_anchor(fused))
+    return placeholders.rows(head, unfilled)
 
 
-def _noisy_features(
+def _noisy_fused(
     head: DraftHead, rows: TrainingRows, feature_noise: FeatureNoise | None, key: Array | None
 ) -> Float[Array, "B n D"]:
-    """Fused features of the depth-0 rows, with noise and dropout."""
+    """Fused hidden states of the depth-0 rows, with noise and dropout."""
     if feature_noise is None or not (feature_noise.noise or feature_noise.dropout):
         return head.fuse(rows.aux_hidden_states)
     if key is None:
@@ -154,8 +155,9 @@ def _noisy_features(
             return jnp.where(is_first, x, jnp.concatenate([x[:, :1], x[:, :-1]], axis=1))
 
         depth = jnp.ones(rows.tokens.shape, jnp.int32)
-        slots = Slot(depth, row_before(head.embed(rows.tokens)), row_before(fused))
-        _, mask_fused = placeholders.rows(head, slots)
+        embeddings = head.embed(rows.tokens)
+        unfilled = PlaceholderRow(depth, row_before(embeddings), row_before(fused))
+        _, mask_fused = placeholders.rows(head, unfilled)
         is_dropped = jax.random.bernoulli(dropout_key, feature_noise.dropout, rows.tokens.shape)
         fused = jnp.where(is_dropped[..., None], mask_fused, fused)
     return fused

@@ -52,8 +52,11 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     """Trains a tokenizer and a target, exports them to `run.out`/model, and evaluates the target.
 
     Args:
-      run: the training run.
+      run: a recipe with `task: lm`, from `load_run` or made in Python.
       say: is told in a line what is read.
+
+    Returns:
+      The target's folder, its bits per byte on held-out texts, and the speed of its training.
 
     Raises:
       InputError: the corpus cannot be read, or `run.out` cannot be used.

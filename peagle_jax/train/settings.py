@@ -15,6 +15,26 @@ from peagle_jax.old_names import RECIPE_KEYS, with_new_names
 from peagle_jax.types import InputError
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+# values that work, for errors: of keys, and of other keys by their type
+EXAMPLES = {
+    "target": "peagle_jax/assets/target",
+    "out": "runs/my_head",
+    "source": "installed",
+    "prompts": "prompts.jsonl",
+    "init_from": "runs/other_head",
+    "hidden_states_dir": "runs/hidden_states",
+    "max_seconds": 3600,
+    "vocab": 2048,
+    "layers": 4,
+    "dim": 256,
+    "mlp_dim": 768,
+    "heads": 4,
+    "kv_heads": 2,
+    "until": 100,
+    "num_depths": 1,
+}
+EXAMPLES_BY_TYPE = {int: 64, float: 0.5, bool: "true", str: "name"}
+LIST_EXAMPLES_BY_TYPE = {int: "[2, 5, 7]", float: "[0.5, 1.0]", bool: "[true]", str: "[name]"}
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -41,7 +61,12 @@ def check(holds: bool, key: str, rule: str, got: object, next_step: str) -> None
 
 
 def build(
-    cls: type, raw: object, where: str, path: str = "", default: typing.Any = None
+    cls: type,
+    raw: object,
+    where: str,
+    path: str = "",
+    default: typing.Any = None,
+    next_step: str | None = None,
 ) -> typing.Any:
     """Makes a dataclass from a mapping.
 
@@ -51,6 +76,8 @@ def build(
       where: the file that it was read from, for errors.
       path: the keys that lead to `raw` within the file, for errors: "head.rope".
       default: an instance whose values the keys left out take, before the defaults of `cls`.
+      next_step: what to do about any mistake, in a file that nobody writes by hand; None: what the
+        mistake asks for.
 
     Raises:
       InputError: an unknown or missing key, a value of the wrong type, or one that breaks a rule.
@@ -58,32 +85,36 @@ def build(
     place = _place(where, path)
     hints = field_types(cls)
     if not isinstance(raw, Mapping):
-        next_step = f"give keys of {', '.join(hints)}"
-        raise InputError(place, "must be a mapping of keys", type(raw).__name__, next_step)
+        advice = next_step or f"give keys of {', '.join(hints)}"
+        raise InputError(place, "must be a mapping of keys", type(raw).__name__, advice)
     given = with_new_names(raw, new_names(cls), place)
     if unknown := [str(key) for key in given if key not in hints]:
         rule = f"known keys are {', '.join(hints)}"
         got = f"unknown {', '.join(sorted(unknown))}"
-        raise InputError(place, rule, got, f"remove it{similar_key(unknown[0], hints)}")
+        advice = next_step or _advice_on_unknown(sorted(unknown), hints)
+        raise InputError(place, rule, got, advice)
     values, missing = {}, []
     for field in dataclasses.fields(cls):
         name = field.name
         value_of_default = _default_of(field, default)
         if name in given:
             hint, inner = hints[name], _join(path, name)
-            values[name] = _value(hint, given[name], where, inner, value_of_default)
+            values[name] = _value(hint, given[name], where, inner, value_of_default, next_step)
         elif value_of_default is not dataclasses.MISSING:
             values[name] = value_of_default
         else:
             missing.append(name)
     if missing:
         rule = f"{', '.join(missing)} must be given"
-        raise InputError(place, rule, f"no {missing[0]}", f"add it: {missing[0]}: ...")
+        lines = [f"{name}: {example_of(name, hints[name])}" for name in missing]
+        pronoun = "it" if len(missing) == 1 else "them"
+        advice = next_step or f"add {pronoun}, for example {' and '.join(lines)}"
+        raise InputError(place, rule, f"no {missing[0]}", advice)
     try:
         return cls(**values)
     except SettingError as error:
         broken = _place(where, _join(path, error.key))
-        raise InputError(broken, error.rule, error.got, error.next_step) from None
+        raise InputError(broken, error.rule, error.got, next_step or error.next_step) from None
 
 
 def field_types(cls: type) -> dict[str, typing.Any]:
@@ -107,10 +138,51 @@ def options_of(hint: typing.Any) -> tuple[typing.Any, ...]:
     return (hint,)
 
 
-def similar_key(key: str, known: Iterable[str]) -> str:
-    """Words that name the known key that `key` is probably a misspelling of; empty if none is."""
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return f", or rename it to {close[0]}" if close else ""
+def similar_key(key: str, known: Iterable[str]) -> str | None:
+    """The known key that `key` is probably a misspelling of; None if none is."""
+    return next(iter(difflib.get_close_matches(key, list(known), n=1)), None)
+
+
+def example_of(key: str, hint: typing.Any) -> typing.Any:
+    """A value that works, as YAML spells it, for errors.
+
+    Args:
+      key: the key's own name.
+      hint: its type.
+    """
+    if key in EXAMPLES:
+        return EXAMPLES[key]
+    kind = next(option for option in options_of(hint) if option is not types.NoneType)
+    if dataclasses.is_dataclass(kind):
+        required = [
+            f for f in dataclasses.fields(kind) if _default_of(f, None) is dataclasses.MISSING
+        ]
+        hints = field_types(typing.cast(type, kind))
+        lines = [f"{field.name}: {example_of(field.name, hints[field.name])}" for field in required]
+        return f"{{{', '.join(lines)}}}"
+    if typing.get_origin(kind) is tuple:
+        return list_example(typing.get_args(kind)[0])
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)[0]
+    return EXAMPLES_BY_TYPE[kind]
+
+
+def list_example(hint: typing.Any) -> str:
+    """A list that works as YAML, for errors.
+
+    Args:
+      hint: the type of its items.
+    """
+    if dataclasses.is_dataclass(hint):
+        return f"[{example_of('', hint)}]"
+    return LIST_EXAMPLES_BY_TYPE[hint]
+
+
+def shown(value: typing.Any) -> typing.Any:
+    """A value as YAML spells it."""
+    value = plain(value)
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else value
 
 
 def differences(old: typing.Any, new: typing.Any, path: str = "") -> list[str]:
@@ -120,7 +192,7 @@ def differences(old: typing.Any, new: typing.Any, path: str = "") -> list[str]:
       Lines such as "optimizer.steps 600, was 400"; empty if the settings are equal.
     """
     if type(old) is not type(new) or not dataclasses.is_dataclass(old):
-        return [] if old == new else [f"{path} {_shown(new)}, was {_shown(old)}"]
+        return [] if old == new else [f"{path} {shown(new)}, was {shown(old)}"]
     lines = []
     for field in dataclasses.fields(old):
         pair = getattr(old, field.name), getattr(new, field.name)
@@ -138,22 +210,31 @@ def plain(settings: typing.Any) -> typing.Any:
     return settings
 
 
-def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing.Any) -> typing.Any:
-    """`raw` as a value of the type `hint`."""
+def _value(
+    hint: typing.Any,
+    raw: object,
+    where: str,
+    path: str,
+    default: typing.Any,
+    next_step: str | None,
+) -> typing.Any:
+    """`raw` as a value of the type `hint`. `next_step` as for `build`."""
     options = options_of(hint)
+    or_null = ", or null" if types.NoneType in options else ""
     if raw is None and types.NoneType in options:
         return None
     hint = next(option for option in options if option is not types.NoneType)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         inner_default = default if isinstance(default, hint) else None
-        return build(hint, raw, where, path, inner_default)
+        return build(hint, raw, where, path, inner_default, next_step)
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
-        return _items(arguments[0], raw, where, path, default)
+        return _items(arguments[0], raw, where, path, default, next_step, or_null)
     if typing.get_origin(hint) is typing.Literal:
         if raw not in arguments:
             rule = f"must be one of {', '.join(map(str, arguments))}"
-            raise InputError(_place(where, path), rule, repr(raw), f"use {arguments[0]}")
+            advice = next_step or f"use {arguments[0]}"
+            raise InputError(_place(where, path), rule, repr(raw), advice)
         return raw
     if hint is float and isinstance(raw, str) and NUMBER.fullmatch(raw):
         return float(raw)  # YAML 1.1 reads 3e-3, which has no point, as text
@@ -161,15 +242,24 @@ def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing
     accepted = (int, float) if hint is float else hint
     if not isinstance(raw, accepted) or is_bool != (hint is bool):
         rule = f"must be {TYPE_NAMES.get(hint, hint.__name__)}"
-        known = default is not dataclasses.MISSING and default is not None
-        key = path.rpartition(".")[2]
-        next_step = f"write {key}: {_shown(default)}" if known else f"write it as {key}: VALUE"
-        raise InputError(_place(where, path), rule, repr(raw), next_step)
+        key, bracket, _ = path.rpartition(".")[2].partition("[")
+        if default is not dataclasses.MISSING and default is not None and not bracket:
+            example = shown(default)
+        else:
+            example = list_example(hint) if bracket else example_of(key, hint)
+        advice = next_step or f"write {key}: {example}{or_null}"
+        raise InputError(_place(where, path), rule, repr(raw), advice)
     return float(raw) if isinstance(raw, int | float) and hint is float else raw
 
 
 def _items(
-    hint: typing.Any, raw: object, where: str, path: str, default: typing.Any
+    hint: typing.Any,
+    raw: object,
+    where: str,
+    path: str,
+    default: typing.Any,
+    next_step: str | None,
+    or_null: str,
 ) -> tuple[typing.Any, ...]:
     """A tuple of values from a list; or from a mapping of numbers, which replaces single items.
 
@@ -179,15 +269,27 @@ def _items(
     if isinstance(raw, Mapping) and raw and all(str(k) in map(str, range(len(old))) for k in raw):
         changed = {int(key): value for key, value in raw.items()}
         return tuple(
-            _value(hint, changed[i], where, f"{path}[{i}]", item) if i in changed else item
+            _value(hint, changed[i], where, f"{path}[{i}]", item, next_step)
+            if i in changed
+            else item
             for i, item in enumerate(old)
         )
     if not isinstance(raw, list | tuple):
         rule = "must be a list" + (f", or one of its {len(old)} items by number" if old else "")
-        next_step = f"write {path.rpartition('.')[2]}: [..]"
-        raise InputError(_place(where, path), rule, repr(raw), next_step)
+        example = shown(old) if old else list_example(hint)
+        advice = next_step or f"write {path.rpartition('.')[2]}: {example}{or_null}"
+        raise InputError(_place(where, path), rule, repr(raw), advice)
     missing = dataclasses.MISSING
-    return tuple(_value(hint, x, where, f"{path}[{i}]", missing) for i, x in enumerate(raw))
+    return tuple(
+        _value(hint, x, where, f"{path}[{i}]", missing, next_step) for i, x in enumerate(raw)
+    )
+
+
+def _advice_on_unknown(unknown: list[str], known: Iterable[str]) -> str:
+    """What to do about keys that are not known: each is named, and what it may have meant."""
+    close = {key: similar for key in unknown if (similar := similar_key(key, known))}
+    renamings = [f", or rename {key} to {similar}" for key, similar in close.items()]
+    return f"remove {', '.join(unknown)}{''.join(renamings)}"
 
 
 def _default_of(field: dataclasses.Field, default: typing.Any) -> typing.Any:
@@ -197,13 +299,6 @@ def _default_of(field: dataclasses.Field, default: typing.Any) -> typing.Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
-
-
-def _shown(value: typing.Any) -> typing.Any:
-    """A value as YAML spells it."""
-    value = plain(value)
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else value
 
 
 def _join(path: str, name: str) -> str:

@@ -50,7 +50,10 @@ class Fields:
     def _checked(self, is_valid: bool, key: str, rule: str, value: Any, example: str) -> Any:
         """`value`, or an InputError that says what it must be."""
         if not is_valid:
-            next_step = f"correct {key} (for example {example}) or restore the original file"
+            file = Path(self.where).name
+            is_download = file == "config.json"
+            again = f"download {file} again" if is_download else f"copy {file} from a backup"
+            next_step = f"set {key}, for example to {example}, or {again}"
             raise InputError(self.where, f"{key} must be {rule}", repr(value), next_step)
         return value
 
@@ -120,7 +123,8 @@ class Fields:
                 self.where,
                 f"{key} must be {str(supported).lower()}: {reason}",
                 str(value).lower(),
-                "use another checkpoint",
+                f"choose a checkpoint with {key}: {str(supported).lower()}; docs/targets.md and "
+                "docs/checkpoints.md list what can be read",
             )
 
 

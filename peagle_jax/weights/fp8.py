@@ -22,6 +22,7 @@ from peagle_jax.weights.param_table import (
     ParamTable,
     ParamTransform,
 )
+from peagle_jax.weights.reading import DOWNLOAD_AGAIN
 from peagle_jax.weights.tensors import LazyTensor, Tensor, apply
 
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -60,10 +61,11 @@ def dequantize(tensors: Mapping[str, Tensor], config: Mapping, where: str | Path
     quantized = tuple(name for name, t in tensors.items() if t.dtype in FLOAT8)
     if not quantized:
         return Dequantized(dict(tensors), (), ())
-    block = Fields(config, where).child("quantization_config").get_ints("weight_block_size", BLOCK)
+    file = Path(where) / "config.json"
+    block = Fields(config, file).child("quantization_config").get_ints("weight_block_size", BLOCK)
     if len(block) != 2 or 0 in block:
         raise InputError(
-            where,
+            file,
             "weight_block_size must be two whole numbers of 1 or more",
             block,
             "set weight_block_size to the shape of the blocks, for example [128, 128]",
@@ -77,7 +79,7 @@ def dequantize(tensors: Mapping[str, Tensor], config: Mapping, where: str | Path
         scale_name = next((name + s for s in SCALE_SUFFIXES if name + s in tensors), None)
         if scale_name is None:
             rule = f"{name} is float8 and needs {name}_scale or {name}_scale_inv"
-            raise InputError(where, rule, "neither", "fetch the folder again")
+            raise InputError(where, rule, "neither", DOWNLOAD_AGAIN)
         scale = result.pop(scale_name)
         result[name] = _product(name, tensors[name], scale, (block[0], block[1]), where)
     return Dequantized(result, quantized, left_out)
@@ -97,7 +99,7 @@ def _product(
         numbers = f"1, {rows} or {list(grid)} numbers"
         rule = f"the scale of {name} {list(matrix.shape)} must hold {numbers}"
         got = f"{scale.dtype.name} {list(scale.shape)}"
-        raise InputError(where, rule, got, "fetch the folder again")
+        raise InputError(where, rule, got, DOWNLOAD_AGAIN)
 
     def multiply(values: np.ndarray) -> np.ndarray:
         product, factors = values.astype(np.float32), np.asarray(scale).astype(np.float32)

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from peagle_jax.types import InputError
+from peagle_jax.weights.reading import DOWNLOAD_AGAIN
 from peagle_jax.weights.tensors import Tensor, apply
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -36,7 +37,7 @@ def unpack(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor
         blocks, scales = result.pop(name + BLOCKS), result.pop(name + SCALES, None)
         if scales is None:
             rule = f"{name}{BLOCKS} needs {name}{SCALES}"
-            raise InputError(where, rule, "none", "fetch the folder again")
+            raise InputError(where, rule, "none", DOWNLOAD_AGAIN)
         _check_pair(name, blocks, scales, where)
         experts, outputs, groups, group_bytes = blocks.shape
 
@@ -54,11 +55,11 @@ def _check_pair(name: str, blocks: Tensor, scales: Tensor, where: str | Path) ->
     if len(shape) != 4 or shape[3] != 16 or tuple(scales.shape) != shape[:3]:
         rule = f"{name}{BLOCKS} must be [E, out, in/32, 16] and its scales [E, out, in/32]"
         got = f"{blocks.shape} and {scales.shape}"
-        raise InputError(where, rule, got, "fetch the folder again")
+        raise InputError(where, rule, got, DOWNLOAD_AGAIN)
     if {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
         rule = f"{name}{BLOCKS} and its scales must be uint8"
         got = f"{blocks.dtype.name} and {scales.dtype.name}"
-        raise InputError(where, rule, got, "fetch the folder again")
+        raise InputError(where, rule, got, DOWNLOAD_AGAIN)
 
 
 def _decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

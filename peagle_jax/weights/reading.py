@@ -26,12 +26,17 @@ MAX_HEADER = 32 << 20
 MAX_RANK = 32
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-FETCH_AGAIN = "fetch it again"
+DOWNLOAD_AGAIN = "download it again, or save it again with the tool that wrote it"
+INDEX_AGAIN = f"download {INDEX} again, or save the weights again with the tool that wrote them"
+SAVE_AS_SAFETENSORS = "load it where you trust it and save it with safetensors.torch.save_file"
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, next_step: str | None = None) -> dict:
     """A JSON object from a file.
+
+    Args:
+      next_step: what to do about a damaged file; None: to download it again.
 
     Raises:
       InputError: the file cannot be read or holds no JSON object, or an object names a key twice.
@@ -42,7 +47,9 @@ def read_json(path: Path) -> dict:
         raise InputError(
             path, "this file must exist and be readable", error.strerror, "check the folder's name"
         ) from None
-    return parse_json(content, path, "the file", "restore the file")
+    if next_step is None:
+        next_step = f"download {path.name} again, or copy it from a backup"
+    return parse_json(content, path, "the file", next_step)
 
 
 def parse_json(
@@ -119,7 +126,8 @@ def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:
     try:
         if not path.is_file():
             got = "no file" if path.exists() else "nothing"
-            raise InputError(path, "this file must exist", got, "fetch it, or check the name")
+            next_step = f"download {path.name} too, or check the folder's name"
+            raise InputError(path, "this file must exist", got, next_step)
         size = path.stat().st_size
         content = _read_header(path, size)
         data_start = 8 + len(content)
@@ -136,15 +144,15 @@ def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:
             path,
             "the header must begin with {",
             repr(content[:12]),
-            "safetensors are needed: convert or fetch it again",
+            f"{SAVE_AS_SAFETENSORS}, or download it again",
         )
     # the library's parser refuses NaN and Infinity, too
-    header = parse_json(content, path, "the header", FETCH_AGAIN, strict_numbers=True)
+    header = parse_json(content, path, "the header", DOWNLOAD_AGAIN, strict_numbers=True)
     metadata = header.pop("__metadata__", None)
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
-        raise InputError(path, "__metadata__ must name strings", str(metadata)[:80], FETCH_AGAIN)
+        raise InputError(path, "__metadata__ must name strings", str(metadata)[:80], DOWNLOAD_AGAIN)
     _check_tiling(path, header, data.size)
     return header, data, metadata
 
@@ -156,11 +164,11 @@ def _read_header(path: Path, size: int) -> bytes:
         got = f"{length:,} bytes"
         if size < 8 or length > size - 8:
             raise InputError(
-                path, f"the header must fit the file of {size:,} bytes", got, FETCH_AGAIN
+                path, f"the header must fit the file of {size:,} bytes", got, DOWNLOAD_AGAIN
             )
         if length > MAX_HEADER:
             raise InputError(
-                path, f"a header of at most {MAX_HEADER:,} bytes is read", got, FETCH_AGAIN
+                path, f"a header of at most {MAX_HEADER:,} bytes is read", got, DOWNLOAD_AGAIN
             )
         return file.read(length)
 
@@ -174,18 +182,18 @@ def _check_tiling(path: Path, header: Mapping, size: int) -> None:
             gap = "a hole" if start > end_before else "an overlap"
             got = f"{gap} between {name_before} and {name}, at byte {min(start, end_before)}"
             rule = "tensors must follow each other without hole or overlap"
-            raise InputError(path, rule, got, FETCH_AGAIN)
+            raise InputError(path, rule, got, DOWNLOAD_AGAIN)
         end_before, name_before = end, name
     if end_before != size:
         rule = f"the tensors must fill the {size} bytes of data"
-        raise InputError(path, rule, f"{end_before} bytes in use", FETCH_AGAIN)
+        raise InputError(path, rule, f"{end_before} bytes in use", DOWNLOAD_AGAIN)
 
 
 def _checked_span(path: Path, name: str, spec: Any, size: int) -> tuple[int, int]:
     """Where the bytes of one tensor begin and end in data of `size` bytes."""
     if not name.isprintable() or not isinstance(spec, dict) or not all(map(_is_text, spec)):
         rule = "every entry of the header must be a printable name and an object"
-        raise InputError(path, rule, f"{name!r}", FETCH_AGAIN)
+        raise InputError(path, rule, f"{name!r}", DOWNLOAD_AGAIN)
     shape, offsets, dtype = spec.get("shape"), spec.get("data_offsets"), spec.get("dtype")
     if (
         not _is_list_of_sizes(shape)
@@ -194,13 +202,13 @@ def _checked_span(path: Path, name: str, spec: Any, size: int) -> tuple[int, int
         or not isinstance(dtype, str)
     ):
         rule = f"tensor {name} needs dtype, shape and data_offsets"
-        raise InputError(path, rule, spec, FETCH_AGAIN)
+        raise InputError(path, rule, spec, DOWNLOAD_AGAIN)
     if dtype not in DTYPES:
         rule = f"the dtype of {name} must be one of {', '.join(DTYPES)}"
         raise InputError(path, rule, dtype, "convert it to one of these dtypes first")
     if len(shape) > MAX_RANK:
         rule = f"{name} must have at most {MAX_RANK} axes"
-        raise InputError(path, rule, len(shape), FETCH_AGAIN)
+        raise InputError(path, rule, len(shape), DOWNLOAD_AGAIN)
     # as Python integers, which do not overflow
     needed = int(np.prod(shape, dtype=object)) * np.dtype(DTYPES[dtype]).itemsize
     start, end = offsets
@@ -209,7 +217,7 @@ def _checked_span(path: Path, name: str, spec: Any, size: int) -> tuple[int, int
             path,
             f"{name} {dtype} {shape} needs {needed} of the {size} bytes of data",
             f"offsets {start}..{end}",
-            "the file is truncated or damaged: fetch it again",
+            f"the file is truncated or damaged: {DOWNLOAD_AGAIN}",
         )
     return start, end
 
@@ -233,7 +241,7 @@ def _view(path: Path, data: np.ndarray, name: str, spec: Mapping) -> np.ndarray:
         return data[start:end].view(np.dtype(DTYPES[spec["dtype"]])).reshape(tuple(spec["shape"]))
     except (ValueError, OverflowError) as error:  # an axis of 2**61 beside one of zero
         rule = f"{name} must have a shape that an array can have"
-        raise InputError(path, rule, error, FETCH_AGAIN) from None
+        raise InputError(path, rule, error, DOWNLOAD_AGAIN) from None
 
 
 # ---------------------------------------------------------------- folders
@@ -256,11 +264,11 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
             if weight_map.get(name) != file:
                 got = f"it in {weight_map[name]}" if name in weight_map else "no such tensor"
                 rule = f"must say that {name} is in {file}, and no other shard may hold it"
-                raise InputError(folder / INDEX, rule, got, "restore the index")
+                raise InputError(folder / INDEX, rule, got, INDEX_AGAIN)
     for name, file in weight_map.items():
         if name not in shards[file]:
             rule = f"must hold {name}, as the index says"
-            raise InputError(folder / file, rule, "nothing", FETCH_AGAIN)
+            raise InputError(folder / file, rule, "nothing", DOWNLOAD_AGAIN)
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
@@ -269,14 +277,14 @@ def _read_index(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if not index.exists():
         raise _no_weights(folder)
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, INDEX_AGAIN).get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
         rule = "weight_map must name the shard of each tensor"
-        raise InputError(index, rule, type(weight_map).__name__, "restore the index")
+        raise InputError(index, rule, type(weight_map).__name__, INDEX_AGAIN)
     for file in sorted(set(weight_map.values())):
         _check_shard_name(index, file)
     return weight_map
@@ -289,19 +297,21 @@ def _no_weights(folder: Path) -> InputError:
         rule = f"must hold {SINGLE} or {INDEX}"
         return InputError(folder, rule, "neither", "check the folder's name")
     rule = "weights must be safetensors (pickles can run code)"
-    return InputError(folder, rule, pickles[0], "convert it with safetensors")
+    return InputError(folder, rule, pickles[0], SAVE_AS_SAFETENSORS)
 
 
 def _check_shard_name(index: Path, file: str) -> None:
     """Raises unless a file that the index names is a safetensors file of the same folder."""
     in_folder = "shards must lie in the folder itself"
     if not file.isprintable() or Path(file).name != file:
-        raise InputError(index, in_folder, repr(file), "restore the index")
+        raise InputError(index, in_folder, repr(file), INDEX_AGAIN)
     if not file.endswith(".safetensors"):
         rule = "shards must be safetensors (pickles can run code)"
-        raise InputError(index, rule, file, "convert it with safetensors")
+        raise InputError(index, rule, file, SAVE_AS_SAFETENSORS)
     if not _is_inside(index.parent, index.parent / file):
-        raise InputError(index, in_folder, f"{file}, a link to elsewhere", "copy the file into it")
+        raise InputError(
+            index, in_folder, f"{file}, a link to elsewhere", f"copy {file} into the folder"
+        )
 
 
 def _is_inside(folder: Path, file: Path) -> bool:

@@ -26,7 +26,7 @@ from peagle_jax.train.settings import differences
 SHARD = 12_000_000  # bytes
 CORPUS = (
     "The source code of the Python {python} standard library, its tests included, exact\n"
-    "duplicates removed; 5 % of the files, by a hash of their name, held out. Its licence is the\n"
+    "duplicates removed; 5 % of the files, by a hash of their name, held out. Its license is the\n"
     "PSF License Agreement (https://docs.python.org/3/license.html)."
 )
 USES = {
@@ -69,7 +69,6 @@ def main(kind: str, *configs: str) -> None:
         result |= {
             "step": rows[-1]["step"],
             "minutes": round(rows[-1]["seconds"] / 60, 1),
-            "hours": round(rows[-1]["seconds"] / 3600, 2),
         }
         (work / "README.md").write_text(
             card(kind, work, out, configs, runs, result), encoding="utf-8"
@@ -126,7 +125,7 @@ def card(kind: str, folder: Path, out: Path, configs, runs, result: dict) -> str
     if sources := sorted({run.data.source for run in runs if run.data.source}):
         names = " and ".join(f"`{name}`" for name in sources)
         corpus = (
-            f"What the target itself wrote after excerpts of its own corpus ({names}; "
+            f"What the target itself wrote after excerpts of its own corpus\n({names}; "
             f"`peagle regenerate`).\n{corpus}"
         )
     return (

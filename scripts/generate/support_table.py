@@ -18,6 +18,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from peagle_jax.old_names import AGREEMENT_ROW_KEYS, with_new_names
+
 ROOT = Path(__file__).parents[2]
 PAGE, MUTATIONS_PAGE = ROOT / "docs/targets.md", ROOT / "docs/mutations.md"
 BEGIN = "<!-- support table: scripts/generate/support_table.py -->"
@@ -123,14 +125,21 @@ def vllm_agreement(result: Mapping | None) -> str:
     """One cell from a row of results/targets.jsonl; "" where there is none."""
     if result is None:
         return ""
-    texts = f"{result['equal']} of {result['prompts']}"
-    return f"{texts}, {result['accepted']} of {result['drafted']} drafts"
+    texts = f"{result['equal']} of {result['num_prompts']}"
+    return f"{texts}, {result['num_accepted_tokens']} of {result['num_draft_tokens']} drafts"
+
+
+def read_agreement(path: Path) -> dict[str, dict]:
+    """Family -> its last row; {} where there is no file. Former names of keys are read too."""
+    if not path.exists():
+        return {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [with_new_names(json.loads(line), AGREEMENT_ROW_KEYS, str(path)) for line in lines]
+    return {row["family"]: row for row in rows}
 
 
 def support_table(results: Mapping[str, bool]) -> str:
-    file = ROOT / "results/targets.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    vllm = {row["family"]: row for row in map(json.loads, lines)}
+    vllm = read_agreement(ROOT / "results/targets.jsonl")
     rows = [row(title, results, vllm) for title in FAMILIES]
     return "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *rows])
 

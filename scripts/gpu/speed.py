@@ -89,21 +89,15 @@ def matmul(ceilings: dict, tiny: bool, kind: str = "triton") -> Iterator[dict]:
 
             sets = rotation(operands, jax.random.key(M))
 
-            def by_row(form):
-                return lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, s), form)
-
-            def by_block(form):
-                return lambda x, w, v, s, b: fp8_matmul.matmul(x, Fp8Matrix(v, b), form)
-
             forms: dict[str, Callable] = {
-                "xla fp8": by_row("reference"),
-                "xla bf16": lambda x, w, v, s, b: x @ w,
+                "xla fp8": functools.partial(product_by_rows, "reference"),
+                "xla bf16": product_in_bf16,
             }
             for name in available(kind):
                 if name == "triton" or fits_mosaic(sets[0]):
-                    forms[f"{name} rows"] = by_row(name)
+                    forms[f"{name} rows"] = functools.partial(product_by_rows, name)
                 if name == "triton":
-                    forms[f"{name} blocks"] = by_block(name)
+                    forms[f"{name} blocks"] = functools.partial(product_by_blocks, name)
             activations = 2 * M * (N + K)
             yield row(
                 f"{M} x {N} x {K}",
@@ -112,6 +106,21 @@ def matmul(ceilings: dict, tiny: bool, kind: str = "triton") -> Iterator[dict]:
                 2 * M * N * K,
                 N * K + activations,
             )
+
+
+def product_in_bf16(x, w, values, row_scale, block_scale):
+    """x @ w, w in bfloat16."""
+    return x @ w
+
+
+def product_by_rows(form: str, x, w, values, row_scale, block_scale):
+    """x @ w by a form, w in FP8 with a scale a row."""
+    return fp8_matmul.matmul(x, Fp8Matrix(values, row_scale), form)
+
+
+def product_by_blocks(form: str, x, w, values, row_scale, block_scale):
+    """x @ w by a form, w in FP8 with a scale a block."""
+    return fp8_matmul.matmul(x, Fp8Matrix(values, block_scale), form)
 
 
 def fits_mosaic(operands: tuple) -> bool:
@@ -131,22 +140,29 @@ def fused(ceilings: dict, tiny: bool) -> Iterator[dict]:
             w8 = fp8_matmul.quantize(w.T)
             return normal(a, M, 3, E), w, w8.values, w8.scale, 1 + normal(c, 3 * E, scale=0.1)
 
-        def plain(x, w, v, s, g):
-            y = x.astype(jnp.float32)
-            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
-            return (y.reshape(len(x), -1) * g.astype(jnp.float32)).astype(x.dtype) @ w
-
-        forms = {"xla bf16": plain}
+        forms: dict[str, Callable] = {"xla bf16": fused_plainly}
         for name in available("triton"):
-            fuse = functools.partial(fusion.fuse, norm="per_layer", eps=1e-5, form=name)
-            forms[f"{name} bf16"] = lambda x, w, v, s, g, fuse=fuse: fuse(x, w, g)
-            forms[f"{name} fp8"] = lambda x, w, v, s, g, fuse=fuse: fuse(x, Fp8Matrix(v, s), g)
+            forms[f"{name} bf16"] = functools.partial(fused_by, name, False)
+            forms[f"{name} fp8"] = functools.partial(fused_by, name, True)
         yield row(
             f"{M} x 3 x {E} x {D}",
             *compare(forms, rotation(operands, jax.random.key(0))),
             6 * E * D,
             fp8_bytes=3 * E * D,
         )
+
+
+def fused_plainly(x, w, values, scale, gain):
+    """The fusion with a norm over each layer, by XLA in bfloat16."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+    return (y.reshape(len(x), -1) * gain.astype(jnp.float32)).astype(x.dtype) @ w
+
+
+def fused_by(form: str, fp8: bool, x, w, values, scale, gain):
+    """The same by a form, with the matrix in bfloat16 or in FP8."""
+    matrix = Fp8Matrix(values, scale) if fp8 else w
+    return fusion.fuse(x, matrix, gain, norm="per_layer", eps=1e-5, form=form)
 
 
 def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -247,12 +263,10 @@ def output_matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
             return normal(a, M, K), w, w8.values, w8.scale
 
         sets = rotation(operands, jax.random.key(0), least=2, most=3)
-        forms = {"xla bf16": lambda x, w, v, s: jnp.argmax(x @ w, axis=-1)}
+        forms: dict[str, Callable] = {"xla bf16": argmax_plainly}
         for name in available("triton"):
-            forms[f"{name} bf16"] = lambda x, w, v, s, name=name: vocab.topk(x, w, 1, form=name).ids
-            forms[f"{name} fp8"] = lambda x, w, v, s, name=name: (
-                vocab.topk(x, v, 1, s, vocab_first=True, form=name).ids
-            )
+            forms[f"{name} bf16"] = functools.partial(argmax_by, name, False)
+            forms[f"{name} fp8"] = functools.partial(argmax_by, name, True)
         yield row(
             f"argmax, {M} x {K} x {V}", *compare(forms, sets, passes=10), 2 * K * V, fp8_bytes=K * V
         )
@@ -273,6 +287,18 @@ def output_matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
     yield row(
         f"KL with gradients, {P} x {K} x {V}", *seconds, bytes_of((x, w, tx, tw)), 12 * P * K * V
     )
+
+
+def argmax_plainly(x, w, values, scale):
+    """The argmax of x @ w, by XLA in bfloat16."""
+    return jnp.argmax(x @ w, axis=-1)
+
+
+def argmax_by(form: str, fp8: bool, x, w, values, scale):
+    """The same by a form, with the matrix in bfloat16 or in FP8."""
+    if fp8:
+        return vocab.topk(x, values, 1, scale, vocab_first=True, form=form).ids
+    return vocab.topk(x, w, 1, form=form).ids
 
 
 def mixed(ceilings: dict, tiny: bool) -> Iterator[dict]:
@@ -329,23 +355,26 @@ def small(ceilings: dict, tiny: bool) -> Iterator[dict]:
         ]
         rows = experts.tile_rows(n, k, E, num_shards=1, least=experts.MIN_GPU_TILE, most=128)
 
-        def sort(make_tiles, rows=rows):
-            return lambda topk_ids: dataclasses.astuple(make_tiles(topk_ids, E, rows))[1:]
-
-        forms = {"xla": sort(experts.make_tiles)}
+        forms = {"xla": functools.partial(sorted_pairs, experts.make_tiles, E, rows)}
         if available("triton"):
             from peagle_jax.kernels import experts_triton
 
-            forms["triton"] = sort(experts_triton.make_tiles)
+            make_tiles = experts_triton.make_tiles
+            forms["triton"] = functools.partial(sorted_pairs, make_tiles, E, rows)
         yield row(f"sorting {n * k} pairs of {E} experts", *compare(forms, sets), 16.0 * n * k)
     for M, K in [(3, 256)] if tiny else [(8, 4096), (64, 4096), (1024, 4096)]:
-        forms = {"xla": lambda x: fp8_matmul.quantize_rows(x, blocks=False)}
+        forms = {"xla": functools.partial(fp8_matmul.quantize_rows, blocks=False)}
         if available("triton"):
             from peagle_jax.kernels import fp8_matmul_triton
 
-            forms["triton"] = lambda x: fp8_matmul_triton.quantize_rows(x, blocks=False)
+            forms["triton"] = functools.partial(fp8_matmul_triton.quantize_rows, blocks=False)
         sets = rotation(lambda key, M=M, K=K: (normal(key, M, K),), jax.random.key(0))
         yield row(f"quantizing {M} x {K}", *compare(forms, sets), 3.0 * M * K)
+
+
+def sorted_pairs(make_tiles: Callable, num_experts: int, rows: int, topk_ids):
+    """The (token, expert) pairs in the order of their experts, by a form."""
+    return dataclasses.astuple(make_tiles(topk_ids, num_experts, rows))[1:]
 
 
 def tokens(

@@ -32,7 +32,7 @@ from peagle_jax.types import DecodeState, DraftState, KVGroup, Model, Params
 from peagle_jax.weights import flatten_params, unflatten_params
 
 ROOT = Path(__file__).parents[2]
-# per cent of all drafts at a position that are accepted
+# percent of all drafts at a position that are accepted
 RATES = {
     "peagle": (63, 38, 23, 14, 9, 5, 3, 2),
     "eagle3": (71, 49, 32, 21, 14, 9, 5, 3),

@@ -32,7 +32,7 @@ def measure(ceilings: dict, tiny: bool) -> Iterator[dict]:
 def measure_context(n: int, tiny: bool) -> dict:
     """Milliseconds and temporary memory of a step on n tokens.
 
-    They are two documents, and every position is supervised. Running out of memory is a result.
+    They are two documents, and every position is in the loss. Running out of memory is a result.
     """
     case = steps.Case(steps.QWEN, "peagle", 7, 1, 2 if tiny else None)
     target, head = steps.models(case, tiny)

@@ -1,7 +1,7 @@
 """Memory and speed of `peagle convert` on a folder of 4 GB, beside a plain copy of its bytes.
 
     .venv/bin/python scripts/measure/convert.py [--gigabytes 4] [--rounds 3] [--work runs/convert]
-        [--out results/convert.jsonl]
+        [--record results/convert.jsonl]
 
 Copies and conversions alternate in each round. The head is of GPT-OSS-20B's shape (width 2880,
 vocabulary 201,088) with as many layers as the size asks for; the target is a Qwen3 of the same
@@ -12,6 +12,7 @@ from /proc.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -198,10 +199,12 @@ def measure(kind: str, source: Path, out: Path, rounds: int) -> dict[str, list[R
     """
     same_format, other_format = ("vllm", "speculators") if kind == "head" else ("hf", "hf")
     actions: dict[str, Callable[[], Run]] = {
-        "copy": lambda: copy(source, out),
-        "same dtype": lambda: convert(source, out, other_format),
-        "shards of 1 GB": lambda: convert(source, out, same_format, max_shard_bytes=10**9),
-        "float16": lambda: convert(source, out, same_format, dtype="float16"),
+        "copy": functools.partial(copy, source, out),
+        "same dtype": functools.partial(convert, source, out, other_format),
+        "shards of 1 GB": functools.partial(
+            convert, source, out, same_format, max_shard_bytes=10**9
+        ),
+        "float16": functools.partial(convert, source, out, same_format, dtype="float16"),
     }
     runs: dict[str, list[Run]] = {name: [] for name in actions}
     for _ in range(rounds):
@@ -219,7 +222,13 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/convert"))
-    parser.add_argument("--out", type=Path, default=Path("results/convert.jsonl"))
+    parser.add_argument(
+        "--record",
+        "--out",  # the former spelling
+        type=Path,
+        default=Path("results/convert.jsonl"),
+        help="append a row for each conversion",
+    )
     args = parser.parse_args()
     from peagle_jax import weights
     from peagle_jax.provenance import provenance
@@ -247,8 +256,8 @@ def main() -> None:
                 "peak_own_bytes": max(run.own_bytes for run in runs),
                 "peak_resident_bytes": max(run.resident_bytes for run in runs),
             }
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a", encoding="utf-8") as file:
+            args.record.parent.mkdir(parents=True, exist_ok=True)
+            with args.record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             print(describe(row, seconds), flush=True)
         shutil.rmtree(source)

@@ -1,7 +1,7 @@
 """Cost of one mixture-of-experts layer at its real size, by every form of the same sum.
 
-    .venv/bin/python scripts/measure/experts.py [--experts 128] [--chosen 8] \\
-        [--record results/experts.jsonl]
+    .venv/bin/python scripts/measure/experts.py [--experts 128] \\
+        [--experts-per-token 8] [--record results/experts.jsonl]
 
 One layer of Qwen3-Coder-30B-A3B (width 2048, experts of 768), float32, random weights and random
 (uncorrelated) routing. For every number of tokens: milliseconds of each form in turns (medians),
@@ -39,11 +39,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--chosen", type=int, default=8)
+    # `--chosen` is the former spelling
+    parser.add_argument("--experts-per-token", "--chosen", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
-    count, k, rng = args.experts, args.chosen, np.random.default_rng(0)
+    count, k, rng = args.experts, args.experts_per_token, np.random.default_rng(0)
     options = dict(bias=False, packed=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
     graph, state = nnx.split(Experts(count, DIM, WIDTH, GLU(jax.nn.silu), **options))
     expert_bytes = sum(x.nbytes for x in jax.tree.leaves(state)) // count
@@ -79,7 +80,7 @@ def main() -> None:
         row = provenance(command) | {
             "name": "experts",
             "experts": count,
-            "chosen": k,
+            "experts_per_token": k,
             "dim": DIM,
             "expert_dim": WIDTH,
             "dtype": "float32",

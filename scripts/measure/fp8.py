@@ -50,7 +50,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--new-tokens", type=int, default=96)
+    # `--new-tokens` is the former spelling
+    parser.add_argument("--max-new-tokens", "--new-tokens", type=int, default=96)
     parser.add_argument(
         "--files", type=int, default=128, help="held-out files whose beginning the perplexity is of"
     )
@@ -74,14 +75,14 @@ def main() -> None:
             fitting = {
                 key: model for key, model in models.items() if key[1] == "bfloat16" or "FP8" in name
             }
-            results.append(measure(name, target, fitting, rows, prompts, args.new_tokens))
+            results.append(measure(name, target, fitting, rows, prompts, args.max_new_tokens))
     show(results)
     if args.record:
         command = " ".join(["python scripts/measure/fp8.py", *sys.argv[1:]])
         facts = provenance(command) | {
             "name": "fp8_quality",
             "files": len(rows),
-            "new_tokens": args.new_tokens,
+            "max_new_tokens": args.max_new_tokens,
         }
         lines = args.record.read_text().splitlines() if args.record.exists() else []
         lines += [json.dumps(facts | row) for row in results]
@@ -165,7 +166,7 @@ def measure(
     heads: Mapping[tuple[str, str], Model],
     rows: np.ndarray,
     prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    max_new_tokens: int,
 ) -> dict:
     """A row of results for the target in one precision, with each head."""
 
@@ -173,7 +174,9 @@ def measure(
         answers = []
         for i in range(0, len(prompts), BATCH):
             batch = prompts[i : i + BATCH]
-            answers += generate(target, head, batch, k=k, max_new_tokens=new_tokens, stop_ids=())
+            answers += generate(
+                target, head, batch, k=k, max_new_tokens=max_new_tokens, stop_ids=()
+            )
         return answers
 
     plain = answer(None, None)
@@ -187,9 +190,9 @@ def measure(
         row["heads"][f"{method} {precision}"] = {
             "k": HEADS[method],
             "equal_texts": sum(is_equal),
-            "drafts": [a.num_drafts for a in answers],
-            "accepted": [int(x) for x in accepted.sum(axis=1)],
-            "by_position": [int(x) for x in accepted.sum(axis=0)],
+            "num_drafts": [a.num_drafts for a in answers],
+            "num_accepted_tokens": [a.num_accepted_tokens for a in answers],
+            "num_accepted_per_pos": [int(x) for x in accepted.sum(axis=0)],
         }
     return row
 
@@ -212,7 +215,7 @@ def show(results: list[dict]) -> None:
         for name, head in row["heads"].items():
             base_head = base["heads"][name.replace("FP8", "bfloat16")]
             change = acceptance_lengths(head) - acceptance_lengths(base_head)
-            pooled = 1 + sum(head["accepted"]) / sum(head["drafts"])
+            pooled = 1 + sum(head["num_accepted_tokens"]) / sum(head["num_drafts"])
             table.add_row(
                 row["target"],
                 name,
@@ -225,7 +228,7 @@ def show(results: list[dict]) -> None:
 
 def acceptance_lengths(head: dict) -> np.ndarray:
     """Of each prompt."""
-    return 1 + np.array(head["accepted"]) / np.array(head["drafts"])
+    return 1 + np.array(head["num_accepted_tokens"]) / np.array(head["num_drafts"])
 
 
 def standard_error(differences: np.ndarray) -> float:

@@ -1,6 +1,6 @@
 """Do the tests notice a mistake? Draws small mistakes at random and says which tier finds them.
 
-    .venv/bin/python scripts/measure/mutants.py --count 30 --seed 0 [--out results/mutants.jsonl]
+    .venv/bin/python scripts/measure/mutants.py --count 30 --seed 0 [--record results/mutants.jsonl]
 
 Each mutant is one changed operator, comparison, constant or condition in peagle_jax/decode,
 peagle_jax/train or peagle_jax/checkpoints. It is made in a copy of the checkout, never in the
@@ -182,7 +182,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--rooms", nargs="+", default=ROOMS, help=f"default: {' '.join(ROOMS)}")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to test (default: this)")
-    parser.add_argument("--out", type=Path, help="JSONL to append to (default: print only)")
+    # `--out` is the former spelling
+    parser.add_argument(
+        "--record", "--out", type=Path, help="JSONL to append to (default: print only)"
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
     parser.add_argument("--fast", default=FAST, help=f"marker of `make test` (default: {FAST})")
     parser.add_argument("--rest", default=REST, help=f"what test-all adds (default: {REST})")
@@ -199,8 +202,8 @@ def main() -> int:
             if not args.list:
                 row |= judge(copy, mutant, args.timeout, args.fast, args.rest)
             print(json.dumps(row), flush=True)
-            if args.out is not None and not args.list:
-                with args.out.open("a", encoding="utf-8") as file:
+            if args.record is not None and not args.list:
+                with args.record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
     return 0
 

@@ -184,7 +184,13 @@ def main() -> None:
     parser.add_argument("--speculators", type=Path, required=False)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=Path("results/training_speed.jsonl"))
+    parser.add_argument(
+        "--record",
+        "--out",  # the former spelling
+        type=Path,
+        default=Path("results/training_speed.jsonl"),
+        help="append a row",
+    )
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -213,8 +219,8 @@ def main() -> None:
         "tokens_per_second": speed,
         "ratio": speed["ours"] / speed["theirs"],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a", encoding="utf-8") as file:
+    args.record.parent.mkdir(parents=True, exist_ok=True)
+    with args.record.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     print(
         f"peagle_jax {speed['ours']:.0f} tokens/s, speculators {speed['theirs']:.0f} tokens/s: "

@@ -104,14 +104,15 @@ def main() -> int:
     rows = []
     if args.speculators:
         rows += [
-            check_logits(case, args)
+            check_logits(case, args.speculators, args.out)
             for case in cases
             if case.checkpoint_format == "speculators" and not case.head.startswith("wide")
         ]
         for name in set(names) & TRAINED.keys():
-            cases.append(Case(name, "speculators", train(name, args), "speculators", alone=True))
+            folder = train(name, args.speculators, args.out)
+            cases.append(Case(name, "speculators", folder, "speculators", alone=True))
     if args.vllm:
-        rows += check_decoding(cases, args)
+        rows += check_decoding(cases, args.vllm)
     show(rows)
     if args.record:
         command = "python scripts/peers/check_matrix.py " + " ".join(sys.argv[1:])
@@ -171,7 +172,7 @@ def embedding() -> jax.Array:
     return target(()).params["embed"]["table"]
 
 
-def check_decoding(cases: list[Case], args) -> list[dict]:
+def check_decoding(cases: list[Case], env: Path) -> list[dict]:
     """vLLM's tokens and counters against ours; a row for each case."""
     heads = [load_drafter(case.folder, dtype=np.float32, embedding=embedding()) for case in cases]
     jobs = [
@@ -187,11 +188,11 @@ def check_decoding(cases: list[Case], args) -> list[dict]:
         for case, head in zip(cases, heads, strict=True)
     ]
     rows = []
-    for case, head, theirs in zip(cases, heads, answers_of_vllm(args.vllm, jobs), strict=True):
+    for case, head, theirs in zip(cases, heads, answers_of_vllm(env, jobs), strict=True):
         row = {
             "peer": "vllm",
             "head": case.head,
-            "layout": case.checkpoint_format,
+            "checkpoint_format": case.checkpoint_format,
             "route": case.route,
             "dtype": dtype_of(case.folder),
         }
@@ -215,7 +216,7 @@ def check_decoding(cases: list[Case], args) -> list[dict]:
                 "found": found,
                 "same": comparison.same,
                 "near_ties": comparison.near_ties,
-                "per_position": theirs["num_accepted_per_pos"],
+                "num_accepted_per_pos": theirs["num_accepted_per_pos"],
                 "ours": counted,
                 "vllm": {c: theirs[c] for c in COUNTERS},
             }
@@ -232,8 +233,8 @@ def dtype_of(folder: Path) -> str:
 # ---------------------------------------------------------------- speculators
 
 
-def check_logits(case: Case, args) -> dict:
-    """The logits of speculators and of ours, on random inputs."""
+def check_logits(case: Case, env: Path, out: Path) -> dict:
+    """The logits of speculators and of ours, on random inputs, which are written to `out`."""
     head = load_drafter(case.folder, dtype=np.float32, embedding=embedding())
     cfg, rng, n = head.config, np.random.default_rng(1), 24
     anchor, depth = np.arange(n), np.zeros(n, int)
@@ -254,17 +255,17 @@ def check_logits(case: Case, args) -> dict:
         "depth": depth,
         "num_depths": K if cfg.parallel else 1,
     }
-    inputs_file = args.out / f"{case.head}-inputs.npz"
-    logits_file = args.out / f"{case.head}-logits.npz"
+    inputs_file = out / f"{case.head}-inputs.npz"
+    logits_file = out / f"{case.head}-logits.npz"
     np.savez(inputs_file, **inputs)
     row = {
         "peer": "speculators",
         "head": case.head,
-        "layout": case.checkpoint_format,
+        "checkpoint_format": case.checkpoint_format,
         "route": case.route,
         "dtype": dtype_of(case.folder),
     }
-    done = run_speculators(args, "logits", case.folder, inputs_file, logits_file)
+    done = run_speculators(env, "logits", case.folder, inputs_file, logits_file)
     if done.returncode:
         return row | {
             "agrees": False,
@@ -302,9 +303,8 @@ def our_logits(head: Model, inputs: dict) -> np.ndarray:
             hidden, _ = module(embeddings, fused, positions, attend, None)
             return module.compute_logits(hidden[0])
         at_anchor = [jnp.take_along_axis(x, anchor[..., None], axis=1) for x in (embeddings, fused)]
-        mask_embeddings, mask_fused = placeholders.rows(
-            module, placeholders.Slot(depth, *at_anchor)
-        )
+        unfilled = placeholders.PlaceholderRow(depth, *at_anchor)
+        mask_embeddings, mask_fused = placeholders.rows(module, unfilled)
         hidden, _ = module(
             jnp.concatenate([embeddings, mask_embeddings], axis=1),
             jnp.concatenate([fused, mask_fused], axis=1),
@@ -319,19 +319,23 @@ def our_logits(head: Model, inputs: dict) -> np.ndarray:
     return result
 
 
-def train(name: str, args) -> Path:
-    """A few steps of speculators' own training on our target's hidden states; saved by it."""
-    start = args.out / f"{TRAINED[name]}-B"
+def train(name: str, env: Path, out: Path) -> Path:
+    """A few steps of speculators' own training on our target's hidden states.
+
+    Returns:
+      The folder in `out` that speculators saved.
+    """
+    start = out / f"{TRAINED[name]}-B"
     if not start.exists():
-        write(TRAINED[name], args.out)
-    data, out = args.out / f"{name}-data.npz", args.out / name
+        write(TRAINED[name], out)
+    data, folder = out / f"{name}-data.npz", out / name
     config = load_drafter(start, embedding=embedding()).config
     np.savez(data, **training_data(tuple(config.aux_hidden_state_layers)))
-    done = run_speculators(args, "train", start, data, out, 24)
+    done = run_speculators(env, "train", start, data, folder, 24)
     if done.returncode:
         raise SystemExit(f"speculators failed to train {name}:\n{done.stderr[-2000:]}")
     Console().print(done.stdout.strip())
-    return out
+    return folder
 
 
 @functools.cache
@@ -360,11 +364,11 @@ def training_data(aux_layers: tuple[int, ...]) -> dict[str, np.ndarray]:
     }
 
 
-def run_speculators(args, *words) -> subprocess.CompletedProcess:
+def run_speculators(env: Path, *words: object) -> subprocess.CompletedProcess:
     """speculators_peer.py in the environment of speculators."""
     script = Path(__file__).with_name("speculators_peer.py")
     return subprocess.run(
-        [args.speculators / "bin/python", script, *map(str, words)], capture_output=True, text=True
+        [env / "bin/python", script, *map(str, words)], capture_output=True, text=True
     )
 
 
@@ -374,9 +378,9 @@ def show(rows: list[dict]) -> None:
         "peer", "head", "format", "came as", "dtype", "found", "accepted per position", "agrees"
     )
     for row in rows:
-        per_position = " ".join(str(int(n)) for n in row.get("per_position", []))
+        per_position = " ".join(str(int(n)) for n in row.get("num_accepted_per_pos", []))
         table.add_row(
-            *(row[key] for key in ("peer", "head", "layout", "route", "dtype", "found")),
+            *(row[key] for key in ("peer", "head", "checkpoint_format", "route", "dtype", "found")),
             per_position,
             "yes" if row["agrees"] else "NO",
         )

@@ -19,6 +19,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -173,7 +174,7 @@ def prepare(name: str, out: Path, prompts: list[list[int]]) -> dict[str, float]:
             folder / "vllm",
             "--to",
             "vllm",
-            "--k",
+            "-k",
             K,
             "--dtype",
             "float32",
@@ -220,14 +221,10 @@ def check(name: str, out: Path, prompts: list[list[int]], plain: dict, speculati
     return {
         "agrees": not problems,
         "found": "; ".join(problems),
-        "prompts": len(prompts),
+        "num_prompts": len(prompts),
         "near_ties": near_ties,
         "equal": sum(equal_texts),
-        "drafts": counted["num_drafts"],
-        "drafted": counted["num_draft_tokens"],
-        "accepted": counted["num_accepted_tokens"],
-        "num_accepted_per_pos": counted["num_accepted_per_pos"],
-    }
+    } | {counter: counted[counter] for counter in COUNTERS}
 
 
 def show(rows: list[dict]) -> None:
@@ -237,8 +234,8 @@ def show(rows: list[dict]) -> None:
         "equal texts",
         "near ties",
         "drafts",
-        "drafted",
-        "accepted",
+        "draft tokens",
+        "accepted tokens",
         "per position",
         "made in, s",
         "agrees",
@@ -251,8 +248,8 @@ def show(rows: list[dict]) -> None:
 
         table.add_row(
             row["family"],
-            f"{count('equal')}/{count('prompts')}",
-            *map(count, ("near_ties", "drafts", "drafted", "accepted")),
+            f"{count('equal')}/{count('num_prompts')}",
+            *map(count, ("near_ties", *COUNTERS[:3])),
             " ".join(map(str, row.get("num_accepted_per_pos", ()))),
             " ".join(f"{k} {v}" for k, v in row["seconds"].items()),
             "yes" if row["agrees"] else "NO",
@@ -278,9 +275,18 @@ def versions(env: Path) -> dict[str, str]:
     }
 
 
-def run(args) -> bool:
-    """Whether vLLM and we agree on every family."""
-    names = list(tiny_targets.CASES) if args.only is None else args.only.split(",")
+def run(env: Path, names: Sequence[str], out: Path, record: Path | None) -> bool:
+    """Whether vLLM and we agree on every family.
+
+    Args:
+      env: vLLM's environment.
+      names: of families, as in `tiny_targets.CASES`.
+      out: where targets and heads are, or will be.
+      record: a JSONL to which the rows are appended; None: they are only printed.
+
+    Raises:
+      InputError: a family does not exist, or a folder cannot be used.
+    """
     if unknown := [name for name in names if name not in tiny_targets.CASES]:
         raise InputError(
             "--only",
@@ -288,27 +294,27 @@ def run(args) -> bool:
             ", ".join(unknown),
             "name some of those, separated by commas",
         )
-    if not (args.vllm / "bin/python").exists():
+    if not (env / "bin/python").exists():
         raise InputError(
             "--vllm",
             "must be an environment",
-            args.vllm,
+            env,
             "make it with scripts/peers/install_vllm.sh",
         )
-    facts = versions(args.vllm)
+    facts = versions(env)
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        if args.record:
-            args.record.open("a").close()  # before minutes of work, not after
+        out.mkdir(parents=True, exist_ok=True)
+        if record:
+            record.open("a").close()  # before minutes of work, not after
     except OSError as error:
         raise InputError(
             error.filename, "must be writable", error.strerror, "choose another place"
         ) from None
-    prompts = texts(args.out / "text")
-    seconds = {name: prepare(name, args.out, prompts) for name in names}
+    prompts = texts(out / "text")
+    seconds = {name: prepare(name, out, prompts) for name in names}
 
     def absolute(name: str, part: str) -> str:
-        return str((args.out / name / part).resolve())
+        return str((out / name / part).resolve())
 
     shape = {"k": K, "parallel": True, "prompts": prompts, "max_new_tokens": NEW}
     jobs = [
@@ -317,19 +323,19 @@ def run(args) -> bool:
         for drafter in (None, absolute(name, "vllm"))
     ]
     start = time.perf_counter()
-    answers = answers_of_vllm(args.vllm, jobs)
+    answers = answers_of_vllm(env, jobs)
     CONSOLE.print(f"vLLM: {len(jobs)} jobs in {time.perf_counter() - start:.0f} s")
     rows = [
-        {"family": name, "k": K, "new_tokens": NEW, "seconds": seconds[name]}
-        | check(name, args.out, prompts, *answers[2 * i : 2 * i + 2])
+        {"family": name, "k": K, "max_new_tokens": NEW, "seconds": seconds[name]}
+        | check(name, out, prompts, *answers[2 * i : 2 * i + 2])
         for i, name in enumerate(names)
     ]
     show(rows)
-    if args.record:
+    if record:
         origin = (
             provenance("python scripts/peers/check_targets.py " + " ".join(sys.argv[1:])) | facts
         )
-        with args.record.open("a", encoding="utf-8") as file:
+        with record.open("a", encoding="utf-8") as file:
             file.writelines(
                 json.dumps(origin | {"name": f"targets/{row['family']}"} | row) + "\n"
                 for row in rows
@@ -347,8 +353,10 @@ def main() -> int:
     parser.add_argument("--only", help=f"some of {','.join(tiny_targets.CASES)}")
     parser.add_argument("--out", type=Path, default=Path("runs/check-targets"))
     parser.add_argument("--record", type=Path, help="append a line for each family")
+    args = parser.parse_args()
+    names = list(tiny_targets.CASES) if args.only is None else args.only.split(",")
     try:
-        return 0 if run(parser.parse_args()) else 1
+        return 0 if run(args.vllm, names, args.out, args.record) else 1
     except InputError as error:
         print(f"check_targets: {error}", file=sys.stderr)
         return 2

@@ -3,7 +3,7 @@
     scripts/peers/install_vllm.sh .venv-vllm
     .venv/bin/python scripts/peers/check_vllm.py --vllm .venv-vllm --target DIR \\
         --drafter DIR [--drafter DIR ...] [-k 4] --prompts FILE.jsonl [--max-new-tokens 64] \\
-        [--out results/vllm_agreement.jsonl]
+        [--record results/vllm_agreement.jsonl]
 
 A prompt whose first differing token is a near tie of the target (its two largest logits are within
 1e-4) is counted apart.
@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,44 +67,62 @@ def our_answers(target, head, prompts, k: int, new: int) -> tuple[list[list[int]
     }
 
 
-def check(args) -> bool:
-    """Whether vLLM and we agree on every head; prints a table."""
-    prompts = text.read_prompts(args.prompts, text.load_tokenizer(args.target))
+def check(
+    env: Path,
+    target_folder: Path,
+    drafters: Sequence[Path],
+    k: int,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> list[dict]:
+    """A result row for each head, and a printed table of them.
+
+    Args:
+      env: vLLM's environment.
+      target_folder: the target.
+      drafters: folders of its heads.
+      k: tokens drafted per step.
+      prompts: token ids.
+      max_new_tokens: of every answer.
+    """
     table = Table(
         "drafter",
         "k",
         "same tokens",
         "near ties",
-        "counters (drafts, drafted, accepted)",
+        "counters (drafts, draft tokens, accepted tokens)",
         "per position",
         "agrees",
     )
-    target_layers = read_facts(args.target).layers
+    target_layers = read_facts(target_folder).layers
     jobs = [
         {
-            "target": str(args.target),
+            "target": str(target_folder),
             "drafter": str(folder),
-            "k": args.k,
+            "k": k,
             "parallel": open_head(folder, target_layers).config.parallel,
             "prompts": prompts,
-            "max_new_tokens": args.max_new_tokens,
+            "max_new_tokens": max_new_tokens,
         }
-        for folder in args.drafter
+        for folder in drafters
     ]
-    all_agree, rows = True, []
-    for folder, theirs in zip(args.drafter, answers_of_vllm(args.vllm, jobs), strict=True):
+    rows = []
+    for folder, theirs in zip(drafters, answers_of_vllm(env, jobs), strict=True):
         if "error" in theirs:
             raise SystemExit(f"vLLM failed on {folder}: {theirs['error']}")
-        target, head = load_pair(args.target, folder, dtype=np.float32)
-        answers, counted = our_answers(target, head, prompts, args.k, args.max_new_tokens)
+        target, head = load_pair(target_folder, folder, dtype=np.float32)
+        answers, counted = our_answers(target, head, prompts, k, max_new_tokens)
         comparison = compare(target, prompts, answers, theirs["outputs"])
+        # counters are only comparable where the texts are the same
+        same_counters = all(counted[c] == theirs[c] for c in COUNTERS)
+        agrees = comparison.lossless and (comparison.near_ties > 0 or same_counters)
         rows.append(
-            provenance("python scripts/peers/check_vllm.py " + " ".join(sys.argv[1:]))
-            | {
+            {
                 "name": "vllm_agreement",
-                "drafter": Path(folder).name,
-                "k": args.k,
-                "prompts": len(prompts),
+                "drafter": folder.name,
+                "k": k,
+                "num_prompts": len(prompts),
+                "agrees": agrees,
                 "same": comparison.same,
                 "near_ties": comparison.near_ties,
                 "different": comparison.different,
@@ -111,16 +130,12 @@ def check(args) -> bool:
                 "vllm": {c: theirs[c] for c in COUNTERS},
             }
         )
-        # counters are only comparable where the texts are the same
-        same_counters = all(counted[c] == theirs[c] for c in COUNTERS)
-        agrees = comparison.lossless and (comparison.near_ties > 0 or same_counters)
-        all_agree &= agrees
         numbers = "/".join(str(counted[c]) for c in COUNTERS[:3])
         if not agrees:
             numbers += " against vLLM's " + "/".join(str(theirs[c]) for c in COUNTERS[:3])
         table.add_row(
-            Path(folder).name,
-            str(args.k),
+            folder.name,
+            str(k),
             f"{comparison.same}/{len(prompts)}",
             str(comparison.near_ties),
             numbers,
@@ -128,10 +143,7 @@ def check(args) -> bool:
             "yes" if agrees else "NO",
         )
     Console(width=130).print(table)
-    if args.out:
-        with args.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    return all_agree
+    return rows
 
 
 def main() -> int:
@@ -146,12 +158,20 @@ def main() -> int:
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="append a record for each head")
+    # `--out` is the former spelling, here and in the other scripts that append rows
+    parser.add_argument("--record", "--out", type=Path, help="append a row for each head")
+    args = parser.parse_args()
     try:
-        return 0 if check(parser.parse_args()) else 1
+        prompts = text.read_prompts(args.prompts, text.load_tokenizer(args.target))
+        rows = check(args.vllm, args.target, args.drafter, args.k, prompts, args.max_new_tokens)
     except InputError as error:
         print(f"check_vllm: {error}", file=sys.stderr)
         return 2
+    if args.record:
+        origin = provenance("python scripts/peers/check_vllm.py " + " ".join(sys.argv[1:]))
+        with args.record.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+    return 0 if all(row["agrees"] for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ def test_a_design_that_does_not_exist(key, value, known, tmp_path):
         read_run(tmp_path)
     message = str(error.value)
     assert message.startswith(f"{tmp_path / 'head.json'}: {key} must be one of {known}")
-    assert f"; got {value}; " in message
+    assert f"; got {value}; copy head.json from a backup, or train again" in message
 
 
 def test_a_run_of_another_design_than_its_checkpoint(tmp_path):
@@ -329,7 +329,7 @@ def test_a_run_of_another_design_than_its_checkpoint(tmp_path):
     edited(tmp_path, placeholder_hidden="gated")
     with pytest.raises(
         InputError,
-        match=r"must hold the parameters of head.json; got a difference at placeholder.gate",
+        match=r"must hold the parameters of head.json; got a difference at placeholder.gate; copy",
     ):
         read_run(tmp_path)
 

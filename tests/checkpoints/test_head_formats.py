@@ -126,11 +126,11 @@ def test_aux_layers_that_are_not_named(folder, tmp_path):
             {"eagle_config": {"use_aux_hidden_state": False, AUX_LAYER_IDS: [1, 2, 3]}},
             "use_aux_hidden_state must be true",
         ),
-        ({"mlp_bias": True}, "mlp_bias must be false"),
+        ({"mlp_bias": True}, "mlp_bias must be false.*; choose a checkpoint with mlp_bias: false"),
         ({"logit_scale": 0.5}, "logit_scale must be 1.0"),
         ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation must be silu"),
         ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
-        ({"num_depths": 0}, "num_depths must be a whole number of 1 or more"),
+        ({"num_depths": 0}, "set num_depths, for example to 32, or download config.json again"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be what the weights hold"),
         ({"hidden_size": 20.0}, "hidden_size must be a whole number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
@@ -332,11 +332,15 @@ def test_windows_are_vllms(raw, windows, folder, tmp_path):
 @pytest.mark.parametrize(
     "options, changes, message",
     [
-        ({"mask_token": 3}, {}, "--mask-token: the config names the mask token itself"),
+        (
+            {"mask_token": 3},
+            {},
+            "--mask-token: the config names the mask token itself.*; leave out --mask-token",
+        ),
         (
             {"aux_layer_numbering": "output"},
             {AUX_LAYER_IDS: ..., "eagle_config": ...},
-            "--aux-layer-numbering: the config names no aux hidden state layers",
+            "--aux-layer-numbering: needs layer ids, .*; leave out --aux-layer-numbering",
         ),
     ],
 )

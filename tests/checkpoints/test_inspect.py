@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ def folder(tmp_path):
     return tmp_path / "a"
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of `more`
 def test_inspect_says_what_loading_would(folder, tmp_path):
     broken = edit(
         folder,
@@ -85,6 +87,11 @@ def test_keys_are_snake_case_and_values_are_json(folder, tmp_path):
         assert json.loads(json.dumps(facts)) == facts
         empty_words = {"none", "nothing", "not named", "not recorded", "unknown", ""}
         assert not empty_words & {v for v in facts.values() if isinstance(v, str)}
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "0")
+    unsaved = describe(tmp_path / "run")
+    assert unsaved["checkpoints"] == [] and unsaved["num_bytes"] is unsaved["target"] is None
+    assert unsaved.keys() == facts.keys() and json.loads(json.dumps(unsaved)) == unsaved
+    assert printable_rows(unsaved).keys() == printable_rows(facts).keys()
 
 
 def test_words_for_people(folder):

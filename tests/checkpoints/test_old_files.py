@@ -88,3 +88,11 @@ def test_convert_takes_the_former_name_of_its_option(tmp_path):
     convert(tmp_path / "a", tmp_path / "former", to="vllm", tap_numbering="output")
     new, former = ((tmp_path / name / "config.json").read_text() for name in ("new", "former"))
     assert new == former and json.loads(new)["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+
+
+def test_convert_refuses_an_option_under_both_names_and_an_unknown_one(tmp_path):
+    both = {"aux_layer_numbering": "input", "tap_numbering": "output"}
+    with pytest.raises(InputError, match="formerly called tap_numbering"):
+        convert(tmp_path / "a", tmp_path / "b", to="vllm", **both)
+    with pytest.raises(TypeError, match="dtypes"):
+        convert(tmp_path / "a", tmp_path / "b", to="vllm", dtypes="float16")

@@ -4,6 +4,7 @@ Every tensor comes back bit for bit, for every option that both ends can express
 """
 
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -157,10 +158,14 @@ def test_an_identity_map_is_left_out_and_comes_back(tmp_path):
     for out in ("published", "A", "run", "A2"):
         convert(tmp_path / out, tmp_path / "back", to="vllm", identity_d2t=True)
         files_equal(tmp_path / "published", tmp_path / "back")
-    with pytest.raises(InputError, match="puts back what the source had"):
+    with pytest.raises(
+        InputError, match="the source must have had d2t.*; leave out --identity-d2t"
+    ):
         convert(tmp_path / "plain", tmp_path / "refused", to="vllm", identity_d2t=True)
     save_drafter(tiny.head(draft_vocab=17), tmp_path / "reduced")
-    with pytest.raises(InputError, match="only a head of the full vocabulary"):
+    with pytest.raises(
+        InputError, match="only a head of the full vocabulary.*; leave out --identity-d2t"
+    ):
         convert(tmp_path / "reduced", tmp_path / "refused", to="vllm", identity_d2t=True)
     assert not (tmp_path / "refused").exists()
 
@@ -226,7 +231,7 @@ def test_the_run_of_a_head_is_read_parameter_by_parameter(tmp_path):
     save_drafter(tiny.head(), tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "run", to="orbax", dtype="bfloat16")
     assert np.dtype(read_run(tmp_path / "run").config.dtype) == ml_dtypes.bfloat16
-    with pytest.raises(InputError, match="--mask-token: a training run says it itself"):
+    with pytest.raises(InputError, match="a training run says it itself.*; leave out --mask-token"):
         convert(tmp_path / "run", tmp_path / "x", to="vllm", mask_token=3)
     (tmp_path / "run/head.json").write_text(
         (tmp_path / "run/head.json")
@@ -239,3 +244,18 @@ def test_the_run_of_a_head_is_read_parameter_by_parameter(tmp_path):
     ):
         convert(tmp_path / "run", tmp_path / "x", to="vllm")
     assert not (tmp_path / "x").exists()
+
+
+def test_what_to_do_about_a_damaged_run(tmp_path):
+    save_drafter(tiny.head(), tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "run", to="orbax")
+    step = tmp_path / "run/checkpoints/0"
+    (step / "default/_METADATA").unlink()
+    with pytest.raises(InputError, match=f"continue it with peagle train; otherwise delete {step}"):
+        read_run(tmp_path / "run")
+    shutil.rmtree(step)
+    with pytest.raises(InputError, match="must hold a finished.*; continue the run with peagle"):
+        read_run(tmp_path / "run")
+    (tmp_path / "run/head.json").write_text("{")
+    with pytest.raises(InputError, match="head.json: .*; copy head.json from a backup"):
+        read_run(tmp_path / "run")

@@ -76,6 +76,7 @@ def test_serve_config_refuses_what_vllm_would(folders, peagle, tmp_path, change,
     assert code == 2 and words in err and not out, err
 
 
+@pytest.mark.filterwarnings("ignore::peagle_jax.types.WeightsWarning")  # printed, see below
 def test_convert_what_a_folder_leaves_open(folders, peagle, tmp_path):
     """Options for what a config does not say, and a warning of one line for NaN."""
 

@@ -31,7 +31,7 @@ DECODING = {
     "drafter is a target": (f"{ASK} --drafter {{target}}", ["target", "must be a draft head"]),
     "parallel drafting without placeholders": (
         f"{ASK} --drafter {{eagle3}} --method peagle",
-        ["mask token"],
+        ["method: parallel drafting needs a mask token", "use eagle3"],
     ),
     "method without drafter": (f"{ASK} --method peagle", ["--method", "no --drafter"]),
     "no batch": (f"{ASK} --batch-size 0", ["--batch-size", "got 0"]),
@@ -44,7 +44,10 @@ DECODING = {
     "empty prompt": ("generate --target {target} --prompt ''", ["at least one token"]),
     "temperature below 0": (f"{ASK} --temperature -1", ["temperature", "-1"]),
     "temperature not a number": (f"{ASK} --temperature nan", ["temperature", "nan"]),
-    "seed below 0": (f"{ASK} --temperature 1 --seed -1", ["--seed", "-1"]),
+    "seed below 0": (
+        f"{ASK} --temperature 1 --seed -1",
+        ["seed: must lie", "-1", "use a seed of 0"],
+    ),
     "output is a folder": (f"{ASK} --out {{cut}}", ["cut", "writable"]),
     "unwritable output": (
         f"{ASK} --max-new-tokens 4 --out {{tmp}}/file/x",
@@ -78,11 +81,11 @@ CHECKPOINTS = {
     "output is a file": ("convert {peagle} {tmp}/file --to vllm", ["file", "must be a folder"]),
     "K for a target": (
         "convert {target} {tmp}/x --to hf -k 3",
-        ["-k", "has no use for it"],
+        ["peagle: -k: --to hf has no use for it; got 3; leave out -k"],
     ),
     "target for a target": (
         "convert {target} {tmp}/x --to hf --target {target}",
-        ["--target", "has no use for it"],
+        ["--target", "has no use for it", "leave out --target"],
     ),
     "sharing without a target": (
         "convert {peagle} {tmp}/x --to vllm --share-embedding",

@@ -66,7 +66,11 @@ ARGUMENTS = [
 @pytest.mark.parametrize("action", ARGUMENTS)
 def test_every_argument_is_described_with_its_default(action):
     assert action.help and len(action.help) >= 8
-    if action.default not in (None, argparse.SUPPRESS) and not isinstance(action.default, bool):
+    if action.required and action.option_strings:
+        assert action.help.endswith("(required)")
+    elif isinstance(action, argparse._StoreTrueAction):
+        assert action.help.endswith("(default: off)")
+    elif action.default not in (None, argparse.SUPPRESS):
         assert f"(default: {default_text(action.default)})" in action.help
 
 
@@ -126,6 +130,9 @@ def test_training_has_overrides_and_nothing_else_has():
     arguments = parse_arguments(words)
     assert arguments.overrides == ["--optimizer.steps", "3", "--seed", "4"]
     assert arguments.hidden_states_dir == "DIR" and arguments.argv == words
+    for words in ("train --optimizer.steps 3 --seed=4 CONFIG", "train --seed 4 CONFIG"):
+        arguments = parse_arguments(words.split())
+        assert str(arguments.config) == "CONFIG" and arguments.overrides == words.split()[1:-1]
     with pytest.raises(UsageError, match="inspect: unknown argument --optimizer.steps 3"):
         parse_arguments("inspect DIR --optimizer.steps 3".split())
 

@@ -82,15 +82,23 @@ def test_facts_are_rounded(value, text):
     assert output.fact_text(value) == text
 
 
-def test_interrupted(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "words, advice",
+    [
+        ("inspect x", ""),
+        ("train x.yaml", "; the same command goes on where it stopped"),
+        ("demo --out x", "; the same command goes on where it stopped"),
+    ],
+)
+def test_interrupted(words, advice, monkeypatch, capsys):
     from peagle_jax import cli
 
     def interrupt(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "run_command", interrupt)
-    assert cli.main(["inspect", "x"]) == 1
-    assert "interrupted; a training run resumes" in capsys.readouterr().err
+    assert cli.main(words.split()) == 1
+    assert capsys.readouterr().err == f"peagle: interrupted{advice}\n"
 
 
 @pytest.mark.parametrize("platform, lines", [("gpu", 1), ("cpu", 0)])

@@ -146,8 +146,8 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
     # 5 layers, keys and values of 2 heads x 16 in float32: 1,280 bytes a token
     with pytest.raises(
         InputError,
-        match=r"cache: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, 0.0 GB free; "
-        r"2 x 390 would fit",
+        match=r"cache_size: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, "
+        r"0.0 GB free; 2 x 390 would fit",
     ):
         generate(target, None, [[1], [2]], max_new_tokens=4, cache_size=2048)
     with pytest.raises(InputError, match="use a smaller batch, or a machine"):
@@ -155,7 +155,7 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
     monkeypatch.undo()
     cache_size = 10**9
     config = dataclasses.replace(target.config, context=2 * cache_size)
-    with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: ask for fewer tokens"):
+    with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: lower max_new_tokens"):
         generate(
             dataclasses.replace(target, config=config),
             None,

@@ -41,12 +41,13 @@ def line(tmp_path, monkeypatch):
 
     Its workers take 0.4 s and write a row, fail, or write half of a row.
     """
-    real, begun = subprocess.Popen, []
+    real, begun, processes = subprocess.Popen, [], []
 
     def popen(command, **options):
         assert command[1:3] == ["-m", "experiments.work"]
         begun.append(json.loads(Path(command[3]).read_text())["variant"])
-        return real([sys.executable, "-c", WORKER, command[3]], **options)
+        processes.append(real([sys.executable, "-c", WORKER, command[3]], **options))
+        return processes[-1]
 
     monkeypatch.setattr(queue.subprocess, "Popen", popen)
 
@@ -57,7 +58,9 @@ def line(tmp_path, monkeypatch):
         made.begun = begun
         return made
 
-    return make
+    yield make
+    for process in processes:  # also those whose queue was left behind
+        process.wait(30)
 
 
 def finish(q: Queue) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Feature fusion: the reference against float64, Triton against it.
+"""Fusion: the reference against float64, Triton against it.
 
 Matrices are plain and FP8, with every norm.
 """
@@ -85,7 +85,12 @@ def test_fp8(norm, blocks):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"before_fc": True}, {"per_layer": True}, {"per_layer": True, "before_fc": True}],
+    [
+        {},
+        {"before_fc": True},
+        {"norm_per_layer": True},
+        {"norm_per_layer": True, "before_fc": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("fp8", [False, True])
@@ -100,7 +105,7 @@ def test_the_module_takes_the_kernel(fp8, options, monkeypatch):
         128,
         40,
         0.3,
-        **{"before_fc": False, "per_layer": False} | options,
+        **{"before_fc": False, "norm_per_layer": False} | options,
         dtype=jnp.float32,
         rngs=nnx.Rngs(0),
     )

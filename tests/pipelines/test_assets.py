@@ -33,7 +33,7 @@ def test_sizes():
 @pytest.mark.parametrize("kind", KINDS)
 def test_cards_say_where_the_model_comes_from(kind):
     card = (ASSETS / kind / "README.md").read_text()
-    for words in ("peagle train configs/train/demo_", "seed", "hours", "PSF License", "commit"):
+    for words in ("peagle train configs/train/demo_", "seed", "minutes", "PSF License", "commit"):
         assert words in card, words
     assert ("bits per byte" if kind == "target" else "accepted per position") in card
     assert "/root" not in card and "/tmp" not in card

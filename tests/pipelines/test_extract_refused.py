@@ -266,7 +266,7 @@ DAMAGE = {
     ),
     "a key less": (
         lambda s: s.replace('  "seq_len": 12,\n', ""),
-        "index.json: seq_len must be given; got no seq_len",
+        "index.json: seq_len must be given; got no seq_len; copy index.json from",
     ),
     "a key more": (
         lambda s: s.replace('"seq_len": 12', '"seq_len": 12, "speed": 3'),
@@ -274,11 +274,11 @@ DAMAGE = {
     ),
     "a word for a number": (
         lambda s: s.replace('"seq_len": 12', '"seq_len": "12"'),
-        "index.json: seq_len: must be a whole number; got '12'",
+        "seq_len: must be a whole number; got '12'; copy index.json from a backup",
     ),
     "no batch": (
         lambda s: s.replace('"batch_size": 3', '"batch_size": 0'),
-        "index.json: batch_size: must be 1 or more; got 0; restore the file",
+        "batch_size: must be 1 or more; got 0; copy index.json from a backup, or extract again",
     ),
     "no layers": (
         lambda s: re.sub(

@@ -56,7 +56,7 @@ def test_where_a_method_gains(speedups, words):
 
 
 def test_parts_of_a_step_may_be_more_than_the_step():
-    plain = row("none", 0)
+    plain = row("none", 0, device="AMD EPYC, 2 cores")
     slow = row("peagle", 3, step_seconds=0.007, draft_seconds=0.001, verify_seconds=0.004)
     caption = statements.step_caption([plain, slow])
     assert "1.00 ms drafting and 4.00 ms verification when alone, and 2.00 ms more" in caption
@@ -64,6 +64,8 @@ def test_parts_of_a_step_may_be_more_than_the_step():
     fast = slow | {"step_seconds": 0.0045}
     caption = statements.step_caption([plain, fast])
     assert "0.50 ms less than the two together" in caption and "load them again" not in caption
+    gpu = [plain | {"device": "NVIDIA H200"}, slow | {"device": "NVIDIA H200"}]
+    assert "load them again" not in statements.step_caption(gpu)
 
 
 def test_acceptance_at_both_ends():
@@ -94,6 +96,9 @@ def test_how_training_went(start, end, words):
 def test_what_the_fresh_head_learned():
     caption = statements.fresh_head_caption(FRESH)
     assert "the loss falls from 3.00 to" in caption
+    assert "to show training, not the one measured above" in caption
+    measured = statements.fresh_head_caption(FRESH, is_measured=True)
+    assert measured.startswith("Training of the P-EAGLE head measured above;")
     assert "Depth 0 (reads real tokens) ends at 17 %" in caption
     rising = [r | {"loss": r["step"]} for r in FRESH]
     assert "the loss rises from 1.00 to" in statements.fresh_head_caption(rising)
@@ -116,8 +121,8 @@ def test_a_slow_step_has_its_parts_as_reason():
     reason = statements.slowdown_reason([row("none", 0), slow], slow)
     assert reason == (
         "A step of P-EAGLE at K = 3 costs 1.75 plain steps (0.50 for drafting, 1.00 for verifying "
-        "4 tokens) and writes 1.90 tokens per row. The steps alone would pay; the prefill of "
-        "target and head takes the rest."
+        "4 tokens) and writes 1.90 tokens per row. The steps alone would pay; the rest of the "
+        "call, with its prefill, does not."
     )
     slower = slow | {"step_seconds": 0.012}
     reason = statements.slowdown_reason([row("none", 0), slower], slower)
@@ -165,7 +170,8 @@ def test_headline():
     assert lines[2] == (
         "P-EAGLE over EAGLE-3 at the same K, batch size 1: K = 1: 0.83, K = 3: 1.27."
     )
-    assert lines[3].startswith("Lossless: 24 speculative texts") and "every one equals" in lines[3]
+    compared = "Compared with plain greedy decoding: 24 speculative texts; every one is the same"
+    assert lines[3] == f"{compared}, token for token."
 
 
 def test_headline_tells_of_texts_that_differ():

@@ -161,7 +161,7 @@ def test_damaged_mxfp4(tmp_path, change, words):
 
 
 def test_mxfp4_by_another_name():
-    with pytest.raises(InputError, match="mxfp4: must be packed or plain; got half"):
+    with pytest.raises(InputError, match="mxfp4: must be packed or plain; got half; use packed"):
         load_target(make("gpt_oss")[1], mxfp4="half")
 
 
@@ -317,11 +317,16 @@ def test_bfloat16(case):
             "gpt_oss",
             None,
             {"layer_types": ["chunked_attention"] * 5},
-            "full_attention or sliding_attention; got chunked_attention",
+            "; write full_attention or sliding_attention for layer 0 and others",
         ),
         ("gpt_oss", None, {"sliding_window": None}, "needs the key 'sliding_window'"),
         ("gpt_oss", drop("sinks"), {}, "missing: model.layers..*sinks"),
-        ("llama", None, {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        (
+            "llama",
+            None,
+            {"hidden_act": "gelu"},
+            "hidden_act must be silu.*choose a checkpoint with hidden_act: silu",
+        ),
         ("llama", None, {"num_key_value_heads": 3}, "multiple of num_key_value_heads; got 4 and 3"),
         ("gemma4", None, {"use_bidirectional_attention": "all"}, "decoded causally; got all"),
         (
@@ -330,12 +335,17 @@ def test_bfloat16(case):
             {"hidden_activation": "silu"},
             "hidden_activation must be gelu_pytorch_tanh",
         ),
-        ("gemma4", None, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping must be null"),
+        (
+            "gemma4",
+            None,
+            {"attn_logit_softcapping": 30.0},
+            "choose a checkpoint with attn_logit_softcapping: null",
+        ),
         (
             "gemma4",
             None,
             {"per_layer_config": {"1": {"head_dim": 32}, "4": {"head_dim": 16}}},
-            "per_layer_config must give every full_attention layer the same",
+            "download config.json again: layer 1 has head_dim 32, layer 4 has 16",
         ),
         (
             "gemma4_ple",

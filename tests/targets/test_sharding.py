@@ -42,7 +42,8 @@ def eight(cases, answers):
     """All cases in one process of 8 devices."""
     folders = {case: str(families.make(case, for_eight_devices=True)[1]) for case in cases}
     job = {"folders": folders, "prompts": PROMPTS, "new": NEW, "answers": answers}
-    return finish(spawn(job, XLA_FLAGS="--xla_force_host_platform_device_count=8"))
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    return finish(spawn(job, XLA_FLAGS=flags))
 
 
 @functools.cache

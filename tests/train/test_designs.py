@@ -95,24 +95,24 @@ def case() -> tuple[TrainingRows, CodSample, jax.Array]:
 
 @functools.cache
 def plainly():
-    """(params, [elements N D] embeddings and features, length) -> logits of the last row.
+    """(params, embeddings, fused hidden states, length) -> logits of the last row.
 
-    One program serves all designs.
+    Embeddings and fused hidden states are [elements N D]. One program serves all designs.
     """
     base = tiny.head(**SHAPE)
     positions = jnp.arange(N)[None]
 
-    def last(module, embeddings, features, length):
+    def last(module, embeddings, fused, length):
         attend = PackedCausal(jnp.where(positions < length, 0, -1))
-        hidden, _ = module(embeddings[None], features[None], positions, attend, None)
+        hidden, _ = module(embeddings[None], fused[None], positions, attend, None)
         return module.compute_logits(hidden[0, length - 1])
 
     @jax.jit
-    def run(params, embeddings, features, lengths):
+    def run(params, embeddings, fused, lengths):
         module = base.bind(
             {**base.params, **{name: params[name] for name in ("layers", "norm", "lm_head")}}
         )
-        return jax.vmap(functools.partial(last, module))(embeddings, features, lengths)
+        return jax.vmap(functools.partial(last, module))(embeddings, fused, lengths)
 
     return run
 
@@ -128,7 +128,7 @@ def slowly(head) -> list[tuple[int, float, bool]]:
     def fuse(aux_hidden_states):
         return np.asarray(aux_hidden_states) @ kernel  # the tiny head has no norm before fc
 
-    features, table = fuse(rows.aux_hidden_states), np.asarray(head.params["embed"]["table"])
+    fused, table = fuse(rows.aux_hidden_states), np.asarray(head.params["embed"]["table"])
     loss_mask, tokens = np.asarray(rows.loss_mask), np.asarray(rows.tokens)
     elements = [(b, a, 0) for b in range(B) for a in range(N)]
     elements += [
@@ -144,12 +144,12 @@ def slowly(head) -> list[tuple[int, float, bool]]:
     lengths = np.zeros(len(elements), np.int32)
     for i, (b, a, d) in enumerate(elements):
         first = np.flatnonzero(DOCUMENT[b] == DOCUMENT[b, a])[0]
-        behind = table[tokens[b, a]], features[b, a]
+        behind = table[tokens[b, a]], fused[b, a]
         made = [
             (designs.embedding(head, behind[0]), designs.fused(head, depth, behind[1], fuse))
             for depth in range(1, d + 1)
         ]
-        run = [(table[tokens[b, j]], features[b, j]) for j in range(first, a + 1)] + made
+        run = [(table[tokens[b, j]], fused[b, j]) for j in range(first, a + 1)] + made
         lengths[i] = len(run)
         inputs[:, i, : len(run)] = np.stack([np.stack(pair) for pair in run], axis=1)
     logits = np.asarray(

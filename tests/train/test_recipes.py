@@ -39,13 +39,17 @@ def test_keys_without_a_default_are_named(task, tmp_path):
     for key in MINIMAL[task]:
         recipe = minimal(task)
         del recipe[key]
-        with pytest.raises(InputError, match=f"recipe.yaml: {key} must be given; got no {key}"):
+        with pytest.raises(
+            InputError, match=f"recipe.yaml: {key} must be given; got no {key}; add"
+        ):
             load(tmp_path, recipe)
 
 
 @pytest.mark.parametrize("task", ["peagle", "eagle3"])
 def test_a_head_needs_a_corpus(task, tmp_path):
-    with pytest.raises(InputError, match="recipe.yaml: data: source must be given"):
+    with pytest.raises(
+        InputError, match="data: source must be given; .* example source: installed"
+    ):
         load(tmp_path, minimal(task, data={"seq_len": 64}))
 
 
@@ -160,7 +164,8 @@ def test_both_spellings_of_a_key_are_refused(tmp_path):
 
 BAD = [
     ({"speed": 3}, "recipe.yaml: known keys are task, out"),
-    ({"sede": 3}, "got unknown sede; remove it, or rename it to seed"),
+    ({"sede": 3}, "got unknown sede; remove sede, or rename sede to seed"),
+    ({"sede": 3, "foo": 1}, "got unknown foo, sede; remove foo, sede, or rename sede to seed"),
     ({"data": {"source": "d", "rows": 3}}, "recipe.yaml: data: known keys are source"),
     ({"data": [1]}, "recipe.yaml: data: must be a mapping of keys; got list; give keys of source"),
     ({"data": None}, "recipe.yaml: data: must be a mapping of keys; got NoneType"),
@@ -169,16 +174,21 @@ BAD = [
     ({"seed": 1.5}, "seed: must be a whole number; got 1.5"),
     ({"seed": "3"}, "seed: must be a whole number; got '3'"),
     ({"seed": None}, "seed: must be a whole number; got None"),
-    ({"out": 7}, "out: must be text; got 7; write it as out: VALUE"),
-    ({"max_seconds": "long"}, "max_seconds: must be a number; got 'long'"),
+    ({"out": 7}, "out: must be text; got 7; write out: runs/my_head"),
+    ({"out": None}, "out: must be text; got None; write out: runs/my_head"),
+    ({"head": {"dim": "x"}}, "head.dim: must be a whole number; got 'x'; write dim: 256, or null"),
+    ({"max_seconds": "long"}, "a number; got 'long'; write max_seconds: 3600, or null"),
     ({"max_seconds": "3e"}, "max_seconds: must be a number; got '3e'"),
     ({"max_seconds": True}, "max_seconds: must be a number; got True"),
     ({"train_embedding": 1}, "train_embedding: must be true or false; got 1; write train_"),
     ({"train_embedding": "yes"}, "must be true or false; got 'yes'; write train_embedding: true"),
     ({"init": "lukewarm"}, "init: must be one of random, target; got 'lukewarm'; use random"),
-    ({"depth_schedule": 3}, "depth_schedule: must be a list; got 3; write depth_schedule: [..]"),
+    ({"depth_schedule": 3}, "got 3; write depth_schedule: [{until: 100, num_depths: 1}]"),
     ({"depth_schedule": {"0": {"until": 1}}}, "depth_schedule: must be a list"),
     ({"head": {"aux_hidden_state_layers": [1, "2"]}}, "head.aux_hidden_state_layers[1]: must be"),
+    ({"head": {"aux_hidden_state_layers": [1, "2"]}}, "write aux_hidden_state_layers: [2, 5, 7]"),
+    ({"head": {"aux_hidden_state_layers": 3}}, "aux_hidden_state_layers: [2, 5, 7], or null"),
+    ({"depth_schedule": [{}]}, "add them, for example until: 100 and num_depths: 1"),
     ({"head": {"rope": {"theta": 0}}}, "head.rope.rope_theta: must be above 0; got 0.0; use 500"),
     ({"head": {"rope": {"low": 4}}}, "head.rope.low_freq_factor: must be below high_freq_factor"),
     ({"head": {"norm_before_fc": True, "fc_norm": True}}, "head.fc_norm: excludes norm_before_fc"),
@@ -218,8 +228,9 @@ def test_refusals(change, words, tmp_path):
         ("task: [lm]", "the key task must be one of"),
         ("out: x", "got None"),
         ("- 1", "got list"),
-        ("a: [", "must be UTF-8 YAML"),
-        (b"\xff", "must be UTF-8 YAML"),
+        ("out: x\na: [", "; correct line 2"),
+        ("a: \x01", "; remove the character at position 3"),
+        (b"\xff", "; save the file as UTF-8"),
     ],
 )
 def test_files_that_are_no_recipes(text, words, tmp_path):
@@ -234,7 +245,8 @@ def test_files_that_are_no_recipes(text, words, tmp_path):
     "change, words",
     [
         ({"vocab": 259}, "model.vocab: must be 260 or more"),
-        ({"layers": 0}, "model.layers: must be 1 or more"),
+        ({"layers": 0}, "model.layers: must be 1 or more; got 0; use 8"),
+        ({"dim": 0}, "model.dim: must be 1 or more; got 0; use 512"),
         ({"context": 0}, "model.context: must be 1 or more"),
         ({"rope_theta": 0}, "model.rope_theta: must be above 0"),
         (

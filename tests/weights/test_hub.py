@@ -110,7 +110,9 @@ def test_what_is_not_there(name, cache):
 def test_a_snapshot_that_was_not_fetched_whole(cache):
     snapshot = cache / "hub" / "models--amazon--Tiny-P-EAGLE" / "snapshots" / REVISION
     next(snapshot.glob("model-00002*")).unlink()
-    with pytest.raises(InputError, match="model-00002.*must exist; got nothing; fetch it"):
+    with pytest.raises(
+        InputError, match="model-00002.*must exist; got nothing; download model-00002"
+    ):
         load_drafter(HEAD)
 
 
