@@ -19,7 +19,7 @@ demo: .venv/ready
 	.venv/bin/peagle demo --out $(OUT) --budget $(BUDGET)
 
 test: .venv/ready-dev
-	$(PYTEST) -m "not slow and not long and not peer" -n 2 --dist loadfile
+	$(PYTEST) -m "not slow and not long and not peer" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: .venv/ready-dev
 	$(PYTEST) -m "not peer" -n 2 --dist loadfile

@@ -1,6 +1,7 @@
 """Sampled speculation keeps the target's distribution.
 
-Every sequence of 3 tokens is counted in 200,000 samples per case.
+Every sequence of 3 tokens is counted in 200,000 samples per case, in 60,000 of the case that
+`make test` runs.
 """
 
 import functools
@@ -59,6 +60,7 @@ def p_value(
     top_p: float,
     sample_drafts: bool,
     cache_size: int,
+    calls: int = CALLS,
 ) -> float:
     target, head = tiny.target(**SHAPE), tiny.head(**{**HEAD, **head_changes})
     spec = loop.DecodeSpec(
@@ -69,7 +71,7 @@ def p_value(
     stop_ids = jnp.array([-1])
     counts = np.zeros(V**LENGTH)
     accepted = 0
-    for call in range(CALLS):
+    for call in range(calls):
         start = call * ROWS + 1_000_000 * k
         sampling = sampling_params(ROWS, TEMPERATURE, top_k, top_p, range(start, start + ROWS))
         state = loop.run(
@@ -85,7 +87,7 @@ def p_value(
         index = np.asarray(state.output[:, :LENGTH]) @ V ** np.arange(LENGTH - 1, -1, -1)
         counts += np.bincount(index, minlength=V**LENGTH)
         accepted += int(state.num_accepted_per_pos.sum())
-    assert accepted > ROWS  # else acceptance was not tested
+    assert accepted > calls * ROWS / 10  # else acceptance was not tested
     return chi_square(counts, exact(top_k, top_p) * counts.sum())
 
 
@@ -115,7 +117,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_distribution(name):
-    assert p_value(*CASES[name], cache_size=9) > 0.001
+    calls = 3 if name == "k1" else CALLS
+    assert p_value(*CASES[name], cache_size=9, calls=calls) > 0.001
 
 
 def no_residual(drafts, draft_logits, logits, sampling):
