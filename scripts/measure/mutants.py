@@ -145,7 +145,9 @@ def draw(root: Path, rooms: Sequence[str], count: int, seed: int) -> list[Mutant
 
 
 def run_tests(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> bool:
-    """Whether any of these tests fails (or hangs, or cannot be collected)."""
+    """Whether any of these tests fails (or hangs, or cannot be collected). No paths: no tests."""
+    if not paths:
+        return False
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marker]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     try:
@@ -157,7 +159,9 @@ def run_tests(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> 
     return done.returncode not in (0, 5)  # 5: no test has this marker
 
 
-def judge(copy: Path, mutant: Mutant, timeout: float, fast: str, rest: str) -> dict:
+def judge(
+    copy: Path, mutant: Mutant, timeout: float, fast: str, rest: str, near_only: bool
+) -> dict:
     """Which tier finds a mutant: "test", "test-all" or None."""
     path = copy / mutant.file
     source = path.read_text(encoding="utf-8")
@@ -167,10 +171,12 @@ def judge(copy: Path, mutant: Mutant, timeout: float, fast: str, rest: str) -> d
     began = time.monotonic()
     try:
         tier = None
-        if run_tests(copy, fast, near, timeout) or run_tests(copy, fast, ["tests"], timeout):
-            tier = "test"
-        elif run_tests(copy, rest, near, timeout) or run_tests(copy, rest, ["tests"], timeout):
-            tier = "test-all"
+        everything = [] if near_only else ["tests"]
+        for name, marker in (("test", fast), ("test-all", rest)):
+            is_found = any(run_tests(copy, marker, paths, timeout) for paths in (near, everything))
+            if is_found:
+                tier = name
+                break
     finally:
         path.write_text(source, encoding="utf-8")
     return {"found_by": tier, "seconds": round(time.monotonic() - began, 1)}
@@ -189,6 +195,11 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
     parser.add_argument("--fast", default=FAST, help=f"marker of `make test` (default: {FAST})")
     parser.add_argument("--rest", default=REST, help=f"what test-all adds (default: {REST})")
+    parser.add_argument(
+        "--near-only",
+        action="store_true",
+        help="only the tests of the mutant's folder and of pipelines: half an hour, not hours",
+    )
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     args = parser.parse_args()
     mutants = draw(args.root, args.rooms, args.count, args.seed)
@@ -200,7 +211,7 @@ def main() -> int:
         for number, mutant in enumerate(mutants):
             row = dataclasses.asdict(mutant) | {"number": number, "seed": args.seed}
             if not args.list:
-                row |= judge(copy, mutant, args.timeout, args.fast, args.rest)
+                row |= judge(copy, mutant, args.timeout, args.fast, args.rest, args.near_only)
             print(json.dumps(row), flush=True)
             if args.record is not None and not args.list:
                 with args.record.open("a", encoding="utf-8") as file:
