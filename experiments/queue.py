@@ -93,9 +93,9 @@ class Queue:
         except OSError as error:
             raise InputError(
                 error.filename,
-                "the folders of rows and caches must be writable",
-                error.strerror,
-                "name other folders with --results and --cache",
+                rule="the folders of rows and caches must be writable",
+                got=error.strerror,
+                next_step="name other folders with --results and --cache",
             ) from None
 
     @property

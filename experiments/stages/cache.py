@@ -123,7 +123,7 @@ def check_disk_space(stages: Sequence[Stage], cache: Path, head_bytes: int = 0) 
         names = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts if size)
         raise InputError(
             cache,
-            f"what is to be cached takes {needed / 1e9:.1f} GB ({names})",
-            f"{free / 1e9:.1f} GB free",
-            "free some space, or name a folder on another disk with --cache",
+            rule=f"what is to be cached takes {needed / 1e9:.1f} GB ({names})",
+            got=f"{free / 1e9:.1f} GB free",
+            next_step="free some space, or name a folder on another disk with --cache",
         )

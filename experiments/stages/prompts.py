@@ -34,10 +34,10 @@ def prompts_stage(budget: Budget, num_tokens: int) -> Stage:
             if len(long_enough) < budget.num_prompts:
                 raise InputError(
                     folder,
-                    f"{budget.num_prompts} held-out texts of more than {num_tokens} tokens are "
-                    f"needed of kind {kind}",
-                    len(long_enough),
-                    "use a Python with more of its library, or shorter prompts",
+                    rule=f"{budget.num_prompts} held-out texts of more than {num_tokens} tokens "
+                    f"are needed of kind {kind}",
+                    got=len(long_enough),
+                    next_step="use a Python with more of its library, or shorter prompts",
                 )
             for i in range(budget.num_prompts):
                 ids = long_enough[i * len(long_enough) // budget.num_prompts]

@@ -83,9 +83,9 @@ def read_config(
     if "fc.weight" not in tensors or len(tensors["fc.weight"].shape) != 2:
         raise InputError(
             where,
-            "a draft head needs the matrix fc.weight",
-            "none",
-            "name a head's folder; EAGLE-1 and -2 heads and Medusa are not read",
+            rule="a draft head needs the matrix fc.weight",
+            got="none",
+            next_step="name a head's folder; EAGLE-1 and -2 heads and Medusa are not read",
         )
     _refuse_unsupported_options(top, shape, eagle)
     dim = shape.get_int("hidden_size")
@@ -101,16 +101,16 @@ def read_config(
     if heads % kv_heads:
         raise InputError(
             where,
-            "num_attention_heads must be a multiple of num_key_value_heads",
-            f"{heads} and {kv_heads}",
-            "use the config.json that came with these weights",
+            rule="num_attention_heads must be a multiple of num_key_value_heads",
+            got=f"{heads} and {kv_heads}",
+            next_step="use the config.json that came with these weights",
         )
     if layers > len(tensors):  # before a table of so many layers is made
         raise InputError(
             where,
-            "num_hidden_layers must be what the weights hold",
-            f"{layers} with {len(tensors)} tensors",
-            "use the config.json that came with these weights",
+            rule="num_hidden_layers must be what the weights hold",
+            got=f"{layers} with {len(tensors)} tensors",
+            next_step="use the config.json that came with these weights",
         )
     aux_layers = _aux_layers(top, eagle, checkpoint_format, target_layers, aux_layer_numbering)
     return HeadConfig(
@@ -190,9 +190,9 @@ def _target_dim(top: Fields, shape: Fields, fc_width: int, num_aux_layers: int) 
     if declared != num_aux_layers or fc_width != target_dim * num_aux_layers:
         raise InputError(
             top.where,
-            "fc.weight must read all aux hidden states",
-            f"{num_aux_layers} of width {target_dim}, and fc.weight over {fc_width}",
-            f"correct {AUX_LAYER_IDS}, num_aux_hidden_states or target_hidden_size",
+            rule="fc.weight must read all aux hidden states",
+            got=f"{num_aux_layers} of width {target_dim}, and fc.weight over {fc_width}",
+            next_step=f"correct {AUX_LAYER_IDS}, num_aux_hidden_states or target_hidden_size",
         )
     return target_dim
 
@@ -214,25 +214,25 @@ def _aux_layers(
     if ids and nested_ids and ids != nested_ids:
         raise InputError(
             top.where,
-            f"{AUX_LAYER_IDS} must be the same at top level and in eagle_config",
-            f"{ids} and {nested_ids}",
-            "keep one of the two, the one that the head was trained with",
+            rule=f"{AUX_LAYER_IDS} must be the same at top level and in eagle_config",
+            got=f"{ids} and {nested_ids}",
+            next_step="keep one of the two, the one that the head was trained with",
         )
     ids = ids or nested_ids
     if not ids:
         if numbering is not None:
             raise InputError(
                 "--aux-layer-numbering",
-                "needs layer ids, and the config has none",
-                numbering,
-                "leave out --aux-layer-numbering",
+                rule="needs layer ids, and the config has none",
+                got=numbering,
+                next_step="leave out --aux-layer-numbering",
             )
         if target_layers is None:
             raise InputError(
                 top.where,
-                f"a folder without {AUX_LAYER_IDS} needs its target, for the number of layers",
-                "none",
-                "give --target",
+                rule=f"a folder without {AUX_LAYER_IDS} needs its target, for the number of layers",
+                got="none",
+                next_step="give --target",
             )
         # vLLM's default. Automodel and SpecForge mean the same by outputs 1, L//2-1, L-4.
         return (2, target_layers // 2, target_layers - 3)
@@ -249,9 +249,9 @@ def _mask_token(
         if given is not None:
             raise InputError(
                 "--mask-token",
-                "a head without mask_hidden has no mask token",
-                given,
-                "leave out --mask-token",
+                rule="a head without mask_hidden has no mask token",
+                got=given,
+                next_step="leave out --mask-token",
             )
         return None
     token = top.child("dflash_config").get_int("mask_token_id", None, least=0)
@@ -260,9 +260,9 @@ def _mask_token(
     if token is not None and given is not None:
         raise InputError(
             "--mask-token",
-            "the config names the mask token itself",
-            token,
-            "leave out --mask-token",
+            rule="the config names the mask token itself",
+            got=token,
+            next_step="leave out --mask-token",
         )
     token = given if token is None else token
     if token is None:
@@ -273,9 +273,9 @@ def _mask_token(
     if token >= vocab:
         raise InputError(
             top.where,
-            f"the mask token must lie in 0..{vocab - 1}",
-            token,
-            "set mask_token_id to the id that the head was trained with",
+            rule=f"the mask token must lie in 0..{vocab - 1}",
+            got=token,
+            next_step="set mask_token_id to the id that the head was trained with",
         )
     return token
 
@@ -286,9 +286,9 @@ def _num_depths(top: Fields) -> int | None:
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise InputError(
             top.where,
-            "proposal_methods must be a list of objects",
-            repr(methods)[:80],
-            "use the config.json that speculators wrote",
+            rule="proposal_methods must be a list of objects",
+            got=repr(methods)[:80],
+            next_step="use the config.json that speculators wrote",
         )
     first = Fields(methods[0], top.where, "the proposal method")
     return top.get_int("num_depths", first.get_int("speculative_tokens", None))

@@ -48,9 +48,9 @@ class ConversionOptions:
             if value not in (None, False):
                 raise InputError(
                     _flag(name),
-                    f"--to {self.to} has no use for it",
-                    value,
-                    f"leave out {_flag(name)}",
+                    rule=f"--to {self.to} has no use for it",
+                    got=value,
+                    next_step=f"leave out {_flag(name)}",
                 )
         if self.k is not None and self.k < 1:
             raise InputError(
@@ -59,9 +59,9 @@ class ConversionOptions:
         if self.share_embedding and self.target is None:
             raise InputError(
                 "--share-embedding",
-                "needs the --target whose embedding is shared",
-                "none",
-                "give --target, or leave --share-embedding out",
+                rule="needs the --target whose embedding is shared",
+                got="none",
+                next_step="give --target, or leave --share-embedding out",
             )
 
 
@@ -182,9 +182,9 @@ def read_serving(path: str | Path, target_layers: int | None = None) -> HeadStat
     if runs.is_run(folder):
         raise InputError(
             folder,
-            "must be a draft head's folder",
-            "a training run",
-            "convert the run first: peagle convert --to vllm",
+            rule="must be a draft head's folder",
+            got="a training run",
+            next_step="convert the run first: peagle convert --to vllm",
         )
     return runs.open_head(path, target_layers)
 
@@ -206,9 +206,9 @@ def _open(src: str | Path, folder: Path, options: ConversionOptions) -> HeadStat
             if (value := getattr(options, name)) is not None:
                 raise InputError(
                     _flag(name),
-                    "a training run says it itself",
-                    value,
-                    f"leave out {_flag(name)}",
+                    rule="a training run says it itself",
+                    got=value,
+                    next_step=f"leave out {_flag(name)}",
                 )
         head = runs.open_run(folder)
     else:
@@ -233,9 +233,9 @@ def _write_run(src: str | Path, head: HeadState, dst: Path, options: ConversionO
     if options.dtype is None and (head.quantized or head.has_mixed_dtypes):
         raise InputError(
             src,
-            "a training run has one dtype",
-            "an FP8 head" if head.quantized else "several dtypes",
-            "give --dtype; float32 holds every other exactly",
+            rule="a training run has one dtype",
+            got="an FP8 head" if head.quantized else "several dtypes",
+            next_step="give --dtype; float32 holds every other exactly",
         )
     embedding = None
     if head.shares_embedding and options.target is not None:
@@ -262,7 +262,7 @@ def _check_embedding_is_targets(src: str | Path, head: HeadState, target: str | 
     if not np.array_equal(np.asarray(embedding), targets):
         raise InputError(
             src,
-            "--share-embedding needs a head whose embedding is the target's",
-            "one trained further",
-            "leave out --share-embedding",
+            rule="--share-embedding needs a head whose embedding is the target's",
+            got="one trained further",
+            next_step="leave out --share-embedding",
         )

@@ -177,10 +177,10 @@ def to_vllm_placeholders(head: HeadState) -> HeadState:
     if cfg.placeholder_token != "mask" and head.shares_embedding:
         raise InputError(
             head.source,
-            "its token's vector goes into the mask token's row, so the head needs an embedding "
-            "of its own",
-            "the target's",
-            "export it with its embedding",
+            rule="its token's vector goes into the mask token's row, so the head needs an "
+            "embedding of its own",
+            got="the target's",
+            next_step="export it with its embedding",
         )
     vector = HIDDEN_EXPORTS[cfg.placeholder_hidden].vector
     assert vector is not None  # a design without one is refused
@@ -255,9 +255,9 @@ def unfuse(head: HeadState, fused: Float[np.ndarray, " D"]) -> AuxVector:
     if not error < 1e-6:
         raise InputError(
             head.source,
-            "fc must reach the placeholder's vector",
-            f"off by {error:.1e} of it",
-            UNREACHED_NEXT_STEP,
+            rule="fc must reach the placeholder's vector",
+            got=f"off by {error:.1e} of it",
+            next_step=UNREACHED_NEXT_STEP,
         )
     return solution
 
@@ -288,10 +288,10 @@ def _solve_behind_norms(
             got = f"a shortest of {np.sqrt(x @ x / len(x)):.3g} of that length"
         raise InputError(
             head.source,
-            "the norm before fc leaves vectors of one length, and fc must reach the placeholder's "
-            "vector from one of them",
-            got,
-            UNREACHED_NEXT_STEP,
+            rule="the norm before fc leaves vectors of one length, and fc must reach the "
+            "placeholder's vector from one of them",
+            got=got,
+            next_step=UNREACHED_NEXT_STEP,
         )
     if len(scales) == 1:  # one equation: any direction of the null space, as far as it takes
         x = x + null_space[0] * np.sqrt(missing_square(x)[0])

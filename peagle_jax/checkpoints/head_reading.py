@@ -50,9 +50,9 @@ def read_head(
     if len(tensors) < len(stored):
         raise InputError(
             folder,
-            "every tensor must have one name",
-            "one under two spellings, as midlayer. and layers.0.",
-            "remove one of the two from the safetensors",
+            rule="every tensor must have one name",
+            got="one under two spellings, as midlayer. and layers.0.",
+            next_step="remove one of the two from the safetensors",
         )
     fp8 = weights.dequantize(tensors, raw, folder)
     tensors = {
@@ -123,9 +123,9 @@ def to_model(
         if embedding is None:
             raise InputError(
                 head.source,
-                f"needs {param_mapping.EMBEDDING}, or the target's embedding",
-                "neither",
-                "give --target or embedding=",
+                rule=f"needs {param_mapping.EMBEDDING}, or the target's embedding",
+                got="neither",
+                next_step="give --target or embedding=",
             )
         tensors[param_mapping.EMBEDDING] = np.asarray(embedding)
     config = head.config
@@ -181,9 +181,9 @@ def _normalize_vocab_tables(
     if ids is not None and not np.array_equal(ids, np.arange(config.vocab)):
         raise InputError(
             folder,
-            "d2t must be the identity (all zero) at full vocabulary",
-            "another map",
-            "put the rows of lm_head into the target's order and remove d2t",
+            rule="d2t must be the identity (all zero) at full vocabulary",
+            got="another map",
+            next_step="put the rows of lm_head into the target's order and remove d2t",
         )
     return [name for name, table in (("d2t", d2t), ("t2d", t2d)) if table is not None]
 
@@ -194,9 +194,9 @@ def _ids_of_d2t(d2t: Tensor, config: HeadConfig, folder: Path) -> np.ndarray:
     if d2t.shape != (size,) or d2t.dtype.kind not in "iu":
         raise InputError(
             folder,
-            f"d2t must hold {size} whole numbers",
-            f"{d2t.dtype.name} {list(d2t.shape)}",
-            _damaged("d2t"),
+            rule=f"d2t must hold {size} whole numbers",
+            got=f"{d2t.dtype.name} {list(d2t.shape)}",
+            next_step=_damaged("d2t"),
         )
     offsets = np.asarray(d2t).astype(np.int64)
     ids = np.arange(size) + offsets
@@ -204,9 +204,9 @@ def _ids_of_d2t(d2t: Tensor, config: HeadConfig, folder: Path) -> np.ndarray:
     if too_far or ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) != size:
         raise InputError(
             folder,
-            f"d2t must name {size} different ids in 0..{vocab - 1}",
-            f"ids {ids.min()}..{ids.max()}",
-            _damaged("d2t"),
+            rule=f"d2t must name {size} different ids in 0..{vocab - 1}",
+            got=f"ids {ids.min()}..{ids.max()}",
+            next_step=_damaged("d2t"),
         )
     return ids
 
@@ -217,9 +217,9 @@ def _check_t2d(t2d: Tensor, ids: np.ndarray | None, config: HeadConfig, folder: 
     if t2d.shape != (vocab,) or t2d.dtype.kind not in "biu":
         raise InputError(
             folder,
-            f"t2d must hold {vocab} truth values",
-            f"{t2d.dtype.name} {list(t2d.shape)}",
-            _damaged("t2d"),
+            rule=f"t2d must hold {vocab} truth values",
+            got=f"{t2d.dtype.name} {list(t2d.shape)}",
+            next_step=_damaged("t2d"),
         )
     masked = np.flatnonzero(np.asarray(t2d))
     ids = masked if ids is None else ids
@@ -228,9 +228,9 @@ def _check_t2d(t2d: Tensor, ids: np.ndarray | None, config: HeadConfig, folder: 
         first = in_one_only[0] if in_one_only else len(masked)
         raise InputError(
             folder,
-            f"t2d must name the {size} ids of the draft vocabulary",
-            f"a difference at {first}",
-            _damaged("t2d"),
+            rule=f"t2d must name the {size} ids of the draft vocabulary",
+            got=f"a difference at {first}",
+            next_step=_damaged("t2d"),
         )
     return ids
 

@@ -112,9 +112,9 @@ def write_head(
     if checkpoint_format not in CHECKPOINT_FORMATS:
         raise InputError(
             "--to",
-            f"must be one of {', '.join(CHECKPOINT_FORMATS)}",
-            checkpoint_format,
-            "use vllm",
+            rule=f"must be one of {', '.join(CHECKPOINT_FORMATS)}",
+            got=checkpoint_format,
+            next_step="use vllm",
         )
     head.check()
     if not own_embedding:
@@ -161,9 +161,9 @@ def check_servable(head: HeadState, path: str | Path) -> None:
     if head.config.draft_vocab == head.config.vocab and "d2t" in stored:
         raise InputError(
             path,
-            "vLLM refuses d2t at full vocabulary",
-            "one",
-            "peagle convert --to vllm first, which leaves it out",
+            rule="vLLM refuses d2t at full vocabulary",
+            got="one",
+            next_step="peagle convert --to vllm first, which leaves it out",
         )
     k = head.config.num_depths or 1
     _refuse_inexpressible(head, path, head.checkpoint_format, k, np.float32, own_embedding=True)
@@ -221,31 +221,31 @@ def _refuse_inexpressible(
     if aux_layers != sorted(set(aux_layers)):
         raise InputError(
             path,
-            "vLLM collects aux hidden states once each and in layer order: ids must ascend",
-            aux_layers,
-            f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
+            rule="vLLM collects aux hidden states once each and in layer order: ids must ascend",
+            got=aux_layers,
+            next_step=f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
         )
     if len(set(cfg.windows)) > 1:
         # vLLM 0.32: "All drafting layers should belong to the same kv cache group"
         raise InputError(
             path,
-            "vLLM drafts with one cache: all layers have one sliding window, or none",
-            cfg.windows,
-            "train a head whose layers have the same window",
+            rule="vLLM drafts with one cache: all layers have one sliding window, or none",
+            got=cfg.windows,
+            next_step="train a head whose layers have the same window",
         )
     if head.quantized and dtype is None:
         raise InputError(
             path,
-            "an FP8 head is written in a dtype of your choice",
-            "none",
-            "give --dtype bfloat16 or float32",
+            rule="an FP8 head is written in a dtype of your choice",
+            got="none",
+            next_step="give --dtype bfloat16 or float32",
         )
     if not cfg.qk_norm and cfg.dim % cfg.heads:
         raise InputError(
             path,
-            "transformers' LlamaConfig wants a width that its heads divide",
-            f"{cfg.dim} and {cfg.heads}",
-            "train a head with qk_norm, or with a number of heads that divides its width",
+            rule="transformers' LlamaConfig wants a width that its heads divide",
+            got=f"{cfg.dim} and {cfg.heads}",
+            next_step="train a head with qk_norm, or with a number of heads that divides its width",
         )
     if checkpoint_format == "speculators":
         _refuse_inexpressible_in_speculators(head, path, k, own_embedding)
@@ -263,9 +263,9 @@ def _refuse_inexpressible_in_speculators(
     if cfg.parallel and ignored:
         raise InputError(
             path,
-            "vLLM's reading of a speculators peagle folder ignores some options",
-            ", ".join(ignored),
-            "use --to vllm",
+            rule="vLLM's reading of a speculators peagle folder ignores some options",
+            got=", ".join(ignored),
+            next_step="use --to vllm",
         )
     if k is None:
         raise InputError(path, "the speculators format carries K", "none", "give it with -k")
@@ -273,9 +273,9 @@ def _refuse_inexpressible_in_speculators(
     if head.shares_embedding or not own_embedding:
         raise InputError(
             path,
-            "the speculators format has its own embedding",
-            "a shared one",
-            "give --target, or use --to vllm",
+            rule="the speculators format has its own embedding",
+            got="a shared one",
+            next_step="give --target, or use --to vllm",
         )
 
 
@@ -286,9 +286,9 @@ def _vocab_tables(head: HeadState, identity_d2t: bool) -> dict[str, np.ndarray]:
         if identity_d2t:
             raise InputError(
                 "--identity-d2t",
-                "only a head of the full vocabulary has an identity d2t",
-                cfg.draft_vocab,
-                "leave out --identity-d2t",
+                rule="only a head of the full vocabulary has an identity d2t",
+                got=cfg.draft_vocab,
+                next_step="leave out --identity-d2t",
             )
         ids = np.arange(cfg.draft_vocab) + np.asarray(head.tensors["d2t"])
         d2t, t2d = draft_vocab.tables(ids, cfg.vocab)

@@ -115,9 +115,9 @@ def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
     except (AttributeError, KeyError, FileNotFoundError, ValueError) as error:
         raise InputError(
             path,
-            "must be a finished Orbax checkpoint of this package",
-            error,
-            _advice(
+            rule="must be a finished Orbax checkpoint of this package",
+            got=error,
+            next_step=_advice(
                 path,
                 "if the run has not saved yet, continue it with peagle train; otherwise delete "
                 f"{path.parent}",

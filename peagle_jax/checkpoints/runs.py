@@ -102,9 +102,9 @@ def open_head(path: str | Path, target_layers: int | None = None) -> HeadState:
     if not is_drafter(raw):
         raise InputError(
             folder,
-            "must be a draft head's folder",
-            raw.get("architectures"),
-            "name a head, not a target",
+            rule="must be a draft head's folder",
+            got=raw.get("architectures"),
+            next_step="name a head, not a target",
         )
     return read_head(path, target_layers=target_layers)
 
@@ -137,9 +137,10 @@ def open_run(src: Path) -> HeadState:
     if differing := {path for path, _ in table.values()} ^ params.keys():
         raise InputError(
             src,
-            "the checkpoint must hold the parameters of head.json",
-            f"a difference at {min(differing)}",
-            f"copy checkpoints and {HEAD_FILE} from a backup, or train again with another out:",
+            rule="the checkpoint must hold the parameters of head.json",
+            got=f"a difference at {min(differing)}",
+            next_step=f"copy checkpoints and {HEAD_FILE} from a backup, or train again with "
+            "another out:",
         )
     tensors = weights.export_params(weights.unflatten_params(params), table)
     if "d2t" in tensors:
@@ -214,9 +215,9 @@ def _check_values(raw: Mapping, path: Path) -> None:
     if not aux_layers or not has_window_per_layer:
         raise InputError(
             path,
-            "aux_hidden_state_layers and windows must be lists, with one window a layer",
-            "others",
-            HEAD_FILE_AGAIN,
+            rule="aux_hidden_state_layers and windows must be lists, with one window a layer",
+            got="others",
+            next_step=HEAD_FILE_AGAIN,
         )
 
 

@@ -92,9 +92,9 @@ def load_embedding(path: str | Path) -> weights.Tensor:
     if embedding is None or len(embedding.shape) != 2 or embedding.dtype not in weights.FLOATING:
         raise InputError(
             folder,
-            f"the target must hold {EMBEDDINGS[0]}",
-            "no such matrix",
-            "name a folder that holds the whole target",
+            rule=f"the target must hold {EMBEDDINGS[0]}",
+            got="no such matrix",
+            next_step="name a folder that holds the whole target",
         )
     return embedding
 
@@ -159,9 +159,9 @@ def load_target(
         if mesh is not None:
             raise InputError(
                 "fp8",
-                "one device holds the whole of an FP8 target",
-                "a mesh",
-                "leave out fp8, or the mesh",
+                rule="one device holds the whole of an FP8 target",
+                got="a mesh",
+                next_step="leave out fp8, or the mesh",
             )
         stored = {
             name.replace(TEXT_PART, "model.", 1): t
@@ -208,9 +208,9 @@ def _open(
     if config.layers > len(tensors):  # before a table of so many layers is made
         raise InputError(
             folder,
-            "num_hidden_layers must be what the weights hold",
-            f"{config.layers} with {len(tensors)} tensors",
-            "use the config.json that came with these weights",
+            rule="num_hidden_layers must be what the weights hold",
+            got=f"{config.layers} with {len(tensors)} tensors",
+            next_step="use the config.json that came with these weights",
         )
     return family, config, _text_part(tensors, family, config)
 
@@ -277,9 +277,9 @@ def convert_folder(
     elif dequantized.quantized:
         raise InputError(
             src,
-            "an FP8 target is written in a dtype of your choice",
-            "none",
-            "give --dtype bfloat16 or float32",
+            rule="an FP8 target is written in a dtype of your choice",
+            got="none",
+            next_step="give --dtype bfloat16 or float32",
         )
     if dtype is not None or not weights.mxfp4.packed_names(tensors):
         hf.pop("quantization_config", None)

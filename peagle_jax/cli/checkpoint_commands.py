@@ -69,9 +69,9 @@ def serve_config(arguments: argparse.Namespace) -> int:
     if head.checkpoint_format not in CHECKPOINT_FORMATS:
         raise InputError(
             arguments.dir,
-            f"vLLM serves the formats {', '.join(CHECKPOINT_FORMATS)}",
-            head.checkpoint_format,
-            "convert it first: peagle convert --to vllm",
+            rule=f"vLLM serves the formats {', '.join(CHECKPOINT_FORMATS)}",
+            got=head.checkpoint_format,
+            next_step="convert it first: peagle convert --to vllm",
         )
     check_servable(head, arguments.dir)
     k = head.config.num_depths if arguments.k is None else arguments.k

@@ -117,9 +117,9 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
         trained_with = list(trained.config.aux_hidden_state_layers)
         raise InputError(
             where,
-            f"a head to start from must read the aux hidden states of layers {wanted}",
-            trained_with,
-            f"use another head, or set head.aux_hidden_state_layers: {trained_with}",
+            rule=f"a head to start from must read the aux hidden states of layers {wanted}",
+            got=trained_with,
+            next_step=f"use another head, or set head.aux_hidden_state_layers: {trained_with}",
         )
     old, new = dict(flatten_params(trained.params)), dict(flatten_params(head.params))
     common = {
@@ -130,9 +130,9 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
     if not common:
         raise InputError(
             where,
-            "a head to start from must have parameters of the new one's shape",
-            "none",
-            "set init_from to a head of the same width",
+            rule="a head to start from must have parameters of the new one's shape",
+            got="none",
+            next_step="set init_from to a head of the same width",
         )
     params = unflatten_params({**new, **common})
     return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
@@ -150,10 +150,10 @@ def _check_shapes(cfg: HeadConfig, target: Model) -> None:
     if not is_like_a_heads:
         raise InputError(
             "init: target",
-            "the target's last layer must be one that a head has: pre-norm, without sinks, with a "
-            "gated MLP",
-            type(target.config).__name__.removesuffix("Config"),
-            "set init: random",
+            rule="the target's last layer must be one that a head has: pre-norm, without sinks, "
+            "with a gated MLP",
+            got=type(target.config).__name__.removesuffix("Config"),
+            next_step="set init: random",
         )
     for name in SAME_AS_TARGET:
         value, targets = getattr(cfg, name), getattr(target.config, name)
@@ -163,16 +163,16 @@ def _check_shapes(cfg: HeadConfig, target: Model) -> None:
             next_step = f"set head.{name}: {targets}, or init: random"
             raise InputError(
                 f"init: target, head.{name}",
-                f"the head's {name} must be the target's, {targets}",
-                value,
-                next_step if is_key else "set init: random",
+                rule=f"the head's {name} must be the target's, {targets}",
+                got=value,
+                next_step=next_step if is_key else "set init: random",
             )
     if cfg.mlp_dim > target.config.mlp_dim:
         raise InputError(
             "init: target, head.mlp_dim",
-            f"the head's mlp_dim must be at most the target's, {target.config.mlp_dim}",
-            cfg.mlp_dim,
-            f"set head.mlp_dim: {target.config.mlp_dim}, or init: random",
+            rule=f"the head's mlp_dim must be at most the target's, {target.config.mlp_dim}",
+            got=cfg.mlp_dim,
+            next_step=f"set head.mlp_dim: {target.config.mlp_dim}, or init: random",
         )
 
 

@@ -27,9 +27,9 @@ def choose(kernel: str, form: str, forms: Collection[str], unsupported: str | No
     if form != "auto" and form not in forms:
         raise InputError(
             f"kernel {kernel}",
-            f"its form must be auto or one of {', '.join(forms)}",
-            form,
-            "use auto, which takes the fastest form that runs here",
+            rule=f"its form must be auto or one of {', '.join(forms)}",
+            got=form,
+            next_step="use auto, which takes the fastest form that runs here",
         )
     if form == "reference":
         return form
@@ -64,9 +64,9 @@ def _select(kernel: str, form: str, reason: str | None) -> str:
     if reason:
         raise InputError(
             f"kernel {kernel}",
-            f"{form} kernels cannot run: {reason}",
-            form,
-            "ask for auto or reference",
+            rule=f"{form} kernels cannot run: {reason}",
+            got=form,
+            next_step="ask for auto or reference",
         )
     return form
 

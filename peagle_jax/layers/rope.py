@@ -48,9 +48,9 @@ class Rope:
         except KeyError as missing:
             raise InputError(
                 where,
-                f"rope_type {kind} needs the key {missing}",
-                "none",
-                f"add {missing} to rope_parameters",
+                rule=f"rope_type {kind} needs the key {missing}",
+                got="none",
+                next_step=f"add {missing} to rope_parameters",
             ) from None
         return cls(
             tuple(float(f) for f in frequencies), float(scale), json.dumps(spec, sort_keys=True)
@@ -77,18 +77,18 @@ def _read_spec(config: Mapping, where: str) -> dict[str, Any]:
     if not isinstance(spec, Mapping):
         raise InputError(
             where,
-            "rope_parameters and rope_scaling must be objects",
-            repr(spec)[:80],
-            'write an object, for example "rope_parameters": {"rope_theta": 10000.0}',
+            rule="rope_parameters and rope_scaling must be objects",
+            got=repr(spec)[:80],
+            next_step='write an object, for example "rope_parameters": {"rope_theta": 10000.0}',
         )
     spec = {key: value for key, value in spec.items() if value is not None}
     if "rope_theta" not in spec:
         if config.get("rope_theta") is None:
             raise InputError(
                 where,
-                "rope_theta must be given, at top level or in rope_parameters",
-                "none",
-                "add rope_theta as the model was trained with it; Llama 2 has 10000.0",
+                rule="rope_theta must be given, at top level or in rope_parameters",
+                got="none",
+                next_step="add rope_theta as the model was trained with it; Llama 2 has 10000.0",
             )
         spec["rope_theta"] = config["rope_theta"]
     # `type` is the former name of `rope_type`
@@ -98,9 +98,9 @@ def _read_spec(config: Mapping, where: str) -> dict[str, Any]:
     if not is_known or old_kind not in (None, kind):
         raise InputError(
             where,
-            f"rope_type must be one of {', '.join(ROPE_KINDS)}",
-            kind if old_kind is None else f"{kind} and {old_kind}",
-            "use a checkpoint with one of these kinds, named once",
+            rule=f"rope_type must be one of {', '.join(ROPE_KINDS)}",
+            got=kind if old_kind is None else f"{kind} and {old_kind}",
+            next_step="use a checkpoint with one of these kinds, named once",
         )
     return spec
 
@@ -113,9 +113,9 @@ def _check_rope(spec: Mapping, context: Any, head_dim: int, where: str) -> None:
         if type(value) not in (int, float) or not (value == 0 or 1e-30 < value < 1e30):
             raise InputError(
                 where,
-                f"{key} of the rotary embedding must be a number of 0 or more",
-                repr(value)[:80],
-                f"give {key} as a number",
+                rule=f"{key} of the rotary embedding must be a number of 0 or more",
+                got=repr(value)[:80],
+                next_step=f"give {key} as a number",
             )
     low, high = spec.get("low_freq_factor", 0), spec.get("high_freq_factor", 1)
     theta, factor = spec["rope_theta"], spec.get("factor", 1)
@@ -124,26 +124,28 @@ def _check_rope(spec: Mapping, context: Any, head_dim: int, where: str) -> None:
     if theta <= least_theta or factor <= 0 or low >= high or not head_dim_fits:
         raise InputError(
             where,
-            "rope_theta must be above 0 (YaRN: 1), factor above 0, "
+            rule="rope_theta must be above 0 (YaRN: 1), factor above 0, "
             "low_freq_factor below high_freq_factor, head_dim even, to 65,536",
-            f"{theta}, {factor}, {low} and {high}, {head_dim}",
-            "change the one that is out of range; typical are 10000.0, 8.0, 1.0 and 4.0, 128",
+            got=f"{theta}, {factor}, {low} and {high}, {head_dim}",
+            next_step="change the one that is out of range; typical are 10000.0, 8.0, 1.0 and 4.0, "
+            "128",
         )
     share = spec.get("partial_rotary_factor", 1)
     if share > 1 or share != 1 and spec["rope_type"] != "proportional":
         raise InputError(
             where,
-            "partial_rotary_factor must be 1 (of rope_type proportional: at most 1), "
+            rule="partial_rotary_factor must be 1 (of rope_type proportional: at most 1), "
             "because all of a head is rotated here",
-            share,
-            "use a checkpoint whose heads are rotated as a whole",
+            got=share,
+            next_step="use a checkpoint whose heads are rotated as a whole",
         )
     if spec["rope_type"] in ("yarn", "llama3") and not context:
         raise InputError(
             where,
-            "llama3 and YaRN need original_max_position_embeddings or max_position_embeddings",
-            "neither",
-            "add original_max_position_embeddings, the context before scaling, such as 8192",
+            rule="llama3 and YaRN need original_max_position_embeddings or max_position_embeddings",
+            got="neither",
+            next_step="add original_max_position_embeddings, the context before scaling, such as "
+            "8192",
         )
 
 

@@ -135,9 +135,10 @@ def read_num_layers(f: Fields) -> int:
     if layers > MAX_LAYERS:
         raise InputError(
             f.where,
-            f"num_hidden_layers must be at most {MAX_LAYERS:,}",
-            layers,
-            "set num_hidden_layers to the number of layers in the weights, for example 36",
+            rule=f"num_hidden_layers must be at most {MAX_LAYERS:,}",
+            got=layers,
+            next_step="set num_hidden_layers to the number of layers in the weights, for example "
+            "36",
         )
     return layers
 
@@ -158,9 +159,9 @@ def check_kv_heads(f: Fields, heads: int, kv_heads: int, key: str) -> None:
     if heads % kv_heads:
         raise InputError(
             f.where,
-            f"num_attention_heads must be a multiple of {key}",
-            f"{heads} and {kv_heads}",
-            f"set {key} to a divisor of {heads}, as the checkpoint's own config has it",
+            rule=f"num_attention_heads must be a multiple of {key}",
+            got=f"{heads} and {kv_heads}",
+            next_step=f"set {key} to a divisor of {heads}, as the checkpoint's own config has it",
         )
 
 
@@ -173,9 +174,9 @@ def check_experts_per_token(f: Fields, experts_per_token: int, experts: int, key
     if experts_per_token > experts:
         raise InputError(
             f.where,
-            f"num_experts_per_tok must be at most {key}",
-            f"{experts_per_token} of {experts}",
-            f"set num_experts_per_tok to {experts} or less",
+            rule=f"num_experts_per_tok must be at most {key}",
+            got=f"{experts_per_token} of {experts}",
+            next_step=f"set num_experts_per_tok to {experts} or less",
         )
 
 
@@ -193,9 +194,9 @@ def read_aux_layers(
     if outside:
         raise InputError(
             f.where,
-            f"aux_hidden_state_layers must lie in 0..{layers} (0 is the embedding)",
-            outside,
-            f"choose other layers, for example {list(default_aux_layers(layers))}",
+            rule=f"aux_hidden_state_layers must lie in 0..{layers} (0 is the embedding)",
+            got=outside,
+            next_step=f"choose other layers, for example {list(default_aux_layers(layers))}",
         )
     return tuple(aux_hidden_state_layers)
 
@@ -219,9 +220,9 @@ def read_layer_types(f: Fields, layers: int, default: Sequence[str]) -> tuple[st
     if len(layer_types) != layers:
         raise InputError(
             f.where,
-            f"layer_types must name all {layers} layers",
-            len(layer_types),
-            "make num_hidden_layers and the length of layer_types the same number",
+            rule=f"layer_types must name all {layers} layers",
+            got=len(layer_types),
+            next_step="make num_hidden_layers and the length of layer_types the same number",
         )
     if unknown := [i for i, kind in enumerate(layer_types) if kind not in LAYER_TYPES]:
         either = " or ".join(LAYER_TYPES)

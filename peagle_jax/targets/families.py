@@ -70,9 +70,9 @@ def read_config(
         supported = ", ".join(TARGETS)
         raise InputError(
             where,
-            f"model_type must be one of {supported}",
-            model_type,
-            "choose a checkpoint of one of these; docs/targets.md lists the families",
+            rule=f"model_type must be one of {supported}",
+            got=model_type,
+            next_step="choose a checkpoint of one of these; docs/targets.md lists the families",
         )
     family = TARGETS[model_type]
     if aux_hidden_state_layers is not None:

@@ -41,9 +41,9 @@ class Fields:
         if default is self.REQUIRED:
             raise InputError(
                 self.where,
-                f"{self.description} needs the key {key!r}",
-                "none",
-                f"take the checkpoint's own config, which has {key!r}",
+                rule=f"{self.description} needs the key {key!r}",
+                got="none",
+                next_step=f"take the checkpoint's own config, which has {key!r}",
             )
         return default
 
@@ -121,10 +121,10 @@ class Fields:
         if value != supported or isinstance(value, bool) != isinstance(supported, bool):
             raise InputError(
                 self.where,
-                f"{key} must be {str(supported).lower()}: {reason}",
-                str(value).lower(),
-                f"choose a checkpoint with {key}: {str(supported).lower()}; docs/targets.md and "
-                "docs/checkpoints.md list what can be read",
+                rule=f"{key} must be {str(supported).lower()}: {reason}",
+                got=str(value).lower(),
+                next_step=f"choose a checkpoint with {key}: {str(supported).lower()}; "
+                "docs/targets.md and docs/checkpoints.md list what can be read",
             )
 
 

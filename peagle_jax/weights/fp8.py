@@ -66,9 +66,9 @@ def dequantize(tensors: Mapping[str, Tensor], config: Mapping, where: str | Path
     if len(block) != 2 or 0 in block:
         raise InputError(
             file,
-            "weight_block_size must be two whole numbers of 1 or more",
-            block,
-            "set weight_block_size to the shape of the blocks, for example [128, 128]",
+            rule="weight_block_size must be two whole numbers of 1 or more",
+            got=block,
+            next_step="set weight_block_size to the shape of the blocks, for example [128, 128]",
         )
     scales = {name + suffix for name in quantized for suffix in SCALE_SUFFIXES}
     left_out = tuple(

@@ -49,9 +49,9 @@ def find_folder(name: str | Path, patterns: Sequence[str] = CHECKPOINT_FILES) ->
     except OSError as error:  # a name too long, a folder without permission to read
         raise InputError(
             path,
-            "this folder must be readable",
-            error.strerror,
-            "check the name and its permissions",
+            rule="this folder must be readable",
+            got=error.strerror,
+            next_step="check the name and its permissions",
         ) from None
     repository, revision = split_revision(str(name))
     try:
@@ -64,8 +64,8 @@ def find_folder(name: str | Path, patterns: Sequence[str] = CHECKPOINT_FILES) ->
     except FAILURES as error:
         raise InputError(
             name,
-            "must be a local folder, or a hub id that is online or cached",
-            f"{type(error).__name__} from the hub",
-            "check the name and the network",
+            rule="must be a local folder, or a hub id that is online or cached",
+            got=f"{type(error).__name__} from the hub",
+            next_step="check the name and the network",
         ) from None
     return Path(snapshot)

@@ -145,9 +145,9 @@ def check_tensors(
     if got := "; ".join(f"{what}: {_sample(names)}" for what, names in problems.items() if names):
         raise InputError(
             where,
-            "the tensors must fit config.json",
-            got,
-            "take weights and config from one checkpoint",
+            rule="the tensors must fit config.json",
+            got=got,
+            next_step="take weights and config from one checkpoint",
         )
     return graph, expected
 
@@ -274,9 +274,9 @@ def export_params(params: Params, table: ParamTable) -> dict[str, Tensor]:
             is_fp8 = path.replace(".kernel", ".values") in leaves
             raise InputError(
                 "parameters",
-                "a model is written from weights in floating point",
-                "FP8 matrices" if is_fp8 else f"no {path}",
-                "load it without fp8",
+                rule="a model is written from weights in floating point",
+                got="FP8 matrices" if is_fp8 else f"no {path}",
+                next_step="load it without fp8",
             )
 
         def to_torch(leaf: np.ndarray, transform: ParamTransform = transform) -> np.ndarray:

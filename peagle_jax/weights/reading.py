@@ -142,9 +142,9 @@ def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:
     if not content.startswith(b"{"):
         raise InputError(
             path,
-            "the header must begin with {",
-            repr(content[:12]),
-            f"{SAVE_AS_SAFETENSORS}, or download it again",
+            rule="the header must begin with {",
+            got=repr(content[:12]),
+            next_step=f"{SAVE_AS_SAFETENSORS}, or download it again",
         )
     # the library's parser refuses NaN and Infinity, too
     header = parse_json(content, path, "the header", DOWNLOAD_AGAIN, strict_numbers=True)
@@ -215,9 +215,9 @@ def _checked_span(path: Path, name: str, spec: Any, size: int) -> tuple[int, int
     if not start <= end <= size or end - start != needed or max(shape, default=0) >= 2**62:
         raise InputError(
             path,
-            f"{name} {dtype} {shape} needs {needed} of the {size} bytes of data",
-            f"offsets {start}..{end}",
-            f"the file is truncated or damaged: {DOWNLOAD_AGAIN}",
+            rule=f"{name} {dtype} {shape} needs {needed} of the {size} bytes of data",
+            got=f"offsets {start}..{end}",
+            next_step=f"the file is truncated or damaged: {DOWNLOAD_AGAIN}",
         )
     return start, end
 

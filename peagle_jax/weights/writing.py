@@ -73,9 +73,9 @@ class FolderWriter:
             self._remove_parents()
             raise InputError(
                 self.path,
-                "the output folder must be writable",
-                error.strerror,
-                "choose another place",
+                rule="the output folder must be writable",
+                got=error.strerror,
+                next_step="choose another place",
             ) from None
         self.work.chmod(0o755)
         return self.work
@@ -117,9 +117,9 @@ class FolderWriter:
             next_step = "make room; what lay there before is untouched"
             raise InputError(
                 self.path,
-                "the output must be written to the end",
-                error.strerror or error,
-                next_step,
+                rule="the output must be written to the end",
+                got=error.strerror or error,
+                next_step=next_step,
             ) from None
 
     def _take_the_place(self) -> None:

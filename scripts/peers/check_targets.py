@@ -290,16 +290,16 @@ def run(env: Path, names: Sequence[str], out: Path, record: Path | None) -> bool
     if unknown := [name for name in names if name not in tiny_targets.CASES]:
         raise InputError(
             "--only",
-            f"families are {', '.join(tiny_targets.CASES)}",
-            ", ".join(unknown),
-            "name some of those, separated by commas",
+            rule=f"families are {', '.join(tiny_targets.CASES)}",
+            got=", ".join(unknown),
+            next_step="name some of those, separated by commas",
         )
     if not (env / "bin/python").exists():
         raise InputError(
             "--vllm",
-            "must be an environment",
-            env,
-            "make it with scripts/peers/install_vllm.sh",
+            rule="must be an environment",
+            got=env,
+            next_step="make it with scripts/peers/install_vllm.sh",
         )
     facts = versions(env)
     try:
