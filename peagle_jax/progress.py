@@ -93,7 +93,7 @@ class ProgressReport:
 
     def _print_lines(self) -> None:
         """Runs in a thread of its own: a compilation takes minutes in which nobody calls update."""
-        while not self._is_over.wait(INTERVAL):
+        while not self._is_over.wait(self._printed_at + INTERVAL - time.monotonic()):
             self._print_if_due()
 
     def _print_if_due(self) -> None:

@@ -47,6 +47,7 @@ class InputError(ValueError):
     MAX_CHARS = 400  # of the rule and of the value; both may quote a damaged file
 
     def __init__(self, where: object, rule: object, got: object, next_step: object) -> None:
+        self.where, self.rule, self.got, self.next_step = where, rule, got, next_step
         line = f"{where}: {self._shorten(rule)}; got {self._shorten(got)}; {next_step}"
         super().__init__("".join(c if c.isprintable() else " " for c in line))
 

@@ -19,9 +19,8 @@ HIDDEN_DESIGNS = (
 )
 TOKEN_DESIGNS = ("mask", "frozen", "last_token", "zero", "mean")
 # each design once; both sides are changed together where that tells as much
-PAIRS = [(hidden, "mask") for hidden in HIDDEN_DESIGNS[:8]] + [
-    ("zero", "last_token"),
-    ("frozen_random", "zero"),
+OTHER_TOKENS = {"zero": "last_token", "frozen_random": "zero"}  # all others with "mask"
+PAIRS = [(hidden, OTHER_TOKENS.get(hidden, "mask")) for hidden in HIDDEN_DESIGNS] + [
     ("shared", "frozen"),
     ("shared", "mean"),
 ]

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tiers
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
@@ -125,3 +126,15 @@ def test_private_names_stay_in_their_room():
             ):
                 found.append(f"{name_of(path)}:{node.lineno} uses {node.value.id}.{node.attr}")
     assert not found, found
+
+
+def test_patterns_of_tiers_name_tests_that_exist():
+    """A renamed test would otherwise return to `make test`, or leave it, without a word."""
+    stale = []
+    for pattern in (*tiers.SLOW, *tiers.KEPT):
+        file, _, test = pattern.partition("::")
+        path = ROOT / file.removesuffix("*")
+        begin = re.split(r"[*[]", test)[0]
+        if not path.exists() or f"def {begin}" not in path.read_text():
+            stale.append(pattern)
+    assert not stale, stale

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        advice = "; the same command goes on where it stopped" if command in RESUMING else ""
+        advice = "; the same command goes on from what is saved" if command in RESUMING else ""
         print(f"peagle: interrupted{advice}", file=sys.stderr)
         return 1
     except BrokenPipeError:

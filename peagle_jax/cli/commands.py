@@ -123,40 +123,31 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
       UsageError: a command or an argument is unknown, missing, or not of its kind.
     """
-    overrides, rest = _split_overrides(words) if list(words[:1]) == ["train"] else ([], list(words))
-    arguments, unknown = make_parser().parse_known_args(rest)
+    is_training = len(words) > 1 and words[0] == "train"
+    reordered = _with_config_first(words) if is_training else words
+    arguments, unknown = make_parser().parse_known_args(reordered)
     if unknown and arguments.name != "train":
         rule = f"unknown argument {' '.join(unknown)}"
         raise UsageError(f"{arguments.name}: {rule}; run peagle {arguments.name} --help")
-    arguments.overrides = overrides + unknown
+    arguments.overrides = unknown
     arguments.argv = list(words)
     return arguments
 
 
-def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separates the recipe's keys, `--KEY VALUE` or `--KEY=VALUE`, from the other words of `train`.
+def _with_config_first(words: Sequence[str]) -> list[str]:
+    """The words of `peagle train`, a recipe at their end moved before the overrides.
 
-    argparse would take the value of an option that it does not know for the recipe's file.
-
-    Returns:
-      The overrides, and the rest.
+    argparse takes the first word that is no option for the recipe, and so the value of an override
+    that stands before it. Behind the recipe an override can have several values.
     """
     parser = Parser()
     training_options.add_train(parser)
-    known = parser.option_spellings()
-    overrides, rest = [], []
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        name = word.split("=")[0]
-        is_known = any(spelling.startswith(name) for spelling in known)
-        if not word.startswith("--") or is_known:
-            rest.append(word)
-            continue
-        overrides.append(word)
-        if "=" not in word and remaining and not remaining[0].startswith("--"):
-            overrides.append(remaining.pop(0))
-    return overrides, rest
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    has_overrides = not all(map(parser.understands, options))
+    ends_with_config = words[1].startswith("-") and not words[-1].startswith("-")
+    if has_overrides and ends_with_config:
+        return [words[0], words[-1], *words[1:-1]]
+    return list(words)
 
 
 def run_command(arguments: argparse.Namespace) -> int:

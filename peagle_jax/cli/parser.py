@@ -51,9 +51,9 @@ class Parser(argparse.ArgumentParser):
             self._option_string_actions[spelling] = action
         return action
 
-    def option_spellings(self) -> list[str]:
-        """Every spelling of an option that is understood, former ones included."""
-        return list(self._option_string_actions)
+    def understands(self, option: str) -> bool:
+        """Whether argparse takes a word for one of the options, by a former or shortened name."""
+        return any(spelling.startswith(option) for spelling in self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """Raises the mistake instead of printing the usage, so that `main` prints one line.

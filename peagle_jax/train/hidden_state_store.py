@@ -182,7 +182,10 @@ def read_index(folder: Path) -> HiddenStateIndex:
         rule = f"must be the index of `peagle extract`, format_version {FORMAT_VERSION}"
         next_step = "extract again, or read it with the version of peagle_jax that wrote it"
         raise InputError(where, rule, raw.get("format_version"), next_step)
-    return build(HiddenStateIndex, raw, str(where), next_step=INDEX_AGAIN)
+    try:
+        return build(HiddenStateIndex, raw, str(where))
+    except InputError as error:  # nobody writes this file by hand, as `build` advises
+        raise InputError(error.where, error.rule, error.got, INDEX_AGAIN) from None
 
 
 def write_index(folder: Path, index: HiddenStateIndex) -> None:

@@ -66,7 +66,6 @@ def build(
     where: str,
     path: str = "",
     default: typing.Any = None,
-    next_step: str | None = None,
 ) -> typing.Any:
     """Makes a dataclass from a mapping.
 
@@ -76,8 +75,6 @@ def build(
       where: the file that it was read from, for errors.
       path: the keys that lead to `raw` within the file, for errors: "head.rope".
       default: an instance whose values the keys left out take, before the defaults of `cls`.
-      next_step: what to do about any mistake, in a file that nobody writes by hand; None: what the
-        mistake asks for.
 
     Raises:
       InputError: an unknown or missing key, a value of the wrong type, or one that breaks a rule.
@@ -85,21 +82,20 @@ def build(
     place = _place(where, path)
     hints = field_types(cls)
     if not isinstance(raw, Mapping):
-        advice = next_step or f"give keys of {', '.join(hints)}"
-        raise InputError(place, "must be a mapping of keys", type(raw).__name__, advice)
+        next_step = f"give keys of {', '.join(hints)}"
+        raise InputError(place, "must be a mapping of keys", type(raw).__name__, next_step)
     given = with_new_names(raw, new_names(cls), place)
     if unknown := [str(key) for key in given if key not in hints]:
         rule = f"known keys are {', '.join(hints)}"
         got = f"unknown {', '.join(sorted(unknown))}"
-        advice = next_step or _advice_on_unknown(sorted(unknown), hints)
-        raise InputError(place, rule, got, advice)
+        raise InputError(place, rule, got, _advice_on_unknown(sorted(unknown), hints))
     values, missing = {}, []
     for field in dataclasses.fields(cls):
         name = field.name
         value_of_default = _default_of(field, default)
         if name in given:
             hint, inner = hints[name], _join(path, name)
-            values[name] = _value(hint, given[name], where, inner, value_of_default, next_step)
+            values[name] = _value(hint, given[name], where, inner, value_of_default)
         elif value_of_default is not dataclasses.MISSING:
             values[name] = value_of_default
         else:
@@ -108,13 +104,13 @@ def build(
         rule = f"{', '.join(missing)} must be given"
         lines = [f"{name}: {example_of(name, hints[name])}" for name in missing]
         pronoun = "it" if len(missing) == 1 else "them"
-        advice = next_step or f"add {pronoun}, for example {' and '.join(lines)}"
-        raise InputError(place, rule, f"no {missing[0]}", advice)
+        next_step = f"add {pronoun}, for example {' and '.join(lines)}"
+        raise InputError(place, rule, f"no {missing[0]}", next_step)
     try:
         return cls(**values)
     except SettingError as error:
         broken = _place(where, _join(path, error.key))
-        raise InputError(broken, error.rule, error.got, next_step or error.next_step) from None
+        raise InputError(broken, error.rule, error.got, error.next_step) from None
 
 
 def field_types(cls: type) -> dict[str, typing.Any]:
@@ -210,15 +206,8 @@ def plain(settings: typing.Any) -> typing.Any:
     return settings
 
 
-def _value(
-    hint: typing.Any,
-    raw: object,
-    where: str,
-    path: str,
-    default: typing.Any,
-    next_step: str | None,
-) -> typing.Any:
-    """`raw` as a value of the type `hint`. `next_step` as for `build`."""
+def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing.Any) -> typing.Any:
+    """`raw` as a value of the type `hint`."""
     options = options_of(hint)
     or_null = ", or null" if types.NoneType in options else ""
     if raw is None and types.NoneType in options:
@@ -226,15 +215,14 @@ def _value(
     hint = next(option for option in options if option is not types.NoneType)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         inner_default = default if isinstance(default, hint) else None
-        return build(hint, raw, where, path, inner_default, next_step)
+        return build(hint, raw, where, path, inner_default)
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
-        return _items(arguments[0], raw, where, path, default, next_step, or_null)
+        return _items(arguments[0], raw, where, path, default, or_null)
     if typing.get_origin(hint) is typing.Literal:
         if raw not in arguments:
             rule = f"must be one of {', '.join(map(str, arguments))}"
-            advice = next_step or f"use {arguments[0]}"
-            raise InputError(_place(where, path), rule, repr(raw), advice)
+            raise InputError(_place(where, path), rule, repr(raw), f"use {arguments[0]}")
         return raw
     if hint is float and isinstance(raw, str) and NUMBER.fullmatch(raw):
         return float(raw)  # YAML 1.1 reads 3e-3, which has no point, as text
@@ -247,8 +235,8 @@ def _value(
             example = shown(default)
         else:
             example = list_example(hint) if bracket else example_of(key, hint)
-        advice = next_step or f"write {key}: {example}{or_null}"
-        raise InputError(_place(where, path), rule, repr(raw), advice)
+        next_step = f"write {key}: {example}{or_null}"
+        raise InputError(_place(where, path), rule, repr(raw), next_step)
     return float(raw) if isinstance(raw, int | float) and hint is float else raw
 
 
@@ -258,7 +246,6 @@ def _items(
     where: str,
     path: str,
     default: typing.Any,
-    next_step: str | None,
     or_null: str,
 ) -> tuple[typing.Any, ...]:
     """A tuple of values from a list; or from a mapping of numbers, which replaces single items.
@@ -269,20 +256,16 @@ def _items(
     if isinstance(raw, Mapping) and raw and all(str(k) in map(str, range(len(old))) for k in raw):
         changed = {int(key): value for key, value in raw.items()}
         return tuple(
-            _value(hint, changed[i], where, f"{path}[{i}]", item, next_step)
-            if i in changed
-            else item
+            _value(hint, changed[i], where, f"{path}[{i}]", item) if i in changed else item
             for i, item in enumerate(old)
         )
     if not isinstance(raw, list | tuple):
         rule = "must be a list" + (f", or one of its {len(old)} items by number" if old else "")
         example = shown(old) if old else list_example(hint)
-        advice = next_step or f"write {path.rpartition('.')[2]}: {example}{or_null}"
-        raise InputError(_place(where, path), rule, repr(raw), advice)
+        next_step = f"write {path.rpartition('.')[2]}: {example}{or_null}"
+        raise InputError(_place(where, path), rule, repr(raw), next_step)
     missing = dataclasses.MISSING
-    return tuple(
-        _value(hint, x, where, f"{path}[{i}]", missing, next_step) for i, x in enumerate(raw)
-    )
+    return tuple(_value(hint, x, where, f"{path}[{i}]", missing) for i, x in enumerate(raw))
 
 
 def _advice_on_unknown(unknown: list[str], known: Iterable[str]) -> str:

@@ -130,9 +130,14 @@ def test_training_has_overrides_and_nothing_else_has():
     arguments = parse_arguments(words)
     assert arguments.overrides == ["--optimizer.steps", "3", "--seed", "4"]
     assert arguments.hidden_states_dir == "DIR" and arguments.argv == words
-    for words in ("train --optimizer.steps 3 --seed=4 CONFIG", "train --seed 4 CONFIG"):
+    lists = "--head.aux_hidden_state_layers 2 5 7 --seed=4"
+    for words in (f"train CONFIG {lists}", f"train {lists} CONFIG", f"train {lists} --x 3 CONFIG"):
         arguments = parse_arguments(words.split())
-        assert str(arguments.config) == "CONFIG" and arguments.overrides == words.split()[1:-1]
+        expected = [word for word in words.split()[1:] if word != "CONFIG"]
+        assert str(arguments.config) == "CONFIG" and arguments.overrides == expected
+    arguments = parse_arguments("train --features DIR --seed 4 CONFIG".split())
+    assert str(arguments.config) == "CONFIG" and arguments.hidden_states_dir == "DIR"
+    assert arguments.overrides == ["--seed", "4"]
     with pytest.raises(UsageError, match="inspect: unknown argument --optimizer.steps 3"):
         parse_arguments("inspect DIR --optimizer.steps 3".split())
 

@@ -86,8 +86,8 @@ def test_facts_are_rounded(value, text):
     "words, advice",
     [
         ("inspect x", ""),
-        ("train x.yaml", "; the same command goes on where it stopped"),
-        ("demo --out x", "; the same command goes on where it stopped"),
+        ("train x.yaml", "; the same command goes on from what is saved"),
+        ("demo --out x", "; the same command goes on from what is saved"),
     ],
 )
 def test_interrupted(words, advice, monkeypatch, capsys):

@@ -19,7 +19,14 @@ from peagle_jax.train.config import (
     dump,
     load_run,
 )
-from peagle_jax.train.settings import build, differences, plain
+from peagle_jax.train.settings import (
+    build,
+    differences,
+    example_of,
+    field_types,
+    options_of,
+    plain,
+)
 from peagle_jax.types import InputError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "train"
@@ -277,3 +284,25 @@ def test_differences_name_keys_and_values():
         "data.seq_len 64, was 2048",
         "depth_schedule [{'until': 2, 'num_depths': 1}], was []",
     ]
+
+
+def test_examples_in_errors_are_right():
+    """What an error says to write, for any key of any recipe, is accepted."""
+    seen = 0
+    for run in (LmRun, PeagleRun, Eagle3Run):
+        for path, key, hint in keys_of(run):
+            example = yaml.safe_load(str(example_of(key, hint)))
+            alone = dataclasses.make_dataclass("Alone", [(key, hint)])
+            made = build(alone, {key: example}, f"{path}{key}")
+            assert getattr(made, key) is not None
+            seen += 1
+    assert seen > 100
+
+
+def keys_of(cls: type, path: str = ""):
+    """(path, key, type) of every key below a class of settings."""
+    for key, hint in field_types(cls).items():
+        yield path, key, hint
+        for kind in options_of(hint):
+            if dataclasses.is_dataclass(kind):
+                yield from keys_of(kind, f"{path}{key}.")
