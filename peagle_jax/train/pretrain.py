@@ -20,7 +20,13 @@ from peagle_jax.targets import qwen3
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
-from peagle_jax.train.trainer import fit, has_checkpoints, init_run_dir, write_result
+from peagle_jax.train.trainer import (
+    fit,
+    has_checkpoints,
+    init_run_dir,
+    read_result,
+    write_result,
+)
 from peagle_jax.types import Batch, Model, Params
 
 CHUNK = 2048  # tokens whose logits exist at one time
@@ -62,6 +68,10 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
       InputError: the corpus cannot be read, or `run.out` cannot be used.
     """
     init_run_dir(run)
+    finished = read_result(run, LmResult)
+    if finished is not None:
+        say(f"{run.out} was finished before; without its result.json it would be measured again")
+        return finished
     max_chars = run.data.max_chars
     train, held_out = corpus.split(corpus.read_corpus(run.data.source), run.data.held_out)
     train = corpus.subsample(train, max_chars, run.seed)
@@ -80,7 +90,7 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     def batch_at(step: int) -> Batch:
         return rows.batch(run.data.batch_size, run.seed, step)
 
-    fitted = fit(run, model.params, functools.partial(_loss, model), batch_at, None)
+    fitted = fit(run, model.params, functools.partial(_loss, model), batch_at, None, say=say)
     trained = dataclasses.replace(model, params=fitted.params)
     bits_per_byte = held_out_bits(trained, tokenizer, held_out, run.data.seq_len)
     folder = Path(run.out) / "model"

@@ -22,7 +22,7 @@ from peagle_jax.train.eagle3_loss import eagle3_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.peagle_loss import peagle_loss
-from peagle_jax.train.trainer import fit, init_run_dir, write_result
+from peagle_jax.train.trainer import fit, init_run_dir, read_result, write_result
 from peagle_jax.types import InputError, Model, Params
 
 Evaluate = Callable[[Model], dict]  # a head -> the acceptance fields of HeadResult
@@ -48,7 +48,7 @@ class HeadResult:
       accepted_per_position: share of the drafts that were accepted at each position.
       repeated_4grams: share of the decoded text's 4-grams that it had already written before. A
         text that repeats itself is easy to draft.
-      tokens_per_second: of training, in this session; None if nothing was left to train.
+      tokens_per_second: of training, in the last session that trained; None if there was none.
       minutes: of training, over all sessions.
     """
 
@@ -77,6 +77,10 @@ def train_head(
         `run.out` cannot be used.
     """
     init_run_dir(run)
+    finished = read_result(run, HeadResult)
+    if finished is not None:
+        say(f"{run.out} was finished before; without its result.json it would be measured again")
+        return finished
     target, tokenizer = _load_target(run)
     rows, held_out = _read_rows(run, tokenizer, say)
     batches = HeadBatches(run, rows, target)
@@ -103,7 +107,7 @@ def train_head(
         return evaluate(with_params(params))
 
     loss = functools.partial(head_loss, run, target, head)
-    fitted = fit(run, trained, loss, batches, (target.params, frozen), evaluate_at)
+    fitted = fit(run, trained, loss, batches, (target.params, frozen), evaluate_at, say)
     head = with_params(fitted.params)
     folder = _export(run, head, fitted.step, say)
     acceptance = NOT_EVALUATED if evaluate is None else evaluate(head)

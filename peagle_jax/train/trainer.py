@@ -20,9 +20,11 @@ from peagle_jax.checkpoints.orbax_io import Checkpoints
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
 from peagle_jax.train.config import OptimizerConfig, Run, dump, load_run
+from peagle_jax.train.interruption import Interruption
 from peagle_jax.train.settings import differences
 from peagle_jax.types import InputError, Params
 
+RESULT_FILE = "result.json"
 # (trained parameters, batch, frozen parameters) -> loss, metrics; pure
 Loss = Callable[[Params, Any, Any], tuple[jax.Array, dict]]
 # (step, trained parameters) -> a row of metrics, or None if this step is not evaluated
@@ -159,6 +161,7 @@ def fit(
     batch_at: Callable[[int], Any],
     frozen_params: Any,
     eval_fn: EvalFn | None = None,
+    say: Callable[[str], None] = print,
 ) -> FitResult:
     """Trains `params` for `run.optimizer.steps` steps, resuming from the newest checkpoint.
 
@@ -171,9 +174,11 @@ def fit(
       frozen_params: arrays that `loss` reads and that are not trained, such as the target's
         weights.
       eval_fn: is called after every step; the row that it returns, if any, is logged.
+      say: is told which step the run goes on from, if it was begun before.
 
     Raises:
       InputError: `run.out` has checkpoints of another configuration, or cannot be written.
+      KeyboardInterrupt: after Ctrl-C. The last finished step is saved.
     """
     out, steps = Path(run.out), run.optimizer.steps
     init_run_dir(run)
@@ -182,12 +187,14 @@ def fit(
     update = jax.jit(_update_fn(loss, optimizer), donate_argnums=0)
     state = _restored_state(checkpoints, params, optimizer)
     first_step = step = int(state["step"])
+    if first_step > 0:
+        say(f"resumed from the checkpoint of step {first_step:,} in {out}")
     log = MetricsLog(out / "metrics.jsonl", first_step)
     clock = TrainingClock(log.seconds)
     tokens = 0
     batch_structure = jax.tree.structure(None)  # of no batch
     progress = ProgressReport(f"train {run.task}", steps, first_step, "steps")
-    with log, progress:
+    with Interruption() as interruption, log, progress:
         while step < steps:
             batch = batch_at(step)  # while the device is still busy with the step before
             last_structure, batch_structure = batch_structure, jax.tree.structure(batch)
@@ -215,13 +222,14 @@ def fit(
                     log.write({"step": step, "seconds": clock.run(), **evaluation})
             if step % run.save_every == 0 and step < steps:
                 checkpoints.save(step, state)
-            if is_over_time:
+            if is_over_time or interruption.is_requested:
                 break
         jax.block_until_ready(state)
         seconds = clock.stepping()
-    if step > first_step:
+    if step > first_step and step != checkpoints.latest():
         checkpoints.save(step, state)
     checkpoints.close()
+    interruption.deliver()
     return FitResult(state["params"], step, seconds, tokens, round(clock.run() / 60, 2))
 
 
@@ -292,12 +300,33 @@ def has_checkpoints(run: Run) -> bool:
     return any((Path(run.out) / "checkpoints").glob("[0-9]*"))
 
 
+def read_result(run: Run, kind: type) -> Any:
+    """The result of a run that has nothing left to train, to export and to measure.
+
+    Args:
+      run: the run.
+      kind: the dataclass of its result; one of its fields is `folder`.
+
+    Returns:
+      An instance of `kind`; None if there is something left to do.
+    """
+    path = Path(run.out) / RESULT_FILE
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result.keys() != {field.name for field in dataclasses.fields(kind)}:
+        return None  # written by another version
+    if result["step"] < run.optimizer.steps or not Path(result["folder"]).is_dir():
+        return None
+    return kind(**result | {"folder": Path(result["folder"])})
+
+
 def write_result(run: Run, result: dict) -> None:
     """Writes result.json into `run.out`: what the run came to, for model cards and reports.
 
     A session that had nothing left to train keeps the speed that an earlier one measured.
     """
-    path = Path(run.out) / "result.json"
+    path = Path(run.out) / RESULT_FILE
     result = {key: str(v) if isinstance(v, Path) else v for key, v in result.items()}
     if result["tokens_per_second"] is None and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
