@@ -30,9 +30,13 @@ DEPENDS_ON_TEXT = (
 DIFFERS_BY_DEPTH = (
     "its placeholders differ from depth to depth; vLLM has one pair of vectors for all"
 )
-UNKNOWN = "nobody has said yet whether vLLM can express it (checkpoints/export_placeholders.py)"
+UNKNOWN = "nobody has said yet whether vLLM can express its placeholder design"
 TWO_NORMS = "its vector lies behind two norms and fc, whose inverse is not solved here"
 UNREACHED_NEXT_STEP = "decode it here with peagle generate; it cannot be exported"
+UNKNOWN_NEXT_STEP = (
+    "add the design to HIDDEN_EXPORTS or TOKEN_EXPORTS in "
+    "peagle_jax/checkpoints/export_placeholders.py; peagle generate decodes with it already"
+)
 
 AuxVector = Float[np.ndarray, " A"]  # one vector in the place of the aux hidden states
 
@@ -173,7 +177,8 @@ def to_vllm_placeholders(head: HeadState) -> HeadState:
         return head
     if reason := _refusal(cfg):
         got = f"{cfg.placeholder_hidden}, {cfg.placeholder_token}"
-        raise InputError(head.source, reason, got, UNREACHED_NEXT_STEP)
+        next_step = UNKNOWN_NEXT_STEP if reason == UNKNOWN else UNREACHED_NEXT_STEP
+        raise InputError(head.source, reason, got, next_step)
     if cfg.placeholder_token != "mask" and head.shares_embedding:
         raise InputError(
             head.source,

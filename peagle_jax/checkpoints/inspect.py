@@ -59,8 +59,8 @@ LABELS: dict[str, str | None] = {
     "shares_embedding": "embedding",
     "num_fp8_matrices": "FP8 matrices",
     "problem": "problems",
-    "open_questions": "open",
-    "target": "target named",
+    "open_questions": "what its config leaves open",
+    "target": "target that its config names",
     "source": "came from",
     "num_tensors": "tensors",
     "num_parameters": "parameters",
@@ -86,10 +86,10 @@ KINDS = {
     "training_run": "training run of a draft head (Orbax)",
 }
 WRITERS = {
-    "vllm": "vllm (AWS and vLLM; A in docs/checkpoints.md)",
-    "speculators": "speculators (B in docs/checkpoints.md)",
-    "automodel": "automodel (NVIDIA NeMo Automodel; C in docs/checkpoints.md)",
-    "specforge": "specforge (SpecForge; D in docs/checkpoints.md)",
+    "vllm": "vllm (AWS and vLLM; format A in docs/checkpoints.md)",
+    "speculators": "speculators (format B in docs/checkpoints.md)",
+    "automodel": "automodel (NVIDIA NeMo Automodel; format C in docs/checkpoints.md)",
+    "specforge": "specforge (SpecForge; format D in docs/checkpoints.md)",
 }
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import sys
 
 from peagle_jax.cli.arguments import command_line, parse_bytes
 from peagle_jax.cli.output import print_facts, say
@@ -13,7 +14,7 @@ MEGABYTE = 10**6
 
 def convert(arguments: argparse.Namespace) -> int:
     """Converts a checkpoint into another format."""
-    from peagle_jax.checkpoints.convert import convert
+    from peagle_jax.checkpoints.convert import convert, read_serving
     from peagle_jax.progress import ProgressReport
 
     max_shard_bytes = None
@@ -40,6 +41,8 @@ def convert(arguments: argparse.Namespace) -> int:
             on_bytes=report_bytes,
         )
     say(f"{arguments.src} -> {arguments.dst} ({arguments.to})")
+    if arguments.to == "speculators" and read_serving(arguments.dst).target is None:
+        say(f"it names no target, so vllm serve {arguments.dst} will not find one; give --target")
     return 0
 
 
@@ -84,6 +87,9 @@ def serve_config(arguments: argparse.Namespace) -> int:
     flags = shlex.quote(serving_flags(head.config, name, k, revision))
     if arguments.engine == "vllm":
         target = shlex.quote(arguments.target or head.target or "TARGET")
+        if target == "TARGET":
+            advice = "the head names no target: put its folder or hub id in TARGET's place"
+            print(advice, file=sys.stderr)
         say(f"vllm serve {target} --speculative-config {flags}")
     else:
         say(f"SM_VLLM_SPECULATIVE_CONFIG={flags}")

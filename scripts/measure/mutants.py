@@ -5,7 +5,8 @@
 Each mutant is one changed operator, comparison, constant or condition in peagle_jax/decode,
 peagle_jax/train or peagle_jax/checkpoints. It is made in a copy of the checkout, never in the
 checkout itself. The tests of the same room run first and stop at the first failure, then the rest
-of `make test`, and, if the mutant is still alive, what `make test-all` has beyond it.
+of `make test`, and, if the mutant is still alive, what `make test-all` has beyond it. Mutants that
+the recorded file has already are not judged again.
 """
 
 import argparse
@@ -182,6 +183,14 @@ def judge(
     return {"found_by": tier, "seconds": round(time.monotonic() - began, 1)}
 
 
+def recorded(path: Path | None, seed: int) -> set[int]:
+    """Numbers of the mutants that an earlier call, which was stopped, has judged."""
+    if path is None or not path.exists():
+        return set()
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row["number"] for row in rows if row["seed"] == seed}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=30, help="mutants (default: 30)")
@@ -203,12 +212,15 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     args = parser.parse_args()
     mutants = draw(args.root, args.rooms, args.count, args.seed)
+    judged = recorded(args.record, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         if not args.list:
             ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
             shutil.copytree(args.root, copy, ignore=ignored)
         for number, mutant in enumerate(mutants):
+            if number in judged:
+                continue
             row = dataclasses.asdict(mutant) | {"number": number, "seed": args.seed}
             if not args.list:
                 row |= judge(copy, mutant, args.timeout, args.fast, args.rest, args.near_only)

@@ -202,6 +202,9 @@ def test_a_new_design_is_refused_until_it_has_an_export_status():
         config = dataclasses.replace(a_head("shared", "mask", 6).config, **changed)
         status = export_placeholders.export_status(config)
         assert status == f"refused: {export_placeholders.UNKNOWN}"
+        head = dataclasses.replace(from_model(a_head("shared", "mask", 6)), config=config)
+        with pytest.raises(InputError, match="add the design to HIDDEN_EXPORTS or TOKEN_EXPORTS"):
+            export_placeholders.to_vllm_placeholders(head)
     # both descriptions of the registry, and the list of exports, know the same designs
     assert tuple(HIDDEN_DESIGNS) == designs.HIDDEN_DESIGNS
     assert tuple(TOKEN_DESIGNS) == designs.TOKEN_DESIGNS

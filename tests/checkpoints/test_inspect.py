@@ -102,7 +102,7 @@ def test_words_for_people(folder):
     assert rows["aux hidden states, SpecForge numbering (output of layer i)"] == "0, 1, 2"
     assert rows["placeholder, hidden side"].startswith("shared: one learned vector")
     assert rows["sliding windows"] == rows["problems"] == rows["options"] == "none"
-    assert rows["open"] == "nothing"
+    assert rows["what its config leaves open"] == "nothing"
     assert rows["file says: source"] == "peagle_jax.save_drafter"
     assert all(isinstance(text, str) for text in rows.values())
 

@@ -45,8 +45,15 @@ def test_serve_config_names_what_the_folder_names(folders, peagle, tmp_path):
     assert f"vllm serve {folders / 'target'} --spec" in named
     chosen = peagle(f"serve-config {tmp_path}/b --engine vllm --target other")[1]
     assert "vllm serve other --spec" in chosen
-    unnamed = peagle(f"serve-config {folders}/peagle --engine vllm")[1]
-    assert "vllm serve TARGET --spec" in unnamed
+    _, unnamed, advice = peagle(f"serve-config {folders}/peagle --engine vllm")
+    assert "vllm serve TARGET --spec" in unnamed and "in TARGET's place" in advice
+
+
+def test_speculators_format_without_a_target_is_said(folders, peagle, tmp_path):
+    line = f"convert {folders}/peagle {tmp_path}/b --to speculators"
+    assert "it names no target" in peagle(line)[1]
+    line = f"convert {folders}/peagle {tmp_path}/c --to speculators --target {folders}/target"
+    assert "it names no target" not in peagle(line)[1]
 
 
 def with_identity_d2t(tensors):
