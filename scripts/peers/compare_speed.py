@@ -1,0 +1,312 @@
+"""Tokens per second beside vLLM and transformers: same models, prompts, K, dtype and machine.
+
+    scripts/peers/install_vllm.sh .venv-vllm
+    .venv/bin/python scripts/peers/compare_speed.py --vllm .venv-vllm [--record results/peers.jsonl]
+
+Every engine decodes every prompt greedily, with plain decoding and with the draft heads, at each
+dtype and batch size. All engines of a dtype are started first. Then they take turns: a round times
+each of them once, and a number is the median over rounds, so that a slow moment of the machine
+concerns all of them. Without options the packaged models continue excerpts of Python source.
+
+Texts are compared with our own plain decoding in the same dtype. Only in float32 is equality
+promised; a text that differs first at a near tie (two best logits within 1e-4) is counted apart.
+
+Exit code 0: float32 texts agree. 1: one differs. 2: bad arguments.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from peagle_jax import load_target, text
+from peagle_jax.bench.exact import compare
+from peagle_jax.pipelines.demo import ASSETS, standard_prompts
+from peagle_jax.progress import ProgressReport
+from peagle_jax.provenance import provenance
+from peagle_jax.types import InputError
+
+HERE = Path(__file__).parent
+WORKERS = {
+    "peagle_jax": "speed_ours.py",
+    "vllm": "speed_vllm.py",
+    "transformers": "speed_transformers.py",
+}
+METHODS = {
+    "peagle_jax": ("plain", "eagle3", "peagle"),
+    "vllm": ("plain", "eagle3", "peagle"),
+    "transformers": ("plain", "prompt_lookup"),
+}
+
+
+@dataclasses.dataclass
+class Engine:
+    """One engine with one method in one dtype, in a process of its own.
+
+    Attributes:
+      name: a key of WORKERS.
+      method: a name in METHODS.
+      dtype: "float32" or "bfloat16".
+      k: tokens drafted per step; 0 for plain decoding.
+      process: the worker, which answers a line for each line that it reads.
+      version: of the engine.
+      seconds: batch size -> the seconds of each round.
+      answers: batch size -> the last answer.
+    """
+
+    name: str
+    method: str
+    dtype: str
+    k: int
+    process: subprocess.Popen
+    version: str = ""
+    seconds: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    answers: dict[int, dict] = dataclasses.field(default_factory=dict)
+
+    def wait(self) -> dict:
+        """The next answer.
+
+        Raises:
+          InputError: the engine ended, or says an error.
+        """
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "it ended without an answer"}
+        if "error" in answer:
+            raise InputError(
+                f"{self.name}, {self.method}, {self.dtype}",
+                rule="the engine must decode the prompts",
+                got=answer["error"],
+                next_step="see what it printed above, or leave it out with --engines",
+            )
+        return answer
+
+    def ask(self, request: dict) -> dict:
+        """The answer to a request, with "seconds"."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self.wait()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def start_engine(name: str, method: str, dtype: str, args: argparse.Namespace, longest: int):
+    """Starts a worker, and waits until its models are loaded."""
+    drafter = {"peagle": args.peagle, "eagle3": args.eagle3}.get(method)
+    python = args.vllm / "bin/python" if name == "vllm" else Path(sys.executable)
+    k = 0 if method == "plain" else args.k
+    process = subprocess.Popen(
+        [python, HERE / WORKERS[name]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if args.verbose else subprocess.DEVNULL,
+        text=True,
+    )
+    engine = Engine(name, method, dtype, k, process)
+    job = {
+        "target": str(args.target.resolve()),
+        "drafter": None if drafter is None else str(drafter.resolve()),
+        "method": method,
+        "dtype": dtype,
+        "k": k,
+        "batch_sizes": args.batch_sizes,
+        "max_model_len": longest + args.max_new_tokens + 64,
+        "compile": args.vllm_compile,
+    }
+    engine.version = engine.ask(job)["version"]
+    return engine
+
+
+def measure(
+    engines: Sequence[Engine], prompts: list[list[int]], args: argparse.Namespace, progress
+) -> None:
+    """Warms every engine up at every batch size, then times them in turns."""
+    for batch_size in args.batch_sizes:
+        taking_part = [e for e in engines if can_decode(e, batch_size)]
+        request = {
+            "prompts": prompts,
+            "max_new_tokens": args.max_new_tokens,
+            "batch_size": batch_size,
+        }
+        for number in range(args.rounds + 1):
+            for engine in taking_part:
+                engine.answers[batch_size] = engine.ask(request)
+                if number:  # the first round compiles
+                    taken = engine.answers[batch_size]["seconds"]
+                    engine.seconds.setdefault(batch_size, []).append(taken)
+                progress(f"batch {batch_size}, round {number}: {engine.name} {engine.method}")
+
+
+def can_decode(engine: Engine, batch_size: int) -> bool:
+    """Assisted decoding of transformers takes one prompt at a time."""
+    return batch_size == 1 or engine.method != "prompt_lookup"
+
+
+def rows_of(
+    engines: Sequence[Engine], prompts: list[list[int]], args: argparse.Namespace
+) -> list[dict]:
+    """A result row for each engine and batch size, without provenance."""
+    rows = []
+    dtype = engines[0].dtype
+    target = load_target(args.target, dtype=jnp.dtype(dtype))
+    for batch_size in args.batch_sizes:
+        reference = next(
+            (e for e in engines if e.name == "peagle_jax" and e.method == "plain"), engines[0]
+        ).answers[batch_size]["outputs"]
+        for engine in engines:
+            if batch_size not in engine.seconds:
+                continue
+            answer = engine.answers[batch_size]
+            comparison = compare(target, prompts, reference, answer["outputs"])
+            num_tokens = sum(map(len, answer["outputs"]))
+            seconds = engine.seconds[batch_size]
+            rows.append(
+                {
+                    "name": "peers",
+                    "engine": engine.name,
+                    "engine_version": engine.version,
+                    "method": engine.method,
+                    "k": engine.k,
+                    "dtype": dtype,
+                    "batch_size": batch_size,
+                    "target": args.target.name,
+                    "num_prompts": len(prompts),
+                    "max_new_tokens": args.max_new_tokens,
+                    "seconds": seconds,
+                    "tokens_per_second": num_tokens / statistics.median(seconds),
+                    "acceptance_length": answer.get("acceptance_length"),
+                    "num_drafts": answer.get("num_drafts"),
+                    "num_accepted_per_pos": answer.get("num_accepted_per_pos"),
+                    "same": comparison.same,
+                    "near_ties": comparison.near_ties,
+                    "different": comparison.different,
+                }
+            )
+    return rows
+
+
+def table_of(rows: Sequence[dict]) -> Table:
+    """Tokens per second of every engine; ratios are to vLLM with the same method, if it ran."""
+    table = Table(
+        "engine", "method", "K", "dtype", "batch", "tokens/s", "beside vLLM", "length", "same texts"
+    )
+    of_vllm = {
+        (r["method"], r["dtype"], r["batch_size"]): r["tokens_per_second"]
+        for r in rows
+        if r["engine"] == "vllm"
+    }
+    for row in rows:
+        theirs = of_vllm.get((row["method"], row["dtype"], row["batch_size"]))
+        length = row["acceptance_length"]
+        near_ties = f" ({row['near_ties']} near ties)" if row["near_ties"] else ""
+        table.add_row(
+            row["engine"],
+            row["method"],
+            str(row["k"] or ""),
+            row["dtype"],
+            str(row["batch_size"]),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['tokens_per_second'] / theirs:.2f}" if theirs else "",
+            f"{length:.2f}" if length else "",
+            f"{row['same']}/{row['num_prompts']}{near_ties}",
+        )
+    return table
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """All rows, dtype after dtype: engines of one dtype share the memory and the rounds."""
+    tokenizer = text.load_tokenizer(args.target)
+    if args.prompts is None:
+        prompts = standard_prompts(tokenizer, args.num_prompts)
+    else:
+        prompts = text.read_prompts(args.prompts, tokenizer)[: args.num_prompts]
+    prompts = [list(map(int, prompt)) for prompt in prompts]
+    longest = max(map(len, prompts))
+    rows = []
+    cases = [(name, method) for name in args.engines for method in METHODS[name]]
+    turns = len(args.dtypes) * len(cases) * (1 + len(args.batch_sizes) * (args.rounds + 1))
+    with ProgressReport("compare", turns, unit="turns") as report:
+        done = 0
+
+        def progress(note: str) -> None:
+            nonlocal done
+            done += 1
+            report.update(done, note=note)
+
+        for dtype in args.dtypes:
+            engines: list[Engine] = []
+            try:
+                for name, method in cases:
+                    engines.append(start_engine(name, method, dtype, args, longest))
+                    progress(f"started {name} {method} in {dtype}")
+                measure(engines, prompts, args, progress)
+            finally:
+                for engine in engines:
+                    engine.close()
+            rows += rows_of(engines, prompts, args)
+    return rows
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    packaged = "default: the package's"
+    parser.add_argument("--vllm", type=Path, help="environment made by install_vllm.sh")
+    parser.add_argument("--target", type=Path, default=ASSETS / "target", help=packaged)
+    parser.add_argument("--peagle", type=Path, default=ASSETS / "peagle", help=packaged)
+    parser.add_argument("--eagle3", type=Path, default=ASSETS / "eagle3", help=packaged)
+    parser.add_argument("-k", type=int, default=7, help="tokens drafted per step (default: 7)")
+    parser.add_argument(
+        "--engines", nargs="+", choices=WORKERS, default=list(WORKERS), help="default: all"
+    )
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="default: both")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8], help="default: 1 8")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
+    parser.add_argument("--prompts", type=Path, help="JSONL (default: held-out Python source)")
+    parser.add_argument("--num-prompts", type=int, default=8, help="default: 8")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument(
+        "--vllm-compile", action="store_true", help="vLLM with torch.compile (default: eager)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show what engines print")
+    parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args: Any = options().parse_args(argv)
+    try:
+        if "vllm" in args.engines and args.vllm is None:
+            rule = "vLLM runs in an environment of its own"
+            next_step = "make it with scripts/peers/install_vllm.sh, or choose --engines"
+            raise InputError("--vllm", rule, "none", next_step)
+        rows = run(args)
+    except InputError as error:
+        print(f"compare_speed: {error}", file=sys.stderr)
+        return 2
+    console = Console(width=130)
+    console.print(table_of(rows))
+    if args.record:
+        origin = provenance("python scripts/peers/compare_speed.py " + " ".join(sys.argv[1:]))
+        with args.record.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+    return 1 if any(row["different"] for row in rows if row["dtype"] == "float32") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""A process that answers requests one line at a time; compare_speed.py asks, engines answer.
+
+Every engine runs in an environment of its own, so this file imports nothing outside of Python.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+
+def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None:
+    """Answers requests from stdin until it is closed.
+
+    The first line is the job, which `start` gets. It returns a function from a request to an
+    answer: {"prompts", "max_new_tokens", "batch_size"} -> {"outputs", ..}. "seconds" are added
+    here. An exception becomes {"error": message}, and ends the process. The answer to the job
+    itself is {"version"} of `package`.
+
+    What libraries print goes to stderr: stdout has answers only.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    try:
+        decode = start(json.loads(sys.stdin.readline()))
+        say({"version": importlib.metadata.version(package)})
+        for line in sys.stdin:
+            began = time.perf_counter()
+            answer = decode(json.loads(line))
+            say(answer | {"seconds": time.perf_counter() - began})
+    except Exception as error:  # noqa: BLE001  # whatever an engine raises is its result
+        traceback.print_exc()
+        say({"error": f"{type(error).__name__}: {error}"})
+
+
+def batches(request: dict) -> list[list[list[int]]]:
+    """The prompts of a request in batches of its size; the last may be smaller."""
+    prompts, size = request["prompts"], request["batch_size"]
+    return [prompts[i : i + size] for i in range(0, len(prompts), size)]

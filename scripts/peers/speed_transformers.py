@@ -1,0 +1,46 @@
+"""transformers (PyTorch) as one of the engines of compare_speed.py.
+
+Its assisted decoding knows neither EAGLE-3 nor P-EAGLE heads. The method "prompt_lookup" is its
+draft-free kind: K tokens are copied from where the last tokens occurred before.
+"""
+
+import torch
+from line_worker import batches, serve
+from transformers import AutoModelForCausalLM
+
+
+def start(job: dict):
+    """Loads the target of a job; greedy decoding with a dynamic KV cache."""
+    model = AutoModelForCausalLM.from_pretrained(
+        job["target"], dtype=getattr(torch, job["dtype"]), local_files_only=True
+    ).eval()
+    options = {}
+    if job["method"] == "prompt_lookup":
+        options["prompt_lookup_num_tokens"] = job["k"]
+
+    @torch.inference_mode()
+    def decode(request: dict) -> dict:
+        outputs = []
+        for prompts in batches(request):
+            width = max(map(len, prompts))
+            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+            mask = torch.tensor(
+                [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+            )
+            answers = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=request["max_new_tokens"],
+                eos_token_id=None,
+                pad_token_id=0,
+                **options,
+            )
+            outputs += answers[:, width:].tolist()
+        return {"outputs": outputs}
+
+    return decode
+
+
+if __name__ == "__main__":
+    serve(start, "transformers")

@@ -1,0 +1,51 @@
+"""scripts/peers/compare_speed.py with the engines that need no other environment."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "peers" / "compare_speed.py"
+
+
+def compare_speed(*arguments):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_rows_of_ours_and_transformers(tmp_path):
+    code, out, _ = compare_speed(
+        *("--engines", "peagle_jax", "transformers", "--dtypes", "float32"),
+        *("--batch-sizes", 1, 2, "--rounds", 2, "--num-prompts", 3, "--max-new-tokens", 6),
+        *("-k", 3, "--record", tmp_path / "rows.jsonl"),
+    )
+    assert code == 0 and "prompt_lookup" in out
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    cases = {(r["engine"], r["method"], r["batch_size"]) for r in rows}
+    ours = {("peagle_jax", m, b) for m in ("plain", "eagle3", "peagle") for b in (1, 2)}
+    theirs = {("transformers", m, b) for m, b in (("plain", 1), ("plain", 2), ("prompt_lookup", 1))}
+    assert cases == ours | theirs and len(rows) == 9
+    for row in rows:
+        assert row["same"] + row["near_ties"] == 3 and row["different"] == 0
+        assert len(row["seconds"]) == 2 and row["tokens_per_second"] > 0
+        assert row["k"] == (0 if row["method"] == "plain" else 3)
+        drafted = row["engine"] == "peagle_jax" and row["method"] != "plain"
+        assert bool(row["num_drafts"]) == drafted
+    transformers = pytest.importorskip("transformers")
+    assert transformers.__version__ in {row["engine_version"] for row in rows}
+
+
+def test_vllm_needs_its_environment():
+    code, _, error = compare_speed("--engines", "vllm")
+    assert code == 2 and "make it with scripts/peers/install_vllm.sh" in error
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_is_named(tmp_path):
+    code, _, error = compare_speed("--engines", "peagle_jax", "--peagle", tmp_path)
+    assert code == 2 and "peagle_jax, peagle, float32: the engine must decode" in error
