@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ from checkpoints.folder_edits import edit
 
 from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.head_writing import save_drafter
-from peagle_jax.checkpoints.inspect import describe, printable, printable_rows
+from peagle_jax.checkpoints.inspect import (
+    KNOWN_TARGETS,
+    describe,
+    printable,
+    printable_rows,
+)
 from peagle_jax.checkpoints.target_io import save_target
 
 
@@ -111,3 +117,15 @@ def test_printable():
     assert printable(None) == printable([]) == "none"
     assert printable(1_234_567) == "1,234,567" and printable(4321) == "4321"
     assert printable([1, None]) == "1, None" and printable(True) == "True"
+
+
+def test_known_targets_have_their_published_sizes():
+    """configs/targets has the published config of each; its file is named after the model."""
+    folder = Path(__file__).parents[2] / "configs" / "targets"
+    for (width, vocab), models in KNOWN_TARGETS.items():
+        for model in models:
+            name, layers = re.fullmatch(r"[^/]+/(.+) \((\d+) layers\)", model).groups()
+            raw = json.loads((folder / f"{name.lower()}.json").read_text())
+            text = raw.get("text_config", raw)
+            sizes = text["hidden_size"], text["vocab_size"], text["num_hidden_layers"]
+            assert sizes == (width, vocab, int(layers)), model

@@ -19,6 +19,7 @@ from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.sampling import probabilities, sampling_params
 from peagle_jax.decode.verify import verify_sampled
 from peagle_jax.train.attention import PackedCausal
+from peagle_jax.types import InputError
 
 V, LENGTH, ROWS, CALLS, PROMPT = 5, 3, 20_000, 10, [3, 1]
 SHAPE = {"vocab": V, "dim": 16, "mlp_dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
@@ -164,3 +165,10 @@ def test_temperature_zero_is_greedy():
     assert sampling_params(2, 0.0, 0, 1.0, [0, 1]) is None
     with pytest.raises(ValueError, match="top_p"):
         sampling_params(1, 1.0, 0, 0.0, [0])
+
+
+def test_the_largest_seed():
+    """Keys are made of 32 bits; a larger seed would silently be another one."""
+    assert sampling_params(1, 0.7, 0, 1.0, [2**32 - 1]) is not None
+    with pytest.raises(InputError, match="seed: must lie in 0..2\\^32-1; got 4294967296"):
+        sampling_params(1, 0.7, 0, 1.0, [2**32])
