@@ -133,7 +133,7 @@ class Queue:
         return lines
 
     def stop(self) -> None:
-        """Ends the processes that run; they lose the steps since their last checkpoints."""
+        """Ends the processes that run. Training saves the step that it is at first."""
         for running in self.running:
             running.process.terminate()
         for running in self.running:

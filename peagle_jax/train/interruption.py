@@ -3,7 +3,8 @@
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 
 class Interruption:
@@ -19,7 +20,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self._received: int | None = None
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}
 
     @property
     def is_requested(self) -> bool:
@@ -31,12 +32,7 @@ class Interruption:
             self._handlers = {n: signal.signal(n, self._remember) for n in self.SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore_handlers()
 
     def deliver(self) -> None:
@@ -51,5 +47,5 @@ class Interruption:
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
         self._handlers = {}

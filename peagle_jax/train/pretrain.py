@@ -68,9 +68,8 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
       InputError: the corpus cannot be read, or `run.out` cannot be used.
     """
     init_run_dir(run)
-    finished = read_result(run, LmResult)
+    finished = read_result(run, LmResult, say)
     if finished is not None:
-        say(f"{run.out} was finished before; without its result.json it would be measured again")
         return finished
     max_chars = run.data.max_chars
     train, held_out = corpus.split(corpus.read_corpus(run.data.source), run.data.held_out)

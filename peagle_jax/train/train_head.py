@@ -77,9 +77,8 @@ def train_head(
         `run.out` cannot be used.
     """
     init_run_dir(run)
-    finished = read_result(run, HeadResult)
+    finished = read_result(run, HeadResult, say)
     if finished is not None:
-        say(f"{run.out} was finished before; without its result.json it would be measured again")
         return finished
     target, tokenizer = _load_target(run)
     rows, held_out = _read_rows(run, tokenizer, say)

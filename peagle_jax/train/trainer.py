@@ -300,12 +300,13 @@ def has_checkpoints(run: Run) -> bool:
     return any((Path(run.out) / "checkpoints").glob("[0-9]*"))
 
 
-def read_result(run: Run, kind: type) -> Any:
+def read_result(run: Run, kind: type, say: Callable[[str], None] = print) -> Any:
     """The result of a run that has nothing left to train, to export and to measure.
 
     Args:
       run: the run.
       kind: the dataclass of its result; one of its fields is `folder`.
+      say: is told if nothing is left to do.
 
     Returns:
       An instance of `kind`; None if there is something left to do.
@@ -313,11 +314,16 @@ def read_result(run: Run, kind: type) -> Any:
     path = Path(run.out) / RESULT_FILE
     if not path.exists():
         return None
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if result.keys() != {field.name for field in dataclasses.fields(kind)}:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # damaged: it is written again
+    fields = {field.name for field in dataclasses.fields(kind)}
+    if not isinstance(result, dict) or result.keys() != fields:
         return None  # written by another version
     if result["step"] < run.optimizer.steps or not Path(result["folder"]).is_dir():
         return None
+    say(f"{run.out} was finished before; without its {RESULT_FILE} it would be measured again")
     return kind(**result | {"folder": Path(result["folder"])})
 
 

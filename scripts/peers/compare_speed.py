@@ -20,7 +20,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,9 @@ class Engine:
         self.process.communicate()
 
 
-def start_engine(name: str, method: str, dtype: str, args: argparse.Namespace, longest: int):
+def start_engine(
+    name: str, method: str, dtype: str, args: argparse.Namespace, longest: int
+) -> Engine:
     """Starts a worker, and waits until its models are loaded."""
     drafter = {"peagle": args.peagle, "eagle3": args.eagle3}.get(method)
     python = args.vllm / "bin/python" if name == "vllm" else Path(sys.executable)
@@ -126,12 +128,19 @@ def start_engine(name: str, method: str, dtype: str, args: argparse.Namespace, l
         "max_model_len": longest + args.max_new_tokens + 64,
         "compile": args.vllm_compile,
     }
-    engine.version = engine.ask(job)["version"]
+    try:
+        engine.version = engine.ask(job)["version"]
+    except InputError:
+        engine.close()
+        raise
     return engine
 
 
 def measure(
-    engines: Sequence[Engine], prompts: list[list[int]], args: argparse.Namespace, progress
+    engines: Sequence[Engine],
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    progress: Callable[[str], None],
 ) -> None:
     """Warms every engine up at every batch size, then times them in turns."""
     for batch_size in args.batch_sizes:
@@ -295,6 +304,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             rule = "vLLM runs in an environment of its own"
             next_step = "make it with scripts/peers/install_vllm.sh, or choose --engines"
             raise InputError("--vllm", rule, "none", next_step)
+        if "vllm" in args.engines and not (args.vllm / "bin/python").exists():
+            next_step = f"make it: scripts/peers/install_vllm.sh {args.vllm}"
+            raise InputError(args.vllm, "must be vLLM's environment", "no bin/python", next_step)
+        counts = {"--rounds": args.rounds, "-k": args.k, "--max-new-tokens": args.max_new_tokens}
+        for option, value in counts.items() | {("--batch-sizes", min(args.batch_sizes))}:
+            if value < 1:
+                raise InputError(option, "must be 1 or more", value, f"give {option} 1 or more")
         rows = run(args)
     except InputError as error:
         print(f"compare_speed: {error}", file=sys.stderr)

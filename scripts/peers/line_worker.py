@@ -36,7 +36,7 @@ def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None
             began = time.perf_counter()
             answer = decode(json.loads(line))
             say(answer | {"seconds": time.perf_counter() - began})
-    except Exception as error:  # noqa: BLE001  # whatever an engine raises is its result
+    except Exception as error:  # whatever an engine raises is its answer
         traceback.print_exc()
         say({"error": f"{type(error).__name__}: {error}"})
 

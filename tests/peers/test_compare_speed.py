@@ -43,6 +43,17 @@ def test_rows_of_ours_and_transformers(tmp_path):
 def test_vllm_needs_its_environment():
     code, _, error = compare_speed("--engines", "vllm")
     assert code == 2 and "make it with scripts/peers/install_vllm.sh" in error
+    code, _, error = compare_speed("--engines", "vllm", "--vllm", "nowhere")
+    assert code == 2 and "make it: scripts/peers/install_vllm.sh nowhere" in error
+
+
+@pytest.mark.parametrize("option", ["--rounds", "-k", "--batch-sizes", "--max-new-tokens"])
+def test_numbers_below_one(option, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import compare_speed as script
+
+    assert script.main(["--engines", "peagle_jax", option, "0"]) == 2
+    assert f"{option}: must be 1 or more; got 0; give {option} 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -116,6 +116,9 @@ def test_a_finished_run_is_not_measured_again(tmp_path):
     assert read_result(run_in(tmp_path, STEPS + 1), Result) is None  # stopped by a time limit
     (tmp_path / "result.json").write_text(json.dumps({"folder": "x", "step": STEPS}))
     assert read_result(run, Result) is None  # another version's
+    for damaged in ("{", "[]"):
+        (tmp_path / "result.json").write_text(damaged)
+        assert read_result(run, Result) is None
 
 
 PROGRAM = """
