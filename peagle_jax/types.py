@@ -189,6 +189,7 @@ class KVCache:
         dtype: DTypeLike,
         *,
         block: int | None = None,
+        slots: int | None = None,
     ) -> "KVCache":
         """An empty cache with room for `cache_size` positions per row.
 
@@ -199,11 +200,15 @@ class KVCache:
             is enough: when the last position of a block is written, the window of the block's first
             query is still there, and so it is after any part of the block is rolled back. None
             gives every layer `cache_size` slots.
+          slots: slots of layers without a ring, for a cache that grows later; None for
+            `cache_size`.
         """
 
         def empty_group(shape: CacheShape) -> KVGroup:
-            slots = shape.num_slots(cache_size, block)
-            return KVGroup.empty(shape, batch, slots, dtype, ring=slots < cache_size)
+            most = shape.num_slots(cache_size, block)
+            is_ring = most < cache_size
+            num_slots = most if is_ring or slots is None else slots
+            return KVGroup.empty(shape, batch, num_slots, dtype, ring=is_ring)
 
         return cls(tuple(map(empty_group, shapes)), jnp.zeros(batch, jnp.int32))
 
@@ -368,7 +373,7 @@ class DecodeState:
       aux_hidden_states: for each of `tokens` the target's aux hidden states at the position BEFORE
         it, which predict it; the draft head reads a token together with these.
       count: how many of `tokens` are real, 1 to K + 1.
-      output: the answers; a row's buffer is as long as the cache.
+      output: the answers; a row's buffer is as long as the cache, and grows with it.
       is_draft: which tokens of `output` are accepted drafts.
       emitted: tokens written to `output`. A step may write beyond the limit.
       length: tokens of the answer so far: `emitted`, cut at the limit and after a stop token.

@@ -15,7 +15,6 @@ from peagle_jax.decode.sampling import probabilities, sample
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import PlaceholderRow
-from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
 
@@ -90,10 +89,6 @@ class Drafter(Protocol):
         ...
 
 
-# Committed rows of the narrow forward of `ParallelDrafter`. Measured in LOG.md, 2026-11-20.
-SHORT = 4
-
-
 @dataclasses.dataclass(frozen=True)
 class _HeadDrafter:
     """What both ways of running a draft head share."""
@@ -122,12 +117,7 @@ class _HeadDrafter:
 
 
 class ParallelDrafter(_HeadDrafter):
-    """P-EAGLE: the committed tokens and K - 1 placeholders in one forward of the head.
-
-    The last step committed up to K + 1 tokens, but seldom more than a few. On a CPU the forward
-    therefore has SHORT + K - 1 rows instead of 2K wherever no row of the batch has more than SHORT
-    committed tokens. A GPU runs 2K rows as fast, while choosing a branch would wait for the host.
-    """
+    """P-EAGLE: the committed tokens and K - 1 placeholders in one forward of the head."""
 
     def step(
         self,
@@ -137,26 +127,6 @@ class ParallelDrafter(_HeadDrafter):
         aux_hidden_states: Float[Array, "B R A"],
         count: Int[Array, " B"],
     ) -> Proposal:
-        def full():
-            return self._draft(params, state, tokens, aux_hidden_states, count)
-
-        def narrow():
-            few_tokens, few_states = tokens[:, :SHORT], aux_hidden_states[:, :SHORT]
-            return self._draft(params, state, few_tokens, few_states, count)
-
-        if self.k <= SHORT or platform() == "gpu":
-            return full()
-        return jax.lax.cond(count.max() <= SHORT, narrow, full)
-
-    def _draft(
-        self,
-        params: Params,
-        state: DraftState,
-        tokens: Int[Array, "B C"],
-        aux_hidden_states: Float[Array, "B C A"],
-        count: Int[Array, " B"],
-    ) -> Proposal:
-        """One forward over C places for committed tokens and K - 1 placeholders."""
         head = self._head(params)
         embeddings, fused = self._with_placeholders(
             head, head.embed(tokens), head.fuse(aux_hidden_states), count

@@ -1,4 +1,4 @@
-"""A whole generation as one jitted program: prefill, then steps until every row is done.
+"""A whole generation: one program reads the prompts, another takes steps until all rows are done.
 
 A step drafts, verifies and commits. With K = 3, for a row that has just committed y after x:
 
@@ -21,14 +21,16 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax.decode import growth
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.sampling import KeyUse, probabilities, sample, step_keys, with_step_keys
 from peagle_jax.decode.verify import verify_greedy, verify_sampled
-from peagle_jax.layers import CachedAttention, Decoder
+from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
 from peagle_jax.targets import sharding
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import DecodeState, DraftState, KVCache, Params, SamplingParams, TargetOutput
@@ -44,7 +46,8 @@ class DecodeSpec:
       target: the target's graph, without its arrays.
       target_config: sizes of the target and of its cache.
       drafter: what proposes tokens; None for plain decoding.
-      cache_size: positions of the target's cache: at least prompt + new tokens + K.
+      cache_size: positions that are reserved: at least prompt + new tokens + K. Caches begin with
+        fewer slots and grow, see `growth`.
       sample_drafts: at a temperature above 0, sample the drafts (True), or draft argmaxes (False,
         vLLM's default). Both leave the target's distribution as it is.
       chunk: prompt tokens of one forward of the prefill; None for the whole prompt.
@@ -70,19 +73,25 @@ class DecodeSpec:
             return None
         return max(min(prompt_width, self.chunk or prompt_width), self.k + 1)
 
+    def padded_width(self, prompt_width: int) -> int:
+        """Positions that reading prompts of `prompt_width` tokens writes: whole chunks."""
+        chunk = min(prompt_width, self.chunk or prompt_width)
+        return -(-prompt_width // chunk) * chunk
 
-@functools.partial(jax.jit, static_argnames="spec")
+
 def run(
     spec: DecodeSpec,
     target_params: Params,
     draft_params: Any,
-    prompts: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    max_new_tokens: Int[Array, " B"],
-    stop_ids: Int[Array, " stops"],
+    prompts: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"],
+    max_new_tokens: Int[Array | np.ndarray, " B"],
+    stop_ids: Int[Array | np.ndarray, " stops"],
     sampling: SamplingParams | None,
 ) -> DecodeState:
-    """Generates for every row of a padded batch. One call runs one device program.
+    """Generates for every row of a padded batch.
+
+    The host is asked once for every size of the caches, and not in every step.
 
     Args:
       prompts: token ids; what follows a row's prompt is padding.
@@ -91,17 +100,45 @@ def run(
       stop_ids: an answer ends with the first of these. At least one entry; -1 stands for none.
       sampling: None decodes greedily.
     """
+    needed = max(int(np.max(lengths)) + spec.k + 1, spec.padded_width(prompts.shape[1]))
+    slots = growth.num_slots(needed, spec.cache_size, spec.k)
+    limits = max_new_tokens, stop_ids, sampling
+    state = read_prompts(spec, slots, target_params, draft_params, prompts, lengths, *limits)
+    while True:
+        state = decode(spec, target_params, draft_params, *limits, state)
+        if np.all(state.done):
+            return state
+        slots = growth.num_slots(slots + 1, spec.cache_size, spec.k)
+        state = growth.grow(state, slots)
+
+
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+def decode(
+    spec: DecodeSpec,
+    target_params: Params,
+    draft_params: Any,
+    max_new_tokens: Int[Array, " B"],
+    stop_ids: Int[Array, " stops"],
+    sampling: SamplingParams | None,
+    state: DecodeState,
+) -> DecodeState:
+    """Takes steps until every row is done, or until a row's next step would not fit its slots."""
 
     def next_state(state: DecodeState) -> DecodeState:
         return step(spec, target_params, draft_params, max_new_tokens, stop_ids, sampling, state)
 
-    def is_running(state: DecodeState) -> Array:
-        return ~state.done.all()
+    def goes_on(state: DecodeState) -> Array:
+        slots = state.output.shape[1]
+        fits = state.cache.length.max() + spec.k + 1 <= slots
+        return ~state.done.all() & fits
 
-    start = prefill(
-        spec, target_params, draft_params, prompts, lengths, max_new_tokens, stop_ids, sampling
-    )
-    return _replicate_results(jax.lax.while_loop(is_running, next_state, start))
+    return _replicate_results(jax.lax.while_loop(goes_on, next_state, state))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "slots"))
+def read_prompts(spec: DecodeSpec, slots: int, *arguments: Any) -> DecodeState:
+    """`prefill` as a program of its own."""
+    return _replicate_results(prefill(spec, *arguments, slots=slots))
 
 
 def prefill(
@@ -113,21 +150,26 @@ def prefill(
     max_new_tokens: Int[Array, " B"],
     stop_ids: Int[Array, " stops"],
     sampling: SamplingParams | None,
+    *,
+    slots: int,
 ) -> DecodeState:
-    """Reads the prompts, and commits the first token of every answer. Arguments as of `run`."""
+    """Reads the prompts, and commits the first token of every answer. Arguments as of `run`.
+
+    Args:
+      slots: of the caches: at least `spec.padded_width` of the prompts.
+    """
     target = cast(Decoder, nnx.merge(spec.target, target_params))
     B, _ = prompts.shape
     R = spec.k + 1
-    hidden, aux_hidden_states, cache = _prefill_target(spec, target, prompts, lengths)
+    hidden, aux_hidden_states, cache = _prefill_target(spec, target, prompts, lengths, slots)
     first_token = _next_token(target, hidden, sampling)
     last = (lengths - 1)[:, None, None]
     last_aux_hidden_state = jnp.take_along_axis(aux_hidden_states, last, axis=1)
 
     draft = DraftState(None, None)
     if spec.drafter:
-        # A step's placeholders reach up to K - 1 positions beyond the target's cache. The padding
-        # after them may fall outside of this one, where writes are dropped.
-        draft = DraftState(spec.drafter.init(B, spec.cache_size + spec.k), None)
+        # a step's placeholders and their padding reach up to K positions beyond the target's cache
+        draft = DraftState(spec.drafter.init(B, slots + spec.k), None)
         draft = spec.drafter.prefill(
             draft_params, draft, prompts[:, 1:], aux_hidden_states[:, :-1], lengths - 1
         )
@@ -142,8 +184,8 @@ def prefill(
         tokens=pad_to_block(first_token[:, None]),
         aux_hidden_states=pad_to_block(last_aux_hidden_state),
         count=zero + 1,
-        output=jnp.zeros((B, spec.cache_size), jnp.int32),
-        is_draft=jnp.zeros((B, spec.cache_size), bool),
+        output=jnp.zeros((B, slots), jnp.int32),
+        is_draft=jnp.zeros((B, slots), bool),
         emitted=zero,
         length=zero,
         done=zero < 0,
@@ -165,7 +207,11 @@ def _next_token(
 
 
 def _prefill_target(
-    spec: DecodeSpec, target: Decoder, prompts: Int[Array, "B T"], lengths: Int[Array, " B"]
+    spec: DecodeSpec,
+    target: Decoder,
+    prompts: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    slots: int,
 ) -> tuple[Float[Array, "B D"], Float[Array, "B T A"], KVCache]:
     """Reads the prompts in chunks of `spec.chunk` tokens, which bounds the memory of activations.
 
@@ -175,7 +221,9 @@ def _prefill_target(
     """
     B, T = prompts.shape
     chunk = min(T, spec.chunk or T)
-    empty_cache = spec.target_config.empty_cache(B, spec.cache_size, block=spec.block(T))
+    empty_cache = spec.target_config.empty_cache(
+        B, spec.cache_size, block=spec.block(T), slots=slots
+    )
 
     def prefill_chunk(carry, chunk_input):
         cache, hidden = carry
@@ -191,7 +239,7 @@ def _prefill_target(
         cache = dataclasses.replace(cache, length=jnp.minimum(lengths, start + chunk))
         return (cache, hidden), out.aux_hidden_states
 
-    hidden = jnp.zeros((B, spec.target_config.dim), spec.target_config.dtype)
+    hidden = jnp.zeros((B, spec.target_config.dim), activation_dtype(spec.target_config.dtype))
     carry = _shard_cache(empty_cache), hidden
     if chunk == T:
         (cache, hidden), aux = prefill_chunk(carry, (prompts, jnp.zeros((), jnp.int32)))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.fusion import Fusion
-from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope
+from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope, activation_dtype
 from peagle_jax.types import Attend, CacheShape, KVCache, Model
 
 
@@ -103,7 +103,7 @@ class HeadConfig:
         Sliding windows are applied by the attention mask: the cache is too small for rings to pay.
         """
         shape = CacheShape(tuple(range(self.layers)), self.kv_heads, self.head_dim, None)
-        return KVCache.empty((shape,), batch, slots, self.dtype)
+        return KVCache.empty((shape,), batch, slots, activation_dtype(self.dtype))
 
 
 class Buffer(nnx.Variable):

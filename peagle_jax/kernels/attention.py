@@ -30,7 +30,8 @@ def reference(
     and softmax are float32, as in transformers' eager attention.
 
     Args:
-      k, v: in the dtype of `q`, or float8 with scales.
+      k, v: in 16 or 32 bits, which is the precision of the products' operands; or float8 with
+        scales, which are multiplied in the dtype of `q`.
       positions: of the queries.
       kv_positions: the position whose key and value lie in each slot, below 0 for an empty slot.
         None: slot s holds position s.
@@ -47,7 +48,8 @@ def reference(
     R = N // G
     # The queries of a KV head are the rows of one product. Without this the cache is copied and
     # transposed, and a CPU takes twice the time (LOG.md).
-    q = q.reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
+    dtype = q.dtype
+    q = q.astype(k.dtype).reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
     scores = jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, G, R, T, S) * scale
     slot_position, query_position = kv_positions[:, None], positions[..., None]
@@ -62,7 +64,8 @@ def reference(
         top = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
         weights = jnp.exp(scores - top)
         weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
-    y = jnp.matmul(weights.astype(v.dtype).reshape(B, G, R * T, S), v).reshape(B, G, R, T, H)
+    weights = weights.astype(v.dtype).reshape(B, G, R * T, S)
+    y = jnp.matmul(weights, v, preferred_element_type=dtype).reshape(B, G, R, T, H)
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 

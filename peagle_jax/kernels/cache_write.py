@@ -3,6 +3,7 @@
 A float8 cache gets one scale for each token and head.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -21,15 +22,67 @@ def reference(
 ) -> CacheArrays:
     """The cache with token t of row b in slot `slots[b, t]`; slots of S and more are dropped."""
     rows = jnp.arange(k.shape[0])[:, None]
+    return tuple(
+        old.at[rows, :, slots].set(new, mode="drop")
+        for old, new in zip(cache, _as_stored(k, v, cache), strict=True)
+    )
+
+
+def consecutive(
+    k: Float[Array, "B T G H"],
+    v: Float[Array, "B T G H"],
+    slots: Int[Array, "B T"],
+    cache: CacheArrays,
+) -> CacheArrays:
+    """As `reference`, for slots of a row that follow each other and lie inside the cache.
+
+    XLA does this in place, where it copies the whole cache for a scatter.
+    """
+    new = _as_stored(k, v, cache)
+    return tuple(
+        _update_rows(old, jnp.moveaxis(x, 1, 2), slots[:, 0])
+        for old, x in zip(cache, new, strict=True)
+    )
+
+
+def _update_rows(
+    cache: Float[Array, "B G S ..."], new: Float[Array, "B G T ..."], first: Int[Array, " B"]
+) -> Float[Array, "B G S ..."]:
+    """The cache with `new` in the slots from `first` on."""
+    for row in range(len(new)):
+        update, start = new[row : row + 1], (row, 0, first[row], *[0] * (new.ndim - 3))
+        if new.shape[2] == 1 and cache.shape[2] > 1:
+            update, start = _with_neighbour(cache, update, start)
+        cache = jax.lax.dynamic_update_slice(cache, update, start)
+    return cache
+
+
+def _with_neighbour(
+    cache: Float[Array, "B G S ..."], new: Float[Array, "1 G 1 ..."], start: tuple
+) -> tuple[Float[Array, "1 G 2 ..."], tuple]:
+    """`new` together with what a slot beside it holds.
+
+    XLA on a CPU updates a cache in place if it can fuse something with the update. Of an update
+    that is nothing but one token it makes a part of its readers instead, and copies the cache.
+    """
+    row, head, slot, *rest = start
+    at = jnp.minimum(slot, cache.shape[2] - 2)
+    start = (row, head, at, *rest)
+    old = jax.lax.dynamic_slice(cache, start, (1, new.shape[1], 2, *new.shape[3:]))
+    is_new = (jnp.arange(2) == slot - at).reshape(1, 1, 2, *[1] * (new.ndim - 3))
+    return jnp.where(is_new, new, old), start
+
+
+def _as_stored(
+    k: Float[Array, "B T G H"], v: Float[Array, "B T G H"], cache: CacheArrays
+) -> CacheArrays:
+    """New keys and values in the dtypes of a cache; with their scales, where it is float8."""
     new: CacheArrays = (k, v)
     if len(cache) == 4:
         k_values, k_scale = fp8_matmul.scaled(k, axis=-1)
         v_values, v_scale = fp8_matmul.scaled(v, axis=-1)
         new = (k_values, v_values, k_scale, v_scale)
-    return tuple(
-        old.at[rows, :, slots].set(x.astype(old.dtype), mode="drop")
-        for old, x in zip(cache, new, strict=True)
-    )
+    return tuple(x.astype(old.dtype) for old, x in zip(cache, new, strict=True))
 
 
 def triton(
@@ -44,7 +97,7 @@ def triton(
     return cache_write_triton.write(k, v, slots, cache)
 
 
-FORMS = {"reference": reference, "triton": triton}
+FORMS = {"reference": reference, "consecutive": consecutive, "triton": triton}
 
 
 def write(
@@ -53,15 +106,22 @@ def write(
     slots: Int[Array, "B T"],
     cache: CacheArrays,
     *,
+    are_consecutive: bool = False,
     form: str = "auto",
 ) -> CacheArrays:
     """As `reference`.
 
     Args:
+      are_consecutive: the slots are as `consecutive` wants them.
       form: a name of FORMS, or "auto".
 
     Raises:
       InputError: the form does not exist or cannot run here.
     """
-    form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
+    if form == "auto":
+        form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
+        if form == "reference" and are_consecutive:
+            form = "consecutive"
+    elif form != "consecutive":
+        form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
     return FORMS[form](k, v, slots, cache)

@@ -17,6 +17,7 @@ from peagle_jax.layers.basic import (
 )
 from peagle_jax.layers.decoder import Decoder, PreNormBlock
 from peagle_jax.layers.moe import GLU, Experts
+from peagle_jax.layers.products import activation_dtype, product
 from peagle_jax.layers.rope import Rope
 
 __all__ = [
@@ -32,8 +33,10 @@ __all__ = [
     "PreNormBlock",
     "RMSNorm",
     "Rope",
+    "activation_dtype",
     "gelu_tanh",
     "normal",
     "normalize",
+    "product",
     "soft_cap",
 ]

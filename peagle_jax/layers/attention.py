@@ -18,10 +18,11 @@ from peagle_jax.types import Attend, AttentionRule, KVCache, KVGroup
 class CachedAttention:
     """Writes this call's keys and values at `positions`, then attends over the whole cache.
 
+    The positions of a row follow each other, and lie inside the cache where this is no ring.
+
     Rows may be followed by padding at later positions. No real token looks past its own position,
     and the next call overwrites what padding wrote. In a ring cache, though, padding would
-    overwrite what is still needed: there `real` must say which tokens are real. Writes outside the
-    cache are dropped.
+    overwrite what is still needed: there `real` must say which tokens are real.
     """
 
     positions: Int[Array, "B T"]
@@ -72,7 +73,8 @@ class CachedAttention:
         names = ("k", "v", "k_scale", "v_scale") if group.k_scale else ("k", "v")
         old = tuple(getattr(group, name)[i] for name in names)
         changes = {}
-        for name, array in zip(names, cache_write.write(k, v, slots, old), strict=True):
+        written = cache_write.write(k, v, slots, old, are_consecutive=not group.ring)
+        for name, array in zip(names, written, strict=True):
             layers = getattr(group, name)
             changes[name] = (*layers[:i], array, *layers[i + 1 :])
         return dataclasses.replace(group, **changes)

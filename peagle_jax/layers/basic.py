@@ -1,6 +1,7 @@
 """Linear, norms, embedding, gated MLP.
 
-Numerics follow transformers: norms are computed in float32, everything else in the weights' dtype.
+Numerics follow transformers: norms are computed in float32, everything else in the weights' dtype;
+on a CPU everything but products is float32, see `products`.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import vocab
+from peagle_jax.layers.products import activation_dtype, product
 
 
 def normal(
@@ -27,7 +29,7 @@ def along_last(vector: Float[Array, " D"], x: Float[Array, "*rows D"]) -> Float[
 
 
 class Linear(nnx.Module):
-    """`x @ kernel`.
+    """`x @ kernel`, by `products.product`.
 
     The kernel is [in, out], which is faster than torch's [out, in] on a CPU from two rows on.
     """
@@ -41,7 +43,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         # All rows in one axis: on a CPU XLA's gradient of a matrix contracts one axis of rows twice
         # as fast as two (LOG.md).
-        y = (x.reshape(-1, x.shape[-1]) @ self.kernel[...]).reshape(*x.shape[:-1], -1)
+        y = product(x.reshape(-1, x.shape[-1]), self.kernel[...]).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
     def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
@@ -82,13 +84,14 @@ class LateRMSNorm(RMSNorm):
 
 
 class Embedding(nnx.Module):
-    """One row of the table a token."""
+    """One row of the table a token, in the dtype of activations."""
 
     def __init__(self, vocab: int, dim: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.table = normal(rngs, (vocab, dim), dtype)
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        return self.table[...][tokens]
+        table = self.table[...]
+        return table[tokens].astype(activation_dtype(table.dtype))
 
 
 class MLP(nnx.Module):

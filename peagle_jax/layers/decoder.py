@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.layers.attention import Attention
 from peagle_jax.layers.basic import Embedding, Linear, RMSNorm, soft_cap
+from peagle_jax.layers.products import product
 from peagle_jax.types import Attend, TargetOutput
 
 
@@ -92,7 +93,8 @@ class Decoder(nnx.Module):
 
     def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits of hidden states that the final norm has been applied to."""
-        return soft_cap(hidden @ self.lm_head_weight(), self.logit_cap)
+        logits = product(hidden.reshape(-1, hidden.shape[-1]), self.lm_head_weight())
+        return soft_cap(logits.reshape(*hidden.shape[:-1], -1), self.logit_cap)
 
     def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
         """The argmax of `compute_logits`, greedy decoding's next token. A cap changes no order."""

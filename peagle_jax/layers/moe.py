@@ -15,6 +15,7 @@ from peagle_jax.kernels.choose import non_16bit_reason
 from peagle_jax.kernels.experts import StoredMatrices
 from peagle_jax.kernels.launch import platform
 from peagle_jax.layers.basic import normal
+from peagle_jax.layers.products import product
 
 AXIS = "model"  # of a device mesh, over which experts and heads are spread
 BLOCK = 32  # numbers that share one MXFP4 scale (OCP Microscaling formats, 1.0)
@@ -44,8 +45,12 @@ class ExpertLinear(nnx.Module):
     def matrices(
         self, which: int | slice | jax.Array, dtype: DTypeLike
     ) -> Float[Array, "*which inputs outputs"]:
-        """The matrices of some experts: of a number, of an array of them, or of a slice."""
-        return self.kernel[...][which].astype(dtype)
+        """The matrices of some experts: of a number, of an array of them, or of a slice.
+
+        Args:
+          dtype: of matrices that are decoded; these here have their own.
+        """
+        return self.kernel[...][which]
 
     def bias_of(self, which: int | slice | jax.Array) -> Float[Array, "*which outputs"] | None:
         """The biases of some experts; None where there are none."""
@@ -244,19 +249,19 @@ class ExpertWeights:
         return self.gate_up.stored(), self.down.stored()
 
     def run_expert(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
-        def product(linear: AnyExpertLinear, x):
+        def apply(linear: AnyExpertLinear, x):
             # of one expert, which is a slice: XLA copies less for it than for a gather of one
-            y, bias = x @ linear.matrices(expert, x.dtype), linear.bias_of(expert)
+            y, bias = product(x, linear.matrices(expert, x.dtype)), linear.bias_of(expert)
             return y if bias is None else y + bias[None]
 
-        return product(self.down, self.act(product(self.gate_up, rows)))
+        return apply(self.down, self.act(apply(self.gate_up, rows)))
 
     def run_tiles(
         self, experts: Int[Array, " t"], rows: Float[Array, "t M D"]
     ) -> Float[Array, "t M D"]:
-        def product(linear: AnyExpertLinear, x):
-            y = jnp.einsum("tmi,tio->tmo", x, linear.matrices(experts, x.dtype))
+        def apply(linear: AnyExpertLinear, x):
+            y = product(x, linear.matrices(experts, x.dtype))
             bias = linear.bias_of(experts)
             return y if bias is None else y + bias[:, None]
 
-        return product(self.down, self.act(product(self.gate_up, rows)))
+        return apply(self.down, self.act(apply(self.gate_up, rows)))

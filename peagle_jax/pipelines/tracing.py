@@ -177,9 +177,8 @@ def lower(
     # both programs pass the state as a flat list of arrays, because its classes check their fields
     # and shapes are no arrays
     def prefill_leaves(params, draft_params, prompts, lengths, max_new_tokens, stop_ids):
-        state = prefill(
-            spec, params, draft_params, prompts, lengths, max_new_tokens, stop_ids, None
-        )
+        limits = max_new_tokens, stop_ids, None
+        state = prefill(spec, params, draft_params, prompts, lengths, *limits, slots=cache_size)
         leaves, structure = jax.tree.flatten(state)
         structures.append(structure)
         return leaves

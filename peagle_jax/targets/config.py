@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.typing import DTypeLike
 
-from peagle_jax.layers import Rope
+from peagle_jax.layers import Rope, activation_dtype
 from peagle_jax.types import CacheShape, InputError, KVCache
 from peagle_jax.weights import Fields
 
@@ -40,11 +40,11 @@ class TargetConfig(abc.ABC):
       context: longest sequence that the checkpoint was made for, in tokens.
       aux_hidden_state_layers: which hidden states the model returns for a draft head. Id i is the
         residual stream BEFORE layer i, in vLLM's numbering; 0 is the embedding.
-      dtype: of weights and activations.
+      dtype: of weights; and of activations, see `layers.activation_dtype`.
       stop_ids: tokens that end a text.
       source: the config.json that this was read from, for exports; None for a model made here.
-      cache_dtype: of keys and values in the cache; None: `dtype`. It is a choice of who runs the
-        model, and not the checkpoint's.
+      cache_dtype: of keys and values in the cache; None: that of activations. It is a choice of
+        who runs the model, and not the checkpoint's.
     """
 
     vocab: int
@@ -81,7 +81,7 @@ class TargetConfig(abc.ABC):
         Args:
           hf: the content of config.json.
           aux_hidden_state_layers: None means vLLM's choice; see `default_aux_layers`.
-          dtype: of weights and activations.
+          dtype: of weights; and of activations, see `layers.activation_dtype`.
           where: the file, for errors.
 
         Raises:
@@ -105,17 +105,21 @@ class TargetConfig(abc.ABC):
 
     @property
     def kv_cache_dtype(self) -> DTypeLike:
-        """The dtype of keys and values in the cache."""
-        return self.dtype if self.cache_dtype is None else self.cache_dtype
+        """The dtype of keys and values in the cache: that of activations, or `cache_dtype`."""
+        return activation_dtype(self.dtype) if self.cache_dtype is None else self.cache_dtype
 
-    def empty_cache(self, batch: int, slots: int, *, block: int | None = None) -> KVCache:
-        """A cache for `slots` positions of each of `batch` rows.
+    def empty_cache(
+        self, batch: int, cache_size: int, *, block: int | None = None, slots: int | None = None
+    ) -> KVCache:
+        """A cache for `cache_size` positions of each of `batch` rows.
 
         Args:
           block: the most positions that are written at once, which makes rings of sliding layers;
             see KVCache.empty. None: no rings.
+          slots: with which layers without a ring begin; None for `cache_size`.
         """
-        return KVCache.empty(self.cache_shapes(), batch, slots, self.kv_cache_dtype, block=block)
+        shapes, dtype = self.cache_shapes(), self.kv_cache_dtype
+        return KVCache.empty(shapes, batch, cache_size, dtype, block=block, slots=slots)
 
 
 def default_aux_layers(layers: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from peagle_jax.layers import (
     gelu_tanh,
     normal,
     normalize,
+    product,
 )
 from peagle_jax.targets import param_names
 from peagle_jax.targets.gemma4_config import Gemma4Config
@@ -224,7 +225,8 @@ class Gemma4(Decoder):
     ) -> tuple[TargetOutput, Any]:
         """Returns (TargetOutput, attention state)."""
         x = self.embed(tokens)
-        x = x * jnp.asarray(x.shape[-1] ** 0.5, x.dtype)  # rounded to the weights' dtype first
+        # rounded to the weights' dtype first
+        x = x * jnp.asarray(x.shape[-1] ** 0.5, self.embed.table.dtype).astype(x.dtype)
         layer_embeddings = self._layer_embeddings(tokens, x) if self.ple_dim else None
         stream = [x]
         for i, block in enumerate(self.blocks):
@@ -245,8 +247,10 @@ class Gemma4(Decoder):
         def by_layer(y: Float[Array, "B T LP"]) -> Float[Array, "B T L P"]:
             return y.reshape(*tokens.shape, -1, self.ple_dim)
 
-        embedded = by_layer(self.ple_embed(tokens)) * jnp.asarray(self.ple_dim**0.5, x.dtype)
-        projected = self.ple_norm(by_layer(x @ self.ple_in[...] * x.shape[-1] ** -0.5))
+        factor = jnp.asarray(self.ple_dim**0.5, self.ple_embed.table.dtype).astype(x.dtype)
+        embedded = by_layer(self.ple_embed(tokens)) * factor
+        scaled = product(x, self.ple_in[...]) * x.shape[-1] ** -0.5
+        projected = self.ple_norm(by_layer(scaled))
         return (projected + embedded) * 2**-0.5
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import vocab
-from peagle_jax.layers import soft_cap
+from peagle_jax.layers import product, soft_cap
 
 CHUNK = 2048  # packed elements whose logits exist at one time
 MIN_OVERLAP, HYBRID_ETA = 1e-5, 3.0  # as in speculators 0.9
@@ -145,8 +145,8 @@ def distill(
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def chunk_loss(total, chunk):
         hidden, teacher_row, weight, depth = chunk
-        student = norm(hidden) @ lm_head_weight
-        teacher = soft_cap(teacher_hidden[teacher_row] @ teacher_weight, logit_cap)
+        student = product(norm(hidden), lm_head_weight)
+        teacher = soft_cap(product(teacher_hidden[teacher_row], teacher_weight), logit_cap)
         teacher = jax.lax.stop_gradient(teacher)
         value = jnp.sum(weight * LOSSES[loss](student, teacher))
         is_correct = jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1)

@@ -26,7 +26,7 @@ from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.verify import verify_greedy
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.kernels import experts
-from peagle_jax.layers import Rope
+from peagle_jax.layers import Rope, activation_dtype
 from peagle_jax.pipelines import tracing
 from peagle_jax.types import DecodeState, DraftState, KVGroup, Model, Params
 from peagle_jax.weights import flatten_params, unflatten_params
@@ -204,7 +204,7 @@ def initial_state(spec: DecodeSpec, target: Model, batch: int, key: jax.Array) -
         cache=jax.tree.map(fill, config.empty_cache(batch, spec.cache_size)),
         draft=DraftState(draft_cache, None),
         tokens=jax.random.randint(key, (batch, R), 0, config.vocab),
-        aux_hidden_states=aux_hidden_states.astype(config.dtype),
+        aux_hidden_states=aux_hidden_states.astype(activation_dtype(config.dtype)),
         count=zero + 1,
         output=jnp.zeros((batch, spec.cache_size), jnp.int32),
         is_draft=jnp.zeros((batch, spec.cache_size), bool),

@@ -1,0 +1,128 @@
+"""Caches that grow with the text: the same answers, no copy of a cache in the compiled loop."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.decode import growth, loop
+from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.kernels import cache_write
+from peagle_jax.layers import CachedAttention
+from peagle_jax.types import AttentionRule, CacheShape, KVCache
+
+CONTEXT = {"context": 640}
+
+
+def test_sizes():
+    """The fewest slots that hold what is written, whatever is reserved."""
+    assert [growth.num_slots(n, 16_384, 7) for n in (1, 256, 257, 513)] == [256, 256, 512, 1024]
+    assert growth.num_slots(9_000, 9_100, 7) == 9_216  # not 16,384: no more than is reserved
+    assert growth.num_slots(300, 290, 5) == 512  # more than is reserved, where a step needs it
+    assert growth.num_slots(20, 30, 0) == 256
+
+
+@pytest.mark.parametrize("method", [None, "peagle", "eagle3"])
+def test_growth_does_not_change_the_text(method, monkeypatch):
+    """Beside caches that have all slots from the start; rows are full at different times."""
+    target, head = tiny.target(**CONTEXT), tiny.head(**CONTEXT)
+    prompts = [[3, 14, 15], [9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 23]]
+
+    def answers(first_slots):
+        monkeypatch.setattr(growth, "FIRST_SLOTS", first_slots)
+        return generate(
+            target, head if method else None, prompts, k=3, method=method, max_new_tokens=61
+        )
+
+    grown, whole = answers(16), answers(128)
+    assert [a.output_token_ids for a in grown] == [a.output_token_ids for a in whole]
+    assert [a.num_accepted_per_pos for a in grown] == [a.num_accepted_per_pos for a in whole]
+
+
+def test_programs_are_few(monkeypatch):
+    """One program for a size, and not one for each number of tokens that is reserved."""
+    monkeypatch.setattr(growth, "FIRST_SLOTS", 16)
+    target = tiny.target(seed=5, **CONTEXT)
+    sizes = set()
+    decode = loop.decode
+
+    def noting(*arguments):
+        sizes.add(arguments[-1].output.shape[1])
+        return decode(*arguments)
+
+    monkeypatch.setattr(loop, "decode", noting)
+    for new in (5, 20, 33, 60, 90):
+        (answer,) = generate(target, None, [[3, 14, 15, 9]], max_new_tokens=new)
+        assert len(answer.output_token_ids) == new
+    assert sizes == {64, 128}  # a prompt is padded to 64; then 4 + 90 tokens
+
+
+def compiled_loop(method: str | None, batch: int, dtype: str) -> tuple[str, set[str]]:
+    """The compiled program of `loop.decode`, and the shapes of its caches."""
+    target, head = tiny.target(dtype=jnp.dtype(dtype)), tiny.head(dtype=jnp.dtype(dtype))
+    drafter = make_drafter(head, 5, method) if method else None
+    spec = loop.DecodeSpec(target.graph, target.config, drafter, 90, False)
+    limits = jnp.full(batch, 40), jnp.array([-1]), None
+    prompts, lengths = jnp.ones((batch, 7), jnp.int32), jnp.full(batch, 7)
+    params = target.params, head.params
+    state = loop.read_prompts(spec, 256, *params, prompts, lengths, *limits)
+    leaves, structure = jax.tree.flatten(state)
+
+    # the state passes as a list of arrays: its classes check their fields, and shapes are no arrays
+    def decode_leaves(params, leaves):
+        state = jax.tree.unflatten(structure, leaves)
+        return jax.tree.leaves(loop.decode.__wrapped__(spec, *params, *limits, state))
+
+    program = jax.jit(decode_leaves, donate_argnums=1).lower(params, leaves).compile()
+    caches = [state.cache] + ([state.draft.cache] if state.draft.cache else [])
+    arrays = [x for cache in caches for group in cache.groups for x in (*group.k, *group.v)]
+    return program.as_text(), {",".join(map(str, x.shape)) for x in arrays}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("method", [None, "eagle3", "peagle"])
+def test_no_cache_is_copied(method, batch, dtype):
+    """All that makes an array of a cache's size is an update in place."""
+    text, shapes = compiled_loop(method, batch, dtype)
+    makers = []
+    for line in text.splitlines():
+        found = re.search(r"%?([\w.\-]+) = \(?\w+\[([\d,]+)\]\S* ([\w\-]+)\(", line)
+        if not found or found[3] in ("parameter", "get-tuple-element", "bitcast", "tuple"):
+            continue
+        name, shape, operation = found.groups()
+        rows_and_heads, *rest = shape.split(",", 2)
+        merged = {re.sub(r"^(\d+),(\d+)", lambda m: str(int(m[1]) * int(m[2])), s) for s in shapes}
+        if shape in shapes | merged:
+            makers.append((operation, name))
+    assert makers  # else nothing was looked at
+    for operation, name in makers:
+        in_place = operation == "dynamic-update-slice" or "dynamic-update-slice_fusion" in name
+        assert in_place, (operation, name)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_consecutive_slots(T, dtype):
+    """As the scatter, up to the last slot."""
+    rng = np.random.default_rng(4)
+    cache = tuple(jnp.asarray(rng.normal(size=(3, 2, 9, 6)), dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(3, T, 2, 6)), jnp.float32) for _ in range(2))
+    slots = jnp.array([0, 3, 9 - T])[:, None] + jnp.arange(T)[None]
+    got = cache_write.write(k, v, slots, cache, are_consecutive=True)
+    want = cache_write.reference(k, v, slots, cache)
+    assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not np.array_equal(got[0], cache[0])
+
+
+def test_one_slot_alone():
+    """A cache of one slot has no neighbour to be written with."""
+    cache = KVCache.empty((CacheShape((0,), 2, 6, None),), 1, 1, jnp.float32)
+    q, k, v = (jnp.full((1, 1, n, 6), x) for n, x in ((4, 1.0), (2, 2.0), (2, 3.0)))
+    attend = CachedAttention(jnp.zeros((1, 1), jnp.int32))
+    y, cache = attend(0, q, k, v, cache, AttentionRule(None, 1.0))
+    assert np.array_equal(y, np.full((1, 1, 4, 6), 3.0))
+    assert np.array_equal(cache.groups[0].k[0], np.full((1, 2, 1, 6), 2.0))

@@ -1,0 +1,75 @@
+"""Activations and products on a CPU: float32 around 16-bit operands, in rows that fill a tile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.decode.generate import generate
+from peagle_jax.kernels import launch
+from peagle_jax.layers import Embedding, activation_dtype, product, products
+from peagle_jax.layers.basic import nnx
+
+
+def test_activations_are_float32_on_a_cpu_and_16_bit_on_a_gpu(monkeypatch):
+    assert activation_dtype(jnp.bfloat16) == jnp.float32
+    assert activation_dtype(jnp.float16) == jnp.float32
+    monkeypatch.setattr(products, "platform", lambda: "gpu")
+    assert activation_dtype(jnp.bfloat16) == jnp.bfloat16
+    assert activation_dtype(jnp.float32) == jnp.float32
+    table = Embedding(5, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert table(jnp.array([[1, 2]])).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_operands_are_rounded_and_sums_are_not(has_units, rows, experts, monkeypatch):
+    monkeypatch.setattr(products, "has_bfloat16_matrix_units", lambda: has_units)
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(*experts, rows, 70)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(*experts, 70, 11)), jnp.bfloat16)
+    rounded = np.asarray(x.astype(jnp.bfloat16), np.float64)
+    got = product(x, w)
+    assert got.dtype == jnp.float32 and got.shape == (*experts, rows, 11)
+    np.testing.assert_allclose(got, rounded @ np.asarray(w, np.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "x, w, want",
+    [("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32")]
+    + [("float32", "float32", "float32"), ("float32", "float16", "float32")],
+)
+def test_the_result_has_the_wider_dtype(x, w, want):
+    assert product(jnp.ones((2, 3), x), jnp.ones((3, 4), w)).dtype == jnp.dtype(want)
+
+
+def test_gradients_reach_operands_of_different_dtypes():
+    x, w = jnp.ones((2, 3)), jnp.full((3, 4), 2, jnp.bfloat16)
+    dx, dw = jax.grad(lambda x, w: product(x, w).sum(), argnums=(0, 1))(x, w)
+    assert dx.dtype == jnp.float32 and dw.dtype == jnp.bfloat16
+    assert np.array_equal(dx, np.full((2, 3), 8.0)) and np.array_equal(dw, np.full((3, 4), 2.0))
+
+
+@pytest.mark.skipif(
+    not products.has_bfloat16_matrix_units(), reason="needs a CPU with matrix units for bfloat16"
+)
+def test_rows_do_not_depend_on_their_number():
+    """What makes decoding of bfloat16 models repeatable, where matrix units compute it."""
+    assert launch.platform() == "cpu"
+    rng = np.random.default_rng(1)
+    w = jnp.asarray(rng.normal(size=(384, 200)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(64, 384)), jnp.float32)
+    multiply = jax.jit(product)
+    whole = multiply(x, w)
+    for rows in (1, 2, 3, 4, 7, 30):
+        assert np.array_equal(multiply(x[:rows], w), whole[:rows]), rows
+
+
+def test_a_bfloat16_model_decodes_alike_with_and_without_drafts():
+    target, head = tiny.target(dtype=jnp.bfloat16), tiny.head(dtype=jnp.bfloat16)
+    prompts = [[3, 14, 15], [9, 2, 6, 5, 35]]
+    plain = generate(target, None, prompts, max_new_tokens=20)
+    drafted = generate(target, head, prompts, k=4, max_new_tokens=20)
+    assert [a.output_token_ids for a in plain] == [a.output_token_ids for a in drafted]
