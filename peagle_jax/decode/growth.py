@@ -17,6 +17,8 @@ from peagle_jax.types import DecodeState, KVCache, KVGroup
 
 # Slots of the smallest size. Every further size is twice as large.
 FIRST_SLOTS = 256
+# Where less than that is reserved, slots are a multiple of this.
+SMALL_STEP = 16
 
 
 def num_slots(needed: int, cache_size: int, k: int) -> int:
@@ -29,7 +31,8 @@ def num_slots(needed: int, cache_size: int, k: int) -> int:
     """
     # A row whose last step went K tokens past its limit still takes part in the steps of others.
     most = max(needed, cache_size + k)
-    most = -(-most // FIRST_SLOTS) * FIRST_SLOTS
+    step = FIRST_SLOTS if most > FIRST_SLOTS else SMALL_STEP
+    most = -(-most // step) * step
     slots = FIRST_SLOTS
     while slots < needed:
         slots *= 2

@@ -265,7 +265,7 @@ def _replicate_results(state: DecodeState) -> DecodeState:
     """On a mesh: the results on every device, so that each process can read them."""
     if jax.sharding.get_abstract_mesh().empty:
         return state
-    names = ("output", "is_draft", "length", "num_drafts", "num_accepted_per_pos")
+    names = ("output", "is_draft", "length", "done", "num_drafts", "num_accepted_per_pos")
     replicated = {
         name: jax.lax.with_sharding_constraint(getattr(state, name), PartitionSpec())
         for name in names

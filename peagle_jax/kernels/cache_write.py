@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import fp8_matmul
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 
+# Rows of a batch that are written by an operation each; with more, a loop writes them.
+MAX_UNROLLED = 16
 # keys and values [B G S H]; where they are float8, then the scales of both [B G S]
 CacheArrays = tuple[Float[Array, "..."], ...]
 
@@ -49,12 +51,15 @@ def _update_rows(
     cache: Float[Array, "B G S ..."], new: Float[Array, "B G T ..."], first: Int[Array, " B"]
 ) -> Float[Array, "B G S ..."]:
     """The cache with `new` in the slots from `first` on."""
-    for row in range(len(new)):
-        update, start = new[row : row + 1], (row, 0, first[row], *[0] * (new.ndim - 3))
+
+    def update_row(row, cache):
+        update = jax.lax.dynamic_slice_in_dim(new, row, 1)
+        start = (row, 0, first[row], *[0] * (new.ndim - 3))
         if new.shape[2] == 1 and cache.shape[2] > 1:
             update, start = _with_neighbour(cache, update, start)
-        cache = jax.lax.dynamic_update_slice(cache, update, start)
-    return cache
+        return jax.lax.dynamic_update_slice(cache, update, start)
+
+    return jax.lax.fori_loop(0, len(new), update_row, cache, unroll=len(new) <= MAX_UNROLLED)
 
 
 def _with_neighbour(

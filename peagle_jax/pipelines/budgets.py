@@ -6,6 +6,7 @@ from typing import Any
 
 from peagle_jax import weights
 from peagle_jax.corpus import INSTALLED
+from peagle_jax.layers.products import has_bfloat16_matrix_units
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.config import (
     DataConfig,
@@ -80,7 +81,8 @@ class Budget:
       num_prompts: excerpts that are decoded.
       max_new_tokens: of each answer.
       repeats: timed rounds.
-      dtype: of the timed decoding. Losslessness is always checked in float32.
+      dtype: of the timed decoding; FASTEST for the one that this machine is faster with.
+        Losslessness is always checked in float32.
     """
 
     minutes: str
@@ -120,6 +122,9 @@ def lm_shape(
     )
 
 
+# a dtype that depends on the machine
+FASTEST = "fastest"
+
 BUDGETS = {
     "smoke": Budget(
         minutes="2 on 2 CPU cores",
@@ -155,7 +160,7 @@ BUDGETS = {
         num_prompts=8,
         max_new_tokens=128,
         repeats=3,
-        dtype="float32",
+        dtype=FASTEST,
         scratch=ScratchModels(
             target_shape=lm_shape(2048, 6, 192, 576, 6, 2, 32, 4096),
             source=None,
@@ -354,3 +359,12 @@ def _head_shape(layers: int, mlp_dim: int | None, target: Path) -> HeadShape:
         mask_token=None,
         rope=None,
     )
+
+
+def budget_here(name: str) -> Budget:
+    """A budget of BUDGETS, with the dtype that is fastest on this machine."""
+    budget = BUDGETS[name]
+    if budget.dtype != FASTEST:
+        return budget
+    has_units = has_bfloat16_matrix_units()
+    return dataclasses.replace(budget, dtype="bfloat16" if has_units else "float32")

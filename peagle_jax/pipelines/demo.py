@@ -26,7 +26,7 @@ from peagle_jax.checkpoints.inspect import describe, printable_rows
 from peagle_jax.checkpoints.pair import load_drafter_for, load_pair
 from peagle_jax.decode.generate import Generation
 from peagle_jax.pipelines import budgets
-from peagle_jax.pipelines.budgets import BUDGETS, HELD_OUT, Budget, TrainingSize
+from peagle_jax.pipelines.budgets import HELD_OUT, Budget, TrainingSize, budget_here
 from peagle_jax.pipelines.evaluate import PROMPT_TOKENS, held_out_prompts
 from peagle_jax.pipelines.train_head import HeadResult, train_head
 from peagle_jax.progress import ProgressReport
@@ -74,7 +74,7 @@ def run_demo(out: Path, budget: str, say: Say = print, *, from_scratch: bool = F
       say: is given lines, and tables of rich.
       from_scratch: train the target and both heads instead of using the packaged ones.
     """
-    b = BUDGETS[budget]
+    b = budget_here(budget)
     results = records.Records(out)
     scratch = from_scratch or b.needs_scratch
 
@@ -110,7 +110,7 @@ def run_demo(out: Path, budget: str, say: Say = print, *, from_scratch: bool = F
 
 def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str]]:
     """What `run_demo` would do: (stage, description, whether it is done already)."""
-    b = BUDGETS[budget]
+    b = budget_here(budget)
     scratch = from_scratch or b.needs_scratch
     stages = [_planned_model(b, out, scratch, name) for name in ("target", "peagle", "eagle3")]
     decoding = (

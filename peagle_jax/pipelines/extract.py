@@ -58,7 +58,8 @@ class ExtractionOptions:
       batch_size: rows of a forward.
       rows_per_shard: None: as many batches as make 1 GiB.
       dtype: of the stored numbers.
-      compute_dtype: of weights and activations.
+      compute_dtype: of weights and of products' operands; also of activations, but on a CPU
+        these are float32.
       max_chars: a random choice of documents of about so many characters; None: all.
       held_out: share of documents that are left out.
       seed: of the random choice.

@@ -50,7 +50,7 @@ class HiddenStateIndex:
     aux_width: int  # A
     hidden_width: int  # E
     dtype: str  # of the stored numbers
-    compute_dtype: str  # of weights and activations when they were computed
+    compute_dtype: str  # of weights and products' operands when they were computed
     seq_len: int  # T, tokens of a row, padding included
     batch_size: int  # rows of a forward
     rows_per_shard: int  # the last shard may have fewer

@@ -22,7 +22,7 @@ def test_sizes():
     assert [growth.num_slots(n, 16_384, 7) for n in (1, 256, 257, 513)] == [256, 256, 512, 1024]
     assert growth.num_slots(9_000, 9_100, 7) == 9_216  # not 16,384: no more than is reserved
     assert growth.num_slots(300, 290, 5) == 512  # more than is reserved, where a step needs it
-    assert growth.num_slots(20, 30, 0) == 256
+    assert growth.num_slots(20, 30, 0) == 32  # less than the smallest size is reserved
 
 
 @pytest.mark.parametrize("method", [None, "peagle", "eagle3"])
@@ -83,7 +83,7 @@ def compiled_loop(method: str | None, batch: int, dtype: str) -> tuple[str, set[
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, 8, cache_write.MAX_UNROLLED + 1])
 @pytest.mark.parametrize("method", [None, "eagle3", "peagle"])
 def test_no_cache_is_copied(method, batch, dtype):
     """All that makes an array of a cache's size is an update in place."""

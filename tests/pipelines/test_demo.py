@@ -49,7 +49,7 @@ def made(tmp_path_factory):
     """A first run in a folder, its result, and the data files before and after."""
     out, before = tmp_path_factory.mktemp("demo"), tracked_data()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(demo.BUDGETS, "smoke", TINY)
+        patch.setitem(budgets.BUDGETS, "smoke", TINY)
         result = demo.run_demo(out, "smoke", lambda line: None)
     return out, result, (before, tracked_data())
 
@@ -91,7 +91,7 @@ def test_exactness_is_judged_in_float32_and_speed_in_the_budgets_dtype(made):
 
 def test_a_second_run_measures_nothing_again_unless_something_changed(made, monkeypatch):
     out, first, _ = made
-    monkeypatch.setitem(demo.BUDGETS, "smoke", TINY)
+    monkeypatch.setitem(budgets.BUDGETS, "smoke", TINY)
     monkeypatch.setattr(demo, "run_suite", lambda *a, **k: pytest.fail("measured again"))
     saved = json.loads((out / "suite.json").read_text())
     again = demo.run_demo(out, "smoke", lambda s: None)
@@ -101,7 +101,7 @@ def test_a_second_run_measures_nothing_again_unless_something_changed(made, monk
         dataclasses.replace(TINY, max_new_tokens=9),
         dataclasses.replace(TINY, ks=(3,)),
     ):
-        monkeypatch.setitem(demo.BUDGETS, "smoke", changed)
+        monkeypatch.setitem(budgets.BUDGETS, "smoke", changed)
         with pytest.raises(pytest.fail.Exception, match="measured again"):
             demo.run_demo(out, "smoke", lambda s: None)
 
@@ -117,3 +117,10 @@ def test_new_weights_are_measured_again(made, monkeypatch, tmp_path):
     swapped = dataclasses.replace(models, heads=models.heads | {"eagle3": models.heads["peagle"]})
     assert demo._suite_key(TINY, models, "x") == before
     assert demo._suite_key(TINY, swapped, "x")["digest"] != before["digest"]
+
+
+@pytest.mark.parametrize("has_units, want", [(True, "bfloat16"), (False, "float32")])
+def test_the_small_demo_runs_in_the_dtype_that_is_faster_here(has_units, want, monkeypatch):
+    monkeypatch.setattr(budgets, "has_bfloat16_matrix_units", lambda: has_units)
+    assert budgets.budget_here("small").dtype == want
+    assert budgets.budget_here("smoke").dtype == "float32"

@@ -202,9 +202,9 @@ def test_computed_in_bfloat16(place, tmp_path):
         open_hidden_states(folder).batch(range(5)) for folder in (tmp_path / "out", place / "whole")
     )
     off = np.abs(got.hidden - exact.hidden).max() / np.abs(exact.hidden).max()
-    assert 1e-4 < off < 0.1 and np.array_equal(
-        got.hidden, got.hidden.astype(jnp.bfloat16).astype(np.float32)
-    )
+    assert 1e-4 < off < 0.1
+    # on a CPU products have bfloat16 operands, and activations are float32
+    assert not np.array_equal(got.hidden, got.hidden.astype(jnp.bfloat16).astype(np.float32))
 
 
 def test_what_the_files_say(place):
