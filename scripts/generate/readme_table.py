@@ -86,12 +86,11 @@ def _row(cells: list[str]) -> str:
 
 
 def sentences(demos: dict[str, list[dict]]) -> list[str]:
-    """For each device: where its rows come from, and the best speedup of each method."""
+    """For each device: its dtype, where its rows come from, and the best speedup of each method."""
     lines = []
     for device, rows in demos.items():
-        lines.append(
-            f"- {device}, commit {rows[0]['commit']}, {rows[0]['time'][:10]}. Best speedup:"
-        )
+        origin = f"{rows[0]['dtype']}, commit {rows[0]['commit']}, {rows[0]['time'][:10]}"
+        lines.append(f"- {device}, {origin}. Best speedup:")
         batches = sorted({row["batch_size"] for row in rows})
         lines.append("  " + "; ".join(_best(rows, batch) for batch in batches) + ".")
     return lines
