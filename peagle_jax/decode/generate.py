@@ -120,7 +120,7 @@ def generate(
         The target's distribution is kept either way.
       stop_ids: an answer ends with the first of these. None takes the target's end-of-sequence
         tokens, () takes none.
-      cache_size: positions of the target's KV cache. None makes it as large as needed.
+      cache_size: positions that the target's KV cache may grow to. None: as many as needed.
       draft_params: parameters of a `Drafter`; unused with a draft head, which has its own.
       prefill_chunk: prompt tokens per forward. None takes whole prompts, or 512 tokens with
         `sliding_cache`.
