@@ -8,7 +8,8 @@ import numpy as np
 from experiments.base import Measurement
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.suite import repeated_share, run_suite
-from peagle_jax.decode.generate import Generation, acceptance_length, generate
+from peagle_jax.decode.generate import generate
+from peagle_jax.decode.requests import Generation, acceptance_length
 from peagle_jax.types import Model
 
 Prompt = dict  # a row of the prompts stage: kind, prompt_token_ids
@@ -98,6 +99,7 @@ def measure_speed(
         batch_sizes=[1],
         max_new_tokens=measurement.max_new_tokens,
         repeats=repeats,
+        ignore_eos=True,
         on_record=lambda record: None,
     )
     plain, speculative = suite.records

@@ -33,6 +33,10 @@ Decoding:
   generate           decodes prompts with a target, alone or with a draft head
   Generation         one answer, with the counters of speculative decoding
   acceptance_length  tokens per forward of the target, over several answers
+  Engine             decodes requests that come and go: continuous batching, streaming
+  AsyncEngine        the same for asyncio
+  Request            what an engine is asked
+  Output             what an engine answers, whole or in parts
   Drafter            the interface of anything that proposes tokens
 
 Training:
@@ -59,7 +63,10 @@ if TYPE_CHECKING:
     from peagle_jax.checkpoints.runs import load_drafter
     from peagle_jax.checkpoints.target_io import load_target, save_target
     from peagle_jax.decode.drafters import Drafter
-    from peagle_jax.decode.generate import Generation, acceptance_length, generate
+    from peagle_jax.decode.engine import Engine
+    from peagle_jax.decode.generate import generate
+    from peagle_jax.decode.requests import Generation, Output, Request, acceptance_length
+    from peagle_jax.decode.serving import AsyncEngine
     from peagle_jax.draft.head import DraftHead, HeadConfig
     from peagle_jax.pipelines.train_head import train_head
     from peagle_jax.train.cod import CodConfig, cod_sample
@@ -70,14 +77,18 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "AsyncEngine": "decode.serving",
     "CodConfig": "train.cod",
     "DraftHead": "draft.head",
     "Drafter": "decode.drafters",
-    "Generation": "decode.generate",
+    "Engine": "decode.engine",
+    "Generation": "decode.requests",
     "HeadConfig": "draft.head",
     "InputError": "types",
     "Model": "types",
-    "acceptance_length": "decode.generate",
+    "Output": "decode.requests",
+    "Request": "decode.requests",
+    "acceptance_length": "decode.requests",
     "cod_sample": "train.cod",
     "convert": "checkpoints.convert",
     "generate": "decode.generate",
@@ -91,13 +102,17 @@ _MODULES = {
     "train_lm": "train.pretrain",
 }
 __all__ = [  # type checkers read only a list that is written out
+    "AsyncEngine",
     "CodConfig",
     "DraftHead",
     "Drafter",
+    "Engine",
     "Generation",
     "HeadConfig",
     "InputError",
     "Model",
+    "Output",
+    "Request",
     "acceptance_length",
     "cod_sample",
     "convert",

@@ -338,10 +338,26 @@ class SamplingParams:
     """
 
     key: Array
-    temperature: Float[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float[Array, " B"]
+    temperature: Float[Array | ndarray, " B"]
+    top_k: Int[Array | ndarray, " B"]
+    top_p: Float[Array | ndarray, " B"]
     filtered: bool = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowOptions:
+    """What the request in each row of a batch asked for.
+
+    Attributes:
+      max_new_tokens: limit of the answer; 0 for a row that holds no request.
+      stop_ids: an answer ends with the first of these; -1 stands for none.
+      sampling: None where all rows decode greedily.
+    """
+
+    max_new_tokens: Int[Array | ndarray, " B"]
+    stop_ids: Int[Array | ndarray, "B stops"]
+    sampling: SamplingParams | None
 
 
 @jax.tree_util.register_dataclass
@@ -361,7 +377,7 @@ class DraftState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The state of a batch between two decoding steps.
+    """The state of a batch between two decoding steps. The first axis of every array is the row.
 
     A step commits 1 to K + 1 tokens per row: the accepted drafts and one token of the target's own.
     The last committed token is in no cache yet. The next step's verification reads it first.
@@ -378,6 +394,8 @@ class DecodeState:
       emitted: tokens written to `output`. A step may write beyond the limit.
       length: tokens of the answer so far: `emitted`, cut at the limit and after a stop token.
       done: rows whose answer is complete. Steps leave them as they are.
+      failed: rows that are done because the target computed NaN or infinity for them. Their
+        `length` leaves out what the last step wrote.
       num_drafts: speculative steps taken.
       num_accepted_per_pos: in how many steps the draft at each of the K positions was accepted.
     """
@@ -392,5 +410,6 @@ class DecodeState:
     emitted: Int[Array, " B"]
     length: Int[Array, " B"]
     done: Bool[Array, " B"]
+    failed: Bool[Array, " B"]
     num_drafts: Int[Array, " B"]
     num_accepted_per_pos: Int[Array, "B K"]

@@ -159,6 +159,38 @@ def test_the_share_of_repetitions_is_its_rows():
         assert shares == {stated[1]}
 
 
+BESIDE_VLLM = re.compile(
+    r"Beside vLLM ([\d.]+) \(eager\) in (\w+) on that Xeon, P-EAGLE at K = (\d+): "
+    r"([\d,]+) and ([\d,]+) tokens/s at batch (\d+), ([\d,]+) and ([\d,]+) at batch (\d+) "
+)
+
+
+def test_the_speeds_beside_vllm_are_their_rows():
+    """Of each pair the first speed is that of peagle_jax and the second vLLM's."""
+    stated = BESIDE_VLLM.search(" ".join(README.read_text(encoding="utf-8").split()))
+    assert stated, "README compares the speed with vLLM's"
+    version, dtype, k, *figures = stated.groups()
+    rows = newest_peers(dtype, int(k))
+    for ours, vllm, batch_size in (figures[:3], figures[3:]):
+        speeds = {
+            row["engine"]: f"{row['tokens_per_second']:,.0f}"
+            for row in rows
+            if row["batch_size"] == int(batch_size)
+        }
+        assert speeds == {"peagle_jax": ours, "vllm": vllm}
+    versions = {row["engine_version"] for row in rows if row["engine"] == "vllm"}
+    assert {".".join(full.split(".")[:2]) for full in versions} == {version}
+
+
+def newest_peers(dtype: str, k: int) -> list[dict]:
+    """The P-EAGLE rows of the newest comparison with other engines on an Intel machine."""
+    lines = (ROOT / "results" / "peers.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["device"].startswith("Intel")]
+    rows = [row for row in rows if (row["method"], row["dtype"], row["k"]) == ("peagle", dtype, k)]
+    newest = max(row["time"] for row in rows)
+    return [row for row in rows if row["time"] == newest]
+
+
 def test_a_newer_demo_replaces_the_rows_of_its_device(tmp_path):
     def row(time, device, speed, **changes):
         case = {"method": "peagle", "k": 3, "batch": 1, "temperature": 0.0}

@@ -7,7 +7,7 @@ from typing import cast
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.decode.generate import full_precision
+from peagle_jax.decode.loop import full_precision
 from peagle_jax.layers import CachedAttention, Decoder
 from peagle_jax.types import Model
 

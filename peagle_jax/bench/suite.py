@@ -14,13 +14,9 @@ import numpy as np
 
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.timing import drafting_seconds, verifying_seconds
-from peagle_jax.decode.generate import (
-    Generation,
-    acceptance_length,
-    cache_size_for,
-    generate,
-    make_drafter,
-)
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.requests import Generation, Request, acceptance_length
 from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
 
@@ -38,14 +34,16 @@ class Case:
     Attributes:
       method: "none" for plain decoding, "eagle3" or "peagle".
       k: tokens drafted per step; 0 for plain decoding.
-      batch_size: prompts decoded together.
+      batch_size: prompts decoded together, while there are as many.
       temperature: 0 is greedy.
+      ignore_eos: decode on through end-of-sequence tokens.
     """
 
     method: str
     k: int
     batch_size: int
     temperature: float
+    ignore_eos: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Suite:
 class Decoding:
     """Decodes all prompts as one case says, and keeps the answers and the seconds of each round.
 
-    A batch larger than the prompts repeats them. Prompts that do not fill a batch are left out.
+    A batch larger than the prompts repeats them.
     """
 
     def __init__(
@@ -94,47 +92,42 @@ class Decoding:
         max_new_tokens: int,
     ) -> None:
         self.case, self.target, self.head = case, target, head
-        self.max_new_tokens = max_new_tokens
         num_prompts = max(len(prompts), case.batch_size)
-        cycled = [prompts[i % len(prompts)] for i in range(num_prompts)]
-        self.batches = [
-            cycled[start : start + case.batch_size]
-            for start in range(0, num_prompts - case.batch_size + 1, case.batch_size)
+        self.max_new_tokens = max_new_tokens
+        self.requests = [
+            Request(
+                prompt=prompts[i % len(prompts)],
+                max_new_tokens=max_new_tokens,
+                temperature=case.temperature,
+                seed=i,
+                stop_ids=() if case.ignore_eos else None,
+            )
+            for i in range(num_prompts)
         ]
+        self.drafter = make_drafter(head, case.k, case.method) if head else None
         self.seconds: list[float] = []
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
+        self.num_steps = 0
 
     def run(self, *, timed: bool) -> None:
         """One round. The answers of an earlier round are replaced; they are the same."""
-        start = time.perf_counter()
-        self.answers = []
-        for i, batch in enumerate(self.batches):
-            first_seed = i * self.case.batch_size
-            self.answers += self._decode(batch, first_seed, self.max_new_tokens)
-        end = time.perf_counter()
-        # the same program for one new token, which the prefill alone gives
-        for batch in self.batches:
-            self._decode(batch, 0, 1)
-        if timed:
-            self.seconds.append(end - start)
-            self.prompt_seconds.append(time.perf_counter() - end)
-
-    def _decode(
-        self, batch: Sequence[Sequence[int]], first_seed: int, max_new_tokens: int
-    ) -> list[Generation]:
-        return generate(
+        draft_params = self.head.params if self.head else None
+        engine = Engine(
             self.target,
-            self.head,
-            batch,
-            k=self.case.k or None,
-            method=self.case.method if self.head else None,
-            max_new_tokens=max_new_tokens,
-            stop_ids=(),
-            temperature=self.case.temperature,
-            seed=[first_seed + i for i in range(len(batch))],
-            cache_size=cache_size_for(batch, self.max_new_tokens, self.case.k),
+            self.drafter,
+            draft_params,
+            max_batch=self.case.batch_size,
+            prefill_chunk=None,
         )
+        start = time.perf_counter()
+        answers = dict(engine.run(self.requests))
+        seconds = time.perf_counter() - start
+        self.answers = [answers[i] for i in range(len(self.requests))]
+        self.num_steps = engine.stats.num_steps
+        if timed:
+            self.seconds.append(seconds)
+            self.prompt_seconds.append(engine.stats.prefill_seconds)
 
     def record(self) -> dict:
         """The result row, without provenance and comparisons.
@@ -154,23 +147,17 @@ class Decoding:
         return dataclasses.asdict(self.case) | {
             "num_prompts": len(answers),
             "max_new_tokens": self.max_new_tokens,
+            "num_tokens": num_tokens,
+            "num_steps": self.num_steps,
             "seconds": self.seconds,
             "tokens_per_second": num_tokens / seconds,
             "prompt_seconds": prompt_seconds,
-            "step_seconds": (seconds - prompt_seconds) / self._num_steps(),
+            "step_seconds": (seconds - prompt_seconds) / max(1, self.num_steps),
             "acceptance_length": acceptance_length(answers),
             "num_drafts": num_drafts,
             "accepted_per_position": accepted_per_position,
             "repeated_4grams": repeated_share([answer.output_token_ids for answer in answers]),
         }
-
-    def _num_steps(self) -> int:
-        """Steps of all batches. A batch takes as many as its slowest row."""
-        if not self.head:
-            return len(self.batches) * (self.max_new_tokens - 1)
-        size = self.case.batch_size
-        starts = range(0, len(self.answers), size)
-        return sum(max(a.num_drafts for a in self.answers[i : i + size]) for i in starts)
 
 
 def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
@@ -223,6 +210,7 @@ def run_suite(
     max_new_tokens: int,
     repeats: int,
     on_record: Callable[[dict], object],
+    ignore_eos: bool = False,
     sampled_k: int | None = None,
     label: dict | None = None,
     progress: Callable[[str], object] = lambda activity: None,
@@ -231,12 +219,13 @@ def run_suite(
 
     Args:
       heads: draft heads by method, "peagle" and "eagle3".
-      prompts: token ids. Every case decodes all of them, except a rest that fills no batch.
+      prompts: token ids. Every case decodes all of them.
       ks: tokens drafted per step.
       batch_sizes: prompts decoded together.
-      max_new_tokens: length of every answer; stop tokens are ignored.
+      max_new_tokens: limit of every answer.
       repeats: rounds. Speedups are medians of the rounds' own ratios.
       on_record: is given each result row as soon as it is there.
+      ignore_eos: decode on through end-of-sequence tokens, so that all answers have that length.
       sampled_k: K of a further group of cases at temperature 1 and the largest batch size; None
         for no such group.
       label: more keys for every result row.
@@ -247,6 +236,7 @@ def run_suite(
     records: list[dict] = []
     decodings: list[Decoding] = []
     for cases in _case_groups([m for m in METHODS if m in heads], ks, batch_sizes, sampled_k):
+        cases = [dataclasses.replace(case, ignore_eos=ignore_eos) for case in cases]
         group = [Decoding(c, target, heads.get(c.method), prompts, max_new_tokens) for c in cases]
         _run_rounds(group, repeats, progress)
         progress(f"batch size {cases[0].batch_size}: the parts of a step")

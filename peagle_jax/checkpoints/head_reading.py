@@ -111,7 +111,8 @@ def to_model(
 
     Args:
       head: from `read_head` or `runs.open_head`.
-      dtype: of weights and activations; None keeps the head's.
+      dtype: of weights, and of activations on a GPU; on a CPU activations are float32. None keeps
+        the head's.
       embedding: the target's [V D], for a head that shares it.
       fp8: all matrices in float8, `lm_head` too (it only drafts), and the rest in `dtype`.
 

@@ -39,7 +39,7 @@ def load_pair(
     Args:
       target: a Hugging Face folder of a supported family, or a hub id.
       drafter: a head's folder of any checkpoint format, a hub id, or a training run.
-      dtype: of weights and activations of both.
+      dtype: of the weights of both, and of activations on a GPU; on a CPU activations are float32.
       fp8: matrices of both in float8 with scales, and everything else in `dtype`.
       mxfp4: of the target's experts; see `load_target`.
       kv_cache_dtype: of the target's cached keys and values; see `load_target`.

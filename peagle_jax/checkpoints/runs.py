@@ -73,8 +73,8 @@ def load_drafter(
     Args:
       path: folder with config.json and safetensors weights, a Hugging Face hub id, or the `out`
         of a training run of this package.
-      dtype: of weights and activations; None keeps the file's (of an FP8 head: that of its other
-        tensors).
+      dtype: of weights, and of activations on a GPU; on a CPU activations are float32. None keeps
+        the file's (of an FP8 head: that of its other tensors).
       embedding: the target's [V D], for a head whose folder has no `embed_tokens` and shares it.
       target_layers: how many layers the target has, for a head whose config does not name its aux
         hidden state layers.

@@ -129,7 +129,7 @@ def load_target(
         too), or a hub id.
       aux_hidden_state_layers: the layers whose hidden states a draft head reads, in vLLM's
         numbering (id i is the input of layer i, 0 the embedding); None means (2, L//2, L-3).
-      dtype: of weights and activations.
+      dtype: of weights, and of activations on a GPU; on a CPU activations are float32.
       fp8: matrices in float8 with scales, as the folder has them or quantized while they are read
         (layers/fp8.py says which); everything else in `dtype`.
       mxfp4: "packed" keeps experts that are stored in 4 bits as they are and decodes those that

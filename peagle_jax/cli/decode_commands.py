@@ -96,6 +96,7 @@ def generate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         sample_drafts=not arguments.greedy_drafts,
         ignore_eos=arguments.ignore_eos,
+        stop=tuple(arguments.stop),
         batch_size=arguments.batch_size,
         prefill_chunk=arguments.prefill_chunk,
         sliding_cache=arguments.sliding_cache,
@@ -107,7 +108,10 @@ def generate(arguments: argparse.Namespace) -> int:
         for row in rows:
             say(row.get("text", row["output_token_ids"]))
     _print_acceptance_length(rows)
-    return 0
+    failed = [i for i, row in enumerate(rows) if "error" in row]
+    for i in failed:
+        print(f"peagle: prompt {i}: {rows[i]['error']}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _print_acceptance_length(rows: Sequence[dict]) -> None:
@@ -125,7 +129,7 @@ def _print_acceptance_length(rows: Sequence[dict]) -> None:
 def bench(arguments: argparse.Namespace) -> int:
     """Measures decoders side by side, and writes rows, figures and a report."""
     from peagle_jax.bench.suite import run_suite
-    from peagle_jax.decode.generate import check_prompts
+    from peagle_jax.decode.requests import check_prompts
     from peagle_jax.progress import ProgressReport
     from peagle_jax.report import plots, records
     from peagle_jax.report.page import write_report
@@ -169,6 +173,7 @@ def bench(arguments: argparse.Namespace) -> int:
             batch_sizes=batch_sizes,
             max_new_tokens=arguments.max_new_tokens,
             repeats=arguments.repeats,
+            ignore_eos=arguments.ignore_eos,
             label=label,
             on_record=report_record,
             progress=report_stage,

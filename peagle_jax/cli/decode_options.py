@@ -89,15 +89,27 @@ def add_generate(parser: Parser) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="decode on through end-of-sequence tokens"
     )
+    parser.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="an answer ends before this text; may be given several times",
+    )
     add_precision(parser)
     parser.add_argument(
-        "--batch-size", metavar="N", type=int, default=8, help="prompts decoded together"
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=8,
+        help="prompts decoded together; others begin as soon as one is done",
     )
     parser.add_argument(
         "--prefill-chunk",
         metavar="N",
         type=int,
-        help="prompt tokens in one forward; without it all, or 512 with --sliding-cache",
+        default=512,
+        help="prompt tokens in one forward",
     )
     parser.add_argument(
         "--sliding-cache",
@@ -140,11 +152,13 @@ def add_bench(parser: Parser) -> None:
         metavar="N",
         default="1",
         formerly=["--concurrency"],
-        help="numbers of prompts decoded together, as 1,8; a batch is decoded to its end before "
-        "the next one begins",
+        help="numbers of prompts decoded together, as 1,8; others begin as soon as one is done",
     )
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=128, help="tokens of each answer"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="decode on through end-of-sequence tokens"
     )
     parser.add_argument(
         "--repeats", metavar="N", type=int, default=3, help="rounds; the table shows their medians"

@@ -113,8 +113,8 @@ def add_precision(parser: Parser) -> None:
         "--dtype",
         choices=DTYPES,
         default="float32",
-        help="of weights and activations; fp8 stores matrices in float8 with scales and the rest "
-        "in bfloat16",
+        help="of weights, and of activations on a GPU; on a CPU activations are float32. fp8 "
+        "stores matrices in float8 with scales and the rest in bfloat16",
     )
     parser.add_argument(
         "--kv-cache-dtype",

@@ -134,7 +134,8 @@ def add_extract(parser: Parser) -> None:
         "--compute-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the target's weights and activations",
+        help="of the target's weights and of products' operands, and of activations on a GPU; on a "
+        "CPU activations are float32",
     )
     parser.add_argument(
         "--max-chars",

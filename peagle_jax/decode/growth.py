@@ -1,17 +1,19 @@
-"""How large the caches of a generation are: they begin small and grow with the text.
+"""The sizes of a batch: how many rows it has, and how many slots the caches of a row.
 
-XLA computes attention over all slots of a cache, so that a step costs what the cache could hold.
-Caches therefore have the fewest slots of a few sizes that hold what is written, and a generation
-continues in the next larger size when they are full. A row of n tokens passes log2(n / 256)
-sizes, and there is one compiled program for each size, whatever was reserved.
+XLA computes attention over all slots of a cache and all rows of a batch, so that a step costs what
+these could hold. Both therefore follow what is in use. Caches begin small and double with the text:
+a row of n tokens passes log2(n / 256) sizes, and there is one compiled program for each, whatever
+was reserved. Rows that are done make place for others, or leave a smaller batch behind.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Int
 
 from peagle_jax.types import DecodeState, KVCache, KVGroup
 
@@ -21,70 +23,123 @@ FIRST_SLOTS = 256
 SMALL_STEP = 16
 
 
-def num_slots(needed: int, cache_size: int, k: int) -> int:
+def num_slots(needed: int, reserved: int) -> int:
     """The slots of caches in which `needed` positions are written.
 
     Args:
       needed: positions that the next step writes, and all before them.
-      cache_size: positions that the generation reserves: prompt + new tokens + K.
-      k: draft tokens per step; 0 in plain decoding.
+      reserved: the most positions that the requests at hand will ever need.
     """
-    # A row whose last step went K tokens past its limit still takes part in the steps of others.
-    most = max(needed, cache_size + k)
-    step = FIRST_SLOTS if most > FIRST_SLOTS else SMALL_STEP
-    most = -(-most // step) * step
     slots = FIRST_SLOTS
     while slots < needed:
         slots *= 2
+    # no more than is reserved, but of a few sizes
+    step = SMALL_STEP if slots == FIRST_SLOTS else max(FIRST_SLOTS, slots // 16)
+    most = -(-max(needed, reserved) // step) * step
     return min(slots, most)
 
 
-def grow(state: DecodeState, slots: int) -> DecodeState:
-    """The state with `slots` slots in its caches, except in rings, and in its output buffers.
+def num_rows(needed: int, most: int) -> int:
+    """The rows of a batch for `needed` requests: a power of two, but at most `most`."""
+    return min(1 << (needed - 1).bit_length(), most)
 
-    Array after array, and the old one is freed: never are there two caches.
+
+def resize(state: DecodeState, slots: int, rows: Sequence[int], num_rows: int) -> DecodeState:
+    """The state with other rows, and other slots in its caches, except in rings, and outputs.
+
+    Array after array, and the old one is freed: never are there two caches. The slots may not be
+    fewer than a row's tokens.
+
+    Args:
+      rows: which rows to keep, in their new order.
+      num_rows: of the new batch. Rows after those of `rows` are done.
     """
     k = state.num_accepted_per_pos.shape[1]
+    num_old = len(state.done)
+    index = None
+    if list(rows) != list(range(num_old)) or num_rows != num_old:
+        index = np.zeros(num_rows, np.int32)
+        index[: len(rows)] = rows
+
+    def with_slots(x: Array, axis: int, size: int) -> Array:
+        resized = _resize_array(x, index, axis, size)
+        if resized is not x:
+            x.delete()
+        return resized
+
+    def same_slots(x: Array) -> Array:
+        return with_slots(x, 0, num_rows)
+
+    def resize_cache(cache: KVCache, slots: int) -> KVCache:
+        def resize_group(group: KVGroup) -> KVGroup:
+            def resize_layers(layers: tuple[Array, ...]) -> tuple[Array, ...]:
+                return tuple(
+                    same_slots(x) if group.ring else with_slots(x, 2, slots) for x in layers
+                )
+
+            names = ("k", "v", "k_scale", "v_scale")
+            resized = {name: resize_layers(getattr(group, name)) for name in names}
+            return dataclasses.replace(group, **resized)
+
+        groups = tuple(map(resize_group, cache.groups))
+        return dataclasses.replace(cache, groups=groups, length=same_slots(cache.length))
+
     draft = state.draft
     if draft.cache is not None:
-        draft = dataclasses.replace(draft, cache=_grow_cache(draft.cache, slots + k))
+        draft = dataclasses.replace(draft, cache=resize_cache(draft.cache, slots + k))
+    per_row = {
+        field.name: same_slots(getattr(state, field.name))
+        for field in dataclasses.fields(state)
+        if field.name not in ("cache", "draft", "output", "is_draft")
+    }
+    if len(rows) < num_rows:
+        per_row["done"] = jnp.asarray(per_row["done"]).at[len(rows) :].set(True)
     return dataclasses.replace(
         state,
-        cache=_grow_cache(state.cache, slots),
+        cache=resize_cache(state.cache, slots),
         draft=draft,
-        output=_grow_array(state.output, 1, slots),
-        is_draft=_grow_array(state.is_draft, 1, slots),
+        output=with_slots(state.output, 1, slots),
+        is_draft=with_slots(state.is_draft, 1, slots),
+        **per_row,
     )
 
 
-def _grow_cache(cache: KVCache, slots: int) -> KVCache:
-    def grow_group(group: KVGroup) -> KVGroup:
-        if group.ring:
-            return group
-
-        def grow_layers(layers: tuple[Array, ...]) -> tuple[Array, ...]:
-            return tuple(_grow_array(x, 2, slots) for x in layers)
-
-        return dataclasses.replace(
-            group,
-            k=grow_layers(group.k),
-            v=grow_layers(group.v),
-            k_scale=grow_layers(group.k_scale),
-            v_scale=grow_layers(group.v_scale),
-        )
-
-    return dataclasses.replace(cache, groups=tuple(map(grow_group, cache.groups)))
-
-
-def _grow_array(x: Array, axis: int, size: int) -> Array:
-    grown = _pad_end(x, axis, size)
-    x.delete()
-    return grown
+def _resize_array(x: Array, rows: np.ndarray | None, axis: int, size: int) -> Array:
+    if rows is None and x.shape[axis] == size:
+        return x
+    return _resized(x, rows, axis, size)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "size"))
+def _resized(x: Array, rows: Int[Array, " rows"] | None, axis: int, size: int) -> Array:
+    """`x` with other rows; and `size` entries along `axis`, the new ones zero."""
+    if rows is not None:
+        x = x[rows]
+    if x.shape[axis] >= size:
+        return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    return _pad_end(x, axis, size)
+
+
 def _pad_end(x: Array, axis: int, size: int) -> Array:
     """`x` with zeros after it, `size` entries along `axis` in all."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, padding)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def put_row(
+    state: DecodeState, new: DecodeState, source: Int[Array, ""], row: Int[Array, ""]
+) -> DecodeState:
+    """`state` with row `source` of `new` in the place of its row `row`.
+
+    The new row may have fewer slots; the others become zero, so that nothing of the old row stays.
+    """
+
+    def put(old: Array, new: Array) -> Array:
+        update = jax.lax.dynamic_slice_in_dim(new, source, 1)
+        for axis in range(1, old.ndim):
+            update = _pad_end(update, axis, old.shape[axis])
+        return jax.lax.dynamic_update_slice_in_dim(old, update, row, 0)
+
+    return jax.tree.map(put, state, new)

@@ -94,13 +94,19 @@ def check_cache(
     dtype: DTypeLike,
     block: int | None,
     parts: int,
+    held: int = 0,
 ) -> None:
     """Checks that a target's cache fits its devices. Arguments as of `cache_bytes`.
+
+    Args:
+      held: bytes that are in use now, and will be free when this cache is needed.
 
     Raises:
       InputError: it does not. The message says how many tokens would fit.
     """
     free = free_bytes()
+    if free is not None:
+        free += held
 
     def size(cache_size: int) -> int:
         return cache_bytes(shapes, batch, cache_size, dtype, block, parts)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
 
 from peagle_jax.types import InputError, SamplingParams
 
@@ -23,33 +24,41 @@ class KeyUse(enum.IntEnum):
 
 
 def sampling_params(
-    batch: int, temperature: float, top_k: int, top_p: float, seeds: Sequence[int]
+    batch: int,
+    temperature: float | Sequence[float],
+    top_k: int | Sequence[int],
+    top_p: float | Sequence[float],
+    seeds: Sequence[int],
 ) -> SamplingParams | None:
-    """The same distribution for every row of a batch, and one seed per row.
+    """How the rows of a batch sample. Numbers are those of every row; sequences have one for each.
 
     Returns:
-      None at temperature 0, which is greedy decoding.
+      None where every temperature is 0, which is greedy decoding.
 
     Raises:
       InputError: a value is out of range.
     """
-    if bad_seeds := [seed for seed in seeds if not 0 <= seed < 2**32]:
-        next_step = "use a seed of 0 or more, below 4294967296"
-        raise InputError("seed", "must lie in 0..2^32-1", bad_seeds[0], next_step)
-    _check_ranges(temperature, top_k, top_p)
-    if temperature == 0:
+    temperatures, top_ks, top_ps = (np.broadcast_to(x, batch) for x in (temperature, top_k, top_p))
+    for row, seed in enumerate(seeds):
+        check_sampling(float(temperatures[row]), int(top_ks[row]), float(top_ps[row]), seed)
+    if not temperatures.any():
         return None
     return SamplingParams(
-        key=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
-        temperature=jnp.full(batch, temperature, jnp.float32),
-        top_k=jnp.full(batch, top_k, jnp.int32),
-        top_p=jnp.full(batch, top_p, jnp.float32),
-        filtered=top_k > 0 or top_p < 1,
+        key=_keys(np.asarray(seeds, np.uint32)),
+        temperature=temperatures.astype(np.float32),
+        top_k=top_ks.astype(np.int32),
+        top_p=top_ps.astype(np.float32),
+        filtered=bool((top_ks > 0).any() or (top_ps < 1).any()),
     )
 
 
-def _check_ranges(temperature: float, top_k: int, top_p: float) -> None:
-    """Raises InputError for the first value that is no temperature, top-k or top-p."""
+@jax.jit
+def _keys(seeds: UInt32[Array, " B"]) -> Array:
+    return jax.vmap(jax.random.key)(seeds)
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raises InputError for the first value that is no temperature, top-k, top-p or seed."""
     if not 0 <= temperature < float("inf"):
         next_step = "use 0 for greedy decoding, or a value such as 0.7"
         raise InputError("temperature", "must be 0 or more, and finite", temperature, next_step)
@@ -57,6 +66,9 @@ def _check_ranges(temperature: float, top_k: int, top_p: float) -> None:
         raise InputError("top_k", "must be 0 or more", top_k, "use 0 for no such filter")
     if not 0 < top_p <= 1:
         raise InputError("top_p", "must lie above 0, up to 1", top_p, "use 1 for no such filter")
+    if not 0 <= seed < 2**32:
+        next_step = "use a seed of 0 or more, below 4294967296"
+        raise InputError("seed", "must lie in 0..2^32-1", seed, next_step)
 
 
 def step_keys(sampling: SamplingParams, step: int | Int[Array, " B"], use: KeyUse) -> Array:
@@ -94,7 +106,9 @@ def probabilities(logits: Float[Array, "B V"], sampling: SamplingParams) -> Floa
 
 
 def _filter(
-    scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+    scaled: Float[Array, "B V"],
+    top_k: Int[Array | np.ndarray, " B"],
+    top_p: Float[Array | np.ndarray, " B"],
 ) -> Float[Array, "B V"]:
     """Sets logits outside of top-k and top-p to minus infinity.
 
@@ -103,7 +117,7 @@ def _filter(
     """
     V = scaled.shape[-1]
     ranked = -jnp.sort(-scaled, axis=-1)
-    last_rank = jnp.where(top_k > 0, top_k, V) - 1
+    last_rank = jnp.where(jnp.asarray(top_k) > 0, top_k, V) - 1
     last_rank = jnp.minimum(last_rank, V - 1)[:, None]
     smallest = jnp.take_along_axis(ranked, last_rank, axis=-1)
     ranked = jnp.where(ranked >= smallest, ranked, -jnp.inf)

@@ -102,7 +102,7 @@ def triton(
     return cache_write_triton.write(k, v, slots, cache)
 
 
-FORMS = {"reference": reference, "consecutive": consecutive, "triton": triton}
+FORMS = {"reference": reference, "triton": triton}
 
 
 def write(
@@ -117,16 +117,14 @@ def write(
     """As `reference`.
 
     Args:
-      are_consecutive: the slots are as `consecutive` wants them.
+      are_consecutive: the slots are as `consecutive` wants them, which then takes the place of
+        `reference`.
       form: a name of FORMS, or "auto".
 
     Raises:
       InputError: the form does not exist or cannot run here.
     """
-    if form == "auto":
-        form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
-        if form == "reference" and are_consecutive:
-            form = "consecutive"
-    elif form != "consecutive":
-        form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
+    form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
+    if form == "reference" and are_consecutive:
+        return consecutive(k, v, slots, cache)
     return FORMS[form](k, v, slots, cache)

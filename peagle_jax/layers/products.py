@@ -3,7 +3,7 @@
 On a CPU the activations of a 16-bit model are float32: XLA has no 16-bit arithmetic there besides
 products, and converts the operands and the result of every addition, norm and rotation. Products
 still read 16-bit weights, with 16-bit operands and float32 sums. A P-EAGLE step of the packaged
-bfloat16 models takes 6.4 ms this way, and 11.4 ms with bfloat16 activations (LOG.md, 2026-11-23).
+bfloat16 models takes 6.5 ms this way, and 11.4 ms with bfloat16 activations (LOG.md, 2026-11-23).
 """
 
 import functools
@@ -30,21 +30,24 @@ def activation_dtype(param_dtype: DTypeLike) -> jnp.dtype:
 def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Float[Array, "*rows N"]:
     """`x @ w` with operands in the dtype of `w`, and the result in the wider of both dtypes."""
     wider = jnp.promote_types(x.dtype, w.dtype)
-    is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
     num_rows = x.shape[-2]
+    is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
     if is_narrowed and num_rows < MIN_MATRIX_UNIT_ROWS and has_bfloat16_matrix_units():
-        padding = [(0, 0)] * (x.ndim - 2) + [(0, MIN_MATRIX_UNIT_ROWS - num_rows), (0, 0)]
-        padded = jnp.pad(x, padding).astype(w.dtype)
-        return jnp.matmul(padded, w, preferred_element_type=wider)[..., :num_rows, :]
-    return jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
+        missing = MIN_MATRIX_UNIT_ROWS - num_rows
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
+    y = jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
+    return y[..., :num_rows, :]
+
+
+def has_bfloat16_matrix_units() -> bool:
+    """Whether programs run on a CPU with matrix units for bfloat16: AMX of Intel processors."""
+    return platform() == "cpu" and "amx_bf16" in _processor()
 
 
 @functools.cache
-def has_bfloat16_matrix_units() -> bool:
-    """Whether programs run on a CPU with matrix units for bfloat16: AMX of Intel processors."""
-    if platform() != "cpu":
-        return False
+def _processor() -> str:
+    """What Linux says of this machine's processors."""
     try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
+        return ""

@@ -24,7 +24,7 @@ from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS
 from peagle_jax.checkpoints.inspect import describe, printable_rows
 from peagle_jax.checkpoints.pair import load_drafter_for, load_pair
-from peagle_jax.decode.generate import Generation
+from peagle_jax.decode.requests import Generation
 from peagle_jax.pipelines import budgets
 from peagle_jax.pipelines.budgets import HELD_OUT, Budget, TrainingSize, budget_here
 from peagle_jax.pipelines.evaluate import PROMPT_TOKENS, held_out_prompts
@@ -242,6 +242,7 @@ def _measure(
             batch_sizes=b.batch_sizes,
             max_new_tokens=b.max_new_tokens,
             repeats=b.repeats,
+            ignore_eos=True,
             sampled_k=b.sampled_k,
             on_record=on_record,
             label=label,
@@ -270,6 +271,7 @@ def _check_exactness(
         batch_sizes=b.batch_sizes[:1],
         max_new_tokens=min(EXACTNESS_TOKENS, b.max_new_tokens),
         repeats=1,
+        ignore_eos=True,
         on_record=on_record,
         label=label | {"name": f"{label['name']}/exactness", "dtype": "float32"},
     )

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from peagle_jax import text
 from peagle_jax.bench.suite import repeated_share
 from peagle_jax.corpus import Document
-from peagle_jax.decode.generate import acceptance_length, check_prompts, generate
+from peagle_jax.decode.generate import generate
+from peagle_jax.decode.requests import acceptance_length, check_prompts
 from peagle_jax.train.config import HeadRun
 from peagle_jax.train.train_head import Evaluate
 from peagle_jax.types import Model
@@ -44,7 +45,7 @@ def make_evaluator(
     check_prompts(prompts, target.config, max_new_tokens, k, None)
 
     def evaluate(head: Model) -> dict:
-        return acceptance(target, head, prompts, k, max_new_tokens)
+        return acceptance(target, head, prompts, k, max_new_tokens, run.eval.ignore_eos)
 
     return evaluate
 
@@ -84,7 +85,12 @@ def held_out_prompts(
 
 
 def acceptance(
-    target: Model, head: Model, prompts: list[list[int]], k: int, max_new_tokens: int
+    target: Model,
+    head: Model,
+    prompts: list[list[int]],
+    k: int,
+    max_new_tokens: int,
+    ignore_eos: bool = False,
 ) -> dict:
     """Decodes greedily in one batch, and measures what was accepted.
 
@@ -93,13 +99,15 @@ def acceptance(
       head: the draft head.
       prompts: token ids.
       k: tokens drafted in one step.
-      max_new_tokens: tokens decoded for each prompt.
+      max_new_tokens: limit of every answer.
+      ignore_eos: decode on through end-of-sequence tokens.
 
     Returns:
-      acceptance_length; accepted_per_position: the share of drafts accepted at each position; and
-      repeated_4grams: how much the text repeats itself.
+      acceptance_length, None where nothing was drafted; accepted_per_position: the share of drafts
+      accepted at each position; and repeated_4grams: how much the text repeats itself.
     """
-    answers = generate(target, head, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=())
+    stop_ids = () if ignore_eos else None
+    answers = generate(target, head, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     num_drafts = max(sum(answer.num_drafts for answer in answers), 1)
     accepted = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0) / num_drafts
     return {

@@ -1,10 +1,13 @@
-"""Answers to many prompts, in batches, as the rows that `peagle generate --out` writes."""
+"""Answers to many prompts as the rows that `peagle generate --out` writes."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from peagle_jax.decode.generate import Generation, generate
+from peagle_jax.checkpoints.pair import check_fit
+from peagle_jax.decode.engine import PREFILL_CHUNK, Engine
+from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.requests import Generation, Request, check_prompts, check_request
 from peagle_jax.progress import ProgressReport
 from peagle_jax.types import Model
 
@@ -22,8 +25,9 @@ class GenerationOptions:
     seed: int = 0  # prompt i samples with seed + i, whatever its batch
     sample_drafts: bool = True  # at a temperature above 0: sample the drafts too
     ignore_eos: bool = False  # decode past the target's end-of-sequence tokens
-    batch_size: int = 8  # prompts decoded together
-    prefill_chunk: int | None = None  # prompt tokens in one forward; None: all of them
+    stop: tuple[str, ...] = ()  # an answer ends where its text has one of these
+    batch_size: int = 8  # prompts decoded together; others wait until one is done
+    prefill_chunk: int | None = PREFILL_CHUNK  # prompt tokens in one forward; None: all of them
     sliding_cache: bool = False  # ring caches for layers with a sliding window
 
 
@@ -34,7 +38,7 @@ def generate_rows(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
 ) -> list[dict]:
-    """Decodes every prompt, `options.batch_size` at a time.
+    """Decodes every prompt, up to `options.batch_size` at a time.
 
     Args:
       target: from `load_target`.
@@ -43,45 +47,60 @@ def generate_rows(
       prompts: token ids, at least one per prompt.
 
     Returns:
-      One row per prompt, in order. Its counters are named as vLLM names them.
+      One row per prompt, in order. Its counters are named as vLLM names them. A row whose
+      `finish_reason` is "error" says in `error` why.
 
     Raises:
       InputError: see `generate`.
     """
-    rows = []
+    drafter = None
+    if head is not None:
+        check_fit(target, head)
+        drafter = make_drafter(head, options.k, options.method)
+    k = drafter.k if drafter else 0
+    check_prompts(prompts, target.config, options.max_new_tokens, k, None)
+    engine = Engine(
+        target,
+        drafter,
+        head.params if head else None,
+        max_batch=min(options.batch_size, len(prompts)),
+        prefill_chunk=options.prefill_chunk,
+        sliding_cache=options.sliding_cache,
+        sample_drafts=options.sample_drafts,
+        tokenizer=tokenizer,
+    )
+    requests = [
+        Request(
+            prompt=prompt,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed + i,
+            stop_ids=() if options.ignore_eos else None,
+            stop=options.stop,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    for i, request in enumerate(requests):  # before anything is decoded
+        check_request(f"prompt {i}", request, target.config, k, None)
+    rows = {}
     with ProgressReport("generate", len(prompts), unit="prompts") as progress:
-        for start in range(0, len(prompts), options.batch_size):
-            batch = prompts[start : start + options.batch_size]
-            answers = generate(
-                target,
-                head,
-                batch,
-                k=options.k,
-                method=options.method,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=[options.seed + start + i for i in range(len(batch))],
-                sample_drafts=options.sample_drafts,
-                stop_ids=() if options.ignore_eos else None,
-                prefill_chunk=options.prefill_chunk,
-                sliding_cache=options.sliding_cache,
-            )
-            rows += [_row(answer, tokenizer) for answer in answers]
+        for place, answer in engine.run(requests):
+            rows[place] = _row(answer)
             progress.update(len(rows))
-    return rows
+    return [rows[place] for place in range(len(prompts))]
 
 
-def _row(answer: Generation, tokenizer: Any) -> dict:
+def _row(answer: Generation) -> dict:
     """The line of JSON for one answer."""
     row: dict[str, Any] = {
         "prompt_token_ids": answer.prompt_token_ids,
         "output_token_ids": answer.output_token_ids,
     }
-    if tokenizer is not None:
-        row["text"] = tokenizer.decode(answer.output_token_ids, skip_special_tokens=True)
-    return row | {
+    if answer.text is not None:
+        row["text"] = answer.text
+    row |= {
         "finish_reason": answer.finish_reason,
         "num_drafts": answer.num_drafts,
         "num_draft_tokens": answer.num_draft_tokens,
@@ -89,3 +108,4 @@ def _row(answer: Generation, tokenizer: Any) -> dict:
         "num_accepted_per_pos": answer.num_accepted_per_pos,
         "acceptance_length": answer.acceptance_length,
     }
+    return row if answer.error is None else row | {"error": answer.error}

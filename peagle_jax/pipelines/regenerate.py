@@ -5,7 +5,7 @@ A head learns best from what its target writes, because that is what it will dra
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from peagle_jax import corpus, text
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.target_io import load_target
-from peagle_jax.decode.generate import check_prompts, generate
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.progress import ProgressReport
 from peagle_jax.types import InputError
 
@@ -33,8 +34,8 @@ class RegenerationOptions:
       prompt_tokens: tokens of an excerpt.
       max_new_tokens: tokens of an answer. All answers have as many: they run on through
         end-of-sequence tokens, because training rows have one length.
-      temperatures: batches take them in turn.
-      batch_size: answers that are written together.
+      temperatures: every `batch_size` answers take the next of them.
+      batch_size: answers that are written at the same time.
       seed: of the excerpts; answer i is sampled with seed + i.
     """
 
@@ -83,32 +84,46 @@ def regenerate(
     train, _ = corpus.split(corpus.read_corpus(options.source), options.held_out)
     excerpts = excerpts_of(tokenizer, train, options)
     check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
-    done = _truncate_to_batches(out, options, excerpts)
+    done = _answers_there(out, options, excerpts)
     total, batch_size = options.num_samples, options.batch_size
     say(f"{total} answers of {options.max_new_tokens} tokens, {done} there already")
+    requests = (
+        Request(
+            prompt=excerpts[i],
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=(),
+            seed=options.seed + i,
+            temperature=options.temperatures[i // batch_size % len(options.temperatures)],
+        )
+        for i in range(done, total)
+    )
+    engine = Engine(target, max_batch=batch_size)
     progress = ProgressReport("regenerate", total, done, "answers")
     with progress, out.open("a", encoding="utf-8") as file:
-        for begin in range(done, total, batch_size):
-            batch = excerpts[begin : begin + batch_size]
-            batch_number = begin // batch_size
-            answers = generate(
-                target,
-                None,
-                batch,
-                max_new_tokens=options.max_new_tokens,
-                stop_ids=(),
-                seed=[options.seed + begin + i for i in range(len(batch))],
-                temperature=options.temperatures[batch_number % len(options.temperatures)],
-            )
-            for answer in answers:
-                row = {
-                    "prompt_token_ids": answer.prompt_token_ids,
-                    "output_token_ids": answer.output_token_ids,
-                }
-                file.write(json.dumps(row) + "\n")
+        for answer in _in_order(engine.run(requests)):
+            if answer.error is not None:
+                next_step = "look for NaN in its weights"
+                raise InputError(target_folder, "must answer", answer.error, next_step)
+            row = {
+                "prompt_token_ids": answer.prompt_token_ids,
+                "output_token_ids": answer.output_token_ids,
+            }
+            file.write(json.dumps(row) + "\n")
             file.flush()
-            progress.update(begin + len(batch))
+            done += 1
+            progress.update(done)
     return total * options.max_new_tokens
+
+
+def _in_order(answers: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:
+    """Answers in the order of their requests. One that is early waits for those before it."""
+    early: dict[int, Generation] = {}
+    place = 0
+    for i, answer in answers:
+        early[i] = answer
+        while place in early:
+            yield early.pop(place)
+            place += 1
 
 
 def excerpts_of(
@@ -153,10 +168,10 @@ def _check_appendable(out: Path) -> None:
         raise InputError(out, rule, error.strerror, next_step) from None
 
 
-def _truncate_to_batches(out: Path, options: RegenerationOptions, excerpts: list[list[int]]) -> int:
-    """The number of answers that are already in the file, in whole batches.
+def _answers_there(out: Path, options: RegenerationOptions, excerpts: list[list[int]]) -> int:
+    """The number of answers that are already in the file.
 
-    A batch that a killed process has left incomplete is dropped. Nothing else ever is.
+    A line that a killed process has left incomplete is dropped. Nothing else ever is.
     """
     *lines, unfinished = corpus.read_text(out).split("\n")
     is_ours = unfinished.startswith(ANSWER_BEGINS[: len(unfinished)]) and all(
@@ -171,11 +186,9 @@ def _truncate_to_batches(out: Path, options: RegenerationOptions, excerpts: list
         rule = "answers are appended to those of the same corpus, seed and prompt length"
         next_step = "repeat the options it was begun with, or choose another file with --out"
         raise InputError(out, rule, "answers to other excerpts", next_step)
-    if len(lines) >= options.num_samples:
-        return options.num_samples
-    complete = len(lines) // options.batch_size * options.batch_size
-    write_atomically(out, "".join(line + "\n" for line in lines[:complete]))
-    return complete
+    if unfinished:
+        write_atomically(out, "".join(line + "\n" for line in lines))
+    return min(len(lines), options.num_samples)
 
 
 def _is_answer(line: str, tokens: int) -> bool:

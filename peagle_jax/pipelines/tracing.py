@@ -22,9 +22,10 @@ from jax.stages import Lowered
 from jax.typing import DTypeLike
 
 from peagle_jax.decode.drafters import ParallelDrafter
-from peagle_jax.decode.generate import SLIDING_CHUNK
-from peagle_jax.decode.loop import DecodeSpec, prefill, step
+from peagle_jax.decode.engine import PREFILL_CHUNK
+from peagle_jax.decode.loop import DecodeSpec, step
 from peagle_jax.decode.memory import cache_bytes
+from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.layers.fp8 import with_fp8_layers
 from peagle_jax.layers.moe import AXIS
@@ -32,7 +33,7 @@ from peagle_jax.targets import gpt_oss, read_config, sharding
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.config import HeadRun, load_run
 from peagle_jax.train.new_head import head_config
-from peagle_jax.types import InputError, Model, Params
+from peagle_jax.types import InputError, Model, Params, RowOptions
 from peagle_jax.weights import flatten_params, unflatten_params
 
 # (path, shape) of a parameter -> how it is laid out over the devices
@@ -159,7 +160,7 @@ def lower(
       (prefill, step), not compiled.
     """
     drafter = ParallelDrafter(head.graph, head.config, k)
-    spec = DecodeSpec(target.graph, target.config, drafter, cache_size, False)
+    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=False)
 
     def on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if device is None:
@@ -171,21 +172,25 @@ def lower(
 
     params, draft_params = jax.tree.map(on_device, (target.params, head.params))
     prompts, lengths = int_array(1, prompt), int_array(1)
-    max_new_tokens, stop_ids = int_array(1), int_array(1)
+    limits = int_array(1), int_array(1, 1)  # the arrays of `RowOptions`
     structures = []  # of the state, noted when prefill is traced
 
     # both programs pass the state as a flat list of arrays, because its classes check their fields
     # and shapes are no arrays
-    def prefill_leaves(params, draft_params, prompts, lengths, max_new_tokens, stop_ids):
-        limits = max_new_tokens, stop_ids, None
-        state = prefill(spec, params, draft_params, prompts, lengths, *limits, slots=cache_size)
-        leaves, structure = jax.tree.flatten(state)
+    def prefill_leaves(params, draft_params, prompts, lengths, limits):
+        max_new_tokens, stop_ids = limits
+        options = RowOptions(max_new_tokens, stop_ids, None)
+        models = params, draft_params
+        reading = prefill(spec, cache_size, *models, prompts, lengths, options, chunk=prompt)
+        leaves, structure = jax.tree.flatten(run_to_end(reading))
         structures.append(structure)
         return leaves
 
-    def step_leaves(params, draft_params, max_new_tokens, stop_ids, leaves):
+    def step_leaves(params, draft_params, limits, leaves):
         state = jax.tree.unflatten(structures[0], leaves)
-        state = step(spec, params, draft_params, max_new_tokens, stop_ids, None, state)
+        max_new_tokens, stop_ids = limits
+        options = RowOptions(max_new_tokens, stop_ids, None)
+        state = step(spec, params, draft_params, options, state)
         return jax.tree.leaves(state)
 
     platforms = None if device is None else ("cuda",)
@@ -195,13 +200,13 @@ def lower(
         if device is not None:
             stack.enter_context(jax.default_device(device))
         traced_prefill = jax.jit(prefill_leaves).trace(
-            params, draft_params, prompts, lengths, max_new_tokens, stop_ids
+            params, draft_params, prompts, lengths, limits
         )
         leaves = [
             on_device(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in traced_prefill.out_info
         ]
-        traced_step = jax.jit(step_leaves, donate_argnums=4).trace(
-            params, draft_params, max_new_tokens, stop_ids, leaves
+        traced_step = jax.jit(step_leaves, donate_argnums=3).trace(
+            params, draft_params, limits, leaves
         )
         return (
             traced_prefill.lower(lowering_platforms=platforms),
@@ -259,7 +264,7 @@ def sizes(target: Model, parts: int) -> Sizes:
         fp8=fp8,
         mxfp4=mxfp4 if has_experts else None,
         cache=bytes_of_cache(cache_size=1000),
-        ring_cache=bytes_of_cache(cache_size=100_000, block=SLIDING_CHUNK + 8) // 100,
+        ring_cache=bytes_of_cache(cache_size=100_000, block=PREFILL_CHUNK + 8) // 100,
     )
 
 

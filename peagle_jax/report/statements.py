@@ -3,7 +3,6 @@
 Every claim is computed from the rows, so that it turns around when the numbers do.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 
 from peagle_jax.report.records import (
@@ -96,20 +95,18 @@ def slowdown_reason(records: Sequence[dict], row: dict) -> str:
     written = _tokens_per_step(row) or length
     result = f"{cost} and writes {written:.2f} tokens per row"
     if written < (1 - NOTABLE) * length:
-        result += f" ({length:.2f} if no row had to wait for a slower one, or end at its limit)"
+        result += f" ({length:.2f} if all places were in use, and no answer ended at its limit)"
     if written > step:
         result += ". The steps alone would pay; the rest of the call, with its prefill, does not"
     return result + "."
 
 
 def _tokens_per_step(row: dict) -> float | None:
-    """Tokens that a step adds to a row, steps that only other rows of the batch need included."""
-    if not {"seconds", "prompt_seconds", "max_new_tokens"} <= row.keys():
+    """Tokens that a step adds to one of `batch_size` places, free ones included."""
+    if "num_steps" not in row:
         return None
-    num_batches = row["num_prompts"] / row["batch_size"]
-    decoding_seconds = statistics.median(row["seconds"]) - row["prompt_seconds"]
-    num_steps = decoding_seconds / row["step_seconds"]
-    return num_batches * (row["max_new_tokens"] - 1) / num_steps
+    written = row["num_tokens"] - row["num_prompts"]  # the prefill writes one of each answer
+    return written / max(1, row["num_steps"] * row["batch_size"])
 
 
 def slowdown_reasons(records: Sequence[dict]) -> list[str]:

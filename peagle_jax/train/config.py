@@ -229,6 +229,7 @@ class EvalConfig:
     prompts: str | None = None
     num_prompts: int = 16  # decoded as one batch
     max_new_tokens: int = 96
+    ignore_eos: bool = False  # decode on through end-of-sequence tokens, as no user does
 
     def __post_init__(self) -> None:
         positive = self.every is None or self.every >= 1

@@ -28,7 +28,7 @@ from peagle_jax.draft.head import HeadConfig
 from peagle_jax.kernels import experts
 from peagle_jax.layers import Rope, activation_dtype
 from peagle_jax.pipelines import tracing
-from peagle_jax.types import DecodeState, DraftState, KVGroup, Model, Params
+from peagle_jax.types import DecodeState, DraftState, KVGroup, Model, Params, RowOptions
 from peagle_jax.weights import flatten_params, unflatten_params
 
 ROOT = Path(__file__).parents[2]
@@ -185,8 +185,10 @@ def _random(key, shape, dtype: str, name: str):
     return (scale * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
-def initial_state(spec: DecodeSpec, target: Model, batch: int, key: jax.Array) -> DecodeState:
-    """The state after a prompt of CONTEXT tokens, with random caches."""
+def initial_state(
+    spec: DecodeSpec, target: Model, batch: int, slots: int, key: jax.Array
+) -> DecodeState:
+    """The state after a prompt of CONTEXT tokens, with random caches of `slots` slots."""
     keys = iter(jax.random.split(key, 1000))
 
     def fill(x):
@@ -196,21 +198,22 @@ def initial_state(spec: DecodeSpec, target: Model, batch: int, key: jax.Array) -
 
     config, R, K = target.config, spec.k + 1, spec.k
     zero = jnp.zeros(batch, jnp.int32)
-    draft_cache = spec.drafter.init(batch, spec.cache_size + K) if spec.drafter else None
+    draft_cache = spec.drafter.init(batch, slots + K) if spec.drafter else None
     draft_cache = jax.tree.map(fill, draft_cache)
     aux_dim = len(config.aux_hidden_state_layers) * config.dim
     aux_hidden_states = jax.random.normal(key, (batch, R, aux_dim), jnp.bfloat16)
     return DecodeState(
-        cache=jax.tree.map(fill, config.empty_cache(batch, spec.cache_size)),
+        cache=jax.tree.map(fill, config.empty_cache(batch, slots)),
         draft=DraftState(draft_cache, None),
         tokens=jax.random.randint(key, (batch, R), 0, config.vocab),
         aux_hidden_states=aux_hidden_states.astype(activation_dtype(config.dtype)),
         count=zero + 1,
-        output=jnp.zeros((batch, spec.cache_size), jnp.int32),
-        is_draft=jnp.zeros((batch, spec.cache_size), bool),
+        output=jnp.zeros((batch, slots), jnp.int32),
+        is_draft=jnp.zeros((batch, slots), bool),
         emitted=zero,
         length=zero,
         done=zero < 0,
+        failed=zero < 0,
         num_drafts=zero,
         num_accepted_per_pos=jnp.zeros((batch, K), jnp.int32),
     )
@@ -236,8 +239,9 @@ def run_steps(spec: DecodeSpec, chance: jax.Array, steps: int) -> Callable:
     @jax.jit
     def run(params, draft_params, state):
         batch = len(state.tokens)
-        no_limit = jnp.full(batch, spec.cache_size, jnp.int32)
-        no_stops = jnp.full(1, -1, jnp.int32)
+        slots = state.output.shape[1]
+        no_stops = jnp.full((batch, 1), -1, jnp.int32)
+        options = RowOptions(jnp.full(batch, slots, jnp.int32), no_stops, None)
 
         def step(carry):
             i, key, state = carry
@@ -253,13 +257,11 @@ def run_steps(spec: DecodeSpec, chance: jax.Array, steps: int) -> Callable:
             lucky = jax.random.uniform(luck_key, drafts.shape) < chance[None]
             accepted = jnp.cumprod(lucky.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
             tokens = tokens.astype(jnp.int32)
-            state = loop.commit(
-                spec, state, draft, cache, out, tokens, accepted, no_limit, no_stops
-            )
+            state = loop.commit(spec, state, draft, cache, out, tokens, accepted, options)
             return i + 1, key, state
 
         def goes_on(carry):
-            """As in `loop.run`, a round ends with a question to the host: is every row done?"""
+            """As in `loop.decode`, a step ends with a question: is every row done?"""
             i, _, state = carry
             return (i < steps) & ~state.done.all()
 
@@ -277,7 +279,7 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
     drafter = head and METHODS[case.method](head.graph, head.config, case.k)
     config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
     target = dataclasses.replace(target, config=config)
-    spec = DecodeSpec(target.graph, config, drafter, cache_size, False)
+    spec = DecodeSpec(target.graph, config, drafter, sample_drafts=False)
     chance = chances(case.method, case.k) if head else jnp.zeros(0)
     run = run_steps(spec, chance, steps)
     # few draws were drawn: speeds are at the rates, not at the luck of these draws
@@ -286,7 +288,7 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
     draft_params = head and filled(head.params, key)
     for routing in ("even", "alike"):
         params = filled(target.params, key, alike=routing == "alike")
-        state = initial_state(spec, target, case.batch, key)
+        state = initial_state(spec, target, case.batch, cache_size, key)
         run_once = functools.partial(run, params, draft_params, state)
         seconds = median_seconds(run_once, 3) / steps
         emitted = float(run_once().sum()) / steps

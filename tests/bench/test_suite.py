@@ -8,8 +8,10 @@ import pytest
 from peagle_jax.bench import suite as suites
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.suite import Case, Decoding, choose_sample, repeated_share, run_suite
-from peagle_jax.decode import generate as generate_module
-from peagle_jax.decode.generate import Generation, full_precision
+from peagle_jax.decode import loop
+from peagle_jax.decode.generate import generate
+from peagle_jax.decode.loop import full_precision
+from peagle_jax.decode.requests import Generation
 from tests import tiny
 
 PROMPTS = [[3, 9, 4], [7, 1, 2], [8, 8, 5]]
@@ -51,8 +53,7 @@ def test_every_case_is_there_in_order(suite):
 
 def test_all_prompts_are_decoded_at_every_batch_size(suite):
     greedy = [r for r in suite.records if r["temperature"] == 0]
-    # batches of 2 leave one of three prompts out
-    assert [r["num_prompts"] for r in greedy] == [3, 3, 3, 2, 2, 2]
+    assert [r["num_prompts"] for r in greedy] == [3] * 6
     assert suite.lossless
     assert all(r["lossless"] and r["different"] == 0 for r in greedy if r["k"])
     # sampled texts differ: there is nothing to compare
@@ -140,16 +141,16 @@ def test_float32_is_decoded_and_judged_in_full_precision(monkeypatch):
     conftest.py tells them for all tests, so this looks at what the program asks for.
     """
     precisions = []
-    run = generate_module.run
+    decode = loop.decode
 
     def spy(*args, **kwargs):
         precisions.append(jax.config.jax_default_matmul_precision)
-        return run(*args, **kwargs)
+        return decode(*args, **kwargs)
 
-    monkeypatch.setattr(generate_module, "run", spy)
+    monkeypatch.setattr(loop, "decode", spy)
     bfloat16 = dataclasses.replace(tiny.target(), config=tiny.target_config(dtype="bfloat16"))
     with jax.default_matmul_precision("default"):
-        generate_module.generate(tiny.target(), None, PROMPTS, max_new_tokens=4)
+        generate(tiny.target(), None, PROMPTS, max_new_tokens=4)
         with full_precision(bfloat16):
             precisions.append(jax.config.jax_default_matmul_precision)
     assert precisions == ["highest", None]
@@ -170,8 +171,8 @@ def test_a_wrong_text_is_noticed():
 
 def test_a_batch_larger_than_the_prompts_repeats_them():
     run = Decoding(Case("none", 0, 8, 0.0), tiny.target(), None, PROMPTS, 2)
-    assert [len(batch) for batch in run.batches] == [8]
-    assert run.batches[0][:4] == [*PROMPTS, PROMPTS[0]]
+    assert [request.prompt for request in run.requests] == [*PROMPTS, *PROMPTS, *PROMPTS[:2]]
+    assert [request.seed for request in run.requests] == list(range(8))
     assert dataclasses.asdict(run.case)["batch_size"] == 8
 
 

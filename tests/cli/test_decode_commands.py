@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tiny
 
-from peagle_jax.decode import generate as generate_module
+from peagle_jax.decode import loop
+from peagle_jax.decode.generate import generate
 
 
 def read_rows(path) -> list[dict]:
@@ -41,13 +42,13 @@ def test_generate_writes_rows(folders, peagle, tmp_path):
 def test_generate_in_fp8(folders, peagle, tmp_path, monkeypatch):
     """The options reach the target, the head and the cache."""
     calls = []
-    real = generate_module.run
+    real = loop.decode
 
     def watch(spec, target, draft, *rest):
         calls.append((spec.target_config.cache_dtype, target, draft))
         return real(spec, target, draft, *rest)
 
-    monkeypatch.setattr(generate_module, "run", watch)
+    monkeypatch.setattr(loop, "decode", watch)
     code, _, err = peagle(
         f"generate --target {folders}/target --drafter {folders}/peagle -k 2 --prompt 'def f' "
         f"--max-new-tokens 6 --dtype fp8 --kv-cache-dtype fp8 --out {tmp_path}/out.jsonl"
@@ -72,9 +73,9 @@ def test_generate_prints_text_and_samples_by_seed(folders, peagle):
 
 
 def test_one_device_program_and_no_second_compilation(monkeypatch):
-    """The host is not asked between steps, and the same shapes compile nothing the second time."""
+    """The host is asked where a row is done, and the same shapes compile nothing a second time."""
     calls, compilations = [], []
-    real = generate_module.run
+    real = loop.decode
 
     def count(*arguments):
         calls.append(1)
@@ -84,19 +85,17 @@ def test_one_device_program_and_no_second_compilation(monkeypatch):
         if "compile" in name:
             compilations.append(name)
 
-    monkeypatch.setattr(generate_module, "run", count)
+    monkeypatch.setattr(loop, "decode", count)
     jax.monitoring.register_event_duration_secs_listener(listen)
 
     def decode(prompts):
-        return generate_module.generate(
-            tiny.target(), tiny.head(), prompts, k=5, max_new_tokens=30, cache_size=64
-        )
+        return generate(tiny.target(), tiny.head(), prompts, k=5, max_new_tokens=30, cache_size=64)
 
     decode([[1, 2, 3], [4]])
     compilations.clear()
+    calls.clear()
     answers = decode([[7, 8], [9, 1, 2, 3, 4]])
-    assert not compilations and len(calls) == 2
-    # two calls of one program for 120 tokens
+    assert not compilations and len(calls) <= 2
     assert sum(len(answer.output_token_ids) for answer in answers) == 60
 
 

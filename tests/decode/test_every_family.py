@@ -18,7 +18,7 @@ import families  # noqa: E402
 import tiny  # noqa: E402
 from test_lossless import Scripted  # noqa: E402
 
-from peagle_jax.decode import memory  # noqa: E402
+from peagle_jax.decode import engine, memory  # noqa: E402
 from peagle_jax.decode.generate import generate  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
 
@@ -142,27 +142,25 @@ def test_a_smaller_ring_would_lose_what_is_needed(monkeypatch):
 
 def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch):
     target = families.ours("llama")
-    monkeypatch.setattr(memory, "free_bytes", lambda: 10**6)
+    config = dataclasses.replace(target.config, context=3 * 10**9)
+    target = dataclasses.replace(target, config=config)
+    for module in (memory, engine):
+        monkeypatch.setattr(module, "free_bytes", lambda: 10**6)
     # 5 layers, keys and values of 2 heads x 16 in float32: 1,280 bytes a token
     with pytest.raises(
         InputError,
         match=r"cache_size: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, "
         r"0.0 GB free; 2 x 390 would fit",
     ):
-        generate(target, None, [[1], [2]], max_new_tokens=4, cache_size=2048)
+        generate(target, None, [[1], [2]], max_new_tokens=2047)
     with pytest.raises(InputError, match="use a smaller batch, or a machine"):
         memory.check_cache(target.config.cache_shapes(), 10**6, 4, jnp.float32, None, 1)
     monkeypatch.undo()
-    cache_size = 10**9
-    config = dataclasses.replace(target.config, context=2 * cache_size)
     with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: lower max_new_tokens"):
-        generate(
-            dataclasses.replace(target, config=config),
-            None,
-            [[1]],
-            max_new_tokens=4,
-            cache_size=cache_size,
-        )
+        generate(target, None, [[1]], max_new_tokens=10**9)
+    # what may be needed is not reserved
+    (answer,) = generate(target, None, [[1, 7]], max_new_tokens=4, cache_size=2 * 10**9)
+    assert len(answer.output_token_ids) == 4
 
 
 def test_free_bytes_heeds_a_container(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
+from peagle_jax.decode import batch
 from peagle_jax.decode.generate import generate
 from peagle_jax.types import DraftState, InputError, KVCache
 
@@ -42,6 +43,12 @@ class Scripted:
     @staticmethod
     def _advance(state, count):
         return DraftState(KVCache((), state.cache.length + count), state.sampling)
+
+
+@pytest.fixture(autouse=True)
+def rows_stay(monkeypatch):
+    """The table of `Scripted` has a line for each row of the batch."""
+    monkeypatch.setattr(batch, "MIN_TOKENS_LEFT", 1000)
 
 
 @functools.cache

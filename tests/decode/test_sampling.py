@@ -16,10 +16,11 @@ from scipy import stats
 
 from peagle_jax.decode import loop
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.sampling import probabilities, sampling_params
 from peagle_jax.decode.verify import verify_sampled
 from peagle_jax.train.attention import PackedCausal
-from peagle_jax.types import InputError
+from peagle_jax.types import InputError, RowOptions
 
 V, LENGTH, ROWS, CALLS, PROMPT = 5, 3, 20_000, 10, [3, 1]
 SHAPE = {"vocab": V, "dim": 16, "mlp_dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
@@ -64,27 +65,21 @@ def p_value(
     calls: int = CALLS,
 ) -> float:
     target, head = tiny.target(**SHAPE), tiny.head(**{**HEAD, **head_changes})
-    spec = loop.DecodeSpec(
-        target.graph, target.config, make_drafter(head, k, method), cache_size, sample_drafts
-    )
-    prompts = jnp.tile(jnp.array(PROMPT), (ROWS, 1))
-    lengths, max_new_tokens = jnp.full(ROWS, len(PROMPT)), jnp.full(ROWS, LENGTH)
-    stop_ids = jnp.array([-1])
+    drafter = make_drafter(head, k, method)
+    spec = loop.DecodeSpec(target.graph, target.config, drafter, sample_drafts)
+    params = target.params, head.params
+    prompts = np.tile(PROMPT, (ROWS, 1)).astype(np.int32)
+    lengths, max_new_tokens = np.full(ROWS, len(PROMPT)), np.full(ROWS, LENGTH)
+    stop_ids = np.full((ROWS, 1), -1)
     counts = np.zeros(V**LENGTH)
     accepted = 0
     for call in range(calls):
         start = call * ROWS + 1_000_000 * k
         sampling = sampling_params(ROWS, TEMPERATURE, top_k, top_p, range(start, start + ROWS))
-        state = loop.run(
-            spec,
-            target.params,
-            head.params,
-            prompts,
-            lengths,
-            max_new_tokens,
-            stop_ids,
-            sampling,
-        )
+        options = RowOptions(max_new_tokens, stop_ids, sampling)
+        reading = prefill(spec, cache_size, *params, prompts, lengths, options, chunk=len(PROMPT))
+        state = run_to_end(reading)
+        _, state = loop.decode(spec, *params, options, ROWS, 99, state)
         index = np.asarray(state.output[:, :LENGTH]) @ V ** np.arange(LENGTH - 1, -1, -1)
         counts += np.bincount(index, minlength=V**LENGTH)
         accepted += int(state.num_accepted_per_pos.sum())

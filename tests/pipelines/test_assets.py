@@ -10,10 +10,12 @@ import pytest
 from peagle_jax import text, weights
 from peagle_jax.bench.exact import compare
 from peagle_jax.checkpoints.convert import read_serving
+from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.cli import main
-from peagle_jax.decode.generate import acceptance_length, check_fit, generate
+from peagle_jax.decode.generate import generate
+from peagle_jax.decode.requests import acceptance_length
 from peagle_jax.pipelines.demo import ASSETS, read_metrics, standard_prompts
 
 KINDS = ("target", "peagle", "eagle3")

@@ -130,13 +130,15 @@ def test_a_slow_step_has_its_parts_as_reason():
     assert reason.endswith("and writes 1.90 tokens per row.")
 
 
-def test_tokens_lost_to_waiting_rows_are_part_of_the_reason():
-    """2 batches of 2 rows x 7 tokens in 10 steps: 1.40 per row and step instead of 1.90."""
-    slow = row("peagle", 3, 2, speedup=0.7, step_seconds=0.01, seconds=[0.15], prompt_seconds=0.05)
+def test_places_that_were_free_are_part_of_the_reason():
+    """4 answers of 8 tokens in 10 steps of 2 places: 1.40 per place and step instead of 1.90."""
+    counts = {"num_tokens": 32, "num_prompts": 4, "num_steps": 10}
+    slow = row("peagle", 3, 2, speedup=0.7, step_seconds=0.01, **counts)
     reason = statements.slowdown_reason([row("none", 0, 2), slow], slow)
-    assert "writes 1.40 tokens per row (1.90 if no row had to wait" in reason
-    quick = slow | {"seconds": [0.125]}  # 7.5 steps: 1.87 tokens, which is no loss to speak of
-    assert "had to wait" not in statements.slowdown_reason([row("none", 0, 2), quick], quick)
+    assert "writes 1.40 tokens per row (1.90 if all places were in use" in reason
+    quick = slow | {"num_steps": 7.5}  # 1.87 tokens, which is no loss to speak of
+    assert "were in use" not in statements.slowdown_reason([row("none", 0, 2), quick], quick)
+
 
 
 def test_a_sampled_row_has_no_parts():

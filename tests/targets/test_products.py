@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 from peagle_jax.decode.generate import generate
 from peagle_jax.kernels import launch
 from peagle_jax.layers import Embedding, activation_dtype, product, products
-from peagle_jax.layers.basic import nnx
 
 
 def test_activations_are_float32_on_a_cpu_and_16_bit_on_a_gpu(monkeypatch):
@@ -52,9 +52,12 @@ def test_gradients_reach_operands_of_different_dtypes():
     assert np.array_equal(dx, np.full((2, 3), 8.0)) and np.array_equal(dw, np.full((3, 4), 2.0))
 
 
-@pytest.mark.skipif(
+needs_matrix_units = pytest.mark.skipif(
     not products.has_bfloat16_matrix_units(), reason="needs a CPU with matrix units for bfloat16"
 )
+
+
+@needs_matrix_units
 def test_rows_do_not_depend_on_their_number():
     """What makes decoding of bfloat16 models repeatable, where matrix units compute it."""
     assert launch.platform() == "cpu"
@@ -67,6 +70,7 @@ def test_rows_do_not_depend_on_their_number():
         assert np.array_equal(multiply(x[:rows], w), whole[:rows]), rows
 
 
+@needs_matrix_units
 def test_a_bfloat16_model_decodes_alike_with_and_without_drafts():
     target, head = tiny.target(dtype=jnp.bfloat16), tiny.head(dtype=jnp.bfloat16)
     prompts = [[3, 14, 15], [9, 2, 6, 5, 35]]

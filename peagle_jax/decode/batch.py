@@ -1,0 +1,225 @@
+"""The rows that are decoded together: which request is in which, and their state on the device."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from peagle_jax.decode import growth, loop
+from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.decode.requests import Request
+from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.types import DecodeState, Params, RowOptions
+
+# A batch is made smaller if a row may still write as many tokens. Copying the rows takes about a
+# step, and a program for the smaller batch may have to be compiled.
+MIN_TOKENS_LEFT = 16
+# Rows have places for a multiple of as many stop ids, so that requests share programs.
+STOP_IDS_STEP = 4
+
+
+@dataclasses.dataclass
+class Row:
+    """A request on its way.
+
+    Attributes:
+      id: its number.
+      request: what is asked for.
+      stop_ids: the tokens that end its answer.
+      num_reported: tokens of the answer that outputs had.
+      num_checked: tokens of the answer that were searched for stop strings.
+    """
+
+    id: int
+    request: Request
+    stop_ids: tuple[int, ...]
+    num_reported: int = 0
+    num_checked: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RowNumbers:
+    """The small arrays of a `DecodeState`, on the host. `position` is the cache's length."""
+
+    done: Bool[np.ndarray, " B"]
+    failed: Bool[np.ndarray, " B"]
+    length: Int[np.ndarray, " B"]
+    position: Int[np.ndarray, " B"]
+    num_drafts: Int[np.ndarray, " B"]
+    num_accepted_per_pos: Int[np.ndarray, "B K"]
+
+
+class Batch:
+    """Rows, of which some hold a request, and their state.
+
+    Args:
+      spec: how they are decoded.
+      target_params: of the target.
+      draft_params: of the drafter.
+      max_rows: the most rows.
+    """
+
+    def __init__(
+        self, spec: DecodeSpec, target_params: Params, draft_params: Any, max_rows: int
+    ) -> None:
+        self.spec, self.max_rows = spec, max_rows
+        self.params = target_params, draft_params
+        self.rows: list[Row | None] = []
+        self._state: DecodeState | None = None
+        self._options: RowOptions | None = None
+        self._numbers: RowNumbers | None = None
+
+    @property
+    def state(self) -> DecodeState:
+        """The state on the device. There is one where a row holds a request."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def running(self) -> list[int]:
+        """The rows that hold a request."""
+        return [i for i, row in enumerate(self.rows) if row is not None]
+
+    @property
+    def slots(self) -> int:
+        """Slots of the caches; 0 without a state."""
+        return 0 if self._state is None else self._state.output.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, str]:
+        """What a program is compiled for: rows, slots, and how the rows sample."""
+        assert self._options is not None
+        return len(self.rows), self.slots, sampling_kind(self._options)
+
+    def numbers(self) -> RowNumbers:
+        """The small arrays of the state, read once after every change."""
+        if self._numbers is None:
+            state = self.state
+            arrays = (state.done, state.failed, state.length, state.cache.length)
+            counters = (state.num_drafts, state.num_accepted_per_pos)
+            self._numbers = RowNumbers(*map(np.array, jax.device_get((*arrays, *counters))))
+        return self._numbers
+
+    def tokens(self, row: int) -> tuple[list[int], list[bool]]:
+        """The answer in a row so far, and which of its tokens are accepted drafts."""
+        length = self.numbers().length[row]
+        output, is_draft = jax.device_get((self.state.output, self.state.is_draft))
+        return output[row, :length].tolist(), is_draft[row, :length].tolist()
+
+    def insert(self, entering: Sequence[Row], new: DecodeState) -> None:
+        """Takes in requests whose prompts were read: the first rows of `new`."""
+        self._numbers = None
+        running = self.running
+        if not running:
+            self._state = new
+            self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
+        else:
+            num_rows = growth.num_rows(len(running) + len(entering), self.max_rows)
+            self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
+            free = [i for i, row in enumerate(self.rows) if row is None]
+            for source, row in enumerate(entering):
+                place = free[source]
+                self._state = growth.put_row(self.state, new, np.int32(source), np.int32(place))
+                self.rows[place] = row
+        self._options = row_options(self.rows)
+
+    def decode(self, max_steps: int) -> int:
+        """Takes steps until a further row is done, and returns how many."""
+        positions = self.numbers().position[self.running]
+        if positions.max() + self.spec.k + 1 > self.slots:
+            self._resize(len(self.rows), self._slots_needed())
+        num_free = len(self.rows) - len(self.running)
+        limits = np.int32(num_free + 1), np.int32(max_steps)
+        arguments = (*self.params, self._options, *limits, self.state)
+        num_steps, self._state = loop.decode(self.spec, *arguments)
+        self._numbers = None
+        return int(num_steps)
+
+    def leave(self, row: int) -> None:
+        """Makes a row free."""
+        self.rows[row] = None
+        if not self.numbers().done[row]:
+            done = self.state.done.at[row].set(True)
+            self._state = dataclasses.replace(self.state, done=done)
+            self._numbers = None
+
+    def shrink(self) -> None:
+        """Makes the batch as small as the rows that are left, where that pays."""
+        running = self.running
+        if not running:
+            self.rows, self._state, self._options, self._numbers = [], None, None, None
+            return
+        lengths = self.numbers().length
+        left = max(self._request(i).max_new_tokens - lengths[i] for i in running)
+        num_rows = growth.num_rows(len(running), self.max_rows)
+        if num_rows >= len(self.rows) or left < MIN_TOKENS_LEFT:
+            num_rows = len(self.rows)
+        slots = self._slots_needed()
+        if num_rows < len(self.rows) or 2 * slots <= self.slots:
+            self._resize(num_rows, min(slots, self.slots))
+            self._options = row_options(self.rows)
+
+    def _request(self, i: int) -> Request:
+        row = self.rows[i]
+        assert row is not None
+        return row.request
+
+    def _slots_needed(self) -> int:
+        """Slots that hold the next step of every row."""
+        positions = self.numbers().position
+        requests = [self._request(i) for i in self.running]
+        return growth.num_slots(
+            int(positions[self.running].max()) + self.spec.k + 1,
+            max(num_reserved(request, self.spec.k) for request in requests),
+        )
+
+    def _resize(self, num_rows: int, slots: int) -> None:
+        """Moves the running rows to the front of `num_rows` rows with `slots` slots."""
+        if (num_rows, slots) == (len(self.rows), self.slots):
+            return
+        running = self.running
+        rows = list(range(num_rows)) if num_rows == len(self.rows) else running
+        self._state = growth.resize(self.state, slots, rows, num_rows)
+        kept = [self.rows[i] for i in rows]
+        self.rows = [*kept, *[None] * (num_rows - len(kept))]
+        self._numbers = None
+
+
+def num_reserved(request: Request, k: int) -> int:
+    """The most positions of the caches that a request will ever need.
+
+    A row whose last step went K tokens past its limit is still verified beside the others.
+    """
+    return len(request.prompt) + request.max_new_tokens + 2 * k
+
+
+def row_options(rows: Sequence[Row | None]) -> RowOptions:
+    """What the rows of a batch ask for. Rows without a request are done from the start."""
+    free = Request(prompt=(), max_new_tokens=0)
+    requests = [free if row is None else row.request for row in rows]
+    most = max(1, *(0 if row is None else len(row.stop_ids) for row in rows))
+    stop_ids = np.full((len(rows), -(-most // STOP_IDS_STEP) * STOP_IDS_STEP), -1, np.int32)
+    for ids, row in zip(stop_ids, rows, strict=True):
+        if row is not None:
+            ids[: len(row.stop_ids)] = row.stop_ids
+    return RowOptions(
+        max_new_tokens=np.array([r.max_new_tokens for r in requests], np.int32),
+        stop_ids=stop_ids,
+        sampling=sampling_params(
+            len(rows),
+            [r.temperature for r in requests],
+            [r.top_k for r in requests],
+            [r.top_p for r in requests],
+            [r.seed for r in requests],
+        ),
+    )
+
+
+def sampling_kind(options: RowOptions) -> str:
+    """What of `options` decides on a program."""
+    if options.sampling is None:
+        return "greedy"
+    return "filtered" if options.sampling.filtered else "sampled"

@@ -1,0 +1,399 @@
+"""Continuous batching: requests enter and leave a batch while others are decoded.
+
+    engine = Engine(target, make_drafter(head, 5), head.params, max_batch=8)
+    for prompt in prompts:
+        engine.add(Request(prompt=prompt))
+    while engine.has_work:
+        for output in engine.step():
+            ...
+
+Every row of the batch holds one request. `Engine.step` reads a chunk of the prompts that wait, and
+then decodes until a row is done. Waiting requests take the places of rows that are done; where
+none waits, the rows that are left go on in a smaller batch.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from peagle_jax.decode import growth
+from peagle_jax.decode.batch import Batch, Row, num_reserved, row_options, sampling_kind
+from peagle_jax.decode.drafters import Drafter
+from peagle_jax.decode.loop import DecodeSpec, full_precision
+from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
+from peagle_jax.decode.prefill import chunk_size, num_positions, prefill
+from peagle_jax.decode.requests import Generation, Output, Request, check_request
+from peagle_jax.decode.stop_strings import Detokenizer, find_stop
+from peagle_jax.targets.sharding import mesh_of
+from peagle_jax.types import DecodeState, InputError, Model
+
+# Prompt tokens per forward where nothing else is asked for. Other requests wait for one forward.
+PREFILL_CHUNK = 512
+# Steps that other requests take between two chunks of a prompt.
+STEPS_PER_CHUNK = 4
+# Steps between two looks at the text of requests that end with a string.
+STEPS_PER_STOP_CHECK = 8
+NO_LIMIT = 2**31 - 1  # steps
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """What an engine did so far.
+
+    Attributes:
+      num_steps: decoding steps of the batch.
+      num_chunks: forwards of the prefill.
+      prefill_seconds: wall seconds of reading prompts, up to the first tokens.
+      decode_seconds: wall seconds of decoding steps.
+      programs: shapes that were computed, of which each is compiled once in a process: "prefill",
+        rows, slots, tokens of a chunk; and "decode", rows, slots, how the rows sample.
+    """
+
+    num_steps: int = 0
+    num_chunks: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    programs: set[tuple] = dataclasses.field(default_factory=set)
+
+
+class Engine:
+    """Decodes requests, up to `max_batch` at a time. Drafting does not change the target's output.
+
+    The tokens of a request depend on the request, and not on what is decoded beside it: in float32
+    up to ties of the largest logits that are closer than rounding.
+
+    Args:
+      target: from `load_target`, with the draft head's aux hidden state layers.
+      drafter: what proposes tokens, from `make_drafter`; None for plain decoding.
+      draft_params: the drafter's parameters.
+      max_batch: requests that are decoded together.
+      cache_size: positions that a request may take, prompt + new tokens + K; None for as many as
+        the target's context has.
+      prefill_chunk: the most prompt tokens of one forward; None for whole prompts.
+      sliding_cache: ring caches for layers with a sliding window, of window + chunk positions.
+      sample_drafts: at a temperature above 0, sample the drafts or draft argmaxes.
+      max_steps: decoding steps before `step` returns; None: until a request is done.
+      tokenizer: the target's, for stop strings and for answers as text.
+
+    Raises:
+      InputError: `max_batch`, `prefill_chunk` or `max_steps` is below 1.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        draft_params: Any = None,
+        *,
+        max_batch: int = 8,
+        cache_size: int | None = None,
+        prefill_chunk: int | None = PREFILL_CHUNK,
+        sliding_cache: bool = False,
+        sample_drafts: bool = True,
+        max_steps: int | None = None,
+        tokenizer: Detokenizer | None = None,
+    ) -> None:
+        _check_at_least_1("max_batch", max_batch, 8)
+        _check_at_least_1("prefill_chunk", prefill_chunk, PREFILL_CHUNK)
+        _check_at_least_1("max_steps", max_steps, STEPS_PER_STOP_CHECK)
+        self.target, self.tokenizer = target, tokenizer
+        self.max_batch, self.cache_size, self.max_steps = max_batch, cache_size, max_steps
+        self.stats = EngineStats()
+        self.spec = DecodeSpec(
+            target=target.graph,
+            target_config=target.config,
+            drafter=drafter,
+            sample_drafts=sample_drafts,
+            chunk=PREFILL_CHUNK if sliding_cache and prefill_chunk is None else prefill_chunk,
+            ring_cache_size=(cache_size or target.config.context) if sliding_cache else None,
+        )
+        self._mesh = mesh_of(target.params)
+        if self._mesh is not None:
+            # each of several processes may hold another part of the target; all have the head
+            everywhere = NamedSharding(self._mesh, PartitionSpec())
+            draft_params = jax.device_put(draft_params, everywhere)
+        self._batch = Batch(self.spec, target.params, draft_params, max_batch)
+        self._waiting: collections.deque[Row] = collections.deque()
+        self._cancelled: set[int] = set()
+        # requests whose prompts are being read, and what reads them
+        self._entering: list[Row] = []
+        self._prefill: Generator[None, None, DecodeState] | None = None
+        self._new_ids = itertools.count()
+
+    # ------------------------------------------------------------ requests
+
+    def add(self, request: Request) -> int:
+        """Takes a request in. It may be called from any thread, also while `step` runs.
+
+        Returns:
+          The request's number, which its outputs have.
+
+        Raises:
+          InputError: the target cannot serve it. Other requests are not touched.
+        """
+        number = next(self._new_ids)
+        where = request.name or f"request {number}"
+        check_request(where, request, self.target.config, self.spec.k, self.cache_size)
+        if request.stop and self.tokenizer is None:
+            next_step = "give the engine the target's tokenizer, or use stop_ids"
+            raise InputError(where, "stop strings need a tokenizer", request.stop[0], next_step)
+        stop_ids = self.target.config.stop_ids if request.stop_ids is None else request.stop_ids
+        row = Row(number, request, tuple(stop_ids))
+        positions = num_reserved(request, self.spec.k)
+        check_cache(*self._cache_arguments(1, positions), held=self._held_bytes())
+        self._waiting.append(row)
+        return number
+
+    def check_memory(self, requests: Sequence[Request]) -> None:
+        """Checks that requests can all be decoded at once.
+
+        Raises:
+          InputError: their caches would not fit the memory.
+        """
+        positions = max(num_reserved(request, self.spec.k) for request in requests)
+        check_cache(*self._cache_arguments(len(requests), positions), held=self._held_bytes())
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request. The next `step` returns its answer so far.
+
+        It may be called from any thread. A request that is done, or unknown, is left alone.
+        """
+        self._cancelled.add(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not had its last output."""
+        return bool(self._waiting or self._entering or self._batch.running)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being decoded."""
+        return len(self._batch.running)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Generation]]:
+        """Answers any number of requests, each as soon as it is done.
+
+        Requests are drawn as places become free, so that they need not fit the memory together. One
+        that cannot be served is answered with the finish reason "error"; the others go on.
+
+        Yields:
+          The request's place in `requests`, and its answer.
+        """
+        coming = enumerate(requests)
+        all_drawn = False
+        places: dict[int, int] = {}
+        while not all_drawn or self.has_work:
+            while not all_drawn and len(self._waiting) < self.max_batch:
+                place, request = next(coming, (-1, None))
+                if request is None:
+                    all_drawn = True
+                    break
+                try:
+                    places[self.add(request)] = place
+                except InputError as error:
+                    yield place, failed_answer(request, str(error))
+            for output in self.step():
+                if output.answer is not None and output.request_id in places:
+                    yield places.pop(output.request_id), output.answer
+
+    # ------------------------------------------------------------ a step
+
+    def step(self) -> list[Output]:
+        """Reads a chunk of waiting prompts, and decodes until a row is done.
+
+        Returns:
+          What is new: answers that are done, and tokens of requests that stream.
+        """
+        outputs = self._leave_queue()
+        with self._on_devices():
+            if self._prefill is None:
+                self._prefill = self._begin_prefill()
+            if self._prefill is not None:
+                start = time.perf_counter()
+                self._read_chunk()
+                self.stats.prefill_seconds += time.perf_counter() - start
+                outputs += self._collect()
+            if self._batch.running:
+                start = time.perf_counter()
+                self._decode()
+                self.stats.decode_seconds += time.perf_counter() - start
+                outputs += self._collect()
+            is_drained = not self._waiting and self._prefill is None
+            if is_drained or not self._batch.running:
+                self._batch.shrink()
+        self._forget_cancelled()
+        return outputs
+
+    @contextlib.contextmanager
+    def _on_devices(self) -> Iterator[None]:
+        """The target's precision, and the mesh that its parameters are spread over."""
+        on_mesh = contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+        with full_precision(self.target), on_mesh:
+            yield
+
+    def _leave_queue(self) -> list[Output]:
+        """Answers requests that were cancelled before their prompt was read."""
+        outputs = []
+        for row in [row for row in self._waiting if row.id in self._cancelled]:
+            self._waiting.remove(row)
+            self._cancelled.discard(row.id)
+            answer = failed_answer(row.request, None, "cancelled")
+            outputs.append(Output(row.id, [], answer))
+        return outputs
+
+    def _forget_cancelled(self) -> None:
+        """Drops the numbers of requests that are done."""
+        cancelled = set(self._cancelled)  # first, because another thread may add and cancel one
+        rows = (*self._waiting, *self._entering, *filter(None, self._batch.rows))
+        self._cancelled -= cancelled - {row.id for row in rows}
+
+    def _begin_prefill(self) -> Generator[None, None, DecodeState] | None:
+        """Takes requests that can enter now from the queue; what reads their prompts."""
+        num_free = self.max_batch - len(self._batch.running)
+        group: list[Row] = []
+        while self._waiting and len(group) < num_free and self._may_enter(self._waiting[0], group):
+            group.append(self._waiting.popleft())
+        if not group:
+            return None
+        self._entering = group
+        num_rows = growth.num_rows(len(group), self.max_batch)
+        longest = max(len(row.request.prompt) for row in group)
+        prompts = np.zeros((num_rows, longest), np.int32)
+        lengths = np.ones(num_rows, np.int32)
+        for i, row in enumerate(group):
+            lengths[i] = len(row.request.prompt)
+            prompts[i, : lengths[i]] = row.request.prompt
+        needed = max(longest + self.spec.k + 1, num_positions(self.spec, longest))
+        slots = growth.num_slots(needed, max(map(self._num_reserved, group)))
+        options = row_options([*group, *[None] * (num_rows - len(group))])
+        shape = num_rows, slots, chunk_size(self.spec, longest)
+        self.stats.programs.add(("prefill", *shape, sampling_kind(options)))
+        return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
+
+    def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:
+        """Whether a request can be read together with a group, and decoded beside all others."""
+        together = [*group, row]
+        running = [self._batch.rows[i] for i in self._batch.running]
+        if len(together) + len(running) == 1:
+            return True  # `add` has seen that it fits
+        # a group is padded to its longest prompt: at most as many tokens again
+        lengths = [num_positions(self.spec, len(r.request.prompt)) for r in together]
+        if len(lengths) * max(lengths) > 2 * sum(lengths):
+            return False
+        free = free_bytes()
+        everyone = [*together, *filter(None, running)]
+        num_rows = growth.num_rows(len(everyone), self.max_batch)
+        positions = max(map(self._num_reserved, everyone))
+        needed = cache_bytes(*self._cache_arguments(num_rows, positions))
+        return free is None or needed <= free + self._held_bytes()
+
+    def _num_reserved(self, row: Row) -> int:
+        return num_reserved(row.request, self.spec.k)
+
+    def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
+        """Arguments of `cache_bytes`."""
+        config = self.target.config
+        parts = 1 if self._mesh is None else self._mesh.size
+        block = self.spec.ring_block
+        return config.cache_shapes(), num_rows, positions, config.kv_cache_dtype, block, parts
+
+    def _held_bytes(self) -> int:
+        """Bytes of the target's cache that the batch has now."""
+        return cache_bytes(*self._cache_arguments(len(self._batch.rows), self._batch.slots))
+
+    def _read_chunk(self) -> None:
+        """Reads one chunk; after the last, the requests are rows of the batch."""
+        assert self._prefill is not None
+        self.stats.num_chunks += 1
+        try:
+            next(self._prefill)
+        except StopIteration as end:
+            self._prefill = None
+            self._batch.insert(self._entering, jax.block_until_ready(end.value))
+            self._entering = []
+
+    def _decode(self) -> None:
+        requests = [row.request for row in self._batch.rows if row is not None]
+        limits = [self.max_steps or NO_LIMIT]
+        if any(request.stream for request in requests):
+            limits.append(1)
+        if any(request.stop for request in requests):
+            limits.append(STEPS_PER_STOP_CHECK)
+        if self._prefill is not None:
+            limits.append(STEPS_PER_CHUNK)
+        self.stats.num_steps += self._batch.decode(min(limits))
+        self.stats.programs.add(("decode", *self._batch.shape))
+
+    def _collect(self) -> list[Output]:
+        """What is new in the rows. Requests that are done leave theirs."""
+        outputs = []
+        for i in self._batch.running:
+            row = self._batch.rows[i]
+            assert row is not None
+            output = self._output(i, row)
+            if output is not None:
+                outputs.append(output)
+                row.num_reported += len(output.new_token_ids)
+            if output is not None and output.answer is not None:
+                self._cancelled.discard(row.id)
+                self._batch.leave(i)
+        return outputs
+
+    def _output(self, i: int, row: Row) -> Output | None:
+        """What is new in one row; None for nothing."""
+        numbers, request = self._batch.numbers(), row.request
+        is_done = bool(numbers.done[i])
+        if not (is_done or request.stream or request.stop or row.id in self._cancelled):
+            return None
+        token_ids, is_draft = self._batch.tokens(i)
+        reason = None
+        if numbers.failed[i]:
+            reason = "error"
+        elif is_done:
+            reason = "stop" if token_ids[-1] in row.stop_ids else "length"
+        elif row.id in self._cancelled:
+            reason = "cancelled"
+        text = None
+        if request.stop and self.tokenizer is not None:
+            found = find_stop(self.tokenizer, token_ids, request.stop, row.num_checked)
+            row.num_checked = len(token_ids)
+            if found is not None:
+                num_tokens, text = found
+                token_ids, is_draft, reason = token_ids[:num_tokens], is_draft[:num_tokens], "stop"
+        new = token_ids[row.num_reported :] if request.stream or reason else []
+        if reason is None:
+            return Output(row.id, new, None) if new else None
+        if text is None and self.tokenizer is not None:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        num_drafts = int(numbers.num_drafts[i]) if self.spec.k else 0
+        answer = Generation(
+            prompt_token_ids=list(request.prompt),
+            output_token_ids=token_ids,
+            finish_reason=reason,
+            is_draft=is_draft,
+            num_drafts=num_drafts,
+            num_draft_tokens=num_drafts * self.spec.k,
+            num_accepted_per_pos=numbers.num_accepted_per_pos[i].tolist(),
+            text=text,
+            error="the target computed NaN or infinity" if reason == "error" else None,
+        )
+        return Output(row.id, new, answer)
+
+
+def failed_answer(request: Request, error: str | None, reason: str = "error") -> Generation:
+    """The answer to a request that was not decoded."""
+    return Generation(list(request.prompt), [], reason, [], 0, 0, [], error=error)
+
+
+def _check_at_least_1(name: str, value: int | None, example: int) -> None:
+    if value is not None and value < 1:
+        next_step = f"leave out {name}, or use {example}"
+        raise InputError(name, "must be 1 or more", value, next_step)

@@ -1,0 +1,220 @@
+"""Reads prompts, chunk by chunk, and commits the first token of every answer.
+
+A chunk passes through the target, and its aux hidden states through the drafter, before the next
+one is read: the memory of activations is that of one chunk. All chunks of a size share a program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Generator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.decode.loop import DecodeSpec, emit, is_finite, replicate_results
+from peagle_jax.decode.sampling import KeyUse, probabilities, sample, step_keys
+from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
+from peagle_jax.targets import sharding
+from peagle_jax.types import DecodeState, DraftState, KVCache, Params, RowOptions
+
+# Prompts are padded to multiples of this, so that similar requests share a program.
+WIDTH_STEP = 64  # tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillState:
+    """Prompts that were read in part.
+
+    Attributes:
+      cache: the target's KV cache.
+      draft: the drafter's state.
+      hidden: the target's final hidden state of each prompt's last token, once that was read.
+      aux_hidden_state: the aux hidden states of the same token.
+    """
+
+    cache: KVCache
+    draft: DraftState
+    hidden: Float[Array, "B D"]
+    aux_hidden_state: Float[Array, "B A"]
+
+
+def chunk_size(spec: DecodeSpec, longest: int) -> int:
+    """Tokens that one forward reads of each prompt, where the longest has `longest` tokens."""
+    padded = -(-longest // WIDTH_STEP) * WIDTH_STEP
+    return min(padded, spec.chunk) if spec.chunk else padded
+
+
+def num_positions(spec: DecodeSpec, longest: int) -> int:
+    """Positions of the cache that reading prompts writes: whole chunks."""
+    chunk = chunk_size(spec, longest)
+    return -(-longest // chunk) * chunk
+
+
+def prefill(
+    spec: DecodeSpec,
+    slots: int,
+    target_params: Params,
+    draft_params: Any,
+    prompts: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"],
+    options: RowOptions,
+    *,
+    chunk: int | None = None,
+) -> Generator[None, None, DecodeState]:
+    """Reads the prompts; yields between two chunks, and returns the state after the first tokens.
+
+    Args:
+      slots: of the caches: at least `num_positions` of the prompts.
+      prompts: token ids; what follows a row's prompt is padding.
+      lengths: tokens of each prompt, 1 to T.
+      chunk: tokens of one forward; None for `chunk_size`.
+    """
+    batch, width = prompts.shape
+    chunk = chunk or chunk_size(spec, width)
+    state = empty(spec, batch, slots)
+    # one token more: the drafter reads every position together with the token after it
+    padding = -width % chunk + 1
+    module = np if isinstance(prompts, np.ndarray) else jnp
+    prompts = module.pad(prompts, [(0, 0), (0, padding)])
+    for start in range(0, width, chunk):
+        if start:
+            yield
+        tokens = prompts[:, start : start + chunk + 1]
+        begin = np.int32(start)
+        state = read_chunk(spec, target_params, draft_params, tokens, begin, lengths, state)
+    caches = state.cache, state.draft
+    hidden, aux_hidden_state = state.hidden, state.aux_hidden_state
+    return first_tokens(spec, target_params, options, hidden, aux_hidden_state, *caches, slots)
+
+
+def run_to_end(reading: Generator[None, None, DecodeState]) -> DecodeState:
+    """The state that `prefill` returns."""
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return end.value
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "batch", "slots"))
+def empty(spec: DecodeSpec, batch: int, slots: int) -> PrefillState:
+    """The state before the first token is read."""
+    config = spec.target_config
+    cache = config.empty_cache(
+        batch, spec.ring_cache_size or slots, block=spec.ring_block, slots=slots
+    )
+    draft = DraftState(None, None)
+    if spec.drafter:
+        # a step's placeholders and their padding reach up to K positions beyond the target's cache
+        draft = DraftState(spec.drafter.init(batch, slots + spec.k), None)
+    dtype = activation_dtype(config.dtype)
+    aux_width = len(config.aux_hidden_state_layers) * config.dim
+    hidden, aux = jnp.zeros((batch, config.dim), dtype), jnp.zeros((batch, aux_width), dtype)
+    return PrefillState(_shard_cache(cache), draft, hidden, aux)
+
+
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+def read_chunk(
+    spec: DecodeSpec,
+    target_params: Params,
+    draft_params: Any,
+    tokens: Int[Array, "B width"],
+    start: Int[Array, ""],
+    lengths: Int[Array, " B"],
+    state: PrefillState,
+) -> PrefillState:
+    """Reads the positions `start` to `start` + chunk of every prompt.
+
+    Args:
+      tokens: of these positions, and one after them: width is chunk + 1.
+      lengths: tokens of each prompt. What lies beyond them is padding.
+    """
+    target = cast(Decoder, nnx.merge(spec.target, target_params))
+    batch, chunk = tokens.shape[0], tokens.shape[1] - 1
+    positions = start + jnp.broadcast_to(jnp.arange(chunk), (batch, chunk))
+    is_real = positions < lengths[:, None]
+    attend = CachedAttention(positions, is_real)
+    out, cache = target(tokens[:, :chunk], positions, attend, state.cache)
+    draft = state.draft
+    if spec.drafter:
+        # the prompt's last token has no token after it
+        count = jnp.clip(lengths - 1 - start, 0, chunk)
+        draft = spec.drafter.prefill(
+            draft_params, draft, tokens[:, 1:], out.aux_hidden_states, count
+        )
+    last = lengths - 1 - start
+    is_here = ((last >= 0) & (last < chunk))[:, None]
+
+    def of_last_token(x: Float[Array, "B chunk D"], before: Float[Array, "B D"]) -> Array:
+        at = jnp.clip(last, 0, chunk - 1)[:, None, None]
+        return jnp.where(is_here, jnp.take_along_axis(x, at, axis=1)[:, 0], before)
+
+    return PrefillState(
+        cache=dataclasses.replace(cache, length=jnp.minimum(lengths, start + chunk)),
+        draft=draft,
+        hidden=of_last_token(out.hidden, state.hidden),
+        aux_hidden_state=of_last_token(out.aux_hidden_states, state.aux_hidden_state),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "slots"), donate_argnames=("cache", "draft"))
+def first_tokens(
+    spec: DecodeSpec,
+    target_params: Params,
+    options: RowOptions,
+    hidden: Float[Array, "B D"],
+    aux_hidden_state: Float[Array, "B A"],
+    cache: KVCache,
+    draft: DraftState,
+    slots: int,
+) -> DecodeState:
+    """Commits the first token of every answer.
+
+    Args:
+      hidden: the fields of the `PrefillState` after whole prompts; likewise `aux_hidden_state`,
+        `cache` and `draft`.
+      slots: of the caches.
+    """
+    target = cast(Decoder, nnx.merge(spec.target, target_params))
+    if options.sampling is None:
+        tokens = target.argmax_logits(hidden)
+    else:
+        probs = probabilities(target.compute_logits(hidden), options.sampling)
+        tokens = sample(step_keys(options.sampling, 0, KeyUse.FIRST_TOKEN), probs)
+    batch, num_places = len(tokens), spec.k + 1
+
+    def pad_to_block(x: Array) -> Array:
+        return jnp.pad(x[:, None], [(0, 0), (0, num_places - 1), *[(0, 0)] * (x.ndim - 1)])
+
+    zero = jnp.zeros(batch, jnp.int32)
+    failed = ~is_finite(hidden)
+    new = DecodeState(
+        cache=cache,
+        draft=draft,
+        tokens=pad_to_block(tokens.astype(jnp.int32)),
+        aux_hidden_states=pad_to_block(aux_hidden_state),
+        count=zero + 1,
+        output=jnp.zeros((batch, slots), jnp.int32),
+        is_draft=jnp.zeros((batch, slots), bool),
+        emitted=zero,
+        length=zero,
+        done=failed,
+        failed=failed,
+        num_drafts=zero,
+        num_accepted_per_pos=jnp.zeros((batch, spec.k), jnp.int32),
+    )
+    no_drafts = jnp.zeros((batch, num_places), bool)
+    return replicate_results(emit(new, new.tokens, no_drafts, new.count, options))
+
+
+def _shard_cache(cache: KVCache) -> KVCache:
+    """On a mesh: the cache, spread over its devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return cache
+    return jax.lax.with_sharding_constraint(cache, sharding.cache_sharding(cache, mesh))

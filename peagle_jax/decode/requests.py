@@ -1,0 +1,188 @@
+"""What decoding is asked for, and what it answers: requests, answers, and checks of the former."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from peagle_jax.decode.sampling import check_sampling
+from peagle_jax.targets.config import TargetConfig
+from peagle_jax.types import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt, and how it is to be continued.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: limit of the answer.
+      temperature: 0 decodes greedily.
+      top_k: sample among the k most probable tokens; 0 for all.
+      top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
+      seed: of sampling. The answer depends on it, and not on other requests.
+      stop_ids: the answer ends with the first of these tokens. None takes the target's
+        end-of-sequence tokens, () takes none.
+      stop: the answer ends where its text has one of these strings; the engine needs a tokenizer.
+      stream: report tokens as they are written, and not the whole answer at its end.
+      name: what error messages call it; None for "request" and its number.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: Sequence[int] | None = None
+    stop: Sequence[str] = ()
+    stream: bool = False
+    name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The answer to one prompt. Counters are vLLM's.
+
+    The last step is counted whole, with drafts that were accepted past the answer's end.
+
+    Attributes:
+      prompt_token_ids: the prompt, as it was given.
+      output_token_ids: the answer, its stop token included; at most `max_new_tokens`.
+      finish_reason: "stop" after a stop token or string, "length" at the limit, "cancelled" after
+        `Engine.cancel`, "error" where the target computed NaN or infinity.
+      is_draft: which output tokens are accepted drafts; as long as `output_token_ids`.
+      num_drafts: speculative steps; 0 with plain decoding.
+      num_draft_tokens: tokens drafted, K per step.
+      num_accepted_per_pos: [K], in how many steps the draft at each position was accepted; [] with
+        plain decoding.
+      text: the answer as text, without the stop string that ended it; None where the engine has
+        no tokenizer.
+      error: one line that says what failed; None without a failure.
+    """
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    finish_reason: str
+    is_draft: list[bool]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_per_pos: list[int]
+    text: str | None = None
+    error: str | None = None
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Accepted drafts, over all steps and positions."""
+        return sum(self.num_accepted_per_pos)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Of this answer alone; see the function `acceptance_length`."""
+        return acceptance_length([self])
+
+
+def acceptance_length(answers: Sequence[Generation]) -> float | None:
+    """Tokens written per target forward: 1 + accepted / drafts, pooled over answers as in vLLM.
+
+    Args:
+      answers: from `generate`, of one call or of several.
+
+    Returns:
+      1 to K + 1; None where nothing was drafted.
+    """
+    num_drafts = sum(answer.num_drafts for answer in answers)
+    if num_drafts == 0:
+        return None
+    return 1 + sum(answer.num_accepted_tokens for answer in answers) / num_drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """News of one request.
+
+    Attributes:
+      request_id: the number that `Engine.add` gave it.
+      new_token_ids: tokens of the answer that no earlier output had; [] until the end for a request
+        that does not stream.
+      answer: the whole answer, in the last output of a request; None before.
+    """
+
+    request_id: int
+    new_token_ids: list[int]
+    answer: Generation | None
+
+
+def check_request(
+    where: str, request: Request, config: TargetConfig, k: int, cache_size: int | None
+) -> None:
+    """Checks that a target can serve a request. Arguments as of `check_prompts`.
+
+    Raises:
+      InputError: the prompt is empty, has an unknown token, or does not fit the context or the
+        cache together with its answer; a stop token is unknown, a stop string empty, or a sampling
+        option out of range.
+    """
+    if request.max_new_tokens < 1:
+        raise InputError("max_new_tokens", "must be 1 or more", request.max_new_tokens, "use 128")
+    check_sampling(request.temperature, request.top_k, request.top_p, request.seed)
+    _check_prompt(where, request.prompt, config, request.max_new_tokens, k, cache_size)
+    for token in request.stop_ids or ():
+        if not 0 <= token < config.vocab:
+            rule = f"token ids must lie in 0..{config.vocab - 1}"
+            raise InputError("stop_ids", rule, token, "use the target's own tokenizer")
+    if any(not string for string in request.stop):
+        next_step = "give stop the text that ends an answer, or no string"
+        raise InputError("stop", "must have at least one character", "''", next_step)
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    config: TargetConfig,
+    max_new_tokens: int,
+    k: int,
+    cache_size: int | None,
+) -> None:
+    """Checks that a target can serve a request.
+
+    Args:
+      config: the target's.
+      k: draft tokens per step; 0 for plain decoding.
+      cache_size: positions of the cache; None where `generate` chooses it.
+
+    Raises:
+      InputError: there is no prompt; a prompt is empty, has a token that the target does not know,
+        or does not fit the context or the cache together with its answer.
+    """
+    if not prompts:
+        raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", "must be 1 or more", max_new_tokens, "use 128")
+    for i, prompt in enumerate(prompts):
+        _check_prompt(f"prompt {i}", prompt, config, max_new_tokens, k, cache_size)
+
+
+def _check_prompt(
+    where: str,
+    prompt: Sequence[int],
+    config: TargetConfig,
+    max_new_tokens: int,
+    k: int,
+    cache_size: int | None,
+) -> None:
+    """Raises InputError where one prompt cannot be served."""
+    if not len(prompt):
+        next_step = "give it text, or a start token"
+        raise InputError(where, "must have at least one token", "an empty one", next_step)
+    unknown = [token for token in prompt if not 0 <= token < config.vocab]
+    if unknown:
+        rule = f"token ids must lie in 0..{config.vocab - 1}"
+        raise InputError(where, rule, unknown[0], "use the target's own tokenizer")
+    if len(prompt) + max_new_tokens > config.context:
+        rule = f"prompt + new tokens must fit the target's context of {config.context} tokens"
+        got = f"{len(prompt)} + {max_new_tokens}"
+        raise InputError(where, rule, got, "shorten the prompt, or ask for fewer new tokens")
+    needed = len(prompt) + max_new_tokens + k
+    if cache_size is not None and needed > cache_size:
+        rule = f"prompt + new tokens + K must fit the cache of {cache_size} slots"
+        got = f"{len(prompt)} + {max_new_tokens} + {k}"
+        next_step = f"raise cache_size to {needed}, or ask for fewer new tokens"
+        raise InputError(where, rule, got, next_step)

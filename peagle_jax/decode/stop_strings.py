@@ -1,0 +1,47 @@
+"""Finds strings that end an answer in the text of its tokens."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Detokenizer(Protocol):
+    """What turns tokens into text: a tokenizer of transformers, or anything with its `decode`."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """The text of the tokens."""
+        ...
+
+
+def find_stop(
+    tokenizer: Detokenizer,
+    token_ids: Sequence[int],
+    stop: Sequence[str],
+    num_checked: int = 0,
+) -> tuple[int, str] | None:
+    """Where an answer ends because its text has one of the strings.
+
+    Args:
+      tokenizer: the target's.
+      token_ids: the answer so far.
+      stop: strings, each of at least one character.
+      num_checked: tokens of which an earlier call knows that they have none of the strings.
+
+    Returns:
+      The fewest tokens whose text has one of the strings, and their text before the first of them;
+      None where there is none.
+    """
+
+    def text_of(num_tokens: int) -> str:
+        return tokenizer.decode(list(token_ids[:num_tokens]), skip_special_tokens=True)
+
+    def position(text: str) -> int:
+        return min((text.find(s) for s in stop if s in text), default=-1)
+
+    if position(text_of(len(token_ids))) < 0:
+        return None
+    for num_tokens in range(num_checked + 1, len(token_ids) + 1):
+        text = text_of(num_tokens)
+        if (at := position(text)) >= 0:
+            return num_tokens, text[:at]
+    raise AssertionError("the whole text has a stop string, and so has its last part")

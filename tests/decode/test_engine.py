@@ -1,0 +1,409 @@
+"""Continuous batching: each request is answered as if it were alone, whatever is beside it."""
+
+import asyncio
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.decode import batch, growth, loop
+from peagle_jax.decode import engine as engine_module
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.decode.requests import Request
+from peagle_jax.decode.serving import AsyncEngine
+from peagle_jax.decode.stop_strings import find_stop
+from peagle_jax.types import InputError
+
+CONTEXT = {"context": 640}
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(ord("A") + i) for i in token_ids)
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """Caches that grow, and batches that shrink, with few tokens."""
+    monkeypatch.setattr(growth, "FIRST_SLOTS", 32)
+    monkeypatch.setattr(batch, "MIN_TOKENS_LEFT", 2)
+
+
+def make_engine(k: int | None = 3, method: str | None = None, **options) -> Engine:
+    """An engine of tiny models; without a head where `k` is None."""
+    target, head = tiny.target(**CONTEXT), tiny.head(**CONTEXT)
+    if k is None:
+        return Engine(target, **options)
+    return Engine(target, make_drafter(head, k, method), head.params, **options)
+
+
+def random_requests(count: int, seed: int, longest: int = 60) -> list[Request]:
+    """Requests of any length, greedy and sampled, with and without stop tokens."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(count):
+        sampled = i % 3 == 1
+        requests.append(
+            Request(
+                prompt=rng.integers(0, 40, rng.integers(1, longest)).tolist(),
+                max_new_tokens=int(rng.integers(1, 40)),
+                temperature=0.8 if sampled else 0.0,
+                top_k=5 if i % 6 == 1 else 0,
+                seed=1000 + i,
+                stop_ids=[7, 21, 33, 2, 5] if i % 4 == 3 else (),
+            )
+        )
+    return requests
+
+
+def alone(request: Request, k: int | None, method: str | None = None):
+    """The answer of `generate`, in a batch of one."""
+    target, head = tiny.target(**CONTEXT), tiny.head(**CONTEXT)
+    (answer,) = generate(
+        target,
+        None if k is None else head,
+        [request.prompt],
+        k=k,
+        method=method,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed,
+        stop_ids=request.stop_ids,
+    )
+    return answer
+
+
+@pytest.mark.parametrize("k, method", [(None, None), (3, "peagle"), (2, "eagle3")])
+def test_a_request_is_answered_as_if_it_were_alone(k, method):
+    requests = random_requests(22, seed=5)
+    server = make_engine(k, method, max_batch=4, prefill_chunk=24)
+    answers = dict(server.run(requests))
+    assert sorted(answers) == list(range(len(requests)))
+    for i, request in enumerate(requests):
+        # text is None in both: neither has a tokenizer
+        assert answers[i] == alone(request, k, method), i
+    assert {answer.finish_reason for answer in answers.values()} == {"stop", "length"}
+    assert not server.has_work and server.num_running == 0
+    # one program for each size: at most 3 of rows, 4 of slots, 3 ways to sample
+    decodes = {program for program in server.stats.programs if program[0] == "decode"}
+    assert {program[1] for program in decodes} == {1, 2, 4}
+    assert {program[3] for program in decodes} == {"greedy", "sampled", "filtered"}
+    prefills = server.stats.programs - decodes
+    assert {program[3] for program in prefills} <= {24} and len(decodes) < 30
+
+
+def test_greedy_answers_are_the_models_own():
+    """Beside the oracle that has neither cache nor loop."""
+    requests = [r for r in random_requests(9, seed=8, longest=20) if r.temperature == 0]
+    requests = [dataclasses.replace(r, stop_ids=()) for r in requests]
+    answers = dict(make_engine(4, max_batch=3).run(requests))
+    for i, request in enumerate(requests):
+        prompt = tuple(request.prompt)
+        assert answers[i].output_token_ids == tiny.greedy(prompt, request.max_new_tokens)
+
+
+def test_rows_and_slots_follow_what_is_in_use():
+    """A long request among short ones: rows and slots that it needed are given up."""
+    server = make_engine(3, max_batch=4)
+    shapes = []
+    for i, new in enumerate((9, 12, 200, 30)):
+        server.add(Request(prompt=[i + 1, 3], max_new_tokens=new))
+    while server.has_work:
+        server.step()
+        if len(shapes) == 3:
+            server.add(Request(prompt=[9, 9], max_new_tokens=60))
+        shapes.append((len(server._batch.rows), server._batch.slots))
+    rows, slots = zip(*shapes, strict=True)
+    assert rows[0] == 4 and 1 in rows and rows[-1] == 0  # nothing is held in the end
+    assert slots[0] <= 64
+    assert max(program[2] for program in server.stats.programs) == 224
+    # a row that leaves takes its slots along
+    server.stats.programs.clear()
+    server.add(Request(prompt=[5] * 150, max_new_tokens=4))
+    server.add(Request(prompt=[5], max_new_tokens=60))
+    sizes = []
+    while server.has_work:
+        server.step()
+        sizes.append(server._batch.slots)
+    assert max(program[2] for program in server.stats.programs) >= 154 and 0 < sizes[-2] <= 96
+
+
+def test_streams():
+    requests = random_requests(7, seed=2)
+    want = dict(make_engine(3, max_batch=3).run(requests))
+    server = make_engine(3, max_batch=3)
+    for i, request in enumerate(requests):
+        server.add(dataclasses.replace(request, stream=i % 2 == 0))
+    parts: dict[int, list[list[int]]] = {i: [] for i in range(7)}
+    answers = {}
+    while server.has_work:
+        for output in server.step():
+            assert output.request_id not in answers  # nothing follows the last output
+            parts[output.request_id].append(output.new_token_ids)
+            if output.answer is not None:
+                answers[output.request_id] = output.answer
+    assert answers == want
+    for i, answer in want.items():
+        assert sum(parts[i], []) == answer.output_token_ids
+        if i % 2:
+            assert len(parts[i]) == 1
+        elif answer.num_drafts > 1:
+            assert len(parts[i]) >= answer.num_drafts
+
+
+@pytest.mark.parametrize("moment", ["waiting", "entering", "running"])
+def test_cancel(moment):
+    requests = [
+        Request(prompt=[4] * 20, max_new_tokens=30),
+        Request(prompt=[4, 5] * 20, max_new_tokens=31),
+        Request(prompt=[6], max_new_tokens=32),
+    ]
+    server = make_engine(3, max_batch=2, prefill_chunk=8, max_steps=2)
+    ids = [server.add(request) for request in requests]
+    outputs = []
+    if moment != "waiting":
+        outputs += server.step()
+    while moment == "running" and server.num_running < 2:
+        outputs += server.step()
+    victim = ids[2] if moment == "waiting" else ids[0]
+    server.cancel(victim)
+    server.cancel(victim)
+    server.cancel(99)  # unknown
+    while server.has_work:
+        outputs += server.step()
+    server.cancel(ids[1])  # done
+    answers = {o.request_id: o.answer for o in outputs if o.answer is not None}
+    assert sorted(answers) == ids
+    assert answers[victim].finish_reason == "cancelled"
+    whole = alone(requests[victim], 3).output_token_ids
+    length = len(answers[victim].output_token_ids)
+    assert length < len(whole) and answers[victim].output_token_ids == whole[:length]
+    assert (length > 0) == (moment != "waiting")
+    for i in set(ids) - {victim}:
+        assert answers[i] == alone(requests[i], 3)
+    server.step()
+    assert not server._cancelled
+
+
+def with_bad_token(token: int, value: float):
+    """The target, of which one token's embedding is not finite."""
+    target = tiny.target(**CONTEXT)
+    params = jax.tree.map(lambda x: x, target.params)
+    params["embed"]["table"] = params["embed"]["table"].at[token].set(value)
+    return dataclasses.replace(target, params=params)
+
+
+def test_nan_fails_one_request_alone():
+    prompts = {0: [3, 9], 2: [8]}
+    want = {i: alone(Request(prompt=p, max_new_tokens=20), None) for i, p in prompts.items()}
+    used = {3, 9, 8}.union(*(answer.output_token_ids for answer in want.values()))
+    bad = max(set(range(41)) - used)
+    # without drafts: one of the bad token would fail its row, although it is not accepted
+    server = Engine(with_bad_token(bad, np.nan), max_batch=2)
+    prompts[1] = [3, bad, 4]
+    requests = [Request(prompt=prompts[i], max_new_tokens=20) for i in range(3)]
+    answers = dict(server.run(requests))
+    assert answers[1].finish_reason == "error" and "NaN" in answers[1].error
+    assert answers[1].output_token_ids == []
+    for i in want:
+        assert answers[i] == want[i]
+
+
+def test_nan_in_the_midst_of_an_answer():
+    """The answer keeps what was written before."""
+    request = Request(prompt=[3, 14, 15], max_new_tokens=20)
+    whole = alone(request, 3).output_token_ids
+    first = next(i for i in range(4, 20) if whole[i] not in [*request.prompt, *whole[:i]])
+    broken, head = with_bad_token(whole[first], np.inf), tiny.head(**CONTEXT)
+    for drafter in (None, head):
+        (answer,) = generate(broken, drafter, [request.prompt], k=3, max_new_tokens=20)
+        assert answer.finish_reason == "error"
+        assert answer.output_token_ids == whole[: len(answer.output_token_ids)]
+        # the bad token is written, and fails where it is read
+        lost = first + 1 - len(answer.output_token_ids)
+        assert lost == 0 if drafter is None else 0 <= lost <= 3
+
+
+def test_bad_requests_are_answered_and_the_others_go_on():
+    good = Request(prompt=[3, 9], max_new_tokens=5)
+    bad = {
+        1: (Request(prompt=[], max_new_tokens=5), "must have at least one token"),
+        2: (Request(prompt=[41], max_new_tokens=5), "token ids must lie in 0..40"),
+        3: (Request(prompt=[1], max_new_tokens=640), "context of 640 tokens"),
+        4: (Request(prompt=[1], max_new_tokens=0), "max_new_tokens: must be 1 or more"),
+        5: (
+            Request(prompt=[1], max_new_tokens=5, temperature=-1.0),
+            "temperature: must be 0 or more",
+        ),
+        6: (Request(prompt=[1], max_new_tokens=5, seed=-1), "seed: must lie in"),
+        7: (
+            Request(prompt=[1], max_new_tokens=5, stop_ids=[50]),
+            "stop_ids: token ids must lie in 0..40",
+        ),
+        8: (Request(prompt=[1], max_new_tokens=5, stop=["end"]), "stop strings need a tokenizer"),
+        9: (Request(prompt=[1], max_new_tokens=95), "must fit the cache of 90 slots"),
+    }
+    requests = [bad[i][0] if i in bad else good for i in range(11)]
+    server = make_engine(3, max_batch=2, cache_size=90)
+    answers = dict(server.run(requests))
+    assert sorted(answers) == list(range(11))
+    for i, answer in answers.items():
+        if i in bad:
+            assert answer.finish_reason == "error" and bad[i][1] in answer.error, answer.error
+            assert "\n" not in answer.error
+        else:
+            assert answer == alone(good, 3)
+    with pytest.raises(InputError, match="stop: must have at least one character"):
+        make_engine(3, tokenizer=Letters()).add(Request(prompt=[1], stop=[""]))
+    # only bad ones: nothing is waited for
+    assert [a.finish_reason for _, a in make_engine(3).run([bad[1][0]] * 20)] == ["error"] * 20
+    for option in ("max_batch", "prefill_chunk", "max_steps"):
+        with pytest.raises(InputError, match=f"{option}: must be 1 or more; got 0"):
+            make_engine(3, **{option: 0})
+
+
+def test_requests_wait_for_memory(monkeypatch):
+    """Where only one fits, the others enter one by one."""
+    server = make_engine(3, max_batch=4)
+    one = engine_module.cache_bytes(*server._cache_arguments(1, 64))
+    monkeypatch.setattr(engine_module, "free_bytes", lambda: int(1.5 * one) - server._held_bytes())
+    requests = [Request(prompt=[i + 1], max_new_tokens=40) for i in range(5)]
+    most = 0
+    answers = {}
+    for request in requests:
+        server.add(request)
+    while server.has_work:
+        for output in server.step():
+            answers[output.request_id] = output.answer
+        most = max(most, server.num_running)
+    assert most == 1
+    assert [answers[i] for i in range(5)] == [alone(r, 3) for r in requests]
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+def test_find_stop():
+    letters = Letters()
+    ids = [0, 1, 2, 3, 1, 2]
+    assert find_stop(letters, ids, ["CD"]) == (4, "AB")
+    assert find_stop(letters, ids, ["CD", "B"]) == (2, "A")
+    assert find_stop(letters, ids, ["BC"], num_checked=1) == (3, "A")
+    assert find_stop(letters, ids, ["X", "DC"]) is None
+    assert find_stop(letters, [5], ["F"]) == (1, "")
+
+
+def test_stop_strings():
+    request = Request(prompt=[3, 14, 15], max_new_tokens=60)
+    whole = alone(request, 3)
+    text = Letters().decode(whole.output_token_ids, skip_special_tokens=True)
+    stop = text[17:19]
+    cut = text.index(stop)
+    server = make_engine(3, max_batch=2, tokenizer=Letters())
+    answers = dict(server.run([dataclasses.replace(request, stop=["??", stop]), request]))
+    assert answers[0].finish_reason == "stop" and answers[0].text == text[:cut]
+    assert answers[0].output_token_ids == whole.output_token_ids[: cut + 2]
+    assert len(answers[0].is_draft) == cut + 2
+    assert answers[1].text == text and answers[1].finish_reason == "length"
+    assert answers[0].num_drafts < whole.num_drafts
+
+
+# ---------------------------------------------------------------- asyncio
+
+
+def test_tasks_share_an_engine():
+    requests = [dataclasses.replace(r, stream=True) for r in random_requests(9, seed=3)]
+    want = dict(make_engine(3, max_batch=3).run(requests))
+
+    async def listen(server, request):
+        tokens = []
+        async for output in server.stream(request):
+            tokens += output.new_token_ids
+            answer = output.answer
+        assert tokens == answer.output_token_ids
+        return answer
+
+    async def breaks(server, request):
+        async for _ in server.stream(request):
+            raise KeyError("the consumer's own mistake")
+
+    async def leaves(server, request):
+        stream = server.stream(request)
+        await anext(stream)
+        await stream.aclose()
+
+    async def main():
+        server = make_engine(3, max_batch=3)
+        async with AsyncEngine(server) as asynchronous:
+            results = await asyncio.gather(
+                *(listen(asynchronous, request) for request in requests),
+                breaks(asynchronous, Request(prompt=[3], max_new_tokens=200, stream=True)),
+                leaves(asynchronous, Request(prompt=[4], max_new_tokens=200, stream=True)),
+                listen(asynchronous, Request(prompt=[], max_new_tokens=200)),
+                return_exceptions=True,
+            )
+            # a request that comes when all others are done
+            again = await listen(asynchronous, requests[2])
+        assert not server.has_work
+        return results, again
+
+    results, again = asyncio.run(main())
+    assert results[:9] == [want[i] for i in range(9)] and again == want[2]
+    assert isinstance(results[9], KeyError) and results[10] is None
+    assert isinstance(results[11], InputError)
+
+
+def test_an_engine_that_fails_tells_its_listeners(monkeypatch):
+    def fail(*arguments):
+        raise MemoryError("no memory")
+
+    async def main():
+        async with AsyncEngine(make_engine(3)) as server:
+            monkeypatch.setattr(loop, "decode", fail)
+            with pytest.raises(RuntimeError, match="stopped before") as error:
+                async for _ in server.stream(Request(prompt=[3])):
+                    pass
+            assert isinstance(error.value.__cause__, MemoryError)
+            with pytest.raises(RuntimeError, match="is not running"):
+                await anext(server.stream(Request(prompt=[3])))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_closed_engine_tells_its_listeners():
+    async def main():
+        async with AsyncEngine(make_engine(3)) as server:
+            stream = server.stream(Request(prompt=[3], max_new_tokens=500, stream=True))
+            await anext(stream)
+        with pytest.raises(RuntimeError, match="stopped before"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+# ---------------------------------------------------------------- many
+
+
+@pytest.mark.long
+def test_ten_thousand_requests():
+    """None is lost or mixed up, and nothing is kept."""
+    distinct = random_requests(60, seed=11, longest=40)
+    want = dict(make_engine(3, max_batch=8).run(distinct))
+    server = make_engine(3, max_batch=8)
+    seen = 0
+    for place, answer in server.run(distinct[i % 60] for i in range(10_000)):
+        assert answer == want[place % 60], place
+        seen += 1
+        if seen == 2000:
+            arrays = len(jax.live_arrays())
+    assert seen == 10_000
+    assert len(jax.live_arrays()) <= arrays
