@@ -334,6 +334,7 @@ class SamplingParams:
       temperature: 0 makes a row greedy.
       top_k: 0 for no such filter.
       top_p: 1 for no such filter.
+      min_p: 0 for no such filter.
       filtered: whether any row uses `top_k` or `top_p`, which need a sort of the vocabulary.
     """
 
@@ -341,7 +342,28 @@ class SamplingParams:
     temperature: Float[Array | ndarray, " B"]
     top_k: Int[Array | ndarray, " B"]
     top_p: Float[Array | ndarray, " B"]
+    min_p: Float[Array | ndarray, " B"]
     filtered: bool = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Penalties:
+    """What each row of a batch adds to the target's logits; see `decode.penalties.penalize`.
+
+    Attributes:
+      repetition: 1 for no such penalty.
+      presence: 0 for no such penalty.
+      frequency: 0 for no such penalty.
+      bias: added to the logit of every token.
+      in_prompt: which tokens the prompt has.
+    """
+
+    repetition: Float[Array | ndarray, " B"]
+    presence: Float[Array | ndarray, " B"]
+    frequency: Float[Array | ndarray, " B"]
+    bias: Float[Array | ndarray, "B V"]
+    in_prompt: Bool[Array | ndarray, "B V"]
 
 
 @jax.tree_util.register_dataclass
@@ -353,11 +375,15 @@ class RowOptions:
       max_new_tokens: limit of the answer; 0 for a row that holds no request.
       stop_ids: an answer ends with the first of these; -1 stands for none.
       sampling: None where all rows decode greedily.
+      penalties: None where no row has any.
+      logprobs: whether a row wants the log-probabilities of its tokens.
     """
 
     max_new_tokens: Int[Array | ndarray, " B"]
     stop_ids: Int[Array | ndarray, "B stops"]
     sampling: SamplingParams | None
+    penalties: Penalties | None = None
+    logprobs: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -391,6 +417,7 @@ class DecodeState:
       count: how many of `tokens` are real, 1 to K + 1.
       output: the answers; a row's buffer is as long as the cache, and grows with it.
       is_draft: which tokens of `output` are accepted drafts.
+      logprobs: of the tokens of `output` by the target alone; zeros where nobody wants them.
       emitted: tokens written to `output`. A step may write beyond the limit.
       length: tokens of the answer so far: `emitted`, cut at the limit and after a stop token.
       done: rows whose answer is complete. Steps leave them as they are.
@@ -407,6 +434,7 @@ class DecodeState:
     count: Int[Array, " B"]
     output: Int[Array, "B L"]
     is_draft: Bool[Array, "B L"]
+    logprobs: Float[Array, "B L"]
     emitted: Int[Array, " B"]
     length: Int[Array, " B"]
     done: Bool[Array, " B"]

@@ -79,6 +79,39 @@ def add_generate(parser: Parser) -> None:
         help="sample from this many of the likeliest tokens; 0 is no filter",
     )
     parser.add_argument(
+        "--min-p",
+        metavar="P",
+        type=float,
+        default=0.0,
+        help="sample from tokens that have this share of the likeliest one's probability",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="above 1 makes tokens of the prompt and the answer less likely",
+    )
+    parser.add_argument(
+        "--presence-penalty",
+        metavar="X",
+        type=float,
+        default=0.0,
+        help="subtracted from the logits of tokens that the answer has",
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        metavar="X",
+        type=float,
+        default=0.0,
+        help="likewise, for every time that the answer has them",
+    )
+    parser.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="with --out: add the log-probabilities of the answer's tokens",
+    )
+    parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="prompt i samples with seed + i"
     )
     parser.add_argument(

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 
 from peagle_jax.decode import growth, loop
 from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.decode.penalties import penalties_of
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.types import DecodeState, Params, RowOptions
@@ -103,11 +104,12 @@ class Batch:
             self._numbers = RowNumbers(*map(np.array, jax.device_get((*arrays, *counters))))
         return self._numbers
 
-    def tokens(self, row: int) -> tuple[list[int], list[bool]]:
-        """The answer in a row so far, and which of its tokens are accepted drafts."""
+    def tokens(self, row: int) -> tuple[list[int], list[bool], list[float]]:
+        """The answer in a row so far, which of its tokens are accepted drafts, and logprobs."""
         length = self.numbers().length[row]
-        output, is_draft = jax.device_get((self.state.output, self.state.is_draft))
-        return output[row, :length].tolist(), is_draft[row, :length].tolist()
+        arrays = jax.device_get((self.state.output, self.state.is_draft, self.state.logprobs))
+        output, is_draft, logprobs = (array[row, :length].tolist() for array in arrays)
+        return output, is_draft, logprobs
 
     def insert(self, entering: Sequence[Row], new: DecodeState) -> None:
         """Takes in requests whose prompts were read: the first rows of `new`."""
@@ -124,12 +126,12 @@ class Batch:
                 place = free[source]
                 self._state = growth.put_row(self.state, new, np.int32(source), np.int32(place))
                 self.rows[place] = row
-        self._options = row_options(self.rows)
+        self._options = row_options(self.rows, self.spec.target_config.vocab)
 
     def decode(self, max_steps: int) -> int:
         """Takes steps until a further row is done, and returns how many."""
         positions = self.numbers().position[self.running]
-        if positions.max() + self.spec.k + 1 > self.slots:
+        if positions.max() + self.spec.num_drafts + 1 > self.slots:
             self._resize(len(self.rows), self._slots_needed())
         num_free = len(self.rows) - len(self.running)
         limits = np.int32(num_free + 1), np.int32(max_steps)
@@ -160,7 +162,7 @@ class Batch:
         slots = self._slots_needed()
         if num_rows < len(self.rows) or 2 * slots <= self.slots:
             self._resize(num_rows, min(slots, self.slots))
-            self._options = row_options(self.rows)
+            self._options = row_options(self.rows, self.spec.target_config.vocab)
 
     def _request(self, i: int) -> Request:
         row = self.rows[i]
@@ -172,8 +174,8 @@ class Batch:
         positions = self.numbers().position
         requests = [self._request(i) for i in self.running]
         return growth.num_slots(
-            int(positions[self.running].max()) + self.spec.k + 1,
-            max(num_reserved(request, self.spec.k) for request in requests),
+            int(positions[self.running].max()) + self.spec.num_drafts + 1,
+            max(num_reserved(request, self.spec) for request in requests),
         )
 
     def _resize(self, num_rows: int, slots: int) -> None:
@@ -188,16 +190,20 @@ class Batch:
         self._numbers = None
 
 
-def num_reserved(request: Request, k: int) -> int:
+def num_reserved(request: Request, spec: DecodeSpec) -> int:
     """The most positions of the caches that a request will ever need.
 
     A row whose last step went K tokens past its limit is still verified beside the others.
     """
-    return len(request.prompt) + request.max_new_tokens + 2 * k
+    return len(request.prompt) + request.max_new_tokens + spec.k + spec.num_drafts
 
 
-def row_options(rows: Sequence[Row | None]) -> RowOptions:
-    """What the rows of a batch ask for. Rows without a request are done from the start."""
+def row_options(rows: Sequence[Row | None], vocab: int) -> RowOptions:
+    """What the rows of a batch ask for. Rows without a request are done from the start.
+
+    Args:
+      vocab: tokens that the target knows.
+    """
     free = Request(prompt=(), max_new_tokens=0)
     requests = [free if row is None else row.request for row in rows]
     most = max(1, *(0 if row is None else len(row.stop_ids) for row in rows))
@@ -214,12 +220,17 @@ def row_options(rows: Sequence[Row | None]) -> RowOptions:
             [r.top_k for r in requests],
             [r.top_p for r in requests],
             [r.seed for r in requests],
+            [r.min_p for r in requests],
         ),
+        penalties=penalties_of(requests, vocab),
+        logprobs=any(r.logprobs for r in requests),
     )
 
 
 def sampling_kind(options: RowOptions) -> str:
     """What of `options` decides on a program."""
-    if options.sampling is None:
-        return "greedy"
-    return "filtered" if options.sampling.filtered else "sampled"
+    kind = "greedy"
+    if options.sampling is not None:
+        kind = "filtered" if options.sampling.filtered else "sampled"
+    penalties = " penalized" if options.penalties is not None else ""
+    return kind + penalties + (" logprobs" if options.logprobs else "")

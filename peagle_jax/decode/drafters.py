@@ -127,6 +127,38 @@ class ParallelDrafter(_HeadDrafter):
         aux_hidden_states: Float[Array, "B R A"],
         count: Int[Array, " B"],
     ) -> Proposal:
+        head, hidden, new_state = self._read(params, state, tokens, aux_hidden_states, count)
+        drafts, draft_logits = _draft_tokens(head, hidden, state.sampling)
+        return drafts, draft_logits, new_state
+
+    def likeliest(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B R"],
+        aux_hidden_states: Float[Array, "B R A"],
+        count: Int[Array, " B"],
+        width: int,
+    ) -> tuple[Int[Array, "B K width"], Float[Array, "B K width"], DraftState]:
+        """As `step`, but gives the `width` likeliest tokens of every position.
+
+        Returns:
+          Their ids in the target's vocabulary, their log-probabilities, and the new state.
+        """
+        head, hidden, new_state = self._read(params, state, tokens, aux_hidden_states, count)
+        logits = head.compute_logits(hidden).astype(jnp.float32)
+        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), width)
+        return head.target_ids()[ids].astype(jnp.int32), logprobs, new_state
+
+    def _read(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B R"],
+        aux_hidden_states: Float[Array, "B R A"],
+        count: Int[Array, " B"],
+    ) -> tuple[DraftHead, Float[Array, "B K D"], DraftState]:
+        """The head, its hidden states that the K drafts are read from, and the new state."""
         head = self._head(params)
         embeddings, fused = self._with_placeholders(
             head, head.embed(tokens), head.fuse(aux_hidden_states), count
@@ -135,8 +167,7 @@ class ParallelDrafter(_HeadDrafter):
         # draft 0 is read from the last committed row, draft i from the i-th placeholder after it
         draft_rows = count[:, None] - 1 + jnp.arange(self.k)[None]
         hidden = jnp.take_along_axis(hidden, draft_rows[..., None], axis=1)
-        drafts, draft_logits = _draft_tokens(head, hidden, state.sampling)
-        return drafts, draft_logits, _advance(state, cache, count)
+        return head, hidden, _advance(state, cache, count)
 
     def _with_placeholders(
         self,

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from peagle_jax.decode import growth
 from peagle_jax.decode.batch import Batch, Row, num_reserved, row_options, sampling_kind
-from peagle_jax.decode.drafters import Drafter
+from peagle_jax.decode.drafters import Drafter, ParallelDrafter
 from peagle_jax.decode.loop import DecodeSpec, full_precision
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
 from peagle_jax.decode.prefill import chunk_size, num_positions, prefill
@@ -74,6 +74,8 @@ class Engine:
       target: from `load_target`, with the draft head's aux hidden state layers.
       drafter: what proposes tokens, from `make_drafter`; None for plain decoding.
       draft_params: the drafter's parameters.
+      num_tree_nodes: drafts of a tree that is verified at once, in the place of a chain of K: the
+        likeliest paths by what a P-EAGLE head drafts at its K positions.
       max_batch: requests that are decoded together.
       cache_size: positions that a request may take, prompt + new tokens + K; None for as many as
         the target's context has.
@@ -84,7 +86,8 @@ class Engine:
       tokenizer: the target's, for stop strings and for answers as text.
 
     Raises:
-      InputError: `max_batch`, `prefill_chunk` or `max_steps` is below 1.
+      InputError: `max_batch`, `prefill_chunk`, `max_steps` or `num_tree_nodes` is below 1, or a
+        tree is asked for of a drafter that is not parallel.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Engine:
         drafter: Drafter | None = None,
         draft_params: Any = None,
         *,
+        num_tree_nodes: int | None = None,
         max_batch: int = 8,
         cache_size: int | None = None,
         prefill_chunk: int | None = PREFILL_CHUNK,
@@ -104,6 +108,12 @@ class Engine:
         _check_at_least_1("max_batch", max_batch, 8)
         _check_at_least_1("prefill_chunk", prefill_chunk, PREFILL_CHUNK)
         _check_at_least_1("max_steps", max_steps, STEPS_PER_STOP_CHECK)
+        _check_at_least_1("num_tree_nodes", num_tree_nodes, 32)
+        if num_tree_nodes is not None and not isinstance(drafter, ParallelDrafter):
+            rule = "trees are made of what a P-EAGLE head drafts in parallel"
+            next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
+            got = type(drafter).__name__ if drafter else "plain decoding"
+            raise InputError("num_tree_nodes", rule, got, next_step)
         self.target, self.tokenizer = target, tokenizer
         self.max_batch, self.cache_size, self.max_steps = max_batch, cache_size, max_steps
         self.stats = EngineStats()
@@ -112,6 +122,7 @@ class Engine:
             target_config=target.config,
             drafter=drafter,
             sample_drafts=sample_drafts,
+            num_nodes=num_tree_nodes,
             chunk=PREFILL_CHUNK if sliding_cache and prefill_chunk is None else prefill_chunk,
             ring_cache_size=(cache_size or target.config.context) if sliding_cache else None,
         )
@@ -147,7 +158,7 @@ class Engine:
             raise InputError(where, "stop strings need a tokenizer", request.stop[0], next_step)
         stop_ids = self.target.config.stop_ids if request.stop_ids is None else request.stop_ids
         row = Row(number, request, tuple(stop_ids))
-        positions = num_reserved(request, self.spec.k)
+        positions = num_reserved(request, self.spec)
         check_cache(*self._cache_arguments(1, positions), held=self._held_bytes())
         self._waiting.append(row)
         return number
@@ -158,7 +169,7 @@ class Engine:
         Raises:
           InputError: their caches would not fit the memory.
         """
-        positions = max(num_reserved(request, self.spec.k) for request in requests)
+        positions = max(num_reserved(request, self.spec) for request in requests)
         check_cache(*self._cache_arguments(len(requests), positions), held=self._held_bytes())
 
     def cancel(self, request_id: int) -> None:
@@ -271,9 +282,9 @@ class Engine:
         for i, row in enumerate(group):
             lengths[i] = len(row.request.prompt)
             prompts[i, : lengths[i]] = row.request.prompt
-        needed = max(longest + self.spec.k + 1, num_positions(self.spec, longest))
+        needed = max(longest + self.spec.num_drafts + 1, num_positions(self.spec, longest))
         slots = growth.num_slots(needed, max(map(self._num_reserved, group)))
-        options = row_options([*group, *[None] * (num_rows - len(group))])
+        options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         shape = num_rows, slots, chunk_size(self.spec, longest)
         self.stats.programs.add(("prefill", *shape, sampling_kind(options)))
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
@@ -296,7 +307,7 @@ class Engine:
         return free is None or needed <= free + self._held_bytes()
 
     def _num_reserved(self, row: Row) -> int:
-        return num_reserved(row.request, self.spec.k)
+        return num_reserved(row.request, self.spec)
 
     def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
         """Arguments of `cache_bytes`."""
@@ -353,7 +364,7 @@ class Engine:
         is_done = bool(numbers.done[i])
         if not (is_done or request.stream or request.stop or row.id in self._cancelled):
             return None
-        token_ids, is_draft = self._batch.tokens(i)
+        token_ids, is_draft, logprobs = self._batch.tokens(i)
         reason = None
         if numbers.failed[i]:
             reason = "error"
@@ -380,8 +391,9 @@ class Engine:
             finish_reason=reason,
             is_draft=is_draft,
             num_drafts=num_drafts,
-            num_draft_tokens=num_drafts * self.spec.k,
+            num_draft_tokens=num_drafts * self.spec.num_drafts,
             num_accepted_per_pos=numbers.num_accepted_per_pos[i].tolist(),
+            logprobs=logprobs[: len(token_ids)] if request.logprobs else None,
             text=text,
             error="the target computed NaN or infinity" if reason == "error" else None,
         )

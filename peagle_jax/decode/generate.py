@@ -20,6 +20,7 @@ def generate(
     *,
     k: int | None = None,
     method: str | None = None,
+    num_tree_nodes: int | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -45,6 +46,7 @@ def generate(
       k: tokens drafted per step. None takes the K that the head was trained for, but at most 7,
         which is the best K of the published heads.
       method: how the head drafts, "peagle" or "eagle3". None takes what the head was made for.
+      num_tree_nodes: verify a tree of so many drafts per step, and not a chain of K (P-EAGLE).
       max_new_tokens: limit of every answer.
       temperature: 0 decodes greedily.
       top_k: sample among the k most probable tokens; 0 for all.
@@ -92,6 +94,7 @@ def generate(
         target,
         drafter,
         draft_params,
+        num_tree_nodes=num_tree_nodes,
         max_batch=len(prompts),
         cache_size=cache_size,
         prefill_chunk=prefill_chunk,

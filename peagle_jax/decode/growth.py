@@ -90,7 +90,7 @@ def resize(state: DecodeState, slots: int, rows: Sequence[int], num_rows: int) -
     per_row = {
         field.name: same_slots(getattr(state, field.name))
         for field in dataclasses.fields(state)
-        if field.name not in ("cache", "draft", "output", "is_draft")
+        if field.name not in ("cache", "draft", "output", "is_draft", "logprobs")
     }
     if len(rows) < num_rows:
         per_row["done"] = jnp.asarray(per_row["done"]).at[len(rows) :].set(True)
@@ -100,6 +100,7 @@ def resize(state: DecodeState, slots: int, rows: Sequence[int], num_rows: int) -
         draft=draft,
         output=with_slots(state.output, 1, slots),
         is_draft=with_slots(state.is_draft, 1, slots),
+        logprobs=with_slots(state.logprobs, 1, slots),
         **per_row,
     )
 

@@ -27,10 +27,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.decode.drafters import Drafter
-from peagle_jax.decode.sampling import KeyUse, with_step_keys
+from peagle_jax.decode.drafters import Drafter, ParallelDrafter
+from peagle_jax.decode.penalties import count_tokens, penalize
+from peagle_jax.decode.sampling import KeyUse, probabilities, sample, with_step_keys
+from peagle_jax.decode.tree import likeliest_tree, num_tree_nodes, tree_width, walk
 from peagle_jax.decode.verify import verify_greedy, verify_sampled
-from peagle_jax.layers import CachedAttention, Decoder
+from peagle_jax.layers import CachedAttention, Decoder, keep_path
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import (
     DecodeState,
@@ -57,6 +59,7 @@ class DecodeSpec:
       sample_drafts: at a temperature above 0, sample the drafts (True), or draft argmaxes (False,
         vLLM's default). Both leave the target's distribution as it is.
       chunk: the most prompt tokens of one forward of the prefill; None for whole prompts.
+      num_nodes: verify a tree of so many drafts; None for a chain of K.
       ring_cache_size: None gives every layer slots for all positions. A number gives layers with a
         sliding window ring caches, if a ring has fewer slots than that; it takes a `chunk`.
     """
@@ -66,6 +69,7 @@ class DecodeSpec:
     drafter: Drafter | None
     sample_drafts: bool
     chunk: int | None = None
+    num_nodes: int | None = None
     ring_cache_size: int | None = None
 
     @property
@@ -74,11 +78,19 @@ class DecodeSpec:
         return self.drafter.k if self.drafter else 0
 
     @property
+    def num_drafts(self) -> int:
+        """Drafts that a step verifies: K, or the nodes of a tree; 0 in plain decoding."""
+        if self.num_nodes is None:
+            return self.k
+        assert isinstance(self.drafter, ParallelDrafter)
+        return num_tree_nodes(self.k, self.num_nodes, self.drafter.config.draft_vocab)
+
+    @property
     def ring_block(self) -> int | None:
         """The most positions that are written at once, which a ring holds beside its window."""
         if self.ring_cache_size is None or self.chunk is None:
             return None
-        return max(self.chunk, self.k + 1)
+        return max(self.chunk, self.num_drafts + 1)
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
@@ -106,7 +118,7 @@ def decode(
     def goes_on(carry: tuple[Array, DecodeState]) -> Array:
         num_steps, state = carry
         longest = jnp.where(state.done, 0, state.cache.length).max()
-        fits = longest + spec.k + 1 <= state.output.shape[1]
+        fits = longest + spec.num_drafts + 1 <= state.output.shape[1]
         return (state.done.sum() < until_done) & (num_steps < max_steps) & fits
 
     num_steps, state = jax.lax.while_loop(goes_on, next_step, (jnp.zeros((), jnp.int32), state))
@@ -117,7 +129,7 @@ def replicate_results(state: DecodeState) -> DecodeState:
     """On a mesh: the results on every device, so that each process can read them."""
     if jax.sharding.get_abstract_mesh().empty:
         return state
-    names = ("output", "is_draft", "length", "done", "failed", "num_drafts")
+    names = ("output", "is_draft", "logprobs", "length", "done", "failed", "num_drafts")
     replicated = {
         name: jax.lax.with_sharding_constraint(getattr(state, name), PartitionSpec())
         for name in (*names, "num_accepted_per_pos")
@@ -136,19 +148,107 @@ def step(
 ) -> DecodeState:
     """One draft, one verification, one commit. Rows that are done stay as they are."""
     target = cast(Decoder, nnx.merge(spec.target, target_params))
+    take_step = _chain_step if spec.num_nodes is None else _tree_step
+    return take_step(spec, target, draft_params, options, state)
+
+
+def _chain_step(
+    spec: DecodeSpec, target: Decoder, draft_params: Any, options: RowOptions, state: DecodeState
+) -> DecodeState:
+    """A step with K drafts that follow each other."""
     sampling = options.sampling
     drafts, draft_logits, draft = propose(spec, draft_params, sampling, state)
-    last_token = jnp.take_along_axis(state.tokens, (state.count - 1)[:, None], axis=1)
-    block = jnp.concatenate([last_token, drafts], axis=1)
+    block = jnp.concatenate([_last_token(state), drafts], axis=1)
     out, cache = verify_forward(target, block, state.cache)
-    if sampling is None:
+    logprobs = None
+    if not needs_logits(options):
         tokens, accepted = verify_greedy(drafts, target.argmax_logits(out.hidden))
     else:
-        fresh = with_step_keys(sampling, state.num_drafts, KeyUse.VERIFY)
-        logits = target.compute_logits(out.hidden)
-        tokens, accepted = verify_sampled(drafts, draft_logits, logits, fresh)
+        raw = logits = target.compute_logits(out.hidden)
+        if options.penalties is not None:
+            counts = count_tokens(state, drafts, logits.shape[-1])
+            logits = penalize(logits, counts, options.penalties)
+        if sampling is None:
+            tokens, accepted = verify_greedy(drafts, jnp.argmax(logits, axis=-1))
+        else:
+            fresh = with_step_keys(sampling, state.num_drafts, KeyUse.VERIFY)
+            tokens, accepted = verify_sampled(drafts, draft_logits, logits, fresh)
+        if options.logprobs:
+            logprobs = logprobs_of(raw, tokens)
     tokens = tokens.astype(jnp.int32)
-    return commit(spec, state, draft, cache, out, tokens, accepted, options)
+    return commit(spec, state, draft, cache, out, tokens, accepted, options, logprobs)
+
+
+def _tree_step(
+    spec: DecodeSpec, target: Decoder, draft_params: Any, options: RowOptions, state: DecodeState
+) -> DecodeState:
+    """A step with a tree of drafts, of which the path that the target goes is kept."""
+    assert isinstance(spec.drafter, ParallelDrafter) and spec.num_nodes is not None
+    before = state.draft, state.tokens, state.aux_hidden_states, state.count
+    width = tree_width(spec.k, spec.num_nodes, spec.drafter.config.draft_vocab)
+    token_ids, draft_logprobs, draft = spec.drafter.likeliest(draft_params, *before, width)
+    tree = likeliest_tree(token_ids, draft_logprobs, spec.num_nodes)
+    block = jnp.concatenate([_last_token(state), tree.tokens], axis=1)
+    positions = state.cache.length[:, None] + tree.depth
+    attend = CachedAttention(positions, ancestors=tree.ancestors)
+    out, cache = target(block, positions, attend, state.cache)
+
+    rows = jnp.arange(len(block))
+    if needs_logits(options):
+        logits = target.compute_logits(out.hidden)
+
+        def next_token(depth: int, node: Array, drafts: Array) -> Array:
+            return _choose_token(options, state, logits[rows, node], drafts[:, :depth])
+
+    else:
+        argmax = target.argmax_logits(out.hidden)
+
+        def next_token(depth: int, node: Array, drafts: Array) -> Array:
+            return argmax[rows, node]
+
+    path, tokens, accepted = walk(tree, spec.k, next_token)
+    logprobs = None
+    if options.logprobs:
+        logprobs = logprobs_of(logits[rows[:, None], path], tokens)
+    of_path = TargetOutput(
+        hidden=jnp.take_along_axis(out.hidden, path[..., None], axis=1),
+        aux_hidden_states=jnp.take_along_axis(out.aux_hidden_states, path[..., None], axis=1),
+    )
+    cache = keep_path(cache, path)
+    return commit(spec, state, draft, cache, of_path, tokens, accepted, options, logprobs)
+
+
+def needs_logits(options: RowOptions) -> bool:
+    """Whether argmaxes are not enough. `argmax_logits` need not hold all logits at once."""
+    return options.sampling is not None or options.penalties is not None or options.logprobs
+
+
+def _last_token(state: DecodeState) -> Int[Array, "B 1"]:
+    """The newest token of every row, which the target has not read."""
+    return jnp.take_along_axis(state.tokens, (state.count - 1)[:, None], axis=1)
+
+
+def _choose_token(
+    options: RowOptions,
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    drafts: Int[Array, "B depth"],
+) -> Int[Array, " B"]:
+    """The target's next token after drafts that were accepted in this step."""
+    if options.penalties is not None:
+        counts = count_tokens(state, drafts, logits.shape[-1])[:, -1:]
+        logits = penalize(logits[:, None], counts, options.penalties)[:, 0]
+    if options.sampling is None:
+        return jnp.argmax(logits, axis=-1)
+    fresh = with_step_keys(options.sampling, state.num_drafts, KeyUse.VERIFY)
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, drafts.shape[1]))(fresh.key)
+    return sample(keys, probabilities(logits, fresh))
+
+
+def logprobs_of(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]) -> Float[Array, "B R"]:
+    """The log-probabilities of tokens, in float32."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
 
 
 def propose(
@@ -192,6 +292,7 @@ def commit(
     tokens: Int[Array, "B R"],
     accepted: Int[Array, " B"],
     options: RowOptions,
+    logprobs: Float[Array, "B R"] | None = None,
 ) -> DecodeState:
     """Adds the accepted drafts and the target's token to the answers, and rolls the cache back.
 
@@ -202,10 +303,11 @@ def commit(
       out: of the verification. Its aux hidden states are what the drafter reads next.
       tokens: from the acceptance rule; the first `accepted + 1` of each row are committed.
       accepted: drafts accepted, 0 to K.
+      logprobs: of `tokens`; None where nobody wants them.
     """
     is_accepted = jnp.arange(spec.k)[None] < accepted[:, None]
     is_draft = jnp.pad(is_accepted, [(0, 0), (0, 1)])  # the last committed token is the target's
-    emitted = emit(state, tokens, is_draft, accepted + 1, options)
+    emitted = emit(state, tokens, is_draft, accepted + 1, options, logprobs)
     is_read = jnp.arange(spec.k + 1)[None] <= accepted[:, None]
     failed = ~(is_finite(out.hidden) | ~is_read).all(axis=1)
     new = dataclasses.replace(
@@ -228,7 +330,7 @@ def _freeze_done_rows(old: DecodeState, new: DecodeState) -> DecodeState:
     """`new` for rows that were still running in `old`; the others stay as they were.
 
     Of the caches only the lengths are restored: what a step wrote for a finished row lies beyond
-    its length. `output` and `is_draft` are not written for finished rows in the first place.
+    its length. `output`, `is_draft` and `logprobs` are not written for finished rows anyway.
     """
 
     def unless_done(new_value: Array, old_value: Array) -> Array:
@@ -270,6 +372,7 @@ def emit(
     is_draft: Bool[Array, "B R"],
     count: Int[Array, " B"],
     options: RowOptions,
+    logprobs: Float[Array, "B R"] | None = None,
 ) -> DecodeState:
     """Appends the first `count` of `tokens` to the answers of rows that are not done.
 
@@ -284,6 +387,9 @@ def emit(
     write_to = jnp.where(is_emitted, index, state.output.shape[1])
     output = state.output.at[rows, write_to].set(tokens, mode="drop")
     output_is_draft = state.is_draft.at[rows, write_to].set(is_draft, mode="drop")
+    output_logprobs = state.logprobs
+    if logprobs is not None:
+        output_logprobs = output_logprobs.at[rows, write_to].set(logprobs, mode="drop")
 
     max_new_tokens = jnp.asarray(options.max_new_tokens)
     is_stop = (tokens[..., None] == options.stop_ids[:, None]).any(axis=-1)
@@ -296,6 +402,7 @@ def emit(
         state,
         output=output,
         is_draft=output_is_draft,
+        logprobs=output_logprobs,
         emitted=emitted,
         length=jnp.where(state.done, state.length, length),
         done=state.done | stopped | (emitted >= max_new_tokens),

@@ -15,7 +15,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.decode.loop import DecodeSpec, emit, is_finite, replicate_results
+from peagle_jax.decode.loop import (
+    DecodeSpec,
+    emit,
+    is_finite,
+    logprobs_of,
+    needs_logits,
+    replicate_results,
+)
+from peagle_jax.decode.penalties import penalize
 from peagle_jax.decode.sampling import KeyUse, probabilities, sample, step_keys
 from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
 from peagle_jax.targets import sharding
@@ -181,11 +189,22 @@ def first_tokens(
       slots: of the caches.
     """
     target = cast(Decoder, nnx.merge(spec.target, target_params))
-    if options.sampling is None:
+    sampling, penalties = options.sampling, options.penalties
+    logprobs = None
+    if not needs_logits(options):
         tokens = target.argmax_logits(hidden)
     else:
-        probs = probabilities(target.compute_logits(hidden), options.sampling)
-        tokens = sample(step_keys(options.sampling, 0, KeyUse.FIRST_TOKEN), probs)
+        raw = logits = target.compute_logits(hidden)
+        if penalties is not None:
+            no_counts = jnp.zeros((len(logits), 1, logits.shape[1]), jnp.int32)
+            logits = penalize(logits[:, None], no_counts, penalties)[:, 0]
+        if sampling is None:
+            tokens = jnp.argmax(logits, axis=-1)
+        else:
+            keys = step_keys(sampling, 0, KeyUse.FIRST_TOKEN)
+            tokens = sample(keys, probabilities(logits, sampling))
+        if options.logprobs:
+            logprobs = logprobs_of(raw[:, None], tokens[:, None])
     batch, num_places = len(tokens), spec.k + 1
 
     def pad_to_block(x: Array) -> Array:
@@ -201,6 +220,7 @@ def first_tokens(
         count=zero + 1,
         output=jnp.zeros((batch, slots), jnp.int32),
         is_draft=jnp.zeros((batch, slots), bool),
+        logprobs=jnp.zeros((batch, slots), jnp.float32),
         emitted=zero,
         length=zero,
         done=failed,
@@ -209,7 +229,9 @@ def first_tokens(
         num_accepted_per_pos=jnp.zeros((batch, spec.k), jnp.int32),
     )
     no_drafts = jnp.zeros((batch, num_places), bool)
-    return replicate_results(emit(new, new.tokens, no_drafts, new.count, options))
+    if logprobs is not None:
+        logprobs = jnp.pad(logprobs, [(0, 0), (0, num_places - 1)])
+    return replicate_results(emit(new, new.tokens, no_drafts, new.count, options, logprobs))
 
 
 def _shard_cache(cache: KVCache) -> KVCache:

@@ -1,7 +1,7 @@
 """What decoding is asked for, and what it answers: requests, answers, and checks of the former."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from peagle_jax.decode.sampling import check_sampling
 from peagle_jax.targets.config import TargetConfig
@@ -18,6 +18,14 @@ class Request:
       temperature: 0 decodes greedily.
       top_k: sample among the k most probable tokens; 0 for all.
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
+      min_p: sample among the tokens that have this share of the largest probability; 0 for all.
+      repetition_penalty: divides positive logits of tokens that the prompt or the answer has, and
+        multiplies negative ones; 1 for none.
+      presence_penalty: is subtracted from the logits of tokens that the answer has; 0 for none.
+      frequency_penalty: likewise, for every time that the answer has them; 0 for none.
+      logit_bias: token ids and what is added to their logits.
+      logprobs: whether the answer gets the log-probabilities of its tokens, as the target has them
+        before penalties, temperature and filters.
       seed: of sampling. The answer depends on it, and not on other requests.
       stop_ids: the answer ends with the first of these tokens. None takes the target's
         end-of-sequence tokens, () takes none.
@@ -31,11 +39,23 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: bool = False
     seed: int = 0
     stop_ids: Sequence[int] | None = None
     stop: Sequence[str] = ()
     stream: bool = False
     name: str | None = None
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether a penalty or a bias changes the target's logits."""
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties) or bool(self.logit_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +74,7 @@ class Generation:
       num_draft_tokens: tokens drafted, K per step.
       num_accepted_per_pos: [K], in how many steps the draft at each position was accepted; [] with
         plain decoding.
+      logprobs: of every output token, by the target alone; None where nobody asked for them.
       text: the answer as text, without the stop string that ended it; None where the engine has
         no tokenizer.
       error: one line that says what failed; None without a failure.
@@ -66,6 +87,7 @@ class Generation:
     num_drafts: int
     num_draft_tokens: int
     num_accepted_per_pos: list[int]
+    logprobs: list[float] | None = None
     text: str | None = None
     error: str | None = None
 
@@ -123,7 +145,9 @@ def check_request(
     """
     if request.max_new_tokens < 1:
         raise InputError("max_new_tokens", "must be 1 or more", request.max_new_tokens, "use 128")
-    check_sampling(request.temperature, request.top_k, request.top_p, request.seed)
+    numbers = request.temperature, request.top_k, request.top_p
+    check_sampling(*numbers, request.seed, request.min_p)
+    _check_penalties(request, config.vocab)
     _check_prompt(where, request.prompt, config, request.max_new_tokens, k, cache_size)
     for token in request.stop_ids or ():
         if not 0 <= token < config.vocab:
@@ -132,6 +156,24 @@ def check_request(
     if any(not string for string in request.stop):
         next_step = "give stop the text that ends an answer, or no string"
         raise InputError("stop", "must have at least one character", "''", next_step)
+
+
+def _check_penalties(request: Request, vocab: int) -> None:
+    """Raises InputError for the first penalty or bias that is out of range, as vLLM does."""
+    if not 0 < request.repetition_penalty < float("inf"):
+        rule, got = "must be above 0, and finite", request.repetition_penalty
+        raise InputError("repetition_penalty", rule, got, "use 1 for no penalty, or 1.1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(request, name)
+        if not -2 <= value <= 2:
+            raise InputError(name, "must lie in -2..2", value, "use 0 for no penalty, or 0.5")
+    for token, value in (request.logit_bias or {}).items():
+        if not 0 <= token < vocab:
+            rule, next_step = f"token ids must lie in 0..{vocab - 1}", "use the target's tokenizer"
+            raise InputError("logit_bias", rule, token, next_step)
+        if not -100 <= value <= 100:
+            rule, next_step = "must lie in -100..100", f"use -100 to forbid token {token}"
+            raise InputError(f"logit_bias of token {token}", rule, value, next_step)
 
 
 def check_prompts(

@@ -1,4 +1,4 @@
-"""Next-token distributions (temperature, then top-k, then top-p, as in vLLM) and random keys."""
+"""Next-token distributions (temperature, min-p, top-k, top-p, as in vLLM) and random keys."""
 
 import dataclasses
 import enum
@@ -29,6 +29,7 @@ def sampling_params(
     top_k: int | Sequence[int],
     top_p: float | Sequence[float],
     seeds: Sequence[int],
+    min_p: float | Sequence[float] = 0.0,
 ) -> SamplingParams | None:
     """How the rows of a batch sample. Numbers are those of every row; sequences have one for each.
 
@@ -38,9 +39,11 @@ def sampling_params(
     Raises:
       InputError: a value is out of range.
     """
-    temperatures, top_ks, top_ps = (np.broadcast_to(x, batch) for x in (temperature, top_k, top_p))
+    options = (temperature, top_k, top_p, min_p)
+    temperatures, top_ks, top_ps, min_ps = (np.broadcast_to(x, batch) for x in options)
     for row, seed in enumerate(seeds):
-        check_sampling(float(temperatures[row]), int(top_ks[row]), float(top_ps[row]), seed)
+        numbers = float(temperatures[row]), int(top_ks[row]), float(top_ps[row])
+        check_sampling(*numbers, seed, float(min_ps[row]))
     if not temperatures.any():
         return None
     return SamplingParams(
@@ -48,6 +51,7 @@ def sampling_params(
         temperature=temperatures.astype(np.float32),
         top_k=top_ks.astype(np.int32),
         top_p=top_ps.astype(np.float32),
+        min_p=min_ps.astype(np.float32),
         filtered=bool((top_ks > 0).any() or (top_ps < 1).any()),
     )
 
@@ -57,8 +61,10 @@ def _keys(seeds: UInt32[Array, " B"]) -> Array:
     return jax.vmap(jax.random.key)(seeds)
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raises InputError for the first value that is no temperature, top-k, top-p or seed."""
+def check_sampling(
+    temperature: float, top_k: int, top_p: float, seed: int, min_p: float = 0.0
+) -> None:
+    """Raises InputError for the first value that is no temperature, top-k, top-p, seed or min-p."""
     if not 0 <= temperature < float("inf"):
         next_step = "use 0 for greedy decoding, or a value such as 0.7"
         raise InputError("temperature", "must be 0 or more, and finite", temperature, next_step)
@@ -66,6 +72,8 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> N
         raise InputError("top_k", "must be 0 or more", top_k, "use 0 for no such filter")
     if not 0 < top_p <= 1:
         raise InputError("top_p", "must lie above 0, up to 1", top_p, "use 1 for no such filter")
+    if not 0 <= min_p <= 1:
+        raise InputError("min_p", "must lie in 0..1", min_p, "use 0 for no such filter")
     if not 0 <= seed < 2**32:
         next_step = "use a seed of 0 or more, below 4294967296"
         raise InputError("seed", "must lie in 0..2^32-1", seed, next_step)
@@ -99,6 +107,9 @@ def probabilities(logits: Float[Array, "B V"], sampling: SamplingParams) -> Floa
     logits = logits.astype(jnp.float32)
     is_sampled = (sampling.temperature > 0)[:, None]
     scaled = logits / jnp.where(is_sampled, sampling.temperature[:, None], 1)
+    # a token needs this share of the largest probability; log 0 is no bound
+    least = scaled.max(axis=-1, keepdims=True) + jnp.log(jnp.asarray(sampling.min_p))[:, None]
+    scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     if sampling.filtered:
         scaled = _filter(scaled, sampling.top_k, sampling.top_p)
     argmax = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])

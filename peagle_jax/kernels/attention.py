@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 
@@ -23,6 +23,7 @@ def reference(
     sinks: Float[Array, " N"] | None,
     k_scale: Float[Array, "B G S"] | None = None,
     v_scale: Float[Array, "B G S"] | None = None,
+    visible: Bool[Array, "B T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with grouped heads: the definition of correct.
 
@@ -37,6 +38,7 @@ def reference(
         None: slot s holds position s.
       sinks: one more logit a head, which takes part in the softmax and has no value.
       k_scale, v_scale: what a slot's key and value are multiplied with.
+      visible: which slots each query sees, in the place of positions and window; None: as they say.
     """
     if k_scale is not None and v_scale is not None:
         k = (k.astype(jnp.float32) * k_scale[..., None]).astype(q.dtype)
@@ -52,10 +54,11 @@ def reference(
     q = q.astype(k.dtype).reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
     scores = jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, G, R, T, S) * scale
-    slot_position, query_position = kv_positions[:, None], positions[..., None]
-    visible = (slot_position >= 0) & (slot_position <= query_position)
-    if window is not None:
-        visible &= slot_position > query_position - window
+    if visible is None:
+        slot_position, query_position = kv_positions[:, None], positions[..., None]
+        visible = (slot_position >= 0) & (slot_position <= query_position)
+        if window is not None:
+            visible &= slot_position > query_position - window
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
@@ -94,11 +97,13 @@ def attend(
     kv_positions: Int[Array, "B S"] | None,
     *,
     form: str,
+    visible: Bool[Array, "B T S"] | None = None,
     **rule: Any,
 ) -> Float[Array, "B T N H"]:
     """As `reference`, which has the keywords of `rule`, too.
 
     Args:
+      visible: as of `reference`, which alone can take it.
       form: a name of FORMS, or "auto".
 
     Raises:
@@ -106,5 +111,8 @@ def attend(
     """
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     operands = (q,) if "k_scale" in rule else (q, k, v)
-    form = choose("attention", form, FORMS, non_16bit_reason(*operands))
+    reason = non_16bit_reason(*operands) if visible is None else "it verifies a tree"
+    form = choose("attention", form, FORMS, reason)
+    if visible is not None:
+        rule["visible"] = visible
     return FORMS[form](q, k, v, positions, kv_positions, **rule)

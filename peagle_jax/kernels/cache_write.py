@@ -62,6 +62,29 @@ def _update_rows(
     return jax.lax.fori_loop(0, len(new), update_row, cache, unroll=len(new) <= MAX_UNROLLED)
 
 
+def move(
+    cache: Float[Array, "B G S ..."],
+    sources: Int[Array, "B T"],
+    targets: Int[Array, "B T"],
+    *,
+    ring: bool,
+) -> Float[Array, "B G S ..."]:
+    """The cache with what lies at `sources` also at `targets`, which follow each other in a row.
+
+    Args:
+      ring: places are to be taken modulo S.
+    """
+    size = cache.shape[2]
+    if ring:
+        sources, targets = sources % size, targets % size
+    index = sources.reshape(len(sources), 1, -1, *[1] * (cache.ndim - 3))
+    moved = jnp.take_along_axis(cache, index, axis=2)
+    if not ring:
+        return _update_rows(cache, moved, targets[:, 0])
+    rows = jnp.arange(len(cache))[:, None]
+    return cache.at[rows, :, targets].set(jnp.moveaxis(moved, 2, 1))
+
+
 def _with_neighbour(
     cache: Float[Array, "B G S ..."], new: Float[Array, "1 G 1 ..."], start: tuple
 ) -> tuple[Float[Array, "1 G 2 ..."], tuple]:

@@ -3,7 +3,7 @@
 Norms, rotary embeddings, attention, MLPs, experts, and the frame of a decoder.
 """
 
-from peagle_jax.layers.attention import Attention, CachedAttention
+from peagle_jax.layers.attention import Attention, CachedAttention, keep_path
 from peagle_jax.layers.basic import (
     MLP,
     Embedding,
@@ -35,6 +35,7 @@ __all__ = [
     "Rope",
     "activation_dtype",
     "gelu_tanh",
+    "keep_path",
     "normal",
     "normalize",
     "product",

@@ -23,10 +23,16 @@ class CachedAttention:
     Rows may be followed by padding at later positions. No real token looks past its own position,
     and the next call overwrites what padding wrote. In a ring cache, though, padding would
     overwrite what is still needed: there `real` must say which tokens are real.
+
+    The tokens may be a tree, of which each one sees its ancestors. `positions` are then the
+    cache's length and the depth of each, and keys and values are written in the order of the
+    tokens, as if they followed each other; see `keep_path`.
     """
 
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"] | None = None  # None: all of them
+    # of a tree: whether the second token is an ancestor of the first, or itself
+    ancestors: Bool[Array, "B T T"] | None = None
 
     def __call__(
         self,
@@ -44,7 +50,7 @@ class CachedAttention:
         g, i = state.find(layer)
         group = state.groups[g]
         if k is not None and v is not None:
-            group = self._write(group, i, k, v)
+            group = self._write(group, i, k, v, state.length)
             groups = (*state.groups[:g], group, *state.groups[g + 1 :])
             state = dataclasses.replace(state, groups=groups)
         scales = {}
@@ -56,6 +62,7 @@ class CachedAttention:
             group.v[i],
             self.positions,
             self._slot_positions(group, state.length),
+            visible=self._visible(group, state.length, rule.window),
             window=rule.window,
             scale=rule.scale,
             sinks=rule.sinks,
@@ -64,10 +71,17 @@ class CachedAttention:
         )
         return y, state
 
-    def _write(self, group: KVGroup, i: int, k, v) -> KVGroup:
+    def _places(self, length: Int[Array, " B"]) -> Int[Array, "B T"]:
+        """Where the tokens are written: at their positions, or one after the other."""
+        if self.ancestors is None:
+            return self.positions
+        return length[:, None] + jnp.arange(self.positions.shape[1])[None]
+
+    def _write(self, group: KVGroup, i: int, k, v, length: Int[Array, " B"]) -> KVGroup:
         """The group with new keys and values of its i-th layer."""
         size = group.k[i].shape[2]
-        slots = self.positions % size if group.ring else self.positions
+        places = self._places(length)
+        slots = places % size if group.ring else places
         if group.ring and self.real is not None:
             slots = jnp.where(self.real, slots, size)  # there is no such slot
         names = ("k", "v", "k_scale", "v_scale") if group.k_scale else ("k", "v")
@@ -88,9 +102,53 @@ class CachedAttention:
         if not group.ring:
             return None
         slots = jnp.arange(group.k[0].shape[2])[None]
-        written = self.positions if self.real is None else jnp.where(self.real, self.positions, -1)
+        places = self._places(length)
+        written = places if self.real is None else jnp.where(self.real, places, -1)
         latest = jnp.maximum(written.max(axis=1), length - 1)[:, None]
         return latest - (latest - slots) % slots.shape[1]
+
+    def _visible(
+        self, group: KVGroup, length: Int[Array, " B"], window: int | None
+    ) -> Bool[Array, "B T S"] | None:
+        """Which slots each token of a tree sees; None where positions alone say that."""
+        if self.ancestors is None:
+            return None
+        places = self._slot_positions(group, length)
+        if places is None:
+            places = jnp.broadcast_to(
+                jnp.arange(group.k[0].shape[2]), (len(length), group.k[0].shape[2])
+            )
+        node = places - length[:, None]
+        in_tree = (node >= 0)[:, None]
+        node = jnp.clip(node, 0, self.positions.shape[1] - 1)
+        is_ancestor = jnp.take_along_axis(self.ancestors, node[:, None], axis=2)
+        # what lies after the tree is from an earlier call
+        is_written = places < length[:, None] + self.positions.shape[1]
+        visible = jnp.where(in_tree, is_ancestor, True) & ((places >= 0) & is_written)[:, None]
+        if window is not None:
+            of_nodes = jnp.take_along_axis(self.positions, node, axis=1)[:, None]
+            kv_positions = jnp.where(in_tree, of_nodes, places[:, None])
+            visible &= kv_positions > self.positions[..., None] - window
+        return visible
+
+
+def keep_path(cache: KVCache, path: Int[Array, "B R"]) -> KVCache:
+    """The cache with a path of a tree in the slots after its length, which stays as it is.
+
+    Args:
+      path: of the tokens of the tree that `CachedAttention` wrote, which are kept. They rise.
+    """
+    targets = cache.length[:, None] + jnp.arange(path.shape[1])[None]
+    sources = cache.length[:, None] + path
+    groups = []
+    for group in cache.groups:
+        changes = {}
+        for name in ("k", "v", "k_scale", "v_scale"):
+            changes[name] = tuple(
+                cache_write.move(x, sources, targets, ring=group.ring) for x in getattr(group, name)
+            )
+        groups.append(dataclasses.replace(group, **changes))
+    return dataclasses.replace(cache, groups=tuple(groups))
 
 
 class Attention(nnx.Module):

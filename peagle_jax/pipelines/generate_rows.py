@@ -22,6 +22,11 @@ class GenerationOptions:
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0: no such filter
     top_p: float = 1.0  # 1: no such filter
+    min_p: float = 0.0  # 0: no such filter
+    repetition_penalty: float = 1.0  # 1: none; likewise the next two with 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: bool = False  # rows have the log-probabilities of their tokens
     seed: int = 0  # prompt i samples with seed + i, whatever its batch
     sample_drafts: bool = True  # at a temperature above 0: sample the drafts too
     ignore_eos: bool = False  # decode past the target's end-of-sequence tokens
@@ -76,6 +81,11 @@ def generate_rows(
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            logprobs=options.logprobs,
             seed=options.seed + i,
             stop_ids=() if options.ignore_eos else None,
             stop=options.stop,
@@ -100,6 +110,8 @@ def _row(answer: Generation) -> dict:
     }
     if answer.text is not None:
         row["text"] = answer.text
+    if answer.logprobs is not None:
+        row["logprobs"] = answer.logprobs
     row |= {
         "finish_reason": answer.finish_reason,
         "num_drafts": answer.num_drafts,

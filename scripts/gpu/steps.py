@@ -210,6 +210,7 @@ def initial_state(
         count=zero + 1,
         output=jnp.zeros((batch, slots), jnp.int32),
         is_draft=jnp.zeros((batch, slots), bool),
+        logprobs=jnp.zeros((batch, slots), jnp.float32),
         emitted=zero,
         length=zero,
         done=zero < 0,

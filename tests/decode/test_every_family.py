@@ -89,6 +89,13 @@ ALL = [
 
 
 @pytest.mark.parametrize("case", ALL)
+def test_a_tree_with_rings(case):
+    """Windows, sinks, shared keys and experts, for nodes that see their ancestors alone."""
+    answers = check(case, head(families.ours(case)), k=K, num_tree_nodes=9, **RINGS)
+    assert all(a.num_draft_tokens == 9 * a.num_drafts for a in answers)
+
+
+@pytest.mark.parametrize("case", ALL)
 def test_every_length_of_rollback(case):
     """Drafts that are right, wrong at the second place, wrong at the first, in turns."""
     table = np.zeros((len(PROMPTS), 80), np.int32)

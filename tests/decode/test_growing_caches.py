@@ -67,8 +67,9 @@ def test_programs_are_few(monkeypatch):
 def compiled_loop(method: str | None, batch: int, dtype: str) -> tuple[str, set[str]]:
     """The compiled program of `loop.decode`, and the shapes of its caches."""
     target, head = tiny.target(dtype=jnp.dtype(dtype)), tiny.head(dtype=jnp.dtype(dtype))
-    drafter = make_drafter(head, 5, method) if method else None
-    spec = loop.DecodeSpec(target.graph, target.config, drafter, sample_drafts=False)
+    num_nodes = 9 if method == "tree" else None
+    drafter = make_drafter(head, 5, "peagle" if num_nodes else method) if method else None
+    spec = loop.DecodeSpec(target.graph, target.config, drafter, False, num_nodes=num_nodes)
     options = RowOptions(jnp.full(batch, 40), jnp.full((batch, 1), -1), None)
     prompts, lengths = jnp.ones((batch, 7), jnp.int32), jnp.full(batch, 7)
     params = target.params, head.params
@@ -89,7 +90,7 @@ def compiled_loop(method: str | None, batch: int, dtype: str) -> tuple[str, set[
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 8, cache_write.MAX_UNROLLED + 1])
-@pytest.mark.parametrize("method", [None, "eagle3", "peagle"])
+@pytest.mark.parametrize("method", [None, "eagle3", "peagle", "tree"])
 def test_no_cache_is_copied(method, batch, dtype):
     """All that makes an array of a cache's size is an update in place."""
     text, shapes = compiled_loop(method, batch, dtype)

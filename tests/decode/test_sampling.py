@@ -16,8 +16,11 @@ from scipy import stats
 
 from peagle_jax.decode import loop
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.penalties import count_tokens, penalize, penalties_of
 from peagle_jax.decode.prefill import prefill, run_to_end
+from peagle_jax.decode.requests import Request
 from peagle_jax.decode.sampling import probabilities, sampling_params
+from peagle_jax.decode.tree import walk
 from peagle_jax.decode.verify import verify_sampled
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.types import InputError, RowOptions
@@ -35,10 +38,17 @@ HEAD = {
     "mlp_dim": 16,
 }
 TEMPERATURE = 0.7
+REQUEST = Request(
+    prompt=PROMPT,
+    repetition_penalty=1.4,
+    presence_penalty=0.6,
+    frequency_penalty=-0.9,
+    logit_bias={2: 0.8, 4: -0.5},
+)
 
 
 @functools.cache
-def exact(top_k: int, top_p: float) -> np.ndarray:
+def exact(top_k: int, top_p: float, min_p: float, is_penalized: bool) -> np.ndarray:
     """Probability of every sequence of three tokens, by the chain rule over whole forwards."""
     model = tiny.target(**SHAPE)
     sequences = np.array(list(itertools.product(range(V), repeat=LENGTH)))
@@ -46,10 +56,16 @@ def exact(top_k: int, top_p: float) -> np.ndarray:
     module = model.bind(model.params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     out, _ = module(tokens, positions, PackedCausal(jnp.zeros_like(tokens)), None)
-    sampling = sampling_params(len(sequences), TEMPERATURE, top_k, top_p, range(len(sequences)))
+    count = len(sequences)
+    sampling = sampling_params(count, TEMPERATURE, top_k, top_p, range(count), min_p)
     total = np.ones(len(sequences))
     for i in range(LENGTH):
-        p = probabilities(module.compute_logits(out.hidden[:, len(PROMPT) - 1 + i]), sampling)
+        logits = module.compute_logits(out.hidden[:, len(PROMPT) - 1 + i])
+        if is_penalized:
+            counts = (sequences[:, :i, None] == np.arange(V)).sum(axis=1)
+            penalties = penalties_of([REQUEST] * count, V)
+            logits = penalize(logits[:, None], jnp.asarray(counts)[:, None], penalties)[:, 0]
+        p = probabilities(logits, sampling)
         total *= np.asarray(p)[np.arange(len(sequences)), sequences[:, i]]
     return total
 
@@ -63,10 +79,13 @@ def p_value(
     sample_drafts: bool,
     cache_size: int,
     calls: int = CALLS,
+    min_p: float = 0.0,
+    is_penalized: bool = False,
+    num_nodes: int | None = None,
 ) -> float:
     target, head = tiny.target(**SHAPE), tiny.head(**{**HEAD, **head_changes})
     drafter = make_drafter(head, k, method)
-    spec = loop.DecodeSpec(target.graph, target.config, drafter, sample_drafts)
+    spec = loop.DecodeSpec(target.graph, target.config, drafter, sample_drafts, num_nodes=num_nodes)
     params = target.params, head.params
     prompts = np.tile(PROMPT, (ROWS, 1)).astype(np.int32)
     lengths, max_new_tokens = np.full(ROWS, len(PROMPT)), np.full(ROWS, LENGTH)
@@ -75,8 +94,10 @@ def p_value(
     accepted = 0
     for call in range(calls):
         start = call * ROWS + 1_000_000 * k
-        sampling = sampling_params(ROWS, TEMPERATURE, top_k, top_p, range(start, start + ROWS))
-        options = RowOptions(max_new_tokens, stop_ids, sampling)
+        seeds = range(start, start + ROWS)
+        sampling = sampling_params(ROWS, TEMPERATURE, top_k, top_p, seeds, min_p)
+        penalties = penalties_of([REQUEST] * ROWS, V) if is_penalized else None
+        options = RowOptions(max_new_tokens, stop_ids, sampling, penalties)
         reading = prefill(spec, cache_size, *params, prompts, lengths, options, chunk=len(PROMPT))
         state = run_to_end(reading)
         _, state = loop.decode(spec, *params, options, ROWS, 99, state)
@@ -84,7 +105,7 @@ def p_value(
         counts += np.bincount(index, minlength=V**LENGTH)
         accepted += int(state.num_accepted_per_pos.sum())
     assert accepted > calls * ROWS / 10  # else acceptance was not tested
-    return chi_square(counts, exact(top_k, top_p) * counts.sum())
+    return chi_square(counts, exact(top_k, top_p, min_p, is_penalized) * counts.sum())
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -115,6 +136,41 @@ CASES = {
 def test_distribution(name):
     calls = 3 if name == "k1" else CALLS
     assert p_value(*CASES[name], cache_size=9, calls=calls) > 0.001
+
+
+@pytest.mark.parametrize("name", ["k4", "k4_reduced", "k4_eagle3"])
+def test_distribution_with_penalties(name):
+    """Every position of a verification has the penalties of the drafts before it."""
+    assert p_value(*CASES[name], cache_size=9, is_penalized=True) > 0.001
+    assert p_value(*CASES[name], cache_size=9, min_p=0.15, calls=3) > 0.001
+
+
+def test_penalties_that_forget_the_drafts_are_noticed(monkeypatch):
+    def forgetful(state, drafts, vocab):
+        counts = count_tokens(state, drafts, vocab)
+        return jnp.broadcast_to(counts[:, :1], counts.shape)
+
+    monkeypatch.setattr(loop, "count_tokens", forgetful)
+    assert p_value(*CASES["k4"], cache_size=12, is_penalized=True) < 1e-6
+
+
+@pytest.mark.parametrize("num_nodes, is_penalized", [(5, False), (9, True)])
+def test_distribution_of_a_tree(num_nodes, is_penalized):
+    options = {"num_nodes": num_nodes, "is_penalized": is_penalized}
+    assert p_value(*CASES["k4"], cache_size=20, **options) > 0.001
+
+
+def test_wrong_rules_for_a_tree_are_noticed(monkeypatch):
+    def first_child(tree, k, next_token):
+        """Wrong: where the tree lacks the target's token, its first child is taken."""
+        path, tokens, accepted = walk(tree, k, next_token)
+        is_child = tree.parents == path[:, :1]
+        first = jnp.take_along_axis(tree.tokens, is_child.argmax(axis=1)[:, None], axis=1)
+        wrong = jnp.where(accepted[:, None] == 0, first, tokens[:, :1])
+        return path, jnp.concatenate([wrong, tokens[:, 1:]], axis=1), accepted
+
+    monkeypatch.setattr(loop, "walk", first_child)
+    assert p_value(*CASES["k4"], cache_size=21, num_nodes=3) < 1e-6
 
 
 def no_residual(drafts, draft_logits, logits, sampling):

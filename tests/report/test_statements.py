@@ -140,7 +140,6 @@ def test_places_that_were_free_are_part_of_the_reason():
     assert "were in use" not in statements.slowdown_reason([row("none", 0, 2), quick], quick)
 
 
-
 def test_a_sampled_row_has_no_parts():
     slow = row("peagle", 3, 8, 1.0, speedup=0.5)
     reason = statements.slowdown_reason([row("none", 0, 8, 1.0), slow], slow)

@@ -1,0 +1,176 @@
+"""Trees of drafts: several continuations are verified in one forward of the target.
+
+P-EAGLE predicts its K positions independently of each other. The probability of a path is then the
+product of its tokens' probabilities, and the tree of N nodes that is most likely to hold the
+target's text has the N likeliest paths (DDTree; the nodes of a best-first search). Shapes are
+static: which paths can ever be among the N likeliest does not depend on the probabilities.
+
+A path is written as ranks: (0, 2) is the likeliest token, then the third likeliest. All paths with
+lower ranks, and all of their beginnings, are at least as likely. A path with more than N of those
+is never needed, which leaves few.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+# Tokens of a position that trees choose from.
+MAX_WIDTH = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """The paths that a tree can consist of, shorter ones first.
+
+    Attributes:
+      ranks: of every token of a path; 0 after its end.
+      depth: tokens of a path, 1 to K.
+      prefixes: which candidates are the beginnings of a path, itself included; -1 after its end.
+    """
+
+    ranks: Int[np.ndarray, "C K"]
+    depth: Int[np.ndarray, " C"]
+    prefixes: Int[np.ndarray, "C K"]
+
+
+@functools.cache
+def candidates(k: int, num_nodes: int, max_width: int = MAX_WIDTH) -> Candidates:
+    """The paths of up to `k` tokens that can be among the `num_nodes` likeliest.
+
+    Args:
+      max_width: tokens of a position that paths may have.
+    """
+    paths: list[tuple[int, ...]] = []
+
+    def extend(path: tuple[int, ...], num_likelier: int, width: int) -> None:
+        """Adds the continuations of a path.
+
+        Args:
+          num_likelier: paths at least as likely: its beginnings and all with lower ranks.
+          width: of these, the paths of its own length.
+        """
+        if len(path) == k:
+            return
+        for rank in range(min(max_width, num_nodes)):
+            longer = width * (rank + 1)
+            if num_likelier + longer > num_nodes:
+                return
+            paths.append((*path, rank))
+            extend((*path, rank), num_likelier + longer, longer)
+
+    extend((), 0, 1)
+    paths.sort(key=lambda path: (len(path), path))
+    place = {path: i for i, path in enumerate(paths)}
+    ranks, prefixes = np.zeros((len(paths), k), np.int32), np.full((len(paths), k), -1, np.int32)
+    for i, path in enumerate(paths):
+        ranks[i, : len(path)] = path
+        prefixes[i, : len(path)] = [place[path[: d + 1]] for d in range(len(path))]
+    return Candidates(ranks, np.array([len(path) for path in paths], np.int32), prefixes)
+
+
+def num_tree_nodes(k: int, num_nodes: int, vocab: int) -> int:
+    """Nodes of a tree with a budget of `num_nodes`: fewer where there are not as many paths."""
+    return min(num_nodes, len(candidates(k, num_nodes, min(MAX_WIDTH, vocab)).depth))
+
+
+def tree_width(k: int, num_nodes: int, vocab: int) -> int:
+    """Tokens of a position that a tree may need, of a draft vocabulary of `vocab`."""
+    return int(candidates(k, num_nodes, min(MAX_WIDTH, vocab)).ranks.max()) + 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Drafts after the last committed token, which is the root. R = N + 1 with the root.
+
+    Attributes:
+      tokens: of the nodes; a node comes after its parent.
+      parents: of the nodes: 0 is the root, i + 1 is node i.
+      depth: of the root, 0, and of the nodes, 1 to K.
+      ancestors: whether the second is on the way from the root to the first, both included.
+    """
+
+    tokens: Int[Array, "B N"]
+    parents: Int[Array, "B N"]
+    depth: Int[Array, "B R"]
+    ancestors: Bool[Array, "B R R"]
+
+
+def likeliest_tree(
+    token_ids: Int[Array, "B K W"], logprobs: Float[Array, "B K W"], num_nodes: int
+) -> Tree:
+    """The tree of the `num_nodes` likeliest paths.
+
+    Args:
+      token_ids: of each position, the likeliest first.
+      logprobs: of these tokens.
+    """
+    _, k, width = token_ids.shape
+    table = candidates(k, num_nodes, width)
+    num_nodes = min(num_nodes, len(table.depth))
+    is_token = jnp.arange(k)[None] < table.depth[:, None]
+    # [B C K]: the log-probability of every token of every path
+    of_tokens = logprobs[:, jnp.arange(k)[None], table.ranks]
+    scores = jnp.where(is_token[None], of_tokens, 0).sum(axis=-1)
+    # of equal scores the first is taken, so that no path comes without its beginning
+    _, chosen = jax.lax.top_k(scores, num_nodes)
+    chosen = jnp.sort(chosen, axis=1)
+    depth = jnp.asarray(table.depth)[chosen]
+    last_rank = jnp.take_along_axis(jnp.asarray(table.ranks)[chosen], depth[..., None] - 1, axis=2)
+    rows = jnp.arange(len(chosen))[:, None]
+    tokens = token_ids[rows, depth - 1, last_rank[..., 0]]
+
+    prefixes = jnp.asarray(table.prefixes)[chosen]
+    # [B N N]: whether the second node is a beginning of the first
+    is_prefix = (prefixes[:, :, None, :] == chosen[:, None, :, None]).any(axis=-1)
+    is_parent = is_prefix & (depth[:, None, :] == depth[:, :, None] - 1)
+    parents = jnp.where(depth == 1, 0, is_parent.argmax(axis=-1) + 1)
+    ancestors = jnp.pad(is_prefix, [(0, 0), (1, 0), (1, 0)]).at[:, :, 0].set(True)
+    return Tree(
+        tokens=tokens.astype(jnp.int32),
+        parents=parents.astype(jnp.int32),
+        depth=jnp.pad(depth, [(0, 0), (1, 0)]).astype(jnp.int32),
+        ancestors=ancestors,
+    )
+
+
+def walk(
+    tree: Tree, k: int, next_token: Callable[[int, Int[Array, " B"], Int[Array, "B K"]], Array]
+) -> tuple[Int[Array, "B R"], Int[Array, "B R"], Int[Array, " B"]]:
+    """Follows the target's tokens from the root, as long as the tree has them.
+
+    Children are tried against the token that the target writes there, argmax or sample. A sample
+    is distributed as the target's whether the tree has it or not, so that nothing needs to be
+    corrected: for drafts that are chosen and not sampled, this is multi-round rejection sampling
+    (arXiv:2305.09781).
+
+    Args:
+      k: depth of the tree.
+      next_token: from a depth, the nodes reached there (0 is the root) and the tokens on the way to
+        them, to the target's next tokens.
+
+    Returns:
+      The nodes of the path, R = K + 1 with the root, and the target's token after each of them, of
+      which the first `accepted + 1` count; and `accepted`, 0 to K.
+    """
+    batch = len(tree.tokens)
+    node = accepted = jnp.zeros(batch, jnp.int32)
+    is_inside = jnp.ones(batch, bool)
+    path, tokens = [node], []
+    for depth in range(k + 1):
+        drafts = jnp.stack([*tokens, *[node] * (k - len(tokens))], axis=1)[:, :k]
+        token = next_token(depth, node, drafts).astype(jnp.int32)
+        tokens.append(token)
+        if depth == k:
+            break
+        is_child = (tree.parents == node[:, None]) & (tree.tokens == token[:, None])
+        is_inside &= is_child.any(axis=1)
+        node = jnp.where(is_inside, is_child.argmax(axis=1).astype(jnp.int32) + 1, node)
+        accepted = accepted + is_inside
+        path.append(node)
+    return jnp.stack(path, axis=1), jnp.stack(tokens, axis=1), accepted

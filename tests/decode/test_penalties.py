@@ -1,0 +1,148 @@
+"""Penalties, biases and log-probabilities: as transformers computes them, with and without drafts.
+
+tests/decode/test_sampling.py has the distribution of sampled texts.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.penalties import penalize, penalties_of
+from peagle_jax.decode.requests import Request
+from peagle_jax.decode.sampling import probabilities, sampling_params
+from peagle_jax.train.attention import PackedCausal
+from peagle_jax.types import InputError
+
+V = 41
+PENALTIES = {
+    "repetition_penalty": 1.7,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.9,
+    "logit_bias": {7: 3.5, 30: -100.0},
+}
+
+
+def by_transformers(request: Request, answer: list[int], logits: np.ndarray) -> np.ndarray:
+    """The penalized logits [V] after an answer: its own repetition penalty, the rest by hand."""
+    scores = torch.tensor(logits, dtype=torch.float64)[None]
+    for token, value in (request.logit_bias or {}).items():
+        scores[0, token] += value
+    ids = torch.tensor([[*request.prompt, *answer]])
+    scores = RepetitionPenaltyLogitsProcessor(request.repetition_penalty)(ids, scores)
+    for token in answer:
+        scores[0, token] -= request.frequency_penalty
+    for token in set(answer):
+        scores[0, token] -= request.presence_penalty
+    return scores[0].numpy()
+
+
+@jax.jit
+def forward(params, tokens):
+    module = tiny.target().bind(params)
+    positions = jnp.arange(tokens.shape[1])[None]
+    out, _ = module(tokens, positions, PackedCausal(jnp.zeros_like(tokens)), None)
+    return module.compute_logits(out.hidden[0])
+
+
+def target_logits(tokens: list[int]) -> np.ndarray:
+    """The target's logits [T, V], by a forward without a cache."""
+    padded = np.zeros((1, 32), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(forward(tiny.target().params, padded), np.float64)[: len(tokens)]
+
+
+def test_penalized_logits():
+    rng = np.random.default_rng(4)
+    requests = [
+        Request(prompt=[3, 14, 3], **PENALTIES),
+        Request(prompt=[9]),
+        Request(prompt=[1, 2], presence_penalty=-1.5),
+    ]
+    answers = [[5, 5, 7], [9, 9], [2, 4, 4]]
+    logits = rng.normal(size=(3, 1, V)).astype(np.float32) * 3
+    counts = np.array([np.bincount(answer, minlength=V) for answer in answers])[:, None]
+    got = penalize(jnp.asarray(logits), jnp.asarray(counts), penalties_of(requests, V))
+    for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        want = by_transformers(request, answer, logits[i, 0])
+        np.testing.assert_allclose(got[i, 0], want, rtol=1e-6, atol=1e-6)
+    assert penalties_of(requests[1:2], V) is None
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.3, 1.0])
+def test_min_p(min_p):
+    logits = np.random.default_rng(5).normal(size=(4, V)).astype(np.float32) * 2
+    got = probabilities(jnp.asarray(logits), sampling_params(4, 0.7, 0, 1.0, range(4), min_p))
+    scaled = torch.tensor(logits / 0.7)
+    want = torch.softmax(MinPLogitsWarper(min_p)(None, scaled) if min_p else scaled, dim=-1)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert (np.asarray(got) > 0).sum() == (want.numpy() > 0).sum()
+
+
+def answers_of(requests: list[Request], k: int | None, method: str | None = None):
+    """The answers of an engine, in order."""
+    head = tiny.head()
+    drafter, params = (None, None) if k is None else (make_drafter(head, k, method), head.params)
+    answers = dict(Engine(tiny.target(), drafter, params, max_batch=3).run(requests))
+    return [answers[i] for i in range(len(requests))]
+
+
+REQUESTS = [
+    Request(prompt=[3, 14, 15], max_new_tokens=25, stop_ids=(), **PENALTIES),
+    Request(prompt=[9, 2, 6], max_new_tokens=21, stop_ids=()),
+    Request(prompt=[8], max_new_tokens=25, frequency_penalty=1.9, logprobs=True),
+    Request(prompt=[4, 6], max_new_tokens=18, logit_bias={11: 100.0}),
+]
+
+
+@pytest.mark.parametrize("k, method", [(None, None), (4, "peagle"), (3, "eagle3")])
+def test_greedy_answers(k, method):
+    """Beside a loop over whole forwards and transformers' penalties; others are not changed."""
+    for request, answer in zip(REQUESTS, answers_of(REQUESTS, k, method), strict=True):
+        want: list[int] = []
+        for _ in range(request.max_new_tokens):
+            logits = target_logits([*request.prompt, *want])[-1]
+            want.append(int(by_transformers(request, want, logits).argmax()))
+        assert answer.output_token_ids == want
+    # what penalties and biases are for
+    assert set(answer.output_token_ids) == {11}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("k", [None, 4])
+def test_logprobs(k, temperature):
+    """Of the target alone, before penalties and temperature."""
+    requests = [dataclasses.replace(r, temperature=temperature, seed=3) for r in REQUESTS]
+    for request, answer in zip(requests, answers_of(requests, k), strict=True):
+        if not request.logprobs:
+            assert answer.logprobs is None
+            continue
+        tokens = [*request.prompt, *answer.output_token_ids]
+        logits = target_logits(tokens[:-1])[len(request.prompt) - 1 :]
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        want = logprobs[np.arange(len(logits)), answer.output_token_ids]
+        np.testing.assert_allclose(answer.logprobs, want, atol=2e-5)
+        assert len(answer.logprobs) == request.max_new_tokens
+
+
+@pytest.mark.parametrize(
+    "options, rule",
+    [
+        ({"min_p": 1.5}, "min_p: must lie in 0..1; got 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: must be above 0"),
+        ({"presence_penalty": 2.5}, "presence_penalty: must lie in -2..2; got 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: must lie in -2..2; got nan"),
+        ({"logit_bias": {41: 1.0}}, "logit_bias: token ids must lie in 0..40; got 41"),
+        ({"logit_bias": {4: 101.0}}, "logit_bias of token 4: must lie in -100..100"),
+    ],
+)
+def test_mistakes(options, rule):
+    with pytest.raises(InputError, match=rule):
+        Engine(tiny.target()).add(Request(prompt=[1], max_new_tokens=3, **options))

@@ -1,0 +1,170 @@
+"""Trees of drafts: the likeliest paths, verified in one forward, and the text of plain decoding."""
+
+import functools
+import heapq
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.decode import growth, loop
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.decode.requests import Request
+from peagle_jax.decode.tree import candidates, likeliest_tree, num_tree_nodes, tree_width
+from peagle_jax.types import InputError
+
+PROMPTS = [[3, 14, 15], [9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 23], [8], [4, 6, 2, 6, 4, 33, 8]]
+
+
+def best_first(token_ids: np.ndarray, logprobs: np.ndarray, num_nodes: int) -> list[tuple]:
+    """The likeliest paths of one row, as tokens, by a search with a heap."""
+    k, width = token_ids.shape
+    heap = [(-logprobs[0, 0], (0,))]
+    paths = []
+    while heap and len(paths) < num_nodes:
+        cost, ranks = heapq.heappop(heap)
+        paths.append(tuple(token_ids[depth, rank] for depth, rank in enumerate(ranks)))
+        if ranks[-1] + 1 < width:
+            step = logprobs[len(ranks) - 1, ranks[-1]] - logprobs[len(ranks) - 1, ranks[-1] + 1]
+            heapq.heappush(heap, (cost + step, (*ranks[:-1], ranks[-1] + 1)))
+        if len(ranks) < k:
+            heapq.heappush(heap, (cost - logprobs[len(ranks), 0], (*ranks, 0)))
+    return paths
+
+
+@pytest.mark.parametrize("k, num_nodes", [(1, 3), (3, 1), (4, 9), (7, 32), (5, 64)])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_the_tree_is_best_first(k, num_nodes, spread):
+    rng = np.random.default_rng(k)
+    logits = spread * rng.normal(size=(3, k, 40))
+    logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    width = tree_width(k, num_nodes, 40)
+    token_ids = np.argsort(-logprobs, axis=-1)[..., :width].astype(np.int32)
+    logprobs = np.take_along_axis(logprobs, token_ids, axis=-1).astype(np.float32)
+    tree = likeliest_tree(jnp.asarray(token_ids), jnp.asarray(logprobs), num_nodes)
+    for row in range(3):
+        paths: list[tuple] = []
+        parents, depth = np.asarray(tree.parents[row]), np.asarray(tree.depth[row])
+        for node, (token, parent) in enumerate(zip(tree.tokens[row], parents, strict=True)):
+            assert parent <= node  # a parent comes first
+            paths.append((*(paths[parent - 1] if parent else ()), int(token)))
+            assert len(paths[-1]) == depth[node + 1]
+        assert sorted(paths) == sorted(best_first(token_ids[row], logprobs[row], num_nodes))
+        paths = [(), *paths]
+        want = [[a == b[: len(a)] for a in paths] for b in paths]
+        assert np.array_equal(tree.ancestors[row], want)
+
+
+def test_candidates_are_all_that_can_be_needed():
+    """A path is one if no more than N paths, itself included, are at least as likely."""
+    table = candidates(4, 10)
+    paths = {tuple(r[:d]) for r, d in zip(table.ranks.tolist(), table.depth.tolist(), strict=True)}
+    assert len(paths) == len(table.depth)
+    every = [p for d in range(1, 5) for p in itertools.product(range(11), repeat=d)]
+
+    def num_likelier(path):
+        ranges = [itertools.product(*(range(r + 1) for r in path[:d])) for d in range(1, 5)]
+        return len({p for options in ranges for p in options})
+
+    small = [p for p in every if np.prod([r + 1 for r in p]) <= 10]
+    assert paths == {p for p in small if num_likelier(p) <= 10}
+    assert num_tree_nodes(1, 5, 90) == 5 and num_tree_nodes(1, 100, 90) == 16
+    assert num_tree_nodes(2, 100, 3) == 3 + 9 and tree_width(2, 100, 3) == 3
+    assert len(candidates(7, 32).depth) < 1500 and len(candidates(7, 64).depth) < 6000
+
+
+@functools.cache
+def truth():
+    return [tiny.greedy(tuple(p), 30) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("k, num_nodes", [(1, 4), (3, 3), (4, 12), (6, 33)])
+def test_greedy_text_is_plain_decodings(k, num_nodes, monkeypatch):
+    monkeypatch.setattr(growth, "FIRST_SLOTS", 32)
+    answers = generate(
+        tiny.target(), tiny.head(), PROMPTS, k=k, num_tree_nodes=num_nodes, max_new_tokens=30
+    )
+    assert [a.output_token_ids for a in answers] == truth()
+    assert all(a.num_draft_tokens == num_nodes * a.num_drafts for a in answers)
+    accepted = sum(a.num_accepted_tokens for a in answers)
+    assert accepted == sum(sum(a.is_draft) for a in answers) > 0
+
+
+def test_a_tree_accepts_more_than_a_chain():
+    """Random heads are poor: a chain of 5 is hardly ever right, 40 nodes sometimes are."""
+    options = {"k": 5, "max_new_tokens": 60}
+    target, head = tiny.target(), tiny.head()
+    chain = generate(target, head, PROMPTS, **options)
+    tree = generate(target, head, PROMPTS, num_tree_nodes=40, **options)
+    assert [a.output_token_ids for a in tree] == [a.output_token_ids for a in chain]
+    steps = [sum(a.num_drafts for a in answers) for answers in (chain, tree)]
+    assert steps[1] < 0.9 * steps[0]
+
+
+class Perfect:
+    """Stands in for `likeliest`: the target's own text, at a rank that differs by position."""
+
+    def __init__(self, text: list[int], prompt: list[int], ranks: tuple[int, ...]):
+        self.text, self.start, self.ranks = jnp.asarray(text), len(prompt), ranks
+
+    def __call__(self, drafter, params, state, tokens, aux, count, width):
+        _, _, new = drafter._read(params, state, tokens, aux, count)
+        # the position of the newest committed token, of which the text has those that follow
+        last = new.cache.length - self.start
+        ids = []
+        for i, rank in enumerate(self.ranks):
+            right = self.text[jnp.clip(last + 1 + i, 0, len(self.text) - 1)]
+            others = (right[:, None] + 1 + jnp.arange(width)[None]) % 41
+            ids.append(others.at[:, rank].set(right) if rank < width else others)
+        logprobs = jnp.tile(-1.0 - jnp.arange(width), (len(tokens), len(self.ranks), 1))
+        return jnp.stack(ids, axis=1).astype(jnp.int32), logprobs, new
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (1, 0, 0), (0, 2, 0), (1, 1, 0), (0, 0, 9)])
+def test_a_path_away_from_the_likeliest_is_kept(ranks, monkeypatch):
+    """Its keys, values and hidden states are moved to where a chain would have them."""
+    drafter = make_drafter(tiny.head(), 3)
+    perfect = Perfect(truth()[0], PROMPTS[0], ranks)
+    monkeypatch.setattr(type(drafter), "likeliest", lambda *arguments: perfect(*arguments))
+    (answer,) = generate(
+        tiny.target(seed=0),
+        drafter,
+        PROMPTS[:1],
+        draft_params=tiny.head().params,
+        num_tree_nodes=30 + sum(ranks),  # another program for each case
+        max_new_tokens=30,
+    )
+    assert answer.output_token_ids == truth()[0]
+    depth = 2 if ranks[2] == 9 else 3
+    assert answer.acceptance_length == pytest.approx(1 + depth, abs=0.5)
+
+
+def test_sampling_penalties_and_logprobs():
+    """A seed's text has the target's penalties and probabilities, whatever is beside it."""
+    head = tiny.head()
+    engine = Engine(
+        tiny.target(), make_drafter(head, 4), head.params, num_tree_nodes=12, max_batch=3
+    )
+    request = Request(prompt=[3, 14], max_new_tokens=20, temperature=0.9, seed=5, logprobs=True)
+    forbidden = Request(prompt=[8], max_new_tokens=20, logit_bias={5: -100.0, 23: -100.0})
+    answers = dict(engine.run([request, forbidden, request]))
+    assert answers[0] == answers[2]
+    assert not {5, 23} & set(answers[1].output_token_ids)
+    plain = dict(Engine(tiny.target()).run([forbidden]))[0]
+    assert answers[1].output_token_ids == plain.output_token_ids
+    assert all(x <= 0 for x in answers[0].logprobs) and len(answers[0].logprobs) == 20
+
+
+@pytest.mark.parametrize(
+    "method, nodes, rule", [("peagle", 0, "1 or more"), ("eagle3", 4, "P-EAGLE")]
+)
+def test_mistakes(method, nodes, rule):
+    options = {"max_new_tokens": 9, "num_tree_nodes": nodes}
+    with pytest.raises(InputError, match=f"num_tree_nodes: .*{rule}"):
+        generate(tiny.target(), tiny.head(), [[1]], k=3, method=method, **options)
+    with pytest.raises(InputError, match="got plain decoding"):
+        generate(tiny.target(), None, [[1]], num_tree_nodes=4, max_new_tokens=9)
+    assert loop.DecodeSpec(tiny.target().graph, tiny.target().config, None, True).num_drafts == 0
