@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.bench import timing
-from peagle_jax.decode.drafters import SHORT
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import PAPER_DESIGN
@@ -146,7 +145,7 @@ def matmul_seconds(head: Model, k: int, repeats: int) -> dict:
 
     They have the rows that drafting gives them.
     """
-    num_committed = SHORT if k > SHORT else k + 1
+    num_committed = k + 1
 
     def matrices_of(part: dict) -> list[jax.Array]:
         return [x for x in jax.tree.leaves(part) if x.ndim == 2]

@@ -89,6 +89,7 @@ def generate(arguments: argparse.Namespace) -> int:
     options = GenerationOptions(
         k=arguments.k,
         method=arguments.method,
+        num_tree_nodes=arguments.num_tree_nodes,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,

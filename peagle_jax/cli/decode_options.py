@@ -59,6 +59,12 @@ def add_generate(parser: Parser) -> None:
         help="JSONL file; each line has prompt, prompt_token_ids or turns",
     )
     parser.add_argument(
+        "--num-tree-nodes",
+        metavar="N",
+        type=int,
+        help="P-EAGLE: verify a tree of N drafts in one forward, in the place of a chain of K",
+    )
+    parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=128, help="tokens of each answer"
     )
     parser.add_argument(

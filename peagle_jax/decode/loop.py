@@ -72,6 +72,14 @@ class DecodeSpec:
     num_nodes: int | None = None
     ring_cache_size: int | None = None
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Kept, because a call of a jitted function hashes its static arguments: 1 ms each time."""
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
     @property
     def k(self) -> int:
         """Draft tokens per step; 0 in plain decoding."""

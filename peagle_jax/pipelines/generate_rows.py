@@ -18,6 +18,7 @@ class GenerationOptions:
 
     k: int | None = None  # tokens drafted per step; None: what the head was trained for, at most 7
     method: str | None = None  # "peagle", "eagle3"; None: what the head was made for
+    num_tree_nodes: int | None = None  # drafts of a tree; None: a chain of K
     max_new_tokens: int = 128  # of each answer
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0: no such filter
@@ -68,6 +69,7 @@ def generate_rows(
         target,
         drafter,
         head.params if head else None,
+        num_tree_nodes=options.num_tree_nodes,
         max_batch=min(options.batch_size, len(prompts)),
         prefill_chunk=options.prefill_chunk,
         sliding_cache=options.sliding_cache,

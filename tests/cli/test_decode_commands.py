@@ -72,6 +72,31 @@ def test_generate_prints_text_and_samples_by_seed(folders, peagle):
     assert peagle(f"{line} --seed 1 --greedy-drafts --dtype bfloat16")[0] == 0
 
 
+def test_every_option_of_sampling_reaches_the_request(folders, peagle, tmp_path):
+    line = (
+        f"generate --target {folders}/target --drafter {folders}/peagle -k 2 --prompt 'def f' "
+        f"--max-new-tokens 12 --out {tmp_path}/out.jsonl"
+    )
+
+    def row(options: str) -> dict:
+        code, _, err = peagle(f"{line} {options}")
+        assert code == 0, err
+        return read_rows(tmp_path / "out.jsonl")[0]
+
+    plain = row("")
+    assert row("--num-tree-nodes 5") != plain  # other counters
+    assert row("--num-tree-nodes 5")["output_token_ids"] == plain["output_token_ids"]
+    assert row("--temperature 1.0 --min-p 1.0")["output_token_ids"] == plain["output_token_ids"]
+    # tokens that were there before become likelier
+    for option in ("--repetition-penalty 0.01", "--presence-penalty -2", "--frequency-penalty -2"):
+        assert row(option)["output_token_ids"] != plain["output_token_ids"], option
+    assert len(row("--logprobs")["logprobs"]) == 12 and "logprobs" not in plain
+    stop = plain["text"][2:4]
+    stopped = row(f"--stop ZZZ --stop '{stop}'")
+    assert stopped["text"] == plain["text"][: plain["text"].index(stop)]
+    assert stopped["finish_reason"] == "stop"
+
+
 def test_one_device_program_and_no_second_compilation(monkeypatch):
     """The host is asked where a row is done, and the same shapes compile nothing a second time."""
     calls, compilations = [], []
