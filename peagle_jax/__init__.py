@@ -33,6 +33,7 @@ Decoding:
   generate           decodes prompts with a target, alone or with a draft head
   Generation         one answer, with the counters of speculative decoding
   acceptance_length  tokens per forward of the target, over several answers
+  make_drafter       a drafter that runs a draft head, for an engine
   Engine             decodes requests that come and go: continuous batching, streaming
   AsyncEngine        the same for asyncio
   Request            what an engine is asked
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from peagle_jax.checkpoints.target_io import load_target, save_target
     from peagle_jax.decode.drafters import Drafter
     from peagle_jax.decode.engine import Engine
-    from peagle_jax.decode.generate import generate
+    from peagle_jax.decode.generate import generate, make_drafter
     from peagle_jax.decode.requests import Generation, Output, Request, acceptance_length
     from peagle_jax.decode.serving import AsyncEngine
     from peagle_jax.draft.head import DraftHead, HeadConfig
@@ -96,6 +97,7 @@ _MODULES = {
     "load_pair": "checkpoints.pair",
     "load_run": "train.config",
     "load_target": "checkpoints.target_io",
+    "make_drafter": "decode.generate",
     "save_drafter": "checkpoints.head_writing",
     "save_target": "checkpoints.target_io",
     "train_head": "pipelines.train_head",
@@ -121,6 +123,7 @@ __all__ = [  # type checkers read only a list that is written out
     "load_pair",
     "load_run",
     "load_target",
+    "make_drafter",
     "save_drafter",
     "save_target",
     "train_head",

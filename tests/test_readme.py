@@ -360,3 +360,13 @@ def test_the_tree_names_every_file_and_no_other():
         if path.name not in ("__init__.py", "__main__.py")
     }
     assert named == files
+
+
+def test_the_example_of_the_engine_runs(capsys, monkeypatch):
+    """Three answers as text, each by its place in the requests."""
+    monkeypatch.chdir(ROOT)
+    (example,) = [text for language, text in blocks(ROOT / "docs" / "decode.md") if language]
+    exec(example, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line[0] for line in lines) == ["0", "1", "2"]
+    assert all(line.endswith(("stop", "length")) for line in lines)

@@ -62,7 +62,13 @@ EVERY_HEAD = EVERY_RUN | {
     "init_from": None,
     "depth_schedule": [],
     "train_lm_head": False,
-    "eval": {"every": 1000, "prompts": None, "num_prompts": 16, "max_new_tokens": 96},
+    "eval": {
+        "every": 1000,
+        "prompts": None,
+        "num_prompts": 16,
+        "max_new_tokens": 96,
+        "ignore_eos": False,
+    },
     "data": DATA,
     "optimizer": OPTIMIZER,
 }
@@ -116,7 +122,13 @@ ALL_CHANGED = {
     "depth_schedule": [{"until": 2, "num_depths": 1}, {"until": 3, "num_depths": 2}],
     "train_embedding": False,
     "train_lm_head": True,
-    "eval": {"every": None, "prompts": "p.jsonl", "num_prompts": 3, "max_new_tokens": 5},
+    "eval": {
+        "every": None,
+        "prompts": "p.jsonl",
+        "num_prompts": 3,
+        "max_new_tokens": 5,
+        "ignore_eos": True,
+    },
     "data": {
         "source": "answers.jsonl",
         "max_chars": 77,
