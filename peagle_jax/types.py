@@ -236,11 +236,13 @@ class AttentionRule:
       scale: factor of the scores q k.
       sinks: one further logit per head, which takes a share of the softmax and adds nothing to the
         output (GPT-OSS); None without.
+      operands: dtype in which a cache's keys and values are multiplied; None for their own.
     """
 
     window: int | None
     scale: float
     sinks: Float[Array, " N"] | None = None
+    operands: DTypeLike | None = None
 
 
 @runtime_checkable

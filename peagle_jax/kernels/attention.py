@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.kernels.choose import choose, non_16bit_reason
@@ -24,6 +25,7 @@ def reference(
     k_scale: Float[Array, "B G S"] | None = None,
     v_scale: Float[Array, "B G S"] | None = None,
     visible: Bool[Array, "B T S"] | None = None,
+    operands: DTypeLike | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with grouped heads: the definition of correct.
 
@@ -39,37 +41,71 @@ def reference(
       sinks: one more logit a head, which takes part in the softmax and has no value.
       k_scale, v_scale: what a slot's key and value are multiplied with.
       visible: which slots each query sees, in the place of positions and window; None: as they say.
+      operands: the dtype to which queries, keys, values and weights are rounded before they are
+        multiplied; None: that of `k` and `v`. What is float32 in a cache must have been rounded
+        when it was written.
     """
     if k_scale is not None and v_scale is not None:
-        k = (k.astype(jnp.float32) * k_scale[..., None]).astype(q.dtype)
-        v = (v.astype(jnp.float32) * v_scale[..., None]).astype(q.dtype)
+        read_dtype = q.dtype if operands is None else operands
+        k = (k.astype(jnp.float32) * k_scale[..., None]).astype(read_dtype)
+        v = (v.astype(jnp.float32) * v_scale[..., None]).astype(read_dtype)
     if kv_positions is None:
         kv_positions = jnp.arange(k.shape[2])[None]
     B, T, N, H = q.shape
     G, S = k.shape[1:3]
     R = N // G
+    dtype = q.dtype
+    operands = k.dtype if operands is None else operands
+    if converts_cache(k.dtype, operands, T):
+        k, v = k.astype(operands), v.astype(operands)
     # The queries of a KV head are the rows of one product. Without this the cache is copied and
     # transposed, and a CPU takes twice the time (LOG.md).
-    dtype = q.dtype
-    q = q.astype(k.dtype).reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
-    scores = jnp.einsum("BGMH,BGSH->BGMS", q, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, G, R, T, S) * scale
+    q = q.reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
+    scores = jnp.einsum(
+        "BGMH,BGSH->BGMS",
+        round_to(operands, q).astype(k.dtype),
+        k,
+        preferred_element_type=jnp.float32,
+    )
     if visible is None:
         slot_position, query_position = kv_positions[:, None], positions[..., None]
         visible = (slot_position >= 0) & (slot_position <= query_position)
         if window is not None:
             visible &= slot_position > query_position - window
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    # The mask is added, and has the axes of the scores: XLA then computes it once for all layers.
+    # By `where` on scores with an axis for R, attention takes up to twice the time on a CPU.
+    mask = jnp.broadcast_to(jnp.where(visible, 0, MASKED)[:, None, None], (B, 1, R, T, S))
+    scores = scores * scale + mask.reshape(B, 1, R * T, S)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
-        sink = sinks.astype(jnp.float32).reshape(1, G, R, 1, 1)
+        sink = jnp.repeat(sinks.astype(jnp.float32).reshape(G, R), T, axis=1)[None, ..., None]
         top = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
         weights = jnp.exp(scores - top)
         weights = weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))
-    weights = weights.astype(v.dtype).reshape(B, G, R * T, S)
-    y = jnp.matmul(weights, v, preferred_element_type=dtype).reshape(B, G, R, T, H)
-    return y.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    weights = round_to(operands, weights).astype(v.dtype)
+    y = jnp.matmul(weights, v, preferred_element_type=dtype)
+    return y.reshape(B, G, R, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def converts_cache(dtype: DTypeLike, operands: DTypeLike | None, num_tokens: int) -> bool:
+    """Whether `reference` converts a cache of `dtype` to `operands`.
+
+    For one token that costs more than it saves. Its products read the cache as it is, and differ
+    only in the order of sums, because all operands have been rounded.
+    """
+    return operands is not None and jnp.dtype(operands) != dtype and num_tokens > 1
+
+
+def round_to(dtype: DTypeLike, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x` in its own dtype, rounded to what `dtype` can hold.
+
+    Not by two conversions: XLA may leave out both.
+    """
+    info = jnp.finfo(dtype)
+    if info.nmant >= jnp.finfo(x.dtype).nmant:
+        return x
+    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 def triton(
@@ -98,21 +134,23 @@ def attend(
     *,
     form: str,
     visible: Bool[Array, "B T S"] | None = None,
+    operands: DTypeLike | None = None,
     **rule: Any,
 ) -> Float[Array, "B T N H"]:
     """As `reference`, which has the keywords of `rule`, too.
 
     Args:
       visible: as of `reference`, which alone can take it.
+      operands: as of `reference`; the other forms multiply keys and values as they are.
       form: a name of FORMS, or "auto".
 
     Raises:
       InputError: the form does not exist or cannot run here.
     """
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
-    operands = (q,) if "k_scale" in rule else (q, k, v)
-    reason = non_16bit_reason(*operands) if visible is None else "it verifies a tree"
+    arrays = (q,) if "k_scale" in rule else (q, k, v)
+    reason = non_16bit_reason(*arrays) if visible is None else "it verifies a tree"
     form = choose("attention", form, FORMS, reason)
-    if visible is not None:
-        rule["visible"] = visible
+    if form == "reference":
+        rule |= {"visible": visible, "operands": operands}
     return FORMS[form](q, k, v, positions, kv_positions, **rule)

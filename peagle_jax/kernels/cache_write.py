@@ -35,20 +35,28 @@ def consecutive(
     v: Float[Array, "B T G H"],
     slots: Int[Array, "B T"],
     cache: CacheArrays,
+    *,
+    is_converted: bool = False,
 ) -> CacheArrays:
     """As `reference`, for slots of a row that follow each other and lie inside the cache.
 
     XLA does this in place, where it copies the whole cache for a scatter.
+
+    Args:
+      is_converted: whether the cache will be read in another dtype.
     """
     new = _as_stored(k, v, cache)
     return tuple(
-        _update_rows(old, jnp.moveaxis(x, 1, 2), slots[:, 0])
+        _update_rows(old, jnp.moveaxis(x, 1, 2), slots[:, 0], is_converted)
         for old, x in zip(cache, new, strict=True)
     )
 
 
 def _update_rows(
-    cache: Float[Array, "B G S ..."], new: Float[Array, "B G T ..."], first: Int[Array, " B"]
+    cache: Float[Array, "B G S ..."],
+    new: Float[Array, "B G T ..."],
+    first: Int[Array, " B"],
+    is_converted: bool = False,
 ) -> Float[Array, "B G S ..."]:
     """The cache with `new` in the slots from `first` on."""
 
@@ -59,6 +67,11 @@ def _update_rows(
             update, start = _with_neighbour(cache, update, start)
         return jax.lax.dynamic_update_slice(cache, update, start)
 
+    if is_converted:
+        # XLA fuses an update with the conversion of what it returns, and then copies the cache. It
+        # cannot do so with a loop of which it does not know how often it runs: always B times.
+        num_rows = jnp.where(first[0] >= 0, len(new), 0)
+        return jax.lax.fori_loop(0, num_rows, update_row, cache)
     return jax.lax.fori_loop(0, len(new), update_row, cache, unroll=len(new) <= MAX_UNROLLED)
 
 
@@ -135,6 +148,7 @@ def write(
     cache: CacheArrays,
     *,
     are_consecutive: bool = False,
+    is_converted: bool = False,
     form: str = "auto",
 ) -> CacheArrays:
     """As `reference`.
@@ -142,6 +156,7 @@ def write(
     Args:
       are_consecutive: the slots are as `consecutive` wants them, which then takes the place of
         `reference`.
+      is_converted: as of `consecutive`.
       form: a name of FORMS, or "auto".
 
     Raises:
@@ -149,5 +164,5 @@ def write(
     """
     form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
     if form == "reference" and are_consecutive:
-        return consecutive(k, v, slots, cache)
+        return consecutive(k, v, slots, cache, is_converted=is_converted)
     return FORMS[form](k, v, slots, cache)

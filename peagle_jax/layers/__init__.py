@@ -17,7 +17,7 @@ from peagle_jax.layers.basic import (
 )
 from peagle_jax.layers.decoder import Decoder, PreNormBlock
 from peagle_jax.layers.moe import GLU, Experts
-from peagle_jax.layers.products import activation_dtype, product
+from peagle_jax.layers.products import activation_dtype, attention_operands, product
 from peagle_jax.layers.rope import Rope
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "RMSNorm",
     "Rope",
     "activation_dtype",
+    "attention_operands",
     "gelu_tanh",
     "keep_path",
     "normal",

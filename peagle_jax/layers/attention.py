@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.kernels import attention, cache_write
 from peagle_jax.layers.basic import Linear, RMSNorm
+from peagle_jax.layers.products import attention_operands
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import Attend, AttentionRule, KVCache, KVGroup
 
@@ -50,7 +51,10 @@ class CachedAttention:
         g, i = state.find(layer)
         group = state.groups[g]
         if k is not None and v is not None:
-            group = self._write(group, i, k, v, state.length)
+            is_converted = attention.converts_cache(group.k[i].dtype, rule.operands, k.shape[1])
+            if rule.operands is not None:
+                k, v = (attention.round_to(rule.operands, x) for x in (k, v))
+            group = self._write(group, i, k, v, state.length, is_converted)
             groups = (*state.groups[:g], group, *state.groups[g + 1 :])
             state = dataclasses.replace(state, groups=groups)
         scales = {}
@@ -66,6 +70,7 @@ class CachedAttention:
             window=rule.window,
             scale=rule.scale,
             sinks=rule.sinks,
+            operands=rule.operands,
             form="auto",
             **scales,
         )
@@ -77,7 +82,9 @@ class CachedAttention:
             return self.positions
         return length[:, None] + jnp.arange(self.positions.shape[1])[None]
 
-    def _write(self, group: KVGroup, i: int, k, v, length: Int[Array, " B"]) -> KVGroup:
+    def _write(
+        self, group: KVGroup, i: int, k, v, length: Int[Array, " B"], is_converted: bool
+    ) -> KVGroup:
         """The group with new keys and values of its i-th layer."""
         size = group.k[i].shape[2]
         places = self._places(length)
@@ -87,7 +94,9 @@ class CachedAttention:
         names = ("k", "v", "k_scale", "v_scale") if group.k_scale else ("k", "v")
         old = tuple(getattr(group, name)[i] for name in names)
         changes = {}
-        written = cache_write.write(k, v, slots, old, are_consecutive=not group.ring)
+        written = cache_write.write(
+            k, v, slots, old, are_consecutive=not group.ring, is_converted=is_converted
+        )
         for name, array in zip(names, written, strict=True):
             layers = getattr(group, name)
             changes[name] = (*layers[:i], array, *layers[i + 1 :])
@@ -183,6 +192,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(head_dim, eps, dtype=dtype) if qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(heads, dtype)) if sinks else None
         self.head_dim, self.rope, self.window = head_dim, rope, window
+        self.operands = attention_operands(dtype)
 
     def __call__(
         self,
@@ -197,6 +207,6 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = None if self.sinks is None else self.sinks[...]
-        rule = AttentionRule(self.window, self.head_dim**-0.5, sinks)
+        rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands)
         y, state = attend(layer, self.rope(q, positions), self.rope(k, positions), v, state, rule)
         return self.o(y.reshape(*x.shape[:2], -1)), state

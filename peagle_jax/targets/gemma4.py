@@ -22,6 +22,7 @@ from peagle_jax.layers import (
     Experts,
     LateRMSNorm,
     Linear,
+    attention_operands,
     gelu_tanh,
     normal,
     normalize,
@@ -46,6 +47,7 @@ class SelfAttention(nnx.Module):
         self.rope = cfg.full_rope if is_full else cfg.rope
         self.kv_source_layer = cfg.kv_source_layer(layer)
         self.window, self.eps = cfg.windows[layer], cfg.norm_eps
+        self.operands = attention_operands(cfg.dtype)
         q_dim = cfg.heads * self.head_dim
         kv_dim = cfg.kv_heads_of(layer) * self.head_dim
 
@@ -78,7 +80,7 @@ class SelfAttention(nnx.Module):
             raw_v = raw_k if self.v is None else heads(self.v(x))
             k = self.rope(self.k_norm(raw_k), positions)
             v = normalize(raw_v, self.eps).astype(x.dtype)
-        rule = AttentionRule(self.window, scale=1.0)
+        rule = AttentionRule(self.window, scale=1.0, operands=self.operands)
         y, state = attend(self.kv_source_layer, q, k, v, state, rule)
         return self.o(y.reshape(*x.shape[:2], -1)), state
 

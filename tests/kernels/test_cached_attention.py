@@ -167,3 +167,20 @@ def test_a_prompt_is_not_cut_into_many_parts(tokens, heads, slots):
     splits = -(-slots // tiles["span"])
     assert splits == 1 or splits * tokens * heads * 128 * 4 < 2 * 132 * tiles["bq"] * 128 * 4
     assert splits * -(-tokens * heads // 4 // tiles["bq"]) * 4 >= 60 or tiles["span"] == 128
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_narrow_operands(T):
+    """The numbers of a bfloat16 cache, from float32 arrays whose values have been rounded."""
+    q, k, v, positions = case(T=T)
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    wide = [attention.round_to(jnp.bfloat16, x.astype(jnp.float32) * 1.0001) for x in (k, v)]
+    assert all(np.array_equal(x, y) for x, y in zip(wide, (k, v), strict=True))
+    q = q.astype(jnp.float32) + 1e-4  # to be rounded again
+    for rule in (RULES["plain"], RULES["window, sinks"]):
+        want = attention.reference(q, k, v, positions, None, **rule)
+        got = attention.reference(q, *wide, positions, None, **rule, operands=jnp.bfloat16)
+        not_rounded = attention.reference(q, *wide, positions, None, **rule)
+        assert want.dtype == got.dtype == jnp.float32
+        assert np.abs(np.asarray(got - want)).max() < 1e-5
+        assert np.abs(np.asarray(not_rounded - want)).max() > 1e-4
