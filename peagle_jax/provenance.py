@@ -26,17 +26,22 @@ def provenance(command: str | None = None) -> dict:
       uncommitted changes), `command`, `device`, `python`, and the versions of this package, jax and
       flax.
     """
-    device = jax.devices()[0]
-    on_cpu = device.platform == "cpu"
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _git("rev-parse", "--short", "HEAD") or None,
         "dirty": bool(_git("status", "--porcelain", "--", *CODE)),
         "command": command or " ".join(["peagle", *sys.argv[1:]]),
-        "device": f"{_cpu_name()}, {_cpu_cores()}" if on_cpu else device.device_kind,
+        "device": device_name(),
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in PACKAGES},
     }
+
+
+def device_name() -> str:
+    """The kind of accelerator, or the processor and how many cores of it may be used."""
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    return f"{_cpu_name()}, {_cpu_cores()}" if on_cpu else device.device_kind
 
 
 def versions() -> str:

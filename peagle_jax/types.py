@@ -413,10 +413,11 @@ class DecodeState:
     Attributes:
       cache: the target's KV cache, without the last committed token.
       draft: the drafter's state.
-      tokens: the tokens that the last step committed, in the first `count` of R places.
+      tokens: the tokens that the last step committed, in the first `count` of R places; more of
+        them where steps with drafts and without alternate, see `DecodeSpec.lookback`.
       aux_hidden_states: for each of `tokens` the target's aux hidden states at the position BEFORE
         it, which predict it; the draft head reads a token together with these.
-      count: how many of `tokens` are real, 1 to K + 1.
+      count: how many of `tokens` are real, 1 to R.
       output: the answers; a row's buffer is as long as the cache, and grows with it.
       is_draft: which tokens of `output` are accepted drafts.
       logprobs: of the tokens of `output` by the target alone; zeros where nobody wants them.
@@ -425,7 +426,9 @@ class DecodeState:
       done: rows whose answer is complete. Steps leave them as they are.
       failed: rows that are done because the target computed NaN or infinity for them. Their
         `length` leaves out what the last step wrote.
-      num_drafts: speculative steps taken.
+      num_steps: steps taken. Sampling draws its keys by this number.
+      num_drafts: steps of these that drafted.
+      num_draft_tokens: drafts that were verified.
       num_accepted_per_pos: in how many steps the draft at each of the K positions was accepted.
     """
 
@@ -441,5 +444,7 @@ class DecodeState:
     length: Int[Array, " B"]
     done: Bool[Array, " B"]
     failed: Bool[Array, " B"]
+    num_steps: Int[Array, " B"]
     num_drafts: Int[Array, " B"]
+    num_draft_tokens: Int[Array, " B"]
     num_accepted_per_pos: Int[Array, "B K"]

@@ -95,36 +95,62 @@ def newest_demos() -> dict[str, list[dict]]:
     return demo_table()["newest_demos"](lines)
 
 
-def test_the_block_is_what_the_script_writes():
-    assert demo_table()["block"](newest_demos()) in README.read_text(encoding="utf-8")
-
-
-def test_every_number_of_the_table_is_its_row():
-    """Read back from README, apart from the script that writes the table."""
+def test_the_blocks_are_what_the_script_writes():
     text = README.read_text(encoding="utf-8")
-    table = [line for line in text.splitlines() if line.startswith("| ")]
-    start = next(i for i, line in enumerate(table) if line.startswith("| method | K |"))
-    rows = [line.strip("| ").split("|") for line in table[start:]]
-    devices = newest_demos()
-    names = {"plain decoding": "none", "EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
-    checked = 0
-    for line in table[start + 2 :]:
-        method, k, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if method not in names:
-            break
-        assert len(cells) == 3 * len(devices), line
-        for i, measured in enumerate(devices.values()):
-            case = (names[method], int(k or 0), 1)
-            row = [r for r in measured if (r["method"], r["k"], r["batch_size"]) == case]
-            tokens, speedup, length = cells[3 * i : 3 * i + 3]
-            if not tokens:
-                assert not row, f"{line}: left out, but there is a row"
-                continue
-            assert tokens == f"{row[0]['tokens_per_second']:.0f}"
-            assert speedup == f"{row[0]['speedup']:.2f}"
-            assert length == (f"{row[0]['acceptance_length']:.2f}" if k else "")
-            checked += 1
-    assert checked >= 11 and len(rows) > 11
+    assert demo_table()["block"](newest_demos()) in text
+    assert demo_table()["peers_block"]() in text
+
+
+def table_after(marker: str) -> list[list[str]]:
+    """The cells of README's table behind a marker, its header first."""
+    text = README.read_text(encoding="utf-8").split(marker)[1]
+    lines = [line for line in text.split("<!--")[0].splitlines() if line.startswith("| ")]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert len({len(line) for line in table}) == 1
+    return [table[0], *table[2:]]
+
+
+def test_every_number_of_the_demo_is_its_row():
+    """Read back from README, apart from the script that writes the table."""
+    header, *lines = table_after(demo_table()["BEGIN"])
+    ks = [int(cell.removeprefix("K = ")) for cell in header[3:-1]]
+    assert header[:3] == ["machine", "plain tokens/s", "method"] and len(ks) >= 5
+    assert header[-1] == "best at batch 8"
+    names = {"EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
+    devices = [rows for rows in newest_demos().values() for _ in names]
+    for (_, plain, method, *cells), rows in zip(lines, devices, strict=True):
+        by_case = {(r["method"], r["k"], r["batch_size"]): r for r in rows}
+        assert plain == f"{by_case['none', 0, 1]['tokens_per_second']:.0f}"
+        for k, cell in zip(ks, cells[:-1], strict=True):
+            row = by_case[names[method], k, 1]
+            assert cell == f"{row['speedup']:.2f} ({row['acceptance_length']:.2f})"
+        many = [by_case[names[method], k, 8]["speedup"] for k in ks]
+        assert cells[-1] == f"{max(many):.2f}"
+
+
+def test_every_number_beside_vllm_is_its_row():
+    """The first table: of the newest comparison in bfloat16."""
+    header, *lines = table_after(demo_table()["PEERS_BEGIN"])
+    text = README.read_text(encoding="utf-8")
+    lines_of_file = (ROOT / "results" / "peers.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [r for r in map(json.loads, lines_of_file) if r["dtype"] == "bfloat16"]
+    rows = [r for r in rows if r["time"] == rows[-1]["time"]]
+    assert f"commit {rows[0]['commit']}, {rows[0]['time'][:10]}" in " ".join(text.split())
+    assert not any(row["dirty"] for row in rows)
+    assert not any(row["different"] for row in rows if row["engine"] == "peagle_jax")
+    by_case = {(r["engine"].lower(), r["method"], r["batch_size"]): r for r in rows}
+    names = {"plain decoding": "plain", "EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
+    assert [line[0] for line in lines] == list(names) and len(header) == 8
+    for method, k, *cells in lines:
+        for title, cell in zip(header[2:], cells, strict=True):
+            batch, engine = title.removeprefix("batch ").split(": ")
+            row = by_case.get((engine.lower(), names[method], int(batch)))
+            wanted = f"{row['tokens_per_second']:,.0f}" if row else ""
+            if engine == "peagle_jax":
+                vllm = by_case["vllm", names[method], int(batch)]["tokens_per_second"]
+                wanted += f" ({row['tokens_per_second'] / vllm:.2f}x)"
+            assert cell == wanted
+            assert row is None or k == str(row["k"] or "")
 
 
 def test_the_rows_are_of_clean_commits_and_lossless():
@@ -159,38 +185,6 @@ def test_the_share_of_repetitions_is_its_rows():
         assert shares == {stated[1]}
 
 
-BESIDE_VLLM = re.compile(
-    r"Beside vLLM ([\d.]+) \(eager\) in (\w+) on that Xeon, P-EAGLE at K = (\d+): "
-    r"([\d,]+) and ([\d,]+) tokens/s at batch (\d+), ([\d,]+) and ([\d,]+) at batch (\d+) "
-)
-
-
-def test_the_speeds_beside_vllm_are_their_rows():
-    """Of each pair the first speed is that of peagle_jax and the second vLLM's."""
-    stated = BESIDE_VLLM.search(" ".join(README.read_text(encoding="utf-8").split()))
-    assert stated, "README compares the speed with vLLM's"
-    version, dtype, k, *figures = stated.groups()
-    rows = newest_peers(dtype, int(k))
-    for ours, vllm, batch_size in (figures[:3], figures[3:]):
-        speeds = {
-            row["engine"]: f"{row['tokens_per_second']:,.0f}"
-            for row in rows
-            if row["batch_size"] == int(batch_size)
-        }
-        assert speeds == {"peagle_jax": ours, "vllm": vllm}
-    versions = {row["engine_version"] for row in rows if row["engine"] == "vllm"}
-    assert {".".join(full.split(".")[:2]) for full in versions} == {version}
-
-
-def newest_peers(dtype: str, k: int) -> list[dict]:
-    """The P-EAGLE rows of the newest comparison with other engines on an Intel machine."""
-    lines = (ROOT / "results" / "peers.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["device"].startswith("Intel")]
-    rows = [row for row in rows if (row["method"], row["dtype"], row["k"]) == ("peagle", dtype, k)]
-    newest = max(row["time"] for row in rows)
-    return [row for row in rows if row["time"] == newest]
-
-
 def test_a_newer_demo_replaces_the_rows_of_its_device(tmp_path):
     def row(time, device, speed, **changes):
         case = {"method": "peagle", "k": 3, "batch": 1, "temperature": 0.0}
@@ -208,9 +202,12 @@ def test_a_newer_demo_replaces_the_rows_of_its_device(tmp_path):
     script = demo_table()
     demos = script["newest_demos"](lines)
     assert [r["tokens_per_second"] for r in demos["A, 2 cores"]] == [30]
-    header = "| method | K | A: tokens/s | speedup | length | B: tokens/s | speedup | length |"
-    assert script["table"](demos)[0] == header
-    assert script["table"](demos)[2] == "| P-EAGLE | 3 | 30 | 1.50 | 2.00 | 20 | 1.50 | 2.00 |"
+    assert script["table"](demos) == [
+        "| machine | plain tokens/s | method | K = 3 |",
+        "| --- | --- | --- | --- |",
+        "| A |  | P-EAGLE | 1.50 (2.00) |",
+        "| B |  | P-EAGLE | 1.50 (2.00) |",
+    ]
 
 
 def test_the_support_table_says_what_vllm_said(tmp_path):

@@ -7,8 +7,7 @@ from typing import cast
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.decode.loop import full_precision
-from peagle_jax.layers import CachedAttention, Decoder
+from peagle_jax.layers import CachedAttention, Decoder, full_precision
 from peagle_jax.types import Model
 
 # Where the target's two largest logits are closer than this, float32 may pick either token.

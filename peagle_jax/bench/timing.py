@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax.decode.drafters import Drafter
-from peagle_jax.decode.loop import full_precision
-from peagle_jax.layers import CachedAttention, Decoder
+from peagle_jax.layers import CachedAttention, Decoder, full_precision
 from peagle_jax.types import DraftState, KVCache, Model
 
 

@@ -47,8 +47,9 @@ def add_generate(parser: Parser) -> None:
     )
     add_k(
         parser,
-        type=int,
-        help="tokens drafted in one step; without it what the head was trained for, at most 7",
+        type=_number_or_auto,
+        help="tokens drafted in one step; without it what the head was trained for, at most 7; "
+        "auto chooses while decoding, by acceptance and by step times that are measured first",
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="one prompt")
@@ -167,6 +168,11 @@ def add_generate(parser: Parser) -> None:
         type=Path,
         help="JSONL file for token ids, text and counters; without it the text is printed",
     )
+
+
+def _number_or_auto(value: str) -> int | str:
+    """What -k takes."""
+    return value if value == "auto" else int(value)
 
 
 def add_bench(parser: Parser) -> None:

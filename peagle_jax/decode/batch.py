@@ -1,14 +1,16 @@
 """The rows that are decoded together: which request is in which, and their state on the device."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from peagle_jax.decode import growth, loop
+from peagle_jax.decode import growth, loop, switching
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.penalties import penalties_of
 from peagle_jax.decode.requests import Request
@@ -20,6 +22,8 @@ from peagle_jax.types import DecodeState, Params, RowOptions
 MIN_TOKENS_LEFT = 16
 # Rows have places for a multiple of as many stop ids, so that requests share programs.
 STOP_IDS_STEP = 4
+# Steps by which the time of a step is measured.
+TIMED_STEPS = 16
 
 
 @dataclasses.dataclass
@@ -50,6 +54,7 @@ class RowNumbers:
     length: Int[np.ndarray, " B"]
     position: Int[np.ndarray, " B"]
     num_drafts: Int[np.ndarray, " B"]
+    num_draft_tokens: Int[np.ndarray, " B"]
     num_accepted_per_pos: Int[np.ndarray, "B K"]
 
 
@@ -57,7 +62,7 @@ class Batch:
     """Rows, of which some hold a request, and their state.
 
     Args:
-      spec: how they are decoded.
+      spec: how they are decoded. Its K is the largest for `change_k`.
       target_params: of the target.
       draft_params: of the drafter.
       max_rows: the most rows.
@@ -68,6 +73,7 @@ class Batch:
     ) -> None:
         self.spec, self.max_rows = spec, max_rows
         self.params = target_params, draft_params
+        self._step_spec = spec  # of the next step: `spec`, unless `change_k` was called
         self.rows: list[Row | None] = []
         self._state: DecodeState | None = None
         self._options: RowOptions | None = None
@@ -90,6 +96,11 @@ class Batch:
         return 0 if self._state is None else self._state.output.shape[1]
 
     @property
+    def k(self) -> int:
+        """Drafts of the next step."""
+        return self._step_spec.k
+
+    @property
     def shape(self) -> tuple[int, int, str]:
         """What a program is compiled for: rows, slots, and how the rows sample."""
         assert self._options is not None
@@ -100,9 +111,14 @@ class Batch:
         if self._numbers is None:
             state = self.state
             arrays = (state.done, state.failed, state.length, state.cache.length)
-            counters = (state.num_drafts, state.num_accepted_per_pos)
+            counters = (state.num_drafts, state.num_draft_tokens, state.num_accepted_per_pos)
             self._numbers = RowNumbers(*map(np.array, jax.device_get((*arrays, *counters))))
         return self._numbers
+
+    def drafts(self) -> tuple[int, Int[np.ndarray, " K"]]:
+        """Steps that drafted, of all rows; and in how many of them each position was accepted."""
+        numbers = self.numbers()
+        return int(numbers.num_drafts.sum()), numbers.num_accepted_per_pos.sum(axis=0)
 
     def tokens(self, row: int) -> tuple[list[int], list[bool], list[float]]:
         """The answer in a row so far, which of its tokens are accepted drafts, and logprobs."""
@@ -116,11 +132,13 @@ class Batch:
         self._numbers = None
         running = self.running
         if not running:
-            self._state = new
+            self._state, self._step_spec = new, self.spec
             self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
         else:
             num_rows = growth.num_rows(len(running) + len(entering), self.max_rows)
             self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
+            # of the first token alone, so that no token is lost
+            new = switching.fit_places(new, self.state.tokens.shape[1])
             free = [i for i, row in enumerate(self.rows) if row is None]
             for source, row in enumerate(entering):
                 place = free[source]
@@ -130,15 +148,56 @@ class Batch:
 
     def decode(self, max_steps: int) -> int:
         """Takes steps until a further row is done, and returns how many."""
-        positions = self.numbers().position[self.running]
-        if positions.max() + self.spec.num_drafts + 1 > self.slots:
-            self._resize(len(self.rows), self._slots_needed())
+        self._make_room()
         num_free = len(self.rows) - len(self.running)
-        limits = np.int32(num_free + 1), np.int32(max_steps)
-        arguments = (*self.params, self._options, *limits, self.state)
-        num_steps, self._state = loop.decode(self.spec, *arguments)
-        self._numbers = None
+        num_steps = self._take_steps(self._step_spec, num_free + 1, max_steps)
         return int(num_steps)
+
+    def change_k(self, k: int) -> None:
+        """Lets the next steps draft `k` tokens; with 0 they keep their tokens for the head."""
+        if k == self.k:
+            return
+        self._make_room()
+        assert self.spec.drafter is not None
+        self._step_spec = self.spec.with_k(k)
+        arguments = self.spec.drafter, self.params[1], self._step_spec.num_places, self.state
+        self._state = switching.change_places(*arguments)
+        self._numbers = None
+
+    def step_seconds(self, k: int) -> float:
+        """Seconds of a step with `k` drafts, measured with the rows as they are.
+
+        Rows that are done cost as much as others, and steps leave them as they are. For the time
+        of these steps all are.
+        """
+        self._make_room()
+        spec = self.spec.with_k(k)
+        state = self.state
+        names = ("done", "tokens", "aux_hidden_states", "count")
+        kept = {name: jnp.copy(getattr(state, name)) for name in names}
+        state = switching.fit_places(state, spec.num_places)
+        all_done, count = jnp.ones_like(state.done), jnp.ones_like(state.count)
+        self._state = dataclasses.replace(state, done=all_done, count=count)
+        for _ in range(2):  # the first may be compiled
+            start = time.perf_counter()
+            jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, TIMED_STEPS))
+            seconds = time.perf_counter() - start
+        self._state = dataclasses.replace(self.state, **kept)
+        return seconds / TIMED_STEPS
+
+    def _take_steps(self, spec: DecodeSpec, until_done: int, max_steps: int) -> jax.Array:
+        """Takes steps until so many rows are done, and returns how many."""
+        limits = np.int32(until_done), np.int32(max_steps)
+        arguments = (*self.params, self._options, *limits, self.state)
+        num_steps, self._state = loop.decode(spec, *arguments)
+        self._numbers = None
+        return num_steps
+
+    def _make_room(self) -> None:
+        """Larger caches where the next step, or a switch of K, would not fit."""
+        positions = self.numbers().position[self.running]
+        if positions.max() + self.spec.num_ahead > self.slots:
+            self._resize(len(self.rows), self._slots_needed())
 
     def leave(self, row: int) -> None:
         """Makes a row free."""
@@ -174,7 +233,7 @@ class Batch:
         positions = self.numbers().position
         requests = [self._request(i) for i in self.running]
         return growth.num_slots(
-            int(positions[self.running].max()) + self.spec.num_drafts + 1,
+            int(positions[self.running].max()) + self.spec.num_ahead,
             max(num_reserved(request, self.spec) for request in requests),
         )
 
@@ -195,7 +254,7 @@ def num_reserved(request: Request, spec: DecodeSpec) -> int:
 
     A row whose last step went K tokens past its limit is still verified beside the others.
     """
-    return len(request.prompt) + request.max_new_tokens + spec.k + spec.num_drafts
+    return len(request.prompt) + request.max_new_tokens + spec.k + spec.num_ahead - 1
 
 
 def row_options(rows: Sequence[Row | None], vocab: int) -> RowOptions:

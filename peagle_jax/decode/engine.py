@@ -14,10 +14,10 @@ none waits, the rows that are left go on in a smaller batch.
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,13 +25,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from peagle_jax.decode import growth
+from peagle_jax.decode.adaptive_k import KChooser, candidates
 from peagle_jax.decode.batch import Batch, Row, num_reserved, row_options, sampling_kind
-from peagle_jax.decode.drafters import Drafter, ParallelDrafter
-from peagle_jax.decode.loop import DecodeSpec, full_precision
+from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter
+from peagle_jax.decode.engine_stats import EngineStats
+from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
 from peagle_jax.decode.prefill import chunk_size, num_positions, prefill
-from peagle_jax.decode.requests import Generation, Output, Request, check_request
+from peagle_jax.decode.requests import Generation, Output, Request, check_request, failed_answer
+from peagle_jax.decode.step_times import StepTimes, default_folder, what_times_depend_on
 from peagle_jax.decode.stop_strings import Detokenizer, find_stop
+from peagle_jax.decode.switching import LOOKBACK
+from peagle_jax.layers import full_precision
 from peagle_jax.targets.sharding import mesh_of
 from peagle_jax.types import DecodeState, InputError, Model
 
@@ -44,31 +49,12 @@ STEPS_PER_STOP_CHECK = 8
 NO_LIMIT = 2**31 - 1  # steps
 
 
-@dataclasses.dataclass
-class EngineStats:
-    """What an engine did so far.
-
-    Attributes:
-      num_steps: decoding steps of the batch.
-      num_chunks: forwards of the prefill.
-      prefill_seconds: wall seconds of reading prompts, up to the first tokens.
-      decode_seconds: wall seconds of decoding steps.
-      programs: shapes that were computed, of which each is compiled once in a process: "prefill",
-        rows, slots, tokens of a chunk; and "decode", rows, slots, how the rows sample.
-    """
-
-    num_steps: int = 0
-    num_chunks: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    programs: set[tuple] = dataclasses.field(default_factory=set)
-
-
 class Engine:
     """Decodes requests, up to `max_batch` at a time. Drafting does not change the target's output.
 
     The tokens of a request depend on the request, and not on what is decoded beside it: in float32
-    up to ties of the largest logits that are closer than rounding.
+    up to ties of the largest logits that are closer than rounding. With `adaptive_k` this holds for
+    greedy requests: which tokens a seed draws depends on K, and K on all requests.
 
     Args:
       target: from `load_target`, with the draft head's aux hidden state layers.
@@ -76,6 +62,9 @@ class Engine:
       draft_params: the drafter's parameters.
       num_tree_nodes: drafts of a tree that is verified at once, in the place of a chain of K: the
         likeliest paths by what a P-EAGLE head drafts at its K positions.
+      adaptive_k: choose again and again how many tokens to draft, from 0 to the drafter's K, by
+        what was accepted and by the seconds of a step, which are measured first.
+      step_times: folder where these seconds are kept; None for ~/.cache/peagle_jax/step_times.
       max_batch: requests that are decoded together.
       cache_size: positions that a request may take, prompt + new tokens + K; None for as many as
         the target's context has.
@@ -86,8 +75,9 @@ class Engine:
       tokenizer: the target's, for stop strings and for answers as text.
 
     Raises:
-      InputError: `max_batch`, `prefill_chunk`, `max_steps` or `num_tree_nodes` is below 1, or a
-        tree is asked for of a drafter that is not parallel.
+      InputError: `max_batch`, `prefill_chunk`, `max_steps` or `num_tree_nodes` is below 1; a tree
+        is asked for of a drafter that is not parallel; or an adaptive K with a tree, or without a
+        draft head.
     """
 
     def __init__(
@@ -97,6 +87,8 @@ class Engine:
         draft_params: Any = None,
         *,
         num_tree_nodes: int | None = None,
+        adaptive_k: bool = False,
+        step_times: Path | None = None,
         max_batch: int = 8,
         cache_size: int | None = None,
         prefill_chunk: int | None = PREFILL_CHUNK,
@@ -109,11 +101,7 @@ class Engine:
         _check_at_least_1("prefill_chunk", prefill_chunk, PREFILL_CHUNK)
         _check_at_least_1("max_steps", max_steps, STEPS_PER_STOP_CHECK)
         _check_at_least_1("num_tree_nodes", num_tree_nodes, 32)
-        if num_tree_nodes is not None and not isinstance(drafter, ParallelDrafter):
-            rule = "trees are made of what a P-EAGLE head drafts in parallel"
-            next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
-            got = type(drafter).__name__ if drafter else "plain decoding"
-            raise InputError("num_tree_nodes", rule, got, next_step)
+        _check_drafter(drafter, num_tree_nodes, adaptive_k)
         self.target, self.tokenizer = target, tokenizer
         self.max_batch, self.cache_size, self.max_steps = max_batch, cache_size, max_steps
         self.stats = EngineStats()
@@ -123,6 +111,7 @@ class Engine:
             drafter=drafter,
             sample_drafts=sample_drafts,
             num_nodes=num_tree_nodes,
+            lookback=max(LOOKBACK, drafter.k + 1) if adaptive_k and drafter else 0,
             chunk=PREFILL_CHUNK if sliding_cache and prefill_chunk is None else prefill_chunk,
             ring_cache_size=(cache_size or target.config.context) if sliding_cache else None,
         )
@@ -132,6 +121,10 @@ class Engine:
             everywhere = NamedSharding(self._mesh, PartitionSpec())
             draft_params = jax.device_put(draft_params, everywhere)
         self._batch = Batch(self.spec, target.params, draft_params, max_batch)
+        self.chooser = KChooser(self.spec.k) if adaptive_k else None
+        if adaptive_k:
+            about = what_times_depend_on(self.spec, self._batch.params)
+            self._step_times = StepTimes(about, step_times or default_folder())
         self._waiting: collections.deque[Row] = collections.deque()
         self._cancelled: set[int] = set()
         # requests whose prompts are being read, and what reads them
@@ -233,6 +226,8 @@ class Engine:
                 self.stats.prefill_seconds += time.perf_counter() - start
                 outputs += self._collect()
             if self._batch.running:
+                if self.chooser is not None:
+                    self._choose_k(self.chooser)
                 start = time.perf_counter()
                 self._decode()
                 self.stats.decode_seconds += time.perf_counter() - start
@@ -282,7 +277,7 @@ class Engine:
         for i, row in enumerate(group):
             lengths[i] = len(row.request.prompt)
             prompts[i, : lengths[i]] = row.request.prompt
-        needed = max(longest + self.spec.num_drafts + 1, num_positions(self.spec, longest))
+        needed = max(longest + self.spec.num_ahead, num_positions(self.spec, longest))
         slots = growth.num_slots(needed, max(map(self._num_reserved, group)))
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         shape = num_rows, slots, chunk_size(self.spec, longest)
@@ -340,8 +335,24 @@ class Engine:
             limits.append(STEPS_PER_STOP_CHECK)
         if self._prefill is not None:
             limits.append(STEPS_PER_CHUNK)
-        self.stats.num_steps += self._batch.decode(min(limits))
+        if self.chooser is not None:
+            limits.append(self.chooser.steps_left)
+        before = self._batch.drafts()
+        num_steps = self._batch.decode(min(limits))
+        if self.chooser is not None:
+            num_drafts, accepted = self._batch.drafts()
+            self.chooser.observe(num_steps, num_drafts - before[0], accepted - before[1])
+        self.stats.num_steps += num_steps
+        self.stats.steps_by_k[self._batch.k] += num_steps
         self.stats.programs.add(("decode", *self._batch.shape))
+
+    def _choose_k(self, chooser: KChooser) -> None:
+        """Lets the batch draft as many tokens as pay."""
+        start = time.perf_counter()
+        ks, measure = candidates(self.spec.k), self._batch.step_seconds
+        seconds = self._step_times.get(ks, *self._batch.shape, measure)
+        self.stats.measure_seconds += time.perf_counter() - start
+        self._batch.change_k(chooser.choose(seconds))
 
     def _collect(self) -> list[Output]:
         """What is new in the rows. Requests that are done leave theirs."""
@@ -384,14 +395,13 @@ class Engine:
             return Output(row.id, new, None) if new else None
         if text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        num_drafts = int(numbers.num_drafts[i]) if self.spec.k else 0
         answer = Generation(
             prompt_token_ids=list(request.prompt),
             output_token_ids=token_ids,
             finish_reason=reason,
             is_draft=is_draft,
-            num_drafts=num_drafts,
-            num_draft_tokens=num_drafts * self.spec.num_drafts,
+            num_drafts=int(numbers.num_drafts[i]),
+            num_draft_tokens=int(numbers.num_draft_tokens[i]),
             num_accepted_per_pos=numbers.num_accepted_per_pos[i].tolist(),
             logprobs=logprobs[: len(token_ids)] if request.logprobs else None,
             text=text,
@@ -400,9 +410,23 @@ class Engine:
         return Output(row.id, new, answer)
 
 
-def failed_answer(request: Request, error: str | None, reason: str = "error") -> Generation:
-    """The answer to a request that was not decoded."""
-    return Generation(list(request.prompt), [], reason, [], 0, 0, [], error=error)
+def _check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:
+    """Raises InputError where a drafter cannot do what is asked for."""
+    got = type(drafter).__name__ if drafter else "plain decoding"
+    if num_tree_nodes is not None and not isinstance(drafter, ParallelDrafter):
+        rule = "trees are made of what a P-EAGLE head drafts in parallel"
+        next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
+        raise InputError("num_tree_nodes", rule, got, next_step)
+    if adaptive_k and not isinstance(drafter, tuple(METHODS.values())):
+        next_step = "give a draft head, or leave out adaptive_k"
+        raise InputError("adaptive_k", "K is chosen for a draft head", got, next_step)
+    if adaptive_k and num_tree_nodes is not None:
+        rule, next_step = "K is chosen for chains of drafts", "leave out one of the two"
+        raise InputError("adaptive_k", rule, f"a tree of {num_tree_nodes} nodes", next_step)
+    if adaptive_k and jax.process_count() > 1:
+        # each would choose by times of its own
+        rule, next_step = "K is chosen by one process", "give a number of drafts"
+        raise InputError("adaptive_k", rule, f"{jax.process_count()} processes", next_step)
 
 
 def _check_at_least_1(name: str, value: int | None, example: int) -> None:

@@ -1,7 +1,8 @@
 """`generate`: token ids of prompts in, answers and acceptance counters out."""
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.drafters import METHODS, Drafter
@@ -11,6 +12,10 @@ from peagle_jax.types import InputError, Model
 
 # K where none is given and the head was trained for more: the best K of AWS's published heads.
 MAX_DEFAULT_K = 7
+# The largest K among which `k="auto"` chooses.
+MAX_ADAPTIVE_K = 15
+# Compilation takes 5 s for K = 128, and a minute for K = 256.
+MAX_K = 128
 
 
 def generate(
@@ -18,7 +23,7 @@ def generate(
     drafter: Model | Drafter | None,
     prompts: Sequence[Sequence[int]],
     *,
-    k: int | None = None,
+    k: int | Literal["auto"] | None = None,
     method: str | None = None,
     num_tree_nodes: int | None = None,
     max_new_tokens: int = 128,
@@ -44,7 +49,7 @@ def generate(
         for plain decoding.
       prompts: token ids, at least one per prompt.
       k: tokens drafted per step. None takes the K that the head was trained for, but at most 7,
-        which is the best K of the published heads.
+        which is the best K of the published heads. "auto" chooses while decoding, by what pays.
       method: how the head drafts, "peagle" or "eagle3". None takes what the head was made for.
       num_tree_nodes: verify a tree of so many drafts per step, and not a chain of K (P-EAGLE).
       max_new_tokens: limit of every answer.
@@ -75,8 +80,8 @@ def generate(
         check_fit(target, drafter)
         draft_params = drafter.params
         drafter = make_drafter(drafter, k, method)
-    k = drafter.k if drafter else 0
-    check_prompts(prompts, target.config, max_new_tokens, k, cache_size)
+    num_drafts = drafter.k if drafter else 0
+    check_prompts(prompts, target.config, max_new_tokens, num_drafts, cache_size)
     seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else seed
     requests = [
         Request(
@@ -95,6 +100,7 @@ def generate(
         drafter,
         draft_params,
         num_tree_nodes=num_tree_nodes,
+        adaptive_k=k == "auto",
         max_batch=len(prompts),
         cache_size=cache_size,
         prefill_chunk=prefill_chunk,
@@ -118,21 +124,39 @@ def default_k(head: Model) -> int:
     return min(trained_for, MAX_DEFAULT_K)
 
 
-def make_drafter(head: Model, k: int | None, method: str | None = None) -> Drafter:
+def make_drafter(
+    head: Model, k: int | Literal["auto"] | None, method: str | None = None
+) -> Drafter:
     """A drafter that runs a draft head.
 
     Args:
-      k: tokens drafted per step. None takes the K that the head was trained for, but at most 7.
+      k: tokens drafted per step. None takes the K that the head was trained for, but at most 7;
+        "auto" likewise, but at most 15: the largest K for an engine that chooses (`adaptive_k`).
       method: "peagle" or "eagle3". None takes "peagle" for a head that can draft in parallel.
 
     Raises:
-      InputError: the head cannot draft by that method, or K is below 1.
+      InputError: the head cannot draft by that method, or K is below 1 or above MAX_K.
+
+    Warns:
+      UserWarning: K is more than twice what the head was trained for.
     """
     if k is None:
         k = default_k(head)
+    if k == "auto":
+        k = min(head.config.num_depths or MAX_DEFAULT_K, MAX_ADAPTIVE_K)
     if k < 1:
         next_step = "use -k 1 or more, or --method none for plain decoding"
         raise InputError("K", "at least one token must be drafted per step", k, next_step)
+    if k > MAX_K:
+        rule = f"at most {MAX_K} drafts per step, as compilation takes minutes beyond"
+        raise InputError("K", rule, k, f"use -k {default_k(head)}")
+    trained_for = head.config.num_depths
+    if trained_for and k > 2 * trained_for:
+        message = (
+            f"K = {k} is far above {trained_for}, for which the head was trained: later drafts "
+            f"are seldom accepted; compare with -k {default_k(head)}"
+        )
+        warnings.warn(message, UserWarning, stacklevel=2)
     if method is None:
         method = "peagle" if head.config.parallel else "eagle3"
     if method not in METHODS:

@@ -15,7 +15,6 @@ verification wrote d3 to the cache, too; only the cache's length says that it is
 Plain decoding is the same loop with K = 0: nothing is proposed, and the target reads y alone.
 """
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any, cast
@@ -29,7 +28,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.decode.drafters import Drafter, ParallelDrafter
 from peagle_jax.decode.penalties import count_tokens, penalize
-from peagle_jax.decode.sampling import KeyUse, probabilities, sample, with_step_keys
+from peagle_jax.decode.sampling import (
+    KeyUse,
+    logprobs_of,
+    probabilities,
+    sample,
+    with_step_keys,
+)
+from peagle_jax.decode.switching import append_unread
 from peagle_jax.decode.tree import likeliest_tree, num_tree_nodes, tree_width, walk
 from peagle_jax.decode.verify import verify_greedy, verify_sampled
 from peagle_jax.layers import CachedAttention, Decoder, keep_path
@@ -38,7 +44,6 @@ from peagle_jax.types import (
     DecodeState,
     DraftState,
     KVCache,
-    Model,
     Params,
     RowOptions,
     SamplingParams,
@@ -60,6 +65,8 @@ class DecodeSpec:
         vLLM's default). Both leave the target's distribution as it is.
       chunk: the most prompt tokens of one forward of the prefill; None for whole prompts.
       num_nodes: verify a tree of so many drafts; None for a chain of K.
+      lookback: where plain steps and steps with drafts alternate, as many of the newest tokens are
+        kept by the plain ones, for the drafter to read later; 0 where K never changes.
       ring_cache_size: None gives every layer slots for all positions. A number gives layers with a
         sliding window ring caches, if a ring has fewer slots than that; it takes a `chunk`.
     """
@@ -70,6 +77,7 @@ class DecodeSpec:
     sample_drafts: bool
     chunk: int | None = None
     num_nodes: int | None = None
+    lookback: int = 0
     ring_cache_size: int | None = None
 
     def __hash__(self) -> int:
@@ -92,6 +100,21 @@ class DecodeSpec:
             return self.k
         assert isinstance(self.drafter, ParallelDrafter)
         return num_tree_nodes(self.k, self.num_nodes, self.drafter.config.draft_vocab)
+
+    @property
+    def num_places(self) -> int:
+        """Places in `DecodeState.tokens`."""
+        return self.k + 1 if self.k else max(1, self.lookback)
+
+    @property
+    def num_ahead(self) -> int:
+        """Slots after a row's tokens that a step may write, or a change of K."""
+        return max(self.num_drafts + 1, self.lookback)
+
+    def with_k(self, k: int) -> "DecodeSpec":
+        """The same with K drafts per step, by a drafter that is a dataclass."""
+        drafter = dataclasses.replace(cast(Any, self.drafter), k=k) if k else None
+        return dataclasses.replace(self, drafter=drafter)
 
     @property
     def ring_block(self) -> int | None:
@@ -137,10 +160,11 @@ def replicate_results(state: DecodeState) -> DecodeState:
     """On a mesh: the results on every device, so that each process can read them."""
     if jax.sharding.get_abstract_mesh().empty:
         return state
-    names = ("output", "is_draft", "logprobs", "length", "done", "failed", "num_drafts")
+    answers = ("output", "is_draft", "logprobs", "length", "done", "failed")
+    counters = ("num_drafts", "num_draft_tokens", "num_accepted_per_pos")
     replicated = {
         name: jax.lax.with_sharding_constraint(getattr(state, name), PartitionSpec())
-        for name in (*names, "num_accepted_per_pos")
+        for name in (*answers, *counters)
     }
     length = jax.lax.with_sharding_constraint(state.cache.length, PartitionSpec())
     cache = dataclasses.replace(state.cache, length=length)
@@ -179,7 +203,7 @@ def _chain_step(
         if sampling is None:
             tokens, accepted = verify_greedy(drafts, jnp.argmax(logits, axis=-1))
         else:
-            fresh = with_step_keys(sampling, state.num_drafts, KeyUse.VERIFY)
+            fresh = with_step_keys(sampling, state.num_steps, KeyUse.VERIFY)
             tokens, accepted = verify_sampled(drafts, draft_logits, logits, fresh)
         if options.logprobs:
             logprobs = logprobs_of(raw, tokens)
@@ -248,15 +272,9 @@ def _choose_token(
         logits = penalize(logits[:, None], counts, options.penalties)[:, 0]
     if options.sampling is None:
         return jnp.argmax(logits, axis=-1)
-    fresh = with_step_keys(options.sampling, state.num_drafts, KeyUse.VERIFY)
+    fresh = with_step_keys(options.sampling, state.num_steps, KeyUse.VERIFY)
     keys = jax.vmap(lambda key: jax.random.fold_in(key, drafts.shape[1]))(fresh.key)
     return sample(keys, probabilities(logits, fresh))
-
-
-def logprobs_of(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]) -> Float[Array, "B R"]:
-    """The log-probabilities of tokens, in float32."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
 
 
 def propose(
@@ -271,7 +289,7 @@ def propose(
         return state.tokens[:, :0], None, state.draft
     draft_sampling = None
     if sampling is not None and spec.sample_drafts:
-        draft_sampling = with_step_keys(sampling, state.num_drafts, KeyUse.DRAFT)
+        draft_sampling = with_step_keys(sampling, state.num_steps, KeyUse.DRAFT)
     draft = dataclasses.replace(state.draft, sampling=draft_sampling)
     drafts, draft_logits, draft = spec.drafter.step(
         draft_params, draft, state.tokens, state.aux_hidden_states, state.count
@@ -318,6 +336,10 @@ def commit(
     emitted = emit(state, tokens, is_draft, accepted + 1, options, logprobs)
     is_read = jnp.arange(spec.k + 1)[None] <= accepted[:, None]
     failed = ~(is_finite(out.hidden) | ~is_read).all(axis=1)
+    unread = tokens, out.aux_hidden_states, accepted + 1
+    if spec.lookback and not spec.k:
+        unread = append_unread(state, tokens, out.aux_hidden_states)
+    num_positions = state.num_accepted_per_pos.shape[1]
     new = dataclasses.replace(
         emitted,
         length=jnp.where(failed, state.length, emitted.length),
@@ -325,11 +347,14 @@ def commit(
         failed=failed,
         cache=dataclasses.replace(cache, length=state.cache.length + accepted + 1),
         draft=draft,
-        tokens=tokens,
-        aux_hidden_states=out.aux_hidden_states,
-        count=accepted + 1,
-        num_drafts=state.num_drafts + 1,
-        num_accepted_per_pos=state.num_accepted_per_pos + is_accepted,
+        tokens=unread[0],
+        aux_hidden_states=unread[1],
+        count=unread[2],
+        num_steps=state.num_steps + 1,
+        num_drafts=state.num_drafts + (spec.k > 0),
+        num_draft_tokens=state.num_draft_tokens + spec.num_drafts,
+        num_accepted_per_pos=state.num_accepted_per_pos
+        + jnp.pad(is_accepted, [(0, 0), (0, num_positions - spec.k)]),
     )
     return _freeze_done_rows(state, new)
 
@@ -353,20 +378,11 @@ def _freeze_done_rows(old: DecodeState, new: DecodeState) -> DecodeState:
     draft = new.draft
     if draft.cache is not None and old.draft.cache is not None:
         draft = dataclasses.replace(draft, cache=with_frozen_length(draft.cache, old.draft.cache))
-    return dataclasses.replace(
-        new,
-        cache=with_frozen_length(new.cache, old.cache),
-        draft=draft,
-        tokens=unless_done(new.tokens, old.tokens),
-        aux_hidden_states=unless_done(new.aux_hidden_states, old.aux_hidden_states),
-        count=unless_done(new.count, old.count),
-        emitted=unless_done(new.emitted, old.emitted),
-        length=unless_done(new.length, old.length),
-        done=unless_done(new.done, old.done),
-        failed=unless_done(new.failed, old.failed),
-        num_drafts=unless_done(new.num_drafts, old.num_drafts),
-        num_accepted_per_pos=unless_done(new.num_accepted_per_pos, old.num_accepted_per_pos),
-    )
+    written = {"cache", "draft", "output", "is_draft", "logprobs"}
+    names = {field.name for field in dataclasses.fields(new)} - written
+    frozen = {name: unless_done(getattr(new, name), getattr(old, name)) for name in names}
+    cache = with_frozen_length(new.cache, old.cache)
+    return dataclasses.replace(new, cache=cache, draft=draft, **frozen)
 
 
 def is_finite(hidden: Float[Array, "*rows D"]) -> Bool[Array, "*rows"]:
@@ -415,14 +431,3 @@ def emit(
         length=jnp.where(state.done, state.length, length),
         done=state.done | stopped | (emitted >= max_new_tokens),
     )
-
-
-def full_precision(model: Model) -> contextlib.AbstractContextManager:
-    """A context in which the products of a float32 model are computed in float32.
-
-    GPUs round the factors of float32 products to 10 bits of mantissa unless told otherwise, and
-    lossless decoding is promised for float32. A model in fewer bits is computed as JAX does by
-    default.
-    """
-    is_float32 = jnp.dtype(model.config.dtype) == jnp.float32
-    return jax.default_matmul_precision("highest" if is_float32 else None)

@@ -19,12 +19,11 @@ from peagle_jax.decode.loop import (
     DecodeSpec,
     emit,
     is_finite,
-    logprobs_of,
     needs_logits,
     replicate_results,
 )
 from peagle_jax.decode.penalties import penalize
-from peagle_jax.decode.sampling import KeyUse, probabilities, sample, step_keys
+from peagle_jax.decode.sampling import KeyUse, logprobs_of, probabilities, sample, step_keys
 from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
 from peagle_jax.targets import sharding
 from peagle_jax.types import DecodeState, DraftState, KVCache, Params, RowOptions
@@ -225,7 +224,9 @@ def first_tokens(
         length=zero,
         done=failed,
         failed=failed,
+        num_steps=zero,
         num_drafts=zero,
+        num_draft_tokens=zero,
         num_accepted_per_pos=jnp.zeros((batch, spec.k), jnp.int32),
     )
     no_drafts = jnp.zeros((batch, num_places), bool)

@@ -117,6 +117,11 @@ def acceptance_length(answers: Sequence[Generation]) -> float | None:
     return 1 + sum(answer.num_accepted_tokens for answer in answers) / num_drafts
 
 
+def failed_answer(request: Request, error: str | None, reason: str = "error") -> Generation:
+    """The answer to a request that was not decoded."""
+    return Generation(list(request.prompt), [], reason, [], 0, 0, [], error=error)
+
+
 @dataclasses.dataclass(frozen=True)
 class Output:
     """News of one request.

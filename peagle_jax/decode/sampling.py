@@ -144,3 +144,9 @@ def _filter(
 def sample(keys: Array, probs: Float[Array, "B V"]) -> Int[Array, " B"]:
     """One token per row, each with the row's own key."""
     return jax.vmap(lambda key, p: jax.random.categorical(key, jnp.log(p)))(keys, probs)
+
+
+def logprobs_of(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]) -> Float[Array, "B R"]:
+    """The log-probabilities of tokens, in float32."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]

@@ -17,7 +17,12 @@ from peagle_jax.layers.basic import (
 )
 from peagle_jax.layers.decoder import Decoder, PreNormBlock
 from peagle_jax.layers.moe import GLU, Experts
-from peagle_jax.layers.products import activation_dtype, attention_operands, product
+from peagle_jax.layers.products import (
+    activation_dtype,
+    attention_operands,
+    full_precision,
+    product,
+)
 from peagle_jax.layers.rope import Rope
 
 __all__ = [
@@ -35,6 +40,7 @@ __all__ = [
     "Rope",
     "activation_dtype",
     "attention_operands",
+    "full_precision",
     "gelu_tanh",
     "keep_path",
     "normal",

@@ -6,14 +6,17 @@ still read 16-bit weights, with 16-bit operands and float32 sums. A P-EAGLE step
 bfloat16 models takes 6.5 ms this way, and 11.4 ms with bfloat16 activations (LOG.md, 2026-11-23).
 """
 
+import contextlib
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from peagle_jax.kernels.launch import platform
+from peagle_jax.types import Model
 
 # Matrix units take tiles of rows. XLA's products of fewer rows do without them: on a Xeon with AMX
 # 13M bfloat16 weights take 3.2 ms with one row and 1.9 ms with four. From four rows on, a row's
@@ -47,6 +50,17 @@ def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Floa
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
     y = jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
     return y[..., :num_rows, :]
+
+
+def full_precision(model: Model) -> contextlib.AbstractContextManager:
+    """A context in which the products of a float32 model are computed in float32.
+
+    GPUs round the factors of float32 products to 10 bits of mantissa unless told otherwise, and
+    lossless decoding is promised for float32. A model in fewer bits is computed as JAX does by
+    default.
+    """
+    is_float32 = jnp.dtype(model.config.dtype) == jnp.float32
+    return jax.default_matmul_precision("highest" if is_float32 else None)
 
 
 def has_bfloat16_matrix_units() -> bool:

@@ -31,7 +31,7 @@ from peagle_jax.pipelines.evaluate import PROMPT_TOKENS, held_out_prompts
 from peagle_jax.pipelines.train_head import HeadResult, train_head
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
-from peagle_jax.report import plots, records
+from peagle_jax.report import peers, plots, records
 from peagle_jax.report.method import draw_method
 from peagle_jax.report.page import SampleText, write_report
 from peagle_jax.report.statements import headline
@@ -40,6 +40,7 @@ from peagle_jax.types import Model
 
 PACKAGE = Path(__file__).parent.parent
 ASSETS = PACKAGE / "assets"  # target/, peagle/ and eagle3/: ordinary folders with model cards
+PEERS = PACKAGE.parent / "results" / "peers.jsonl"  # only in a checkout
 SEED = 0
 # New tokens per answer of the float32 check, where the timed decoding has another dtype.
 EXACTNESS_TOKENS = 64
@@ -364,7 +365,14 @@ def _write_report(
     sample = None
     if suite.sample is not None and tokenizer is not None:
         sample = _sample_text(tokenizer, suite.sample)
-    return write_report(out, suite.records, pictures=pictures, sample=sample, runs=facts)
+    return write_report(
+        out,
+        suite.records,
+        pictures=pictures,
+        sample=sample,
+        runs=facts,
+        peer_rows=peers.newest(PEERS),
+    )
 
 
 def _sample_text(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> SampleText:

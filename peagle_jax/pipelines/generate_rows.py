@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.engine import PREFILL_CHUNK, Engine
@@ -16,7 +16,8 @@ from peagle_jax.types import Model
 class GenerationOptions:
     """How `generate_rows` decodes. Defaults are those of `peagle generate` and of `generate`."""
 
-    k: int | None = None  # tokens drafted per step; None: what the head was trained for, at most 7
+    # tokens drafted per step; None: what the head was trained for, at most 7; "auto": what pays
+    k: int | Literal["auto"] | None = None
     method: str | None = None  # "peagle", "eagle3"; None: what the head was made for
     num_tree_nodes: int | None = None  # drafts of a tree; None: a chain of K
     max_new_tokens: int = 128  # of each answer
@@ -70,6 +71,7 @@ def generate_rows(
         drafter,
         head.params if head else None,
         num_tree_nodes=options.num_tree_nodes,
+        adaptive_k=options.k == "auto",
         max_batch=min(options.batch_size, len(prompts)),
         prefill_chunk=options.prefill_chunk,
         sliding_cache=options.sliding_cache,

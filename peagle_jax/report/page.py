@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle_jax.atomic_write import write_atomically
+from peagle_jax.report import peers
 from peagle_jax.report.records import COLUMNS, cells
 from peagle_jax.report.statements import headline, sample_caption, slowdown_reasons
 
@@ -83,6 +84,7 @@ def write_report(
     pictures: Sequence[tuple[str, str]],
     sample: SampleText | None,
     runs: Sequence[tuple[str, Mapping[str, Any]]],
+    peer_rows: Sequence[dict] = (),
 ) -> Path:
     """Writes `out`/report.html, whole or not at all.
 
@@ -91,6 +93,7 @@ def write_report(
       pictures: (PNG in `out`, caption). method.png comes first, if there is one.
       sample: an answer to show.
       runs: (title, facts) of each model or training run.
+      peer_rows: of `peers.newest`, recorded earlier; their table comes first.
     """
     method = [picture for picture in pictures if picture[0] == "method.png"]
     plots = [picture for picture in pictures if picture[0] != "method.png"]
@@ -99,6 +102,7 @@ def write_report(
         f"<style>{STYLE}</style><h1>P-EAGLE in JAX</h1>",
         *(f"<p class=big>{html.escape(line)}</p>" for line in headline(records)),
         *(_figure(out, name, caption) for name, caption in method),
+        *_peers(out, peer_rows),
         *_tables(records),
         *(_figure(out, name, caption) for name, caption in plots),
         *([] if sample is None else [_sample(sample)]),
@@ -116,6 +120,24 @@ def _figure(out: Path, name: str, caption: str) -> str:
     text = html.escape(caption)
     image = f'<img alt="{text}" src="data:image/png;base64,{data}">'
     return f"<figure>{image}<figcaption>{text}</figcaption></figure>"
+
+
+def _peers(out: Path, rows: Sequence[dict]) -> list[str]:
+    """The table and the picture of the comparison with other engines."""
+    if not rows:
+        return []
+    peers.draw(rows, out / "peers.png")
+    header, *lines = [[html.escape(cell) for cell in line] for line in peers.table(rows)]
+    titles = "".join(f"<th>{cell}</th>" for cell in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines
+    )
+    return [
+        "<h2>Beside vLLM and transformers</h2>",
+        "<p class=note>Recorded earlier, by scripts/peers/compare_speed.py.</p>",
+        f"<div class=scroll><table><tr>{titles}</tr>{body}</table></div>",
+        _figure(out, "peers.png", peers.caption(rows)),
+    ]
 
 
 def _tables(records: Sequence[dict]) -> list[str]:

@@ -1,25 +1,30 @@
-"""Writes the table of the small demo into README.md, from the rows of results/demo.jsonl.
+"""Writes the tables of README.md, and a picture, from the rows in results/.
 
     python scripts/generate/readme_table.py [--check]
 
-Of every device the newest `make demo` counts. Its greedy rows at batch 1 become the table, its best
-speedups at every batch size a sentence below the table. Everything stands between two markers.
-`--check` writes nothing and exits with 1 if the table is not what the rows say.
+The first table is the newest comparison with vLLM and transformers (results/peers.jsonl), which is
+also drawn to docs/pictures/peers.png. The second is the small demo (results/demo.jsonl): of every
+device the newest `make demo` counts, with its greedy rows. Each stands between two markers.
+`--check` writes nothing and exits with 1 if a table is not what the rows say.
 """
 
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 from peagle_jax.old_names import RESULT_ROW_KEYS, with_new_names
+from peagle_jax.report import peers
 
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- demo table: written by scripts/generate/readme_table.py -->"
 END = "<!-- end of demo table -->"
+PEERS_BEGIN = "<!-- peers table: written by scripts/generate/readme_table.py -->"
+PEERS_END = "<!-- end of peers table -->"
 DEMO = "demo/small"
-METHODS = {"none": "plain decoding", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+METHODS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 DRAFTERS = ("eagle3", "peagle")
 
 
@@ -55,58 +60,67 @@ def short_name(device: str) -> str:
 
 
 def table(demos: dict[str, list[dict]]) -> list[str]:
-    """The lines of the Markdown table: a row for each method and K, three columns per device."""
-    header = ["method", "K"]
-    for device in demos:
-        header += [f"{short_name(device)}: tokens/s", "speedup", "length"]
+    """The lines of the Markdown table: for each device and method a row, for each K a column.
+
+    A cell has the speedup at batch 1 and, in brackets, the acceptance length.
+    """
+    every = [row for rows in demos.values() for row in rows]
+    ks = sorted({row["k"] for row in every if row["k"]})
+    batches = sorted({row["batch_size"] for row in every})[1:]
+    header = ["machine", "plain tokens/s", "method", *(f"K = {k}" for k in ks)]
+    header += [f"best at batch {batch}" for batch in batches]
     lines = [_row(header), _row(["---"] * len(header))]
-    by_case = {
-        device: {(row["k"], row["method"]): row for row in rows if row["batch_size"] == 1}
-        for device, rows in demos.items()
-    }
-    cases = sorted({case for rows in by_case.values() for case in rows})
-    for k, method in cases:
-        cells = [METHODS[method], str(k) if k else ""]
-        for rows in by_case.values():
-            cells += _numbers(rows.get((k, method)))
-        lines.append(_row(cells))
+    for device, rows in demos.items():
+        by_case = {(row["method"], row["k"], row["batch_size"]): row for row in rows}
+        plain = by_case.get(("none", 0, 1))
+        for method in (m for m in DRAFTERS if any(row["method"] == m for row in rows)):
+            cells = [short_name(device), f"{plain['tokens_per_second']:.0f}" if plain else ""]
+            cells += [METHODS[method], *(_numbers(by_case.get((method, k, 1))) for k in ks)]
+            lines.append(_row(cells + [_best(rows, method, batch) for batch in batches]))
     return lines
 
 
-def _numbers(row: dict | None) -> list[str]:
-    """Tokens per second, speedup, acceptance length; empty where the device has no such row."""
-    if row is None:
-        return ["", "", ""]
-    length = f"{row['acceptance_length']:.2f}" if row["k"] else ""
-    return [f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}", length]
+def _numbers(row: dict | None) -> str:
+    """Speedup and acceptance length; empty where the device has no such row."""
+    return f"{row['speedup']:.2f} ({row['acceptance_length']:.2f})" if row else ""
+
+
+def _best(rows: list[dict], method: str, batch: int) -> str:
+    """The best speedup at a batch size."""
+    speedups = [r["speedup"] for r in rows if (r["method"], r["batch_size"]) == (method, batch)]
+    return f"{max(speedups):.2f}" if speedups else ""
 
 
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def sentences(demos: dict[str, list[dict]]) -> list[str]:
-    """For each device: its dtype, where its rows come from, and the best speedup of each method."""
-    lines = []
-    for device, rows in demos.items():
-        origin = f"{rows[0]['dtype']}, commit {rows[0]['commit']}, {rows[0]['time'][:10]}"
-        lines.append(f"- {device}, {origin}. Best speedup:")
-        batches = sorted({row["batch_size"] for row in rows})
-        lines.append("  " + "; ".join(_best(rows, batch) for batch in batches) + ".")
-    return lines
-
-
-def _best(rows: list[dict], batch: int) -> str:
-    parts = []
-    for method in reversed(DRAFTERS):
-        speedups = [r["speedup"] for r in rows if (r["method"], r["batch_size"]) == (method, batch)]
-        parts.append(f"{METHODS[method]} {max(speedups):.2f}")
-    return f"batch {batch}: {', '.join(parts)}"
+def origins(demos: dict[str, list[dict]]) -> list[str]:
+    """For each device: its dtype, and where its rows come from."""
+    return [
+        f"- {device}, {rows[0]['dtype']}, commit {rows[0]['commit']}, {rows[0]['time'][:10]}"
+        for device, rows in demos.items()
+    ]
 
 
 def block(demos: dict[str, list[dict]]) -> str:
     """Everything between the markers, markers included."""
-    return "\n".join([BEGIN, *table(demos), "", *sentences(demos), END])
+    return "\n".join([BEGIN, *table(demos), "", *origins(demos), END])
+
+
+def peers_block() -> str:
+    """The comparison with other engines, markers included."""
+    rows = peers.newest(ROOT / "results" / "peers.jsonl")
+    header, *lines = peers.table(rows)
+    table_lines = [_row(header), _row(["---"] * len(header)), *map(_row, lines)]
+    caption = textwrap.wrap(peers.caption(rows), 100)
+    return "\n".join([PEERS_BEGIN, *table_lines, "", *caption, PEERS_END])
+
+
+def with_block(text: str, begin: str, end: str, new: str) -> str:
+    """`text` with `new` in the place of everything from one marker to the other."""
+    before, rest = text.split(begin)
+    return before + new + rest.split(end)[1]
 
 
 def main() -> int:
@@ -115,10 +129,9 @@ def main() -> int:
     args = parser.parse_args()
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
     with (ROOT / "results" / "demo.jsonl").open(encoding="utf-8") as file:
-        new = before + block(newest_demos(file)) + after
+        new = with_block(text, BEGIN, END, block(newest_demos(file)))
+    new = with_block(new, PEERS_BEGIN, PEERS_END, peers_block())
     if new == text:
         print("README.md is what the rows say")
         return 0
@@ -126,7 +139,9 @@ def main() -> int:
         print("README.md is not what the rows say: run scripts/generate/readme_table.py")
         return 1
     readme.write_text(new, encoding="utf-8")
-    print("README.md: the table was written")
+    rows = peers.newest(ROOT / "results" / "peers.jsonl")
+    peers.draw(rows, ROOT / "docs" / "pictures" / "peers.png")
+    print("README.md: the tables were written; docs/pictures/peers.png: was drawn")
     return 0
 
 

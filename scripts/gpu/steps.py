@@ -215,7 +215,9 @@ def initial_state(
         length=zero,
         done=zero < 0,
         failed=zero < 0,
+        num_steps=zero,
         num_drafts=zero,
+        num_draft_tokens=zero,
         num_accepted_per_pos=jnp.zeros((batch, K), jnp.int32),
     )
 

@@ -33,6 +33,7 @@ from peagle_jax.bench.exact import compare
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
+from peagle_jax.report import peers
 from peagle_jax.types import InputError
 
 HERE = Path(__file__).parent
@@ -294,6 +295,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--verbose", action="store_true", help="show what engines print")
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
+    parser.add_argument("--picture", type=Path, help="draw the rows of the last dtype to this PNG")
     return parser
 
 
@@ -317,10 +319,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     console = Console(width=130)
     console.print(table_of(rows))
+    origin = provenance("python scripts/peers/compare_speed.py " + " ".join(sys.argv[1:]))
+    rows = [origin | row for row in rows]
+    if args.picture:
+        peers.draw([row for row in rows if row["dtype"] == args.dtypes[-1]], args.picture)
     if args.record:
-        origin = provenance("python scripts/peers/compare_speed.py " + " ".join(sys.argv[1:]))
         with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     return 1 if any(row["different"] for row in rows if row["dtype"] == "float32") else 0
 
 

@@ -10,8 +10,8 @@ from peagle_jax.bench.exact import compare
 from peagle_jax.bench.suite import Case, Decoding, choose_sample, repeated_share, run_suite
 from peagle_jax.decode import loop
 from peagle_jax.decode.generate import generate
-from peagle_jax.decode.loop import full_precision
 from peagle_jax.decode.requests import Generation
+from peagle_jax.layers import full_precision
 from tests import tiny
 
 PROMPTS = [[3, 9, 4], [7, 1, 2], [8, 8, 5]]

@@ -176,6 +176,16 @@ def test_methods_that_a_head_cannot_draft_by():
         make_drafter(eagle3, 3, "peagle")
     with pytest.raises(InputError, match="at least one token must be drafted per step; got 0"):
         make_drafter(eagle3, 0)
+    with pytest.raises(InputError, match="at most 128 drafts per step, .* got 129; use -k 6"):
+        make_drafter(eagle3, 129)
+
+
+def test_a_k_far_above_training_warns():
+    head = tiny.head()  # trained for 6
+    assert make_drafter(head, 12).k == 12
+    with pytest.warns(UserWarning, match="K = 13 is far above 6, .* compare with -k 6"):
+        assert make_drafter(head, 13).k == 13
+    assert make_drafter(tiny.head(num_depths=None), 128).k == 128
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from peagle_jax.report import method, plots
+from peagle_jax.report import method, peers, plots
 from peagle_jax.report.method import draw_method
 from peagle_jax.report.page import STYLE, SampleText, rounded, write_report
 from peagle_jax.report.records import Records, best, cells, one_line, read_rows
@@ -43,6 +43,55 @@ def test_the_page_needs_no_other_file(tmp_path):
     assert "at temperature 1" in page and "1.40 times plain decoding" in page
     assert "(11 % repeated 4-grams)" in page
     assert "Why some rows are slower than plain decoding" in page
+
+
+def peer_row(engine: str, method: str, batch_size: int, speed: float, **changes) -> dict:
+    """A row as `scripts/peers/compare_speed.py` records it."""
+    row = {
+        "time": "2026-11-20T10:00:00Z",
+        "commit": "abc1234",
+        "device": "Some <CPU>, 2 cores",
+        "engine": engine,
+        "engine_version": "0.32.1",
+        "method": method,
+        "k": 0 if method == "plain" else 6,
+        "dtype": "bfloat16",
+        "batch_size": batch_size,
+        "tokens_per_second": speed,
+    }
+    return row | changes
+
+
+def test_the_newest_comparison_with_other_engines(tmp_path):
+    rows = [
+        peer_row("peagle_jax", "plain", 1, 1.0, time="2026-11-19T10:00:00Z"),
+        peer_row("peagle_jax", "plain", 1, 1200.4),
+        peer_row("peagle_jax", "peagle", 1, 1500.0),
+        peer_row("peagle_jax", "peagle", 8, 90.0, dtype="float32", time="2026-11-21T10:00:00Z"),
+        peer_row("vllm", "plain", 1, 600.2),
+        peer_row("vllm", "peagle", 1, 1000.0),
+        peer_row("transformers", "plain", 1, 300.0),
+        peer_row("transformers", "prompt_lookup", 1, 999.0),
+        peer_row("vllm", "plain", 8, 5000.0),
+    ]
+    file = tmp_path / "peers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    newest = peers.newest(file)
+    assert peers.newest(file, "float32") == [rows[3]] and not peers.newest(tmp_path / "none")
+    assert newest == [rows[i] for i in (1, 2, 4, 5, 6, 8)]
+    assert peers.table(newest) == [
+        ["method", "K", "batch 1: peagle_jax", "batch 1: vLLM", "batch 1: transformers"]
+        + ["batch 8: vLLM"],
+        ["plain decoding", "", "1,200 (2.00x)", "600", "300", "5,000"],
+        ["P-EAGLE", "6", "1,500 (1.50x)", "1,000", "", ""],
+    ]
+    page = write_report(
+        tmp_path, ROWS, pictures=[], sample=None, runs=[], peer_rows=newest
+    ).read_text()
+    assert "Beside vLLM and transformers" in page and "1,500 (1.50x)" in page
+    assert page.count("<img ") == 1 and "Some &lt;CPU&gt;" in page and "vLLM 0.32 " in page
+    without = write_report(tmp_path, ROWS, pictures=[], sample=None, runs=[]).read_text()
+    assert "Beside vLLM" not in without
 
 
 def test_numbers_of_the_page_are_rounded(tmp_path):

@@ -1,0 +1,147 @@
+"""How many tokens to draft: chosen while decoding, from what was accepted and what a step costs.
+
+Tokens per second with K drafts are (1 + s_1 + ... + s_K) / seconds(K), where s_j is the chance that
+a step accepts its first j drafts. The seconds are measured (`step_times`), the chances estimated
+from earlier steps. The choice is made before a step drafts, so that it cannot depend on what the
+step draws: sampled output keeps the target's distribution. A rule that looks at the drafts of the
+step itself must be made with more care (DSpark, arXiv:2607.05147, appendix A).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+# Steps between two choices.
+STEPS = 16
+# Steps of a look at drafting, which tell whether to go on.
+PROBE_STEPS = 4
+# Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
+FIRST_WAIT, LAST_WAIT = 256, 4096
+# Another K must promise so much more than the present one.
+MIN_GAIN = 1.02
+# After as many steps of a row a step counts half.
+HALF_LIFE = 128
+# Steps that the guess counts as which stands for a position that was not tried.
+GUESS_WEIGHT = 2.0
+# That guess for the first position; later ones take the estimate of the position before.
+FIRST_GUESS = 0.7
+# Numbers of drafts to choose from, beside 0 and the largest.
+CANDIDATES = (1, 3, 5, 7, 11, 15, 23, 31)
+
+
+def candidates(k_max: int) -> list[int]:
+    """The numbers of drafts to choose from, 0 for plain decoding first."""
+    return [0, *(k for k in CANDIDATES if k < k_max), k_max]
+
+
+class Survival:
+    """Estimates the chance that a step accepts its first j drafts, for j = 1 to K.
+
+    It is the product of the chances that a position is accepted where all before it were. Each is
+    the share of steps that did so, of which older ones count less.
+
+    Args:
+      k_max: the most drafts of a step.
+    """
+
+    def __init__(self, k_max: int) -> None:
+        self._tried = np.zeros(k_max)
+        self._accepted = np.zeros(k_max)
+
+    def observe(self, k: int, num_drafts: int, num_accepted_per_pos: Sequence[int]) -> None:
+        """Takes in steps that drafted `k` tokens.
+
+        Args:
+          num_drafts: such steps, of all rows.
+          num_accepted_per_pos: in how many of them each position was accepted.
+        """
+        self.forget(num_drafts)
+        accepted = np.asarray(num_accepted_per_pos[:k], float)
+        self._tried[:k] += [num_drafts, *accepted[:-1]]
+        self._accepted[:k] += accepted
+
+    def forget(self, num_steps: int) -> None:
+        """Lets what was observed count less, as after so many further steps of a row."""
+        fade = 0.5 ** (num_steps / HALF_LIFE)
+        self._tried *= fade
+        self._accepted *= fade
+
+    def chances(self) -> Float[np.ndarray, " K"]:
+        """The chance that a step accepts its first 1, 2, ..., K drafts."""
+        guess, chance, chances = FIRST_GUESS, 1.0, []
+        for tried, accepted in zip(self._tried, self._accepted, strict=True):
+            guess = (accepted + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT)
+            chance *= guess
+            chances.append(chance)
+        return np.array(chances)
+
+
+@dataclasses.dataclass
+class KChooser:
+    """Chooses K again and again.
+
+    Plain decoding tells nothing about drafts. Now and then a few steps draft, to see whether the
+    text has become easier; the more often in vain, the later again.
+
+    Attributes:
+      k_max: the most drafts of a step.
+      k: drafts of the next step.
+      steps_left: steps until the next choice.
+      survival: what is known of the drafts.
+    """
+
+    k_max: int
+    k: int = 0
+    steps_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.survival = Survival(self.k_max)
+        self._wait = FIRST_WAIT
+        self._seconds: Mapping[int, float] = {}
+
+    def choose(self, seconds: Mapping[int, float]) -> int:
+        """The number of drafts of the next step.
+
+        Args:
+          seconds: of a step with each number of drafts; 0 for plain decoding. With other seconds
+            than in the last call, as for another number of rows, there is a new choice.
+        """
+        if self.steps_left <= 0 or seconds is not self._seconds:
+            self._choose(seconds)
+        self._seconds = seconds
+        return self.k
+
+    def observe(
+        self, num_steps: int, num_drafts: int, num_accepted_per_pos: Int[np.ndarray, " K"]
+    ) -> None:
+        """Takes in steps with the chosen K; arguments as of `Survival.observe`."""
+        self.steps_left -= num_steps
+        if self.k:
+            self.survival.observe(self.k, num_drafts, num_accepted_per_pos.tolist())
+        else:
+            self.survival.forget(num_steps)
+
+    def _choose(self, seconds: Mapping[int, float]) -> None:
+        rates = rates_of(seconds, self.survival.chances())
+        best = max(rates, key=lambda k: rates[k])
+        is_due = self.steps_left <= 0
+        if self.k == 0 and (best or (is_due and self._seconds)):
+            # drafting pays by what is known, which may be old, or plain decoding has waited
+            self.k = max((k for k in rates if k), key=lambda k: rates[k])
+            self.steps_left = PROBE_STEPS
+        elif best == 0:
+            is_in_vain = self.k > 0 and is_due
+            self.k, self.steps_left = 0, self._wait
+            if is_in_vain:
+                self._wait = min(2 * self._wait, LAST_WAIT)
+        else:
+            if rates[best] > MIN_GAIN * rates[self.k]:
+                self.k = best
+            self._wait, self.steps_left = FIRST_WAIT, STEPS
+
+
+def rates_of(seconds: Mapping[int, float], chances: Float[np.ndarray, " K"]) -> dict[int, float]:
+    """Tokens per second of a row with each number of drafts."""
+    return {k: (1 + float(chances[:k].sum())) / taken for k, taken in seconds.items()}

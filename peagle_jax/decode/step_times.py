@@ -1,0 +1,110 @@
+"""Seconds of a decoding step with each number of drafts, measured once on a machine and kept.
+
+    ~/.cache/peagle_jax/step_times/4f0c...json      one file for each machine and pair of models
+
+A file that cannot be read is measured anew; one may be deleted at any time.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.atomic_write import write_atomically
+from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.provenance import device_name, versions
+
+# Times of this many slots also stand for up to four times fewer.
+FIRST_SLOTS = 256
+# Every number of drafts is timed once in each round, so that a slow moment concerns all.
+ROUNDS = 3
+
+
+def default_folder() -> Path:
+    """Where times are kept: in $XDG_CACHE_HOME, or in ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "peagle_jax" / "step_times"
+
+
+def what_times_depend_on(spec: DecodeSpec, params: Any) -> dict[str, str]:
+    """The machine, the versions, both models and the way of drafting.
+
+    Args:
+      params: of the target and of the drafter. Only their shapes and dtypes count.
+    """
+    shapes = jax.tree.leaves(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", params))
+    config = spec.target_config
+    return {
+        "device": f"{jax.device_count()} x {device_name()}",
+        "versions": versions(),
+        "target": f"{type(config).__name__}, cache {jnp.dtype(config.kv_cache_dtype)}",
+        "drafter": f"{type(spec.drafter).__name__}, K = {spec.k}",
+        "arrays": hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:20],
+    }
+
+
+class StepTimes:
+    """The times of one pair of models on one machine.
+
+    Args:
+      about: from `what_times_depend_on`.
+      folder: where files are, one for each `about`.
+    """
+
+    def __init__(self, about: Mapping[str, str], folder: Path) -> None:
+        self._about = dict(about)
+        line = json.dumps(self._about, sort_keys=True)
+        self._file: Path | None
+        self._file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
+        self._seconds: dict[str, dict[int, float]] = {}
+        self._read()
+
+    def get(
+        self,
+        ks: Sequence[int],
+        num_rows: int,
+        slots: int,
+        sampling: str,
+        measure: Callable[[int], float],
+    ) -> Mapping[int, float]:
+        """Seconds of a step with each of `ks` drafts. The same object for the same arguments.
+
+        Args:
+          num_rows: rows of the batch.
+          slots: of the caches; rounded up to 256, 1,024, 4,096 and so on.
+          sampling: how the rows sample, as `sampling_kind` says.
+          measure: gives the seconds of a step with a number of drafts.
+        """
+        size = FIRST_SLOTS
+        while size < slots:
+            size *= 4
+        name = f"{num_rows} rows, {size} slots, {sampling}"
+        if set(self._seconds.get(name, ())) != set(ks):
+            rounds = [[measure(k) for k in ks] for _ in range(ROUNDS)]
+            self._seconds[name] = dict(zip(ks, map(min, zip(*rounds, strict=True)), strict=True))
+            self._write()
+        return self._seconds[name]
+
+    def _read(self) -> None:
+        assert self._file is not None
+        try:
+            content = json.loads(self._file.read_text(encoding="utf-8"))
+            for name, seconds in content["seconds"].items():
+                self._seconds[name] = {int(k): float(taken) for k, taken in seconds.items()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            self._seconds = {}  # measured anew
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        text = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, text + "\n")
+        except OSError:
+            self._file = None  # a folder that cannot be written: they are kept in memory

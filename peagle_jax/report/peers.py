@@ -1,0 +1,90 @@
+"""Speed beside vLLM and transformers: the newest rows of `scripts/peers/compare_speed.py`.
+
+Its rows are in results/peers.jsonl of the repository. An installed package has none.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from peagle_jax.report.plots import STYLE
+
+ENGINES = {"peagle_jax": "peagle_jax", "vllm": "vLLM", "transformers": "transformers"}
+METHODS = {"plain": "plain decoding", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+COLORS = {"peagle_jax": "#0b6e4f", "vllm": "#8d99ae", "transformers": "#d9c27e"}
+
+
+def newest(path: Path, dtype: str = "bfloat16") -> list[dict]:
+    """The rows of the newest comparison in `dtype`; empty where there is no file or no such row."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
+    last = max((row["time"] for row in rows), default=None)
+    return [row for row in rows if row["time"] == last]
+
+
+def table(rows: Sequence[dict]) -> list[list[str]]:
+    """A header and a line for each method: tokens/s of every engine at every batch size.
+
+    Behind our own stands the ratio to vLLM's. A cell is empty where an engine has no such method.
+    """
+    cases = _cases(rows)
+    lines = [["method", "K", *(f"batch {batch}: {ENGINES[name]}" for batch, name in cases)]]
+    speeds = {(r["batch_size"], r["engine"], r["method"]): r["tokens_per_second"] for r in rows}
+    for method in _methods(rows):
+        k = next(row["k"] for row in rows if row["method"] == method)
+        cells = []
+        for batch, name in cases:
+            speed, vllm = (speeds.get((batch, engine, method)) for engine in (name, "vllm"))
+            ratio = f" ({speed / vllm:.2f}x)" if name == "peagle_jax" and speed and vllm else ""
+            cells.append(f"{speed:,.0f}{ratio}" if speed else "")
+        lines.append([METHODS[method], str(k or ""), *cells])
+    return lines
+
+
+def caption(rows: Sequence[dict]) -> str:
+    """What was compared, on what machine."""
+    row = next(row for row in rows if row["engine"] == "vllm")
+    version = ".".join(row["engine_version"].split(".")[:2])
+    return (
+        f"Greedy tokens/s on {row['device']}, {row['dtype']}, commit {row['commit']}, "
+        f"{row['time'][:10]}: the packaged models in peagle_jax, in vLLM {version} (without a "
+        "compiler) and in transformers, in turns; in brackets, our speed over vLLM's."
+    )
+
+
+def draw(rows: Sequence[dict], path: Path) -> None:
+    """Bars of tokens/s, a panel for each batch size."""
+    batches, methods = sorted({r["batch_size"] for r in rows}), _methods(rows)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(batches), figsize=(9, 3.2), squeeze=False)
+        for axis, batch in zip(axes[0], batches, strict=True):
+            for i, (engine, name) in enumerate(ENGINES.items()):
+                chosen = [r for r in rows if (r["batch_size"], r["engine"]) == (batch, engine)]
+                chosen = [r for r in chosen if r["method"] in METHODS]
+                places = [methods.index(r["method"]) + 0.27 * (i - 1) for r in chosen]
+                speeds = [r["tokens_per_second"] for r in chosen]
+                bars = axis.bar(places, speeds, 0.25, color=COLORS[engine], label=name)
+                axis.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], fontsize=8)
+            axis.set_xticks(range(len(methods)), [METHODS[m] for m in methods])
+            axis.set_title(f"batch {batch}: tokens/s")
+            axis.grid(axis="x", visible=False)
+        axes[0, 0].legend(fontsize=9, loc="upper left")
+        axes[0, 0].set_ylim(top=1.3 * axes[0, 0].get_ylim()[1])
+        figure.savefig(path, bbox_inches="tight")
+        plt.close(figure)
+
+
+def _cases(rows: Sequence[dict]) -> list[tuple[int, str]]:
+    """Batch sizes and engines that have rows."""
+    batches = sorted({row["batch_size"] for row in rows})
+    measured = {(row["batch_size"], row["engine"]) for row in rows}
+    return [(b, name) for b in batches for name in ENGINES if (b, name) in measured]
+
+
+def _methods(rows: Sequence[dict]) -> list[str]:
+    measured = {row["method"] for row in rows}
+    return [method for method in METHODS if method in measured]

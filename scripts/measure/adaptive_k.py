@@ -1,0 +1,238 @@
+"""`-k auto` beside plain decoding and every fixed K, in turns; and how well it knows its drafts.
+
+    .venv/bin/python scripts/measure/adaptive_k.py [--ks 1 3 5 7] [--batch-sizes 1 8] \\
+        [--rounds 5] [--record results/adaptive_k.jsonl] [--picture docs/pictures/adaptive_k.png]
+
+Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
+at temperature 1; and random tokens at temperature 2, of which hardly any draft is accepted. Every
+decoder decodes all prompts in each round, with an engine of its own; compilation and step times are
+of an earlier run. Speeds are compared within a round.
+
+The expected calibration error compares, for every K drafts between two choices, the chance that was
+estimated before for the first 1, 2, ..., K drafts to be accepted with the share that was.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from peagle_jax import Engine, Request, load_pair, text
+from peagle_jax.decode.generate import make_drafter
+from peagle_jax.pipelines.demo import ASSETS, standard_prompts
+from peagle_jax.progress import ProgressReport
+from peagle_jax.provenance import provenance
+
+PROMPT_TOKENS = 48  # of a random prompt
+BINS = 10  # of the calibration error
+
+
+def prompts_and_temperatures(target, num_prompts: int) -> dict[str, tuple[list, float]]:
+    """The texts by name: prompts and the temperature that they are continued at."""
+    code = standard_prompts(text.load_tokenizer(ASSETS / "target"), num_prompts)
+    rng = np.random.default_rng(20261123)
+    random = rng.integers(0, target.config.vocab, (num_prompts, PROMPT_TOKENS)).tolist()
+    return {
+        "source code, greedy": (code, 0.0),
+        "source code, temperature 1": (code, 1.0),
+        "random tokens, temperature 2": (random, 2.0),
+    }
+
+
+class Decoder:
+    """Decodes the prompts of a text with one K, once a round."""
+
+    def __init__(self, args, models, k: int | str, batch_size: int, step_times: Path) -> None:
+        self.args, self.models, self.k = args, models, k
+        self.batch_size, self.step_times = batch_size, step_times
+        self.seconds: list[float] = []
+        # (chance estimated, share accepted, steps) of every position between two choices
+        self.judged: list[tuple[float, float, int]] = []
+        self.steps_by_k: dict[int, int] = {}
+
+    def run(self, prompts: list, temperature: float, timed: bool) -> None:
+        """One round."""
+        target, head = self.models
+        engine = Engine(
+            target,
+            make_drafter(head, max(self.args.ks) if self.k == "auto" else self.k, self.args.method)
+            if self.k
+            else None,
+            head.params,
+            adaptive_k=self.k == "auto",
+            step_times=self.step_times,
+            max_batch=self.batch_size,
+        )
+        if self.k == "auto" and timed:
+            self._watch(engine)
+        requests = [
+            Request(
+                prompt=prompt,
+                max_new_tokens=self.args.max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                stop_ids=(),
+            )
+            for seed, prompt in enumerate(prompts)
+        ]
+        start = time.perf_counter()
+        num_tokens = sum(len(answer.output_token_ids) for _, answer in engine.run(requests))
+        if timed:
+            self.seconds.append((time.perf_counter() - start) / num_tokens)
+            for k, steps in engine.stats.steps_by_k.items():
+                self.steps_by_k[k] = self.steps_by_k.get(k, 0) + steps
+
+    def _watch(self, engine: Engine) -> None:
+        """Keeps what the engine expected of its drafts, and what became of them."""
+        chooser = engine.chooser
+        observe = chooser.observe
+
+        def watched(num_steps, num_drafts, accepted):
+            if chooser.k and num_drafts:
+                chances = chooser.survival.chances()[: chooser.k]
+                shares = accepted[: chooser.k] / num_drafts
+                steps = [num_drafts] * chooser.k
+                self.judged += zip(chances.tolist(), shares.tolist(), steps, strict=True)
+            observe(num_steps, num_drafts, accepted)
+
+        chooser.observe = watched
+
+    def calibration_error(self) -> float | None:
+        """Mean distance of estimated chances and shares over ten bins; None without drafts."""
+        if not self.judged:
+            return None
+        chances, shares, steps = map(np.array, zip(*self.judged, strict=True))
+        which = np.minimum((chances * BINS).astype(int), BINS - 1)
+        error = 0.0
+        for i in range(BINS):
+            here = which == i
+            if here.any():
+                weights = steps[here] / steps.sum()
+                error += abs(float((weights * (chances[here] - shares[here])).sum()))
+        return error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ks", nargs="+", type=int, default=[1, 3, 5, 7])
+    parser.add_argument("--method", choices=("peagle", "eagle3"), default="peagle")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
+    parser.add_argument("--picture", type=Path, help="draw speeds over plain decoding to this PNG")
+    args = parser.parse_args()
+    models = load_pair(ASSETS / "target", ASSETS / args.method, dtype=jnp.dtype(args.dtype))
+    texts = prompts_and_temperatures(models[0], args.num_prompts)
+    decoders = [0, *args.ks, "auto"]
+    num_runs = len(texts) * len(args.batch_sizes) * len(decoders) * (1 + args.rounds)
+    rows = []
+    with (
+        ProgressReport("adaptive K", num_runs, unit="runs") as progress,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        for name, (prompts, temperature) in texts.items():
+            for batch_size in args.batch_sizes:
+                group = [Decoder(args, models, k, batch_size, Path(folder)) for k in decoders]
+                for number in range(1 + args.rounds):
+                    for decoder in group:
+                        decoder.run(prompts, temperature, timed=number > 0)
+                        note = f"{name}, batch {batch_size}, K = {decoder.k}"
+                        progress.update(progress.completed + 1, note=note)
+                rows += rows_of(args, name, group)
+    Console(width=120).print(table_of(rows))
+    if args.picture:
+        draw(rows, args.picture)
+    if args.record:
+        origin = provenance(" ".join(["python scripts/measure/adaptive_k.py", *sys.argv[1:]]))
+        with args.record.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+
+
+def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:
+    """Result rows; `over_best_fixed` compares with the fastest fixed K, plain decoding included."""
+    plain, auto = group[0], group[-1]
+    best = min(group[:-1], key=lambda decoder: statistics.median(decoder.seconds))
+
+    def ratio(decoder: Decoder, other: Decoder) -> float:
+        pairs = zip(other.seconds, decoder.seconds, strict=True)
+        return statistics.median(theirs / ours for theirs, ours in pairs)
+
+    return [
+        {
+            "name": "adaptive_k",
+            "text": name,
+            "method": args.method,
+            "dtype": args.dtype,
+            "batch_size": decoder.batch_size,
+            "k": decoder.k,
+            "num_prompts": args.num_prompts,
+            "max_new_tokens": args.max_new_tokens,
+            "tokens_per_second": 1 / statistics.median(decoder.seconds),
+            "over_plain": ratio(decoder, plain),
+            "over_best_fixed": ratio(decoder, best),
+            "best_fixed_k": best.k,
+            "calibration_error": decoder.calibration_error() if decoder is auto else None,
+            "steps_by_k": {str(k): n for k, n in sorted(decoder.steps_by_k.items())},
+        }
+        for decoder in group
+    ]
+
+
+def table_of(rows: list[dict]) -> Table:
+    """A line for each text and batch size."""
+    table = Table("text", "batch", "K", "tokens/s", "over plain", "over best fixed", "steps by K")
+    for row in rows:
+        error = row["calibration_error"]
+        note = "" if row["k"] != "auto" else json.dumps(row["steps_by_k"]).replace('"', "")
+        note += "" if error is None else f", calibration error {error:.1%}"
+        table.add_row(
+            row["text"],
+            str(row["batch_size"]),
+            str(row["k"]),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['over_plain']:.2f}",
+            f"{row['over_best_fixed']:.2f}",
+            note,
+        )
+    return table
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Speeds over plain decoding: a panel for each batch size, a group of bars for each text."""
+    import matplotlib.pyplot as plt
+
+    batch_sizes = sorted({row["batch_size"] for row in rows})
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    ks = list(dict.fromkeys(row["k"] for row in rows if row["k"]))
+    figure, axes = plt.subplots(
+        1, len(batch_sizes), figsize=(10, 3.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, batch_size in zip(axes[0], batch_sizes, strict=True):
+        for i, k in enumerate(ks):
+            here = [r for r in rows if r["k"] == k and r["batch_size"] == batch_size]
+            places = [texts.index(r["text"]) + (i - len(ks) / 2) * 0.16 for r in here]
+            color = "#0b6e4f" if k == "auto" else plt.get_cmap("Greys")(0.25 + 0.12 * i)
+            speeds = [r["over_plain"] for r in here]
+            axis.bar(places, speeds, 0.15, color=color, label=f"K = {k}")
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(texts)), [t.replace(", ", ",\n") for t in texts], fontsize=8)
+        axis.set_title(f"batch {batch_size}: speed over plain decoding", fontsize=10)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

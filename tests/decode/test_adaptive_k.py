@@ -1,0 +1,367 @@
+"""A K that changes while decoding: what is chosen, and that the text does not notice."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_sampling
+import tiny
+
+from peagle_jax.decode import adaptive_k, growth, loop, switching
+from peagle_jax.decode.adaptive_k import KChooser, Survival, candidates
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.decode.prefill import prefill, run_to_end
+from peagle_jax.decode.requests import Request
+from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.decode.step_times import StepTimes, what_times_depend_on
+from peagle_jax.decode.verify import verify_sampled
+from peagle_jax.types import InputError, RowOptions
+
+PROMPTS = [[3, 14, 15], [9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 23], [8], [4, 6, 2, 6, 4, 33, 8]]
+# a first draft costs much, further ones little: as P-EAGLE on a CPU
+SECONDS = {0: 1.0, 1: 1.9, 3: 2.0, 5: 2.2, 7: 2.9}
+
+
+def steps(rng, conditional, k: int, count: int) -> np.ndarray:
+    """In how many of `count` steps each position was accepted, by chances given the one before."""
+    hits = rng.random((count, k)) < np.asarray(conditional)[:k]
+    return np.cumprod(hits, axis=1).sum(axis=0)
+
+
+def decode_simulated(chooser: KChooser, seconds: dict, conditional, num_steps: int, rng) -> list:
+    """The K of every step of a text with given chances."""
+    chosen = []
+    while len(chosen) < num_steps:
+        k = chooser.choose(seconds)
+        count = chooser.steps_left
+        accepted = np.zeros(chooser.k_max, int)
+        accepted[:k] = steps(rng, conditional, k, count)
+        chooser.observe(count, count if k else 0, accepted)
+        chosen += [k] * count
+    return chosen
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+def test_survival_is_the_share_of_steps():
+    rng = np.random.default_rng(3)
+    conditional = [0.8, 0.7, 0.9, 0.5]
+    survival = Survival(4)
+    first = survival.chances()
+    assert first == pytest.approx(np.cumprod([adaptive_k.FIRST_GUESS] * 4))
+    seen = []
+    for _ in range(600):
+        survival.observe(4, 16, steps(rng, conditional, 4, 16).tolist())
+        seen.append(survival.chances())
+    assert np.mean(seen[100:], axis=0) == pytest.approx(np.cumprod(conditional), abs=0.02)
+    # positions that were not tried continue as the last one did
+    short = Survival(4)
+    for _ in range(600):
+        short.observe(2, 16, steps(rng, conditional, 2, 16).tolist())
+    chances = short.chances()
+    assert chances[1] == pytest.approx(0.56, abs=0.1)
+    assert chances[2:] / chances[1:3] == pytest.approx([0.7, 0.7], abs=0.1)
+
+
+def test_survival_forgets():
+    survival = Survival(2)
+    survival.observe(2, 1000, [1000, 1000])
+    assert survival.chances()[1] > 0.99
+    survival.observe(2, adaptive_k.HALF_LIFE, [0, 0])
+    # the thousand steps of before count as 128 / ln 2, and half of that is left
+    assert 0.3 < survival.chances()[0] < 0.85
+    survival.observe(2, 8 * adaptive_k.HALF_LIFE, [0, 0])
+    assert survival.chances()[0] < 0.2
+
+
+def test_the_best_k_is_found_behind_a_worse_one():
+    """One draft loses against none, five win: rates are not compared pairwise from the left."""
+    rng = np.random.default_rng(0)
+    chooser = KChooser(7)
+    chosen = decode_simulated(chooser, SECONDS, [0.8, 0.8, 0.85, 0.85, 0.8, 0.3, 0.3], 3000, rng)
+    assert np.mean(np.array(chosen[500:]) == 5) > 0.9
+    assert set(chosen) <= set(candidates(7)) == set(SECONDS)
+
+
+def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
+    rng = np.random.default_rng(1)
+    chooser = KChooser(7)
+    chosen = decode_simulated(chooser, SECONDS, [0.02] * 7, 30_000, rng)
+    lost = sum(SECONDS[k] - SECONDS[0] for k in chosen)
+    assert lost / len(chosen) < 0.005
+    probes = [len(list(g)) for k, g in itertools.groupby(chosen) if k]
+    waits = [len(list(g)) for k, g in itertools.groupby(chosen) if not k]
+    assert probes[1:] == [adaptive_k.PROBE_STEPS] * len(probes[1:]) and len(probes) > 5
+    first, last = adaptive_k.FIRST_WAIT, adaptive_k.LAST_WAIT
+    assert [waits[i] for i in (0, 1, 2, 4, 5)] == [first, 2 * first, 4 * first, last, last]
+    # text that becomes easy is noticed
+    again = decode_simulated(chooser, SECONDS, [0.9] * 7, 12_000, rng)
+    assert again[-1] in (5, 7) and again.count(0) < 2 * adaptive_k.LAST_WAIT
+    # and the next look comes as soon as at first
+    after = decode_simulated(chooser, SECONDS, [0.02] * 7, 2_000, rng)
+    waits = [len(list(g)) for k, g in itertools.groupby(after) if not k]
+    assert waits[0] == first
+
+
+def test_other_seconds_are_a_new_choice():
+    """As when rows leave: the smaller batch may draft where the larger one did not."""
+    chooser = KChooser(3)
+    dear = {0: 1.0, 1: 3.0, 3: 5.0}
+    cheap = {0: 1.0, 1: 1.1, 3: 1.2}
+    assert chooser.choose(dear) == 0 and chooser.steps_left == adaptive_k.FIRST_WAIT
+    chooser.observe(3, 0, np.zeros(3, int))
+    assert chooser.choose(dear) == 0 and chooser.steps_left == adaptive_k.FIRST_WAIT - 3
+    assert chooser.choose(cheap) == 3 and chooser.steps_left == adaptive_k.PROBE_STEPS
+    # a little better is not worth a change
+    chooser.observe(adaptive_k.PROBE_STEPS, 400, np.array([400, 400, 400]))
+    assert chooser.choose({0: 1.0, 1: 0.595, 3: 1.2}) == 3 and chooser.steps_left == 16
+    assert chooser.choose({0: 1.0, 1: 0.5, 3: 1.2}) == 1
+
+
+# ---------------------------------------------------------------- step times
+
+
+def test_times_are_kept_by_machine_and_models(tmp_path):
+    target, head = tiny.target(), tiny.head()
+    spec = Engine(target, make_drafter(head, 3), head.params, adaptive_k=True).spec
+    about = what_times_depend_on(spec, (target.params, head.params))
+    calls = []
+
+    def measure(k):
+        calls.append(k)
+        return 1.0 + k - 0.1 * len(calls)
+
+    times = StepTimes(about, tmp_path / "new")
+    seconds = times.get([0, 1, 3], 2, 200, "greedy", measure)
+    assert calls == [0, 1, 3] * 3
+    assert seconds == pytest.approx({0: 0.3, 1: 1.2, 3: 3.1})  # the least of three rounds
+    assert times.get([0, 1, 3], 2, 256, "greedy", measure) is seconds
+    assert StepTimes(about, tmp_path / "new").get([0, 1, 3], 2, 100, "greedy", measure) == seconds
+    assert len(calls) == 9
+    for arguments in ((3, 200, "greedy"), (2, 257, "greedy"), (2, 200, "sampled")):
+        times.get([0, 1, 3], *arguments, measure)
+    assert len(calls) == 36
+    # what a file says of other models does not count, nor does a damaged file
+    other = tiny.head(dim=40)
+    changed = what_times_depend_on(spec, (target.params, other.params))
+    assert changed != about and changed["device"] == about["device"]
+    assert not StepTimes(changed, tmp_path / "new")._seconds
+    (file,) = (tmp_path / "new").iterdir()
+    content = json.loads(file.read_text())
+    assert content["about"] == about and "2 rows, 256 slots, greedy" in content["seconds"]
+    for damaged in ("", "[]", '{"seconds": {"a": 3}}', '{"seconds": {"a": {"x": 1}}}'):
+        file.write_text(damaged)
+        assert not StepTimes(about, tmp_path / "new")._seconds
+    # a folder that cannot be made: measured once for this process
+    (tmp_path / "file").write_text("")
+    times = StepTimes(about, tmp_path / "file" / "below")
+    assert times.get([0], 1, 9, "greedy", measure) is times.get([0], 1, 9, "greedy", measure)
+
+
+def test_measuring_leaves_the_rows_alone(tmp_path):
+    engine = Engine(
+        tiny.target(), make_drafter(tiny.head(), 4), tiny.head().params, adaptive_k=True,
+        step_times=tmp_path, max_batch=2, max_steps=3,
+    )  # fmt: skip
+    for prompt in PROMPTS[:2]:
+        engine.add(Request(prompt=prompt, max_new_tokens=40, stop_ids=()))
+    engine.step()
+    batch = engine._batch
+    names = [f.name for f in dataclasses.fields(batch.state) if f.name not in ("cache", "draft")]
+
+    def arrays() -> list:
+        lengths = batch.state.cache.length, batch.state.draft.cache.length
+        return jax.device_get([lengths, *(getattr(batch.state, name) for name in names)])
+
+    before = arrays()
+    seconds = [batch.step_seconds(k) for k in (0, 2, 4)]
+    assert all(0 < s < 1 for s in seconds)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, arrays())))
+    answers = {o.request_id: o.answer for _ in range(99) for o in engine.step() if o.answer}
+    for i, prompt in enumerate(PROMPTS[:2]):
+        assert answers[i].output_token_ids == tiny.greedy(tuple(prompt), 40)
+
+
+# ---------------------------------------------------------------- the text
+
+
+@pytest.fixture
+def any_k(monkeypatch, tmp_path):
+    """An engine whose K changes every few steps."""
+    monkeypatch.setattr(growth, "FIRST_SLOTS", 64)
+    rounds = itertools.cycle([(4, 2), (0, 3), (2, 2), (4, 1), (1, 3), (0, 19), (3, 2)])
+
+    def choose(self, seconds):
+        assert set(seconds) == {0, 1, 3, 4}
+        if self.steps_left <= 0:
+            self.k, self.steps_left = next(rounds)
+        return self.k
+
+    monkeypatch.setattr(KChooser, "choose", choose)
+    monkeypatch.setattr(StepTimes, "get", lambda self, ks, *_: dict.fromkeys(ks, 1.0))
+
+    def make(method: str, max_batch: int) -> Engine:
+        target, head = tiny.target(context=640), tiny.head(context=640)
+        drafter = make_drafter(head, 4, method)
+        return Engine(target, drafter, head.params, adaptive_k=True, max_batch=max_batch)
+
+    return make
+
+
+@pytest.mark.parametrize("method, max_batch", [("peagle", 3), ("eagle3", 1)])
+def test_greedy_text_is_plain_decodings(method, max_batch, any_k):
+    engine = any_k(method, max_batch)
+    requests = [
+        Request(prompt=p, max_new_tokens=70 + i, stop_ids=()) for i, p in enumerate(PROMPTS)
+    ]
+    answers = dict(engine.run(requests))
+    for i, prompt in enumerate(PROMPTS):
+        answer = answers[i]
+        assert answer.output_token_ids == tiny.greedy(tuple(prompt), 70 + i)
+        assert len(answer.num_accepted_per_pos) == 4
+        assert sum(answer.is_draft) <= answer.num_accepted_tokens
+        assert answer.num_drafts <= answer.num_draft_tokens <= 4 * answer.num_drafts
+    assert set(engine.stats.steps_by_k) == {0, 1, 2, 3, 4}
+    assert engine.stats.steps_by_k.total() == engine.stats.num_steps
+    # plain steps are no drafts
+    assert sum(a.num_drafts for a in answers.values()) < engine.stats.num_steps * max_batch
+    assert any(a.num_accepted_tokens for a in answers.values())
+
+
+@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+def test_the_head_has_read_every_token_after_a_change(method):
+    """Drafts after any change of K are those of a state that was made from the text so far."""
+    target, head = tiny.target(), tiny.head()
+    lookback = 7
+    spec = loop.DecodeSpec(
+        target.graph, target.config, make_drafter(head, 4, method), False, lookback=lookback
+    )
+    params = target.params, head.params
+    options = RowOptions(np.full(2, 99), np.full((2, 1), -1), None)
+    prompts, lengths = np.array([[3, 14, 15, 9, 2], [8, 1, 0, 0, 0]], np.int32), np.array([5, 2])
+
+    def read(prompts, lengths):
+        return run_to_end(prefill(spec, 128, *params, prompts, lengths, options, chunk=8))
+
+    state = read(prompts, lengths)
+    for k, num_steps in [(2, 2), (4, 1), (0, 5), (1, 3), (4, 2), (3, 2)]:
+        state = switching.change_places(spec.drafter, head.params, spec.with_k(k).num_places, state)
+        _, state = loop.decode(spec.with_k(k), *params, options, 9, num_steps, state)
+        # what the next change would draft, beside the same from the text alone
+        ready = switching.change_places(spec.drafter, head.params, 2, jax.tree.map(jnp.copy, state))
+        drafts, _, _ = loop.propose(spec.with_k(1), head.params, None, ready)
+        for row in range(2):
+            text = [
+                *prompts[row, : lengths[row]],
+                *state.output[row, : state.emitted[row]].tolist(),
+            ]
+            fresh = read(np.array([text[:-1]] * 2, np.int32), np.full(2, len(text) - 1))
+            assert fresh.tokens[0, 0] == text[-1]
+            want, _, _ = loop.propose(
+                spec.with_k(1), head.params, None, switching.fit_places(fresh, 2)
+            )
+            assert drafts[row, 0] == want[0, 0], (k, row)
+            assert ready.draft.cache.length[row] == len(text) - 2
+    # longer than the lookback: the oldest tokens are left out
+    before = int(state.cache.length[0])
+    state = switching.change_places(spec.drafter, head.params, lookback, state)
+    _, state = loop.decode(spec.with_k(0), *params, options, 9, 20, state)
+    assert int(state.cache.length[0]) == before + 20
+    assert state.count.tolist() == [lookback] * 2
+    last = state.output[0, : state.emitted[0]].tolist()[-lookback:]
+    assert state.tokens[0].tolist() == last
+    state = switching.change_places(spec.drafter, head.params, 5, state)
+    assert int(state.draft.cache.length[0]) < before + lookback
+
+
+def test_sampled_text_keeps_the_targets_distribution():
+    """With a schedule, steps of each kind: also the keys of plain steps must be fresh."""
+    shape, head_shape = test_sampling.SHAPE, test_sampling.HEAD
+    target, head = tiny.target(**shape), tiny.head(**head_shape)
+    spec = loop.DecodeSpec(
+        target.graph, target.config, make_drafter(head, 2, "peagle"), True, lookback=3
+    )
+    params, rows, length = (target.params, head.params), test_sampling.ROWS, test_sampling.LENGTH
+    prompts = np.tile(test_sampling.PROMPT, (rows, 1)).astype(np.int32)
+    counts = np.zeros(test_sampling.V**length)
+    accepted = 0
+    for call in range(3):
+        seeds = range(7_000_000 + call * rows, 7_000_000 + (call + 1) * rows)
+        sampling = sampling_params(rows, test_sampling.TEMPERATURE, 0, 1.0, seeds, 0.0)
+        options = RowOptions(np.full(rows, length), np.full((rows, 1), -1), sampling)
+        lengths = np.full(rows, prompts.shape[1])
+        state = run_to_end(prefill(spec, 16, *params, prompts, lengths, options, chunk=2))
+        for k in (0, 1, 0):
+            state = switching.change_places(
+                spec.drafter, head.params, spec.with_k(k).num_places, state
+            )
+            _, state = loop.decode(spec.with_k(k), *params, options, rows + 1, 1, state)
+        assert state.done.all()
+        index = np.asarray(state.output[:, :length]) @ test_sampling.V ** np.arange(length)[::-1]
+        counts += np.bincount(index, minlength=len(counts))
+        accepted += int(state.num_accepted_per_pos.sum())
+    assert accepted > rows / 10
+    expected = test_sampling.exact(0, 1.0, 0.0, False) * counts.sum()
+    assert test_sampling.chi_square(counts, expected) > 0.001
+
+
+@pytest.mark.parametrize("looks_at_draft", [False, True])
+def test_a_choice_that_looks_at_the_draft_would_not(looks_at_draft):
+    """Why K is chosen before a step drafts (DSpark, arXiv:2607.05147, appendix A).
+
+    A rule that leaves out drafts that the head finds unlikely changes the distribution.
+    """
+    rows = 60_000
+    rng = np.random.default_rng(6)
+    p_logits, q_logits = (jnp.asarray(rng.normal(size=4), jnp.float32) for _ in range(2))
+    sampling = sampling_params(rows, 1.0, 0, 1.0, range(rows), 0.0)
+    assert sampling is not None
+    q = np.asarray(jax.nn.softmax(q_logits))
+    drafts = rng.choice(4, rows, p=q / q.sum())
+    tokens, _ = verify_sampled(
+        jnp.asarray(drafts[:, None]),
+        jnp.broadcast_to(q_logits, (rows, 1, 4)),
+        jnp.broadcast_to(p_logits, (rows, 2, 4)),
+        sampling,
+    )
+    p = np.asarray(jax.nn.softmax(p_logits), float)
+    p /= p.sum()
+    plain = rng.choice(4, rows, p=p)
+    drafts_are_used = q[drafts] > 0.3 if looks_at_draft else rng.random(rows) < 0.5
+    assert 0.1 < drafts_are_used.mean() < 0.9
+    committed = np.where(drafts_are_used, np.asarray(tokens)[:, 0], plain)
+    counts = np.bincount(committed, minlength=4)
+    p_value = test_sampling.chi_square(counts, p * rows)
+    assert p_value < 1e-6 if looks_at_draft else p_value > 0.001
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_auto_in_generate(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, head = tiny.target(), tiny.head()
+    answers = generate(target, head, PROMPTS[:2], k="auto", max_new_tokens=25, stop_ids=())
+    assert [a.output_token_ids for a in answers] == [tiny.greedy(tuple(p), 25) for p in PROMPTS[:2]]
+    assert len(answers[0].num_accepted_per_pos) == 6  # what the head was trained for
+    assert len(list((tmp_path / "peagle_jax" / "step_times").iterdir())) == 1
+    assert make_drafter(tiny.head(num_depths=None), "auto").k == 7
+    assert make_drafter(tiny.head(num_depths=40), "auto").k == 15
+    assert candidates(1) == [0, 1] and candidates(6) == [0, 1, 3, 5, 6]
+
+
+def test_what_cannot_be_adapted(monkeypatch):
+    target, head = tiny.target(), tiny.head()
+    with pytest.raises(InputError, match="a draft head; got plain decoding; give a draft head"):
+        Engine(target, adaptive_k=True)
+    with pytest.raises(InputError, match="chains of drafts; got a tree of 9 nodes; leave out one"):
+        Engine(target, make_drafter(head, 3), head.params, adaptive_k=True, num_tree_nodes=9)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(InputError, match="chosen by one process; got 2 processes; give a number"):
+        Engine(target, make_drafter(head, 3), head.params, adaptive_k=True)
