@@ -18,15 +18,15 @@ STEPS = 16
 # Steps of a look at drafting, which tell whether to go on.
 PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
-FIRST_WAIT, LAST_WAIT = 256, 4096
+FIRST_WAIT, LAST_WAIT = 128, 4096
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.02
 # After as many steps of a row a step counts half.
-HALF_LIFE = 128
-# Steps that the guess counts as which stands for a position that was not tried.
-GUESS_WEIGHT = 2.0
-# That guess for the first position; later ones take the estimate of the position before.
-FIRST_GUESS = 0.7
+HALF_LIFE = 64
+# What is guessed of the first position before it was tried. Others continue as the one before.
+FIRST_GUESS = 0.8
+# Steps that a guess counts as; and in choices, so that a few bad steps do not end drafting.
+GUESS_WEIGHT, PATIENCE = 2.0, 8.0
 # Numbers of drafts to choose from, beside 0 and the largest.
 CANDIDATES = (1, 3, 5, 7, 11, 15, 23, 31)
 
@@ -68,11 +68,15 @@ class Survival:
         self._tried *= fade
         self._accepted *= fade
 
-    def chances(self) -> Float[np.ndarray, " K"]:
-        """The chance that a step accepts its first 1, 2, ..., K drafts."""
+    def chances(self, guess_weight: float = GUESS_WEIGHT) -> Float[np.ndarray, " K"]:
+        """The chance that a step accepts its first 1, 2, ..., K drafts.
+
+        Args:
+          guess_weight: steps that a guess counts as.
+        """
         guess, chance, chances = FIRST_GUESS, 1.0, []
         for tried, accepted in zip(self._tried, self._accepted, strict=True):
-            guess = (accepted + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT)
+            guess = (accepted + guess_weight * guess) / (tried + guess_weight)
             chance *= guess
             chances.append(chance)
         return np.array(chances)
@@ -124,7 +128,7 @@ class KChooser:
             self.survival.forget(num_steps)
 
     def _choose(self, seconds: Mapping[int, float]) -> None:
-        rates = rates_of(seconds, self.survival.chances())
+        rates = rates_of(seconds, self.survival.chances(PATIENCE))
         best = max(rates, key=lambda k: rates[k])
         is_due = self.steps_left <= 0
         if self.k == 0 and (best or (is_due and self._seconds)):

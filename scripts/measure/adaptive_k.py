@@ -152,13 +152,18 @@ def main() -> None:
                         note = f"{name}, batch {batch_size}, K = {decoder.k}"
                         progress.update(progress.completed + 1, note=note)
                 rows += rows_of(args, name, group)
+                if args.record:
+                    append(args.record, rows[-len(group) :])
     Console(width=120).print(table_of(rows))
     if args.picture:
         draw(rows, args.picture)
-    if args.record:
-        origin = provenance(" ".join(["python scripts/measure/adaptive_k.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    """Writes rows to a JSONL, with where they come from."""
+    origin = provenance(" ".join(["python scripts/measure/adaptive_k.py", *sys.argv[1:]]))
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(origin | row) + "\n" for row in rows)
 
 
 def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:

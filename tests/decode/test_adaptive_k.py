@@ -71,11 +71,12 @@ def test_survival_is_the_share_of_steps():
 
 def test_survival_forgets():
     survival = Survival(2)
-    survival.observe(2, 1000, [1000, 1000])
-    assert survival.chances()[1] > 0.99
+    survival.observe(2, 100, [100, 100])
+    assert survival.chances()[1] > 0.97
     survival.observe(2, adaptive_k.HALF_LIFE, [0, 0])
-    # the thousand steps of before count as 128 / ln 2, and half of that is left
-    assert 0.3 < survival.chances()[0] < 0.85
+    # of the hundred half are left
+    wanted = 50 / (50 + adaptive_k.HALF_LIFE)
+    assert survival.chances()[0] == pytest.approx(wanted, abs=0.02)
     survival.observe(2, 8 * adaptive_k.HALF_LIFE, [0, 0])
     assert survival.chances()[0] < 0.2
 
@@ -97,7 +98,9 @@ def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
     assert lost / len(chosen) < 0.005
     probes = [len(list(g)) for k, g in itertools.groupby(chosen) if k]
     waits = [len(list(g)) for k, g in itertools.groupby(chosen) if not k]
-    assert probes[1:] == [adaptive_k.PROBE_STEPS] * len(probes[1:]) and len(probes) > 5
+    # one that is accepted by chance may be followed by a second look
+    assert probes.count(adaptive_k.PROBE_STEPS) > 0.8 * len(probes) > 5
+    assert max(probes) <= adaptive_k.STEPS
     first, last = adaptive_k.FIRST_WAIT, adaptive_k.LAST_WAIT
     assert [waits[i] for i in (0, 1, 2, 4, 5)] == [first, 2 * first, 4 * first, last, last]
     # text that becomes easy is noticed
