@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-# Steps between two choices.
-STEPS = 16
-# Steps of a look at drafting, which tell whether to go on.
-PROBE_STEPS = 4
+# Steps between two choices: at first, and at most. Each choice of the same K doubles them.
+FIRST_STEPS, LAST_STEPS = 16, 64
+# Steps of a look at drafting. There is a choice after each, up to as many steps of a row.
+PROBE_STEPS, PROBED_STEPS = 4, 16
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
 FIRST_WAIT, LAST_WAIT = 128, 4096
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.02
-# After as many steps of a row a step counts half.
-HALF_LIFE = 64
+# After as many steps of a row that draft, or plain steps, what was observed counts half.
+HALF_LIFE, PLAIN_HALF_LIFE = 64, 256
 # What is guessed of the first position before it was tried. Others continue as the one before.
 FIRST_GUESS = 0.8
 # Steps that a guess counts as; and in choices, so that a few bad steps do not end drafting.
@@ -57,16 +57,20 @@ class Survival:
           num_drafts: such steps, of all rows.
           num_accepted_per_pos: in how many of them each position was accepted.
         """
-        self.forget(num_drafts)
+        self.forget(num_drafts / HALF_LIFE)
         accepted = np.asarray(num_accepted_per_pos[:k], float)
         self._tried[:k] += [num_drafts, *accepted[:-1]]
         self._accepted[:k] += accepted
 
-    def forget(self, num_steps: int) -> None:
-        """Lets what was observed count less, as after so many further steps of a row."""
-        fade = 0.5 ** (num_steps / HALF_LIFE)
-        self._tried *= fade
-        self._accepted *= fade
+    def forget(self, half_lives: float) -> None:
+        """Lets what was observed count less."""
+        self._tried *= 0.5**half_lives
+        self._accepted *= 0.5**half_lives
+
+    @property
+    def num_observed(self) -> float:
+        """Steps of a row that count."""
+        return float(self._tried[0])
 
     def chances(self, guess_weight: float = GUESS_WEIGHT) -> Float[np.ndarray, " K"]:
         """The chance that a step accepts its first 1, 2, ..., K drafts.
@@ -102,7 +106,7 @@ class KChooser:
 
     def __post_init__(self) -> None:
         self.survival = Survival(self.k_max)
-        self._wait = FIRST_WAIT
+        self._wait, self._steps = FIRST_WAIT, FIRST_STEPS
         self._seconds: Mapping[int, float] = {}
 
     def choose(self, seconds: Mapping[int, float]) -> int:
@@ -125,7 +129,7 @@ class KChooser:
         if self.k:
             self.survival.observe(self.k, num_drafts, num_accepted_per_pos.tolist())
         else:
-            self.survival.forget(num_steps)
+            self.survival.forget(num_steps / PLAIN_HALF_LIFE)
 
     def _choose(self, seconds: Mapping[int, float]) -> None:
         rates = rates_of(seconds, self.survival.chances(PATIENCE))
@@ -134,16 +138,19 @@ class KChooser:
         if self.k == 0 and (best or (is_due and self._seconds)):
             # drafting pays by what is known, which may be old, or plain decoding has waited
             self.k = max((k for k in rates if k), key=lambda k: rates[k])
-            self.steps_left = PROBE_STEPS
+            self.steps_left, self._steps = PROBE_STEPS, FIRST_STEPS // 2
         elif best == 0:
             is_in_vain = self.k > 0 and is_due
             self.k, self.steps_left = 0, self._wait
             if is_in_vain:
                 self._wait = min(2 * self._wait, LAST_WAIT)
+        elif self.survival.num_observed < PROBED_STEPS:
+            self.k, self.steps_left = best, PROBE_STEPS
         else:
+            self._steps = min(2 * self._steps, LAST_STEPS)
             if rates[best] > MIN_GAIN * rates[self.k]:
-                self.k = best
-            self._wait, self.steps_left = FIRST_WAIT, STEPS
+                self.k, self._steps = best, FIRST_STEPS
+            self._wait, self.steps_left = FIRST_WAIT, self._steps
 
 
 def rates_of(seconds: Mapping[int, float], chances: Float[np.ndarray, " K"]) -> dict[int, float]:
