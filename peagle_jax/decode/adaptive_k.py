@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 
 # Steps between two choices: at first, and at most. Each choice of the same K doubles them.
 FIRST_STEPS, LAST_STEPS = 16, 64
-# Steps of a look at drafting. There is a choice after each, up to as many steps of a row.
-PROBE_STEPS, PROBED_STEPS = 4, 16
+# Steps of a look at drafting.
+PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
 FIRST_WAIT, LAST_WAIT = 128, 4096
 # Another K must promise so much more than the present one.
@@ -67,11 +67,6 @@ class Survival:
         self._tried *= 0.5**half_lives
         self._accepted *= 0.5**half_lives
 
-    @property
-    def num_observed(self) -> float:
-        """Steps of a row that count."""
-        return float(self._tried[0])
-
     def chances(self, guess_weight: float = GUESS_WEIGHT) -> Float[np.ndarray, " K"]:
         """The chance that a step accepts its first 1, 2, ..., K drafts.
 
@@ -116,7 +111,12 @@ class KChooser:
           seconds: of a step with each number of drafts; 0 for plain decoding. With other seconds
             than in the last call, as for another number of rows, there is a new choice.
         """
-        if self.steps_left <= 0 or seconds is not self._seconds:
+        is_due = self.steps_left <= 0
+        if not is_due and seconds is not self._seconds:
+            # for other rows or slots, not for what was forgotten meanwhile
+            chances = self.survival.chances(PATIENCE)
+            is_due = best_k(seconds, chances) != best_k(self._seconds, chances)
+        if is_due:
             self._choose(seconds)
         self._seconds = seconds
         return self.k
@@ -132,8 +132,8 @@ class KChooser:
             self.survival.forget(num_steps / PLAIN_HALF_LIFE)
 
     def _choose(self, seconds: Mapping[int, float]) -> None:
-        rates = rates_of(seconds, self.survival.chances(PATIENCE))
-        best = max(rates, key=lambda k: rates[k])
+        chances = self.survival.chances(PATIENCE)
+        rates, best = rates_of(seconds, chances), best_k(seconds, chances)
         is_due = self.steps_left <= 0
         if self.k == 0 and (best or (is_due and self._seconds)):
             # drafting pays by what is known, which may be old, or plain decoding has waited
@@ -144,8 +144,6 @@ class KChooser:
             self.k, self.steps_left = 0, self._wait
             if is_in_vain:
                 self._wait = min(2 * self._wait, LAST_WAIT)
-        elif self.survival.num_observed < PROBED_STEPS:
-            self.k, self.steps_left = best, PROBE_STEPS
         else:
             self._steps = min(2 * self._steps, LAST_STEPS)
             if rates[best] > MIN_GAIN * rates[self.k]:
@@ -156,3 +154,9 @@ class KChooser:
 def rates_of(seconds: Mapping[int, float], chances: Float[np.ndarray, " K"]) -> dict[int, float]:
     """Tokens per second of a row with each number of drafts."""
     return {k: (1 + float(chances[:k].sum())) / taken for k, taken in seconds.items()}
+
+
+def best_k(seconds: Mapping[int, float], chances: Float[np.ndarray, " K"]) -> int:
+    """The number of drafts with the most tokens per second."""
+    rates = rates_of(seconds, chances)
+    return max(rates, key=lambda k: rates[k])

@@ -124,7 +124,9 @@ def test_other_seconds_are_a_new_choice():
     # a little better is not worth a change
     chooser.observe(adaptive_k.PROBE_STEPS, 400, np.array([400, 400, 400]))
     assert chooser.choose({0: 1.0, 1: 0.595, 3: 1.2}) == 3 and chooser.steps_left == 16
-    assert chooser.choose({0: 1.0, 1: 0.5, 3: 1.2}) == 1
+    # other seconds of which the same K is best are no reason to choose before it is time
+    assert chooser.choose({0: 1.0, 1: 0.5, 3: 1.2}) == 3 and chooser.steps_left == 16
+    assert chooser.choose({0: 0.2, 1: 0.5, 3: 1.2}) == 0
 
 
 # ---------------------------------------------------------------- step times
