@@ -113,14 +113,17 @@ def table_after(marker: str) -> list[list[str]]:
 def test_every_number_of_the_demo_is_its_row():
     """Read back from README, apart from the script that writes the table."""
     header, *lines = table_after(demo_table()["BEGIN"])
-    ks = [int(cell.removeprefix("K = ")) for cell in header[3:-1]]
-    assert header[:3] == ["machine", "plain tokens/s", "method"] and len(ks) >= 5
-    assert header[-1] == "best at batch 8"
+    ks = [int(cell.removeprefix("K = ")) for cell in header[1:-1]]
+    assert header[0] == "speedup (length)" and len(ks) >= 5 and header[-1] == "batch 8"
     names = {"EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
-    devices = [rows for rows in newest_demos().values() for _ in names]
-    for (_, plain, method, *cells), rows in zip(lines, devices, strict=True):
+    devices = [pair for pair in newest_demos().items() for _ in names]
+    page = README.read_text(encoding="utf-8")
+    for (where, *cells), (device, rows) in zip(lines, devices, strict=True):
+        machine, method = where.split(": ")
         by_case = {(r["method"], r["k"], r["batch_size"]): r for r in rows}
-        assert plain == f"{by_case['none', 0, 1]['tokens_per_second']:.0f}"
+        plain = by_case["none", 0, 1]["tokens_per_second"]
+        assert device.startswith(machine)
+        assert f"- {device}, {rows[0]['dtype']}, plain {plain:.0f} tokens/s" in page
         for k, cell in zip(ks, cells[:-1], strict=True):
             row = by_case[names[method], k, 1]
             assert cell == f"{row['speedup']:.2f} ({row['acceptance_length']:.2f})"
@@ -138,13 +141,15 @@ def test_every_number_beside_vllm_is_its_row():
     assert f"commit {rows[0]['commit']}, {rows[0]['time'][:10]}" in " ".join(text.split())
     assert not any(row["dirty"] for row in rows)
     assert not any(row["different"] for row in rows if row["engine"] == "peagle_jax")
-    by_case = {(r["engine"].lower(), r["method"], r["batch_size"]): r for r in rows}
+    by_case = {(r["engine"], r["method"], r["batch_size"]): r for r in rows}
     names = {"plain decoding": "plain", "EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
     assert [line[0] for line in lines] == list(names) and len(header) == 8
     for method, k, *cells in lines:
         for title, cell in zip(header[2:], cells, strict=True):
-            batch, engine = title.removeprefix("batch ").split(": ")
-            row = by_case.get((engine.lower(), names[method], int(batch)))
+            if ": " in title:
+                batch, title = title.removeprefix("batch ").split(": ")
+            engine = "peagle_jax" if title == "ours" else title.lower()
+            row = by_case.get((engine, names[method], int(batch)))
             wanted = f"{row['tokens_per_second']:,.0f}" if row else ""
             if engine == "peagle_jax":
                 vllm = by_case["vllm", names[method], int(batch)]["tokens_per_second"]
@@ -203,10 +208,10 @@ def test_a_newer_demo_replaces_the_rows_of_its_device(tmp_path):
     demos = script["newest_demos"](lines)
     assert [r["tokens_per_second"] for r in demos["A, 2 cores"]] == [30]
     assert script["table"](demos) == [
-        "| machine | plain tokens/s | method | K = 3 |",
-        "| --- | --- | --- | --- |",
-        "| A |  | P-EAGLE | 1.50 (2.00) |",
-        "| B |  | P-EAGLE | 1.50 (2.00) |",
+        "| speedup (length) | K = 3 |",
+        "| --- | --- |",
+        "| A: P-EAGLE | 1.50 (2.00) |",
+        "| B: P-EAGLE | 1.50 (2.00) |",
     ]
 
 

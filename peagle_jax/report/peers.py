@@ -32,7 +32,13 @@ def table(rows: Sequence[dict]) -> list[list[str]]:
     Behind our own stands the ratio to vLLM's. A cell is empty where an engine has no such method.
     """
     cases = _cases(rows)
-    lines = [["method", "K", *(f"batch {batch}: {ENGINES[name]}" for batch, name in cases)]]
+    names = {"peagle_jax": "ours"} | {name: ENGINES[name] for name in ("vllm", "transformers")}
+    first = {batch: name for batch, name in reversed(cases)}
+    titles = [
+        f"batch {batch}: {names[name]}" if first[batch] == name else names[name]
+        for batch, name in cases
+    ]
+    lines = [["method", "K", *titles]]
     speeds = {(r["batch_size"], r["engine"], r["method"]): r["tokens_per_second"] for r in rows}
     for method in _methods(rows):
         k = next(row["k"] for row in rows if row["method"] == method)
@@ -51,8 +57,8 @@ def caption(rows: Sequence[dict]) -> str:
     version = ".".join(row["engine_version"].split(".")[:2])
     return (
         f"Greedy tokens/s on {row['device']}, {row['dtype']}, commit {row['commit']}, "
-        f"{row['time'][:10]}: the packaged models in peagle_jax, in vLLM {version} (without a "
-        "compiler) and in transformers, in turns; in brackets, our speed over vLLM's."
+        f"{row['time'][:10]}, in turns with vLLM {version} (without a compiler) and transformers; "
+        "in brackets, our speed over vLLM's."
     )
 
 
