@@ -140,21 +140,21 @@ def make_drafter(
     Warns:
       UserWarning: K is more than twice what the head was trained for.
     """
-    if k is None:
-        k = default_k(head)
     if k == "auto":
-        k = min(head.config.num_depths or MAX_DEFAULT_K, MAX_ADAPTIVE_K)
-    if k < 1:
+        num_drafts = min(head.config.num_depths or MAX_DEFAULT_K, MAX_ADAPTIVE_K)
+    else:
+        num_drafts = default_k(head) if k is None else k
+    if num_drafts < 1:
         next_step = "use -k 1 or more, or --method none for plain decoding"
-        raise InputError("K", "at least one token must be drafted per step", k, next_step)
-    if k > MAX_K:
+        raise InputError("K", "at least one token must be drafted per step", num_drafts, next_step)
+    if num_drafts > MAX_K:
         rule = f"at most {MAX_K} drafts per step, as compilation takes minutes beyond"
-        raise InputError("K", rule, k, f"use -k {default_k(head)}")
+        raise InputError("K", rule, num_drafts, f"use -k {default_k(head)}")
     trained_for = head.config.num_depths
-    if trained_for and k > 2 * trained_for:
+    if trained_for and num_drafts > 2 * trained_for:
         message = (
-            f"K = {k} is far above {trained_for}, for which the head was trained: later drafts "
-            f"are seldom accepted; compare with -k {default_k(head)}"
+            f"K = {num_drafts} is far above {trained_for}, for which the head was trained: later "
+            f"drafts are seldom accepted; compare with -k {default_k(head)}"
         )
         warnings.warn(message, UserWarning, stacklevel=2)
     if method is None:
@@ -165,4 +165,4 @@ def make_drafter(
     if method == "peagle" and not head.config.parallel:
         rule = "parallel drafting needs a mask token and mask_hidden"
         raise InputError("method", rule, "peagle, and a head without them", "use eagle3")
-    return METHODS[method](head.graph, head.config, k)
+    return METHODS[method](head.graph, head.config, num_drafts)
