@@ -184,6 +184,7 @@ def test_a_row_does_not_depend_on_its_neighbors():
         )
 
 
+@pytest.mark.filterwarnings("ignore:K = .* is far above:UserWarning")
 @pytest.mark.parametrize("method, k", [("peagle", 6), ("peagle", 16), ("eagle3", 6)])
 def test_real_heads_up_to_the_last_slot(method, k):
     """A head with its own cache, beyond the narrow drafting forward, with no slot to spare."""
@@ -203,6 +204,7 @@ def test_real_heads_up_to_the_last_slot(method, k):
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
 @pytest.mark.parametrize("k", range(1, 17))
+@pytest.mark.filterwarnings("ignore:K = .* is far above:UserWarning")
 def test_real_heads_at_every_k(method, k):
     """Several heads, so that some drafts are accepted by luck; every K, both ways of drafting."""
     for seed in range(4):
