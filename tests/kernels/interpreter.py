@@ -8,6 +8,7 @@ forgets to write shows, too.
 import dataclasses
 import inspect
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
 GUARD = 1 << 16  # bytes
+ONE_AT_A_TIME = threading.Lock()  # XLA calls from many threads; the interpreter keeps one grid
 TYPES = {
     np.dtype(ml_dtypes.float8_e4m3fn): "fp8e4nv",
     np.dtype(ml_dtypes.bfloat16): "bf16",
@@ -118,7 +120,8 @@ def interpret(launch) -> tuple:
     outputs = [Guarded(x.shape, x.dtype) for x in launch.outputs]
     for i, o in launch.input_output_aliases.items():
         outputs[o].array[...] = before[i]
-    launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
+    with ONE_AT_A_TIME:
+        launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
     assert all(x.is_intact() for x in inputs + outputs), (
         f"{launch.kernel.__name__} wrote outside its arrays"
     )
