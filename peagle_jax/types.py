@@ -413,11 +413,12 @@ class DecodeState:
     Attributes:
       cache: the target's KV cache, without the last committed token.
       draft: the drafter's state.
-      tokens: the tokens that the last step committed, in the first `count` of R places; more of
-        them where steps with drafts and without alternate, see `DecodeSpec.lookback`.
+      tokens: the tokens that the last step committed, in the first `count` of R places. Where
+        steps with drafts and without alternate, plain steps keep the newest R tokens in a ring,
+        see `DecodeSpec.lookback`.
       aux_hidden_states: for each of `tokens` the target's aux hidden states at the position BEFORE
         it, which predict it; the draft head reads a token together with these.
-      count: how many of `tokens` are real, 1 to R.
+      count: how many of `tokens` are real, 1 to R; in the ring, how many were written to it.
       output: the answers; a row's buffer is as long as the cache, and grows with it.
       is_draft: which tokens of `output` are accepted drafts.
       logprobs: of the tokens of `output` by the target alone; zeros where nobody wants them.

@@ -21,12 +21,15 @@ PROBE_STEPS = 4
 FIRST_WAIT, LAST_WAIT = 128, 4096
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.02
-# After as many steps of a row that draft, or plain steps, what was observed counts half.
+# After as many steps that draft, or plain steps, what was observed counts half.
 HALF_LIFE, PLAIN_HALF_LIFE = 64, 256
 # What is guessed of the first position before it was tried. Others continue as the one before.
 FIRST_GUESS = 0.8
 # Steps that a guess counts as; and in choices, so that a few bad steps do not end drafting.
 GUESS_WEIGHT, PATIENCE = 2.0, 8.0
+# Steps that the drafts of earlier engines count as, where there were more; and the plain steps
+# before the first look where these make plain decoding the best.
+RECALLED_STEPS, RECALLED_WAIT = 64, 512
 # Numbers of drafts to choose from, beside 0 and the largest.
 CANDIDATES = (1, 3, 5, 7, 11, 15, 23, 31)
 
@@ -47,25 +50,39 @@ class Survival:
     """
 
     def __init__(self, k_max: int) -> None:
+        self.k_max = k_max
         self._tried = np.zeros(k_max)
         self._accepted = np.zeros(k_max)
 
-    def observe(self, k: int, num_drafts: int, num_accepted_per_pos: Sequence[int]) -> None:
+    def observe(self, k: int, num_steps: int, shares: Float[np.ndarray, " K"]) -> None:
         """Takes in steps that drafted `k` tokens.
 
         Args:
-          num_drafts: such steps, of all rows.
-          num_accepted_per_pos: in how many of them each position was accepted.
+          num_steps: such steps of the batch. How many rows it had makes no difference.
+          shares: in which share of the rows' steps each position was accepted.
         """
-        self.forget(num_drafts / HALF_LIFE)
-        accepted = np.asarray(num_accepted_per_pos[:k], float)
-        self._tried[:k] += [num_drafts, *accepted[:-1]]
+        self.forget(num_steps / HALF_LIFE)
+        accepted = num_steps * shares[:k]
+        self._tried[:k] += [num_steps, *accepted[:-1]]
         self._accepted[:k] += accepted
 
     def forget(self, half_lives: float) -> None:
         """Lets what was observed count less."""
         self._tried *= 0.5**half_lives
         self._accepted *= 0.5**half_lives
+
+    def counts(self) -> tuple[list[float], list[float]]:
+        """How often each position was tried, and accepted."""
+        return self._tried.tolist(), self._accepted.tolist()
+
+    def recall(self, tried: Sequence[float], accepted: Sequence[float]) -> None:
+        """Begins with what another run has observed, as a guess.
+
+        Args:
+          tried, accepted: its `counts`.
+        """
+        share = min(1.0, RECALLED_STEPS / max(*tried, 1.0))
+        self._tried, self._accepted = share * np.array(tried), share * np.array(accepted)
 
     def chances(self, guess_weight: float = GUESS_WEIGHT) -> Float[np.ndarray, " K"]:
         """The chance that a step accepts its first 1, 2, ..., K drafts.
@@ -104,6 +121,11 @@ class KChooser:
         self._wait, self._steps = FIRST_WAIT, FIRST_STEPS
         self._seconds: Mapping[int, float] = {}
 
+    def recall(self, tried: Sequence[float], accepted: Sequence[float]) -> None:
+        """Begins with what another run has observed, the `counts` of its `survival`."""
+        self.survival.recall(tried, accepted)
+        self._wait = RECALLED_WAIT
+
     def choose(self, seconds: Mapping[int, float]) -> int:
         """The number of drafts of the next step.
 
@@ -124,11 +146,17 @@ class KChooser:
     def observe(
         self, num_steps: int, num_drafts: int, num_accepted_per_pos: Int[np.ndarray, " K"]
     ) -> None:
-        """Takes in steps with the chosen K; arguments as of `Survival.observe`."""
+        """Takes in steps with the chosen K.
+
+        Args:
+          num_steps: of the batch.
+          num_drafts: steps that drafted, of all rows.
+          num_accepted_per_pos: in how many of these each position was accepted.
+        """
         self.steps_left -= num_steps
-        if self.k:
-            self.survival.observe(self.k, num_drafts, num_accepted_per_pos.tolist())
-        else:
+        if self.k and num_drafts:
+            self.survival.observe(self.k, num_steps, num_accepted_per_pos / num_drafts)
+        elif not self.k:
             self.survival.forget(num_steps / PLAIN_HALF_LIFE)
 
     def _choose(self, seconds: Mapping[int, float]) -> None:

@@ -125,6 +125,7 @@ class Engine:
         if adaptive_k:
             about = what_times_depend_on(self.spec, self._batch.params)
             self._step_times = StepTimes(about, step_times or default_folder())
+            self._sampling: str | None = None  # how rows sampled when K was last chosen
         self._waiting: collections.deque[Row] = collections.deque()
         self._cancelled: set[int] = set()
         # requests whose prompts are being read, and what reads them
@@ -236,6 +237,8 @@ class Engine:
             if is_drained or not self._batch.running:
                 self._batch.shrink()
         self._forget_cancelled()
+        if self.chooser is not None and self._sampling is not None and not self.has_work:
+            self._step_times.keep_drafts(self._sampling, self.chooser.survival)
         return outputs
 
     @contextlib.contextmanager
@@ -351,6 +354,9 @@ class Engine:
         start = time.perf_counter()
         ks, measure = candidates(self.spec.k), self._batch.step_seconds
         seconds = self._step_times.get(ks, *self._batch.shape, measure)
+        if self._sampling is None:
+            self._step_times.recall_drafts(self._batch.shape[-1], chooser)
+        self._sampling = self._batch.shape[-1]
         self.stats.measure_seconds += time.perf_counter() - start
         self._batch.change_k(chooser.choose(seconds))
 

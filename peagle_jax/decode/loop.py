@@ -257,7 +257,8 @@ def needs_logits(options: RowOptions) -> bool:
 
 def _last_token(state: DecodeState) -> Int[Array, "B 1"]:
     """The newest token of every row, which the target has not read."""
-    return jnp.take_along_axis(state.tokens, (state.count - 1)[:, None], axis=1)
+    place = (state.count - 1) % state.tokens.shape[1]  # `append_unread` counts on
+    return jnp.take_along_axis(state.tokens, place[:, None], axis=1)
 
 
 def _choose_token(
@@ -337,7 +338,8 @@ def commit(
     is_read = jnp.arange(spec.k + 1)[None] <= accepted[:, None]
     failed = ~(is_finite(out.hidden) | ~is_read).all(axis=1)
     unread = tokens, out.aux_hidden_states, accepted + 1
-    if spec.lookback and not spec.k:
+    keeps_unread = spec.lookback > 0 and not spec.k
+    if keeps_unread:
         unread = append_unread(state, tokens, out.aux_hidden_states)
     num_positions = state.num_accepted_per_pos.shape[1]
     new = dataclasses.replace(
@@ -356,14 +358,15 @@ def commit(
         num_accepted_per_pos=state.num_accepted_per_pos
         + jnp.pad(is_accepted, [(0, 0), (0, num_positions - spec.k)]),
     )
-    return _freeze_done_rows(state, new)
+    return _freeze_done_rows(state, new, keeps_unread)
 
 
-def _freeze_done_rows(old: DecodeState, new: DecodeState) -> DecodeState:
+def _freeze_done_rows(old: DecodeState, new: DecodeState, keeps_unread: bool) -> DecodeState:
     """`new` for rows that were still running in `old`; the others stay as they were.
 
     Of the caches only the lengths are restored: what a step wrote for a finished row lies beyond
-    its length. `output`, `is_draft` and `logprobs` are not written for finished rows anyway.
+    its length. `output`, `is_draft` and `logprobs` are not written for finished rows anyway, and
+    what plain steps keep for the draft head (`keeps_unread`) nobody reads of a finished row.
     """
 
     def unless_done(new_value: Array, old_value: Array) -> Array:
@@ -379,6 +382,8 @@ def _freeze_done_rows(old: DecodeState, new: DecodeState) -> DecodeState:
     if draft.cache is not None and old.draft.cache is not None:
         draft = dataclasses.replace(draft, cache=with_frozen_length(draft.cache, old.draft.cache))
     written = {"cache", "draft", "output", "is_draft", "logprobs"}
+    if keeps_unread:
+        written |= {"tokens", "aux_hidden_states"}
     names = {field.name for field in dataclasses.fields(new)} - written
     frozen = {name: unless_done(getattr(new, name), getattr(old, name)) for name in names}
     cache = with_frozen_length(new.cache, old.cache)

@@ -1,4 +1,5 @@
-"""Seconds of a decoding step with each number of drafts, measured once on a machine and kept.
+"""What is kept of a machine and a pair of models: seconds of a decoding step with each number of
+drafts, measured once, and how many drafts were accepted lately.
 
     ~/.cache/peagle_jax/step_times/4f0c...json      one file for each machine and pair of models
 
@@ -8,6 +9,7 @@ A file that cannot be read is measured anew; one may be deleted at any time.
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax.atomic_write import write_atomically
+from peagle_jax.decode.adaptive_k import KChooser, Survival
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.provenance import device_name, versions
 
@@ -23,6 +26,8 @@ from peagle_jax.provenance import device_name, versions
 FIRST_SLOTS = 256
 # Every number of drafts is timed once in each round, so that a slow moment concerns all.
 ROUNDS = 3
+# Between two times that accepted drafts are written.
+KEEP_SECONDS = 60
 
 
 def default_folder() -> Path:
@@ -62,6 +67,8 @@ class StepTimes:
         self._file: Path | None
         self._file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
         self._seconds: dict[str, dict[int, float]] = {}
+        self._drafts: dict[str, tuple[list[float], list[float]]] = {}
+        self._next_write = 0.0
         self._read()
 
     def get(
@@ -90,19 +97,42 @@ class StepTimes:
             self._write()
         return self._seconds[name]
 
+    def recall_drafts(self, sampling: str, chooser: KChooser) -> None:
+        """Tells a new `chooser` what was accepted in earlier runs, if any was.
+
+        Args:
+          sampling: how the rows sample, as `sampling_kind` says.
+        """
+        counts = self._drafts.get(sampling)
+        if counts is not None and {len(x) for x in counts} == {chooser.k_max}:
+            chooser.recall(*counts)
+
+    def keep_drafts(self, sampling: str, survival: Survival) -> None:
+        """Keeps what `survival` has seen, unless that was done a moment ago."""
+        counts = survival.counts()
+        if not counts[0][0]:
+            return  # it saw none
+        self._drafts[sampling] = counts
+        if time.monotonic() >= self._next_write:
+            self._next_write = time.monotonic() + KEEP_SECONDS
+            self._write()
+
     def _read(self) -> None:
         assert self._file is not None
         try:
             content = json.loads(self._file.read_text(encoding="utf-8"))
             for name, seconds in content["seconds"].items():
                 self._seconds[name] = {int(k): float(taken) for k, taken in seconds.items()}
+            for name, (tried, accepted) in content["drafts"].items():
+                self._drafts[name] = list(map(float, tried)), list(map(float, accepted))
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            self._seconds = {}  # measured anew
+            self._seconds, self._drafts = {}, {}  # measured anew
 
     def _write(self) -> None:
         if self._file is None:
             return
-        text = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)
+        content = {"about": self._about, "seconds": self._seconds, "drafts": self._drafts}
+        text = json.dumps(content, indent=1)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, text + "\n")

@@ -27,19 +27,25 @@ def append_unread(
 ) -> tuple[Int[Array, "B R"], Float[Array, "B R A"], Int[Array, " B"]]:
     """The fields `tokens`, `aux_hidden_states` and `count` after a further token of each row.
 
-    Where all places are taken, the oldest token leaves.
+    Where all places are taken, it takes that of the oldest. `sort_unread` puts them in order.
     """
-    num_places = state.tokens.shape[1]
-    rows = jnp.arange(len(tokens))
-    is_full = state.count == num_places
-    place = jnp.minimum(state.count, num_places - 1)
+    rows, place = jnp.arange(len(tokens)), state.count % state.tokens.shape[1]
+    new_tokens = state.tokens.at[rows, place].set(tokens[:, 0])
+    new_states = state.aux_hidden_states.at[rows, place].set(aux_hidden_states[:, 0])
+    return new_tokens, new_states, state.count + 1
 
-    def append(old: Array, new: Array) -> Array:
-        full = is_full.reshape((-1,) + (1,) * (old.ndim - 1))
-        return jnp.where(full, jnp.roll(old, -1, axis=1), old).at[rows, place].set(new[:, 0])
 
-    kept = append(state.tokens, tokens), append(state.aux_hidden_states, aux_hidden_states)
-    return *kept, place + 1
+@functools.partial(jax.jit, donate_argnames=("tokens", "aux_hidden_states"))
+def sort_unread(
+    tokens: Int[Array, "B R"], aux_hidden_states: Float[Array, "B R A"], count: Int[Array, " B"]
+) -> tuple[Int[Array, "B R"], Float[Array, "B R A"], Int[Array, " B"]]:
+    """What plain steps kept, the oldest token first, and how many tokens that is, 1 to R."""
+    num_places = tokens.shape[1]
+    oldest = jnp.where(count > num_places, count % num_places, 0)
+    order = (jnp.arange(num_places)[None] + oldest[:, None]) % num_places
+    tokens = jnp.take_along_axis(tokens, order, axis=1)
+    aux_hidden_states = jnp.take_along_axis(aux_hidden_states, order[..., None], axis=1)
+    return tokens, aux_hidden_states, jnp.minimum(count, num_places)
 
 
 def change_places(
@@ -49,18 +55,15 @@ def change_places(
 
     Where these may be too few, the draft head reads all unread tokens but the last.
     """
-    if num_places < state.tokens.shape[1]:
-        unread = state.tokens, state.aux_hidden_states, state.count
-        draft, tokens, aux_hidden_states = _read_all_but_last(
-            drafter, draft_params, state.draft, *unread
-        )
-        state = dataclasses.replace(
-            state,
-            draft=draft,
-            tokens=tokens,
-            aux_hidden_states=aux_hidden_states,
-            count=jnp.ones_like(state.count),
-        )
+    draft = state.draft
+    unread = sort_unread(state.tokens, state.aux_hidden_states, state.count)
+    if num_places < unread[0].shape[1]:
+        draft, *last = _read_all_but_last(drafter, draft_params, draft, *unread)
+        unread = *last, jnp.ones_like(state.count)
+    tokens, aux_hidden_states, count = unread
+    state = dataclasses.replace(
+        state, draft=draft, tokens=tokens, aux_hidden_states=aux_hidden_states, count=count
+    )
     return fit_places(state, num_places)
 
 

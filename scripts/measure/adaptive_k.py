@@ -4,9 +4,10 @@
         [--rounds 5] [--record results/adaptive_k.jsonl] [--picture docs/pictures/adaptive_k.png]
 
 Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
-at temperature 1; and random tokens at temperature 2, of which hardly any draft is accepted. Every
-decoder decodes all prompts in each round, with an engine of its own; compilation and step times are
-of an earlier run. Speeds are compared within a round.
+at temperature 1, where drafting does not pay; and random tokens at temperature 2. Every decoder
+decodes all prompts in each round, with a new engine. Speeds are compared within a round. Before,
+every program is compiled, and an adaptive engine decodes other prompts of the kind, so that step
+times are measured and something is known of the drafts, as in every run but a user's first.
 
 The expected calibration error compares, for every K drafts between two choices, the chance that was
 estimated before for the first 1, 2, ..., K drafts to be accepted with the share that was.
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import Engine, Request, load_pair, text
+from peagle_jax.decode.adaptive_k import LAST_STEPS, KChooser, candidates
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
@@ -36,15 +38,26 @@ BINS = 10  # of the calibration error
 
 
 def prompts_and_temperatures(target, num_prompts: int) -> dict[str, tuple[list, float]]:
-    """The texts by name: prompts and the temperature that they are continued at."""
-    code = standard_prompts(text.load_tokenizer(ASSETS / "target"), num_prompts)
+    """The texts by name: twice so many prompts, and the temperature that they are continued at."""
+    code = standard_prompts(text.load_tokenizer(ASSETS / "target"), 2 * num_prompts)
     rng = np.random.default_rng(20261123)
-    random = rng.integers(0, target.config.vocab, (num_prompts, PROMPT_TOKENS)).tolist()
+    random = rng.integers(0, target.config.vocab, (2 * num_prompts, PROMPT_TOKENS)).tolist()
     return {
         "source code, greedy": (code, 0.0),
         "source code, temperature 1": (code, 1.0),
         "random tokens, temperature 2": (random, 2.0),
     }
+
+
+class Always(KChooser):
+    """A chooser that is not interested."""
+
+    def choose(self, seconds):
+        self.steps_left = LAST_STEPS
+        return self.k
+
+    def observe(self, *_):
+        pass
 
 
 class Decoder:
@@ -58,8 +71,17 @@ class Decoder:
         self.judged: list[tuple[float, float, int]] = []
         self.steps_by_k: dict[int, int] = {}
 
-    def run(self, prompts: list, temperature: float, timed: bool) -> None:
-        """One round."""
+    def warm_up(self, prompts: list, others: list, temperature: float) -> None:
+        """Compiles every program, and decodes other prompts."""
+        if self.k == "auto":
+            for k in candidates(max(self.args.ks)):
+                self.run(prompts, temperature, timed=False, always=k)
+        self.run(others, temperature, timed=False)
+
+    def run(
+        self, prompts: list, temperature: float, timed: bool = True, always: int | None = None
+    ) -> None:
+        """One round; an adaptive engine can be made to draft `always` as many tokens."""
         target, head = self.models
         engine = Engine(
             target,
@@ -73,6 +95,8 @@ class Decoder:
         )
         if self.k == "auto" and timed:
             self._watch(engine)
+        if always is not None:
+            engine.chooser = Always(max(self.args.ks), always)
         requests = [
             Request(
                 prompt=prompt,
@@ -146,9 +170,13 @@ def main() -> None:
         for name, (prompts, temperature) in texts.items():
             for batch_size in args.batch_sizes:
                 group = [Decoder(args, models, k, batch_size, Path(folder)) for k in decoders]
+                own, others = prompts[: args.num_prompts], prompts[args.num_prompts :]
                 for number in range(1 + args.rounds):
                     for decoder in group:
-                        decoder.run(prompts, temperature, timed=number > 0)
+                        if number:
+                            decoder.run(own, temperature)
+                        else:
+                            decoder.warm_up(own, others, temperature)
                         note = f"{name}, batch {batch_size}, K = {decoder.k}"
                         progress.update(progress.completed + 1, note=note)
                 rows += rows_of(args, name, group)

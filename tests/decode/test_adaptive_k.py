@@ -57,13 +57,13 @@ def test_survival_is_the_share_of_steps():
     assert first == pytest.approx(np.cumprod([adaptive_k.FIRST_GUESS] * 4))
     seen = []
     for _ in range(600):
-        survival.observe(4, 16, steps(rng, conditional, 4, 16).tolist())
+        survival.observe(4, 16, steps(rng, conditional, 4, 16) / 16)
         seen.append(survival.chances())
     assert np.mean(seen[100:], axis=0) == pytest.approx(np.cumprod(conditional), abs=0.02)
     # positions that were not tried continue as the last one did
     short = Survival(4)
     for _ in range(600):
-        short.observe(2, 16, steps(rng, conditional, 2, 16).tolist())
+        short.observe(2, 16, steps(rng, conditional, 2, 16) / 16)
     chances = short.chances()
     assert chances[1] == pytest.approx(0.56, abs=0.1)
     assert chances[2:] / chances[1:3] == pytest.approx([0.7, 0.7], abs=0.1)
@@ -71,13 +71,13 @@ def test_survival_is_the_share_of_steps():
 
 def test_survival_forgets():
     survival = Survival(2)
-    survival.observe(2, 100, [100, 100])
+    survival.observe(2, 100, np.ones(2))
     assert survival.chances()[1] > 0.97
-    survival.observe(2, adaptive_k.HALF_LIFE, [0, 0])
+    survival.observe(2, adaptive_k.HALF_LIFE, np.zeros(2))
     # of the hundred half are left
     wanted = 50 / (50 + adaptive_k.HALF_LIFE)
     assert survival.chances()[0] == pytest.approx(wanted, abs=0.02)
-    survival.observe(2, 8 * adaptive_k.HALF_LIFE, [0, 0])
+    survival.observe(2, 8 * adaptive_k.HALF_LIFE, np.zeros(2))
     assert survival.chances()[0] < 0.2
 
 
@@ -122,11 +122,60 @@ def test_other_seconds_are_a_new_choice():
     assert chooser.choose(dear) == 0 and chooser.steps_left == adaptive_k.FIRST_WAIT - 3
     assert chooser.choose(cheap) == 3 and chooser.steps_left == adaptive_k.PROBE_STEPS
     # a little better is not worth a change
-    chooser.observe(adaptive_k.PROBE_STEPS, 400, np.array([400, 400, 400]))
+    chooser.observe(400, 400, np.array([400, 400, 400]))
     assert chooser.choose({0: 1.0, 1: 0.595, 3: 1.2}) == 3 and chooser.steps_left == 16
     # other seconds of which the same K is best are no reason to choose before it is time
     assert chooser.choose({0: 1.0, 1: 0.5, 3: 1.2}) == 3 and chooser.steps_left == 16
     assert chooser.choose({0: 0.2, 1: 0.5, 3: 1.2}) == 0
+
+
+def test_what_was_accepted_is_a_guess_for_the_next_engine(tmp_path):
+    """One that a few steps with other texts overrule."""
+    survival = Survival(3)
+    survival.observe(3, 600, np.array([0.8, 0.4, 0.1]))
+    times = StepTimes({"machine": "one"}, tmp_path)
+    times.keep_drafts("greedy", survival)
+    again = StepTimes({"machine": "one"}, tmp_path)
+    known, other = KChooser(3), KChooser(3)
+    again.recall_drafts("greedy", known)
+    again.recall_drafts("sampled", other)
+    assert known.survival.chances() == pytest.approx([0.8, 0.4, 0.1], abs=0.02)
+    assert other.survival.chances() == pytest.approx(Survival(3).chances())
+    known.survival.observe(3, 2 * adaptive_k.RECALLED_STEPS, np.zeros(3))
+    assert known.survival.chances()[0] < 0.16
+    # where plain decoding was best, the first look is late
+    assert known.choose({0: 1.0, 1: 3.0, 3: 9.0}) == 0
+    assert known.steps_left == adaptive_k.RECALLED_WAIT > adaptive_k.FIRST_WAIT
+    assert other.choose({0: 1.0, 1: 3.0, 3: 9.0}) == 0
+    assert other.steps_left == adaptive_k.FIRST_WAIT
+    # of another K, or damaged
+    for drafts in ({"greedy": [[1, 1], [1, 1]]}, {"greedy": [[1, "x", 1]] * 2}, {"greedy": 3}, []):
+        (file,) = tmp_path.iterdir()
+        file.write_text(json.dumps({"seconds": {"4 rows": {"0": 0.5}}, "drafts": drafts}))
+        damaged = StepTimes({"machine": "one"}, tmp_path)
+        fresh = KChooser(3)
+        damaged.recall_drafts("greedy", fresh)
+        assert fresh.survival.chances() == pytest.approx(Survival(3).chances())
+
+
+def test_engines_hand_on_what_was_accepted(tmp_path, monkeypatch):
+    """Where drafting does not pay, the second engine knows from its first step on."""
+    monkeypatch.setattr(
+        StepTimes, "get", lambda self, ks, *_: {0: 1.0, 1: 1.7, 3: 1.75, 4: 1.8} if ks else {}
+    )
+
+    def steps_by_k() -> dict:
+        engine = Engine(
+            tiny.target(), make_drafter(tiny.head(), 4), tiny.head().params, adaptive_k=True,
+            step_times=tmp_path, max_batch=1,
+        )  # fmt: skip
+        for _ in engine.run([Request(prompt=PROMPTS[0], max_new_tokens=80, stop_ids=())]):
+            pass
+        return dict(engine.stats.steps_by_k)
+
+    first, second = steps_by_k(), steps_by_k()
+    assert first[4] and first[0]
+    assert set(second) == {0}
 
 
 # ---------------------------------------------------------------- step times
@@ -214,7 +263,9 @@ def any_k(monkeypatch, tmp_path):
     def make(method: str, max_batch: int) -> Engine:
         target, head = tiny.target(context=640), tiny.head(context=640)
         drafter = make_drafter(head, 4, method)
-        return Engine(target, drafter, head.params, adaptive_k=True, max_batch=max_batch)
+        return Engine(
+            target, drafter, head.params, adaptive_k=True, max_batch=max_batch, step_times=tmp_path
+        )
 
     return make
 
@@ -278,9 +329,15 @@ def test_the_head_has_read_every_token_after_a_change(method):
     state = switching.change_places(spec.drafter, head.params, lookback, state)
     _, state = loop.decode(spec.with_k(0), *params, options, 9, 20, state)
     assert int(state.cache.length[0]) == before + 20
+    assert state.count.min() > lookback
+    ring = np.asarray(state.aux_hidden_states), np.asarray(state.count)
+    state = switching.change_places(spec.drafter, head.params, lookback, state)
     assert state.count.tolist() == [lookback] * 2
-    last = state.output[0, : state.emitted[0]].tolist()[-lookback:]
-    assert state.tokens[0].tolist() == last
+    for row in range(2):
+        text = state.output[row, : state.emitted[row]].tolist()
+        assert state.tokens[row].tolist() == text[-lookback:]
+        in_order = np.roll(ring[0][row], -(ring[1][row] % lookback), axis=0)
+        assert np.array_equal(state.aux_hidden_states[row], in_order)
     state = switching.change_places(spec.drafter, head.params, 5, state)
     assert int(state.draft.cache.length[0]) < before + lookback
 
