@@ -237,12 +237,15 @@ class AttentionRule:
       sinks: one further logit per head, which takes a share of the softmax and adds nothing to the
         output (GPT-OSS); None without.
       operands: dtype in which a cache's keys and values are multiplied; None for their own.
+      rows: the tokens that the queries are of, where these are fewer than the keys; None for all.
+        Only attention over a cache takes it.
     """
 
     window: int | None
     scale: float
     sinks: Float[Array, " N"] | None = None
     operands: DTypeLike | None = None
+    rows: Int[Array, "B Q"] | None = None
 
 
 @runtime_checkable
@@ -267,12 +270,12 @@ class Attend(Protocol):
     def __call__(
         self,
         layer: int,
-        q: Float[Array, "B T N H"],
+        q: Float[Array, "B Q N H"],
         k: Float[Array, "B T G H"] | None,
         v: Float[Array, "B T G H"] | None,
         state: Any,
         rule: AttentionRule,
-    ) -> tuple[Float[Array, "B T N H"], Any]: ...
+    ) -> tuple[Float[Array, "B Q N H"], Any]: ...
 
 
 @jax.tree_util.register_dataclass

@@ -163,10 +163,9 @@ class ParallelDrafter(_HeadDrafter):
         embeddings, fused = self._with_placeholders(
             head, head.embed(tokens), head.fuse(aux_hidden_states), count
         )
-        hidden, cache = _forward(head, embeddings, fused, _cache(state))
         # draft 0 is read from the last committed row, draft i from the i-th placeholder after it
         draft_rows = count[:, None] - 1 + jnp.arange(self.k)[None]
-        hidden = jnp.take_along_axis(hidden, draft_rows[..., None], axis=1)
+        hidden, cache = _forward(head, embeddings, fused, _cache(state), draft_rows)
         return head, hidden, _advance(state, cache, count)
 
     def _with_placeholders(
@@ -276,10 +275,15 @@ def _forward(
     embeddings: Float[Array, "B T D"],
     fused: Float[Array, "B T D"],
     cache: KVCache,
-) -> tuple[Float[Array, "B T D"], KVCache]:
-    """The head over T further positions of every row; the cache's length stays as it is."""
+    wanted: Int[Array, "B Q"] | None = None,
+) -> tuple[Float[Array, "B Q D"], KVCache]:
+    """The head over T further positions of every row; the cache's length stays as it is.
+
+    Args:
+      wanted: those whose hidden states are returned; None for all.
+    """
     positions = cache.length[:, None] + jnp.arange(embeddings.shape[1])[None]
-    return head(embeddings, fused, positions, CachedAttention(positions), cache)
+    return head(embeddings, fused, positions, CachedAttention(positions), cache, wanted)
 
 
 def _advance(state: DraftState, cache: KVCache, count: Int[Array, " B"]) -> DraftState:

@@ -17,7 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.fusion import Fusion
-from peagle_jax.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope, activation_dtype
+from peagle_jax.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    Rope,
+    activation_dtype,
+    take_rows,
+)
 from peagle_jax.types import Attend, CacheShape, KVCache, Model
 
 
@@ -146,7 +155,8 @@ class DraftLayer(nnx.Module):
         layer: int,
         attend: Attend,
         state: Any,
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        rows: Int[Array, "B Q"] | None = None,
+    ) -> tuple[Float[Array, "B Q D"], Any]:
         """Only the first layer reads `embeddings`."""
         if self.hidden_norm is None:
             attn_input, residual = self.input_norm(x), x
@@ -154,8 +164,8 @@ class DraftLayer(nnx.Module):
             normed = self.hidden_norm(x)
             attn_input = jnp.concatenate([self.input_norm(embeddings), normed], axis=-1)
             residual = normed if self.norm_before_residual else x
-        y, state = self.attn(attn_input, positions, layer, attend, state)
-        x = residual + y
+        y, state = self.attn(attn_input, positions, layer, attend, state, rows)
+        x = (residual if rows is None else take_rows(residual, rows)) + y
         return x + self.mlp(self.mlp_norm(x)), state
 
 
@@ -219,7 +229,8 @@ class DraftHead(nnx.Module):
         positions: Int[Array, "B T"],
         attend: Attend,
         state: Any,
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        rows: Int[Array, "B Q"] | None = None,
+    ) -> tuple[Float[Array, "B Q D"], Any]:
         """Runs the layers over rows of (token embedding, fused hidden state, position).
 
         A row carries the token that comes AFTER its hidden state, and predicts the token after
@@ -232,13 +243,16 @@ class DraftHead(nnx.Module):
           positions: of the rows, for the rotary embedding.
           attend: attention, over a KV cache or over packed rows.
           state: of `attend`, such as a `KVCache`; None where it needs none.
+          rows: those whose hidden states are wanted; None for all. Of others the last layer has
+            keys and values only. It takes attention over a cache.
 
         Returns:
           The residual stream before the final norm, and the attention state.
         """
         x = fused
         for i, layer in enumerate(self.layers):
-            x, state = layer(x, embeddings, positions, i, attend, state)
+            wanted = rows if i == len(self.layers) - 1 else None
+            x, state = layer(x, embeddings, positions, i, attend, state, wanted)
         return x, state
 
     def fuse(self, aux_hidden_states: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:

@@ -3,7 +3,7 @@
 Norms, rotary embeddings, attention, MLPs, experts, and the frame of a decoder.
 """
 
-from peagle_jax.layers.attention import Attention, CachedAttention, keep_path
+from peagle_jax.layers.attention import Attention, CachedAttention, keep_path, take_rows
 from peagle_jax.layers.basic import (
     MLP,
     Embedding,
@@ -47,4 +47,5 @@ __all__ = [
     "normalize",
     "product",
     "soft_cap",
+    "take_rows",
 ]

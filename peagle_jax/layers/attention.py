@@ -38,12 +38,12 @@ class CachedAttention:
     def __call__(
         self,
         layer: int,
-        q: Float[Array, "B T N H"],
+        q: Float[Array, "B Q N H"],
         k: Float[Array, "B T G H"] | None,
         v: Float[Array, "B T G H"] | None,
         state: KVCache,
         rule: AttentionRule,
-    ) -> tuple[Float[Array, "B T N H"], KVCache]:
+    ) -> tuple[Float[Array, "B Q N H"], KVCache]:
         """The attention of one layer, and the cache with its new keys and values.
 
         A layer without `k` and `v` reads what an earlier layer, which `layer` names, has written.
@@ -57,6 +57,10 @@ class CachedAttention:
             group = self._write(group, i, k, v, state.length, is_converted)
             groups = (*state.groups[:g], group, *state.groups[g + 1 :])
             state = dataclasses.replace(state, groups=groups)
+        positions = self.positions
+        if rule.rows is not None:
+            assert self.ancestors is None, "all tokens of a tree have queries"
+            positions = jnp.take_along_axis(positions, rule.rows, axis=1)
         scales = {}
         if group.k_scale:
             scales = {"k_scale": group.k_scale[i], "v_scale": group.v_scale[i]}
@@ -64,7 +68,7 @@ class CachedAttention:
             q,
             group.k[i],
             group.v[i],
-            self.positions,
+            positions,
             self._slot_positions(group, state.length),
             visible=self._visible(group, state.length, rule.window),
             window=rule.window,
@@ -201,12 +205,26 @@ class Attention(nnx.Module):
         layer: int,
         attend: Attend,
         state: Any,
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """The layer's output, and the state that `attend` returns."""
-        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
+        rows: Int[Array, "B Q"] | None = None,
+    ) -> tuple[Float[Array, "B Q D"], Any]:
+        """The layer's output, for all tokens or for `rows`, and the state that `attend` returns."""
+        of_q = (x, positions)
+        if rows is not None:
+            of_q = take_rows(x, rows), jnp.take_along_axis(positions, rows, axis=1)
+
+        def heads(project: Linear, x: Array) -> Array:
+            return project(x).reshape(*x.shape[:2], -1, self.head_dim)
+
+        q, k, v = heads(self.q, of_q[0]), heads(self.k, x), heads(self.v, x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = None if self.sinks is None else self.sinks[...]
-        rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands)
-        y, state = attend(layer, self.rope(q, positions), self.rope(k, positions), v, state, rule)
-        return self.o(y.reshape(*x.shape[:2], -1)), state
+        rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands, rows)
+        q, k = self.rope(q, of_q[1]), self.rope(k, positions)
+        y, state = attend(layer, q, k, v, state, rule)
+        return self.o(y.reshape(*y.shape[:2], -1)), state
+
+
+def take_rows(x: Float[Array, "B T D"], rows: Int[Array, "B Q"]) -> Float[Array, "B Q D"]:
+    """Of every sequence the tokens `rows`."""
+    return jnp.take_along_axis(x, rows[..., None], axis=1)

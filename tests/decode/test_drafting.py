@@ -30,6 +30,7 @@ OPTIONS = {
     "bias": {"attention_bias": True},
     "reduced": {"draft_vocab": 17},
     "window": {"windows": (3, None)},
+    "window_last": {"windows": (None, 3)},
 }
 
 
