@@ -234,11 +234,9 @@ class AttentionRule:
     Attributes:
       window: the query at position p attends to p - window + 1 .. p; None for 0 .. p.
       scale: factor of the scores q k.
-      sinks: one further logit per head, which takes a share of the softmax and adds nothing to the
-        output (GPT-OSS); None without.
+      sinks: one more logit per head, which only takes a share of the softmax (GPT-OSS); or None.
       operands: dtype in which a cache's keys and values are multiplied; None for their own.
-      rows: the tokens that the queries are of, where these are fewer than the keys; None for all.
-        Only attention over a cache takes it.
+      rows: the tokens that the queries are of; None for all. Only `CachedAttention` reads it.
     """
 
     window: int | None
@@ -257,8 +255,7 @@ class Attend(Protocol):
     Args:
       layer: the layer whose keys and values are meant.
       q: queries.
-      k: this layer's keys, or None for a layer that reuses those of the earlier layer `layer`
-        (Gemma 4).
+      k: this layer's keys; None where those of the earlier layer `layer` are reused (Gemma 4).
       v: values, or None likewise.
       state: whatever the implementation passes from layer to layer, such as a `KVCache`.
       rule: window, scale and sinks of this layer.
@@ -416,9 +413,8 @@ class DecodeState:
     Attributes:
       cache: the target's KV cache, without the last committed token.
       draft: the drafter's state.
-      tokens: the tokens that the last step committed, in the first `count` of R places. Where
-        steps with drafts and without alternate, plain steps keep the newest R tokens in a ring,
-        see `DecodeSpec.lookback`.
+      tokens: those that the last step committed, in the first `count` of R places; after plain
+        steps that alternate with others the newest R, in a ring (`DecodeSpec.lookback`).
       aux_hidden_states: for each of `tokens` the target's aux hidden states at the position BEFORE
         it, which predict it; the draft head reads a token together with these.
       count: how many of `tokens` are real, 1 to R; in the ring, how many were written to it.

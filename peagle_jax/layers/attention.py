@@ -208,19 +208,16 @@ class Attention(nnx.Module):
         rows: Int[Array, "B Q"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """The layer's output, for all tokens or for `rows`, and the state that `attend` returns."""
-        of_q = (x, positions)
+        x_q, positions_q = x, positions
         if rows is not None:
-            of_q = take_rows(x, rows), jnp.take_along_axis(positions, rows, axis=1)
-
-        def heads(project: Linear, x: Array) -> Array:
-            return project(x).reshape(*x.shape[:2], -1, self.head_dim)
-
-        q, k, v = heads(self.q, of_q[0]), heads(self.k, x), heads(self.v, x)
+            x_q, positions_q = take_rows(x, rows), jnp.take_along_axis(positions, rows, axis=1)
+        projected = self.q(x_q), self.k(x), self.v(x)
+        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = None if self.sinks is None else self.sinks[...]
         rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands, rows)
-        q, k = self.rope(q, of_q[1]), self.rope(k, positions)
+        q, k = self.rope(q, positions_q), self.rope(k, positions)
         y, state = attend(layer, q, k, v, state, rule)
         return self.o(y.reshape(*y.shape[:2], -1)), state
 
