@@ -3,7 +3,6 @@
 Which documents are held out is decided here too. Tokenizers are the business of text.py.
 """
 
-import dataclasses
 import hashlib
 import json
 import sysconfig
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle_jax.documents import Document, document_of_row
 from peagle_jax.types import InputError
 
 # fmt: off
@@ -23,54 +23,12 @@ SUFFIXES = {
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 
 
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """One text, one conversation, or one answer in tokens.
-
-    Attributes:
-      name: decides whether the document is held out.
-      text: of a text; otherwise None.
-      messages: of a conversation, with `role` and `content`.
-      prompt_ids: of an answer: the prompt's token ids.
-      output_ids: of an answer: what a target wrote, as in the files of `peagle regenerate` and
-        `peagle generate --out`.
-    """
-
-    name: str
-    text: str | None
-    messages: tuple[dict, ...] = ()
-    prompt_ids: tuple[int, ...] = ()
-    output_ids: tuple[int, ...] = ()
-
-    @property
-    def plain(self) -> str:
-        """The text, or the contents of the conversation's messages."""
-        if self.text is not None:
-            return self.text
-        return "\n".join(str(message.get("content") or "") for message in self.messages)
-
-    @property
-    def size(self) -> int:
-        """Characters; of an answer, tokens."""
-        return len(self.plain) or len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to train on."""
-        return not (self.text or self.messages or self.output_ids)
-
-    def digest(self) -> bytes:
-        """SHA-256 of the content, without the name."""
-        parts = [self.messages, self.prompt_ids, self.output_ids]
-        return hashlib.sha256((self.text or json.dumps(parts)).encode()).digest()
-
-
 def read_corpus(source: str | Path | None) -> list[Document]:
     """Reads the documents of a corpus, in a fixed order and without exact duplicates.
 
     Args:
-      source: a folder of text files; a JSONL with `text`, `prompt`, `messages`, `turns`, or
-        `prompt_token_ids` and `output_token_ids` in each line; None for the source code of this
+      source: a folder of text files; a JSONL with rows as `documents` lists them; None for the
+        source code of this
         machine's Python standard library, its tests included; "installed" for that and all packages
         of this environment.
 
@@ -126,28 +84,7 @@ def _folder(root: Path) -> Iterator[Document]:
 
 def _jsonl(path: Path) -> Iterator[Document]:
     for number, row in read_jsonl(path):
-        name, where = f"{path.name}:{number}", f"{path}:{number}"
-        if "output_token_ids" in row:
-            prompt_ids, output_ids = row.get("prompt_token_ids"), row["output_token_ids"]
-            if not (_is_token_ids(prompt_ids) and _is_token_ids(output_ids)):
-                rule = "prompt_token_ids and output_token_ids must be lists of token ids"
-                got = json.dumps([prompt_ids, output_ids])[:60]
-                raise InputError(where, rule, got, "write both as lists like [1, 2]")
-            yield Document(name, None, (), tuple(prompt_ids or ()), tuple(output_ids))
-        elif isinstance(row.get("text") or row.get("prompt"), str):
-            yield Document(name, row.get("text") or row["prompt"])
-        elif isinstance(row.get("messages"), list):
-            yield Document(name, None, tuple(row["messages"]))
-        elif isinstance(row.get("turns"), list):
-            messages = [{"role": "user", "content": turn} for turn in row["turns"]]
-            yield Document(name, None, tuple(messages))
-        else:
-            rule = "a line needs text, prompt, messages, turns or output_token_ids"
-            raise InputError(where, rule, sorted(row), 'write it as {"text": ".."}')
-
-
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+        yield document_of_row(row, f"{path.name}:{number}", f"{path}:{number}")
 
 
 def read_text(path: Path) -> str:

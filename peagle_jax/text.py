@@ -12,7 +12,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from peagle_jax.corpus import Document, read_jsonl, read_text
+from peagle_jax.chat.encoding import encode_document, encode_turns
+from peagle_jax.chat.pieces import Conversation
+from peagle_jax.corpus import read_jsonl, read_text
+from peagle_jax.documents import Document
 from peagle_jax.types import InputError
 
 END, MASK, START_TURN, END_TURN = "<|endoftext|>", "<|draft_mask|>", "<|im_start|>", "<|im_end|>"
@@ -102,79 +105,16 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where: str 
 def encode(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Encodes documents for training.
+    """Encodes documents for training, as `chat.encoding.encode_document` says.
 
     Returns:
-      (token ids, loss mask) of each document. Texts end with an end-of-sequence token, and the loss
-      reads all of them; of conversations it reads what the assistant says, and of answers in tokens
-      what the target wrote.
+      (token ids, loss mask) of each document.
 
     Raises:
-      InputError: texts without an end-of-sequence token, conversations without a chat template, or
-        an answer with token ids that the tokenizer does not have.
+      InputError: one of them cannot be trained on.
     """
-    texts = [document.text for document in documents if document.text is not None]
-    if texts and tokenizer.eos_token_id is None:
-        rule = "needs an end-of-sequence token to separate texts"
-        where = tokenizer.name_or_path or "tokenizer"
-        raise InputError(where, rule, "none", "set eos_token in its tokenizer_config.json")
-    if any(document.messages for document in documents) and not tokenizer.chat_template:
-        where = tokenizer.name_or_path or "tokenizer"
-        next_step = "add the target's chat_template.jinja to this folder"
-        raise InputError(where, "conversations need a chat template", "none", next_step)
-    all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    ids_of_texts = iter(cast(list[list[int]], all_ids))
-    encoded = []
-    for document in documents:
-        if document.text is not None:
-            tokens = np.array([*next(ids_of_texts), tokenizer.eos_token_id], np.int32)
-            encoded.append((tokens, np.ones(len(tokens), bool)))
-        elif document.messages:
-            encoded.append(_encode_conversation(tokenizer, list(document.messages)))
-        else:
-            encoded.append(_encode_answer(tokenizer, document))
-    return encoded
-
-
-def _encode_answer(
-    tokenizer: PreTrainedTokenizerBase, document: Document
-) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.array([*document.prompt_ids, *document.output_ids], np.int32)
-    if (largest := int(tokens.max())) >= len(tokenizer):
-        rule = f"token ids must lie in 0..{len(tokenizer) - 1}"
-        raise InputError(document.name, rule, largest, "use answers that this target wrote")
-    return tokens, np.arange(len(tokens)) >= len(document.prompt_ids)
-
-
-def _encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a rendered chat. The loss reads the assistant's turns, or all if there are none.
-
-    A turn is found as the tokens by which the chat grows when it is rendered with it: most
-    published templates do not mark generations.
-    """
-    tokens = np.array(_chat_ids(tokenizer, messages), np.int32)
-    loss_mask = np.zeros(len(tokens), bool)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            begin = len(_chat_ids(tokenizer, messages[:i], add_generation_prompt=True))
-            end = len(_chat_ids(tokenizer, messages[: i + 1]))
-            loss_mask[begin:end] = True
-    return tokens, loss_mask if loss_mask.any() else np.ones(len(tokens), bool)
-
-
-def _chat_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool = False
-) -> list[int]:
-    """Token ids of a conversation, through the chat template."""
-    rendered = tokenizer.apply_chat_template(
-        messages,
-        tokenize=True,
-        add_generation_prompt=add_generation_prompt,
-        return_dict=True,
-    )
-    return list(cast(dict, rendered)["input_ids"])
+    encoded = (encode_document(tokenizer, document) for document in documents)
+    return [(document.tokens, document.loss_mask) for document in encoded]
 
 
 # ---------------------------------------------------------------- prompts
@@ -234,6 +174,6 @@ def encode_prompt(
         rule, got = "text needs the target's tokenizer", "a target folder without tokenizer.json"
         raise InputError(where, rule, got, "give prompt_token_ids")
     if chat and tokenizer.chat_template:
-        messages = [{"role": "user", "content": text}]
-        return _chat_ids(tokenizer, messages, add_generation_prompt=True)
+        conversation = Conversation(({"role": "user", "content": text},))
+        return encode_turns(tokenizer, conversation, str(where))
     return list(cast(list[int], tokenizer(text, add_special_tokens=True)["input_ids"]))

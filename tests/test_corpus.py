@@ -45,7 +45,8 @@ def test_a_folder_and_each_kind_of_line(tmp_path):
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     got = corpus.read_corpus(tmp_path / "d.jsonl")
     assert (
-        [d.text for d in got] == ["t", "p", None, None, None]
+        [d.text for d in got] == ["t", None, None, None, None]
+        and (got[1].prompt, got[1].completion) == ("p", None)
         and got[2].messages == tuple(messages)
         and got[3].messages[1]["content"] == "two"
     )
@@ -55,10 +56,11 @@ def test_a_folder_and_each_kind_of_line(tmp_path):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("x.jsonl", b'{"text": 1}', "needs text, prompt, messages, turns or"),
+        ("x.jsonl", b'{"text": 1}', "text must be text; got 1"),
+        ("x.jsonl", b'{"words": 1}', "needs messages, conversations, turns, prompt"),
         ("x.jsonl", b"not json", "x.jsonl:1"),
         ("x.jsonl", b"[1]", "JSON object"),
-        ("x.jsonl", b'{"output_token_ids": [1]}', "lists of token ids"),
+        ("x.jsonl", b'{"output_token_ids": [1]}', "token ids, 0 to 2,147,483,647; got .null, .1.."),
         ("x.jsonl", b'{"prompt_token_ids": [], "output_token_ids": [true]}', "token ids"),
         ("x.jsonl", b"\xff", "UTF-8"),
         ("x.jsonl", b"", "at least one document"),

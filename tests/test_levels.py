@@ -9,7 +9,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 LEVELS = [  # lowest first
     {"types"},
+    {"documents"},
     {"kernels", "corpus", "weights", "provenance", "atomic_write", "old_names", "progress"},
+    {"chat"},
     {"text"},
     {"layers"},
     {"targets", "draft"},

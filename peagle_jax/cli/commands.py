@@ -52,6 +52,11 @@ COMMANDS = {
         training_options.add_regenerate,
         "training_commands",
     ),
+    "show-data": Command(
+        "prints what of a corpus is trained: the answers of conversations, in colour",
+        training_options.add_show_data,
+        "data_commands",
+    ),
     "extract": Command(
         "stores a target's hidden states on a corpus, for training",
         training_options.add_extract,

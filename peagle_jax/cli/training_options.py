@@ -80,6 +80,25 @@ def add_regenerate(parser: Parser) -> None:
     )
 
 
+def add_show_data(parser: Parser) -> None:
+    """The options of `peagle show-data`."""
+    add_target(parser)
+    parser.add_argument(
+        "--data",
+        metavar="CORPUS",
+        required=True,
+        help="a folder, a JSONL file, or installed, as data.source of a recipe",
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=int, help="so many documents at most; without it all"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help='one line for each document: {"text": as rendered, "trained": the trained spans}',
+    )
+
+
 def add_extract(parser: Parser) -> None:
     """The options of `peagle extract`."""
     add_target(parser)

@@ -1,0 +1,177 @@
+"""Documents as token ids, with the tokens that a loss reads."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase
+
+from peagle_jax.chat.pieces import Conversation, Span
+from peagle_jax.chat.trained_spans import one_line, render, trained_spans
+from peagle_jax.documents import Document, content_text
+from peagle_jax.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A document for training.
+
+    Attributes:
+      tokens: its token ids.
+      loss_mask: which of them a loss reads.
+      text: what the tokens spell; of an answer in tokens, as the tokenizer decodes it.
+      trained: (start, end) of the characters of `text` that trained tokens spell, in order.
+    """
+
+    tokens: Int[np.ndarray, " t"]
+    loss_mask: Bool[np.ndarray, " t"]
+    text: str
+    trained: list[Span]
+
+
+def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> Encoded:
+    """Encodes a document.
+
+    The loss reads all of a text, what the assistant says in a conversation, how a prompt goes on,
+    and what the target wrote of an answer in tokens. Texts end with an end-of-sequence token. They
+    begin as prompts do when they are decoded, with what the tokenizer puts before a text (Llama and
+    Gemma: a begin-of-sequence token), which is not trained.
+
+    Raises:
+      InputError: nothing in it is to be trained; the tokenizer has no end-of-sequence token, no
+        chat template, or no offsets; or an answer of a conversation cannot be located.
+    """
+    if document.output_ids:
+        encoded = _encode_answer(tokenizer, document)
+    elif document.messages:
+        conversation = Conversation(document.messages, document.tools)
+        encoded = encode_conversation(tokenizer, conversation, document.name)
+    else:
+        encoded = _encode_text(tokenizer, document)
+    if not encoded.loss_mask.any():
+        rule, got = "a document must have something to train", "no answer"
+        next_step = "add the assistant's turns, or let the target write them: peagle regenerate"
+        raise InputError(document.name, rule, got, next_step)
+    return encoded
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
+) -> Encoded:
+    """Encodes a conversation. The loss reads what the assistant wrote.
+
+    A token is trained if it begins within what is trained, or in the space right before it, as
+    words do in "[/INST] yes".
+
+    Args:
+      tokenizer: with a chat template.
+      conversation: what is said.
+      where: its place, for errors.
+
+    Raises:
+      InputError: as for `encode_document`.
+    """
+    _check_template(tokenizer)
+    _check_end_of_turn(tokenizer, conversation, where)
+    text, spans = trained_spans(tokenizer, conversation, where)
+    return _with_offsets(tokenizer, text, spans, where, add_special_tokens=False)
+
+
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
+) -> list[int]:
+    """Token ids of a conversation that the assistant is to answer, through the chat template."""
+    _check_template(tokenizer)
+    text = render(
+        tokenizer, conversation.messages, conversation.tools, where, add_generation_prompt=True
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.chat_template:
+        where = tokenizer.name_or_path or "tokenizer"
+        next_step = "add the target's chat_template.jinja to this folder"
+        raise InputError(where, "conversations need a chat template", "none", next_step)
+
+
+def _check_end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
+) -> None:
+    """Raises InputError where a message spells the token that ends a text.
+
+    It would be encoded as that token, as in every text that goes through a template.
+    """
+    end = tokenizer.eos_token
+    for number, message in enumerate(conversation.messages, start=1):
+        if end and end in content_text(message):
+            rule = "a message may not contain the end-of-sequence token"
+            next_step = "remove it from the message, or leave the conversation out"
+            raise InputError(f"{where}, turn {number}", rule, end, next_step)
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, document: Document) -> Encoded:
+    """A text, or a prompt and its completion. Special tokens spelled in them are plain text."""
+    if tokenizer.eos_token_id is None:
+        rule = "needs an end-of-sequence token to separate texts"
+        where = tokenizer.name_or_path or "tokenizer"
+        raise InputError(where, rule, "none", "set eos_token in its tokenizer_config.json")
+    text, start = document.plain, 0
+    if document.prompt is not None:
+        start = len(document.prompt) if document.completion else len(text)
+    spans = [(start, len(text))]
+    encoded = _with_offsets(
+        tokenizer, text, spans, document.name, add_special_tokens=True, split_special_tokens=True
+    )
+    if encoded.tokens[-1:].tolist() == [tokenizer.eos_token_id]:
+        return dataclasses.replace(
+            encoded, loss_mask=np.append(encoded.loss_mask[:-1], bool(encoded.trained))
+        )
+    return dataclasses.replace(
+        encoded,
+        tokens=np.append(encoded.tokens, np.int32(tokenizer.eos_token_id)),
+        loss_mask=np.append(encoded.loss_mask, bool(encoded.trained)),
+    )
+
+
+def _encode_answer(tokenizer: PreTrainedTokenizerBase, document: Document) -> Encoded:
+    tokens = np.array([*document.prompt_ids, *document.output_ids], np.int32)
+    if (largest := int(tokens.max())) >= len(tokenizer):
+        rule = f"token ids must lie in 0..{len(tokenizer) - 1}"
+        raise InputError(document.name, rule, largest, "use answers that this target wrote")
+    loss_mask = np.arange(len(tokens)) >= len(document.prompt_ids)
+    prompt, text = (str(tokenizer.decode(ids)) for ids in (list(document.prompt_ids), tokens))
+    return Encoded(tokens, loss_mask, text, [(len(prompt), len(text))])
+
+
+def _with_offsets(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    spans: Sequence[Span],
+    where: str,
+    **options: Any,
+) -> Encoded:
+    """The tokens of a text, of which those are trained that spell `spans`."""
+    if not tokenizer.is_fast:
+        rule = "a tokenizer must know which characters its tokens stand for"
+        next_step = "save it as tokenizer.json (a fast tokenizer)"
+        raise InputError(where, rule, type(tokenizer).__name__, next_step)
+    try:
+        out = tokenizer(text, return_offsets_mapping=True, **options)
+    except Exception as error:  # tokenizers raises a bare Exception
+        rule, next_step = "the tokenizer must encode the text", "leave the document out"
+        raise InputError(where, rule, one_line(error), next_step) from None
+    tokens = np.array(out["input_ids"], np.int32)
+    offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    loss_mask, trained = np.zeros(len(tokens), bool), []
+    for start, end in spans:
+        space = start - len(text[:start].rstrip(" "))
+        inside = (starts >= start - space) & (starts < end) & (ends > np.maximum(start, starts))
+        loss_mask |= inside
+        if inside.any():
+            first = max(start, int(starts[inside].min()))
+            trained.append((first, min(end, int(ends[inside].max()))))
+    return Encoded(tokens, loss_mask, text, trained)

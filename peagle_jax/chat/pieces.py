@@ -1,0 +1,129 @@
+"""Pieces of messages' texts, with marks around them."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from peagle_jax.chat.rendering import Mark, Marks
+
+Span = tuple[int, int]  # of characters: the first, and the one after the last
+
+# <|im_end|>, </think>, <turn|>, [/INST]
+TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
+# transformers knows three names of the reasoning that comes before an answer
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages, and the tools that they may call.
+
+    Attributes:
+      messages: each with `role` and `content`, as for OpenAI's chat completions; further keys, such
+        as `tool_calls`, are the template's business.
+      tools: descriptions of functions, as the template reads them.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of a message's text.
+
+    Attributes:
+      message: number of the message.
+      key: of the message: "content", or one of REASONING.
+      part: number of the part, if the content is a list of parts.
+      start, end: of the piece in that text.
+    """
+
+    message: int
+    key: str
+    part: int | None
+    start: int
+    end: int
+
+
+def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: without keys of None, and calls' arguments as objects."""
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+    reasoning = next((message[key] for key in REASONING if message.get(key)), None)
+    if reasoning is not None:
+        # as transformers does it: templates read either
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments, where they are JSON in a string, are an object, as vLLM does it."""
+    function = dict(function_of(call))
+    if isinstance(function.get("arguments"), str):
+        try:
+            parsed = json.loads(function["arguments"])
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    return {**call, "function": function} if "function" in call else function
+
+
+def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function that a message calls: some data sets have it without a key of its own."""
+    return call.get("function") or call
+
+
+def with_marks(
+    number: int, message: Mapping[str, Any], whole: bool, marks: Marks
+) -> dict[str, Any]:
+    """A message with marks in its texts.
+
+    Args:
+      number: of the message.
+      message: its content is text, or a list of parts of text.
+      whole: whether marks are put around the whole of a text, or around what it has between tags.
+      marks: gives them out.
+    """
+    marked = dict(message)
+    keys = ("content", *REASONING) if message["role"] == "assistant" else ("content",)
+    for key in keys:
+        value = message.get(key)
+        if isinstance(value, str):
+            marked[key] = _mark_text(value, Piece(number, key, None, 0, 0), whole, marks)
+        elif value is not None:
+            marked[key] = [
+                part | {"text": _mark_text(part["text"], Piece(number, key, i, 0, 0), whole, marks)}
+                for i, part in enumerate(value)
+            ]
+    return marked
+
+
+def _mark_text(text: str, of: Piece, whole: bool, marks: Marks) -> str:
+    """A text with marks around it, or around what it has between tags."""
+    parts = [(0, len(text))] if whole else _between_tags(text)
+    result, done = [], 0
+    for start, end in parts:
+        if start == end:
+            continue
+        piece = dataclasses.replace(of, start=start, end=end)
+        begin, stop = (marks.new(Mark("piece", piece, is_end)) for is_end in (False, True))
+        result += [text[done:start], begin, text[start:end], stop]
+        done = end
+    return "".join([*result, text[done:]])
+
+
+def _between_tags(text: str) -> list[Span]:
+    """What lies between tags, without space around it."""
+    edges = [0, *(edge for m in TAG.finditer(text) for edge in m.span()), len(text)]
+    spans = []
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        bare = text[start:end].strip()
+        if bare:
+            begin = start + text[start:end].index(bare)
+            spans.append((begin, begin + len(bare)))
+    return spans

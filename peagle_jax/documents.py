@@ -1,0 +1,297 @@
+"""A document of a corpus, and the rows of data sets that people have.
+
+Rows are told apart by their keys, in this order:
+
+    output_token_ids       an answer in tokens, with prompt_token_ids: files of `peagle regenerate`
+    messages               a conversation: role and content, as for OpenAI's chat completions
+    conversations          a conversation in ShareGPT's keys, from and value, or as messages
+    prompt and completion  a text and how it goes on, as for TRL; or two lists of messages
+    prompt and response    a question and its answer: a conversation of two turns
+    turns                  what a user says, turn by turn, or a conversation as messages
+    text                   a text
+    prompt                 a prompt that nobody has answered yet
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peagle_jax.types import InputError
+
+KEYS = "messages, conversations, turns, prompt with response or completion, or text"
+# ShareGPT's names of roles
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text, one conversation, one prompt with or without an answer, or an answer in tokens.
+
+    Attributes:
+      name: decides whether the document is held out.
+      text: of a text; otherwise None.
+      messages: of a conversation, with `role` and `content`.
+      prompt_ids: of an answer: the prompt's token ids.
+      output_ids: of an answer: what a target wrote, as in the files of `peagle regenerate` and
+        `peagle generate --out`.
+      tools: of a conversation: the functions that the assistant may call.
+      prompt: of a prompt; otherwise None.
+      completion: how the prompt goes on, if that is known.
+    """
+
+    name: str
+    text: str | None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompt: str | None = None
+    completion: str | None = None
+
+    @property
+    def plain(self) -> str:
+        """The text, the prompt and its completion, or the contents of the messages."""
+        if self.text is not None:
+            return self.text
+        if self.prompt is not None:
+            return self.prompt + (self.completion or "")
+        return "\n".join(content_text(message) for message in self.messages)
+
+    @property
+    def size(self) -> int:
+        """Characters; of an answer, tokens."""
+        return len(self.plain) or len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not (self.text or self.messages or self.output_ids or self.prompt)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the content, without the name."""
+        parts = dataclasses.asdict(self) | {"name": None}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """The text of a message, also where it is a list of parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content or ""
+
+
+def document_of_row(row: Mapping[str, Any], name: str, where: str) -> Document:
+    """The document that a row of a data set is.
+
+    Args:
+      row: its columns.
+      name: of the document.
+      where: the row's place, for errors.
+
+    Raises:
+      InputError: the row is none of those above, or something in it has the wrong type.
+    """
+    _check_unicode(row, where)
+    if row.get("output_token_ids") is not None:
+        return _answer(row, name, where)
+    tools = _tools(row.get("tools"), where)
+    if row.get("messages") is not None:
+        return Document(name, None, check_messages(row["messages"], "messages", where), tools=tools)
+    if row.get("conversations") is not None:
+        messages = _from_share_gpt(row["conversations"], row.get("system"), where)
+        return Document(name, None, messages, tools=tools)
+    if row.get("prompt") is not None:
+        return _prompt(row, name, where, tools)
+    if row.get("turns") is not None:
+        return Document(name, None, _turns(row["turns"], where), tools=tools)
+    if row.get("text") is not None:
+        return Document(name, _text(row["text"], "text", where))
+    rule = f"a row needs {KEYS}"
+    raise InputError(where, rule, sorted(map(str, row)), 'write it as {"messages": [..]}')
+
+
+def check_messages(value: object, key: str, where: str) -> tuple[dict[str, Any], ...]:
+    """Messages whose roles and contents are what templates can read.
+
+    Args:
+      value: what a row has.
+      key: under which key, for errors.
+      where: the row's place, for errors.
+
+    Raises:
+      InputError: it is no list of messages, or one has no role, or contents that are no text.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        rule, next_step = f"{key} must be a list of messages", "write each with role and content"
+        raise InputError(where, rule, _short(value), next_step)
+    messages = []
+    for number, message in enumerate(value, start=1):
+        place = f"{where}, turn {number}"
+        if not isinstance(message, Mapping):
+            next_step = 'write it as {"role": "user", "content": ".."}'
+            raise InputError(place, "a message must be an object", _short(message), next_step)
+        if "from" in message and "role" not in message:
+            rule = "a message has role and content"
+            next_step = "name the row's key conversations, which has from and value"
+            raise InputError(place, rule, sorted(map(str, message)), next_step)
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            next_step = "give it the role user, assistant, system or tool"
+            raise InputError(place, "a message needs a role", _short(role), next_step)
+        calls = message.get("tool_calls")
+        if calls:
+            _check_calls(calls, place)
+        _check_content(message.get("content"), place, may_be_none=bool(calls))
+        messages.append(dict(message))
+    return tuple(messages)
+
+
+def _check_content(content: object, place: str, *, may_be_none: bool) -> None:
+    if isinstance(content, str) or (content is None and may_be_none):
+        return
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        return
+    rule = "content must be text, or a list of parts of text"
+    raise InputError(place, rule, _short(content), "write it as a string")
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
+
+
+def _check_calls(calls: object, place: str) -> None:
+    is_right = isinstance(calls, Sequence) and all(
+        isinstance(call, Mapping)
+        and isinstance(function := call.get("function", call), Mapping)
+        and isinstance(function.get("name"), str)
+        for call in calls
+    )
+    if not is_right:
+        next_step = 'write it as [{"function": {"name": "..", "arguments": {}}}]'
+        raise InputError(place, "tool_calls must name functions", _short(calls), next_step)
+
+
+def _from_share_gpt(value: object, system: object, where: str) -> tuple[dict[str, Any], ...]:
+    """Messages of ShareGPT's rows; a row that has role and content is taken as it is."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        rule, next_step = "conversations must be a list", "write each turn with from and value"
+        raise InputError(where, rule, _short(value), next_step)
+    if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+        return check_messages(value, "conversations", where)
+    messages = [{"role": "system", "content": system}] if system else []
+    for number, turn in enumerate(value, start=1):
+        place = f"{where}, turn {number}"
+        role = turn.get("from") if isinstance(turn, Mapping) else None
+        if not isinstance(role, str) or role not in ROLES:
+            rule = f"a turn comes from one of {', '.join(ROLES)}"
+            got = _short(turn if role is None else role)
+            raise InputError(place, rule, got, "rename it, or write the row as messages")
+        messages.append({"role": ROLES[role], "content": turn.get("value")})
+    return check_messages(messages, "conversations", where)
+
+
+def _turns(value: object, where: str) -> tuple[dict[str, Any], ...]:
+    if isinstance(value, Sequence) and value and all(isinstance(turn, str) for turn in value):
+        return tuple({"role": "user", "content": turn} for turn in value)
+    return check_messages(value, "turns", where)
+
+
+def _prompt(
+    row: Mapping[str, Any], name: str, where: str, tools: tuple[Mapping[str, Any], ...]
+) -> Document:
+    """A prompt, with what answers it, if the row has that."""
+    prompt = row["prompt"]
+    key = next((key for key in ("completion", "response") if row.get(key) is not None), None)
+    answer = None if key is None else row[key]
+    if not isinstance(prompt, str):
+        messages = check_messages(prompt, "prompt", where)
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        if answer is not None:
+            messages += check_messages(answer, str(key), where)
+        return Document(name, None, messages, tools=tools)
+    if answer is None:
+        return Document(name, None, prompt=prompt)
+    answer = _text(answer, str(key), where)
+    if key == "completion":
+        return Document(name, None, prompt=prompt, completion=answer)
+    turns = ("user", prompt), ("assistant", answer)
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    return Document(name, None, messages, tools=tools)
+
+
+def _answer(row: Mapping[str, Any], name: str, where: str) -> Document:
+    prompt_ids, output_ids = row.get("prompt_token_ids"), row["output_token_ids"]
+    if not (_is_token_ids(prompt_ids) and _is_token_ids(output_ids)):
+        rule = f"prompt_token_ids and output_token_ids must be token ids, 0 to {MAX_TOKEN_ID:,}"
+        got = _short([prompt_ids, output_ids])
+        raise InputError(where, rule, got, "write both as lists like [1, 2]")
+    return Document(name, None, (), tuple(prompt_ids or ()), tuple(output_ids))
+
+
+def _tools(value: object, where: str) -> tuple[Mapping[str, Any], ...]:
+    """A row's tools, which some data sets have as JSON in a string."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError:
+            pass
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        rule, next_step = "tools must be a list of objects", "write them as functions with a name"
+        raise InputError(where, rule, _short(value), next_step)
+    return tuple(value)
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in value
+    )
+
+
+def _text(value: object, key: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(where, f"{key} must be text", _short(value), "write it as a string")
+    return value
+
+
+def _check_unicode(value: object, where: str) -> None:
+    """Raises InputError where a string has half of a surrogate pair, which no tokenizer takes."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(value[error.start]):04x}"
+            next_step = "remove the character, or write the text anew as UTF-8"
+            raise InputError(where, "text must be Unicode", half, next_step) from None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_unicode(key, where)
+            _check_unicode(item, where)
+    elif isinstance(value, list | tuple) and not (value and type(value[0]) is int):
+        for item in value:
+            _check_unicode(item, where)
+
+
+def _short(value: object) -> str:
+    """A value in a message, cut to a readable length."""
+    try:
+        return json.dumps(value)[:60]
+    except TypeError:
+        return str(type(value).__name__)

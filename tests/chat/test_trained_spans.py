@@ -1,0 +1,261 @@
+"""What of a conversation is trained: the answers and the ends of their turns, and nothing else."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import templates
+
+from peagle_jax import text
+from peagle_jax.chat.encoding import encode_conversation
+from peagle_jax.chat.pieces import Conversation
+from peagle_jax.types import InputError
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "chat_templates"
+SPECIAL = ["<|im_start|>", "<|eot|>", "<|return|>", "<turn|>", "</s>"]
+# contents that are easily taken for something else
+CONTENTS = [
+    "yes",
+    "a",
+    "",
+    "assistant",
+    "im_end",
+    "user\nhi",
+    "<b>bold</b> x",
+    "no\n\nyes",
+    "yes yes",
+    "é漢🙂",
+    "1 < 2 > 0",
+    "[INST] x",
+    "\U00100005 private",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = text.train_tokenizer(["<|im_start|>assistant\nyes no\n" * 40], 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "bos_token": "<s>"})
+    return tokenizer
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **further):
+    return {"role": "assistant", "content": content, **further}
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def trained(tokenizer, template, messages):
+    """What is trained; its tokens spell the same."""
+    tokenizer.chat_template = template
+    encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "data.jsonl:7")
+    spans = [encoded.text[start:end] for start, end in encoded.trained]
+    ids = tokenizer.apply_chat_template(
+        [{k: v for k, v in m.items() if v is not None} for m in messages], tokenize=False
+    )
+    assert encoded.text == ids
+    assert encoded.tokens.tolist() == tokenizer(ids, add_special_tokens=False)["input_ids"]
+    spelled = tokenizer.decode(encoded.tokens[encoded.loss_mask])
+    if template == templates.COUNTS:  # a word's first token has the space before it
+        assert spelled.replace(" ", "") == "".join(spans).replace(" ", "")
+    else:
+        assert spelled == "".join(spans)
+    return spans
+
+
+def dialogue(*contents, system=None):
+    """A conversation with such answers, to questions that have the same words."""
+    first = [{"role": "system", "content": system}] if system else []
+    turns = [(user(f"{content} {content}"), assistant(content)) for content in contents]
+    return [*first, *itertools.chain.from_iterable(turns)]
+
+
+ENDS = {"PLAIN": "<|im_end|>", "GOES_ON": "<|im_end|>", "COUNTS": "</s>", "MARKED": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("turns", [1, 2, 3, 5])
+@pytest.mark.parametrize("system", [None, "be yes"])
+def test_answers_and_their_ends(tokenizer, name, turns, system):
+    rng = np.random.default_rng(turns)
+    for _ in range(8):
+        contents = [CONTENTS[i] for i in rng.integers(0, len(CONTENTS), turns)]
+        if name in ("COUNTS", "MARKED"):
+            # without a loop over messages the place of an empty answer is unknown, and an empty
+            # generation is none
+            contents = [content or "x" for content in contents]
+        found = trained(tokenizer, getattr(templates, name), dialogue(*contents, system=system))
+        assert found == [content + ENDS[name] for content in contents]
+
+
+def test_space_belongs_to_an_answer_that_keeps_it(tokenizer):
+    messages = dialogue("  yes \n", "\n\nno", " ")
+    assert trained(tokenizer, templates.PLAIN, messages) == [
+        "  yes \n<|im_end|>",
+        "\n\nno<|im_end|>",
+        " <|im_end|>",
+    ]
+    assert trained(tokenizer, templates.TRIMS, messages) == ["yes<|eot|>", "no<|eot|>", "<|eot|>"]
+
+
+def test_reasoning_that_a_template_drops(tokenizer):
+    messages = dialogue("<think>\nfoo\n</think>\n\nyes", "<think>\nbar\n</think>\n\nno")
+    assert trained(tokenizer, templates.DROPS_REASONING, messages) == [
+        "yes<|im_end|>",
+        "<think>\nbar\n</think>\n\nno<|im_end|>",
+    ]
+    assert trained(tokenizer, templates.DROPS_REASONING, dialogue("yes", "no")) == [
+        "yes<|im_end|>",
+        "no<|im_end|>",  # and not the empty <think> that the template writes before it
+    ]
+    only_thought = dialogue("<think>\nfoo\n</think>", "no")
+    assert trained(tokenizer, templates.DROPS_REASONING, only_thought) == [
+        "<|im_end|>",
+        "no<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_in_a_field_of_its_own(tokenizer, key):
+    messages = [user("a"), assistant("x", **{key: "y"}), user("b"), assistant("no", **{key: "bar"})]
+    assert trained(tokenizer, templates.DROPS_REASONING, messages) == [
+        "x<|im_end|>",
+        "<think>\nbar\n</think>\n\nno<|im_end|>",
+    ]
+    assert trained(tokenizer, templates.CHANNELS, messages) == [
+        "x<|end|>",
+        "<|channel|>analysis<|message|>bar<|end|><|start|>assistant<|channel|>final<|message|>"
+        "no<|return|>",
+    ]
+
+
+@pytest.mark.parametrize("content", ["let me see", "", None])
+def test_calls_of_tools(tokenizer, content):
+    messages = [
+        user("weather in Paris?"),
+        assistant(content, tool_calls=[call("weather", city="Paris"), call("time")]),
+        {"role": "tool", "content": "sunny in Paris"},
+        assistant("It is sunny"),
+    ]
+    first, last = trained(tokenizer, templates.DROPS_REASONING, messages)
+    calls = '\n<call>weather {"city": "Paris"}</call>\n<call>time {}</call><|im_end|>'
+    assert first == (content or "") + calls and last == "It is sunny<|im_end|>"
+    # arguments as a string, as OpenAI writes them, are the same
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Paris"}'
+    assert trained_text(tokenizer, messages) == [first, last]
+
+
+def trained_text(tokenizer, messages):
+    encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "x:1")
+    return [encoded.text[start:end] for start, end in encoded.trained]
+
+
+def test_results_of_tools_within_a_turn_are_not_trained(tokenizer):
+    messages = [
+        user("weather?"),
+        assistant("", tool_calls=[call("weather")]),
+        {"role": "tool", "content": "sunny"},
+        assistant("It is sunny"),
+        user("and now?"),
+        assistant("", tool_calls=[call("now")]),
+    ]
+    assert trained(tokenizer, templates.ONE_TURN, messages) == [
+        "<|call>weather<call|><|result>",
+        "It is sunny<turn|>",
+        "<|call>now<call|><|result>",
+    ]
+
+
+def test_a_tool_call_that_a_template_forgets_is_refused(tokenizer):
+    messages = [user("weather?"), assistant("", tool_calls=[call("weather")])]
+    with pytest.raises(InputError, match=r"^data.jsonl:7: every answer .* turn 2, "):
+        trained(tokenizer, templates.PLAIN, messages)
+
+
+def test_contents_in_parts(tokenizer):
+    parts = [{"type": "text", "text": "yes"}, {"type": "text", "text": "no"}]
+    template = templates.PLAIN.replace(
+        "{{ message['content'] }}",
+        "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}",
+    )
+    messages = [user([parts[1]]), assistant(parts)]
+    assert trained(tokenizer, template, messages) == ["yesno<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["BACKWARDS", "TWICE", "FORGETS"])
+def test_what_cannot_be_located_is_refused(tokenizer, name):
+    template = getattr(templates, name)
+    with pytest.raises(InputError, match=r"data.jsonl:7: every answer .* turn 4, .*show-data"):
+        trained(tokenizer, template, [user("A"), assistant(""), user("B"), assistant("no")])
+
+
+def test_what_is_rewritten_in_its_place_is_located(tokenizer):
+    assert trained(tokenizer, templates.CAPITALS, dialogue("yes")) == ["YES<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "template, got",
+    [
+        ("{{ raise_exception('roles must\nalternate') }}", "TemplateError: roles must alternate"),
+        ("{% for message in messages %}", "TemplateSyntaxError: "),
+        ("{{ messages[9]['content'] }}", "UndefinedError: "),
+    ],
+)
+def test_a_template_that_raises(tokenizer, template, got):
+    with pytest.raises(InputError) as caught:
+        trained(tokenizer, template, dialogue("yes"))
+    assert str(caught.value).startswith("data.jsonl:7: the target's chat template must render")
+    assert got in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_end_of_a_text_within_a_message_is_refused(tokenizer):
+    with pytest.raises(InputError, match=r"data.jsonl:7, turn 2: .*end-of-sequence"):
+        trained(tokenizer, templates.PLAIN, [user("a"), assistant(f"b{tokenizer.eos_token}c")])
+
+
+def test_as_transformers_masks_marked_templates(tokenizer):
+    """The packaged template marks generations, with their ends."""
+    messages = dialogue("yes", "no\n\nyes", "assistant")
+    tokenizer.chat_template = text.CHAT_TEMPLATE
+    out = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "x:1")
+    assert encoded.tokens.tolist() == out["input_ids"]
+    assert encoded.loss_mask.tolist() == list(map(bool, out["assistant_masks"]))
+    # without the marks it is the same
+    unmarked = text.CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert unmarked != text.CHAT_TEMPLATE
+    tokenizer.chat_template = unmarked
+    found = encode_conversation(tokenizer, Conversation(tuple(messages)), "x:1")
+    assert (found.loss_mask == encoded.loss_mask).all()
+
+
+# the end of a turn, and of the last turn, in each published template
+PUBLISHED_ENDS = {
+    "Qwen-Qwen3-0.6B": ("<|im_end|>", "<|im_end|>"),
+    "Qwen3-Coder": ("<|im_end|>", "<|im_end|>"),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("<｜end▁of▁sentence｜>",) * 2,
+    "google-gemma-4-31B-it": ("<turn|>", "<turn|>"),
+    "meta-llama-Llama-3.1-8B-Instruct": ("<|eot_id|>", "<|eot_id|>"),
+    "microsoft-Phi-3.5-mini-instruct": ("<|end|>", "<|end|>"),
+    "openai-gpt-oss-120b": ("<|end|>", "<|return|>"),
+}
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
+@pytest.mark.parametrize("name", PUBLISHED_ENDS)
+def test_published_templates(tokenizer, name):
+    template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+    end, last_end = PUBLISHED_ENDS[name]
+    rng = np.random.default_rng(5)
+    for turns, system in itertools.product((1, 2, 3, 4, 5), (None, "be yes")):
+        contents = [CONTENTS[i] for i in rng.integers(0, len(CONTENTS), turns)]
+        found = trained(tokenizer, template, dialogue(*contents, system=system))
+        assert found == [*(c + end for c in contents[:-1]), contents[-1] + last_end]
