@@ -64,6 +64,19 @@ def check_at_least(option: str, value: int | float, least: int) -> None:
         )
 
 
+def parse_part(option: str, words: str) -> tuple[int, int]:
+    """Reads "2/3", the second of three parts, as (1, 3).
+
+    Raises:
+      InputError: it is nothing of that form.
+    """
+    place, slash, number = words.partition("/")
+    if slash and place.isdecimal() and number.isdecimal() and 1 <= int(place) <= int(number):
+        return int(place) - 1, int(number)
+    rule = "must be a part of all, as 1/4 to 4/4"
+    raise InputError(option, rule, words, f"give {option} 1/1 for everything")
+
+
 def check_share(option: str, value: int | float) -> None:
     """Refuses a share of the documents that leaves none to use.
 

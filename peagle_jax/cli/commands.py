@@ -48,7 +48,7 @@ COMMANDS = {
         "training_commands",
     ),
     "regenerate": Command(
-        "writes a target's answers to excerpts of a corpus, as training data for its heads",
+        "writes a target's answers to conversations, or to excerpts of texts, as training data",
         training_options.add_regenerate,
         "training_commands",
     ),

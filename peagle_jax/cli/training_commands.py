@@ -3,7 +3,13 @@
 import argparse
 from typing import cast
 
-from peagle_jax.cli.arguments import check_at_least, check_share, command_line, parse_numbers
+from peagle_jax.cli.arguments import (
+    check_at_least,
+    check_share,
+    command_line,
+    parse_numbers,
+    parse_part,
+)
 from peagle_jax.cli.output import print_facts, say
 
 
@@ -28,11 +34,12 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def regenerate(arguments: argparse.Namespace) -> int:
-    """Lets a target answer excerpts of a corpus."""
+    """Lets a target answer conversations, or excerpts of a corpus."""
     from peagle_jax import weights
     from peagle_jax.pipelines.regenerate import RegenerationOptions, regenerate
 
-    check_at_least("--num-samples", arguments.num_samples, 1)
+    if arguments.num_samples is not None:
+        check_at_least("--num-samples", arguments.num_samples, 1)
     check_at_least("--prompt-tokens", arguments.prompt_tokens, 1)
     check_at_least("--max-new-tokens", arguments.max_new_tokens, 1)
     check_at_least("--batch-size", arguments.batch_size, 1)
@@ -48,9 +55,12 @@ def regenerate(arguments: argparse.Namespace) -> int:
         temperatures=tuple(arguments.temperature),
         batch_size=arguments.batch_size,
         seed=arguments.seed,
+        part=parse_part("--part", arguments.part),
+        server=arguments.server,
+        server_model=arguments.server_model,
     )
-    tokens = regenerate(weights.find_folder(arguments.target), options, arguments.out, say)
-    say(f"{arguments.out}: {arguments.num_samples:,} answers, {tokens:,} tokens")
+    there = regenerate(weights.find_folder(arguments.target), options, arguments.out, say)
+    say(f"{arguments.out}: {there.rows:,} rows, {there.tokens:,} tokens")
     return 0
 
 

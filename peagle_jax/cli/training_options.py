@@ -31,16 +31,17 @@ def add_regenerate(parser: Parser) -> None:
         metavar="CORPUS",
         formerly=["--source"],
         help="a folder, a JSONL file, or installed, as data.source of a recipe; without it the "
-        "source of Python's standard library",
+        "source of Python's standard library. Conversations and prompts are answered turn by turn, "
+        "texts are continued",
     )
     add_held_out(parser)
     parser.add_argument(
         "--num-samples",
         metavar="N",
         type=int,
-        default=4096,
         formerly=["--answers"],
-        help="answers to write",
+        help="conversations, or excerpts, to answer; without it every conversation once, or 4096 "
+        "excerpts",
     )
     parser.add_argument(
         "--prompt-tokens",
@@ -55,7 +56,7 @@ def add_regenerate(parser: Parser) -> None:
         type=int,
         default=224,
         formerly=["--new-tokens"],
-        help="tokens of each answer; it runs on through end-of-sequence tokens",
+        help="tokens of an answer at most; a conversation ends before one that is longer",
     )
     parser.add_argument(
         "--temperature",
@@ -63,13 +64,30 @@ def add_regenerate(parser: Parser) -> None:
         type=float,
         nargs="+",
         default=[0.0, 1.0],
-        help="one or more; the batches take them in turn",
+        help="one or more; conversations, or answers to excerpts, take them in turn",
     )
     parser.add_argument(
         "--batch-size", metavar="N", type=int, default=64, help="answers written together"
     )
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="of the excerpts and of sampling"
+    )
+    parser.add_argument(
+        "--part",
+        metavar="I/N",
+        default="1/1",
+        help="answer the I-th of N parts of the conversations, for N processes with an --out each",
+    )
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="a server with OpenAI's chat completions, such as vLLM's, that writes in the target's "
+        "place; --target then gives the tokenizer",
+    )
+    parser.add_argument(
+        "--server-model",
+        metavar="NAME",
+        help="the target's name there; without it the first that the server lists",
     )
     parser.add_argument(
         "--out",

@@ -1,25 +1,34 @@
-"""Writes a target's answers to excerpts of a corpus, as training data for its heads.
+"""Writes a target's answers as training data: of conversations, or to excerpts of a corpus.
 
 A head learns best from what its target writes, because that is what it will draft.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
 from peagle_jax.atomic_write import write_atomically
-from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.checkpoints.target_io import load_target, target_hash
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
+from peagle_jax.documents import Document
+from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
+from peagle_jax.pipelines.regenerate_conversations import rewrite
 from peagle_jax.progress import ProgressReport
-from peagle_jax.types import InputError
+from peagle_jax.types import InputError, Model
 
-ANSWER_BEGINS = '{"prompt_token_ids": ['  # as does every line of an output file
+# as every line of an output file begins
+ANSWER_BEGINS = '{"prompt_token_ids": ['
+CONVERSATION_BEGINS = '{"sample": '
+ABOUT = ".about.json"  # after the name of the output file: what it was begun with
+DEFAULT_EXCERPTS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,25 +37,39 @@ class RegenerationOptions:
 
     Attributes:
       source: the corpus, as `corpus.read_corpus` takes it.
-      held_out: share of documents that no excerpt is taken from; the same as the head's training
+      held_out: share of documents that nothing is taken from; the same as the head's training
         holds out.
-      num_samples: answers in all.
+      num_samples: answers to excerpts, or conversations, in all; more conversations than the corpus
+        has are sampled again. None: 4,096 excerpts, or every conversation once.
       prompt_tokens: tokens of an excerpt.
-      max_new_tokens: tokens of an answer. All answers have as many: they run on through
-        end-of-sequence tokens, because training rows have one length.
-      temperatures: every `batch_size` answers take the next of them.
+      max_new_tokens: the most tokens of an answer.
+      temperatures: answers to excerpts, and conversations, take them in turn.
       batch_size: answers that are written at the same time.
-      seed: of the excerpts; answer i is sampled with seed + i.
+      seed: of the excerpts and of sampling.
+      part: (i, n): conversations i, i + n, i + 2 n and so on alone, for one of n processes.
+      server: URL of a server with OpenAI's chat completions that writes in the target's place.
+      server_model: the target's name there; None for the first that the server lists.
     """
 
     source: str | None
     held_out: float = 0.05
-    num_samples: int = 4096
+    num_samples: int | None = None
     prompt_tokens: int = 32
     max_new_tokens: int = 224
     temperatures: tuple[float, ...] = (0.0, 1.0)
     batch_size: int = 64
     seed: int = 0
+    part: tuple[int, int] = (0, 1)
+    server: str | None = None
+    server_model: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Regenerated:
+    """What is in the file, of this session and those before it."""
+
+    rows: int
+    tokens: int
 
 
 def regenerate(
@@ -54,50 +77,130 @@ def regenerate(
     options: RegenerationOptions,
     out: Path,
     say: Callable[[str], None] = print,
-) -> int:
+) -> Regenerated:
     """Appends answers to a JSONL file until it has as many as the options say. Resumes.
 
-    The file's excerpts are compared with the options. Target, temperatures and batch size are not
-    in the file: whoever resumes has to repeat them.
+    A corpus of conversations, or of prompts, is answered turn by turn, and becomes rows with
+    `messages`; of texts, excerpts are continued, as rows of token ids. A file beside `out` says
+    what it was begun with.
 
     Args:
-      target_folder: the target, with its tokenizer.
+      target_folder: the target, with its tokenizer. Where a server writes, only the latter is read.
       options: what to write.
-      out: each line gets `prompt_token_ids` and `output_token_ids`.
-      say: is told how many answers are already there.
-
-    Returns:
-      Tokens that the target wrote, over all sessions.
+      out: the output file.
+      say: is told how much is already there.
 
     Raises:
-      InputError: the target has no tokenizer, the corpus has too little text, an answer does not
-        fit the target's context, or `out` contains something else or answers to other excerpts.
+      InputError: the target has no tokenizer, the corpus has too little text, or texts beside
+        conversations, an answer does not fit the target's context, `out` contains something else or
+        was begun with something else, or a server does not answer.
     """
     tokenizer = text.load_tokenizer(target_folder)
     if tokenizer is None:
-        rule = "excerpts of text need the target's tokenizer"
+        rule = "a corpus of text needs the target's tokenizer"
         next_step = "copy tokenizer.json into the target's folder"
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
     _check_appendable(out)
-    target = load_target(target_folder, aux_hidden_state_layers=())
-    text.check_vocabulary(tokenizer, target.config.vocab, target_folder)
     train, _ = corpus.split(corpus.read_corpus(options.source), options.held_out)
-    excerpts = excerpts_of(tokenizer, train, options)
+    conversations = [d for d in train if d.messages or d.prompt is not None]
+    texts = [d for d in train if d.text is not None]
+    if conversations and texts:
+        rule = "a corpus has conversations and prompts, or texts"
+        got = f"both, {texts[0].name} being a text"
+        raise InputError(options.source, rule, got, "write them to two files")
+    if not conversations and (options.server is not None or options.part != (0, 1)):
+        rule = "excerpts of texts are continued here, by one process"
+        next_step = "give a corpus of conversations, or leave out --server and --part"
+        raise InputError(options.source, rule, "a corpus of texts", next_step)
+    if conversations:
+        return _answer_conversations(target_folder, tokenizer, conversations, options, out, say)
+    return _continue_excerpts(target_folder, tokenizer, texts, options, out, say)
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def _answer_conversations(
+    target_folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Document],
+    options: RegenerationOptions,
+    out: Path,
+    say: Callable[[str], None],
+) -> Regenerated:
+    writer: Writer
+    if options.server is None:
+        target = _load_target(target_folder, tokenizer)
+        limits = options.max_new_tokens, options.batch_size
+        writer, name = EngineWriter(target, tokenizer, *limits), target_hash(target_folder)
+    else:
+        limits = options.max_new_tokens, options.batch_size
+        writer = ServerWriter(options.server, options.server_model, *limits)
+        name = writer.model
+    digest = hashlib.sha256(b"".join(document.digest() for document in conversations))
+    about = _about(options, name) | {"conversations": digest.hexdigest()[:16]}
+    lines = _lines_there(out, CONVERSATION_BEGINS, about)
+    rows = [json.loads(line) for line in lines]
+    num_tokens = sum(row["num_tokens"] for row in rows)
+    total = options.num_samples or len(conversations)
+    first, step = options.part
+    begin = rows[-1]["sample"] + step if rows else first
+    mine = range(begin, total, step)
+    say(f"{len(range(first, total, step)):,} conversations, {len(rows):,} rows there already")
+    documents = [(i, conversations[i % len(conversations)]) for i in mine]
+    progress = ProgressReport("regenerate", len(rows) + len(mine), len(rows), "conversations")
+    with progress, out.open("a", encoding="utf-8") as file:
+        for row in rewrite(
+            documents, writer, tokenizer, options.temperatures, options.seed, 2 * options.batch_size
+        ):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            rows.append({})
+            num_tokens += row["num_tokens"]
+            progress.update(len(rows))
+    left_out = progress.total - len(rows)
+    if left_out > 0:
+        say(f"{left_out:,} conversations gave no row: too long, or nobody asks anything in them")
+    return Regenerated(len(rows), num_tokens)
+
+
+# ---------------------------------------------------------------- excerpts
+
+
+def _continue_excerpts(
+    target_folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Document],
+    options: RegenerationOptions,
+    out: Path,
+    say: Callable[[str], None],
+) -> Regenerated:
+    total = options.num_samples or DEFAULT_EXCERPTS
+    target = _load_target(target_folder, tokenizer)
+    excerpts = excerpts_of(tokenizer, texts, dataclasses.replace(options, num_samples=total))
     check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
-    done = _answers_there(out, options, excerpts)
-    total, batch_size = options.num_samples, options.batch_size
-    say(f"{total} answers of {options.max_new_tokens} tokens, {done} there already")
+    about = _about(options, target_hash(target_folder)) | {"prompt_tokens": options.prompt_tokens}
+    lines = _lines_there(out, ANSWER_BEGINS, about)
+    rows = [json.loads(line) for line in lines]
+    if any(
+        row["prompt_token_ids"] != excerpt for row, excerpt in zip(rows, excerpts, strict=False)
+    ):
+        rule = "answers are appended to those of the same corpus, seed and prompt length"
+        next_step = "repeat the options it was begun with, or choose another file with --out"
+        raise InputError(out, rule, "answers to other excerpts", next_step)
+    num_tokens = sum(len(row["output_token_ids"]) for row in rows)
+    done = min(len(rows), total)
+    say(f"{total:,} answers of up to {options.max_new_tokens} tokens, {done:,} there already")
     requests = (
         Request(
             prompt=excerpts[i],
             max_new_tokens=options.max_new_tokens,
-            stop_ids=(),
             seed=options.seed + i,
-            temperature=options.temperatures[i // batch_size % len(options.temperatures)],
+            temperature=options.temperatures[i % len(options.temperatures)],
         )
         for i in range(done, total)
     )
-    engine = Engine(target, max_batch=batch_size)
+    engine = Engine(target, max_batch=options.batch_size)
     progress = ProgressReport("regenerate", total, done, "answers")
     with progress, out.open("a", encoding="utf-8") as file:
         for answer in _in_order(engine.run(requests)):
@@ -111,8 +214,9 @@ def regenerate(
             file.write(json.dumps(row) + "\n")
             file.flush()
             done += 1
+            num_tokens += len(answer.output_token_ids)
             progress.update(done)
-    return total * options.max_new_tokens
+    return Regenerated(max(len(rows), done), num_tokens)
 
 
 def _in_order(answers: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:
@@ -159,6 +263,15 @@ def excerpts_of(
     return excerpts
 
 
+# ---------------------------------------------------------------- the output file
+
+
+def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Model:
+    target = load_target(folder, aux_hidden_state_layers=())
+    text.check_vocabulary(tokenizer, target.config.vocab, folder)
+    return target
+
+
 def _check_appendable(out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -168,34 +281,65 @@ def _check_appendable(out: Path) -> None:
         raise InputError(out, rule, error.strerror, next_step) from None
 
 
-def _answers_there(out: Path, options: RegenerationOptions, excerpts: list[list[int]]) -> int:
-    """The number of answers that are already in the file.
+def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:
+    """What rows depend on, beside their number."""
+    return {
+        "target": writer,
+        "held_out": options.held_out,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": list(options.temperatures),
+        "seed": options.seed,
+        "part": list(options.part),
+    }
+
+
+def _lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
+    """The lines that are already in the output file, which is of this run from now on.
 
     A line that a killed process has left incomplete is dropped. Nothing else ever is.
+
+    Args:
+      out: the output file.
+      begins: how its lines begin.
+      about: what they depend on.
+
+    Raises:
+      InputError: the file contains something else, or depends on something else.
     """
     *lines, unfinished = corpus.read_text(out).split("\n")
-    is_ours = unfinished.startswith(ANSWER_BEGINS[: len(unfinished)]) and all(
-        _is_answer(line, options.max_new_tokens) for line in lines
+    is_ours = unfinished.startswith(begins[: len(unfinished)]) and all(
+        line.startswith(begins) and _is_row(line) for line in lines
     )
     if not is_ours:
-        rule = f"answers of {options.max_new_tokens} tokens are appended"
+        rule = "answers are appended to a file of answers of this kind"
         next_step = "choose another file with --out"
         raise InputError(out, rule, "a file of something else", next_step)
-    prompts = [json.loads(line)["prompt_token_ids"] for line in lines]
-    if any(p != excerpt for p, excerpt in zip(prompts, excerpts, strict=False)):
-        rule = "answers are appended to those of the same corpus, seed and prompt length"
-        next_step = "repeat the options it was begun with, or choose another file with --out"
-        raise InputError(out, rule, "answers to other excerpts", next_step)
+    path = out.with_name(out.name + ABOUT)
+    if lines and path.exists():
+        former = _read_about(path)
+        for key, value in about.items():
+            if former.get(key) != value:
+                rule = f"{key} was {former.get(key)} when {out.name} was begun, and must stay so"
+                next_step = "repeat what it was begun with, or choose another file with --out"
+                raise InputError(path, rule, value, next_step)
+    else:
+        write_atomically(path, json.dumps(about, indent=1) + "\n")
     if unfinished:
         write_atomically(out, "".join(line + "\n" for line in lines))
-    return min(len(lines), options.num_samples)
+    return lines
 
 
-def _is_answer(line: str, tokens: int) -> bool:
+def _read_about(path: Path) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        former = json.loads(corpus.read_text(path))
+    except json.JSONDecodeError as error:
+        next_step = "choose another file with --out"
+        raise InputError(path, "must be JSON", error, next_step) from None
+    return former if isinstance(former, dict) else {}
+
+
+def _is_row(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
     except json.JSONDecodeError:
         return False
-    if not isinstance(row, dict) or "prompt_token_ids" not in row:
-        return False
-    return len(row.get("output_token_ids", ())) == tokens

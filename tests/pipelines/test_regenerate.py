@@ -5,6 +5,7 @@ written.
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -57,9 +58,7 @@ def test_answers_are_the_targets_own(place, tmp_path):
     got = rows(tmp_path / "a.jsonl")
     prompts = [r["prompt_token_ids"] for r in got]
     assert len(got) == 6 and all(len(r["output_token_ids"]) == 5 for r in got)
-    greedy = [
-        a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5, stop_ids=())
-    ]
+    greedy = [a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5)]
     warm = [
         a.output_token_ids
         for a in generate(
@@ -67,16 +66,35 @@ def test_answers_are_the_targets_own(place, tmp_path):
             None,
             prompts,
             max_new_tokens=5,
-            stop_ids=(),
             temperature=0.7,
             seed=[4 + i for i in range(6)],
         )
     ]
-    assert [r["output_token_ids"] for r in got] == [
-        *greedy[:2],
-        *warm[2:4],
-        *greedy[4:],
-    ]  # batches of two take the temperatures in turn
+    # the answers take the temperatures in turn
+    expected = [(warm if i % 2 else greedy)[i] for i in range(6)]
+    assert [r["output_token_ids"] for r in got] == expected
+    regenerate(place / "target", options(place, batch_size=5), tmp_path / "b.jsonl", lambda s: None)
+    assert rows(tmp_path / "b.jsonl") == got
+
+
+def test_an_answer_ends_with_the_targets_stop_token(place, tmp_path):
+    regenerate(place / "target", options(place), tmp_path / "a.jsonl", lambda s: None)
+    got = rows(tmp_path / "a.jsonl")
+    third = got[0]["output_token_ids"][2]
+    shutil.copytree(place / "target", tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"eos_token_id": third}))
+    there = regenerate(tmp_path / "target", options(place), tmp_path / "b.jsonl", lambda s: None)
+    stopped = rows(tmp_path / "b.jsonl")
+    for row, whole in zip(stopped, got, strict=True):
+        ids = whole["output_token_ids"]
+        assert row["output_token_ids"] == ids[: ids.index(third) + 1 if third in ids else 5]
+    assert len(stopped[0]["output_token_ids"]) < 5
+    sizes = sum(len(row["output_token_ids"]) for row in stopped)
+    assert (there.rows, there.tokens) == (6, sizes)
+    # answers of another target are not appended to these
+    with pytest.raises(InputError, match="target was .* and must stay so"):
+        regenerate(place / "target", options(place), tmp_path / "b.jsonl", lambda s: None)
 
 
 def test_a_cut_file_is_completed_to_the_same_answers(place, tmp_path):
@@ -85,7 +103,7 @@ def test_a_cut_file_is_completed_to_the_same_answers(place, tmp_path):
     cut.write_text(whole.read_text()[: len(whole.read_text()) // 2])  # in the middle of a line
     regenerate(place / "target", options(place), cut, lambda s: None)
     assert cut.read_text() == whole.read_text()
-    with pytest.raises(InputError, match="answers of 7 tokens"):
+    with pytest.raises(InputError, match="max_new_tokens was 5 when cut.jsonl was begun"):
         regenerate(place / "target", options(place, max_new_tokens=7), cut, lambda s: None)
     assert cut.read_text() == whole.read_text()
 
@@ -104,6 +122,9 @@ def test_a_longer_file_is_kept_and_a_shorter_one_goes_on(place, tmp_path):
     assert long.read_text() == before
     regenerate(place / "target", options(place, num_samples=8), short, lambda s: None)
     assert short.read_text() == before
+    with pytest.raises(InputError, match="seed was 4 when long.jsonl was begun"):
+        regenerate(place / "target", options(place, seed=5), long, lambda s: None)
+    (tmp_path / "long.jsonl.about.json").unlink()  # as in files of former versions
     with pytest.raises(InputError, match="answers to other excerpts"):
         regenerate(place / "target", options(place, seed=5), long, lambda s: None)
     assert long.read_text() == before

@@ -1,0 +1,259 @@
+"""What writes the answers of conversations: the target here, or a server that has it.
+
+A writer takes turns as they come and gives answers as they are done, so that the conversations of a
+batch need not be in step.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from transformers import PreTrainedTokenizerBase
+
+from peagle_jax.chat.encoding import encode_turns
+from peagle_jax.chat.pieces import Conversation
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.requests import Request
+from peagle_jax.types import InputError, Model
+
+# GPT-OSS's channels: <|channel|>analysis<|message|>..<|end|><|start|>assistant<|channel|>final..
+CHANNEL = re.compile(
+    r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|$)", re.DOTALL
+)
+TIMEOUT = 3600.0  # seconds that a server may take for an answer
+STATUS_OK = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A turn that the assistant is to write.
+
+    Attributes:
+      conversation: all that is said before it.
+      temperature: 0 writes greedily.
+      seed: of sampling.
+      where: its place, for errors.
+    """
+
+    conversation: Conversation
+    temperature: float
+    seed: int
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What was written.
+
+    Attributes:
+      message: the assistant's, with `role` and `content`.
+      is_complete: whether it ended with a stop token, and not at the limit.
+      prompt_ids: the token ids that it answers; () from a server.
+      output_ids: the token ids that were written, the stop token included; () from a server.
+      num_tokens: written tokens.
+    """
+
+    message: Mapping[str, Any]
+    is_complete: bool
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Writes turns."""
+
+    def submit(self, turn: Turn) -> int | None:
+        """Takes a turn; the number that its answer will have. None if the turn is too long."""
+        ...
+
+    def wait(self) -> list[tuple[int, Answer]]:
+        """Answers that are done, with their numbers, at least one. A turn must be under way."""
+        ...
+
+
+class EngineWriter:
+    """The target writes, up to `batch_size` answers at a time.
+
+    Args:
+      target: the target.
+      tokenizer: its tokenizer, with a chat template.
+      max_new_tokens: limit of an answer.
+      batch_size: answers that are written together.
+
+    Raises:
+      InputError: an answer would not fit the target's context.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int,
+        batch_size: int,
+    ) -> None:
+        self._context = target.config.context
+        if max_new_tokens >= self._context:
+            rule = f"an answer must fit the target's context of {self._context} tokens"
+            next_step = f"use less than {self._context}"
+            raise InputError("--max-new-tokens", rule, max_new_tokens, next_step)
+        self._tokenizer, self._max_new_tokens = tokenizer, max_new_tokens
+        self._engine = Engine(target, max_batch=batch_size)
+        self._where: dict[int, str] = {}
+
+    def submit(self, turn: Turn) -> int | None:
+        """Raises InputError where the chat template refuses the turn."""
+        prompt = encode_turns(self._tokenizer, turn.conversation, turn.where)
+        if len(prompt) + self._max_new_tokens > self._context:
+            return None
+        number = self._engine.add(
+            Request(
+                prompt=prompt,
+                max_new_tokens=self._max_new_tokens,
+                temperature=turn.temperature,
+                seed=turn.seed,
+                name=turn.where,
+            )
+        )
+        self._where[number] = turn.where
+        return number
+
+    def wait(self) -> list[tuple[int, Answer]]:
+        """Raises InputError where the target computed NaN."""
+        done: list[tuple[int, Answer]] = []
+        while not done:
+            for output in self._engine.step():
+                answer = output.answer
+                if answer is None:
+                    continue
+                where = self._where.pop(output.request_id)
+                if answer.error is not None:
+                    next_step = "look for NaN in the target's weights"
+                    raise InputError(where, "the target must answer", answer.error, next_step)
+                is_complete = answer.finish_reason == "stop"
+                ids = answer.output_token_ids
+                spelled = self._tokenizer.decode(ids[:-1] if is_complete else ids)
+                written = Answer(
+                    message_of(str(spelled)),
+                    is_complete,
+                    tuple(answer.prompt_token_ids),
+                    tuple(ids),
+                    len(ids),
+                )
+                done.append((output.request_id, written))
+        return done
+
+
+def message_of(text: str) -> dict[str, Any]:
+    """The assistant's message that a target has written, without its stop token.
+
+    Reasoning between tags stays in the content, where templates look for it; of GPT-OSS's channels
+    the last but `final` is the reasoning, because its template refuses them in a content.
+    """
+    channels = CHANNEL.findall(text)
+    if not channels:
+        return {"role": "assistant", "content": text}
+    by_name = dict(channels)
+    message = {"role": "assistant", "content": by_name.pop("final", "")}
+    thoughts = "\n".join(thought for name, thought in channels if name != "final")
+    return message | ({"thinking": thoughts} if thoughts else {})
+
+
+class ServerWriter:
+    """A server with OpenAI's chat completions writes, such as vLLM's.
+
+    Args:
+      url: of the server, with or without its /v1.
+      model: its name there; None for the first that the server lists.
+      max_new_tokens: limit of an answer.
+      concurrency: requests at the same time.
+
+    Raises:
+      InputError: the server does not answer.
+    """
+
+    def __init__(self, url: str, model: str | None, max_new_tokens: int, concurrency: int) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        if not self._url.startswith(("http://", "https://")):
+            next_step = "write it as http://localhost:8000"
+            raise InputError("--server", "must be the URL of a server", url, next_step)
+        self._max_new_tokens = max_new_tokens
+        self.model = model or str(_item(self._ask("/models"), "data", 0, "id"))
+        self._pool = concurrent.futures.ThreadPoolExecutor(concurrency)
+        self._running: dict[concurrent.futures.Future[Answer], int] = {}
+        self._num_submitted = 0
+
+    def submit(self, turn: Turn) -> int:
+        """Sends the turn when one of the requests before it is done."""
+        number, self._num_submitted = self._num_submitted, self._num_submitted + 1
+        self._running[self._pool.submit(self._answer, turn)] = number
+        return number
+
+    def wait(self) -> list[tuple[int, Answer]]:
+        """Raises InputError where the server refuses, or does not answer."""
+        done, _ = concurrent.futures.wait(
+            self._running, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        return [(self._running.pop(future), future.result()) for future in done]
+
+    def _answer(self, turn: Turn) -> Answer:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(turn.conversation.messages),
+            "max_tokens": self._max_new_tokens,
+            "temperature": turn.temperature,
+            "seed": turn.seed,
+        }
+        if turn.conversation.tools:
+            body["tools"] = list(turn.conversation.tools)
+        reply = self._ask("/chat/completions", body, turn.where)
+        choice = _item(reply, "choices", 0)
+        said = _item(choice, "message")
+        kept = ("content", "reasoning_content", "reasoning", "tool_calls")
+        message = {key: said[key] for key in kept if said.get(key)}
+        message = {"role": "assistant", "content": "", **message}
+        num_tokens = int((reply.get("usage") or {}).get("completion_tokens") or 0)
+        return Answer(message, choice.get("finish_reason") != "length", (), (), num_tokens)
+
+    def _ask(self, path: str, body: Mapping | None = None, where: str = "") -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers)
+        got = ""
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            words = " ".join(error.read().decode(errors="replace").split())
+            got = f"{error.code}: {words[:200]}"
+        except (OSError, ValueError) as error:
+            got = str(getattr(error, "reason", error))
+        place = f"{self._url}{path}" + (f", {where}" if where else "")
+        next_step = "look at the server's log; the same command goes on from what is written"
+        raise InputError(place, "the server must answer", got, next_step)
+
+
+def _item(value: Any, *path: str | int) -> Any:
+    """An item within JSON that a server sent.
+
+    Raises:
+      InputError: there is none.
+    """
+    for key in path:
+        is_there = (
+            isinstance(value, Sequence) and len(value) > int(key)
+            if isinstance(key, int)
+            else isinstance(value, Mapping) and key in value
+        )
+        if not is_there:
+            rule = f"the server's answer must have {'.'.join(map(str, path))}"
+            next_step = "use a server with OpenAI's chat completions"
+            raise InputError("--server", rule, json.dumps(value)[:60], next_step)
+        value = value[key]
+    return value

@@ -1,0 +1,183 @@
+"""Lets a target write the assistant's turns of conversations anew, turn by turn.
+
+A head learns best from what its target writes, because that is what it will draft.
+"""
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from peagle_jax.chat.encoding import encode_document
+from peagle_jax.chat.pieces import Conversation
+from peagle_jax.documents import Document
+from peagle_jax.pipelines.answer_writers import Answer, Turn, Writer
+from peagle_jax.types import InputError
+
+
+@dataclasses.dataclass
+class _Rewriting:
+    """A conversation on its way.
+
+    Attributes:
+      number: of the row that it becomes.
+      document: what it was.
+      said: the messages so far, with the target's own answers.
+      rest: the messages after the next answer.
+      num_turns: answers that were written.
+      num_tokens: their tokens.
+    """
+
+    number: int
+    document: Document
+    said: list[Mapping[str, Any]]
+    rest: deque[Mapping[str, Any]]
+    num_turns: int = 0
+    num_tokens: int = 0
+
+    def go_on(self) -> bool:
+        """Says what others say next. Whether the assistant then is to answer.
+
+        Calls of tools are kept with their results, which nobody could compute anew, and so is what
+        an assistant says before it was asked.
+        """
+        while self.rest:
+            message = self.rest.popleft()
+            was_asked = any(said["role"] == "user" for said in self.said)
+            if message["role"] == "assistant" and was_asked and not message.get("tool_calls"):
+                return True
+            self.said.append(message)
+        return False
+
+
+def rewrite(
+    documents: Sequence[tuple[int, Document]],
+    writer: Writer,
+    tokenizer: PreTrainedTokenizerBase | None,
+    temperatures: Sequence[float],
+    seed: int,
+    at_a_time: int,
+) -> Iterator[dict[str, Any]]:
+    """The conversations with the assistant's turns written anew, as rows for JSONL, in order.
+
+    Where an answer reaches its limit, the row ends before it: the target had more to say. If it is
+    the first, the row is its prompt and its tokens, which need no end; or there is no row, if a
+    server does not tell the tokens. A row also ends where the conversation has become too long for
+    the target, and there is none of one that nobody asks anything in.
+
+    Args:
+      documents: conversations and prompts, with the number of the row that each becomes. A prompt
+        is a user's turn; where a conversation ends with a user's turn, it is answered, too.
+      writer: of the answers.
+      tokenizer: of the target, which rows are tried with: what its template cannot show again is
+        written as tokens. None: rows are not tried.
+      temperatures: row i takes i modulo their number.
+      seed: of sampling, together with the number of the row and of the turn.
+      at_a_time: conversations under way.
+
+    Raises:
+      InputError: a conversation cannot be rendered, or the writer fails.
+    """
+    coming = iter(documents)
+    under_way: dict[int, _Rewriting] = {}
+    done: dict[int, dict[str, Any] | None] = {}
+    order: deque[int] = deque()
+
+    def submit(job: _Rewriting) -> bool:
+        """Whether the next answer of a conversation is under way, and not too long."""
+        messages = tuple(job.said)
+        conversation = Conversation(messages, job.document.tools)
+        where = f"{job.document.name}, turn {len(messages) + 1}"
+        temperature = temperatures[job.number % len(temperatures)]
+        own_seed = np.random.SeedSequence([seed, job.number, job.num_turns]).generate_state(1)[0]
+        turn = Turn(conversation, temperature, int(own_seed) >> 1, where)
+        key = writer.submit(turn)
+        if key is not None:
+            under_way[key] = job
+        return key is not None
+
+    while True:
+        for number, document in itertools.islice(coming, max(0, at_a_time - len(under_way))):
+            job = _Rewriting(number, document, [], deque(turns_of(document)))
+            order.append(number)
+            if not (job.go_on() and submit(job)):
+                done[number] = None  # nobody asks anything, or too much
+        while order and order[0] in done:
+            row = done.pop(order.popleft())
+            if row is not None:
+                yield row
+        if not under_way:
+            if not order:
+                return
+            continue
+        for key, answer in writer.wait():
+            job = under_way.pop(key)
+            job.num_tokens += answer.num_tokens
+            finish_reason = _take(job, answer, tokenizer)
+            if finish_reason is None:
+                if not job.go_on():
+                    finish_reason = "stop"
+                elif not submit(job):
+                    finish_reason = "context"
+            if finish_reason is not None:
+                done[job.number] = _row(job, answer, finish_reason)
+
+
+def turns_of(document: Document) -> list[Mapping[str, Any]]:
+    """The messages of a document, with a place for an answer after every turn of a user."""
+    messages = list(document.messages)
+    if document.prompt is not None:
+        messages = [{"role": "user", "content": document.prompt}]
+    result: list[Mapping[str, Any]] = []
+    for message, after in itertools.zip_longest(messages, messages[1:]):
+        result.append(message)
+        if message["role"] == "user" and (after is None or after["role"] == "user"):
+            result.append({"role": "assistant", "content": ""})
+    return result
+
+
+def _take(job: _Rewriting, answer: Answer, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Adds an answer to a conversation; why the conversation ends before it, or None."""
+    if not answer.is_complete:
+        return "length"
+    job.said.append(answer.message)
+    if tokenizer is not None and not _can_be_read(job, tokenizer):
+        job.said.pop()
+        return "unreadable"
+    job.num_turns += 1
+    return None
+
+
+def _can_be_read(job: _Rewriting, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether training can locate all answers so far."""
+    document = Document(job.document.name, None, tuple(job.said), tools=job.document.tools)
+    try:
+        encode_document(tokenizer, document)
+    except InputError:
+        return False
+    return True
+
+
+def _row(job: _Rewriting, answer: Answer, finish_reason: str) -> dict[str, Any] | None:
+    """The row of a conversation that has ended, after this answer or before it."""
+    row: dict[str, Any] = {"sample": job.number, "source": job.document.name}
+    counts = {"num_tokens": job.num_tokens, "finish_reason": finish_reason}
+    if job.num_turns == 0:
+        if not answer.output_ids:
+            return None
+        ids = {
+            "prompt_token_ids": list(answer.prompt_ids),
+            "output_token_ids": list(answer.output_ids),
+        }
+        return row | ids | {"num_turns": 1} | counts
+    # without a question that was not answered to the end
+    while finish_reason != "stop" and job.said[-1]["role"] != "assistant":
+        job.said.pop()
+    row["messages"] = job.said
+    if job.document.tools:
+        row["tools"] = list(job.document.tools)
+    return row | {"num_turns": job.num_turns} | counts

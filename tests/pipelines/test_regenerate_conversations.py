@@ -1,0 +1,312 @@
+"""Conversations whose answers the target writes anew, turn by turn: here, or on a server."""
+
+import http.server
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from peagle_jax import corpus, text
+from peagle_jax.checkpoints.target_io import load_target, save_target
+from peagle_jax.cli import main
+from peagle_jax.decode.generate import generate
+from peagle_jax.documents import Document
+from peagle_jax.pipelines import regenerate_conversations
+from peagle_jax.pipelines.answer_writers import message_of
+from peagle_jax.pipelines.regenerate import RegenerationOptions, regenerate
+from peagle_jax.types import InputError
+from tests import tiny
+
+TEMPERATURES = (1.3, 0.9)
+LIMIT, SEED = 5, 5
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **further):
+    return {"role": "assistant", "content": content, **further}
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+ROWS = [
+    {"messages": [user("x = 1"), assistant("old"), user("return x"), assistant("old")]},
+    {"prompt": "def f"},
+    {"turns": ["return 1", "return 2", "return 3"]},
+    {"messages": [{"role": "system", "content": "be"}, assistant("hi"), user("x"), assistant("o")]},
+    {"messages": [user("x = 2"), assistant("old"), user("again x")]},
+    {"messages": [assistant("nobody asked")]},
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("conversations")
+    tokenizer = text.train_tokenizer(["def f(x):\n    return x\n" * 50], 300)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    target = tiny.target(vocab=len(tokenizer))
+    save_target(target, folder / "target", tokenizer_from=folder / "tokenizer")
+    config = json.loads((folder / "target" / "config.json").read_text())
+    # a random target: with so many stop tokens answers end soon
+    stop_ids = [tokenizer.eos_token_id, *range(30, len(tokenizer), 4)]
+    config |= {"eos_token_id": stop_ids}
+    (folder / "target" / "config.json").write_text(json.dumps(config))
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def options(place, **changes):
+    values = {
+        "source": str(place / "chats.jsonl"),
+        "held_out": 0.0,
+        "num_samples": None,
+        "max_new_tokens": LIMIT,
+        "temperatures": TEMPERATURES,
+        "batch_size": 3,
+        "seed": SEED,
+    }
+    return RegenerationOptions(**{**values, **changes})
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def said_alone(place, number, messages, num_turns):
+    """(message or None if it reached the limit, prompt, token ids), by transformers' template.
+
+    None where the prompt is too long.
+    """
+    target = load_target(place / "target", aux_hidden_state_layers=())
+    tokenizer = text.load_tokenizer(place / "target")
+    prompt = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    if len(prompt) + LIMIT > target.config.context:
+        return None
+    seed = int(np.random.SeedSequence([SEED, number, num_turns]).generate_state(1)[0]) >> 1
+    temperature = TEMPERATURES[number % 2]
+    (answer,) = generate(
+        target, None, [prompt], max_new_tokens=LIMIT, temperature=temperature, seed=[seed]
+    )
+    ids = answer.output_token_ids
+    if answer.finish_reason != "stop":
+        return None, prompt, ids
+    return assistant(tokenizer.decode(ids[:-1])), prompt, ids
+
+
+def expected_row(place, number, document):
+    """What a simple loop over the turns of one conversation writes."""
+    messages, num_turns, num_tokens = [], 0, 0
+    for message in regenerate_conversations.turns_of(document):
+        asked = any(m["role"] == "user" for m in messages)
+        if message["role"] != "assistant" or not asked or message.get("tool_calls"):
+            messages.append(message)
+            continue
+        said = said_alone(place, number, messages, num_turns)
+        if said is None:
+            reason = "context"
+            break
+        answer, prompt, ids = said
+        reason = "length" if answer is None else "stop"
+        num_tokens += len(ids)
+        if answer is None:
+            break
+        messages.append(answer)
+        num_turns += 1
+    while reason != "stop" and messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    row = {"sample": number, "source": document.name}
+    if num_turns == 0:
+        row |= {"prompt_token_ids": prompt, "output_token_ids": ids, "num_turns": 1}
+    else:
+        row |= {"messages": messages, "num_turns": num_turns}
+    return row | {"num_tokens": num_tokens, "finish_reason": reason}
+
+
+def test_every_turn_is_the_targets_own(place, tmp_path):
+    out = tmp_path / "a.jsonl"
+    there = regenerate(place / "target", options(place, num_samples=16), out, lambda s: None)
+    documents = corpus.read_corpus(place / "chats.jsonl")
+    expected = [expected_row(place, i, documents[i % 6]) for i in range(16) if i % 6 != 5]
+    got = rows(out)
+    assert got == expected
+    assert there.rows == len(got) and there.tokens == sum(row["num_tokens"] for row in got)
+    # of both kinds, or this test shows little
+    assert {row["finish_reason"] for row in got} == {"stop", "length", "context"}
+    assert max(row["num_turns"] for row in got) > 1 and any("messages" not in row for row in got)
+
+
+def test_rows_are_read_back_as_training_data(place, tmp_path):
+    regenerate(place / "target", options(place, num_samples=16), tmp_path / "a", lambda s: None)
+    (tmp_path / "a").rename(tmp_path / "a.jsonl")
+    tokenizer = text.load_tokenizer(place / "target")
+    documents = corpus.read_corpus(tmp_path / "a.jsonl")
+    for document, (tokens, loss_mask) in zip(
+        documents, text.encode(tokenizer, documents), strict=True
+    ):
+        trained = tokenizer.decode(tokens[loss_mask])
+        if document.messages:
+            own = [m["content"] for m in document.messages if m["role"] == "assistant"]
+            assert trained == "".join(f"{content}{text.END_TURN}" for content in own)
+        else:
+            assert trained == tokenizer.decode(document.output_ids)
+
+
+def test_a_cut_file_is_completed_to_the_same_rows(place, tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    regenerate(place / "target", options(place), whole, lambda s: None)
+    for size in (0, 1, 300, len(whole.read_text()) - 1):
+        cut.write_text(whole.read_text()[:size])
+        regenerate(place / "target", options(place, batch_size=1), cut, lambda s: None)
+        assert cut.read_text() == whole.read_text()
+    # a corpus that has changed is noticed
+    (tmp_path / "other.jsonl").write_text('{"prompt": "def g"}\n')
+    with pytest.raises(InputError, match="conversations was .* and must stay so"):
+        other = options(place, source=str(tmp_path / "other.jsonl"))
+        regenerate(place / "target", other, cut, lambda s: None)
+
+
+def test_parts_are_the_whole(place, tmp_path):
+    whole, parts = tmp_path / "whole.jsonl", [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    regenerate(place / "target", options(place), whole, lambda s: None)
+    for i, part in enumerate(parts):
+        regenerate(place / "target", options(place, part=(i, 2)), part, lambda s: None)
+    together = sorted((r for p in parts for r in rows(p)), key=lambda row: row["sample"])
+    assert together == rows(whole) and all(map(rows, parts))
+
+
+def test_calls_of_tools_stay(place):
+    """Their results are the original's, and nobody could compute them anew."""
+    messages = (user("a"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "5"})
+    document = Document("x", None, (*messages, assistant("old"), user("b")))
+    job = regenerate_conversations._Rewriting(
+        0, document, [], regenerate_conversations.deque(regenerate_conversations.turns_of(document))
+    )
+    assert job.go_on() and job.said == list(messages)
+    job.said.append(assistant("new"))
+    assert job.go_on() and job.said == [*messages, assistant("new"), user("b")]
+    assert not job.go_on()
+
+
+def test_channels_become_fields():
+    spelled = (
+        "<|channel|>analysis<|message|>2 + 2\nis easy<|end|><|start|>assistant"
+        "<|channel|>final<|message|>4"
+    )
+    assert message_of(spelled) == assistant("4", thinking="2 + 2\nis easy")
+    assert message_of("<|channel|>final<|message|>4") == assistant("4")
+    assert message_of("<think>x</think>\n\n4") == assistant("<think>x</think>\n\n4")
+
+
+# ---------------------------------------------------------------- a server
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Says what it was told, in capitals; what begins with "long" it does not end."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.answer({"data": [{"id": "the-model"}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        last = body["messages"][-1]["content"]
+        if last == "fail":
+            self.answer({"error": "no such\nthing"}, 400)
+            return
+        self.server.bodies.append(body)
+        message = {"role": "assistant", "content": last.upper(), "reasoning_content": None}
+        reason = "length" if last.startswith("long") else "stop"
+        choice = {"message": message, "finish_reason": reason}
+        self.answer({"choices": [choice], "usage": {"completion_tokens": len(last)}})
+
+    def answer(self, content, status=200):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        server.bodies = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_a_server_writes(place, tmp_path, server, capsys):
+    lines = [
+        {"messages": [user("one"), assistant("old"), user("two"), assistant("old")]},
+        {"prompt": "long story"},  # a limit, and no tokens: there is nothing to train on
+        {"messages": [user("three"), assistant("old"), user("long"), assistant("old")]},
+    ]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["regenerate", "--target", str(place / "target"), "--held-out", "0"]
+    command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
+    command += ["--server", f"http://127.0.0.1:{server.server_port}", "--temperature", "0.4"]
+    command += ["--max-new-tokens", "33", "--batch-size", "2"]
+    assert main(command) == 0
+    assert "a.jsonl: 2 rows, 15 tokens" in capsys.readouterr().out.replace("\n", " ")
+    first, second = rows(tmp_path / "a.jsonl")
+    assert [m["content"] for m in first["messages"]] == ["one", "ONE", "two", "TWO"]
+    assert [m["content"] for m in second["messages"]] == ["three", "THREE"]
+    assert (second["sample"], second["finish_reason"]) == (2, "length")
+    for body in server.bodies:
+        assert body["model"] == "the-model" and body["temperature"] == 0.4
+        assert body["max_tokens"] == 33 and body["seed"] >= 0
+    # what is there already is not asked again
+    server.bodies.clear()
+    assert main(command) == 0 and server.bodies == []
+
+
+@pytest.mark.parametrize(
+    "prompt, path, words",
+    [
+        ("fail", "", '400: {"error": "no such\\nthing"}'),
+        ("x", "/elsewhere", "must have data"),
+    ],
+)
+def test_a_server_that_refuses(place, tmp_path, server, capsys, prompt, path, words):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    command = ["regenerate", "--target", str(place / "target"), "--held-out", "0"]
+    command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
+    command += ["--server", f"http://127.0.0.1:{server.server_port}{path}"]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--part", "3/2"], "--part: must be a part of all"),
+        (["--part", "x"], "--part: must be a part of all"),
+        (["--server", "localhost:1"], "--server: must be the URL of a server"),
+        (["--server", "http://127.0.0.1:1"], "the server must answer"),
+        (["--max-new-tokens", "96"], "--max-new-tokens: an answer must fit the target's context"),
+    ],
+)
+def test_refusals(place, tmp_path, capsys, flags, words):
+    base = ["regenerate", "--target", str(place / "target"), "--out", str(tmp_path / "a.jsonl")]
+    assert main([*base, "--data", str(place / "chats.jsonl"), *flags]) == 2
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1
+
+
+def test_texts_beside_conversations_are_refused(place, tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(InputError, match="both, c.jsonl:2 being a text"):
+        regenerate(
+            place / "target",
+            options(place, source=str(tmp_path / "c.jsonl")),
+            tmp_path / "a.jsonl",
+            lambda s: None,
+        )
