@@ -135,8 +135,21 @@ def test_every_turn_is_the_targets_own(place, tmp_path):
     assert got == expected
     assert there.rows == len(got) and there.tokens == sum(row["num_tokens"] for row in got)
     # of both kinds, or this test shows little
-    assert {row["finish_reason"] for row in got} == {"stop", "length", "context"}
+    assert {row["finish_reason"] for row in got} == {"stop", "length"}
     assert max(row["num_turns"] for row in got) > 1 and any("messages" not in row for row in got)
+
+
+def test_a_conversation_ends_where_the_context_does(place, tmp_path):
+    lines = [{"turns": ["x x"] * 9}, {"prompt": "x" * 200}]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {"source": str(tmp_path / "long.jsonl"), "num_samples": 8}
+    said = []
+    regenerate(place / "target", options(place, **changes), tmp_path / "a.jsonl", said.append)
+    documents = corpus.read_corpus(tmp_path / "long.jsonl")
+    got = rows(tmp_path / "a.jsonl")
+    assert got == [expected_row(place, i, documents[0]) for i in range(0, 8, 2)]
+    assert "context" in {row["finish_reason"] for row in got}
+    assert said[-1].startswith("4 conversations gave no row")
 
 
 def test_rows_are_read_back_as_training_data(place, tmp_path):
