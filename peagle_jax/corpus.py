@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle_jax.documents import Document, document_of_row
+from peagle_jax.documents import BadRows, Document, document_of_row
 from peagle_jax.types import InputError
 
 # fmt: off
@@ -23,14 +23,14 @@ SUFFIXES = {
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 
 
-def read_corpus(source: str | Path | None) -> list[Document]:
+def read_corpus(source: str | Path | None, bad_rows: BadRows | None = None) -> list[Document]:
     """Reads the documents of a corpus, in a fixed order and without exact duplicates.
 
     Args:
       source: a folder of text files; a JSONL with rows as `documents` lists them; None for the
-        source code of this
-        machine's Python standard library, its tests included; "installed" for that and all packages
-        of this environment.
+        source code of this machine's Python standard library, its tests included; "installed" for
+        that and all packages of this environment.
+      bad_rows: takes the lines of a JSONL that cannot be used; None: the first is an error.
 
     Raises:
       InputError: there are no documents, or a file is not UTF-8, or a line is none of the above.
@@ -42,7 +42,7 @@ def read_corpus(source: str | Path | None) -> list[Document]:
     elif Path(source).is_dir():
         documents = _folder(Path(source))
     else:
-        documents = _jsonl(Path(source))
+        documents = _jsonl(Path(source), bad_rows or BadRows())
     unique: dict[bytes, Document] = {}
     for document in documents:
         if not document.is_empty:
@@ -82,9 +82,14 @@ def _folder(root: Path) -> Iterator[Document]:
         yield Document(str(path.relative_to(root)), read_text(path))
 
 
-def _jsonl(path: Path) -> Iterator[Document]:
-    for number, row in read_jsonl(path):
-        yield document_of_row(row, f"{path.name}:{number}", f"{path}:{number}")
+def _jsonl(path: Path, bad_rows: BadRows) -> Iterator[Document]:
+    for number, row in read_jsonl(path, bad_rows):
+        try:
+            document = document_of_row(row, f"{path.name}:{number}", f"{path}:{number}")
+        except InputError as error:
+            bad_rows.take(error)
+        else:
+            yield document
 
 
 def read_text(path: Path) -> str:
@@ -108,23 +113,30 @@ def read_text(path: Path) -> str:
         raise InputError(path, "must be UTF-8 text", got, next_step) from None
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict]]:
+def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[int, dict]]:
     """The line number, from 1, and the object of each line that is not blank.
+
+    Args:
+      path: the file.
+      bad_rows: takes lines that are no JSON objects; None: the first is an error.
 
     Raises:
       InputError: the file cannot be read, or a line is not a JSON object.
     """
+    bad_rows = bad_rows or BadRows()
     rule, next_step = "each line must be a JSON object", "correct or remove the line"
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{number}", rule, error, next_step) from None
-        if not isinstance(row, dict):
-            raise InputError(f"{path}:{number}", rule, type(row).__name__, next_step)
-        yield number, row
+        except (json.JSONDecodeError, RecursionError) as error:
+            bad_rows.take(InputError(f"{path}:{number}", rule, error, next_step))
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            bad_rows.take(InputError(f"{path}:{number}", rule, type(row).__name__, next_step))
 
 
 def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document], list[Document]]:

@@ -15,7 +15,7 @@ Rows are told apart by their keys, in this order:
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peagle_jax.types import InputError
@@ -35,6 +35,41 @@ ROLES = {
     "function_response": "tool",
 }
 MAX_TOKEN_ID = 2**31 - 1
+# What can be done with rows that cannot be used.
+BAD_ROWS = ("refuse", "skip")
+NUM_NAMED = 5  # bad rows that are named; of the others only the number is told
+
+
+class BadRows:
+    """What becomes of rows that cannot be used: the first ends the work, or all are counted.
+
+    Args:
+      choice: one of BAD_ROWS.
+    """
+
+    def __init__(self, choice: str = "refuse") -> None:
+        self._skip = choice == "skip"
+        self.errors: list[InputError] = []
+        self.count = 0
+
+    def take(self, error: InputError) -> None:
+        """Takes in a row that cannot be used.
+
+        Raises:
+          InputError: the first, if rows are not to be skipped.
+        """
+        if not self._skip:
+            raise error
+        self.count += 1
+        if len(self.errors) < NUM_NAMED:
+            self.errors.append(error)
+
+    def report(self, say: Callable[[str], None]) -> None:
+        """Tells how many rows were skipped, and why the first ones."""
+        for error in self.errors:
+            say(f"skipped: {error}")
+        if self.count > len(self.errors):
+            say(f"skipped: {self.count - len(self.errors):,} rows more")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from peagle_jax.chat.encoding import encode_document, encode_turns
+from peagle_jax.chat.encoding import check_tokenizer, encode_document, encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.corpus import read_jsonl, read_text
-from peagle_jax.documents import Document
+from peagle_jax.documents import BadRows, Document
 from peagle_jax.types import InputError
 
 END, MASK, START_TURN, END_TURN = "<|endoftext|>", "<|draft_mask|>", "<|im_start|>", "<|im_end|>"
@@ -103,18 +103,34 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where: str 
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    bad_rows: BadRows | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Encodes documents for training, as `chat.encoding.encode_document` says.
+
+    Args:
+      tokenizer: of the target.
+      documents: to encode.
+      bad_rows: takes documents that cannot be trained on; None: the first is an error.
 
     Returns:
       (token ids, loss mask) of each document.
 
     Raises:
-      InputError: one of them cannot be trained on.
+      InputError: one of them cannot be trained on, or the tokenizer lacks what all need.
     """
-    encoded = (encode_document(tokenizer, document) for document in documents)
-    return [(document.tokens, document.loss_mask) for document in encoded]
+    bad_rows = bad_rows or BadRows()
+    check_tokenizer(tokenizer, documents)
+    encoded = []
+    for document in documents:
+        try:
+            tokens_and_mask = encode_document(tokenizer, document)
+        except InputError as error:
+            bad_rows.take(error)
+        else:
+            encoded.append((tokens_and_mask.tokens, tokens_and_mask.loss_mask))
+    return encoded
 
 
 # ---------------------------------------------------------------- prompts

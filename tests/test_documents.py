@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from peagle_jax.documents import document_of_row
+from peagle_jax.documents import BadRows, document_of_row
 from peagle_jax.types import InputError
 
 
@@ -167,3 +167,14 @@ def test_any_json_is_a_document_or_one_line(seed):
             document.digest(), document.plain, document.size
         except InputError as error:
             assert "\n" not in str(error), json.dumps(row)
+
+
+def test_bad_rows_are_counted_and_the_first_ones_named():
+    bad_rows, said = BadRows("skip"), []
+    for number in range(7):
+        bad_rows.take(InputError(f"x:{number}", "must be good", "bad", "mend it"))
+    bad_rows.report(said.append)
+    assert bad_rows.count == 7 and len(said) == 6
+    assert said[4].startswith("skipped: x:4: must be good; got bad") and "2 rows more" in said[5]
+    with pytest.raises(InputError, match="x:9"):
+        BadRows().take(InputError("x:9", "must be good", "bad", "mend it"))

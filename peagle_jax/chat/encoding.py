@@ -1,8 +1,8 @@
 """Documents as token ids, with the tokens that a loss reads."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -31,6 +31,27 @@ class Encoded:
     trained: list[Span]
 
 
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> None:
+    """Checks that a tokenizer has what documents need.
+
+    Raises:
+      InputError: no chat template for conversations, no end-of-sequence token for texts, or no
+        offsets.
+    """
+    kinds = {bool(document.messages) for document in documents if not document.output_ids}
+    where = tokenizer.name_or_path or "tokenizer"
+    if True in kinds:
+        _check_template(tokenizer)
+    if False in kinds and tokenizer.eos_token_id is None:
+        rule = "needs an end-of-sequence token to separate texts"
+        next_step = "set eos_token in its tokenizer_config.json"
+        raise InputError(where, rule, "none", next_step)
+    if kinds and not tokenizer.is_fast:
+        rule = "a tokenizer must know which characters its tokens stand for"
+        next_step = "save it as tokenizer.json (a fast tokenizer)"
+        raise InputError(where, rule, type(tokenizer).__name__, next_step)
+
+
 def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> Encoded:
     """Encodes a document.
 
@@ -40,9 +61,10 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> E
     Gemma: a begin-of-sequence token), which is not trained.
 
     Raises:
-      InputError: nothing in it is to be trained; the tokenizer has no end-of-sequence token, no
-        chat template, or no offsets; or an answer of a conversation cannot be located.
+      InputError: nothing in it is to be trained, an answer of a conversation cannot be located, or
+        the tokenizer lacks something (`check_tokenizer`).
     """
+    check_tokenizer(tokenizer, [document])
     if document.output_ids:
         encoded = _encode_answer(tokenizer, document)
     elif document.messages:
@@ -87,7 +109,7 @@ def encode_turns(
     text = render(
         tokenizer, conversation.messages, conversation.tools, where, add_generation_prompt=True
     )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+    return list(cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -104,7 +126,7 @@ def _check_end_of_turn(
 
     It would be encoded as that token, as in every text that goes through a template.
     """
-    end = tokenizer.eos_token
+    end = str(tokenizer.eos_token or "")
     for number, message in enumerate(conversation.messages, start=1):
         if end and end in content_text(message):
             rule = "a message may not contain the end-of-sequence token"
@@ -114,10 +136,6 @@ def _check_end_of_turn(
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, document: Document) -> Encoded:
     """A text, or a prompt and its completion. Special tokens spelled in them are plain text."""
-    if tokenizer.eos_token_id is None:
-        rule = "needs an end-of-sequence token to separate texts"
-        where = tokenizer.name_or_path or "tokenizer"
-        raise InputError(where, rule, "none", "set eos_token in its tokenizer_config.json")
     text, start = document.plain, 0
     if document.prompt is not None:
         start = len(document.prompt) if document.completion else len(text)
@@ -131,7 +149,7 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, document: Document) -> Enco
         )
     return dataclasses.replace(
         encoded,
-        tokens=np.append(encoded.tokens, np.int32(tokenizer.eos_token_id)),
+        tokens=np.append(encoded.tokens, np.int32(cast(int, tokenizer.eos_token_id))),
         loss_mask=np.append(encoded.loss_mask, bool(encoded.trained)),
     )
 
@@ -154,10 +172,6 @@ def _with_offsets(
     **options: Any,
 ) -> Encoded:
     """The tokens of a text, of which those are trained that spell `spans`."""
-    if not tokenizer.is_fast:
-        rule = "a tokenizer must know which characters its tokens stand for"
-        next_step = "save it as tokenizer.json (a fast tokenizer)"
-        raise InputError(where, rule, type(tokenizer).__name__, next_step)
     try:
         out = tokenizer(text, return_offsets_mapping=True, **options)
     except Exception as error:  # tokenizers raises a bare Exception

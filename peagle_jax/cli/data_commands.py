@@ -20,6 +20,7 @@ def show_data(arguments: argparse.Namespace) -> int:
     """Prints documents as the target's chat template renders them, and what of them is trained."""
     from peagle_jax import corpus, text, weights
     from peagle_jax.chat.encoding import encode_document
+    from peagle_jax.documents import BadRows
     from peagle_jax.types import InputError
 
     if arguments.limit is not None:
@@ -29,10 +30,15 @@ def show_data(arguments: argparse.Namespace) -> int:
     if tokenizer is None:
         rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"
         raise InputError(folder, rule, "no tokenizer.json", next_step)
-    documents = corpus.read_corpus(arguments.data)
+    bad_rows = BadRows(arguments.bad_rows)
+    documents = corpus.read_corpus(arguments.data, bad_rows)
     num_shown = num_trained = num_tokens = 0
     for document in itertools.islice(documents, arguments.limit):
-        encoded = encode_document(tokenizer, document)
+        try:
+            encoded = encode_document(tokenizer, document)
+        except InputError as error:
+            bad_rows.take(error)
+            continue
         num_shown += 1
         num_tokens += len(encoded.tokens)
         num_trained += int(encoded.loss_mask.sum())
@@ -44,8 +50,9 @@ def show_data(arguments: argparse.Namespace) -> int:
         else:
             say(f"--- {document.name}")
             say("".join(_with_brackets(encoded.text, encoded.trained)))
+    bad_rows.report(lambda line: print(line, file=sys.stderr))
     if not arguments.json:
-        share = num_trained / num_tokens
+        share = num_trained / max(num_tokens, 1)
         say(f"{num_shown:,} documents, {num_tokens:,} tokens, {share:.1%} of them trained")
     return 0
 
@@ -54,7 +61,7 @@ def _coloured(name: str, text: str, trained: list[tuple[int, int]]) -> Text:
     shown = Text(text)
     for start, end in trained:
         shown.stylize(TRAINED, start, end)
-    return Text(f"--- {name}\n", style="dim") + shown
+    return Text.assemble((f"--- {name}\n", "dim"), shown)
 
 
 def _with_brackets(text: str, trained: list[tuple[int, int]]) -> Iterator[str]:

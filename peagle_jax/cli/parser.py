@@ -107,6 +107,16 @@ def add_held_out(parser: Parser) -> None:
     )
 
 
+def add_bad_rows(parser: Parser) -> None:
+    """What becomes of lines of a corpus that cannot be used."""
+    parser.add_argument(
+        "--bad-rows",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="lines that cannot be used: refuse the first, or skip and count them",
+    )
+
+
 def add_precision(parser: Parser) -> None:
     """The dtypes of a command that decodes."""
     parser.add_argument(

@@ -55,6 +55,7 @@ def regenerate(arguments: argparse.Namespace) -> int:
         temperatures=tuple(arguments.temperature),
         batch_size=arguments.batch_size,
         seed=arguments.seed,
+        bad_rows=arguments.bad_rows,
         part=parse_part("--part", arguments.part),
         server=arguments.server,
         server_model=arguments.server_model,
@@ -84,6 +85,7 @@ def extract(arguments: argparse.Namespace) -> int:
         max_chars=arguments.max_chars,
         held_out=arguments.held_out,
         seed=arguments.seed,
+        bad_rows=arguments.bad_rows,
     )
     result = extract_hidden_states(
         arguments.target, options, arguments.out, say, command=command_line(arguments.argv)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from peagle_jax.cli.parser import Parser, add_held_out, add_target
+from peagle_jax.cli.parser import Parser, add_bad_rows, add_held_out, add_target
 
 
 def add_train(parser: Parser) -> None:
@@ -34,6 +34,7 @@ def add_regenerate(parser: Parser) -> None:
         "source of Python's standard library. Conversations and prompts are answered turn by turn, "
         "texts are continued",
     )
+    add_bad_rows(parser)
     add_held_out(parser)
     parser.add_argument(
         "--num-samples",
@@ -107,6 +108,7 @@ def add_show_data(parser: Parser) -> None:
         required=True,
         help="a folder, a JSONL file, or installed, as data.source of a recipe",
     )
+    add_bad_rows(parser)
     parser.add_argument(
         "--limit", metavar="N", type=int, help="so many documents at most; without it all"
     )
@@ -180,5 +182,6 @@ def add_extract(parser: Parser) -> None:
         type=int,
         help="take a random choice of documents of about so many characters; without it all",
     )
+    add_bad_rows(parser)
     add_held_out(parser)
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the random choice")

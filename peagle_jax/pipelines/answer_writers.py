@@ -10,7 +10,7 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
@@ -246,14 +246,10 @@ def _item(value: Any, *path: str | int) -> Any:
       InputError: there is none.
     """
     for key in path:
-        is_there = (
-            isinstance(value, Sequence) and len(value) > int(key)
-            if isinstance(key, int)
-            else isinstance(value, Mapping) and key in value
-        )
-        if not is_there:
+        try:
+            value = value[key]
+        except (TypeError, KeyError, IndexError):
             rule = f"the server's answer must have {'.'.join(map(str, path))}"
             next_step = "use a server with OpenAI's chat completions"
-            raise InputError("--server", rule, json.dumps(value)[:60], next_step)
-        value = value[key]
+            raise InputError("--server", rule, json.dumps(value)[:60], next_step) from None
     return value

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
 from peagle_jax.checkpoints.target_io import load_target, target_hash
+from peagle_jax.documents import BadRows
 from peagle_jax.layers import Decoder
 from peagle_jax.pipelines.extraction_folder import (
     check_disk,
@@ -61,6 +62,7 @@ class ExtractionOptions:
       compute_dtype: of weights and of products' operands; also of activations, but on a CPU
         these are float32.
       max_chars: a random choice of documents of about so many characters; None: all.
+      bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
       held_out: share of documents that are left out.
       seed: of the random choice.
 
@@ -76,6 +78,7 @@ class ExtractionOptions:
     dtype: str = "bfloat16"
     compute_dtype: str = "float32"
     max_chars: int | None = None
+    bad_rows: str = "refuse"
     held_out: float = 0.05
     seed: int = 0
 
@@ -243,9 +246,12 @@ def _read_rows(
     seq_len: int,
     say: Callable[[str], None],
 ) -> PackedRows:
-    documents = corpus.read_corpus(options.source)
+    bad_rows = BadRows(options.bad_rows)
+    documents = corpus.read_corpus(options.source, bad_rows)
     train, held_out = corpus.split(documents, options.held_out)
-    encoded = text.encode(tokenizer, corpus.subsample(train, options.max_chars, options.seed))
+    chosen = corpus.subsample(train, options.max_chars, options.seed)
+    encoded = text.encode(tokenizer, chosen, bad_rows)
+    bad_rows.report(say)
     rows = pack(encoded, seq_len, options.source)
     say(
         f"corpus: {len(encoded)} documents, {len(rows)} rows of {seq_len} tokens; "

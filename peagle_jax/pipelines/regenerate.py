@@ -18,7 +18,7 @@ from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.target_io import load_target, target_hash
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
-from peagle_jax.documents import Document
+from peagle_jax.documents import BadRows, Document
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
 from peagle_jax.pipelines.regenerate_conversations import rewrite
 from peagle_jax.progress import ProgressReport
@@ -49,6 +49,7 @@ class RegenerationOptions:
       part: (i, n): conversations i, i + n, i + 2 n and so on alone, for one of n processes.
       server: URL of a server with OpenAI's chat completions that writes in the target's place.
       server_model: the target's name there; None for the first that the server lists.
+      bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
     """
 
     source: str | None
@@ -62,6 +63,7 @@ class RegenerationOptions:
     part: tuple[int, int] = (0, 1)
     server: str | None = None
     server_model: str | None = None
+    bad_rows: str = "refuse"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,9 @@ def regenerate(
         next_step = "copy tokenizer.json into the target's folder"
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
     _check_appendable(out)
-    train, _ = corpus.split(corpus.read_corpus(options.source), options.held_out)
+    bad_rows = BadRows(options.bad_rows)
+    train, _ = corpus.split(corpus.read_corpus(options.source, bad_rows), options.held_out)
+    bad_rows.report(say)
     conversations = [d for d in train if d.messages or d.prompt is not None]
     texts = [d for d in train if d.text is not None]
     if conversations and texts:
@@ -148,7 +152,8 @@ def _answer_conversations(
     mine = range(begin, total, step)
     say(f"{len(range(first, total, step)):,} conversations, {len(rows):,} rows there already")
     documents = [(i, conversations[i % len(conversations)]) for i in mine]
-    progress = ProgressReport("regenerate", len(rows) + len(mine), len(rows), "conversations")
+    num_rows = len(rows)
+    progress = ProgressReport("regenerate", num_rows + len(mine), num_rows, "conversations")
     with progress, out.open("a", encoding="utf-8") as file:
         for row in rewrite(
             documents, writer, tokenizer, options.temperatures, options.seed, 2 * options.batch_size
@@ -158,7 +163,7 @@ def _answer_conversations(
             rows.append({})
             num_tokens += row["num_tokens"]
             progress.update(len(rows))
-    left_out = progress.total - len(rows)
+    left_out = num_rows + len(mine) - len(rows)
     if left_out > 0:
         say(f"{left_out:,} conversations gave no row: too long, or nobody asks anything in them")
     return Regenerated(len(rows), num_tokens)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from peagle_jax.documents import BAD_ROWS
 from peagle_jax.draft import placeholders
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.loss import LOSSES
@@ -32,8 +33,11 @@ class DataConfig:
     held_out: float = 0.05  # share of documents, by name, that are never trained on
     seq_len: int = 2048  # tokens of a packed row
     batch_size: int = 8  # packed rows of a step
+    bad_rows: str = "refuse"  # lines that cannot be used: refuse the first, or skip and count them
 
     def __post_init__(self) -> None:
+        known = self.bad_rows in BAD_ROWS
+        check(known, "bad_rows", "must be refuse or skip", self.bad_rows, "use refuse")
         check(self.seq_len >= 4, "seq_len", "must be 4 or more", self.seq_len, "use 2048")
         check(self.batch_size >= 1, "batch_size", "must be 1 or more", self.batch_size, "use 8")
         in_range = 0 <= self.held_out < 1

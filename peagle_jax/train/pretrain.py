@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import save_target
+from peagle_jax.documents import BadRows
 from peagle_jax.layers import Decoder, Rope
 from peagle_jax.targets import qwen3
 from peagle_jax.train.attention import PackedCausal
@@ -71,13 +72,15 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     finished = read_result(run, LmResult, say)
     if finished is not None:
         return finished
-    max_chars = run.data.max_chars
-    train, held_out = corpus.split(corpus.read_corpus(run.data.source), run.data.held_out)
+    max_chars, bad_rows = run.data.max_chars, BadRows(run.data.bad_rows)
+    train, held_out = corpus.split(corpus.read_corpus(run.data.source, bad_rows), run.data.held_out)
     train = corpus.subsample(train, max_chars, run.seed)
     held_out = corpus.subsample(held_out, max_chars and max_chars // 20, run.seed)
     tokenizer_folder = Path(run.out) / "tokenizer"
     tokenizer = _tokenizer(run, tokenizer_folder, train)
-    rows = pack(text.encode(tokenizer, train), run.data.seq_len, run.data.source)
+    encoded = text.encode(tokenizer, train, bad_rows)
+    bad_rows.report(say)
+    rows = pack(encoded, run.data.seq_len, run.data.source)
     say(
         f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; "
         f"{len(held_out)} held out; vocabulary {len(tokenizer)}"

@@ -14,6 +14,7 @@ from peagle_jax import corpus, text, weights
 from peagle_jax.checkpoints import export_placeholders, head_writing
 from peagle_jax.checkpoints.runs import write_run_header
 from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.documents import BadRows
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.layers import Decoder
 from peagle_jax.train.config import Eagle3Run, HeadRun, PeagleRun
@@ -144,9 +145,12 @@ def _read_rows(
     run: HeadRun, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
 ) -> tuple[PackedRows, list[corpus.Document]]:
     """The packed rows to train on, and the documents that are held out."""
-    documents = corpus.read_corpus(run.data.source)
+    bad_rows = BadRows(run.data.bad_rows)
+    documents = corpus.read_corpus(run.data.source, bad_rows)
     train, held_out = corpus.split(documents, run.data.held_out)
-    encoded = text.encode(tokenizer, corpus.subsample(train, run.data.max_chars, run.seed))
+    chosen = corpus.subsample(train, run.data.max_chars, run.seed)
+    encoded = text.encode(tokenizer, chosen, bad_rows)
+    bad_rows.report(say)
     rows = pack(encoded, run.data.seq_len, run.data.source)
     say(
         f"corpus: {len(encoded)} documents, {rows.tokens.size:,} tokens; "

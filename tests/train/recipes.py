@@ -28,6 +28,7 @@ DATA = {
     "held_out": 0.05,
     "seq_len": 2048,
     "batch_size": 8,
+    "bad_rows": "refuse",
 }
 HEAD = {
     "dim": None,
@@ -135,6 +136,7 @@ ALL_CHANGED = {
         "held_out": 0.25,
         "seq_len": 64,
         "batch_size": 2,
+        "bad_rows": "skip",
     },
     "optimizer": {
         "steps": 60,

@@ -145,6 +145,7 @@ def test_every_former_key(tmp_path):
         "source": "answers.jsonl",
         "max_chars": 77,
         "held_out": 0.25,
+        "bad_rows": "skip",
         "length": 64,
         "batch": 2,
     }
@@ -208,6 +209,7 @@ BAD = [
     ({"data": {"source": "d", "max_chars": 0}}, "data.max_chars: must be 1 or more; got 0; use"),
     ({"data": {"source": "d", "held_out": 1}}, "data.held_out: must lie in 0..1, below 1; got 1"),
     ({"data": {"source": "d", "batch_size": 0}}, "data.batch_size: must be 1 or more; got 0"),
+    ({"data": {"source": "d", "bad_rows": "x"}}, "data.bad_rows: must be refuse or skip; got x"),
     ({"optimizer": {"peak_lr": 0}}, "optimizer.peak_lr: must be above 0; got 0.0; use 1e-4"),
     ({"optimizer": {"warmup": -1}}, "optimizer.warmup: must be 0 or more"),
     ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm: must be above 0"),
