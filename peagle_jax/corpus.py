@@ -140,7 +140,7 @@ def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[in
 
 
 def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document], list[Document]]:
-    """Splits documents into (train, held out) by a hash of their names.
+    """Splits documents into (train, held out) by a hash of their sources' names.
 
     A file is therefore on the same side whatever else is in the corpus.
 
@@ -150,7 +150,8 @@ def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document
     """
     train, kept_back = [], []
     for document in documents:
-        digest = hashlib.sha256(document.name.encode()).digest()
+        name = document.name if document.source is None else document.source
+        digest = hashlib.sha256(name.encode()).digest()
         place = int.from_bytes(digest[:8], "big") / 2**64  # in 0..1
         (kept_back if place < held_out else train).append(document)
     return train, kept_back

@@ -77,7 +77,7 @@ class Document:
     """One text, one conversation, one prompt with or without an answer, or an answer in tokens.
 
     Attributes:
-      name: decides whether the document is held out.
+      name: what errors call it; decides whether the document is held out, if it has no source.
       text: of a text; otherwise None.
       messages: of a conversation, with `role` and `content`.
       prompt_ids: of an answer: the prompt's token ids.
@@ -86,6 +86,8 @@ class Document:
       tools: of a conversation: the functions that the assistant may call.
       prompt: of a prompt; otherwise None.
       completion: how the prompt goes on, if that is known.
+      source: the document that it was made of, by `peagle regenerate` for example: all of one
+        source are held out together. None: the document itself.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Document:
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: str | None = None
     completion: str | None = None
+    source: str | None = None
 
     @property
     def plain(self) -> str:
@@ -118,7 +121,7 @@ class Document:
 
     def digest(self) -> bytes:
         """SHA-256 of the content, without the name."""
-        parts = dataclasses.asdict(self) | {"name": None}
+        parts = dataclasses.asdict(self) | {"name": None, "source": None}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
@@ -142,6 +145,12 @@ def document_of_row(row: Mapping[str, Any], name: str, where: str) -> Document:
       InputError: the row is none of those above, or something in it has the wrong type.
     """
     _check_unicode(row, where)
+    source = row.get("source")
+    document = _document(row, name, where)
+    return dataclasses.replace(document, source=source if isinstance(source, str) else None)
+
+
+def _document(row: Mapping[str, Any], name: str, where: str) -> Document:
     if row.get("output_token_ids") is not None:
         return _answer(row, name, where)
     tools = _tools(row.get("tools"), where)

@@ -85,6 +85,21 @@ def test_the_split_is_by_name_and_stable():
     ]
 
 
+def test_what_was_made_of_a_document_is_held_out_with_it(tmp_path):
+    """Answers to excerpts of one file, and samples of one conversation."""
+    lines = [
+        {"prompt_token_ids": [i], "output_token_ids": [j], "source": f"file{i}"}
+        for j in range(5)
+        for i in range(100)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    train, held_out = corpus.split(corpus.read_corpus(tmp_path / "a.jsonl"), 0.2)
+    sources = [{document.source for document in side} for side in (train, held_out)]
+    assert not sources[0] & sources[1] and len(held_out) == 5 * len(sources[1]) > 0
+    originals = [corpus.Document(f"file{i}", "x") for i in range(100)]
+    assert {d.name for d in corpus.split(originals, 0.2)[1]} == sources[1]
+
+
 def test_installed_packages_come_after_the_library(monkeypatch, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "one.py").write_text("one = 1\n")

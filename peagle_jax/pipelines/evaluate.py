@@ -1,6 +1,6 @@
 """Acceptance length of a head on held-out prompts, while it trains and at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +8,14 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text
 from peagle_jax.bench.suite import repeated_share
-from peagle_jax.corpus import Document
+from peagle_jax.chat.encoding import encode_turns
+from peagle_jax.chat.pieces import Conversation
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.requests import acceptance_length, check_prompts
+from peagle_jax.documents import Document
 from peagle_jax.train.config import HeadRun
 from peagle_jax.train.train_head import Evaluate
-from peagle_jax.types import Model
+from peagle_jax.types import InputError, Model
 
 PROMPT_TOKENS = 48  # of an excerpt that serves as a prompt
 
@@ -53,14 +55,27 @@ def make_evaluator(
 def eval_prompts(
     run: HeadRun, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[Document]
 ) -> list[list[int]]:
-    """The run's prompts: of its file, of held-out answers, or excerpts of held-out texts."""
+    """The run's prompts: of its file, of what is held out, or excerpts of held-out texts."""
     count = run.eval.num_prompts
     if run.eval.prompts is not None:
         return text.read_prompts(Path(run.eval.prompts), tokenizer)[:count]
     prompts_of_answers = [list(d.prompt_ids) for d in held_out if d.prompt_ids]
+    prompts_of_answers += [
+        encode_turns(tokenizer, Conversation(question, d.tools), d.name)
+        for d in held_out
+        if (question := _question(d))
+    ]
     if prompts_of_answers:
         return prompts_of_answers[:count]
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
+
+
+def _question(document: Document) -> tuple[Mapping, ...]:
+    """What is said in a conversation before the assistant answers for the first time."""
+    messages = document.messages
+    roles = [message["role"] for message in messages]
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    return messages[:end] if "user" in roles[:end] else ()
 
 
 def held_out_prompts(
@@ -105,9 +120,16 @@ def acceptance(
     Returns:
       acceptance_length, None where nothing was drafted; accepted_per_position: the share of drafts
       accepted at each position; and repeated_4grams: how much the text repeats itself.
+
+    Raises:
+      InputError: the target computed NaN.
     """
     stop_ids = () if ignore_eos else None
     answers = generate(target, head, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    for answer in answers:
+        if answer.error is not None:
+            next_step = "look for NaN in the target's weights and the head's"
+            raise InputError("eval", "every prompt must be answered", answer.error, next_step)
     num_drafts = max(sum(answer.num_drafts for answer in answers), 1)
     accepted = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0) / num_drafts
     return {

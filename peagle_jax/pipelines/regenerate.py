@@ -182,7 +182,8 @@ def _continue_excerpts(
 ) -> Regenerated:
     total = options.num_samples or DEFAULT_EXCERPTS
     target = _load_target(target_folder, tokenizer)
-    excerpts = excerpts_of(tokenizer, texts, dataclasses.replace(options, num_samples=total))
+    chosen = _excerpts(tokenizer, texts, dataclasses.replace(options, num_samples=total))
+    excerpts = [ids for _, ids in chosen]
     check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
     about = _about(options, target_hash(target_folder)) | {"prompt_tokens": options.prompt_tokens}
     lines = _lines_there(out, ANSWER_BEGINS, about)
@@ -215,6 +216,7 @@ def _continue_excerpts(
             row = {
                 "prompt_token_ids": answer.prompt_token_ids,
                 "output_token_ids": answer.output_token_ids,
+                "source": chosen[done][0],
             }
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -248,10 +250,19 @@ def excerpts_of(
     Raises:
       InputError: every document is too short.
     """
+    return [ids for _, ids in _excerpts(tokenizer, documents, options)]
+
+
+def _excerpts(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], options: RegenerationOptions
+) -> list[tuple[str, list[int]]]:
+    """`excerpts_of`, with the name of the document that each is of."""
     length = options.prompt_tokens
     texts = [document for document in documents if document.text is not None]
-    encoded = [ids[:-1] for ids, _ in text.encode(tokenizer, texts)]  # without the end token
-    encoded = [ids for ids in encoded if len(ids) > length]
+    # without the end token
+    ids_of_texts = [ids[:-1] for ids, _ in text.encode(tokenizer, texts)]
+    long = [(d.name, ids) for d, ids in zip(texts, ids_of_texts, strict=True) if len(ids) > length]
+    encoded = [ids for _, ids in long]
     if not encoded:
         rule = f"a document of more than {length} tokens is needed"
         next_step = "use longer documents, or fewer prompt tokens"
@@ -264,7 +275,7 @@ def excerpts_of(
     excerpts = []
     for i in picks:
         begin = int(place_rng.integers(len(encoded[i]) - length))
-        excerpts.append(encoded[i][begin : begin + length].tolist())
+        excerpts.append((long[i][0], encoded[i][begin : begin + length].tolist()))
     return excerpts
 
 

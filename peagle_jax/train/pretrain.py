@@ -22,6 +22,7 @@ from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
 from peagle_jax.train.trainer import (
+    check_same_data,
     fit,
     has_checkpoints,
     init_run_dir,
@@ -81,6 +82,7 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     encoded = text.encode(tokenizer, train, bad_rows)
     bad_rows.report(say)
     rows = pack(encoded, run.data.seq_len, run.data.source)
+    check_same_data(run, rows)
     say(
         f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; "
         f"{len(held_out)} held out; vocabulary {len(tokenizer)}"
@@ -92,7 +94,9 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     def batch_at(step: int) -> Batch:
         return rows.batch(run.data.batch_size, run.seed, step)
 
-    fitted = fit(run, model.params, functools.partial(_loss, model), batch_at, None, say=say)
+    rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
+    loss = functools.partial(_loss, model)
+    fitted = fit(run, model.params, loss, batch_at, None, say=say, rows_at=rows_at)
     trained = dataclasses.replace(model, params=fitted.params)
     bits_per_byte = held_out_bits(trained, tokenizer, held_out, run.data.seq_len)
     folder = Path(run.out) / "model"

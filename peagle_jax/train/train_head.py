@@ -23,7 +23,13 @@ from peagle_jax.train.eagle3_loss import eagle3_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.peagle_loss import peagle_loss
-from peagle_jax.train.trainer import fit, init_run_dir, read_result, write_result
+from peagle_jax.train.trainer import (
+    check_same_data,
+    fit,
+    init_run_dir,
+    read_result,
+    write_result,
+)
 from peagle_jax.types import InputError, Model, Params
 
 Evaluate = Callable[[Model], dict]  # a head -> the acceptance fields of HeadResult
@@ -83,6 +89,7 @@ def train_head(
         return finished
     target, tokenizer = _load_target(run)
     rows, held_out = _read_rows(run, tokenizer, say)
+    check_same_data(run, rows)
     batches = HeadBatches(run, rows, target)
     head = new_head(run, target, rows, tokenizer)
     layers = list(target.config.aux_hidden_state_layers)
@@ -107,7 +114,9 @@ def train_head(
         return evaluate(with_params(params))
 
     loss = functools.partial(head_loss, run, target, head)
-    fitted = fit(run, trained, loss, batches, (target.params, frozen), evaluate_at, say)
+    frozen_params = target.params, frozen
+    rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
+    fitted = fit(run, trained, loss, batches, frozen_params, evaluate_at, say, rows_at)
     head = with_params(fitted.params)
     folder = _export(run, head, fitted.step, say)
     acceptance = NOT_EVALUATED if evaluate is None else evaluate(head)

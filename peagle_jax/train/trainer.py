@@ -6,7 +6,7 @@ What a step computes, and what it reads, come in as functions.
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,11 +20,14 @@ from peagle_jax.checkpoints.orbax_io import Checkpoints
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
 from peagle_jax.train.config import OptimizerConfig, Run, dump, load_run
+from peagle_jax.train.data import PackedRows
+from peagle_jax.train.divergence import check_finite, gradient_norms
 from peagle_jax.train.interruption import Interruption
 from peagle_jax.train.settings import differences
 from peagle_jax.types import InputError, Params
 
 RESULT_FILE = "result.json"
+DATA_FILE = "data.json"
 # (trained parameters, batch, frozen parameters) -> loss, metrics; pure
 Loss = Callable[[Params, Any, Any], tuple[jax.Array, dict]]
 # (step, trained parameters) -> a row of metrics, or None if this step is not evaluated
@@ -162,6 +165,7 @@ def fit(
     frozen_params: Any,
     eval_fn: EvalFn | None = None,
     say: Callable[[str], None] = print,
+    rows_at: Callable[[int], Sequence[int]] | None = None,
 ) -> FitResult:
     """Trains `params` for `run.optimizer.steps` steps, resuming from the newest checkpoint.
 
@@ -175,9 +179,11 @@ def fit(
         weights.
       eval_fn: is called after every step; the row that it returns, if any, is logged.
       say: is told which step the run goes on from, if it was begun before.
+      rows_at: step -> the numbers of its rows, for messages.
 
     Raises:
-      InputError: `run.out` has checkpoints of another configuration, or cannot be written.
+      InputError: `run.out` has checkpoints of another configuration, or cannot be written; or the
+        loss or the gradients of a step are not finite. What such a step made is not saved.
       KeyboardInterrupt: after Ctrl-C. The last finished step is saved.
     """
     out, steps = Path(run.out), run.optimizer.steps
@@ -194,6 +200,16 @@ def fit(
     tokens = 0
     batch_structure = jax.tree.structure(None)  # of no batch
     progress = ProgressReport(f"train {run.task}", steps, first_step, "steps")
+    unchecked: tuple[int, dict] | None = None  # the step before, and its metrics
+
+    def check() -> None:
+        if unchecked is not None:
+            try:
+                check_finite(out, *unchecked, checkpoints.latest(), rows_at)
+            except InputError:
+                checkpoints.close()  # a save that is under way is of a good step
+                raise
+
     with Interruption() as interruption, log, progress:
         while step < steps:
             batch = batch_at(step)  # while the device is still busy with the step before
@@ -201,6 +217,8 @@ def fit(
             step_began = time.perf_counter()
             state, metrics = update(state, batch, frozen_params)
             step += 1
+            check()  # of the step before, while the device is busy with this one
+            unchecked = step, metrics
             if batch_structure != last_structure:
                 # This step was compiled: it is the session's first, or the first of more depths.
                 # Its time is left out of the speed, and so are its tokens.
@@ -211,6 +229,7 @@ def fit(
             is_over_time = run.max_seconds is not None and clock.session() > run.max_seconds
             if step % run.log_every == 0 or step == steps or is_over_time:
                 jax.block_until_ready(state)
+                check()
                 row = {"step": step, "seconds": clock.run(), **_to_json(jax.device_get(metrics))}
                 log.write(row)
                 progress.update(step, note=f"loss {row['loss']:.4f}")
@@ -221,10 +240,12 @@ def fit(
                     clock.leave_out_evaluation(time.perf_counter() - began)
                     log.write({"step": step, "seconds": clock.run(), **evaluation})
             if step % run.save_every == 0 and step < steps:
+                check()
                 checkpoints.save(step, state)
             if is_over_time or interruption.is_requested:
                 break
         jax.block_until_ready(state)
+        check()
         seconds = clock.stepping()
     if step > first_step and step != checkpoints.latest():
         checkpoints.save(step, state)
@@ -247,7 +268,8 @@ def _update_fn(
             "opt": opt_state,
             "step": state["step"] + 1,
         }
-        return new_state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
+        norms = {"grad_norm": optax.tree.norm(grads), "grad_norms": gradient_norms(grads)}
+        return new_state, {"loss": value, **norms, **metrics}
 
     return update
 
@@ -285,6 +307,28 @@ def init_run_dir(run: Run) -> None:
         rule = "the output folder must be writable"
         next_step = "set out to a folder that you may write to"
         raise InputError(out, rule, error.strerror, next_step) from None
+
+
+def check_same_data(run: Run, rows: PackedRows) -> None:
+    """Checks that a run that goes on trains on the rows that it began with.
+
+    The recipe names a corpus, which may have changed: with it the order of rows would, and the
+    tokens of a reduced draft vocabulary.
+
+    Raises:
+      InputError: the rows are others.
+    """
+    path = Path(run.out) / DATA_FILE
+    data = {"num_rows": len(rows), "digest": rows.digest()}
+    if has_checkpoints(run) and path.exists():
+        former = json.loads(path.read_text(encoding="utf-8"))
+        if former != data:
+            rule = "a run is resumed only with the data that it began with"
+            got = f"{len(rows):,} other rows, were {former.get('num_rows', 0):,}"
+            next_step = f"restore {run.data.source}, or set out to another folder"
+            raise InputError(run.out, rule, got, next_step)
+        return
+    write_atomically(path, json.dumps(data) + "\n")
 
 
 def _check_same_settings(old: Run, new: Run) -> None:
@@ -342,4 +386,5 @@ def write_result(run: Run, result: dict) -> None:
 
 def _to_json(metrics: dict) -> dict:
     """Arrays as lists of numbers with six digits behind the point."""
-    return {key: np.round(value, 6).tolist() for key, value in metrics.items()}
+    shown = {key: value for key, value in metrics.items() if key != "grad_norms"}
+    return {key: np.round(value, 6).tolist() for key, value in shown.items()}

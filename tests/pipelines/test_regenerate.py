@@ -52,11 +52,18 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def tokenizer_of(place):
+    return text.load_tokenizer(place / "target")
+
+
 def test_answers_are_the_targets_own(place, tmp_path):
     regenerate(place / "target", options(place), tmp_path / "a.jsonl", lambda s: None)
     target = load_target(place / "target", aux_hidden_state_layers=())
     got = rows(tmp_path / "a.jsonl")
     prompts = [r["prompt_token_ids"] for r in got]
+    for row in got:
+        source = (place / "corpus" / row["source"]).read_text()
+        assert tokenizer_of(place).decode(row["prompt_token_ids"]) in source
     assert len(got) == 6 and all(len(r["output_token_ids"]) == 5 for r in got)
     greedy = [a.output_token_ids for a in generate(target, None, prompts, max_new_tokens=5)]
     warm = [

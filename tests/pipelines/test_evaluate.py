@@ -1,0 +1,49 @@
+"""Which prompts a run is measured on, and what a head of NaN comes to."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from peagle_jax import text
+from peagle_jax.documents import Document
+from peagle_jax.pipelines.evaluate import acceptance, eval_prompts
+from peagle_jax.train.config import Eagle3Run
+from peagle_jax.train.settings import build
+from peagle_jax.types import InputError
+from tests import tiny
+
+RAW = {"target": "t", "out": "o", "data": {"source": "s"}, "eval": {"num_prompts": 3}}
+
+
+def conversation(*roles, tools=()):
+    messages = tuple({"role": role, "content": f"{role} x"} for role in roles)
+    return Document("c", None, messages, tools=tools)
+
+
+def test_conversations_are_asked_anew():
+    tokenizer = text.train_tokenizer(["user x assistant"], 300)
+    held_out = [
+        conversation("user", "assistant", "user", "assistant"),
+        conversation("system", "user"),
+        conversation("assistant", "user"),  # a greeting: nobody has asked
+        conversation("system"),
+        Document("a", None, (), (7, 8), (9,)),
+    ]
+    prompts = eval_prompts(build(Eagle3Run, RAW, "test"), tokenizer, held_out)
+    assert prompts[0] == [7, 8]
+    shown = [tokenizer.decode(prompt) for prompt in prompts[1:]]
+    end = "<|im_end|>\n<|im_start|>assistant\n"
+    assert shown == [
+        f"<|im_start|>user\nuser x{end}",
+        f"<|im_start|>system\nsystem x<|im_end|>\n<|im_start|>user\nuser x{end}",
+    ]
+
+
+def test_a_target_of_nan_is_not_measured():
+    target, head = tiny.target(), tiny.head()
+    params = jax.tree.map(lambda x: x * jnp.nan, target.params)
+    broken = dataclasses.replace(target, params=params)
+    with pytest.raises(InputError, match="every prompt must be answered; got the target computed"):
+        acceptance(broken, head, [[1, 2, 3]], 2, 5)
