@@ -31,7 +31,7 @@ from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
-from peagle_jax.decode.prefill import chunk_size, num_positions, prefill
+from peagle_jax.decode.prefill import cache_sizes, chunk_size, num_positions, prefill
 from peagle_jax.decode.requests import Generation, Output, Request, check_request, failed_answer
 from peagle_jax.decode.step_times import StepTimes, default_folder, what_times_depend_on
 from peagle_jax.decode.stop_strings import Detokenizer, find_stop
@@ -283,8 +283,9 @@ class Engine:
         needed = max(longest + self.spec.num_ahead, num_positions(self.spec, longest))
         slots = growth.num_slots(needed, max(map(self._num_reserved, group)))
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
-        shape = num_rows, slots, chunk_size(self.spec, longest)
-        self.stats.programs.add(("prefill", *shape, sampling_kind(options)))
+        chunk, kind = chunk_size(self.spec, longest), sampling_kind(options)
+        for size in cache_sizes(chunk, longest, slots):
+            self.stats.programs.add(("prefill", num_rows, size, chunk, kind))
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
     def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:

@@ -62,31 +62,14 @@ def resize(state: DecodeState, slots: int, rows: Sequence[int], num_rows: int) -
         index[: len(rows)] = rows
 
     def with_slots(x: Array, axis: int, size: int) -> Array:
-        resized = _resize_array(x, index, axis, size)
-        if resized is not x:
-            x.delete()
-        return resized
+        return _replace(x, index, axis, size)
 
     def same_slots(x: Array) -> Array:
-        return with_slots(x, 0, num_rows)
-
-    def resize_cache(cache: KVCache, slots: int) -> KVCache:
-        def resize_group(group: KVGroup) -> KVGroup:
-            def resize_layers(layers: tuple[Array, ...]) -> tuple[Array, ...]:
-                return tuple(
-                    same_slots(x) if group.ring else with_slots(x, 2, slots) for x in layers
-                )
-
-            names = ("k", "v", "k_scale", "v_scale")
-            resized = {name: resize_layers(getattr(group, name)) for name in names}
-            return dataclasses.replace(group, **resized)
-
-        groups = tuple(map(resize_group, cache.groups))
-        return dataclasses.replace(cache, groups=groups, length=same_slots(cache.length))
+        return _replace(x, index, 0, num_rows)
 
     draft = state.draft
     if draft.cache is not None:
-        draft = dataclasses.replace(draft, cache=resize_cache(draft.cache, slots + k))
+        draft = dataclasses.replace(draft, cache=resize_cache(draft.cache, slots + k, index))
     per_row = {
         field.name: same_slots(getattr(state, field.name))
         for field in dataclasses.fields(state)
@@ -96,7 +79,7 @@ def resize(state: DecodeState, slots: int, rows: Sequence[int], num_rows: int) -
         per_row["done"] = jnp.asarray(per_row["done"]).at[len(rows) :].set(True)
     return dataclasses.replace(
         state,
-        cache=resize_cache(state.cache, slots),
+        cache=resize_cache(state.cache, slots, index),
         draft=draft,
         output=with_slots(state.output, 1, slots),
         is_draft=with_slots(state.is_draft, 1, slots),
@@ -105,10 +88,35 @@ def resize(state: DecodeState, slots: int, rows: Sequence[int], num_rows: int) -
     )
 
 
-def _resize_array(x: Array, rows: np.ndarray | None, axis: int, size: int) -> Array:
+def resize_cache(cache: KVCache, slots: int, rows: np.ndarray | None = None) -> KVCache:
+    """The cache with `slots` slots, except in rings. The arrays of the old one are freed.
+
+    Args:
+      rows: which rows to keep, in their new order; None for all.
+    """
+    num_rows = len(cache.length) if rows is None else len(rows)
+
+    def resize_group(group: KVGroup) -> KVGroup:
+        def resize_layers(layers: tuple[Array, ...]) -> tuple[Array, ...]:
+            axis, size = (0, num_rows) if group.ring else (2, slots)
+            return tuple(_replace(x, rows, axis, size) for x in layers)
+
+        names = ("k", "v", "k_scale", "v_scale")
+        return dataclasses.replace(
+            group, **{name: resize_layers(getattr(group, name)) for name in names}
+        )
+
+    length = _replace(cache.length, rows, 0, num_rows)
+    return dataclasses.replace(cache, groups=tuple(map(resize_group, cache.groups)), length=length)
+
+
+def _replace(x: Array, rows: np.ndarray | None, axis: int, size: int) -> Array:
+    """`x` with other rows, and `size` entries along `axis`. The old array is freed."""
     if rows is None and x.shape[axis] == size:
         return x
-    return _resized(x, rows, axis, size)
+    resized = _resized(x, rows, axis, size)
+    x.delete()
+    return resized
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "size"))

@@ -1,7 +1,9 @@
 """Reads prompts, chunk by chunk, and commits the first token of every answer.
 
 A chunk passes through the target, and its aux hidden states through the drafter, before the next
-one is read: the memory of activations is that of one chunk. All chunks of a size share a program.
+one is read: the memory of activations is that of one chunk. A chunk attends to all slots of a
+cache, which therefore grows with what was read; chunks before the same number of slots share a
+program.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.decode import growth
 from peagle_jax.decode.loop import (
     DecodeSpec,
     emit,
@@ -30,6 +33,9 @@ from peagle_jax.types import DecodeState, DraftState, KVCache, Params, RowOption
 
 # Prompts are padded to multiples of this, so that similar requests share a program.
 WIDTH_STEP = 64  # tokens
+# A cache begins with so many slots, and doubles. With fewer, attention takes little time beside the
+# products, and each number of slots is a program to be compiled.
+FIRST_SLOTS = 1024
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +89,8 @@ def prefill(
     """
     batch, width = prompts.shape
     chunk = chunk or chunk_size(spec, width)
-    state = empty(spec, batch, slots)
+    sizes = cache_sizes(chunk, width, slots)
+    state = empty(spec, batch, sizes[0])
     # one token more: the drafter reads every position together with the token after it
     padding = -width % chunk + 1
     module = np if isinstance(prompts, np.ndarray) else jnp
@@ -93,10 +100,37 @@ def prefill(
             yield
         tokens = prompts[:, start : start + chunk + 1]
         begin = np.int32(start)
+        state = _grow(spec, state, sizes[start // chunk])
         state = read_chunk(spec, target_params, draft_params, tokens, begin, lengths, state)
     caches = state.cache, state.draft
     hidden, aux_hidden_state = state.hidden, state.aux_hidden_state
     return first_tokens(spec, target_params, options, hidden, aux_hidden_state, *caches, slots)
+
+
+def cache_sizes(chunk: int, width: int, slots: int) -> list[int]:
+    """The slots of the caches while each chunk is read.
+
+    Args:
+      chunk: tokens of one forward.
+      width: tokens of the longest prompt.
+      slots: of the caches at the end.
+    """
+    sizes, size = [], min(FIRST_SLOTS, slots)
+    for start in range(0, width, chunk):
+        while size < start + chunk:
+            size = min(2 * size, slots)
+        sizes.append(size)
+    return [*sizes[:-1], slots]
+
+
+def _grow(spec: DecodeSpec, state: PrefillState, slots: int) -> PrefillState:
+    """The state with so many slots in the target's cache, and K more in the drafter's."""
+    draft = state.draft
+    if draft.cache is not None:
+        cache = growth.resize_cache(draft.cache, slots + spec.k)
+        draft = dataclasses.replace(draft, cache=cache)
+    cache = growth.resize_cache(state.cache, slots)
+    return dataclasses.replace(state, cache=cache, draft=draft)
 
 
 def run_to_end(reading: Generator[None, None, DecodeState]) -> DecodeState:

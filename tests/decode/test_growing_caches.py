@@ -64,6 +64,57 @@ def test_programs_are_few(monkeypatch):
     assert sizes == {64, 96}  # a prompt is padded to 64; then up to 4 + 90 tokens
 
 
+def test_sizes_while_a_prompt_is_read(monkeypatch):
+    """They hold every chunk, and end with what decoding asks for."""
+    monkeypatch.setattr(prefill, "FIRST_SLOTS", 16)
+    assert prefill.cache_sizes(8, 45, 96) == [16, 16, 32, 32, 64, 96]
+    assert prefill.cache_sizes(8, 40, 40) == [16, 16, 32, 32, 40]
+    assert prefill.cache_sizes(40, 40, 300) == [300]  # nothing to grow
+
+
+@pytest.mark.parametrize("method", [None, "peagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["full", "window", "float8"])
+def test_growth_in_prefill_does_not_change_the_text(method, kind, monkeypatch):
+    """Beside a cache that has all slots when the first chunk is read; a ring keeps its slots."""
+    changes = {
+        "full": {},
+        "window": {"windows": (None, 13, 13, None)},
+        "float8": {"cache_dtype": jnp.dtype(jnp.float8_e4m3fn)},
+    }[kind]
+    target, head = tiny.target(**CONTEXT, **changes), tiny.head(**CONTEXT)
+    prompts = [np.random.default_rng(n).integers(1, 41, n).tolist() for n in (9, 45)]
+    sizes = []
+    read_chunk = prefill.read_chunk
+
+    def noting(*arguments):
+        group = arguments[-1].cache.groups[0]
+        sizes.append(group.k[0].shape[2])
+        return read_chunk(*arguments)
+
+    monkeypatch.setattr(prefill, "read_chunk", noting)
+
+    def answers(first_slots):
+        monkeypatch.setattr(prefill, "FIRST_SLOTS", first_slots)
+        sizes.clear()
+        return generate(
+            target,
+            head if method else None,
+            prompts,
+            k=3,
+            method=method,
+            max_new_tokens=11,
+            prefill_chunk=8,
+            sliding_cache=kind == "window",
+        )
+
+    grown = answers(16)
+    assert sizes[:5] == [16, 16, 32, 32, 64] and sizes[5] >= 64
+    whole = answers(256)
+    assert len(set(sizes)) == 1
+    assert [a.output_token_ids for a in grown] == [a.output_token_ids for a in whole]
+    assert [a.num_accepted_per_pos for a in grown] == [a.num_accepted_per_pos for a in whole]
+
+
 def compiled_loop(method: str | None, batch: int, dtype: str) -> tuple[str, set[str]]:
     """The compiled program of `loop.decode`, and the shapes of its caches."""
     target, head = tiny.target(dtype=jnp.dtype(dtype)), tiny.head(dtype=jnp.dtype(dtype))
