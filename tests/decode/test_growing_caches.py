@@ -1,22 +1,18 @@
 """Caches that grow with the text: the same answers, no copy of a cache in the compiled loop."""
 
-import re
-
-import jax
+import cache_copies
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 from peagle_jax.decode import growth, loop, prefill
-from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.decode.generate import generate
 from peagle_jax.kernels import cache_write
 from peagle_jax.layers import CachedAttention
-from peagle_jax.types import AttentionRule, CacheShape, KVCache, RowOptions
+from peagle_jax.types import AttentionRule, CacheShape, KVCache
 
 CONTEXT = {"context": 640}
-# operations that make no array; what is called has lines of its own
-PASSED_ON = ("parameter", "get-tuple-element", "bitcast", "tuple", "while", "call")
 
 
 def test_sizes():
@@ -115,56 +111,19 @@ def test_growth_in_prefill_does_not_change_the_text(method, kind, monkeypatch):
     assert [a.num_accepted_per_pos for a in grown] == [a.num_accepted_per_pos for a in whole]
 
 
-def compiled_loop(method: str | None, batch: int, dtype: str) -> tuple[str, set[str]]:
-    """The compiled program of `loop.decode`, and the shapes of its caches."""
-    target, head = tiny.target(dtype=jnp.dtype(dtype)), tiny.head(dtype=jnp.dtype(dtype))
-    num_nodes = 9 if method == "tree" else None
-    drafter = make_drafter(head, 5, "peagle" if num_nodes else method) if method else None
-    spec = loop.DecodeSpec(target.graph, target.config, drafter, False, num_nodes=num_nodes)
-    options = RowOptions(jnp.full(batch, 40), jnp.full((batch, 1), -1), None)
-    prompts, lengths = jnp.ones((batch, 7), jnp.int32), jnp.full(batch, 7)
-    params = target.params, head.params
-    reading = prefill.prefill(spec, 256, *params, prompts, lengths, options, chunk=7)
-    state = prefill.run_to_end(reading)
-    leaves, structure = jax.tree.flatten(state)
-
-    # the state passes as a list of arrays: its classes check their fields, and shapes are no arrays
-    def decode_leaves(params, leaves):
-        state = jax.tree.unflatten(structure, leaves)
-        return jax.tree.leaves(loop.decode.__wrapped__(spec, *params, options, batch, 99, state))
-
-    program = jax.jit(decode_leaves, donate_argnums=1).lower(params, leaves).compile()
-    caches = [state.cache] + ([state.draft.cache] if state.draft.cache else [])
-    arrays = [x for cache in caches for group in cache.groups for x in (*group.k, *group.v)]
-    assert {x.dtype for x in arrays} == {jnp.dtype(jnp.float32)}
-    return program.as_text(), {tuple(x.shape) for x in arrays}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 8, 17])
-@pytest.mark.parametrize("method", [None, "eagle3", "peagle", "tree"])
+@pytest.mark.parametrize("method", cache_copies.METHODS)
 def test_no_cache_is_copied(method, batch, dtype):
     """All that makes an array of a cache's size and dtype is an update in place.
 
     Matrix units read keys and values in bfloat16: that conversion is not of the cache's dtype.
     """
-    text, shapes = compiled_loop(method, batch, dtype)
-    # heads may have been merged with rows
-    shapes = shapes | {(rows * heads, *rest) for rows, heads, *rest in shapes}
-    made = 0
-    for line in text.splitlines():
-        found = re.search(r"%?([\w.\-]+) = (.*?) ([\w\-]+)\(", line)
-        if not found or found[3] in PASSED_ON:
-            continue
-        name, results, operation = found.groups()
-        if not shapes & {
-            tuple(map(int, x.split(","))) for x in re.findall(r"f32\[([\d,]+)\]", results)
-        }:
-            continue
-        made += 1
-        in_place = operation == "dynamic-update-slice" or "dynamic-update-slice_fusion" in name
-        assert in_place, (operation, name)
+    text, arrays = cache_copies.compiled_loop(method, batch, dtype)
+    assert {dtype for dtype, _ in arrays} == {"float32"}
+    made = cache_copies.operations(text, arrays)
     assert made  # else nothing was looked at
+    assert not [operation for operation in made if not operation[-1]]
 
 
 @pytest.mark.parametrize("T", [1, 2, 5])

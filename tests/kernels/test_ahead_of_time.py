@@ -1,6 +1,6 @@
 """XLA compiles programs with their kernels for an H200 that is not here.
 
-These are a training step and a product in Mosaic GPU. It needs an environment of
+These are decoding loops, a training step and a product in Mosaic GPU. It needs an environment of
 scripts/gpu/install_cuda.sh, which has the CUDA plugin.
 """
 
@@ -58,6 +58,21 @@ def test_mosaic_product():
         timeout=600,
     )
     assert done.returncode == 0 and done.stdout.split() == ["1", "1"], done.stderr[-3000:]
+
+
+def test_no_cache_is_copied():
+    """In the loops of all methods, keys and values are written by kernels or updates in place."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "tests"), str(ROOT / "scripts" / "generate"))),
+    }
+    command = [sys.executable, ROOT / "tests" / "decode" / "cache_copies.py"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    loops = json.loads(done.stdout)
+    assert len(loops) == 8
+    for name, found in loops.items():
+        assert found["made"] and not found["copies"], name
 
 
 def test_training_step(tmp_path):
