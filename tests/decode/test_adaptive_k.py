@@ -189,18 +189,19 @@ def test_times_are_kept_by_machine_and_models(tmp_path):
 
     def measure(k):
         calls.append(k)
-        return 1.0 + k - 0.1 * len(calls)
+        # the first calls compile: they do not count, however fast they seem
+        return 1.0 + k - 0.01 * len(calls) if len(calls) > 3 else 0.001
 
     times = StepTimes(about, tmp_path / "new")
     seconds = times.get([0, 1, 3], 2, 200, "greedy", measure)
-    assert calls == [0, 1, 3] * 3
-    assert seconds == pytest.approx({0: 0.3, 1: 1.2, 3: 3.1})  # the least of three rounds
+    assert calls == [0, 1, 3] * 9
+    assert seconds == pytest.approx({0: 0.75, 1: 1.74, 3: 3.73})  # the least of eight rounds
     assert times.get([0, 1, 3], 2, 256, "greedy", measure) is seconds
     assert StepTimes(about, tmp_path / "new").get([0, 1, 3], 2, 100, "greedy", measure) == seconds
-    assert len(calls) == 9
+    assert len(calls) == 27
     for arguments in ((3, 200, "greedy"), (2, 257, "greedy"), (2, 200, "sampled")):
         times.get([0, 1, 3], *arguments, measure)
-    assert len(calls) == 36
+    assert len(calls) == 4 * 27
     # what a file says of other models does not count, nor does a damaged file
     other = tiny.head(dim=40)
     changed = what_times_depend_on(spec, (target.params, other.params))
@@ -234,7 +235,7 @@ def test_measuring_leaves_the_rows_alone(tmp_path):
         return jax.device_get([lengths, *(getattr(batch.state, name) for name in names)])
 
     before = arrays()
-    seconds = [batch.step_seconds(k) for k in (0, 2, 4)]
+    seconds = [batch.step_seconds(k) for k in (0, 2, 4, 0, 2, 4)][3:]  # the first compile
     assert all(0 < s < 1 for s in seconds)
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, arrays())))
     answers = {o.request_id: o.answer for _ in range(99) for o in engine.step() if o.answer}

@@ -338,19 +338,22 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
         ) == (held_out == 0)
 
 
-def test_a_resumed_target_keeps_its_tokenizer(corpus, tmp_path):
-    """More documents on the second call; the tokenizer of the first one stays."""
-    source = tmp_path / "corpus"
+def test_a_target_is_resumed_with_its_own_documents(corpus, tmp_path, capsys):
+    """With more of them it is refused, and nothing changes; without them it goes on."""
+    source, run = tmp_path / "corpus", tmp_path / "run"
     shutil.copytree(corpus, source)
-    raw = config("lm", source, tmp_path / "run", max_seconds=0.0)
+    raw = config("lm", source, run, max_seconds=0.0)
     path = write(tmp_path / "lm.yaml", raw)
     assert main(["train", str(path)]) == 0
-    before = (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text()
-    for i in range(40):
-        (source / f"new{i}.py").write_text(f"zebra_{i} = quagga_{i}\n" * 20)
+    before = (run / "tokenizer" / "tokenizer.json").read_text()
+    (source / "new.py").write_text("zebra = quagga\n" * 20)
+    assert main(["train", str(path)]) == 2
+    assert "a run is resumed only with the data that it began with" in capsys.readouterr().err
+    assert rows(run)[-1]["step"] == 1
+    (source / "new.py").unlink()
     assert main(["train", str(path)]) == 0
-    assert (tmp_path / "run" / "model" / "tokenizer.json").read_text() == before
-    assert rows(tmp_path / "run")[-1]["step"] == 2
+    assert (run / "model" / "tokenizer.json").read_text() == before
+    assert rows(run)[-1]["step"] == 2
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
