@@ -103,7 +103,7 @@ SLOW: dict[str, str] = {
     "tests/train/test_losses.py::test_both_trainings*": "6 s",
     "tests/train/test_losses_of_rows.py::test_alignment*": "11 s",
     "tests/train/test_losses_of_rows.py::test_packed_documents*": "15 s",
-    "tests/train/test_runs.py::test_a_resumed_target*": "4 s",
+    "tests/train/test_runs.py::test_a_target_is_resumed*": "4 s",
     "tests/train/test_runs.py::test_a_run_begun_with_former*": "8 s",
     "tests/train/test_runs.py::test_a_run_is_not_continued*": "5 s",
     "tests/train/test_runs.py::test_frozen_parts*": "4 s",

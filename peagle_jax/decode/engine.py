@@ -37,7 +37,7 @@ from peagle_jax.decode.step_times import StepTimes, default_folder, what_times_d
 from peagle_jax.decode.stop_strings import Detokenizer, find_stop
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.layers import full_precision
-from peagle_jax.targets.sharding import mesh_of
+from peagle_jax.targets.sharding import MODEL, mesh_of
 from peagle_jax.types import DecodeState, InputError, Model
 
 # Prompt tokens per forward where nothing else is asked for. Other requests wait for one forward.
@@ -311,7 +311,7 @@ class Engine:
     def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
         """Arguments of `cache_bytes`."""
         config = self.target.config
-        parts = 1 if self._mesh is None else self._mesh.size
+        parts = 1 if self._mesh is None else self._mesh.shape[MODEL]
         block = self.spec.ring_block
         return config.cache_shapes(), num_rows, positions, config.kv_cache_dtype, block, parts
 

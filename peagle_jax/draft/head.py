@@ -106,6 +106,10 @@ class HeadConfig:
             num_placeholders=max(1, (self.num_depths or 2) - 1),
         )
 
+    def kv_heads_of(self, layer: int) -> int:
+        """Key-value heads of a layer."""
+        return self.kv_heads
+
     def empty_cache(self, batch: int, slots: int) -> KVCache:
         """A KV cache of the head's layers.
 

@@ -1,13 +1,14 @@
-"""Where a target's parameters and cache lie on a mesh of devices.
+"""Where the parameters and the cache of a target, or of a draft head, lie on a mesh of devices.
 
-Heads and MLPs are split by tensor parallelism, experts by expert parallelism, both over the one
-mesh axis "model". What the size of that axis does not divide is replicated, for example two
-key-value heads over eight devices, or a vocabulary of odd size.
+Heads and MLPs are split by tensor parallelism, experts by expert parallelism, both over the mesh
+axis "model". What the size of that axis does not divide is replicated, for example two key-value
+heads over eight devices, or a vocabulary of odd size. On a mesh that has an axis "fsdp" every
+matrix is split over that, too, along another of its axes.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -15,8 +16,24 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from peagle_jax.layers.moe import AXIS
-from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import KVCache, Params
+
+# The axes of a mesh: rows of a batch; rows and matrices; heads, MLPs and experts.
+DATA, FSDP, MODEL = "data", "fsdp", AXIS
+
+
+@runtime_checkable
+class HasHeads(Protocol):
+    """What is read of the configuration of a target or of a draft head."""
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of a layer."""
+        ...
+
+    def kv_heads_of(self, layer: int) -> int:
+        """Key-value heads of a layer."""
+        ...
 
 
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
@@ -29,7 +46,7 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def spec(path: str, shape: tuple[int, ...], config: TargetConfig, axis_size: int) -> P:
+def spec(path: str, shape: tuple[int, ...], config: HasHeads, axis_size: int) -> P:
     """On which of its axes a parameter is split.
 
     Args:
@@ -40,7 +57,7 @@ def spec(path: str, shape: tuple[int, ...], config: TargetConfig, axis_size: int
     def split_if_divisible(count: int, *axes: str | None) -> P:
         return P(*axes) if count % axis_size == 0 else P()
 
-    if match := re.search(r"blocks\.(\d+)\.attn\.([qkvo])\.(kernel|bias)$", path):
+    if match := re.search(r"(?:blocks|layers)\.(\d+)\.attn\.([qkvo])\.(kernel|bias)$", path):
         layer, projection, part = match.groups()
         heads = config.heads if projection in "qo" else config.kv_heads_of(int(layer))
         if projection == "o":
@@ -64,11 +81,23 @@ def spec(path: str, shape: tuple[int, ...], config: TargetConfig, axis_size: int
     return P()
 
 
-def placement(config: TargetConfig, mesh: Mesh) -> Callable[[str, Any], NamedSharding]:
+def _fully_sharded(axes: P, shape: tuple[int, ...], size: int) -> P:
+    """`axes` with the largest axis of a matrix that is not split, and can be, split over "fsdp"."""
+    entries = [*axes, *[None] * (len(shape) - len(axes))]
+    free = [i for i, entry in enumerate(entries) if entry is None and shape[i] % size == 0]
+    if len(shape) > 1 and free:
+        entries[max(free, key=lambda i: shape[i])] = FSDP
+    return P(*entries)
+
+
+def placement(config: HasHeads, mesh: Mesh) -> Callable[[str, Any], NamedSharding]:
     """(path, shape) of a parameter -> its sharding, as `weights.load_params` asks for it."""
 
     def sharding_of(path: str, param: Any) -> NamedSharding:
-        return NamedSharding(mesh, spec(path, param.shape, config, mesh.shape[AXIS]))
+        axes = spec(path, param.shape, config, mesh.shape[AXIS])
+        if mesh.shape.get(FSDP, 1) > 1:
+            axes = _fully_sharded(axes, param.shape, mesh.shape[FSDP])
+        return NamedSharding(mesh, axes)
 
     return sharding_of
 

@@ -64,6 +64,23 @@ class OptimizerConfig:
         check(positive, "max_grad_norm", "must be above 0", self.max_grad_norm, "use 1.0")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """The devices that a run trains on, in three directions (train/mesh.py). Their product counts.
+
+    A run may be resumed on another mesh.
+    """
+
+    data: int = 1  # devices that share the rows of a batch
+    fsdp: int = 1  # devices that share the rows, and the matrices and what the optimizer keeps
+    model: int = 1  # devices that share heads, MLPs, experts and vocabulary (tensor parallelism)
+
+    def __post_init__(self) -> None:
+        for key in ("data", "fsdp", "model"):
+            size = getattr(self, key)
+            check(size >= 1, key, "must be 1 or more", size, "use 1")
+
+
 def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
     check(kv_heads >= 1, "kv_heads", "must be 1 or more", kv_heads, "use a divisor of heads")
     is_multiple = heads >= 1 and heads % kv_heads == 0
@@ -107,6 +124,9 @@ class Run:
     seed: int = 0
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
+    # Parts of a batch that are computed one after another, to save memory; their gradients add up.
+    gradient_accumulation: int = 1
+    mesh: MeshConfig = MeshConfig()
     log_every: int = 50  # steps between two rows of metrics.jsonl
     save_every: int = 1000  # steps between two checkpoints
     max_seconds: float | None = None  # stop after so long even if steps remain; null: never
@@ -115,6 +135,13 @@ class Run:
         check(self.log_every >= 1, "log_every", "must be 1 or more", self.log_every, "use 50")
         check(self.save_every >= 1, "save_every", "must be 1 or more", self.save_every, "use 1000")
         check(self.seed >= 0, "seed", "must be 0 or more", self.seed, "use 0")
+        key, parts = "gradient_accumulation", self.gradient_accumulation
+        check(parts >= 1, key, "must be 1 or more", parts, "use 1")
+        shares = parts * self.mesh.data * self.mesh.fsdp
+        rule = f"must be a multiple of gradient_accumulation x mesh.data x mesh.fsdp, {shares}"
+        rows = self.data.batch_size
+        next_step = f"use {-(-rows // shares) * shares}"
+        check(rows % shares == 0, "data.batch_size", rule, rows, next_step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

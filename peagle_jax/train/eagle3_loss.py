@@ -8,7 +8,7 @@ rows of step 0 up to itself, and to itself at steps 1 .. j.
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.kernels import packed_attention
@@ -57,6 +57,7 @@ def eagle3_loss(
     lm_head_weight: Float[Array, "E V"],
     logit_cap: float | None = None,
     loss: str = "forward_kl",
+    denominators: Float[Array, " steps"] | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Sum over steps of decay**j times the mean loss of step j, as speculators computes it.
 
@@ -70,6 +71,8 @@ def eagle3_loss(
       lm_head_weight: the target's output matrix over its whole vocabulary.
       logit_cap: soft cap of the target's logits (Gemma).
       loss: a name of `loss.LOSSES`.
+      denominators: what the sum of each step is divided by, where these rows are a part of a
+        batch: the numbers of its positions in the loss; None: theirs.
 
     Returns:
       The loss, and {"correct", "total"} by step: how often the head's argmax is the target's, and
@@ -85,10 +88,7 @@ def eagle3_loss(
         attend = Unrolled(rows.segment_ids, step)
         hidden, state = head(embeddings, fused, here + step, attend, state)
         fused = head.feedback(hidden)
-        # row i of this step learns position i + step, if that is still in row i's document
-        in_loss = _ahead(rows.loss_mask, step, False)
-        in_loss &= _ahead(rows.segment_ids, step, -2) == rows.segment_ids
-        weight = in_loss.astype(jnp.float32)
+        weight = positions_in_loss(rows.loss_mask, rows.segment_ids, step).astype(jnp.float32)
         teacher_row = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
         step_loss, counts = distill(
             head.norm,
@@ -103,10 +103,22 @@ def eagle3_loss(
             logit_cap,
             loss,
         )
-        summed += decay**step * step_loss / jnp.maximum(weight.sum(), 1)
+        count = jnp.maximum(weight.sum(), 1) if denominators is None else denominators[step]
+        summed += decay**step * step_loss / count
         correct.append(counts["correct"])
         total.append(counts["total"])
     return summed, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}
+
+
+def positions_in_loss(
+    loss_mask: Bool[Array, "B n"], segment_ids: Int[Array, "B n"], step: int
+) -> Bool[Array, "B n"]:
+    """Which rows have a loss at an unrolled step.
+
+    Row i learns position i + step then, if that is still in row i's document.
+    """
+    in_loss = _ahead(loss_mask, step, False)
+    return in_loss & (_ahead(segment_ids, step, -2) == segment_ids)
 
 
 def _ahead(x: Array, step: int, fill: int | bool) -> Array:

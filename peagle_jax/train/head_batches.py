@@ -42,7 +42,7 @@ class HeadBatch:
       segment_ids: documents of the shifted rows.
       loss_mask: of the shifted rows.
       cod: elements of depth 1 and more; None for EAGLE-3.
-      step: number of the step, for the draws of feature noise.
+      noise_ids: the step and the row in it, by which a row's feature noise is drawn.
       num_depths: depths that this step trains; static, so that a step is compiled for each number.
     """
 
@@ -51,7 +51,7 @@ class HeadBatch:
     segment_ids: Int[Array | np.ndarray, "B n"]
     loss_mask: Bool[Array | np.ndarray, "B n"]
     cod: CodSample | None
-    step: Int[Array | np.ndarray, ""]
+    noise_ids: Int[Array | np.ndarray, "B 2"]
     num_depths: int = dataclasses.field(metadata={"static": True})
 
     def rows(self, target: Decoder, dtype: DTypeLike) -> TrainingRows:
@@ -110,8 +110,8 @@ class HeadBatches:
         if isinstance(run, PeagleRun):
             cod_config = dataclasses.replace(run.cod, num_depths=num_depths)
             cod = cod_sample(loss_mask, segment_ids, cod_config, [run.seed, step])
-        step_array = np.asarray(step, np.int32)
-        return HeadBatch(batch, stored, segment_ids, loss_mask, cod, step_array, num_depths)
+        noise_ids = np.array([(step, row) for row in range(len(indices))], np.int32)
+        return HeadBatch(batch, stored, segment_ids, loss_mask, cod, noise_ids, num_depths)
 
 
 def _open_matching(

@@ -1,10 +1,12 @@
 """The head that a training run begins with: its configuration, and its parameters before step 1."""
 
+import dataclasses
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
@@ -14,11 +16,13 @@ from peagle_jax.draft import draft_vocab
 from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.draft.init import init_from_head, init_from_target, init_placeholders
 from peagle_jax.layers import Decoder, Rope
+from peagle_jax.targets import sharding
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun, PlaceholderConfig
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.hidden_states import compute_hidden_states
-from peagle_jax.types import InputError, Model
+from peagle_jax.train.mesh import put, to_host
+from peagle_jax.types import Batch, InputError, Model, Params
 
 MEAN_TOKENS = 8192  # over which the mean aux hidden states are taken
 
@@ -45,16 +49,18 @@ def new_head(
     if config.draft_vocab != config.vocab:
         counts = np.bincount(rows.tokens[rows.loss_mask], minlength=config.vocab)
         ids = draft_vocab.choose(counts, config.draft_vocab)
-    module = cast(Decoder, target.bind(target.params))
+    # what a head begins from is small, and may be spread over devices
+    begins_from = _last_parts(target)
+    module = cast(Decoder, begins_from.bind(begins_from.params))
     embedding, output = module.embed.table[...], module.lm_head_weight()
     head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
 
     mean_aux_hidden_states = None
     is_mean_design = config.parallel and config.placeholder_hidden == "mean_feature"
     if run.init == "target" or is_mean_design:
-        mean_aux_hidden_states = _mean_aux_hidden_states(module, rows)
+        mean_aux_hidden_states = _mean_aux_hidden_states(target, rows)
     if run.init == "target":
-        head = init_from_target(head, target)
+        head = init_from_target(head, begins_from)
     has_placeholders = False
     if run.init_from is not None:
         trained = head_reading.to_model(
@@ -68,13 +74,39 @@ def new_head(
     return head
 
 
-def _mean_aux_hidden_states(target: Decoder, rows: PackedRows) -> Float[Array, " A"]:
+def _last_parts(target: Model) -> Model:
+    """The target with its embedding, last layer, final norm and output matrix on one device.
+
+    On a mesh the other parameters stay where they are.
+    """
+    if sharding.mesh_of(target.params) is None:
+        return target
+    last = max(target.params["blocks"])
+
+    def fetched(path: tuple, x: Array) -> Array:
+        keys = [key.key for key in path]
+        is_needed = keys[0] != "blocks" or keys[1] == last
+        return jnp.asarray(to_host(x)) if is_needed else x
+
+    return dataclasses.replace(target, params=jax.tree.map_with_path(fetched, target.params))
+
+
+def _mean_aux_hidden_states(target: Model, rows: PackedRows) -> Float[Array, " A"]:
     """Mean aux hidden states over the first rows of the corpus."""
     num_rows = min(-(-MEAN_TOKENS // rows.tokens.shape[1]), len(rows))
-    batch = jax.tree.map(jnp.asarray, rows.take(range(num_rows)))
-    aux_hidden_states, _ = compute_hidden_states(target, batch)
-    is_token = (batch.segment_ids >= 0)[..., None]
-    return jnp.mean(aux_hidden_states, axis=(0, 1), where=is_token)
+    mesh = sharding.mesh_of(target.params)
+
+    def mean(params: Params, batch: Batch) -> Float[Array, " A"]:
+        aux_hidden_states, _ = compute_hidden_states(cast(Decoder, target.bind(params)), batch)
+        is_token = (batch.segment_ids >= 0)[..., None]
+        return jnp.mean(aux_hidden_states, axis=(0, 1), where=is_token)
+
+    batch = rows.take(range(num_rows))
+    if mesh is None:
+        return mean(target.params, jax.tree.map(jnp.asarray, batch))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    batch = jax.tree.map(lambda x: put(x, everywhere), batch)
+    return jnp.asarray(to_host(jax.jit(mean, out_shardings=everywhere)(target.params, batch)))
 
 
 def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConfig:

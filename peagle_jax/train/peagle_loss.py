@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead
@@ -46,6 +46,19 @@ def teacher_columns(head: DraftHead, lm_head_weight: Float[Array, "E V"]) -> Flo
     return lm_head_weight if head.d2t is None else lm_head_weight[:, head.target_ids()]
 
 
+def elements_in_loss(
+    loss_mask: Bool[Array, "B n"], cod: CodSample | None, num_depths: int
+) -> Bool[Array, "B P"]:
+    """Which elements have a loss: of depth 0, and of `cod` behind them if there are more depths."""
+    if num_depths == 1:
+        return loss_mask
+    if cod is None:
+        raise ValueError("more than one depth needs a COD sample")
+    positions = jnp.asarray(cod.anchor) + jnp.asarray(cod.depth)
+    of_cod = jnp.take_along_axis(loss_mask, positions, axis=1) & cod.real
+    return jnp.concatenate([loss_mask, of_cod], axis=1)
+
+
 def peagle_loss(
     head: DraftHead,
     rows: TrainingRows,
@@ -55,7 +68,8 @@ def peagle_loss(
     logit_cap: float | None = None,
     loss: str = "forward_kl",
     feature_noise: FeatureNoise | None = None,
-    key: Array | None = None,
+    keys: Key[Array, " B"] | None = None,
+    denominator: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Mean loss over the elements of all depths, with one denominator for the batch.
 
@@ -68,7 +82,9 @@ def peagle_loss(
       logit_cap: soft cap of the target's logits (Gemma).
       loss: a name of `loss.LOSSES`.
       feature_noise: noise on the aux hidden states; None: none.
-      key: PRNG key for that noise.
+      keys: PRNG keys for that noise, one for each row.
+      denominator: what the sum is divided by, where these rows are a part of a batch: the number
+        of its elements in the loss; None: theirs.
 
     Returns:
       The loss, and {"correct", "total"} by depth [K]: how often the head's argmax is the target's,
@@ -77,7 +93,7 @@ def peagle_loss(
     B, n = rows.tokens.shape
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
     embeddings = head.embed(rows.tokens)
-    fused = _noisy_fused(head, rows, feature_noise, key)
+    fused = _noisy_fused(head, rows, feature_noise, keys)
     if num_depths > 1:
         if cod is None:
             raise ValueError("more than one depth needs a COD sample")
@@ -87,15 +103,15 @@ def peagle_loss(
         anchor, cod_depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
         depth = jnp.concatenate([jnp.zeros((B, n), jnp.int32), cod_depth], axis=1)
         positions = jnp.concatenate([here, anchor + cod_depth], axis=1)
-        in_loss = jnp.take_along_axis(rows.loss_mask, positions, axis=1)
-        in_loss &= jnp.concatenate([jnp.ones((B, n), bool), cod.real], axis=1)
         attend = PrefixChain(anchor, cod_depth, rows.segment_ids, num_depths)
     else:
-        depth, positions, in_loss = jnp.zeros((B, n), jnp.int32), here, rows.loss_mask
+        depth, positions = jnp.zeros((B, n), jnp.int32), here
         attend = PrefixChain(here[:, :0], here[:, :0], rows.segment_ids, 1)
     hidden, _ = head(embeddings, fused, positions, attend, None)
 
-    weight = in_loss.astype(jnp.float32)
+    weight = elements_in_loss(rows.loss_mask, cod, num_depths).astype(jnp.float32)
+    if denominator is None:
+        denominator = jnp.maximum(weight.sum(), 1)
     teacher_row = positions + n * jnp.arange(B)[:, None]
     total, by_depth = distill(
         head.norm,
@@ -110,7 +126,7 @@ def peagle_loss(
         logit_cap,
         loss,
     )
-    return total / jnp.maximum(jax.lax.stop_gradient(weight.sum()), 1), by_depth
+    return total / denominator, by_depth
 
 
 def _placeholder_rows(
@@ -131,18 +147,21 @@ def _placeholder_rows(
 
 
 def _noisy_fused(
-    head: DraftHead, rows: TrainingRows, feature_noise: FeatureNoise | None, key: Array | None
+    head: DraftHead,
+    rows: TrainingRows,
+    feature_noise: FeatureNoise | None,
+    keys: Key[Array, " B"] | None,
 ) -> Float[Array, "B n D"]:
     """Fused hidden states of the depth-0 rows, with noise and dropout."""
     if feature_noise is None or not (feature_noise.noise or feature_noise.dropout):
         return head.fuse(rows.aux_hidden_states)
-    if key is None:
-        raise ValueError("feature noise needs a PRNG key")
-    noise_key, dropout_key = jax.random.split(key)
+    if keys is None:
+        raise ValueError("feature noise needs PRNG keys")
+    noise_keys, dropout_keys = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     aux_hidden_states = rows.aux_hidden_states
     if feature_noise.noise:
-        shape, dtype = aux_hidden_states.shape, aux_hidden_states.dtype
-        uniform = jax.random.uniform(noise_key, shape, dtype, -1, 1)
+        shape, dtype = aux_hidden_states.shape[1:], aux_hidden_states.dtype
+        uniform = jax.vmap(lambda key: jax.random.uniform(key, shape, dtype, -1, 1))(noise_keys)
         aux_hidden_states += feature_noise.noise * uniform
     fused = head.fuse(aux_hidden_states)
     if feature_noise.dropout:
@@ -158,7 +177,8 @@ def _noisy_fused(
         embeddings = head.embed(rows.tokens)
         unfilled = PlaceholderRow(depth, row_before(embeddings), row_before(fused))
         _, mask_fused = placeholders.rows(head, unfilled)
-        is_dropped = jax.random.bernoulli(dropout_key, feature_noise.dropout, rows.tokens.shape)
+        share, shape = feature_noise.dropout, rows.tokens.shape[1:]
+        is_dropped = jax.vmap(lambda key: jax.random.bernoulli(key, share, shape))(dropout_keys)
         fused = jnp.where(is_dropped[..., None], mask_fused, fused)
     return fused
 

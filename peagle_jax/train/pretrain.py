@@ -1,5 +1,6 @@
 """Trains a small Qwen3 target from scratch on a corpus, and saves a Hugging Face folder."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from peagle_jax.targets import qwen3
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
+from peagle_jax.train.mesh import make_training_mesh, on_mesh, to_host
 from peagle_jax.train.trainer import (
     check_same_data,
     fit,
@@ -29,6 +31,7 @@ from peagle_jax.train.trainer import (
     read_result,
     write_result,
 )
+from peagle_jax.train.update import Objective
 from peagle_jax.types import Batch, Model, Params
 
 CHUNK = 2048  # tokens whose logits exist at one time
@@ -95,9 +98,13 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
         return rows.batch(run.data.batch_size, run.seed, step)
 
     rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
-    loss = functools.partial(_loss, model)
-    fitted = fit(run, model.params, loss, batch_at, None, say=say, rows_at=rows_at)
-    trained = dataclasses.replace(model, params=fitted.params)
+    objective = Objective(functools.partial(_loss, model), _num_in_loss, _metrics)
+    mesh = make_training_mesh(run.mesh)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        params = on_mesh(model, mesh).params
+        fitted = fit(run, params, objective, batch_at, None, None, say, rows_at, mesh)
+    on_host = jax.tree.map(jnp.asarray, to_host(fitted.params)) if mesh else fitted.params
+    trained = dataclasses.replace(model, params=on_host)
     bits_per_byte = held_out_bits(trained, tokenizer, held_out, run.data.seq_len)
     folder = Path(run.out) / "model"
     metadata = {"source": f"peagle train, step {fitted.step}"}
@@ -153,10 +160,26 @@ def _target_config(run: LmRun, vocab: int, stop_id: int) -> qwen3.Qwen3Config:
 
 
 def _loss(
-    model: Model, params: Params, batch: Batch, frozen_params: None
+    model: Model, params: Params, batch: Batch, frozen_params: None, count: Float[Array, ""]
 ) -> tuple[Float[Array, ""], dict]:
-    total, count = next_token_loss(cast(Decoder, model.bind(params)), batch)
-    return total / jnp.maximum(count, 1), {}
+    total, _ = next_token_loss(cast(Decoder, model.bind(params)), batch)
+    return total / count, {}
+
+
+def _num_in_loss(batch: Batch) -> Float[Array, ""]:
+    return jnp.maximum(_tokens_in_loss(batch).sum(), 1)
+
+
+def _metrics(sums: dict) -> dict:
+    return sums
+
+
+def _tokens_in_loss(batch: Batch) -> Float[Array, "B T"]:
+    """1 for each token whose successor counts, which is in the loss mask and the same document."""
+    segment_ids, loss_mask = jnp.asarray(batch.segment_ids), jnp.asarray(batch.loss_mask)
+    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
+    in_loss = (follows & loss_mask[:, 1:]).astype(jnp.float32)
+    return jnp.pad(in_loss, [(0, 0), (0, 1)])
 
 
 def next_token_loss(target: Decoder, batch: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -168,9 +191,7 @@ def next_token_loss(target: Decoder, batch: Batch) -> tuple[Float[Array, ""], Fl
     positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     tokens, segment_ids = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
     out, _ = target(tokens, positions, PackedCausal(segment_ids), None)
-    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)
-    in_loss = (follows & batch.loss_mask[:, 1:]).astype(jnp.float32)
-    weight = jnp.pad(in_loss, [(0, 0), (0, 1)]).reshape(-1)
+    weight = _tokens_in_loss(batch).reshape(-1)
     labels = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)]).reshape(-1)
     hidden = out.hidden.reshape(B * T, -1)
     chunks = max(1, -(-B * T // CHUNK))

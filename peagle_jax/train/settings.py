@@ -9,7 +9,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from peagle_jax.old_names import RECIPE_KEYS, with_new_names
 from peagle_jax.types import InputError
@@ -181,18 +181,25 @@ def shown(value: typing.Any) -> typing.Any:
     return words[value] if value is None or isinstance(value, bool) else value
 
 
-def differences(old: typing.Any, new: typing.Any, path: str = "") -> list[str]:
+def differences(
+    old: typing.Any, new: typing.Any, path: str = "", may_change: Collection[str] = ()
+) -> list[str]:
     """The keys in which two settings differ, each with both values.
+
+    Args:
+      may_change: keys, or beginnings of keys, that are left out.
 
     Returns:
       Lines such as "optimizer.steps 600, was 400"; empty if the settings are equal.
     """
+    if path in may_change:
+        return []
     if type(old) is not type(new) or not dataclasses.is_dataclass(old):
         return [] if old == new else [f"{path} {shown(new)}, was {shown(old)}"]
     lines = []
     for field in dataclasses.fields(old):
         pair = getattr(old, field.name), getattr(new, field.name)
-        lines += differences(*pair, _join(path, field.name))
+        lines += differences(*pair, _join(path, field.name), may_change)
     return lines
 
 

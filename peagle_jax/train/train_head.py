@@ -1,13 +1,15 @@
 """Trains a draft head: P-EAGLE with COD sampling, or EAGLE-3 with test-time training."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
@@ -19,10 +21,12 @@ from peagle_jax.draft.head import DraftHead
 from peagle_jax.layers import Decoder
 from peagle_jax.train.config import Eagle3Run, HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows, pack
-from peagle_jax.train.eagle3_loss import eagle3_loss
+from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
+from peagle_jax.train.loss import DepthCounts
+from peagle_jax.train.mesh import make_training_mesh, on_mesh, to_host
 from peagle_jax.train.new_head import new_head
-from peagle_jax.train.peagle_loss import peagle_loss
+from peagle_jax.train.peagle_loss import elements_in_loss, peagle_loss
 from peagle_jax.train.trainer import (
     check_same_data,
     fit,
@@ -30,6 +34,7 @@ from peagle_jax.train.trainer import (
     read_result,
     write_result,
 )
+from peagle_jax.train.update import Objective
 from peagle_jax.types import InputError, Model, Params
 
 Evaluate = Callable[[Model], dict]  # a head -> the acceptance fields of HeadResult
@@ -87,7 +92,19 @@ def train_head(
     finished = read_result(run, HeadResult, say)
     if finished is not None:
         return finished
-    target, tokenizer = _load_target(run)
+    mesh = make_training_mesh(run.mesh)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return _train(run, mesh, say, make_evaluator)
+
+
+def _train(
+    run: HeadRun,
+    mesh: Mesh | None,
+    say: Callable[[str], None],
+    make_evaluator: MakeEvaluator | None,
+) -> HeadResult:
+    """What is left of `train_head` for a run that has not finished."""
+    target, tokenizer = _load_target(run, mesh)
     rows, held_out = _read_rows(run, tokenizer, say)
     check_same_data(run, rows)
     batches = HeadBatches(run, rows, target)
@@ -95,7 +112,7 @@ def train_head(
     layers = list(target.config.aux_hidden_state_layers)
     say(f"head: {_count(head):,} parameters, aux hidden states of layers {layers}")
 
-    trained, frozen = split_params(run, head)
+    trained, frozen = split_params(run, on_mesh(head, mesh))
     evaluate = make_evaluator(run, target, tokenizer, held_out) if make_evaluator else None
     if evaluate is None:
         say(
@@ -114,11 +131,13 @@ def train_head(
         return evaluate(with_params(params))
 
     loss = functools.partial(head_loss, run, target, head)
+    objective = Objective(loss, head_denominators, head_metrics)
     frozen_params = target.params, frozen
     rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
-    fitted = fit(run, trained, loss, batches, frozen_params, evaluate_at, say, rows_at)
+    fitted = fit(run, trained, objective, batches, frozen_params, evaluate_at, say, rows_at, mesh)
     head = with_params(fitted.params)
-    folder = _export(run, head, fitted.step, say)
+    on_host = dataclasses.replace(head, params=to_host(head.params)) if mesh else head
+    folder = _export(run, on_host, fitted.step, say)
     acceptance = NOT_EVALUATED if evaluate is None else evaluate(head)
     speed = fitted.tokens / fitted.seconds if fitted.tokens else None
     result = HeadResult(
@@ -133,7 +152,7 @@ def train_head(
     return result
 
 
-def _load_target(run: HeadRun) -> tuple[Model, PreTrainedTokenizerBase]:
+def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedTokenizerBase]:
     """The run's target with its tokenizer."""
     folder = weights.find_folder(run.target)
     tokenizer = text.load_tokenizer(folder)
@@ -145,6 +164,7 @@ def _load_target(run: HeadRun) -> tuple[Model, PreTrainedTokenizerBase]:
         folder,
         aux_hidden_state_layers=run.head.aux_hidden_state_layers,
         dtype=jnp.dtype(run.target_dtype),
+        mesh=mesh,
     )
     text.check_vocabulary(tokenizer, target.config.vocab, run.target)
     return target, tokenizer
@@ -212,8 +232,9 @@ def head_loss(
     params: Params,
     batch: HeadBatch,
     frozen_params: tuple[Params, Params],
-) -> tuple[jax.Array, dict[str, Any]]:
-    """The loss of one step, and its metrics.
+    denominators: jax.Array | None = None,
+) -> tuple[jax.Array, DepthCounts]:
+    """The loss of a batch, or the share of a part of it; and by depth how often the head was right.
 
     Args:
       run: the training run.
@@ -222,14 +243,18 @@ def head_loss(
       params: the head's trained parameters.
       batch: the step's input.
       frozen_params: the target's parameters, and the head's frozen ones.
+      denominators: of the whole batch, from `head_denominators`; None: `batch` is all of it.
     """
     target_params, frozen = frozen_params
     draft_head = cast(DraftHead, head.bind({**params, **frozen}))
     decoder = cast(Decoder, target.bind(target_params))
     rows, output = batch.rows(decoder, target.config.dtype), decoder.lm_head_weight()
     if isinstance(run, PeagleRun):
-        key = jax.random.fold_in(jax.random.key(run.seed), batch.step)
-        loss, by_depth = peagle_loss(
+
+        def key_of(step_and_row: jax.Array) -> jax.Array:
+            return functools.reduce(jax.random.fold_in, step_and_row, jax.random.key(run.seed))
+
+        return peagle_loss(
             draft_head,
             rows,
             batch.cod,
@@ -238,11 +263,32 @@ def head_loss(
             decoder.logit_cap,
             run.loss,
             run.feature_noise,
-            key,
+            jax.vmap(key_of)(jnp.asarray(batch.noise_ids)),
+            denominators,
         )
+    return eagle3_loss(
+        draft_head,
+        rows,
+        batch.num_depths,
+        cast(Eagle3Run, run).ttt.decay,
+        output,
+        decoder.logit_cap,
+        run.loss,
+        denominators,
+    )
+
+
+def head_denominators(batch: HeadBatch) -> jax.Array:
+    """What sums are divided by: a batch's elements (P-EAGLE), or positions by step (EAGLE-3)."""
+    loss_mask, segment_ids = jnp.asarray(batch.loss_mask), jnp.asarray(batch.segment_ids)
+    if batch.cod is not None:
+        count = elements_in_loss(loss_mask, batch.cod, batch.num_depths).sum()
     else:
-        decay = cast(Eagle3Run, run).ttt.decay
-        loss, by_depth = eagle3_loss(
-            draft_head, rows, batch.num_depths, decay, output, decoder.logit_cap, run.loss
-        )
-    return loss, {"accuracy": by_depth["correct"] / jnp.maximum(by_depth["total"], 1)}
+        steps = range(batch.num_depths)
+        count = jnp.stack([positions_in_loss(loss_mask, segment_ids, s).sum() for s in steps])
+    return jnp.maximum(count.astype(jnp.float32), 1)
+
+
+def head_metrics(counts: DepthCounts) -> dict[str, jax.Array]:
+    """Of a step: by depth, how often the head's likeliest token is the target's."""
+    return {"accuracy": counts["correct"] / jnp.maximum(counts["total"], 1)}

@@ -14,22 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.orbax_io import Checkpoints
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
-from peagle_jax.train.config import OptimizerConfig, Run, dump, load_run
+from peagle_jax.train.config import Run, dump, load_run
 from peagle_jax.train.data import PackedRows
-from peagle_jax.train.divergence import check_finite, gradient_norms
+from peagle_jax.train.divergence import check_finite
 from peagle_jax.train.interruption import Interruption
+from peagle_jax.train.mesh import put, put_rows, shardings_of
 from peagle_jax.train.settings import differences
+from peagle_jax.train.update import Layout, Objective, make_optimizer, make_update
 from peagle_jax.types import InputError, Params
 
+# Keys that may differ when a run is resumed: they change no step.
+MAY_CHANGE = ("mesh", "gradient_accumulation", "max_seconds", "log_every", "save_every")
 RESULT_FILE = "result.json"
 DATA_FILE = "data.json"
-# (trained parameters, batch, frozen parameters) -> loss, metrics; pure
-Loss = Callable[[Params, Any, Any], tuple[jax.Array, dict]]
 # (step, trained parameters) -> a row of metrics, or None if this step is not evaluated
 EvalFn = Callable[[int, Params], dict | None]
 
@@ -128,51 +131,23 @@ class MetricsLog:
         self._file.flush()
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with gradient clipping, linear warm-up, and cosine decay to a tenth of the peak."""
-    warmup = min(config.warmup, max(config.steps - 1, 0))
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0,
-        peak_value=config.peak_lr,
-        warmup_steps=warmup,
-        decay_steps=max(config.steps, warmup + 1),
-        end_value=config.peak_lr / 10,
-    )
-    adamw = optax.adamw(
-        schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decay_mask
-    )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
-
-
-def decay_mask(params: Params) -> Params:
-    """Which parameters have weight decay: matrices, except tables of placeholders.
-
-    Such a table has a vector for each depth. With one depth it would be a vector, and vectors and
-    norms have no weight decay.
-    """
-
-    def is_decayed(path: tuple, x: jax.Array) -> bool:
-        return x.ndim > 1 and jax.tree_util.keystr(path[:1]) != "['placeholder']"
-
-    return jax.tree.map_with_path(is_decayed, params)
-
-
 def fit(
     run: Run,
     params: Params,
-    loss: Loss,
+    objective: Objective,
     batch_at: Callable[[int], Any],
     frozen_params: Any,
     eval_fn: EvalFn | None = None,
     say: Callable[[str], None] = print,
     rows_at: Callable[[int], Sequence[int]] | None = None,
+    mesh: Mesh | None = None,
 ) -> FitResult:
     """Trains `params` for `run.optimizer.steps` steps, resuming from the newest checkpoint.
 
     Args:
       run: what to train; `run.out` gets metrics.jsonl, config.yaml and checkpoints.
       params: before the first step.
-      loss: (params, batch, frozen_params) -> scalar, metrics. Pure.
+      objective: what is minimized.
       batch_at: step -> batch, on the host; the same step must always give the same batch. Where the
         structure of batches changes, the step is compiled again.
       frozen_params: arrays that `loss` reads and that are not trained, such as the target's
@@ -180,6 +155,7 @@ def fit(
       eval_fn: is called after every step; the row that it returns, if any, is logged.
       say: is told which step the run goes on from, if it was begun before.
       rows_at: step -> the numbers of its rows, for messages.
+      mesh: over which parameters are spread, and the rows of a batch will be; None: one device.
 
     Raises:
       InputError: `run.out` has checkpoints of another configuration, or cannot be written; or the
@@ -190,8 +166,10 @@ def fit(
     init_run_dir(run)
     checkpoints = Checkpoints(out / "checkpoints")
     optimizer = make_optimizer(run.optimizer)
-    update = jax.jit(_update_fn(loss, optimizer), donate_argnums=0)
-    state = _restored_state(checkpoints, params, optimizer)
+    state = _first_state(params, optimizer, mesh)
+    update = _compiled_update(run, objective, optimizer, state, frozen_params, mesh)
+    if (latest := checkpoints.latest()) is not None:
+        state = checkpoints.restore(latest, state)
     first_step = step = int(state["step"])
     if first_step > 0:
         say(f"resumed from the checkpoint of step {first_step:,} in {out}")
@@ -212,7 +190,9 @@ def fit(
 
     with Interruption() as interruption, log, progress:
         while step < steps:
-            batch = batch_at(step)  # while the device is still busy with the step before
+            batch = put_rows(
+                batch_at(step), mesh
+            )  # while the device is still busy with the step before
             last_structure, batch_structure = batch_structure, jax.tree.structure(batch)
             step_began = time.perf_counter()
             state, metrics = update(state, batch, frozen_params)
@@ -254,34 +234,41 @@ def fit(
     return FitResult(state["params"], step, seconds, tokens, round(clock.run() / 60, 2))
 
 
-def _update_fn(
-    loss: Loss, optimizer: optax.GradientTransformation
-) -> Callable[[dict, Any, Any], tuple[dict, dict]]:
-    """(state, batch, frozen parameters) -> the state after one step, metrics."""
-
-    def update(state: dict, batch: Any, frozen_params: Any) -> tuple[dict, dict]:
-        loss_and_grads = jax.value_and_grad(loss, has_aux=True)
-        (value, metrics), grads = loss_and_grads(state["params"], batch, frozen_params)
-        updates, opt_state = optimizer.update(grads, state["opt"], state["params"])
-        new_state = {
-            "params": optax.apply_updates(state["params"], updates),
-            "opt": opt_state,
-            "step": state["step"] + 1,
-        }
-        norms = {"grad_norm": optax.tree.norm(grads), "grad_norms": gradient_norms(grads)}
-        return new_state, {"loss": value, **norms, **metrics}
-
-    return update
-
-
-def _restored_state(
-    checkpoints: Checkpoints, params: Params, optimizer: optax.GradientTransformation
+def _first_state(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None
 ) -> dict:
-    """The newest checkpoint's training state, or that of step 0 if there is none."""
+    """The training state of step 0. What the optimizer keeps of a parameter lies beside it."""
     params = jax.tree.map(jnp.copy, params)  # each update donates the state, and with it its arrays
     state = {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
-    latest = checkpoints.latest()
-    return state if latest is None else checkpoints.restore(latest, state)
+    if mesh is None:
+        return state
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt = optax.tree_utils.tree_map_params(
+        optimizer,
+        put,
+        state["opt"],
+        shardings_of(params),
+        transform_non_params=lambda x: put(x, everywhere),
+    )
+    return {"params": params, "opt": opt, "step": put(state["step"], everywhere)}
+
+
+def _compiled_update(
+    run: Run,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    state: dict,
+    frozen_params: Any,
+    mesh: Mesh | None,
+) -> Callable[[dict, Any, Any], tuple[dict, dict]]:
+    """`make_update`, to be compiled. On a mesh every array of the state stays where it is."""
+    if mesh is None:
+        update = make_update(objective, optimizer, run.gradient_accumulation)
+        return jax.jit(update, donate_argnums=0)
+    layout = Layout(shardings_of(state["params"]), shardings_of(frozen_params))
+    update = make_update(objective, optimizer, run.gradient_accumulation, layout)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(update, donate_argnums=0, out_shardings=(shardings_of(state), everywhere))
 
 
 def init_run_dir(run: Run) -> None:
@@ -333,7 +320,7 @@ def check_same_data(run: Run, rows: PackedRows) -> None:
 
 def _check_same_settings(old: Run, new: Run) -> None:
     """Raises InputError if a run cannot be resumed, naming the keys that differ."""
-    if changed := differences(old, new):
+    if changed := differences(old, new, may_change=MAY_CHANGE):
         rule = "a run is resumed only with the settings that it began with"
         next_step = "restore them in the recipe, or set out to another folder to begin a new run"
         raise InputError(new.out, rule, "; ".join(changed), next_step)

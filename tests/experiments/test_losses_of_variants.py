@@ -78,7 +78,7 @@ def traced(tmp_path_factory):
             np.zeros((1, n, 64), np.float32),
         )
         inputs = HeadBatch(
-            batch, stored, segment_ids, loss_mask, cod, np.zeros((), np.int32), run.num_depths
+            batch, stored, segment_ids, loss_mask, cod, np.zeros((1, 2), np.int32), run.num_depths
         )
         trained, frozen = train_head.split_params(run, head)
 
@@ -105,7 +105,7 @@ def test_every_loss_can_be_formed(traced, name):
         assert (
             loss.shape == ()
             and loss.dtype == jnp.float32
-            and metrics["accuracy"].shape == (run.num_depths,)
+            and metrics["correct"].shape == (run.num_depths,)
         ), variant
         for field in (
             "layers",

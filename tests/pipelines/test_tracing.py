@@ -79,7 +79,9 @@ def test_recipes(path):
     cod = cod_sample(loss_mask, segment_ids, run.cod, [0, 0])
     inputs = jax.tree.map(
         jnp.asarray,
-        HeadBatch(batch, None, segment_ids, loss_mask, cod, np.zeros((), np.int32), run.num_depths),
+        HeadBatch(
+            batch, None, segment_ids, loss_mask, cod, np.zeros((1, 2), np.int32), run.num_depths
+        ),
     )
 
     def loss(params, target_params):

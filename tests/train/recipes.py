@@ -53,7 +53,15 @@ OPTIMIZER = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
 }
-EVERY_RUN = {"seed": 0, "log_every": 50, "save_every": 1000, "max_seconds": None, "out": "runs/x"}
+EVERY_RUN = {
+    "seed": 0,
+    "log_every": 50,
+    "save_every": 1000,
+    "max_seconds": None,
+    "out": "runs/x",
+    "gradient_accumulation": 1,
+    "mesh": {"data": 1, "fsdp": 1, "model": 1},
+}
 EVERY_HEAD = EVERY_RUN | {
     "target": "folder",
     "target_dtype": "float32",
@@ -115,6 +123,8 @@ ALL_CHANGED = {
     "log_every": 7,
     "save_every": 9,
     "max_seconds": 4.5,
+    "gradient_accumulation": 2,
+    "mesh": {"data": 2, "fsdp": 3, "model": 4},
     "target_dtype": "bfloat16",
     "hidden_states_dir": "states",
     "loss": "cross_entropy",
@@ -135,7 +145,7 @@ ALL_CHANGED = {
         "max_chars": 77,
         "held_out": 0.25,
         "seq_len": 64,
-        "batch_size": 2,
+        "batch_size": 24,
         "bad_rows": "skip",
     },
     "optimizer": {

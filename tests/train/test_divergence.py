@@ -11,6 +11,7 @@ from peagle_jax.train.config import Eagle3Run
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.settings import build
 from peagle_jax.train.trainer import check_same_data, fit
+from peagle_jax.train.update import Objective
 from peagle_jax.types import InputError
 
 PARAMS = {"w": jnp.array([[3.0, -2.0]]), "v": {"u": jnp.array([1.0])}}
@@ -28,15 +29,19 @@ def run_in(folder, **changes):
     return build(Eagle3Run, raw | changes, "test")
 
 
-def loss(params, batch, frozen):
+def loss(params, batch, frozen, denominators):
     return jnp.sum((params["w"] - batch) ** 2) + 1e-3 * jnp.sum(params["v"]["u"] ** 2), {}
+
+
+def objective(loss):
+    return Objective(loss, lambda batch: None, lambda sums: sums)
 
 
 def train(run, bad_step, bad_value=np.nan, rows_at=None):
     def batch_at(step):
         return jnp.array([[bad_value if step + 1 == bad_step else 1.0, 0.5]])
 
-    return fit(run, PARAMS, loss, batch_at, None, say=lambda _: None, rows_at=rows_at)
+    return fit(run, PARAMS, objective(loss), batch_at, None, say=lambda _: None, rows_at=rows_at)
 
 
 def saved(folder):
@@ -73,7 +78,7 @@ def test_the_run_goes_on_from_the_last_good_step(tmp_path):
 
 
 def test_a_gradient_alone_stops_it_too(tmp_path):
-    def steep(params, batch, frozen):
+    def steep(params, batch, frozen, denominators):
         # sqrt has a value at 0, and no slope
         return jnp.sum(jnp.sqrt(jnp.abs(params["w"] - batch))), {}
 
@@ -81,7 +86,7 @@ def test_a_gradient_alone_stops_it_too(tmp_path):
         return PARAMS["w"] if step == 0 else PARAMS["w"] + 1
 
     with pytest.raises(InputError, match="got loss 0, gradient norm inf at step 1"):
-        fit(run_in(tmp_path), PARAMS, steep, batch_at, None, say=lambda _: None)
+        fit(run_in(tmp_path), PARAMS, objective(steep), batch_at, None, say=lambda _: None)
 
 
 def test_many_rows_are_not_all_named(tmp_path):

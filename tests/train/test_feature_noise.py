@@ -85,7 +85,7 @@ def program(model_of, feature_noise, keyed=True):
             DEPTHS,
             OUTPUT,
             feature_noise=feature_noise,
-            key=key if keyed else None,
+            keys=jax.random.split(key, B) if keyed else None,
         )
         return loss, *Watched.seen[-1]
 

@@ -14,6 +14,7 @@ import pytest
 from peagle_jax.train.config import Eagle3Run
 from peagle_jax.train.settings import build
 from peagle_jax.train.trainer import fit, read_result, write_result
+from peagle_jax.train.update import Objective
 
 STEPS = 9
 
@@ -30,16 +31,19 @@ def run_in(folder, steps=STEPS):
     return build(Eagle3Run, raw, "test")
 
 
-def loss(params, batch, frozen):
+def loss(params, batch, frozen, denominators):
     error = params["w"] - batch
     return jnp.sum(error**2), {}
+
+
+OBJECTIVE = Objective(loss, lambda batch: None, lambda sums: sums)
 
 
 def fitted(folder, eval_fn=None, said=None):
     return fit(
         run_in(folder),
         {"w": jnp.array([[3.0, -2.0]])},
-        loss,
+        OBJECTIVE,
         lambda step: jnp.array([[1.0 + step, 0.5]]),
         None,
         eval_fn,

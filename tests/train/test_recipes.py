@@ -147,7 +147,7 @@ def test_every_former_key(tmp_path):
         "held_out": 0.25,
         "bad_rows": "skip",
         "length": 64,
-        "batch": 2,
+        "batch": 24,
     }
     former["optimizer"] = dict(recipe["optimizer"])
     former["optimizer"]["clip"] = former["optimizer"].pop("max_grad_norm")

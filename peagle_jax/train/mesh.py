@@ -1,0 +1,105 @@
+"""Training on several devices: which part of what lies where.
+
+The devices form one mesh with three axes, whose sizes a recipe gives (`mesh`):
+
+    data    each device has a share of the rows of a batch, and all parameters
+    fsdp    each device has a share of the rows, and of every matrix and its optimizer state: a
+            matrix is put together when a step computes with it (fully sharded, ZeRO-3)
+    model   heads, MLPs, experts and vocabulary are divided (tensor parallelism)
+
+XLA adds the communication. What a size does not divide lies on every device.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from peagle_jax.targets import sharding
+from peagle_jax.targets.sharding import DATA, FSDP, MODEL
+from peagle_jax.train.config import MeshConfig
+from peagle_jax.types import InputError, Model
+from peagle_jax.weights import flatten_params, unflatten_params
+
+
+def make_training_mesh(config: MeshConfig) -> Mesh | None:
+    """The mesh of a recipe, over the devices of all processes; None for one device.
+
+    Raises:
+      InputError: there are not as many devices.
+    """
+    sizes = (config.data, config.fsdp, config.model)
+    wanted, devices = int(np.prod(sizes)), jax.devices()
+    if wanted == 1 and jax.process_count() == 1:
+        return None
+    if wanted != len(devices) and (wanted > len(devices) or jax.process_count() > 1):
+        rule = f"data x fsdp x model must be the number of devices, {len(devices)}"
+        got = f"{config.data} x {config.fsdp} x {config.model} = {wanted}"
+        raise InputError("mesh", rule, got, f"set mesh.data: {len(devices)}, and the others to 1")
+    types = (AxisType.Auto,) * 3
+    return Mesh(np.asarray(devices[:wanted]).reshape(sizes), (DATA, FSDP, MODEL), axis_types=types)
+
+
+def on_mesh(model: Model, mesh: Mesh | None) -> Model:
+    """A head or a target with its parameters spread over the mesh."""
+    if mesh is None:
+        return model
+    placed = sharding.placement(model.config, mesh)
+    params = [(path, put(x, placed(path, x))) for path, x in flatten_params(model.params)]
+    return dataclasses.replace(model, params=unflatten_params(dict(params)))
+
+
+def put(x: Any, where: NamedSharding) -> jax.Array:
+    """An array of this process, or of all, spread as `where` says.
+
+    Every process has the same numbers, and gives its own devices their parts.
+    """
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.jit(lambda x: x, out_shardings=where)(x)
+    if jax.process_count() == 1:
+        return jax.device_put(x, where)
+    local = np.asarray(x)
+    return jax.make_array_from_callback(local.shape, where, lambda index: local[index])
+
+
+def put_rows(batch: Any, mesh: Mesh | None) -> Any:
+    """A batch with the rows of all its arrays divided among the devices."""
+    if mesh is None:
+        return batch
+    rows = NamedSharding(mesh, P((DATA, FSDP)))
+    return jax.tree.map(lambda x: put(x, rows), batch)
+
+
+def shardings_of(tree: Any) -> Any:
+    """The sharding of every array."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def without_fsdp(shardings: Any) -> Any:
+    """The shardings of arrays that a step has put together to compute with them."""
+
+    def together(where: NamedSharding) -> NamedSharding:
+        axes = [None if axis == FSDP else axis for axis in where.spec]
+        return NamedSharding(where.mesh, P(*axes))
+
+    return jax.tree.map(together, shardings)
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays of any devices as NumPy's, in every process."""
+
+    def fetch(x: jax.Array) -> np.ndarray:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            assert isinstance(x.sharding, NamedSharding)
+            x = put(x, NamedSharding(x.sharding.mesh, P()))
+        return np.asarray(x)
+
+    return jax.tree.map(fetch, tree)
+
+
+def is_first_process() -> bool:
+    """Whether this process writes files and reports progress."""
+    return jax.process_index() == 0

@@ -1,0 +1,127 @@
+"""Training on several simulated devices, in parts of a batch, and resumed on other devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_runs
+
+from peagle_jax import weights
+from peagle_jax.cli import main
+from peagle_jax.train.config import load_run
+from peagle_jax.types import InputError
+
+PROGRAM = Path(__file__).with_name("mesh_runs.py")
+STEPS, ROWS = 6, 8
+corpus, target = test_runs.corpus, test_runs.target  # fixtures
+
+
+def recipe(task: str, name: str, corpus, target, folder: Path, **changes) -> Path:
+    raw = test_runs.config(task, corpus, folder / name, target, log_every=1, **changes)
+    raw["optimizer"] |= {"steps": STEPS, "peak_lr": 2e-3}
+    raw["data"] |= {"batch_size": ROWS}
+    raw.setdefault("eval", {}).update({"every": 4, "num_prompts": 2, "max_new_tokens": 6})
+    if task == "lm":
+        del raw["eval"]
+    return test_runs.write(folder / f"{name}.yaml", raw)
+
+
+def run(recipes: list[Path], num_devices: int) -> None:
+    """Runs recipes in a process with so many devices."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={num_devices}"
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    command = [sys.executable, PROGRAM, *recipes]
+    done = subprocess.run(
+        command, env=environment | {"XLA_FLAGS": flags}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def curves(folder: Path, name: str) -> dict[str, np.ndarray]:
+    """The metrics of a run: of each key all its values."""
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return {key: np.array([row[key] for row in rows]) for key in rows[0] if key != "seconds"}
+
+
+def assert_same(folder: Path, name: str, other: str, tolerance: float = 1e-5) -> None:
+    got, want = curves(folder, name), curves(folder, other)
+    assert got.keys() == want.keys()
+    for key, values in want.items():
+        # an argmax may tie
+        limit = 0.02 if key == "accuracy" else tolerance
+        np.testing.assert_allclose(
+            got[key], values, rtol=limit, atol=limit, err_msg=f"{name} {key}"
+        )
+
+
+MESHES = {
+    "data": {"data": 8},
+    "fsdp": {"fsdp": 4},
+    "model": {"model": 2},
+    "all": {"data": 2, "fsdp": 2, "model": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["peagle", "eagle3", "lm"])
+def test_every_mesh_gives_the_same_curve(task, corpus, target, tmp_path):
+    """Beside one device, with and without parts; and the same head comes out."""
+    parts = {"gradient_accumulation": 4}
+    if task == "peagle":
+        parts["feature_noise"] = {"noise": 0.05, "dropout": 0.1}
+    one = recipe(task, "one", corpus, target, tmp_path, **(parts | {"gradient_accumulation": 1}))
+    assert main(["train", str(one)]) == 0
+    recipes = [recipe(task, "parts", corpus, target, tmp_path, **parts)]
+    meshes = MESHES if task == "peagle" else {"all": MESHES["all"]}
+    for name, mesh in meshes.items():
+        if name == "all":
+            changes = parts | {"gradient_accumulation": 2}
+        else:
+            changes = parts | {"gradient_accumulation": 1}
+        recipes.append(recipe(task, name, corpus, target, tmp_path, mesh=mesh, **changes))
+    run(recipes, 8)
+    folder = "model" if task == "lm" else "head"
+    want = weights.open_folder(tmp_path / "one" / folder)
+    for name in ("parts", *meshes):
+        assert_same(tmp_path, name, "one")
+        got = weights.open_folder(tmp_path / name / folder)
+        assert got.keys() == want.keys()
+        for key in want:
+            np.testing.assert_allclose(got[key], want[key], atol=2e-4, err_msg=f"{name} {key}")
+    if task != "lm":
+        results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "all")]
+        assert results[0]["acceptance_length"] == pytest.approx(results[1]["acceptance_length"])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_devices(corpus, target, tmp_path):
+    """Three steps on eight devices, the others on one."""
+    one = recipe("peagle", "one", corpus, target, tmp_path)
+    assert main(["train", str(one)]) == 0
+    changes = {"mesh": MESHES["all"], "max_seconds": 0.0}
+    first = recipe("peagle", "moved", corpus, target, tmp_path, **changes)
+    run([first, first, first], 8)
+    rest = recipe("peagle", "moved", corpus, target, tmp_path, gradient_accumulation=2)
+    assert main(["train", str(rest)]) == 0
+    assert_same(tmp_path, "moved", "one")
+
+
+def test_rows_must_be_divisible(corpus, target, tmp_path):
+    changes = {"mesh": {"data": 2, "fsdp": 3}, "gradient_accumulation": 2}
+    with pytest.raises(InputError, match=r"batch_size: must be a multiple of .*12; got 8; use 12"):
+        load_run(recipe("peagle", "x", corpus, target, tmp_path, **changes))
+
+
+def test_more_devices_than_there_are(corpus, target, tmp_path, capsys):
+    path = recipe("peagle", "x", corpus, target, tmp_path, mesh={"data": 2, "model": 3})
+    assert main(["train", str(path)]) == 2
+    assert "data x fsdp x model must be the number of devices, 1; got 2 x 1 x 3 = 6" in (
+        capsys.readouterr().err
+    )
