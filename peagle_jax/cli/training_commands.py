@@ -1,7 +1,8 @@
 """`peagle train`, `peagle regenerate` and `peagle extract`: heads, and data to train them on."""
 
 import argparse
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from peagle_jax.cli.arguments import (
     check_at_least,
@@ -11,26 +12,76 @@ from peagle_jax.cli.arguments import (
     parse_part,
 )
 from peagle_jax.cli.output import print_facts, say
+from peagle_jax.types import InputError
+
+# After which a process that is not heard of is dead, and the others end.
+HEARTBEAT_SECONDS = 40
+# How long the first processes wait for the last.
+JOIN_SECONDS = 300
 
 
 def train(arguments: argparse.Namespace) -> int:
     """Trains a head or a small target as a recipe says, changed by what the command line says."""
     from peagle_jax.pipelines.train_head import train_head
     from peagle_jax.train.config import HeadRun, LmRun, load_run
+    from peagle_jax.train.mesh import is_first_process
     from peagle_jax.train.overrides import apply_overrides
     from peagle_jax.train.pretrain import train_lm
 
+    if arguments.coordinator is not None or arguments.process is not None:
+        join_processes(arguments.coordinator, arguments.process)
     overrides = list(arguments.overrides)
     if arguments.hidden_states_dir is not None:  # a key of the recipe with an option of its own
         overrides += ["--hidden-states-dir", arguments.hidden_states_dir]
     run = load_run(arguments.config)
     run = apply_overrides(run, overrides, str(arguments.config))
     if isinstance(run, LmRun):
-        result = train_lm(run, say)
+        result = train_lm(run, say_once())
     else:
-        result = train_head(cast(HeadRun, run), say)
-    print_facts(vars(result))
+        result = train_head(cast(HeadRun, run), say_once())
+    if is_first_process():
+        print_facts(vars(result))
     return 0
+
+
+def say_once() -> Callable[[str], None]:
+    """`say` in the first of several processes; the others are silent."""
+    from peagle_jax.train.mesh import is_first_process
+
+    return say if is_first_process() else lambda _: None
+
+
+def join_processes(coordinator: str | None, process: str | None) -> None:
+    """Makes this process one of those that train together.
+
+    Args:
+      coordinator: HOST:PORT of the first process; "auto": as Slurm, Open MPI or a cloud say.
+      process: "I/N", the I-th of N processes.
+
+    Raises:
+      InputError: the two do not fit, or the others did not come.
+    """
+    import jax
+
+    if coordinator is None or (coordinator != "auto") != (process is not None):
+        rule = "give --coordinator HOST:PORT together with --process I/N, or --coordinator auto"
+        got = f"--coordinator {coordinator}, --process {process}"
+        raise InputError("--coordinator", rule, got, "use --coordinator host1:4321 --process 1/2")
+    where: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+    if process is not None:
+        place, number = parse_part("--process", process)
+        where |= {
+            "coordinator_address": coordinator,
+            "num_processes": number,
+            "process_id": place,
+            "initialization_timeout": JOIN_SECONDS,
+        }
+    try:
+        jax.distributed.initialize(**where)
+    except (RuntimeError, ValueError) as error:
+        next_step = "start all processes with the same --coordinator, and N of them"
+        got = str(error).partition("\n")[0]
+        raise InputError("--coordinator", "all processes must come", got, next_step) from None
 
 
 def regenerate(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,16 @@ def add_train(parser: Parser) -> None:
         help="read the target's hidden states from this folder of `peagle extract`; without it the "
         "target runs",
     )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="train with several processes, on one machine or many: where the first of them can be "
+        "reached; auto: as Slurm, Open MPI or a cloud says. `mesh` of the recipe counts the "
+        "devices of all processes; the output folder must be one that all of them see",
+    )
+    parser.add_argument(
+        "--process", metavar="I/N", help="which of the N processes this is, from 1/N to N/N"
+    )
 
 
 def add_regenerate(parser: Parser) -> None:

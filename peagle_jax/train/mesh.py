@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -103,3 +104,16 @@ def to_host(tree: Any) -> Any:
 def is_first_process() -> bool:
     """Whether this process writes files and reports progress."""
     return jax.process_index() == 0
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in one of the processes. All of them must call it."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def wait_for_all(name: str) -> None:
+    """Returns when all processes have come here. `name` says where that is."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

@@ -24,7 +24,13 @@ from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.loss import DepthCounts
-from peagle_jax.train.mesh import make_training_mesh, on_mesh, to_host
+from peagle_jax.train.mesh import (
+    is_first_process,
+    make_training_mesh,
+    on_mesh,
+    to_host,
+    wait_for_all,
+)
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.peagle_loss import elements_in_loss, peagle_loss
 from peagle_jax.train.trainer import (
@@ -119,7 +125,7 @@ def _train(
             "acceptance is not measured, because there are no prompts: set eval.prompts to a file, "
             "or data.held_out above 0"
         )
-    write_run_header(head, frozen, Path(run.out))
+    write_run_header(head, to_host(frozen), Path(run.out))
 
     def with_params(params: Params) -> Model:
         """The whole head, of its trained and its frozen parameters."""
@@ -138,6 +144,7 @@ def _train(
     head = with_params(fitted.params)
     on_host = dataclasses.replace(head, params=to_host(head.params)) if mesh else head
     folder = _export(run, on_host, fitted.step, say)
+    wait_for_all("the head was exported")
     acceptance = NOT_EVALUATED if evaluate is None else evaluate(head)
     speed = fitted.tokens / fitted.seconds if fitted.tokens else None
     result = HeadResult(
@@ -148,7 +155,9 @@ def _train(
         tokens_per_second=speed,
         minutes=fitted.minutes,
     )
-    write_result(run, vars(result))
+    if is_first_process():
+        write_result(run, vars(result))
+    wait_for_all("the run is finished")
     return result
 
 
@@ -205,6 +214,8 @@ def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) ->
         say(f"no folder for vLLM is written: {error}")
         return Path(run.out)
     folder = Path(run.out) / "head"
+    if not is_first_process():
+        return folder
     source = (
         f"peagle train, task {run.task}, step {step}, seed {run.seed}, "
         f"target {Path(run.target).name}"

@@ -5,6 +5,7 @@ What a step computes, and what it reads, come in as functions.
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,13 +25,15 @@ from peagle_jax.train.config import Run, dump, load_run
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.divergence import check_finite
 from peagle_jax.train.interruption import Interruption
-from peagle_jax.train.mesh import put, put_rows, shardings_of
+from peagle_jax.train.mesh import any_process, is_first_process, put, put_rows, shardings_of
 from peagle_jax.train.settings import differences
 from peagle_jax.train.update import Layout, Objective, make_optimizer, make_update
 from peagle_jax.types import InputError, Params
 
 # Keys that may differ when a run is resumed: they change no step.
 MAY_CHANGE = ("mesh", "gradient_accumulation", "max_seconds", "log_every", "save_every")
+# Steps after which several processes tell each other whether one of them is to stop.
+AGREE_EVERY = 10
 RESULT_FILE = "result.json"
 DATA_FILE = "data.json"
 # (step, trained parameters) -> a row of metrics, or None if this step is not evaluated
@@ -105,9 +108,9 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self.path, self.seconds = path, 0.0
+        self.path, self.seconds = path if is_first_process() else Path(os.devnull), 0.0
         self._file: TextIO | None = None
-        if path.exists():
+        if self.path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
             # a killed session may have left half a line
             rows = [json.loads(line) for line in lines if line.endswith("}")]
@@ -178,6 +181,7 @@ def fit(
     tokens = 0
     batch_structure = jax.tree.structure(None)  # of no batch
     progress = ProgressReport(f"train {run.task}", steps, first_step, "steps")
+    agree_every = 1 if jax.process_count() == 1 else AGREE_EVERY
     unchecked: tuple[int, dict] | None = None  # the step before, and its metrics
 
     def check() -> None:
@@ -222,7 +226,8 @@ def fit(
             if step % run.save_every == 0 and step < steps:
                 check()
                 checkpoints.save(step, state)
-            if is_over_time or interruption.is_requested:
+            is_stopping = is_over_time or interruption.is_requested
+            if step % agree_every == 0 and any_process(is_stopping):
                 break
         jax.block_until_ready(state)
         check()

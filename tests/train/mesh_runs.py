@@ -1,19 +1,16 @@
-"""Runs recipes in one process: `python mesh_runs.py RECIPE...`, for tests/train/test_mesh.py.
+"""Runs `peagle train` with each recipe in one process: for tests/train/test_mesh.py.
 
-With ADDRESS in the environment it is one of the processes that run them together.
+python mesh_runs.py RECIPE... [-- OPTION...]
 """
 
-import os
 import sys
 
-import jax
+from peagle_jax.cli import main
 
-if os.environ.get("ADDRESS"):
-    number = int(os.environ["NUMBER"])
-    jax.distributed.initialize(os.environ["ADDRESS"], num_processes=2, process_id=number)
-
-from peagle_jax.cli import main  # noqa: E402
-
-for recipe in sys.argv[1:]:
-    if code := main(["train", recipe]):
+words = sys.argv[1:]
+recipes, options = words, []
+if "--" in words:
+    recipes, options = words[: words.index("--")], words[words.index("--") + 1 :]
+for recipe in recipes:
+    if code := main(["train", recipe, *options]):
         sys.exit(code)

@@ -2,13 +2,16 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import test_runs
+import yaml
 
 from peagle_jax import weights
 from peagle_jax.cli import main
@@ -30,16 +33,33 @@ def recipe(task: str, name: str, corpus, target, folder: Path, **changes) -> Pat
     return test_runs.write(folder / f"{name}.yaml", raw)
 
 
-def run(recipes: list[Path], num_devices: int) -> None:
-    """Runs recipes in a process with so many devices."""
+def start(recipes: list[Path], num_devices: int, *options: str) -> subprocess.Popen:
+    """Begins to run recipes in a process with so many devices."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={num_devices}"
     root = Path(__file__).parents[2]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    command = [sys.executable, PROGRAM, *recipes]
-    done = subprocess.run(
-        command, env=environment | {"XLA_FLAGS": flags}, capture_output=True, text=True
+    words = ["--", *options] if options else []
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, *recipes, *words],
+        env=environment | {"XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    out, error = process.communicate(timeout=500)
+    assert process.returncode == 0, error[-3000:]
+    return out, error
+
+
+def start_two(path: Path) -> list[subprocess.Popen]:
+    """Two processes of four devices each that train together."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    return [start([path], 4, "--coordinator", address, "--process", f"{i}/2") for i in (1, 2)]
 
 
 def curves(folder: Path, name: str) -> dict[str, np.ndarray]:
@@ -86,7 +106,7 @@ def test_every_mesh_gives_the_same_curve(task, corpus, target, tmp_path):
         else:
             changes = parts | {"gradient_accumulation": 1}
         recipes.append(recipe(task, name, corpus, target, tmp_path, mesh=mesh, **changes))
-    run(recipes, 8)
+    finish(start(recipes, 8))
     folder = "model" if task == "lm" else "head"
     want = weights.open_folder(tmp_path / "one" / folder)
     for name in ("parts", *meshes):
@@ -107,10 +127,49 @@ def test_a_run_goes_on_with_other_devices(corpus, target, tmp_path):
     assert main(["train", str(one)]) == 0
     changes = {"mesh": MESHES["all"], "max_seconds": 0.0}
     first = recipe("peagle", "moved", corpus, target, tmp_path, **changes)
-    run([first, first, first], 8)
+    finish(start([first, first, first], 8))
     rest = recipe("peagle", "moved", corpus, target, tmp_path, gradient_accumulation=2)
     assert main(["train", str(rest)]) == 0
     assert_same(tmp_path, "moved", "one")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_curve(corpus, target, tmp_path):
+    """Killed and begun again; the second process is silent, and writes no metrics."""
+    one = recipe("peagle", "one", corpus, target, tmp_path)
+    assert main(["train", str(one)]) == 0
+    both = recipe("peagle", "both", corpus, target, tmp_path, mesh=MESHES["all"], save_every=2)
+    (out, _), (silent, _) = map(finish, start_two(both))
+    assert "acceptance length" in out and "acceptance length" not in silent
+    assert_same(tmp_path, "both", "one")
+    got, want = (weights.open_folder(tmp_path / name / "head") for name in ("both", "one"))
+    for key in want:
+        np.testing.assert_allclose(got[key], want[key], atol=2e-4, err_msg=key)
+    results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "both")]
+    assert results[0]["acceptance_length"] == pytest.approx(results[1]["acceptance_length"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_process_ends_the_others(dead, corpus, target, tmp_path):
+    """Within a minute, by name; and the same commands go on from the last checkpoint."""
+    path = recipe("peagle", "run", corpus, target, tmp_path, mesh=MESHES["all"], save_every=2)
+    raw = yaml.safe_load(path.read_text())
+    raw["optimizer"]["steps"] = 100_000
+    test_runs.write(path, raw)
+    processes = start_two(path)
+    saved = tmp_path / "run" / "checkpoints" / "4"
+    for _ in range(300):
+        if saved.exists():
+            break
+        time.sleep(1)
+    assert saved.exists(), processes[0].stderr
+    processes[dead].kill()
+    killed_at = time.monotonic()
+    _, error = processes[1 - dead].communicate(timeout=200)
+    assert time.monotonic() - killed_at < 60
+    assert processes[1 - dead].returncode != 0
+    assert f"task:{dead}" in error or f"process {dead}" in error or dead == 0, error[-3000:]
 
 
 def test_rows_must_be_divisible(corpus, target, tmp_path):
