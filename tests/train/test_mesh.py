@@ -90,7 +90,10 @@ MESHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["peagle", "eagle3", "lm"])
+@pytest.mark.parametrize(
+    "task",
+    ["peagle", *(pytest.param(task, marks=pytest.mark.long) for task in ("eagle3", "lm"))],
+)
 def test_every_mesh_gives_the_same_curve(task, corpus, target, tmp_path):
     """Beside one device, with and without parts; and the same head comes out."""
     parts = {"gradient_accumulation": 4}
@@ -149,7 +152,7 @@ def test_two_processes_give_the_same_curve(corpus, target, tmp_path):
     assert results[0]["acceptance_length"] == pytest.approx(results[1]["acceptance_length"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_process_ends_the_others(dead, corpus, target, tmp_path):
     """Within a minute, by name; and the same commands go on from the last checkpoint."""
