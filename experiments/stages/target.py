@@ -9,8 +9,9 @@ from experiments.stages.cache import Log, Stage
 from experiments.stages.text import text_stage
 from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import load_target
-from peagle_jax.train.config import DataConfig, LmRun, OptimizerConfig
+from peagle_jax.train.config import LmRun
 from peagle_jax.train.pretrain import held_out_bits, train_lm
+from peagle_jax.train.recipe_sections import DataConfig, OptimizerConfig
 
 STATE_COPIES = (
     7  # times its parameters that a target takes on disk: two training states, and its folder

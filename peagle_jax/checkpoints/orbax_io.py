@@ -4,13 +4,14 @@ The position in the data follows from the step.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from peagle_jax.old_names import TRAINING_STATE_KEYS
 from peagle_jax.types import InputError
@@ -20,18 +21,23 @@ STEP_ITEM = "default"  # Orbax's name of the tree within a step's folder
 
 
 class Checkpoints:
-    """The two newest training states of a run.
+    """The newest training states of a run.
 
     States are saved in the background. One whose saving was cut short by a kill is never read.
 
     Args:
       folder: where the states are; it is made.
+      keep: how many states stay: when another is saved, the oldest is deleted. None: all.
+
+    Attributes:
+      protected: the step of a state that stays although there are newer ones; None for none.
 
     Raises:
       InputError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, keep: int | None = 2):
+        self.protected: int | None = None
         self.folder = Path(folder).absolute()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -39,8 +45,11 @@ class Checkpoints:
             raise InputError(
                 folder, "the output folder must be writable", error.strerror, "choose another place"
             ) from None
+        policy = preservation_policy.AnyPreservationPolicy(
+            [preservation_policy.LatestN(keep), _Protection(self)]
+        )
         self.manager = ocp.CheckpointManager(
-            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)
+            self.folder, options=ocp.CheckpointManagerOptions(preservation_policy=policy)
         )
 
     def latest(self) -> int | None:
@@ -67,10 +76,24 @@ class Checkpoints:
         )
         return _rename_keys(saved, new_names)
 
+    def wait(self) -> None:
+        """Returns when every state that was saved is on disk."""
+        self.manager.wait_until_finished()
+
     def close(self) -> None:
         """Waits for states that are still being written."""
         self.manager.wait_until_finished()
         self.manager.close()
+
+
+class _Protection(preservation_policy.PreservationPolicy):
+    """Keeps the protected state of a run."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        return [info.step == self._checkpoints.protected for info in checkpoints]
 
 
 def newest(folder: Path) -> Path:

@@ -28,7 +28,7 @@ from peagle_jax.layers import Rope
 from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
 from peagle_jax.types import InputError, Model
 
-HEAD_FILE, FROZEN = "head.json", "frozen"
+HEAD_FILE, FROZEN, RESULT_FILE = "head.json", "frozen", "result.json"
 HEAD_FILE_AGAIN = f"copy {HEAD_FILE} from a backup, or train again with another out:"
 SAVING_FAILED = "make room on the disk if it is full; otherwise change what the error names"
 ORIGIN_FIELDS = ("source", "left_out", "target", "target_architecture")  # of HeadState
@@ -123,14 +123,14 @@ def read_run(src: Path) -> Model:
 
 
 def open_run(src: Path) -> HeadState:
-    """The head in a run's newest checkpoint; its parameters are read when they are asked for.
+    """The head of a run; its parameters are read when they are asked for.
 
     Raises:
       InputError: there is no finished checkpoint, or it does not hold what head.json says.
     """
     src = Path(src)
     config = config_from_json(src / HEAD_FILE)
-    params = open_tree(newest(src / "checkpoints"), "params")
+    params = open_tree(_state_of_head(src), "params")
     if (src / FROZEN).exists():
         params = open_tree(src / FROZEN) | params
     table = param_mapping.table(config)
@@ -155,6 +155,17 @@ def open_run(src: Path) -> HeadState:
         target=origin.get_str("target", None),
         target_architecture=origin.get_str("target_architecture", None),
     )
+
+
+def _state_of_head(src: Path) -> Path:
+    """The state that a run's head is in: of the step that a finished run kept, or the newest."""
+    path = newest(src / "checkpoints")
+    result_file = src / RESULT_FILE
+    result = weights.read_json(result_file) if result_file.exists() else {}
+    if result.get("step") != int(path.parent.name):
+        return path  # the run was extended since
+    kept = path.parents[1] / str(result.get("kept_step")) / path.name
+    return kept if kept.exists() else path
 
 
 def config_from_json(path: Path) -> HeadConfig:

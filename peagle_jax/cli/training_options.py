@@ -10,7 +10,7 @@ def add_train(parser: Parser) -> None:
     parser.usage = "peagle train CONFIG [-h] [--hidden-states-dir DIR] [--KEY VALUE ...]"
     parser.epilog = (
         "Every key of the recipe can be given as an option, for example --optimizer.steps 100; "
-        "peagle_jax/train/config.py has all keys with their defaults. "
+        "peagle_jax/train/config.py and recipe_sections.py have all keys with their defaults. "
         "A run that was interrupted resumes with the same command."
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the recipe, a YAML file")

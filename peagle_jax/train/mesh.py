@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from peagle_jax.targets import sharding
 from peagle_jax.targets.sharding import DATA, FSDP, MODEL
-from peagle_jax.train.config import MeshConfig
+from peagle_jax.train.recipe_sections import MeshConfig
 from peagle_jax.types import InputError, Model
 from peagle_jax.weights import flatten_params, unflatten_params
 

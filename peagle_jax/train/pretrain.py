@@ -23,14 +23,15 @@ from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
 from peagle_jax.train.mesh import make_training_mesh, on_mesh, to_host
-from peagle_jax.train.trainer import (
+from peagle_jax.train.run_folder import (
     check_same_data,
-    fit,
     has_checkpoints,
-    init_run_dir,
+    locked_run_folder,
     read_result,
     write_result,
 )
+from peagle_jax.train.trackers import import_libraries
+from peagle_jax.train.trainer import fit
 from peagle_jax.train.update import Objective
 from peagle_jax.types import Batch, Model, Params
 
@@ -72,10 +73,14 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
     Raises:
       InputError: the corpus cannot be read, or `run.out` cannot be used.
     """
-    init_run_dir(run)
-    finished = read_result(run, LmResult, say)
-    if finished is not None:
-        return finished
+    import_libraries(run.trackers)
+    with locked_run_folder(run):
+        finished = read_result(run, LmResult, say)
+        return _train(run, say) if finished is None else finished
+
+
+def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
+    """What is left of `train_lm` for a run that has not finished."""
     max_chars, bad_rows = run.data.max_chars, BadRows(run.data.bad_rows)
     train, held_out = corpus.split(corpus.read_corpus(run.data.source, bad_rows), run.data.held_out)
     train = corpus.subsample(train, max_chars, run.seed)

@@ -33,13 +33,14 @@ from peagle_jax.train.mesh import (
 )
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.peagle_loss import elements_in_loss, peagle_loss
-from peagle_jax.train.trainer import (
+from peagle_jax.train.run_folder import (
     check_same_data,
-    fit,
-    init_run_dir,
+    locked_run_folder,
     read_result,
     write_result,
 )
+from peagle_jax.train.trackers import import_libraries
+from peagle_jax.train.trainer import Evaluation, fit
 from peagle_jax.train.update import Objective
 from peagle_jax.types import InputError, Model, Params
 
@@ -62,6 +63,8 @@ class HeadResult:
         folder.
       parameters: of the head.
       step: steps trained, over all sessions.
+      kept_step: after which the head was such: `step`, or that of the best evaluation.
+      stopped_early: whether evaluations no longer became better.
       acceptance_length: greedy, on held-out prompts, at the trained K; None without prompts.
       accepted_per_position: share of the drafts that were accepted at each position.
       repeated_4grams: share of the decoded text's 4-grams that it had already written before. A
@@ -73,6 +76,8 @@ class HeadResult:
     folder: Path
     parameters: int
     step: int
+    kept_step: int
+    stopped_early: bool
     acceptance_length: float | None
     accepted_per_position: list[float]
     repeated_4grams: float
@@ -94,13 +99,14 @@ def train_head(
       InputError: the target cannot be read, has no tokenizer, or does not fit the run's head; or
         `run.out` cannot be used.
     """
-    init_run_dir(run)
-    finished = read_result(run, HeadResult, say)
-    if finished is not None:
-        return finished
-    mesh = make_training_mesh(run.mesh)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return _train(run, mesh, say, make_evaluator)
+    import_libraries(run.trackers)
+    with locked_run_folder(run):
+        finished = read_result(run, HeadResult, say)
+        if finished is not None:
+            return finished
+        mesh = make_training_mesh(run.mesh)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return _train(run, mesh, say, make_evaluator)
 
 
 def _train(
@@ -132,18 +138,22 @@ def _train(
         return dataclasses.replace(head, params={**params, **frozen})
 
     def evaluate_at(step: int, params: Params) -> dict | None:
-        if run.eval.every is None or evaluate is None or step % run.eval.every:
+        every = run.eval.every
+        if every is None or evaluate is None:
             return None
-        return evaluate(with_params(params))
+        # the best can only be known if the last was measured as well
+        is_last = run.eval.keep == "best" and step == run.optimizer.steps
+        return evaluate(with_params(params)) if step % every == 0 or is_last else None
 
     loss = functools.partial(head_loss, run, target, head)
     objective = Objective(loss, head_denominators, head_metrics)
     frozen_params = target.params, frozen
     rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
-    fitted = fit(run, trained, objective, batches, frozen_params, evaluate_at, say, rows_at, mesh)
+    evaluation = Evaluation(evaluate_at, run.eval.keep == "best", run.eval.patience)
+    fitted = fit(run, trained, objective, batches, frozen_params, evaluation, say, rows_at, mesh)
     head = with_params(fitted.params)
     on_host = dataclasses.replace(head, params=to_host(head.params)) if mesh else head
-    folder = _export(run, on_host, fitted.step, say)
+    folder = _export(run, on_host, fitted.kept_step, say)
     wait_for_all("the head was exported")
     acceptance = NOT_EVALUATED if evaluate is None else evaluate(head)
     speed = fitted.tokens / fitted.seconds if fitted.tokens else None
@@ -151,6 +161,8 @@ def _train(
         folder,
         _count(head),
         fitted.step,
+        fitted.kept_step,
+        fitted.stopped_early,
         **acceptance,
         tokens_per_second=speed,
         minutes=fitted.minutes,

@@ -3,13 +3,12 @@
 What a step computes, and what it reads, come in as functions.
 """
 
+import contextlib
 import dataclasses
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +16,40 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.orbax_io import Checkpoints
 from peagle_jax.progress import ProgressReport
-from peagle_jax.provenance import provenance
-from peagle_jax.train.config import Run, dump, load_run
-from peagle_jax.train.data import PackedRows
+from peagle_jax.train.config import Run
 from peagle_jax.train.divergence import check_finite
+from peagle_jax.train.evaluations import Evaluations
 from peagle_jax.train.interruption import Interruption
 from peagle_jax.train.mesh import any_process, is_first_process, put, put_rows, shardings_of
-from peagle_jax.train.settings import differences
+from peagle_jax.train.metrics_log import MetricsLog, TrainingClock
+from peagle_jax.train.run_folder import init_run_dir
+from peagle_jax.train.settings import plain
+from peagle_jax.train.trackers import Trackers
 from peagle_jax.train.update import Layout, Objective, make_optimizer, make_update
-from peagle_jax.types import InputError, Params
+from peagle_jax.types import Params
 
-# Keys that may differ when a run is resumed: they change no step.
-MAY_CHANGE = ("mesh", "gradient_accumulation", "max_seconds", "log_every", "save_every")
 # Steps after which several processes tell each other whether one of them is to stop.
 AGREE_EVERY = 10
-RESULT_FILE = "result.json"
-DATA_FILE = "data.json"
 # (step, trained parameters) -> a row of metrics, or None if this step is not evaluated
 EvalFn = Callable[[int, Params], dict | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What is measured between steps, and what follows from it.
+
+    Attributes:
+      measure: what is called after every step; the row that it returns, if any, is logged.
+      keeps_best: return the parameters of the evaluation with the longest acceptance length, not
+        those of the last step.
+      patience: stop after so many evaluations without a longer one; None: never.
+    """
+
+    measure: EvalFn
+    keeps_best: bool = False
+    patience: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +59,8 @@ class FitResult:
     Attributes:
       params: the trained parameters.
       step: steps trained, over all sessions.
+      kept_step: after which the parameters were such: `step`, or that of the best evaluation.
+      stopped_early: whether evaluations no longer became better.
       seconds: of this session's training steps, without compilation and evaluation.
       tokens: of the same steps.
       minutes: of all sessions, with compilation and without evaluation.
@@ -54,84 +68,11 @@ class FitResult:
 
     params: Params
     step: int
+    kept_step: int
+    stopped_early: bool
     seconds: float
     tokens: int
     minutes: float
-
-
-class TrainingClock:
-    """Times a session of training, in three ways that differ in what they leave out.
-
-    1. `session`: since the session began. It ends runs that have a time limit (`max_seconds`).
-    2. `run`: this and all earlier sessions. It is the "seconds" of metrics.jsonl.
-    3. `stepping`: without compilation. Tokens per second are computed from it.
-
-    Evaluation is left out of all three, so that evaluating more often changes no training curve.
-
-    Args:
-      seconds_before: of the sessions before this one.
-    """
-
-    def __init__(self, seconds_before: float) -> None:
-        self._seconds_before = seconds_before
-        self._began = time.perf_counter()
-        self._evaluating = 0.0
-        self._compiling = 0.0
-
-    def session(self) -> float:
-        return time.perf_counter() - self._began - self._evaluating
-
-    def run(self) -> float:
-        return round(self._seconds_before + self.session(), 3)
-
-    def stepping(self) -> float:
-        return self.session() - self._compiling
-
-    def leave_out_evaluation(self, seconds: float) -> None:
-        self._evaluating += seconds
-
-    def leave_out_compilation(self, seconds: float) -> None:
-        self._compiling += seconds
-
-
-class MetricsLog:
-    """metrics.jsonl of a run: a row of JSON for each logged step and each evaluation.
-
-    Rows past the step that a run resumes from are dropped, because they will be written again.
-
-    Args:
-      path: the file.
-      resume_step: the step that the run resumes from; 0 for a new run.
-
-    Attributes:
-      seconds: that the sessions before had spent at `resume_step`.
-    """
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        self.path, self.seconds = path if is_first_process() else Path(os.devnull), 0.0
-        self._file: TextIO | None = None
-        if self.path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            # a killed session may have left half a line
-            rows = [json.loads(line) for line in lines if line.endswith("}")]
-            rows = [row for row in rows if row["step"] <= resume_step]
-            write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
-            self.seconds = max((row["seconds"] for row in rows), default=0.0)
-
-    def __enter__(self) -> "MetricsLog":
-        self._file = self.path.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, row: dict) -> None:
-        """Appends a row; it is in the file when this returns."""
-        if self._file is None:
-            raise ValueError("metrics are written inside a with statement")
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
 
 
 def fit(
@@ -140,7 +81,7 @@ def fit(
     objective: Objective,
     batch_at: Callable[[int], Any],
     frozen_params: Any,
-    eval_fn: EvalFn | None = None,
+    evaluation: Evaluation | None = None,
     say: Callable[[str], None] = print,
     rows_at: Callable[[int], Sequence[int]] | None = None,
     mesh: Mesh | None = None,
@@ -155,7 +96,7 @@ def fit(
         structure of batches changes, the step is compiled again.
       frozen_params: arrays that `loss` reads and that are not trained, such as the target's
         weights.
-      eval_fn: is called after every step; the row that it returns, if any, is logged.
+      evaluation: what is measured between steps; None: nothing.
       say: is told which step the run goes on from, if it was begun before.
       rows_at: step -> the numbers of its rows, for messages.
       mesh: over which parameters are spread, and the rows of a batch will be; None: one device.
@@ -167,7 +108,7 @@ def fit(
     """
     out, steps = Path(run.out), run.optimizer.steps
     init_run_dir(run)
-    checkpoints = Checkpoints(out / "checkpoints")
+    checkpoints = Checkpoints(out / "checkpoints", run.keep_checkpoints)
     optimizer = make_optimizer(run.optimizer)
     state = _first_state(params, optimizer, mesh)
     update = _compiled_update(run, objective, optimizer, state, frozen_params, mesh)
@@ -176,8 +117,16 @@ def fit(
     first_step = step = int(state["step"])
     if first_step > 0:
         say(f"resumed from the checkpoint of step {first_step:,} in {out}")
-    log = MetricsLog(out / "metrics.jsonl", first_step)
+    is_first = is_first_process()
+    trackers = Trackers(run.trackers if is_first else (), out, plain(run), first_step, say)
+    log = MetricsLog(out / "metrics.jsonl", first_step, trackers)
     clock = TrainingClock(log.seconds)
+    keeps_best = evaluation is not None and evaluation.keeps_best
+    evaluations = Evaluations(None if evaluation is None else evaluation.patience)
+    for row in log.rows:
+        evaluations.add(row)
+    if keeps_best:
+        checkpoints.protected = evaluations.best_step
     tokens = 0
     batch_structure = jax.tree.structure(None)  # of no batch
     progress = ProgressReport(f"train {run.task}", steps, first_step, "steps")
@@ -186,17 +135,14 @@ def fit(
 
     def check() -> None:
         if unchecked is not None:
-            try:
-                check_finite(out, *unchecked, checkpoints.latest(), rows_at)
-            except InputError:
-                checkpoints.close()  # a save that is under way is of a good step
-                raise
+            check_finite(out, *unchecked, checkpoints.latest(), rows_at)
 
-    with Interruption() as interruption, log, progress:
-        while step < steps:
-            batch = put_rows(
-                batch_at(step), mesh
-            )  # while the device is still busy with the step before
+    # a save that is under way when an error ends the loop is of a good step
+    with contextlib.ExitStack() as stack, Interruption() as interruption, log, progress:
+        stack.callback(checkpoints.wait)
+        while step < steps and not evaluations.is_over:
+            # while the device is still busy with the step before
+            batch = put_rows(batch_at(step), mesh)
             last_structure, batch_structure = batch_structure, jax.tree.structure(batch)
             step_began = time.perf_counter()
             state, metrics = update(state, batch, frozen_params)
@@ -217,13 +163,18 @@ def fit(
                 row = {"step": step, "seconds": clock.run(), **_to_json(jax.device_get(metrics))}
                 log.write(row)
                 progress.update(step, note=f"loss {row['loss']:.4f}")
-            if eval_fn is not None:
+            is_best = False
+            if evaluation is not None:
                 began = time.perf_counter()
-                evaluation = eval_fn(step, state["params"])
-                if evaluation is not None:
+                measured = evaluation.measure(step, state["params"])
+                if measured is not None:
                     clock.leave_out_evaluation(time.perf_counter() - began)
-                    log.write({"step": step, "seconds": clock.run(), **evaluation})
-            if step % run.save_every == 0 and step < steps:
+                    row = {"step": step, "seconds": clock.run(), **measured}
+                    log.write(row)
+                    is_best = evaluations.add(row)
+            if keeps_best and is_best:
+                checkpoints.protected = step
+            if (step % run.save_every == 0 and step < steps) or (keeps_best and is_best):
                 check()
                 checkpoints.save(step, state)
             is_stopping = is_over_time or interruption.is_requested
@@ -234,9 +185,20 @@ def fit(
         seconds = clock.stepping()
     if step > first_step and step != checkpoints.latest():
         checkpoints.save(step, state)
-    checkpoints.close()
+    checkpoints.wait()
     interruption.deliver()
-    return FitResult(state["params"], step, seconds, tokens, round(clock.run() / 60, 2))
+    kept_step = step
+    if keeps_best and evaluations.best_step not in (None, step):
+        kept_step = evaluations.best_step
+        say(
+            f"the head of step {kept_step:,} is kept: its acceptance length, "
+            f"{evaluations.best_length:.2f}, is the longest"
+        )
+        state = checkpoints.restore(kept_step, state)
+    checkpoints.close()
+    minutes = round(clock.run() / 60, 2)
+    stopped_early = evaluations.is_over
+    return FitResult(state["params"], step, kept_step, stopped_early, seconds, tokens, minutes)
 
 
 def _first_state(
@@ -248,13 +210,17 @@ def _first_state(
     if mesh is None:
         return state
     everywhere = NamedSharding(mesh, PartitionSpec())
-    opt = optax.tree_utils.tree_map_params(
-        optimizer,
-        put,
-        state["opt"],
-        shardings_of(params),
-        transform_non_params=lambda x: put(x, everywhere),
-    )
+    # What an optimizer keeps of a parameter has its path at the end of its own.
+    places = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(params)}
+
+    def put_beside(path: tuple, x: jax.Array) -> jax.Array:
+        tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
+        param = next((places[tail] for tail in tails if tail in places), None)
+        if param is None or param.shape != x.shape:
+            return put(x, everywhere)
+        return put(x, param.sharding)
+
+    opt = jax.tree.map_with_path(put_beside, state["opt"])
     return {"params": params, "opt": opt, "step": put(state["step"], everywhere)}
 
 
@@ -274,106 +240,6 @@ def _compiled_update(
     update = make_update(objective, optimizer, run.gradient_accumulation, layout)
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings_of(state), everywhere))
-
-
-def init_run_dir(run: Run) -> None:
-    """Makes `run.out` the folder of this run.
-
-    It is called before anything else is read or written, because it is the cheapest refusal.
-
-    Raises:
-      InputError: the folder cannot be written, or has checkpoints of a run with other settings.
-    """
-    out = Path(run.out)
-    path = out / "config.yaml"
-    try:
-        resumes = has_checkpoints(run) and path.exists()
-        if resumes:
-            _check_same_settings(load_run(path), run)
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        # machine, versions and commit that began the run, for the model card
-        write_atomically(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
-        write_atomically(path, dump(run))
-    except OSError as error:
-        rule = "the output folder must be writable"
-        next_step = "set out to a folder that you may write to"
-        raise InputError(out, rule, error.strerror, next_step) from None
-
-
-def check_same_data(run: Run, rows: PackedRows) -> None:
-    """Checks that a run that goes on trains on the rows that it began with.
-
-    The recipe names a corpus, which may have changed: with it the order of rows would, and the
-    tokens of a reduced draft vocabulary.
-
-    Raises:
-      InputError: the rows are others.
-    """
-    path = Path(run.out) / DATA_FILE
-    data = {"num_rows": len(rows), "digest": rows.digest()}
-    if has_checkpoints(run) and path.exists():
-        former = json.loads(path.read_text(encoding="utf-8"))
-        if former != data:
-            rule = "a run is resumed only with the data that it began with"
-            got = f"{len(rows):,} other rows, were {former.get('num_rows', 0):,}"
-            next_step = f"restore {run.data.source}, or set out to another folder"
-            raise InputError(run.out, rule, got, next_step)
-        return
-    write_atomically(path, json.dumps(data) + "\n")
-
-
-def _check_same_settings(old: Run, new: Run) -> None:
-    """Raises InputError if a run cannot be resumed, naming the keys that differ."""
-    if changed := differences(old, new, may_change=MAY_CHANGE):
-        rule = "a run is resumed only with the settings that it began with"
-        next_step = "restore them in the recipe, or set out to another folder to begin a new run"
-        raise InputError(new.out, rule, "; ".join(changed), next_step)
-
-
-def has_checkpoints(run: Run) -> bool:
-    """Whether the run was begun and has saved a checkpoint."""
-    return any((Path(run.out) / "checkpoints").glob("[0-9]*"))
-
-
-def read_result(run: Run, kind: type, say: Callable[[str], None] = print) -> Any:
-    """The result of a run that has nothing left to train, to export and to measure.
-
-    Args:
-      run: the run.
-      kind: the dataclass of its result; one of its fields is `folder`.
-      say: is told if nothing is left to do.
-
-    Returns:
-      An instance of `kind`; None if there is something left to do.
-    """
-    path = Path(run.out) / RESULT_FILE
-    if not path.exists():
-        return None
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None  # damaged: it is written again
-    fields = {field.name for field in dataclasses.fields(kind)}
-    if not isinstance(result, dict) or result.keys() != fields:
-        return None  # written by another version
-    if result["step"] < run.optimizer.steps or not Path(result["folder"]).is_dir():
-        return None
-    say(f"{run.out} was finished before; without its {RESULT_FILE} it would be measured again")
-    return kind(**result | {"folder": Path(result["folder"])})
-
-
-def write_result(run: Run, result: dict) -> None:
-    """Writes result.json into `run.out`: what the run came to, for model cards and reports.
-
-    A session that had nothing left to train keeps the speed that an earlier one measured.
-    """
-    path = Path(run.out) / RESULT_FILE
-    result = {key: str(v) if isinstance(v, Path) else v for key, v in result.items()}
-    if result["tokens_per_second"] is None and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        result["tokens_per_second"] = before["tokens_per_second"]
-    write_atomically(path, json.dumps(result, indent=2) + "\n")
 
 
 def _to_json(metrics: dict) -> dict:

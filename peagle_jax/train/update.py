@@ -2,17 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
+from optax.contrib import MuonDimensionNumbers
 
-from peagle_jax.train.config import OptimizerConfig
 from peagle_jax.train.divergence import gradient_norms
 from peagle_jax.train.mesh import without_fsdp
+from peagle_jax.train.recipe_sections import OptimizerConfig
 from peagle_jax.types import Params
+
+BETAS = (0.9, 0.95)  # of AdamW's two moments
+# The root mean square of Muon's steps before the learning rate, which is what AdamW's usually have
+# (arXiv:2502.16982, 2.2).
+ADAMW_RMS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Objective:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with gradient clipping, linear warm-up, and cosine decay to a tenth of the peak."""
+    """AdamW or Muon with gradient clipping, linear warm-up, and cosine decay to a tenth."""
     warmup = min(config.warmup, max(config.steps - 1, 0))
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0,
@@ -43,10 +49,44 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         decay_steps=max(config.steps, warmup + 1),
         end_value=config.peak_lr / 10,
     )
-    adamw = optax.adamw(
-        schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decay_mask
-    )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
+    b1, b2 = BETAS
+    decay = config.weight_decay
+    steps = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=decay, mask=decay_mask)
+    if config.name == "muon":
+        muon = optax.chain(
+            # Optax's type of a function of parameters leaves out trees of other things
+            optax.contrib.scale_by_muon(weight_dimension_numbers=cast(Any, _matrix_axes)),
+            optax.stateless_with_tree_map(_with_size_of_adamw),
+            optax.add_decayed_weights(decay, decay_mask),
+            optax.scale_by_learning_rate(schedule),
+        )
+        steps = optax.partition({"muon": muon, "adamw": steps}, muon_or_adamw)
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), steps)
+
+
+def muon_or_adamw(params: Params) -> Params:
+    """Which optimizer makes a parameter's steps where a recipe asks for Muon.
+
+    Muon is for matrices between hidden states. Tables of vectors (the embedding, placeholders) and
+    the output matrix are left to AdamW (https://kellerjordan.github.io/posts/muon/).
+    """
+
+    def label(path: tuple, x: jax.Array) -> str:
+        name = jax.tree_util.keystr(path[:1])
+        is_table = name in ("['embed']", "['lm_head']", "['placeholder']")
+        return "muon" if x.ndim >= 2 and not is_table else "adamw"
+
+    return jax.tree.map_with_path(label, params)
+
+
+def _with_size_of_adamw(step: Any, _: Any) -> Array:
+    """An orthogonal matrix [.. M N] has the mean square 1 / max(M, N)."""
+    return ADAMW_RMS * max(step.shape[-2:]) ** 0.5 * step
+
+
+def _matrix_axes(params: Params) -> Any:
+    """The axes of matrices; experts have one more in front."""
+    return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
 
 
 def decay_mask(params: Params) -> Params:

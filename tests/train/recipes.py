@@ -47,6 +47,7 @@ HEAD = {
     "rope": None,
 }
 OPTIMIZER = {
+    "name": "adamw",
     "steps": 10_000,
     "peak_lr": 1e-4,
     "warmup": 300,
@@ -57,6 +58,8 @@ EVERY_RUN = {
     "seed": 0,
     "log_every": 50,
     "save_every": 1000,
+    "keep_checkpoints": 2,
+    "trackers": [],
     "max_seconds": None,
     "out": "runs/x",
     "gradient_accumulation": 1,
@@ -77,6 +80,8 @@ EVERY_HEAD = EVERY_RUN | {
         "num_prompts": 16,
         "max_new_tokens": 96,
         "ignore_eos": False,
+        "keep": "last",
+        "patience": None,
     },
     "data": DATA,
     "optimizer": OPTIMIZER,
@@ -122,6 +127,8 @@ ALL_CHANGED = {
     "seed": 3,
     "log_every": 7,
     "save_every": 9,
+    "keep_checkpoints": 5,
+    "trackers": ["tensorboard", "wandb"],
     "max_seconds": 4.5,
     "gradient_accumulation": 2,
     "mesh": {"data": 2, "fsdp": 3, "model": 4},
@@ -134,11 +141,13 @@ ALL_CHANGED = {
     "train_embedding": False,
     "train_lm_head": True,
     "eval": {
-        "every": None,
+        "every": 13,
         "prompts": "p.jsonl",
         "num_prompts": 3,
         "max_new_tokens": 5,
         "ignore_eos": True,
+        "keep": "best",
+        "patience": 4,
     },
     "data": {
         "source": "answers.jsonl",
@@ -149,6 +158,7 @@ ALL_CHANGED = {
         "bad_rows": "skip",
     },
     "optimizer": {
+        "name": "muon",
         "steps": 60,
         "peak_lr": 0.5,
         "warmup": 4,

@@ -18,9 +18,9 @@ from scipy import special
 
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.cod import CodConfig, cod_sample
-from peagle_jax.train.config import OptimizerConfig
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.peagle_loss import peagle_loss
+from peagle_jax.train.recipe_sections import OptimizerConfig
 from peagle_jax.train.update import decay_mask, make_optimizer
 from peagle_jax.types import CodSample
 from peagle_jax.weights import flatten_params

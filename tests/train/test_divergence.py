@@ -9,8 +9,9 @@ import pytest
 from peagle_jax.checkpoints.orbax_io import Checkpoints
 from peagle_jax.train.config import Eagle3Run
 from peagle_jax.train.data import PackedRows
+from peagle_jax.train.run_folder import check_same_data
 from peagle_jax.train.settings import build
-from peagle_jax.train.trainer import check_same_data, fit
+from peagle_jax.train.trainer import fit
 from peagle_jax.train.update import Objective
 from peagle_jax.types import InputError
 

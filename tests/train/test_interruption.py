@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from peagle_jax.train.config import Eagle3Run
+from peagle_jax.train.run_folder import read_result, write_result
 from peagle_jax.train.settings import build
-from peagle_jax.train.trainer import fit, read_result, write_result
+from peagle_jax.train.trainer import Evaluation, fit
 from peagle_jax.train.update import Objective
 
 STEPS = 9
@@ -46,7 +47,7 @@ def fitted(folder, eval_fn=None, said=None):
         OBJECTIVE,
         lambda step: jnp.array([[1.0 + step, 0.5]]),
         None,
-        eval_fn,
+        None if eval_fn is None else Evaluation(eval_fn),
         (said if said is not None else []).append,
     )
 

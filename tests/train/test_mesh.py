@@ -125,13 +125,14 @@ def test_every_mesh_gives_the_same_curve(task, corpus, target, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_devices(corpus, target, tmp_path):
-    """Three steps on eight devices, the others on one."""
-    one = recipe("peagle", "one", corpus, target, tmp_path)
+    """Three steps on eight devices, the others on one; with Muon, whose state has other parts."""
+    muon = {"optimizer": {"name": "muon", "warmup": 2}}
+    one = recipe("peagle", "one", corpus, target, tmp_path, **muon)
     assert main(["train", str(one)]) == 0
-    changes = {"mesh": MESHES["all"], "max_seconds": 0.0}
+    changes = muon | {"mesh": MESHES["all"], "max_seconds": 0.0}
     first = recipe("peagle", "moved", corpus, target, tmp_path, **changes)
     finish(start([first, first, first], 8))
-    rest = recipe("peagle", "moved", corpus, target, tmp_path, gradient_accumulation=2)
+    rest = recipe("peagle", "moved", corpus, target, tmp_path, gradient_accumulation=2, **muon)
     assert main(["train", str(rest)]) == 0
     assert_same(tmp_path, "moved", "one")
 

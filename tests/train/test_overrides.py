@@ -69,7 +69,7 @@ def test_overrides_of_list_items():
 BAD_OVERRIDES = [
     (
         "--optimizer.speed 3",
-        "--optimizer.speed names no key: those of optimizer are steps, peak_lr",
+        "--optimizer.speed names no key: those of optimizer are name, steps, peak_lr",
     ),
     ("--optimizer.step 3", "got step; remove --optimizer.step, or write --optimizer.steps"),
     ("--head.foo 3", "got foo; remove --head.foo"),
@@ -78,7 +78,7 @@ BAD_OVERRIDES = [
     ("--seed", "recipe.yaml with --seed: --seed needs a value; got none; write --seed 0"),
     ("--seed 3 4", "--seed takes one value; got 3 4; write --seed 3"),
     ("--out a b", "--out takes one value; got a b; write --out 'a b'"),
-    ("--optimizer", "--optimizer needs a value; got none; write --optimizer.steps 10000"),
+    ("--optimizer", "--optimizer needs a value; got none; write --optimizer.name adamw"),
     ("--grow", "--grow needs a value; got none; write --depth_schedule.0.until 10"),
     ("--grow.4.until", "got none; write --depth_schedule.4.until 100"),
     ("--head.rope.factor", "got none; write --head.rope.factor 0.5"),

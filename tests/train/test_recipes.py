@@ -138,8 +138,8 @@ def test_every_former_key(tmp_path):
         former[old] = former.pop(new)
     former["grow"] = [{"until": 2, "depths": 1}, {"until": 3, "depths": 2}]
     former["blur"] = {"feature_noise": 0.5, "feature_dropout": 0.25}
-    former["measure"] = {"every": None, "prompts": "p.jsonl", "count": 3, "new_tokens": 5}
-    former["measure"]["ignore_eos"] = True  # of today
+    former["measure"] = {"every": 13, "prompts": "p.jsonl", "count": 3, "new_tokens": 5}
+    former["measure"] |= {"ignore_eos": True, "keep": "best", "patience": 4}  # of today
     former["cod"] = {"depths": 5, "ratio": 0.5, "floor": 0.125, "anchors": 11}
     former["data"] = {
         "source": "answers.jsonl",

@@ -185,10 +185,31 @@ def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_p
     path = write(tmp_path / "run.yaml", config("eagle3", corpus, tmp_path / "run", target))
     assert main(["train", str(path), "--optimizer.steps", "2"]) == 0
     assert rows(tmp_path / "run")[-1]["step"] == 2
-    assert main(["train", str(path)]) == 2
+    assert main(["train", str(path), "--optimizer.name", "muon"]) == 2
     error = capsys.readouterr().err
     assert "resumed only with the settings that it began with" in error
-    assert "; got optimizer.steps 12, was 2; restore them" in error and error.count("\n") == 1
+    # more steps are no difference
+    assert "; got optimizer.name muon, was adamw; restore them" in error
+    assert error.count("\n") == 1
+
+
+def test_the_best_head_is_exported(corpus, target, tmp_path):
+    """With Muon, which learns so fast here that the last evaluation is not the best."""
+    changes = {"eval": {"every": 3, "num_prompts": 4, "max_new_tokens": 24, "keep": "best"}}
+    raw = config("eagle3", corpus, tmp_path / "run", target, **changes)
+    raw["optimizer"] = {"name": "muon", "steps": 13, "peak_lr": 0.3, "warmup": 1}
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+    measured = {
+        r["step"]: r["acceptance_length"] for r in rows(tmp_path / "run") if "repeated_4grams" in r
+    }
+    assert list(measured) == [3, 6, 9, 12, 13]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    best = max(measured, key=lambda step: measured[step] or 0.0)
+    assert result["kept_step"] == best != 13 == result["step"], measured
+    assert result["acceptance_length"] == measured[best] > measured[13]
+    # what is converted is the head that was kept
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "again"), "--to", "vllm"]) == 0
+    assert same(tmp_path / "again", tmp_path / "run" / "head")
 
 
 def test_a_run_begun_with_former_spellings_is_resumed(corpus, target, tmp_path, capsys):

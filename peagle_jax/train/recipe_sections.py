@@ -1,0 +1,101 @@
+"""Sections that the recipes of all tasks share: data, optimizer, devices, evaluation."""
+
+import dataclasses
+import typing
+
+from peagle_jax.documents import BAD_ROWS
+from peagle_jax.train.settings import check
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus, and how it is packed into rows."""
+
+    # A folder or a JSONL (corpus.read_corpus); "installed": all Python source of this environment;
+    # null: the Python standard library.
+    source: str | None
+    max_chars: int | None = None  # a random choice of about so many characters; null: all
+    held_out: float = 0.05  # share of documents, by name, that are never trained on
+    seq_len: int = 2048  # tokens of a packed row
+    batch_size: int = 8  # packed rows of a step
+    bad_rows: str = "refuse"  # lines that cannot be used: refuse the first, or skip and count them
+
+    def __post_init__(self) -> None:
+        known = self.bad_rows in BAD_ROWS
+        check(known, "bad_rows", "must be refuse or skip", self.bad_rows, "use refuse")
+        check(self.seq_len >= 4, "seq_len", "must be 4 or more", self.seq_len, "use 2048")
+        check(self.batch_size >= 1, "batch_size", "must be 1 or more", self.batch_size, "use 8")
+        in_range = 0 <= self.held_out < 1
+        check(in_range, "held_out", "must lie in 0..1, below 1", self.held_out, "use 0.05")
+        positive = self.max_chars is None or self.max_chars >= 1
+        check(positive, "max_chars", "must be 1 or more", self.max_chars, "use null for all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """What makes steps of gradients: linear warm-up, and cosine decay to a tenth of the peak."""
+
+    # adamw, or muon (arXiv:2502.16982): orthogonalized momentum for matrices, except embeddings,
+    # the output matrix and placeholders; these and all vectors take AdamW's steps. The steps are as
+    # large as AdamW's, so a peak_lr for one suits the other.
+    name: typing.Literal["adamw", "muon"] = "adamw"
+    steps: int = 10_000
+    peak_lr: float = 1e-4  # heads of large targets; 3e-3 suits the packaged target's
+    warmup: int = 300  # steps
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 1, "steps", "must be 1 or more", self.steps, "use 10000")
+        check(self.peak_lr > 0, "peak_lr", "must be above 0", self.peak_lr, "use 1e-4")
+        check(self.warmup >= 0, "warmup", "must be 0 or more", self.warmup, "use 300")
+        positive = self.max_grad_norm > 0
+        check(positive, "max_grad_norm", "must be above 0", self.max_grad_norm, "use 1.0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """The devices that a run trains on, in three directions (train/mesh.py). Their product counts.
+
+    A run may be resumed on another mesh.
+    """
+
+    data: int = 1  # devices that share the rows of a batch
+    fsdp: int = 1  # devices that share the rows, and the matrices and what the optimizer keeps
+    model: int = 1  # devices that share heads, MLPs, experts and vocabulary (tensor parallelism)
+
+    def __post_init__(self) -> None:
+        for key in ("data", "fsdp", "model"):
+            size = getattr(self, key)
+            check(size >= 1, key, "must be 1 or more", size, "use 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Greedy decoding with the head while it trains, and at the end: its acceptance length."""
+
+    every: int | None = 1000  # steps; null: only at the end. Its time does not count as training
+    # A JSONL of prompts; null: the prompts of held-out answers, or excerpts of held-out documents.
+    prompts: str | None = None
+    num_prompts: int = 16  # decoded as one batch
+    max_new_tokens: int = 96
+    ignore_eos: bool = False  # decode on through end-of-sequence tokens, as no user does
+    # The parameters that become the head: of the last step, or of the evaluation with the longest
+    # acceptance length.
+    keep: typing.Literal["last", "best"] = "last"
+    patience: int | None = None  # stop after so many evaluations without a longer one; null: never
+
+    def __post_init__(self) -> None:
+        positive = self.every is None or self.every >= 1
+        check(positive, "every", "must be 1 or more, or null", self.every, "use 1000")
+        check(self.num_prompts >= 1, "num_prompts", "must be 1 or more", self.num_prompts, "use 16")
+        tokens = self.max_new_tokens
+        check(tokens >= 1, "max_new_tokens", "must be 1 or more", tokens, "use 96")
+        positive = self.patience is None or self.patience >= 1
+        check(positive, "patience", "must be 1 or more, or null", self.patience, "use 5")
+        measures = self.every is not None
+        rule = "must be last where every is null: nothing is measured while the head trains"
+        check(measures or self.keep == "last", "keep", rule, self.keep, "set every, or keep: last")
+        rule = "must be null where every is null: nothing is measured while the head trains"
+        next_step = "set every, or patience: null"
+        check(measures or self.patience is None, "patience", rule, self.patience, next_step)

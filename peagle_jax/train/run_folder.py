@@ -1,0 +1,178 @@
+"""The folder of a run: whose it is, which settings and data it began with, and its result."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from peagle_jax.atomic_write import write_atomically
+from peagle_jax.provenance import provenance
+from peagle_jax.train.config import Run, dump, load_run
+from peagle_jax.train.data import PackedRows
+from peagle_jax.train.mesh import is_first_process
+from peagle_jax.train.settings import differences
+from peagle_jax.types import InputError
+
+# Keys that may differ when a run is resumed. A run may be extended: its learning rate then follows
+# the schedule of the new number of steps.
+MAY_CHANGE = (
+    "mesh",
+    "gradient_accumulation",
+    "optimizer.steps",
+    "max_seconds",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "trackers",
+)
+RESULT_FILE = "result.json"
+DATA_FILE = "data.json"
+LOCK_FILE = "lock"
+
+
+@contextlib.contextmanager
+def locked_run_folder(run: Run) -> Iterator[None]:
+    """Makes `run.out` the folder of this run, as `init_run_dir`, and keeps other processes out.
+
+    The lock is the operating system's: it ends with the process, however that ends. Of several
+    processes that train together, the first has it.
+
+    Raises:
+      InputError: another process trains in the folder, or `init_run_dir` refuses it.
+    """
+    if not is_first_process():
+        init_run_dir(run)
+        yield
+        return
+    path = Path(run.out) / LOCK_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise _not_writable(Path(run.out), error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            next_step = "wait for it, end it, or set out to another folder"
+            raise InputError(run.out, "one run at a time", f"{owner} runs", next_step) from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        init_run_dir(run)
+        yield
+
+
+def init_run_dir(run: Run) -> None:
+    """Makes `run.out` the folder of this run.
+
+    It is called before anything else is read or written, because it is the cheapest refusal.
+
+    Raises:
+      InputError: the folder cannot be written, or has checkpoints of a run with other settings.
+    """
+    out = Path(run.out)
+    path = out / "config.yaml"
+    try:
+        if has_checkpoints(run) and path.exists():
+            old = load_run(path)
+            _check_same_settings(old, run)
+            if old != run:
+                write_atomically(path, dump(run))
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        # machine, versions and commit that began the run, for the model card
+        write_atomically(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
+        write_atomically(path, dump(run))
+    except OSError as error:
+        raise _not_writable(out, error) from None
+
+
+def _not_writable(out: Path, error: OSError) -> InputError:
+    rule, next_step = "the output folder must be writable", "set out to a folder you may write to"
+    return InputError(out, rule, error.strerror, next_step)
+
+
+def check_same_data(run: Run, rows: PackedRows) -> None:
+    """Checks that a run that goes on trains on the rows that it began with.
+
+    The recipe names a corpus, which may have changed: with it the order of rows would, and the
+    tokens of a reduced draft vocabulary.
+
+    Raises:
+      InputError: the rows are others.
+    """
+    path = Path(run.out) / DATA_FILE
+    data = {"num_rows": len(rows), "digest": rows.digest()}
+    if has_checkpoints(run) and path.exists():
+        former = json.loads(path.read_text(encoding="utf-8"))
+        if former != data:
+            rule = "a run is resumed only with the data that it began with"
+            got = f"{len(rows):,} other rows, were {former.get('num_rows', 0):,}"
+            next_step = f"restore {run.data.source}, or set out to another folder"
+            raise InputError(run.out, rule, got, next_step)
+        return
+    write_atomically(path, json.dumps(data) + "\n")
+
+
+def _check_same_settings(old: Run, new: Run) -> None:
+    """Raises InputError if a run cannot be resumed, naming the keys that differ."""
+    if changed := differences(old, new, may_change=MAY_CHANGE):
+        rule = "a run is resumed only with the settings that it began with"
+        next_step = "restore them in the recipe, or set out to another folder to begin a new run"
+        raise InputError(new.out, rule, "; ".join(changed), next_step)
+
+
+def has_checkpoints(run: Run) -> bool:
+    """Whether the run was begun and has saved a checkpoint."""
+    return any((Path(run.out) / "checkpoints").glob("[0-9]*"))
+
+
+def read_result(run: Run, kind: type, say: Callable[[str], None] = print) -> Any:
+    """The result of a run that has nothing left to train, to export and to measure.
+
+    Args:
+      run: the run.
+      kind: the dataclass of its result; one of its fields is `folder`.
+      say: is told if nothing is left to do.
+
+    Returns:
+      An instance of `kind`; None if there is something left to do.
+    """
+    path = Path(run.out) / RESULT_FILE
+    if not path.exists():
+        return None
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # damaged: it is written again
+    fields = {field.name for field in dataclasses.fields(kind)}
+    if not isinstance(result, dict) or result.keys() != fields:
+        return None  # written by another version
+    is_over = result["step"] >= run.optimizer.steps or result.get("stopped_early", False)
+    if not is_over or not Path(result["folder"]).is_dir():
+        return None
+    say(f"{run.out} was finished before; without its {RESULT_FILE} it would be measured again")
+    return kind(**result | {"folder": Path(result["folder"])})
+
+
+def write_result(run: Run, result: dict) -> None:
+    """Writes result.json into `run.out`: what the run came to, for model cards and reports.
+
+    A session that had nothing left to train keeps the speed that an earlier one measured.
+    """
+    path = Path(run.out) / RESULT_FILE
+    result = {key: str(v) if isinstance(v, Path) else v for key, v in result.items()}
+    if result["tokens_per_second"] is None and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        result["tokens_per_second"] = before["tokens_per_second"]
+    write_atomically(path, json.dumps(result, indent=2) + "\n")
