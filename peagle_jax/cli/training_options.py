@@ -175,9 +175,9 @@ def add_extract(parser: Parser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=("float32", "bfloat16", "float16", "float8_e4m3fn"),
         default="bfloat16",
-        help="of the stored hidden states",
+        help="of the stored hidden states; float8_e4m3fn has a scale for each token and layer",
     )
     parser.add_argument(
         "--compute-dtype",

@@ -31,11 +31,13 @@ from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.hidden_state_store import (
     DTYPES,
     FORMAT_VERSION,
+    FP8,
     INDEX,
     ROW_TENSORS,
     HiddenStateIndex,
     is_complete,
     shard_path,
+    to_fp8,
     write_shard,
 )
 from peagle_jax.train.hidden_states import compute_hidden_states
@@ -44,8 +46,8 @@ from peagle_jax.types import Batch, InputError, Model, Params
 DEFAULT_SEQ_LEN = 2048  # if the target's context is as long
 SHARD_BYTES = 1 << 30  # at most, by default: a shard is held in memory until it is written
 
-# (params, tokens, segment ids) -> aux and final hidden states, and the largest number in each
-Forward = Callable[[Params, np.ndarray, np.ndarray], tuple[jax.Array, jax.Array, jax.Array]]
+# (params, tokens, segment ids) -> tensors of a shard, and the largest numbers in two of them
+Forward = Callable[[Params, np.ndarray, np.ndarray], tuple[dict[str, jax.Array], jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class ExtractionOptions:
         if not 0 <= self.held_out < 1:
             rule = "must lie in 0..1, and below 1"
             raise InputError("--held-out", rule, self.held_out, "give a share such as 0.05")
-        allowed = {"dtype": DTYPES, "compute_dtype": DTYPES[:2]}
+        allowed = {"dtype": DTYPES, "compute_dtype": ("float32", "bfloat16")}
         for key, dtypes in allowed.items():
             if getattr(self, key) not in dtypes:
                 option, rule = f"--{key.replace('_', '-')}", f"must be one of {', '.join(dtypes)}"
@@ -154,6 +156,8 @@ def extract_hidden_states(
     old_index = read_old_index(out)
     folder = weights.find_folder(target)
     settings, tokenizer = _settings(target, folder, options)
+    if old_index is not None:
+        settings["format_version"] = old_index.format_version
     check_unchanged(out, old_index, settings)
     rows = _read_rows(tokenizer, options, settings["seq_len"], say)
     facts = _facts(rows, settings["rows_per_shard"])
@@ -218,6 +222,8 @@ def _settings(
     aux_width = len(aux_layers) * config.dim
     # of a token: two int32 and a bool, and the hidden states
     token_bytes = 9 + (aux_width + config.dim) * jnp.dtype(options.dtype).itemsize
+    if options.dtype == FP8:
+        token_bytes += 4 * (len(aux_layers) + 1)  # scales
     batch_bytes = options.batch_size * seq_len * token_bytes
     batches_per_shard = max(1, SHARD_BYTES // batch_bytes)
     settings = {
@@ -295,7 +301,11 @@ def _fill(
             shard_rows = index.rows_of(shard)
             if picks.start == shard_rows.start:
                 specs = index.tensors_of(shard)
-                tensors = {name: np.empty(*specs[name]) for name in ("aux_hidden_states", "hidden")}
+                tensors = {
+                    name: np.empty(*spec)
+                    for name, spec in specs.items()
+                    if name not in (*ROW_TENSORS, "checksums")
+                }
             begin = picks.start - shard_rows.start
             _store_batch(tensors, states, slice(begin, begin + len(picks)), index)
             if picks.stop == shard_rows.stop:
@@ -311,7 +321,8 @@ def _fill(
 def _compile_forward(model: Model, rows: PackedRows, index: HiddenStateIndex) -> Forward:
     """The target's forward, in the stored dtype and with zeros on padding.
 
-    Its third output is the largest number of each of the two before the conversion to that dtype.
+    It gives the tensors of a shard by name, and the largest numbers of aux and final hidden states
+    before the conversion to that dtype.
     """
 
     def forward(params: Params, tokens: jax.Array, segment_ids: jax.Array) -> tuple:
@@ -320,7 +331,13 @@ def _compile_forward(model: Model, rows: PackedRows, index: HiddenStateIndex) ->
         states = compute_hidden_states(target, Batch(tokens, segment_ids, is_token))
         states = [jnp.where(is_token[..., None], x, 0) for x in states]
         largest = jnp.stack([jnp.max(jnp.abs(x)) for x in states]).astype(jnp.float32)
-        return *(x.astype(jnp.dtype(index.dtype)) for x in states), largest
+        if index.dtype != FP8:
+            aux_hidden_states, hidden = (x.astype(jnp.dtype(index.dtype)) for x in states)
+            return {"aux_hidden_states": aux_hidden_states, "hidden": hidden}, largest
+        aux_hidden_states, aux_scales = to_fp8(states[0], len(index.aux_hidden_state_layers))
+        hidden, hidden_scales = to_fp8(states[1], 1)
+        scales = {"aux_scales": aux_scales, "hidden_scales": hidden_scales}
+        return {"aux_hidden_states": aux_hidden_states, "hidden": hidden} | scales, largest
 
     example = _padded(rows, range(1), index.batch_size)
     return jax.jit(forward).lower(model.params, *example).compile()
@@ -368,12 +385,13 @@ def _store_batch(
     tensors: dict[str, np.ndarray], states: tuple, where: slice, index: HiddenStateIndex
 ) -> None:
     """Copies a batch into the shard's tensors, without the rows that only fill it up."""
-    *arrays, largest = states
-    limit = float(jnp.finfo(index.dtype).max)
-    named = zip(tensors.items(), arrays, np.asarray(largest), strict=True)
-    for (name, tensor), array, largest_number in named:
-        if not largest_number <= limit:  # also true of NaN
-            rule, got = f"{index.dtype} must hold every number", f"{largest_number:.6g} in {name}"
+    arrays, largest = states
+    # numbers in FP8 have scales in float32
+    limit = float(jnp.finfo("float32" if index.dtype == FP8 else index.dtype).max)
+    for name, number in zip(("aux_hidden_states", "hidden"), np.asarray(largest), strict=True):
+        if not number <= limit:  # also true of NaN
+            rule, got = f"{index.dtype} must hold every number", f"{number:.6g} in {name}"
             next_step = "use --dtype bfloat16 or float32; NaN means that the target is damaged"
             raise InputError("--dtype", rule, got, next_step)
-        tensor[where] = np.asarray(array)[: where.stop - where.start]
+    for name, array in arrays.items():
+        tensors[name][where] = np.asarray(array)[: where.stop - where.start]

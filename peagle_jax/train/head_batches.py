@@ -11,7 +11,7 @@ from typing import cast
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from peagle_jax import weights
 from peagle_jax.checkpoints.target_io import target_hash
@@ -20,15 +20,14 @@ from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows
-from peagle_jax.train.hidden_state_store import HiddenStateFolder, open_hidden_states
+from peagle_jax.train.hidden_state_store import (
+    HiddenStateFolder,
+    HiddenStates,
+    decoded,
+    open_hidden_states,
+)
 from peagle_jax.train.hidden_states import TrainingRows, shifted, training_rows
 from peagle_jax.types import Batch, CodSample, InputError, Model
-
-# aux hidden states and final hidden states of packed rows
-StoredStates = tuple[
-    Float[Array | np.ndarray, "B T A"],
-    Float[Array | np.ndarray, "B T E"],
-]
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +46,7 @@ class HeadBatch:
     """
 
     batch: Batch
-    stored: StoredStates | None
+    stored: HiddenStates | None
     segment_ids: Int[Array | np.ndarray, "B n"]
     loss_mask: Bool[Array | np.ndarray, "B n"]
     cod: CodSample | None
@@ -64,11 +63,11 @@ class HeadBatch:
         segment_ids, loss_mask = cast(Array, self.segment_ids), cast(Array, self.loss_mask)
         if self.stored is None:
             return training_rows(target, self.batch, segment_ids, loss_mask)
-        aux_hidden_states, hidden = self.stored
+        stored = self.stored
         return TrainingRows(
             cast(Array, self.batch.tokens[:, 1:]),
-            cast(Array, aux_hidden_states[:, :-1].astype(dtype)),
-            cast(Array, hidden[:, 1:].astype(dtype)),
+            decoded(stored.aux_hidden_states, stored.aux_scales, dtype)[:, :-1],
+            decoded(stored.hidden, stored.hidden_scales, dtype)[:, 1:],
             segment_ids,
             loss_mask,
         )
@@ -95,8 +94,8 @@ class HeadBatches:
             self.folder = _open_matching(run, run.hidden_states_dir, rows, aux_layers)
             width = self.folder.index.hidden_width
             stored_layers = self.folder.index.aux_hidden_state_layers
-            begins = [width * stored_layers.index(layer) for layer in aux_layers]
-            self.columns = np.concatenate([np.arange(begin, begin + width) for begin in begins])
+            self.layers = [stored_layers.index(layer) for layer in aux_layers]
+            self.columns = np.concatenate([np.arange(width) + width * i for i in self.layers])
 
     def __call__(self, step: int) -> HeadBatch:
         run = self.run
@@ -104,7 +103,12 @@ class HeadBatches:
         batch, stored = self.rows.take(indices), None
         if self.folder is not None:
             states = self.folder.batch(indices)
-            stored = states.aux_hidden_states[..., self.columns], states.hidden
+            scales = None if states.aux_scales is None else states.aux_scales[..., self.layers]
+            stored = dataclasses.replace(
+                states,
+                aux_hidden_states=states.aux_hidden_states[..., self.columns],
+                aux_scales=scales,
+            )
         segment_ids, loss_mask = shifted(batch)
         num_depths, cod = run.num_depths_at(step), None
         if isinstance(run, PeagleRun):

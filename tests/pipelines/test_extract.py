@@ -3,6 +3,7 @@
 They are what transformers computes document by document.
 """
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -21,7 +22,7 @@ from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.cli import main
 from peagle_jax.pipelines import extract as room
 from peagle_jax.train.data import pack
-from peagle_jax.train.hidden_state_store import open_hidden_states, read_index, shard_path
+from peagle_jax.train.hidden_state_store import decoded, open_hidden_states, read_index, shard_path
 from peagle_jax.train.hidden_states import compute_hidden_states, shifted, training_rows
 from peagle_jax.types import Batch, InputError
 
@@ -188,12 +189,59 @@ def test_stored_dtypes(dtype, place, tmp_path):
         shard_path(tmp_path / "out", 0).stat().st_size
         - len(header(shard_path(tmp_path / "out", 0)))
     }
-    assert sizes == {10 * 12 * (9 + 72 * 2)}
+    assert sizes == {10 * (12 * (9 + 72 * 2) + 4)}  # a checksum for each of 10 rows
 
 
 def header(path):
     content = path.read_bytes()
     return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+def test_fp8_with_a_scale_for_each_token_and_layer(place, tmp_path):
+    go(place, tmp_path / "out", dtype="float8_e4m3fn")
+    stored = open_hidden_states(tmp_path / "out")
+    got, exact = stored.batch([0, 12, 31]), open_hidden_states(place / "whole").batch([0, 12, 31])
+    assert got.aux_hidden_states.dtype == got.hidden.dtype == jnp.float8_e4m3fn
+    assert got.aux_scales.shape == (3, 12, 2) and got.hidden_scales.shape == (3, 12, 1)
+    for name, parts in (("aux_hidden_states", 2), ("hidden", 1)):
+        scales = got.aux_scales if parts == 2 else got.hidden_scales
+        x = np.asarray(decoded(getattr(got, name), scales, jnp.float32)).reshape(3, 12, parts, 24)
+        y = getattr(exact, name).reshape(3, 12, parts, 24)
+        # three bits behind the point, and steps of 2**-9 below the smallest normal number
+        limit = np.abs(y) / 16 + scales[..., None] * 2.0**-10
+        assert (np.abs(x - y) <= limit * 1.001).all()
+        assert np.abs(x - y).max() > 0
+        largest = np.abs(y).max(axis=-1)
+        np.testing.assert_allclose(np.abs(x).max(axis=-1), largest, rtol=1e-6)
+        np.testing.assert_allclose(scales, np.where(largest > 0, largest / 448, 1), rtol=1e-6)
+    size = shard_path(tmp_path / "out", 0).stat().st_size
+    assert size - len(header(shard_path(tmp_path / "out", 0))) == 10 * (12 * (9 + 72 + 12) + 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_a_byte_that_changed_is_named_by_shard_and_row(place, tmp_path, dtype):
+    go(place, tmp_path / "out", dtype=dtype)
+    path = shard_path(tmp_path / "out", 2)
+    content = path.read_bytes()
+    names = open_hidden_states(tmp_path / "out").index.tensors_of(2)
+    spans = json.loads(header(path)[8:])
+    for name in names:
+        begin, end = spans[name]["data_offsets"]
+        place_in_row_3 = len(header(path)) + begin + (end - begin) * 3 // 10 + 1
+        damaged = bytearray(content)
+        damaged[place_in_row_3] ^= 1  # also of the first boolean of a loss mask
+        path.write_bytes(damaged)
+        stored = open_hidden_states(tmp_path / "out")
+        stored.batch([20, 22, 24, 5])
+        words = r"shard-00002.safetensors: row 23 must have the checksum [0-9a-f]{8} with which"
+        for _ in range(2):  # it is not forgotten
+            with pytest.raises(InputError, match=words):
+                stored.batch([5, 23])
+    path.write_bytes(content)
+    stored = open_hidden_states(tmp_path / "out")
+    stored.batch([23])
+    path.write_bytes(damaged)
+    stored.batch([23])  # a row is looked at once
 
 
 def test_computed_in_bfloat16(place, tmp_path):
@@ -210,7 +258,7 @@ def test_computed_in_bfloat16(place, tmp_path):
 def test_what_the_files_say(place):
     index = json.loads((place / "whole" / "index.json").read_text())
     expected = {
-        "format_version": 2,
+        "format_version": 3,
         "target": "target",
         "aux_hidden_state_layers": [1, 3],
         "aux_width": 48,
@@ -293,6 +341,7 @@ def version_1(folder):
     former = {"segment_ids": "document", "loss_mask": "supervised", "aux_hidden_states": "taps"}
     for shard in folder.glob("*.safetensors"):
         tensors = {n: np.array(x) for n, x in weights.open_safetensors(shard).items()}
+        del tensors["checksums"]
         weights.write_safetensors(shard, {former.get(n, n): x for n, x in tensors.items()}, {})
 
 
@@ -302,7 +351,7 @@ def test_folders_of_version_1(place, tmp_path):
     version_1(old)
     index, content = read_index(old), (old / "index.json").read_bytes()
     assert b'"taps"' in content and b"seq_len" not in content
-    assert index == read_index(place / "whole")
+    assert index == dataclasses.replace(read_index(place / "whole"), format_version=2)
     numbers = range(len(rows := open_hidden_states(place / "whole")))
     for x, y in zip(
         jax.tree.leaves(open_hidden_states(old).batch(numbers)),
@@ -312,7 +361,10 @@ def test_folders_of_version_1(place, tmp_path):
         np.testing.assert_array_equal(x, y)
     shard_path(old, 1).unlink()
     assert "in 1 of 5 shards" in go(place, old)[1]
-    assert shard_path(old, 1).read_bytes() == shard_path(place / "whole", 1).read_bytes()
+    new, whole = (weights.open_safetensors(shard_path(x, 1)) for x in (old, place / "whole"))
+    assert whole.keys() - new.keys() == {"checksums"}  # a folder stays of one kind
+    for name in new:
+        np.testing.assert_array_equal(new[name], whole[name])
     assert (old / "index.json").read_bytes() == content
     assert "are there" in go(place, old)[-1]
 

@@ -258,11 +258,11 @@ DAMAGE = {
     "a list": (lambda s: "[]", "index.json: the file must be a JSON object"),
     "of something else": (
         lambda s: "{}",
-        "index.json: must be the index of `peagle extract`, format_version 2; got None",
+        "index.json: must be the index of `peagle extract`, format_version 3; got None",
     ),
     "newer": (
-        lambda s: s.replace('"format_version": 2', '"format_version": 3'),
-        "format_version 2; got 3",
+        lambda s: s.replace('"format_version": 3', '"format_version": 4'),
+        "format_version 3; got 4",
     ),
     "a key less": (
         lambda s: s.replace('  "seq_len": 12,\n', ""),
@@ -296,7 +296,7 @@ DAMAGE = {
     ),
     "another dtype": (
         lambda s: s.replace('"dtype": "float32"', '"dtype": "float64"', 1),
-        "dtype: must be one of float32, bfloat16, float16; got float64",
+        "dtype: must be one of float32, bfloat16, float16, float8_e4m3fn; got float64",
     ),
 }
 

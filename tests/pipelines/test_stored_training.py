@@ -138,7 +138,7 @@ def test_the_seed_order_and_epochs_are_those_of_the_rows(place, features, tokeni
             np.testing.assert_array_equal(a, b)
         picks = rows.indices_at(4, 9, step)
         np.testing.assert_array_equal(
-            stored.stored[0],
+            stored.stored.aux_hidden_states,
             np.concatenate(
                 [
                     shards.aux_hidden_states[picks][..., 24:48],
@@ -147,7 +147,30 @@ def test_the_seed_order_and_epochs_are_those_of_the_rows(place, features, tokeni
                 axis=-1,
             ),
         )
-        np.testing.assert_array_equal(stored.stored[1], shards.hidden[picks])
+        np.testing.assert_array_equal(stored.stored.hidden, shards.hidden[picks])
+
+
+def test_fp8_is_decoded_in_the_step(place, tokenizer, tmp_path):
+    """By the scales of the layers that the head reads, which are the second and the fourth."""
+    folders = {}
+    for dtype in ("float32", "float8_e4m3fn"):
+        folders[dtype] = tmp_path / dtype
+        go(place, tmp_path / dtype, dtype=dtype, aux_hidden_state_layers=(0, 1, 2, 3))
+    rows = rows_of(place, tokenizer)
+    target = load_target(place / "target", aux_hidden_state_layers=(1, 3))
+    found = {}
+    for dtype, folder in folders.items():
+        raw = config(place, place / "never", hidden_states_dir=str(folder))
+        batches = HeadBatches(build(TASKS["peagle"], raw, "test"), rows, target)
+        found[dtype] = jax.jit(lambda batch: batch.rows(target.bind(target.params), jnp.float32))(
+            batches(3)
+        )
+    exact, got = found["float32"], found["float8_e4m3fn"]
+    for name in ("aux_hidden_states", "teacher_hidden"):
+        x, y = np.asarray(getattr(got, name)), np.asarray(getattr(exact, name))
+        assert x.dtype == np.float32
+        off = np.linalg.norm(x - y) / np.linalg.norm(y)
+        assert 0.005 < off < 0.04, name
 
 
 @pytest.mark.parametrize("task", ["peagle", "eagle3"])
@@ -181,8 +204,10 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
         )
         assert train_module.head_metrics(counts)["accuracy"].tolist() == [0.25, 0.25]
         given, args = calls[-1]
-        np.testing.assert_array_equal(given.aux_hidden_states, batch.stored[0][:, :-1])
-        np.testing.assert_array_equal(given.teacher_hidden, batch.stored[1][:, 1:])
+        np.testing.assert_array_equal(
+            given.aux_hidden_states, batch.stored.aux_hidden_states[:, :-1]
+        )
+        np.testing.assert_array_equal(given.teacher_hidden, batch.stored.hidden[:, 1:])
         np.testing.assert_array_equal(given.tokens, batch.batch.tokens[:, 1:])
         assert "kl_and_total_variation" in args and (
             run.feature_noise in args if task == "peagle" else 0.8 in args
