@@ -3,8 +3,10 @@
 The position in the data follows from the step.
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from peagle_jax.checkpoints.checksums import check_checksums, write_checksums
 from peagle_jax.old_names import TRAINING_STATE_KEYS
 from peagle_jax.types import InputError
 from peagle_jax.weights import LazyTensor, flatten_params
@@ -23,7 +26,8 @@ STEP_ITEM = "default"  # Orbax's name of the tree within a step's folder
 class Checkpoints:
     """The newest training states of a run.
 
-    States are saved in the background. One whose saving was cut short by a kill is never read.
+    States are saved in the background, and get checksums when they are on disk. One whose saving
+    was cut short by a kill is never read.
 
     Args:
       folder: where the states are; it is made.
@@ -38,6 +42,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int | None = 2):
         self.protected: int | None = None
+        self._without_checksums: list[int] = []
+        self._summing = ThreadPoolExecutor(1)  # a pass over gigabytes, while steps go on
         self.folder = Path(folder).absolute()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -57,10 +63,21 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def save(self, step: int, state: Any) -> None:
-        self.manager.save(step, args=ocp.args.StandardSave(state))
+        """Begins to save a state; the one before is on disk when this returns.
+
+        Raises:
+          InputError: the one before could not be written.
+        """
+        with self._saving():
+            self.manager.save(step, args=ocp.args.StandardSave(state))
+        self._add_checksums()
+        self._without_checksums.append(step)
 
     def restore(self, step: int, like: Any) -> Any:
         """The state of a step; a state saved under former parameter names is read as well.
+
+        Raises:
+          InputError: it is not as it was saved.
 
         Args:
           step: a finished one, as `latest` gives it.
@@ -69,7 +86,9 @@ class Checkpoints:
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
-        former_names = _former_names(self.folder / str(step) / STEP_ITEM, like)
+        path = self.folder / str(step) / STEP_ITEM
+        check_checksums(path, _advice_on_step(path))
+        former_names = _former_names(path, like)
         new_names = {former: new for new, former in former_names.items()}
         saved = self.manager.restore(
             step, args=ocp.args.StandardRestore(_rename_keys(abstract, former_names))
@@ -77,13 +96,48 @@ class Checkpoints:
         return _rename_keys(saved, new_names)
 
     def wait(self) -> None:
-        """Returns when every state that was saved is on disk."""
-        self.manager.wait_until_finished()
+        """Returns when every state that was saved is on disk, with its checksums.
+
+        Raises:
+          InputError: one could not be written.
+        """
+        with self._saving():
+            self.manager.wait_until_finished()
+        self._add_checksums()
+        self._summing.submit(lambda: None).result()  # the one worker has done what came before
 
     def close(self) -> None:
         """Waits for states that are still being written."""
-        self.manager.wait_until_finished()
+        self.wait()
         self.manager.close()
+        self._summing.shutdown()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turns what Orbax raises where a state cannot be written into one line."""
+        try:
+            yield
+        except (ValueError, OSError) as error:  # ValueError is tensorstore's word for a full disk
+            kept = self.manager.all_steps()
+            got = str(error).partition("\n")[0]
+            last = f"step {max(kept):,} is kept" if kept else "no step was saved before"
+            next_step = f"make room on the disk, and run this again ({last})"
+            rule = "a checkpoint must be written to the end"
+            raise InputError(self.folder, rule, got, next_step) from None
+
+    def _add_checksums(self) -> None:
+        """Begins to write the checksums of states that are on disk. One process does it for all."""
+        for step in self._without_checksums:
+            path = self.folder / str(step) / STEP_ITEM
+            if jax.process_index() == 0 and path.exists():
+                self._summing.submit(_write_checksums_of_kept, path)
+        self._without_checksums = []
+
+
+def _write_checksums_of_kept(path: Path) -> None:
+    """Writes the checksums of a state, unless a newer one's saving deletes it meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        write_checksums(path)
 
 
 class _Protection(preservation_policy.PreservationPolicy):
@@ -130,6 +184,7 @@ def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
     Raises:
       InputError: there is no such tree; an array that turns out to be damaged raises when read.
     """
+    check_checksums(path, _advice(path, _advice_on_step(path)))
     reader = ocp.PyTreeCheckpointer()
     try:
         tree = _saved_structure(path.absolute())
@@ -161,7 +216,7 @@ def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
         try:
             restored = reader.restore(path.absolute(), args=restore_only_this)
         except ValueError as error:  # tensorstore's word for damaged files
-            next_step = _advice(path, f"delete {path.parent}, so that the step before it is used")
+            next_step = _advice(path, _advice_on_step(path))
             rule = f"{'.'.join(keys)} must be readable"
             raise InputError(path, rule, error, next_step) from None
         return functools.reduce(lambda tree, key: tree[key], all_keys, restored)
@@ -194,6 +249,15 @@ def _advice(path: Path, of_step: str) -> str:
     if path.name == STEP_ITEM:
         return of_step
     return f"copy {path.name} from a backup, or train again with another out:"
+
+
+def _advice_on_step(path: Path) -> str:
+    """What to do about a damaged state of a step."""
+    step = path.parent
+    others = [other for other in step.parent.glob("[0-9]*") if other.name.isdigit()]
+    if any(int(other.name) < int(step.name) for other in others if step.name.isdigit()):
+        return f"delete {step}, so that the step before it is used"
+    return f"copy {step} from a backup, or train again with another out:"
 
 
 def _former_names(saved_at: Path, state: Any) -> dict[str, str]:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from peagle_jax import weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints import param_mapping
+from peagle_jax.checkpoints.checksums import write_checksums
 from peagle_jax.checkpoints.config_reading import is_drafter
 from peagle_jax.checkpoints.head_reading import read_head, to_model
 from peagle_jax.checkpoints.head_state import HeadState
@@ -273,6 +274,7 @@ def _save(path: Path, tree: Any) -> None:
     try:
         with ocp.StandardCheckpointer() as writer:
             writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
+        write_checksums(path)
     except ValueError as error:  # tensorstore's word for a disk that is full
         raise InputError(
             path, "the checkpoint must be written to the end", error, SAVING_FAILED

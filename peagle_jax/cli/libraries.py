@@ -30,7 +30,7 @@ def configure_libraries() -> None:
     kernel_log = logging.getLogger("peagle_jax.kernels")
     kernel_log.setLevel(logging.INFO)
     kernel_log.handlers = [KernelHandler()]
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also raises what it logs
     # transformers advises to install PyTorch, which nothing here needs
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", module="orbax")

@@ -251,6 +251,9 @@ def test_what_to_do_about_a_damaged_run(tmp_path):
     convert(tmp_path / "a", tmp_path / "run", to="orbax")
     step = tmp_path / "run/checkpoints/0"
     (step / "default/_METADATA").unlink()
+    with pytest.raises(InputError, match=f"_METADATA must have .* got nothing; copy {step} from"):
+        read_run(tmp_path / "run")
+    (step / "default/checksums.json").unlink()  # of a former version
     with pytest.raises(InputError, match=f"continue it with peagle train; otherwise delete {step}"):
         read_run(tmp_path / "run")
     shutil.rmtree(step)
