@@ -2,7 +2,7 @@
 
     make=".venv/bin/python scripts/generate/make_assets.py"
     $make target configs/train/demo_target.yaml
-    $make peagle configs/train/demo_peagle{,_greedy,_deep}.yaml
+    $make peagle configs/train/demo_peagle.yaml
     $make eagle3 configs/train/demo_eagle3{,_greedy}.yaml
 
 With several recipes, each run began where the one before had stopped. The target is made first,
