@@ -47,6 +47,11 @@ COMMANDS = {
         training_options.add_train,
         "training_commands",
     ),
+    "init-config": Command(
+        "writes a recipe for `peagle train` that fits a target and a corpus, with comments",
+        training_options.add_init_config,
+        "training_commands",
+    ),
     "regenerate": Command(
         "writes a target's answers to conversations, or to excerpts of texts, as training data",
         training_options.add_regenerate,

@@ -77,6 +77,9 @@ def generate(arguments: argparse.Namespace) -> int:
         raise InputError("--method", rule, "no --drafter", next_step)
     if arguments.out is not None:
         check_writable(arguments.out)
+        if arguments.stream:
+            rule, next_step = "prints to the terminal", "leave out --out or --stream"
+            raise InputError("--stream", rule, f"--out {arguments.out}", next_step)
     check_at_least("--batch-size", arguments.batch_size, 1)
     target, head = _load_models(arguments)
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
@@ -107,10 +110,14 @@ def generate(arguments: argparse.Namespace) -> int:
         prefill_chunk=arguments.prefill_chunk,
         sliding_cache=arguments.sliding_cache,
     )
-    rows = generate_rows(target, head, tokenizer, prompts, options)
+    if arguments.stream and tokenizer is None:
+        rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"
+        raise InputError(arguments.target, f"--stream {rule}", "no tokenizer.json", next_step)
+    on_text = _print_text if arguments.stream else None
+    rows = generate_rows(target, head, tokenizer, prompts, options, on_text)
     if arguments.out is not None:
         write_jsonl(arguments.out, rows)
-    else:
+    elif not arguments.stream:
         for row in rows:
             say(row.get("text", row["output_token_ids"]))
     _print_acceptance_length(rows)
@@ -118,6 +125,10 @@ def generate(arguments: argparse.Namespace) -> int:
     for i in failed:
         print(f"peagle: prompt {i}: {rows[i]['error']}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _print_text(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _print_acceptance_length(rows: Sequence[dict]) -> None:

@@ -136,6 +136,11 @@ def add_generate(parser: Parser) -> None:
         default=[],
         help="an answer ends before this text; may be given several times",
     )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="print the text as it is written, one prompt after the other",
+    )
     add_precision(parser)
     parser.add_argument(
         "--batch-size",

@@ -1,4 +1,4 @@
-"""`peagle train`, `peagle regenerate` and `peagle extract`: heads, and data to train them on."""
+"""Heads, recipes, and data to train on: `train`, `init-config`, `regenerate` and `extract`."""
 
 import argparse
 from collections.abc import Callable
@@ -41,6 +41,31 @@ def train(arguments: argparse.Namespace) -> int:
         result = train_head(cast(HeadRun, run), say_once())
     if is_first_process():
         print_facts(vars(result))
+    return 0
+
+
+def init_config(arguments: argparse.Namespace) -> int:
+    """Writes a recipe that fits a target and a corpus."""
+    from peagle_jax.atomic_write import write_atomically
+    from peagle_jax.train.new_recipe import new_recipe
+
+    path = arguments.out
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputError("--out", "must be a YAML file", path, f"write --out {path}.yaml")
+    if path.exists():
+        rule, next_step = "the recipe must be a new file", "name another, or delete it"
+        raise InputError(path, rule, "one that is there", next_step)
+    run_folder = path.with_suffix("")
+    recipe = new_recipe(
+        arguments.target, arguments.data, arguments.task, run_folder.as_posix(), say
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, recipe)
+    except OSError as error:
+        rule, next_step = "the recipe must be writable", "choose another place"
+        raise InputError(path, rule, error.strerror, next_step) from None
+    say(f"{path}: look at it, then peagle train {path}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The options of the commands that train, or that make data for training."""
+"""The options of the commands that train, or that make recipes and data for training."""
 
 from pathlib import Path
 
@@ -30,6 +30,28 @@ def add_train(parser: Parser) -> None:
     )
     parser.add_argument(
         "--process", metavar="I/N", help="which of the N processes this is, from 1/N to N/N"
+    )
+
+
+def add_init_config(parser: Parser) -> None:
+    """The options of `peagle init-config`."""
+    add_target(parser)
+    parser.add_argument(
+        "--data",
+        metavar="CORPUS",
+        required=True,
+        help="a folder, a JSONL file, or installed, as data.source of a recipe",
+    )
+    parser.add_argument(
+        "--task", choices=("peagle", "eagle3"), default="peagle", help="the kind of head"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="the recipe, a YAML file that is not there yet; the run's folder is its name without "
+        ".yaml",
     )
 
 

@@ -1,7 +1,7 @@
 """Answers to many prompts as the rows that `peagle generate --out` writes."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
@@ -10,6 +10,8 @@ from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.requests import Generation, Request, check_prompts, check_request
 from peagle_jax.progress import ProgressReport
 from peagle_jax.types import Model
+
+HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes bytes to that are no character yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ def generate_rows(
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
+    on_text: Callable[[str], None] | None = None,
 ) -> list[dict]:
     """Decodes every prompt, up to `options.batch_size` at a time.
 
@@ -52,6 +55,8 @@ def generate_rows(
       head: the draft head, or None for plain decoding.
       tokenizer: the target's. With None the rows have token ids and no text.
       prompts: token ids, at least one per prompt.
+      on_text: is given the text of the answers as it is written, one after the other, each with a
+        new line at its end; needs a tokenizer. None: there is a report of progress instead.
 
     Returns:
       One row per prompt, in order. Its counters are named as vLLM names them. A row whose
@@ -93,17 +98,44 @@ def generate_rows(
             seed=options.seed + i,
             stop_ids=() if options.ignore_eos else None,
             stop=options.stop,
+            stream=on_text is not None,
         )
         for i, prompt in enumerate(prompts)
     ]
     for i, request in enumerate(requests):  # before anything is decoded
         check_request(f"prompt {i}", request, target.config, k, None)
+    if on_text is not None:
+        return [_row(_streamed(engine, request, tokenizer, on_text)) for request in requests]
     rows = {}
     with ProgressReport("generate", len(prompts), unit="prompts") as progress:
         for place, answer in engine.run(requests):
             rows[place] = _row(answer)
             progress.update(len(rows))
     return [rows[place] for place in range(len(prompts))]
+
+
+def _streamed(
+    engine: Engine, request: Request, tokenizer: Any, on_text: Callable[[str], None]
+) -> Generation:
+    """One answer, whose text is handed on as far as later tokens cannot change it."""
+    # the beginning of a stop string is not part of the answer if the rest follows
+    held_back = max((len(stop) for stop in request.stop), default=1) - 1
+    token_ids: list[int] = []
+    num_shown = 0
+    engine.add(request)
+    while True:
+        for output in engine.step():
+            if output.answer is not None:
+                on_text((output.answer.text or "")[num_shown:] + "\n")
+                return output.answer
+            token_ids += output.new_token_ids
+            text = tokenizer.decode(token_ids, skip_special_tokens=True)
+            # a character may have begun whose last bytes are in the next token
+            text = text.rstrip(HALF_CHARACTER)
+            text = text[: max(len(text) - held_back, 0)]
+            if len(text) > num_shown:
+                on_text(text[num_shown:])
+                num_shown = len(text)
 
 
 def _row(answer: Generation) -> dict:

@@ -72,6 +72,36 @@ def test_generate_prints_text_and_samples_by_seed(folders, peagle):
     assert peagle(f"{line} --seed 1 --greedy-drafts --dtype bfloat16")[0] == 0
 
 
+def test_a_stream_is_the_text_as_it_is_written(folders, peagle, tmp_path, monkeypatch):
+    """In several pieces, which together are the text; what begins like a stop string waits."""
+    from peagle_jax.cli import decode_commands
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f"}\n{"prompt": "x = "}\n')
+    line = (
+        f"generate --target {folders}/target --drafter {folders}/peagle -k 2 --prompts {prompts} "
+        "--max-new-tokens 20"
+    )
+    whole = peagle(line)[1]
+    pieces = []
+    monkeypatch.setattr(decode_commands, "_print_text", pieces.append)
+    code, out, err = peagle(f"{line} --stream")
+    assert (code, out) == (0, "") and "acceptance length" in err
+    assert "".join(pieces) == whole
+    assert len(pieces) > 6 and all(not piece.endswith("\ufffd") for piece in pieces[:-1])
+
+    peagle(f"{line} --out {tmp_path}/out.jsonl")
+    text = read_rows(tmp_path / "out.jsonl")[0]["text"]
+    stop = text[3:9]
+    pieces.clear()
+    assert peagle(f"{line} --stream --stop '{stop}'")[0] == 0
+    peagle(f"{line} --out {tmp_path}/out.jsonl --stop '{stop}'")
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert "".join(pieces) == "".join(row["text"] + "\n" for row in rows)
+    code, _, err = peagle(f"{line} --stream --out {tmp_path}/out.jsonl")
+    assert code == 2 and "--stream: prints to the terminal; got --out" in err
+
+
 def test_every_option_of_sampling_reaches_the_request(folders, peagle, tmp_path):
     line = (
         f"generate --target {folders}/target --drafter {folders}/peagle -k 2 --prompt 'def f' "

@@ -1,0 +1,228 @@
+"""Writes a recipe that fits a target and a corpus, for people to read and to change."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from peagle_jax import corpus, text, weights
+from peagle_jax.documents import BadRows
+from peagle_jax.targets import read_config
+from peagle_jax.targets.config import TargetConfig
+from peagle_jax.targets.llama import LlamaConfig
+from peagle_jax.targets.qwen3 import Qwen3Config
+from peagle_jax.targets.qwen3_moe import Qwen3MoeConfig
+from peagle_jax.types import InputError
+
+NUM_DEPTHS = {"peagle": 8, "eagle3": 6}
+NUM_LAYERS = {"peagle": 4, "eagle3": 1}
+STEP_TOKENS = 8192  # of a batch, about
+ROW_MULTIPLE = 128  # tokens of which rows are multiples
+MAX_ROW = 4096  # tokens of a row at most, unless somebody asks for longer ones
+EPOCHS, MIN_STEPS, MAX_STEPS = 3, 200, 60_000
+# Depths are added when so large a share of the steps is done.
+STAGES = ((0.1, 1), (0.25, 2), (0.55, 4))
+# Adam's two moments, the parameter and its gradient, in float32
+TRAINED_BYTES = 16
+LARGE_TARGET = 1 << 30  # parameters from which on bfloat16 is chosen
+UNUSED = re.compile(r"reserved|unused|placeholder", re.IGNORECASE)
+
+
+def new_recipe(
+    target: str,
+    data: str,
+    task: str = "peagle",
+    out: str = "runs/head",
+    say: Callable[[str], None] = print,
+) -> str:
+    """A recipe of `peagle train`, with comments that give the reasons.
+
+    Only the target's configuration, its tokenizer and the headers of its weights are read, and all
+    of the corpus.
+
+    Args:
+      target: folder or hub id.
+      data: as `data.source` of a recipe.
+      task: "peagle" or "eagle3".
+      out: the run's folder.
+      say: is told what of the corpus cannot be used.
+
+    Raises:
+      InputError: the target or the corpus cannot be read, the target has no tokenizer, or nothing
+        of the corpus would be trained.
+    """
+    folder = weights.find_folder(target)
+    tokenizer = text.load_tokenizer(folder)
+    if tokenizer is None:
+        rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"
+        raise InputError(folder, rule, "no tokenizer.json", next_step)
+    where = folder / "config.json"
+    _, config = read_config(weights.read_json(where), where=where)
+    text.check_vocabulary(tokenizer, config.vocab, folder)
+    bad_rows = BadRows("skip")
+    encoded = text.encode(tokenizer, corpus.read_corpus(data, bad_rows), bad_rows)
+    bad_rows.report(say)
+    if not any(loss_mask.any() for _, loss_mask in encoded):
+        rule, next_step = "something must be trained on", "look at it with peagle show-data"
+        raise InputError(data, rule, f"none of {len(encoded)} documents", next_step)
+
+    num_params = sum(math.prod(tensor.shape) for tensor in weights.open_folder(folder).values())
+    lines = [
+        f"# A {'P-EAGLE' if task == 'peagle' else 'EAGLE-3'} head for {target}, written by",
+        f"# `peagle init-config --target {target} --data {data}`.",
+        "# Keys that are left out have defaults: peagle_jax/train/config.py, recipe_sections.py.",
+        f"task: {task}",
+        f"target: {_quoted(target)}",
+        f"out: {_quoted(out)}                # checkpoints, metrics.jsonl, and the head for vLLM",
+    ]
+    if num_params >= LARGE_TARGET:
+        lines.append("target_dtype: bfloat16  # float32 would take twice the memory")
+    lines += _head_lines(task, config, tokenizer, [tokens for tokens, _ in encoded])
+    lines += _data_lines(data, config, encoded)
+    num_rows, batch_size = _rows_and_batch(config, encoded)
+    lines += _schedule_lines(task, config, num_rows, batch_size)
+    lines += _memory_lines(task, config, num_params)
+    return "\n".join(lines) + "\n"
+
+
+def _head_lines(
+    task: str,
+    config: TargetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[np.ndarray],
+) -> list[str]:
+    """The head: its layers, what it reads, its placeholder's token, and what it begins as."""
+    begins_as_target = _layer_can_be_copied(config)
+    lines = ["head:", f"  layers: {NUM_LAYERS[task]}"]
+    if task == "peagle":
+        lines[-1] += "  # more raise the acceptance of late drafts, and cost time (docs/ablate.md)"
+    if not isinstance(config, LlamaConfig | Qwen3Config):
+        lines.append(f"  mlp_dim: {3 * config.dim}  # the target's layers have other MLPs")
+    layers = sorted(set(config.aux_hidden_state_layers))
+    lines.append(f"  aux_hidden_state_layers: {layers}  # whose inputs are read: vLLM's choice")
+    if isinstance(config, Qwen3Config | Qwen3MoeConfig):
+        lines.append("  qk_norm: true  # as the target has")
+    if task == "peagle":
+        lines += _mask_token_lines(config.vocab, tokenizer, documents)
+        lines.append(f"cod: {{num_depths: {NUM_DEPTHS[task]}}}  # K: tokens drafted in one pass")
+    else:
+        lines.append(f"ttt: {{steps: {NUM_DEPTHS[task]}}}  # the head is unrolled so often")
+    if begins_as_target:
+        lines.append("init: target  # layers begin as copies of the target's last; learns sooner")
+    return lines
+
+
+def _layer_can_be_copied(config: TargetConfig) -> bool:
+    """Whether `init: target` is possible (draft/init.py says when)."""
+    return isinstance(config, LlamaConfig | Qwen3Config) and not config.attention_bias
+
+
+def _mask_token_lines(
+    vocab: int, tokenizer: PreTrainedTokenizerBase, documents: Sequence[np.ndarray]
+) -> list[str]:
+    """`mask_token`, where the tokenizer has none: an id that no text has."""
+    if tokenizer.mask_token_id is not None:
+        return [f"  # the placeholders' token is the tokenizer's own: {tokenizer.mask_token!r}"]
+    names = {index: name for name, index in tokenizer.get_vocab().items()}
+    counts = np.zeros(vocab, np.int64)
+    for tokens in documents:
+        counts += np.bincount(tokens, minlength=vocab)
+    free = [i for i in range(vocab) if not counts[i]]
+    nameless = [i for i in free if i not in names]
+    reserved = [i for i in free if UNUSED.search(names.get(i, ""))]
+    if nameless:
+        token, why = nameless[-1], "an id that the tokenizer does not use"
+    elif reserved:
+        token, why = reserved[-1], f"{names[reserved[-1]]!r}, which no text has"
+    elif free:
+        token, why = free[-1], f"{names[free[-1]]!r}: the corpus has none; better a reserved token"
+    else:
+        rule, next_step = "needs an id that no text has", "add a token to the tokenizer"
+        raise InputError(tokenizer.name_or_path, rule, "a corpus with every token", next_step)
+    return [f"  mask_token: {token}  # in a placeholder's place: {why}"]
+
+
+def _row_length(config: TargetConfig, encoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+    """A row that holds 99 of 100 documents, if it need not be very long."""
+    longest = float(np.quantile([len(tokens) for tokens, _ in encoded], 0.99))
+    length = max(1, math.ceil(longest / ROW_MULTIPLE)) * ROW_MULTIPLE
+    return min(length, MAX_ROW, config.context)
+
+
+def _rows_and_batch(
+    config: TargetConfig, encoded: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> tuple[int, int]:
+    """Packed rows, and how many of them a step reads."""
+    length = _row_length(config, encoded)
+    num_rows = max(1, sum(len(tokens) for tokens, _ in encoded) // length)
+    return num_rows, min(max(1, STEP_TOKENS // length), num_rows)
+
+
+def _data_lines(
+    data: str, config: TargetConfig, encoded: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> list[str]:
+    length, (_, batch_size) = _row_length(config, encoded), _rows_and_batch(config, encoded)
+    num_tokens = sum(len(tokens) for tokens, _ in encoded)
+    trained = sum(int(loss_mask.sum()) for _, loss_mask in encoded) / num_tokens
+    inside = float(np.mean([len(tokens) <= length for tokens, _ in encoded]))
+    return [
+        f"# {len(encoded):,} documents, {num_tokens:,} tokens, {trained:.0%} of them trained;",
+        f"# {inside:.0%} fit into a row, longer ones are cut.",
+        "data:",
+        f"  source: {_quoted(data)}",
+        "  held_out: 0.05  # share of documents that only measure the head",
+        f"  seq_len: {length}  # tokens of a row; documents are packed",
+        f"  batch_size: {batch_size}",
+    ]
+
+
+def _schedule_lines(task: str, config: TargetConfig, num_rows: int, batch_size: int) -> list[str]:
+    steps = min(max(EPOCHS * num_rows // batch_size, MIN_STEPS), MAX_STEPS)
+    rate = min(max(1e-4 * 4096 / config.dim, 1e-4), 3e-3)
+    stages = [(round(share * steps), depths) for share, depths in STAGES]
+    stages = [(until, depths) for until, depths in stages if depths < NUM_DEPTHS[task]]
+    shown = ", ".join(f"{{until: {until}, num_depths: {depths}}}" for until, depths in stages)
+    every = max(1, steps // 10)
+    return [
+        "# Early drafts first: late ones are learned from a head that knows the early ones.",
+        f"depth_schedule: [{shown}]",
+        f"# {steps * batch_size / num_rows:.1f} passes over the rows. The learning rate is a rule",
+        "# of thumb for the target's width; name: muon is an alternative.",
+        f"optimizer: {{steps: {steps}, peak_lr: {rate:.1e}, warmup: {max(10, steps // 50)}}}",
+        "# Greedy decoding of held-out prompts; the head with the longest acceptance is exported.",
+        f"eval: {{every: {every}, keep: best}}",
+        f"save_every: {every}",
+    ]
+
+
+def _memory_lines(task: str, config: TargetConfig, num_params: int) -> list[str]:
+    """What a device has to hold before the first activation, as a comment."""
+    is_large = num_params >= LARGE_TARGET
+    target_bytes = num_params * (2 if is_large else 4)
+    head_bytes = _head_params(task, config) * TRAINED_BYTES
+    return [
+        f"# Memory: target {target_bytes / 1e9:.2f} GB, head and its optimizer "
+        f"{head_bytes / 1e9:.2f} GB, and activations.",
+        "# Less of each on a device: mesh: {fsdp: 8}; fewer activations: gradient_accumulation.",
+    ]
+
+
+def _head_params(task: str, config: TargetConfig) -> int:
+    """Trained parameters of the head: matrices only."""
+    is_dense = isinstance(config, LlamaConfig | Qwen3Config)
+    mlp_dim = config.mlp_dim if is_dense else 3 * config.dim
+    queries = config.heads * config.head_dim
+    keys_and_values = 2 * config.kv_heads * config.head_dim
+    attention = config.dim * (2 * queries + keys_and_values)
+    layers = NUM_LAYERS[task] * (attention + 3 * config.dim * mlp_dim)
+    first_layer = config.dim * (queries + keys_and_values)  # reads [embedding, hidden state]
+    fusion = len(config.aux_hidden_state_layers) * config.dim**2
+    embedding = config.vocab * config.dim if task == "peagle" else 0
+    return layers + first_layer + fusion + embedding
+
+
+def _quoted(value: str) -> str:
+    """A text as YAML spells it, in quotes where it needs them."""
+    return value if re.fullmatch(r"[A-Za-z0-9_./-]+", value) else f'"{value}"'
