@@ -146,7 +146,8 @@ def _mask_token_lines(
 
 def _row_length(config: TargetConfig, encoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
     """A row that holds 99 of 100 documents, if it need not be very long."""
-    longest = float(np.quantile([len(tokens) for tokens, _ in encoded], 0.99))
+    lengths = [len(tokens) for tokens, _ in encoded]
+    longest = float(np.quantile(lengths, 0.99, method="higher"))
     length = max(1, math.ceil(longest / ROW_MULTIPLE)) * ROW_MULTIPLE
     return min(length, MAX_ROW, config.context)
 

@@ -19,6 +19,7 @@ from peagle_jax.train import new_head, train_head
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.head_batches import HeadBatch
+from peagle_jax.train.hidden_state_store import HiddenStates
 from peagle_jax.train.hidden_states import shifted
 from peagle_jax.types import Batch
 
@@ -73,10 +74,9 @@ def traced(tmp_path_factory):
             if isinstance(run, PeagleRun)
             else None
         )
-        stored = (
-            np.zeros((1, n, len(run.head.aux_hidden_state_layers) * 64), np.float32),
-            np.zeros((1, n, 64), np.float32),
-        )
+        width = len(run.head.aux_hidden_state_layers) * 64
+        aux_hidden_states, hidden = (np.zeros((1, n, w), np.float32) for w in (width, 64))
+        stored = HiddenStates(batch, aux_hidden_states, hidden)
         inputs = HeadBatch(
             batch, stored, segment_ids, loss_mask, cod, np.zeros((1, 2), np.int32), run.num_depths
         )

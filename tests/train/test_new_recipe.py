@@ -6,14 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_runs
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from peagle_jax import text, weights
+from peagle_jax import text
 from peagle_jax.cli import main
-from peagle_jax.targets import read_config
+from peagle_jax.pipelines.tracing import abstract_target
 from peagle_jax.train.config import load_run
 from peagle_jax.train.new_head import head_config
 from peagle_jax.train.new_recipe import new_recipe
-from peagle_jax.types import InputError, Model
+from peagle_jax.types import InputError
 
 corpus, target = test_runs.corpus, test_runs.target  # fixtures
 
@@ -27,7 +29,8 @@ def write(tmp_path, recipe):
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
     """190 short ones and one of which only a half fits into a row."""
-    rows = [("add two", "x = 1 + 1") for _ in range(190)] + [("go", "y = 2\n" * 900)] * 2
+    rows = [(f"add {i}", f"x = 1 + {i}") for i in range(190)]
+    rows += [(f"go {i}", "y = 2\n" * 900) for i in range(2)]
     messages = [
         [{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows
     ]
@@ -49,7 +52,7 @@ def test_what_it_writes_is_a_recipe_that_trains(corpus, target, tmp_path, capsys
     assert (run.target, run.data.source) == (str(target), str(corpus))
     assert run.init == "target" and run.head.qk_norm  # as Qwen3 has
     assert (run.num_depths, run.eval.keep) == (8, "best")
-    assert run.head.aux_hidden_state_layers == (1, 2)  # of four layers
+    assert run.head.aux_hidden_state_layers == (1, 2, 3)  # of four layers
     assert run.data.seq_len % 128 == 0 and run.data.seq_len * run.data.batch_size <= 8192 + 127
     assert [stage.num_depths for stage in run.depth_schedule] == [1, 2, 4]
     few = ["--optimizer.steps", "2", "--depth_schedule", "[]", "--eval.max_new_tokens", "4"]
@@ -85,10 +88,9 @@ def test_every_family(case, task, tmp_path):
     run = write(tmp_path, new_recipe(str(copy), str(tmp_path / "data.jsonl"), task, "runs/x y"))
     assert (run.task, run.out) == (task, "runs/x y")
     aux_layers = run.head.aux_hidden_state_layers
-    _, config = read_config(
-        weights.read_json(copy / "config.json"), aux_hidden_state_layers=aux_layers
-    )
-    head = head_config(run, Model({}, config, None), tokenizer.mask_token_id)
+    model = abstract_target(copy / "config.json", aux_hidden_state_layers=aux_layers)
+    config = model.config
+    head = head_config(run, model, tokenizer.mask_token_id)
     assert head.layers == (4 if task == "peagle" else 1)
     assert head.aux_hidden_state_layers == tuple(sorted(set(aux_layers)))
     expected = config.mlp_dim if case in ("llama", "llama_tied", "qwen3") else 3 * config.dim
@@ -98,17 +100,10 @@ def test_every_family(case, task, tmp_path):
     assert run.init == ("target" if case == "llama_tied" else "random")
 
 
-class Tokenizer:
-    """What is read of a tokenizer."""
-
-    name_or_path = "tokenizer"
-    mask_token = mask_token_id = None
-
-    def __init__(self, names):
-        self.names = names
-
-    def get_vocab(self):
-        return self.names
+def tokenizer_of(names):
+    """A tokenizer without a mask token."""
+    words = tokenizers.models.WordLevel(names, unk_token="a")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
 
 
 def mask_token(tokenizer, vocab, *documents):
@@ -119,22 +114,21 @@ def mask_token(tokenizer, vocab, *documents):
 
 def test_the_mask_token_is_one_that_no_text_has():
     names = {"a": 0, "<|reserved_3|>": 1, "b": 2, "<unused7>": 3, "c": 4}
-    assert "mask_token: 5  #" in mask_token(Tokenizer(names), 6, [0, 2], [4])
+    assert "mask_token: 5  #" in mask_token(tokenizer_of(names), 6, [0, 2], [4])
     assert "mask_token: 3  # in a placeholder's place: '<unused7>'" in mask_token(
-        Tokenizer(names), 5, [0], [2]
+        tokenizer_of(names), 5, [0], [2]
     )
-    assert "mask_token: 1  #" in mask_token(Tokenizer(names), 5, [0, 3])
-    assert "mask_token: 4  #" in mask_token(Tokenizer(names), 5, [0, 1], [3])
-    assert "mask_token: 5  #" in mask_token(Tokenizer(names), 7, [6])
+    assert "mask_token: 1  #" in mask_token(tokenizer_of(names), 5, [0, 3])
+    assert "mask_token: 4  #" in mask_token(tokenizer_of(names), 5, [0, 1], [3])
+    assert "mask_token: 5  #" in mask_token(tokenizer_of(names), 7, [6])
     with pytest.raises(InputError, match="needs an id that no text has; got a corpus with every"):
-        mask_token(Tokenizer(names), 5, range(5))
+        mask_token(tokenizer_of(names), 5, range(5))
 
 
 def test_rows_follow_from_the_data(target, conversations, tmp_path):
     tokenizer = text.load_tokenizer(target)
     said = []
-    with open(conversations, "a") as file:
-        file.write("no json\n")
+    conversations.write_text(conversations.read_text() + "no json\n")
     run = write(tmp_path, new_recipe(str(target), str(conversations), say=said.append))
     assert run.data.source == str(conversations)  # its name has a space
     assert len(said) == 1 and ":193: " in said[0] and said[0].startswith("skipped: ")
