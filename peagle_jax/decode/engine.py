@@ -46,6 +46,8 @@ PREFILL_CHUNK = 512
 STEPS_PER_CHUNK = 4
 # Steps between two looks at the text of requests that end with a string.
 STEPS_PER_STOP_CHECK = 8
+# Steps of which the time is worth keeping, for an adaptive K.
+MIN_TIMED_STEPS = 8
 NO_LIMIT = 2**31 - 1  # steps
 
 
@@ -298,8 +300,7 @@ class Engine:
         lengths = [num_positions(self.spec, len(r.request.prompt)) for r in together]
         if len(lengths) * max(lengths) > 2 * sum(lengths):
             return False
-        free = free_bytes()
-        everyone = [*together, *filter(None, running)]
+        free, everyone = free_bytes(), [*together, *filter(None, running)]
         num_rows = growth.num_rows(len(everyone), self.max_batch)
         positions = max(map(self._num_reserved, everyone))
         needed = cache_bytes(*self._cache_arguments(num_rows, positions))
@@ -310,9 +311,8 @@ class Engine:
 
     def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
         """Arguments of `cache_bytes`."""
-        config = self.target.config
+        config, block = self.target.config, self.spec.ring_block
         parts = 1 if self._mesh is None else self._mesh.shape[MODEL]
-        block = self.spec.ring_block
         return config.cache_shapes(), num_rows, positions, config.kv_cache_dtype, block, parts
 
     def _held_bytes(self) -> int:
@@ -341,14 +341,22 @@ class Engine:
             limits.append(STEPS_PER_CHUNK)
         if self.chooser is not None:
             limits.append(self.chooser.steps_left)
-        before = self._batch.drafts()
+        before, shape = self._batch.drafts(), self._batch.shape
+        start = time.perf_counter()
         num_steps = self._batch.decode(min(limits))
+        seconds = time.perf_counter() - start
+        k, program = self._batch.k, ("decode", *self._batch.shape)
         if self.chooser is not None:
+            program = *program, k
             num_drafts, accepted = self._batch.drafts()
             self.chooser.observe(num_steps, num_drafts - before[0], accepted - before[1])
+            # with neither larger caches nor a compilation in between
+            is_typical = shape == self._batch.shape and program in self.stats.programs
+            if is_typical and num_steps >= MIN_TIMED_STEPS:
+                self._step_times.observe(k, *shape, seconds / num_steps)
         self.stats.num_steps += num_steps
-        self.stats.steps_by_k[self._batch.k] += num_steps
-        self.stats.programs.add(("decode", *self._batch.shape))
+        self.stats.steps_by_k[k] += num_steps
+        self.stats.programs.add(program)
 
     def _choose_k(self, chooser: KChooser) -> None:
         """Lets the batch draft as many tokens as pay."""

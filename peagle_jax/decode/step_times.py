@@ -1,5 +1,8 @@
 """What is kept of a machine and a pair of models: seconds of a decoding step with each number of
-drafts, measured once, and how many drafts were accepted lately.
+drafts, and how many drafts were accepted lately.
+
+The seconds are measured when they are needed for the first time, and observed whenever steps are
+taken, so that a time which was measured at a bad moment does not stay.
 
     ~/.cache/peagle_jax/step_times/4f0c...json      one file for each machine and pair of models
 
@@ -16,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.adaptive_k import KChooser, Survival
@@ -24,9 +28,11 @@ from peagle_jax.provenance import device_name, versions
 
 # Times of this many slots also stand for up to four times fewer.
 FIRST_SLOTS = 256
-# Every number of drafts is timed once in each round, so that a slow moment concerns all. The
-# fastest round counts: with three rounds the times of neighbours were off by up to a tenth.
+# Every number of drafts is timed once in each round, so that a slow moment concerns all.
 ROUNDS = 8
+# Times that are kept of each, the newest; and which of them counts. Other work on the machine can
+# only make a step slower, hence not the middle one.
+NUM_KEPT, QUANTILE = 16, 0.25
 # Between two times that accepted drafts are written.
 KEEP_SECONDS = 60
 
@@ -67,6 +73,8 @@ class StepTimes:
         line = json.dumps(self._about, sort_keys=True)
         self._file: Path | None
         self._file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
+        # by rows, slots and sampling: the slots at which times were taken, and these times by K
+        self._taken: dict[str, tuple[int, dict[int, list[float]]]] = {}
         self._seconds: dict[str, dict[int, float]] = {}
         self._drafts: dict[str, tuple[list[float], list[float]]] = {}
         self._next_write = 0.0
@@ -80,7 +88,8 @@ class StepTimes:
         sampling: str,
         measure: Callable[[int], float],
     ) -> Mapping[int, float]:
-        """Seconds of a step with each of `ks` drafts. The same object for the same arguments.
+        """Seconds of a step with each of `ks` drafts. The same object for the same arguments, which
+        follows what is observed.
 
         Args:
           num_rows: rows of the batch.
@@ -88,17 +97,32 @@ class StepTimes:
           sampling: how the rows sample, as `sampling_kind` says.
           measure: gives the seconds of a step with a number of drafts.
         """
-        size = FIRST_SLOTS
-        while size < slots:
-            size *= 4
-        name = f"{num_rows} rows, {size} slots, {sampling}"
+        name = _name(num_rows, slots, sampling)
         if set(self._seconds.get(name, ())) != set(ks):
             for k in ks:
                 measure(k)  # may be compiled
             rounds = [[measure(k) for k in ks] for _ in range(ROUNDS)]
-            self._seconds[name] = dict(zip(ks, map(min, zip(*rounds, strict=True)), strict=True))
+            self._take(
+                name, slots, dict(zip(ks, map(list, zip(*rounds, strict=True)), strict=True))
+            )
             self._write()
         return self._seconds[name]
+
+    def observe(self, k: int, num_rows: int, slots: int, sampling: str, seconds: float) -> None:
+        """Takes in what a step with `k` drafts took, on average over some steps.
+
+        Times with other slots than those that were measured would make one K seem slower than
+        another. They are left out.
+        """
+        name = _name(num_rows, slots, sampling)
+        measured_slots, taken = self._taken.get(name, (0, {}))
+        if slots == measured_slots and k in taken:
+            taken[k] = [*taken[k], seconds][-NUM_KEPT:]
+            self._seconds[name][k] = float(np.quantile(taken[k], QUANTILE))
+
+    def _take(self, name: str, slots: int, taken: dict[int, list[float]]) -> None:
+        self._taken[name] = slots, taken
+        self._seconds[name] = {k: float(np.quantile(x, QUANTILE)) for k, x in taken.items()}
 
     def recall_drafts(self, sampling: str, chooser: KChooser) -> None:
         """Tells a new `chooser` what was accepted in earlier runs, if any was.
@@ -124,20 +148,29 @@ class StepTimes:
         assert self._file is not None
         try:
             content = json.loads(self._file.read_text(encoding="utf-8"))
-            for name, seconds in content["seconds"].items():
-                self._seconds[name] = {int(k): float(taken) for k, taken in seconds.items()}
+            for name, (slots, taken) in content["taken"].items():
+                times = {int(k): [*map(float, x)][-NUM_KEPT:] for k, x in taken.items()}
+                self._take(name, int(slots), times)
             for name, (tried, accepted) in content["drafts"].items():
                 self._drafts[name] = list(map(float, tried)), list(map(float, accepted))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            self._seconds, self._drafts = {}, {}  # measured anew
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError):
+            self._taken, self._seconds, self._drafts = {}, {}, {}  # measured anew
 
     def _write(self) -> None:
         if self._file is None:
             return
-        content = {"about": self._about, "seconds": self._seconds, "drafts": self._drafts}
+        content = {"about": self._about, "taken": self._taken, "drafts": self._drafts}
         text = json.dumps(content, indent=1)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, text + "\n")
         except OSError:
             self._file = None  # a folder that cannot be written: they are kept in memory
+
+
+def _name(num_rows: int, slots: int, sampling: str) -> str:
+    """What times are kept under."""
+    size = FIRST_SLOTS
+    while size < slots:
+        size *= 4
+    return f"{num_rows} rows, {size} slots, {sampling}"

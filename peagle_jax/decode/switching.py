@@ -27,7 +27,7 @@ def append_unread(
 ) -> tuple[Int[Array, "B R"], Float[Array, "B R A"], Int[Array, " B"]]:
     """The fields `tokens`, `aux_hidden_states` and `count` after a further token of each row.
 
-    Where all places are taken, it takes that of the oldest. `sort_unread` puts them in order.
+    Where all places are taken, it takes that of the oldest. `_sort_unread` puts them in order.
     """
     rows, place = jnp.arange(len(tokens)), state.count % state.tokens.shape[1]
     new_tokens = state.tokens.at[rows, place].set(tokens[:, 0])
@@ -35,8 +35,42 @@ def append_unread(
     return new_tokens, new_states, state.count + 1
 
 
-@functools.partial(jax.jit, donate_argnames=("tokens", "aux_hidden_states"))
-def sort_unread(
+def change_places(
+    drafter: Drafter, draft_params: Any, num_places: int, state: DecodeState
+) -> DecodeState:
+    """The state with `num_places` places for unread tokens.
+
+    Where these may be too few, the draft head reads all unread tokens but the last.
+    """
+    names = ("tokens", "aux_hidden_states", "count", "draft")
+    changed = _change_places(
+        drafter, num_places, draft_params, *(getattr(state, name) for name in names)
+    )
+    return dataclasses.replace(state, **dict(zip(names, changed, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "num_places"), donate_argnames="draft")
+def _change_places(
+    drafter: Drafter,
+    num_places: int,
+    draft_params: Any,
+    tokens: Int[Array, "B R"],
+    aux_hidden_states: Float[Array, "B R A"],
+    count: Int[Array, " B"],
+    draft: DraftState,
+) -> tuple[Int[Array, "B new"], Float[Array, "B new A"], Int[Array, " B"], DraftState]:
+    """The fields of a state that `change_places` changes."""
+    tokens, aux_hidden_states, count = _sort_unread(tokens, aux_hidden_states, count)
+    if num_places < tokens.shape[1]:
+        draft = drafter.prefill(draft_params, draft, tokens, aux_hidden_states, count - 1)
+        last = (count - 1)[:, None]
+        tokens = jnp.take_along_axis(tokens, last, axis=1)
+        aux_hidden_states = jnp.take_along_axis(aux_hidden_states, last[..., None], axis=1)
+        count = jnp.ones_like(count)
+    return _fit(tokens, num_places), _fit(aux_hidden_states, num_places), count, draft
+
+
+def _sort_unread(
     tokens: Int[Array, "B R"], aux_hidden_states: Float[Array, "B R A"], count: Int[Array, " B"]
 ) -> tuple[Int[Array, "B R"], Float[Array, "B R A"], Int[Array, " B"]]:
     """What plain steps kept, the oldest token first, and how many tokens that is, 1 to R."""
@@ -48,51 +82,13 @@ def sort_unread(
     return tokens, aux_hidden_states, jnp.minimum(count, num_places)
 
 
-def change_places(
-    drafter: Drafter, draft_params: Any, num_places: int, state: DecodeState
-) -> DecodeState:
-    """The state with `num_places` places for unread tokens.
-
-    Where these may be too few, the draft head reads all unread tokens but the last.
-    """
-    draft = state.draft
-    unread = sort_unread(state.tokens, state.aux_hidden_states, state.count)
-    if num_places < unread[0].shape[1]:
-        draft, *last = _read_all_but_last(drafter, draft_params, draft, *unread)
-        unread = *last, jnp.ones_like(state.count)
-    tokens, aux_hidden_states, count = unread
-    state = dataclasses.replace(
-        state, draft=draft, tokens=tokens, aux_hidden_states=aux_hidden_states, count=count
-    )
-    return fit_places(state, num_places)
-
-
-@functools.partial(jax.jit, static_argnames="drafter", donate_argnames="draft")
-def _read_all_but_last(
-    drafter: Drafter,
-    draft_params: Any,
-    draft: DraftState,
-    tokens: Int[Array, "B R"],
-    aux_hidden_states: Float[Array, "B R A"],
-    count: Int[Array, " B"],
-) -> tuple[DraftState, Int[Array, "B 1"], Float[Array, "B 1 A"]]:
-    """The drafter's state after all unread tokens but the last, and that one."""
-    draft = drafter.prefill(draft_params, draft, tokens, aux_hidden_states, count - 1)
-
-    def last(x: Array) -> Array:
-        at = (count - 1).reshape((-1,) + (1,) * (x.ndim - 1))
-        return jnp.take_along_axis(x, at, axis=1)
-
-    return draft, last(tokens), last(aux_hidden_states)
-
-
 def fit_places(state: DecodeState, num_places: int) -> DecodeState:
     """The state with `num_places` places; no row may have more unread tokens."""
+    tokens, aux = _fit(state.tokens, num_places), _fit(state.aux_hidden_states, num_places)
+    return dataclasses.replace(state, tokens=tokens, aux_hidden_states=aux)
 
-    def fit(x: Array) -> Array:
-        x = x[:, :num_places]
-        return jnp.pad(x, [(0, 0), (0, num_places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
-    return dataclasses.replace(
-        state, tokens=fit(state.tokens), aux_hidden_states=fit(state.aux_hidden_states)
-    )
+def _fit(x: Array, num_places: int) -> Array:
+    """`x` with `num_places` entries along axis 1: the first ones, or zeros behind them."""
+    x = x[:, :num_places]
+    return jnp.pad(x, [(0, 0), (0, num_places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])

@@ -5,9 +5,10 @@
 
 Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
 at temperature 1, where drafting does not pay; and random tokens at temperature 2. Every decoder
-decodes all prompts in each round, with a new engine. Speeds are compared within a round. Before,
-every program is compiled, and an adaptive engine decodes other prompts of the kind, so that step
-times are measured and something is known of the drafts, as in every run but a user's first.
+decodes all prompts in each round, with a new engine: 8 prompts one by one, 16 in a batch of 8.
+Speeds are compared within a round. Before, every program is compiled, and an adaptive engine
+decodes other prompts of the kind, twice, so that step times are measured, changes of K compiled and
+something is known of the drafts, as in every run but a user's first.
 
 The expected calibration error compares, for every K drafts between two choices, the chance that was
 estimated before for the first 1, 2, ..., K drafts to be accepted with the share that was.
@@ -38,10 +39,10 @@ BINS = 10  # of the calibration error
 
 
 def prompts_and_temperatures(target, num_prompts: int) -> dict[str, tuple[list, float]]:
-    """The texts by name: twice so many prompts, and the temperature that they are continued at."""
-    code = standard_prompts(text.load_tokenizer(ASSETS / "target"), 2 * num_prompts)
+    """The texts by name: so many prompts, and the temperature that they are continued at."""
+    code = standard_prompts(text.load_tokenizer(ASSETS / "target"), num_prompts)
     rng = np.random.default_rng(20261123)
-    random = rng.integers(0, target.config.vocab, (2 * num_prompts, PROMPT_TOKENS)).tolist()
+    random = rng.integers(0, target.config.vocab, (num_prompts, PROMPT_TOKENS)).tolist()
     return {
         "source code, greedy": (code, 0.0),
         "source code, temperature 1": (code, 1.0),
@@ -76,7 +77,8 @@ class Decoder:
         if self.k == "auto":
             for k in candidates(max(self.args.ks)):
                 self.run(prompts, temperature, timed=False, always=k)
-        self.run(others, temperature, timed=False)
+        for _ in range(2 if self.k == "auto" else 1):
+            self.run(others, temperature, timed=False)
 
     def run(
         self, prompts: list, temperature: float, timed: bool = True, always: int | None = None
@@ -121,7 +123,7 @@ class Decoder:
 
         def watched(num_steps, num_drafts, accepted):
             if chooser.k and num_drafts:
-                chances = chooser.survival.chances()[: chooser.k]
+                chances = chooser.survival.chances(chooser.k)
                 shares = accepted[: chooser.k] / num_drafts
                 steps = [num_drafts] * chooser.k
                 self.judged += zip(chances.tolist(), shares.tolist(), steps, strict=True)
@@ -159,7 +161,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw speeds over plain decoding to this PNG")
     args = parser.parse_args()
     models = load_pair(ASSETS / "target", ASSETS / args.method, dtype=jnp.dtype(args.dtype))
-    texts = prompts_and_temperatures(models[0], args.num_prompts)
+    most = max(num_prompts(args, batch_size) for batch_size in args.batch_sizes)
+    texts = prompts_and_temperatures(models[0], 2 * most)
     decoders = [0, *args.ks, "auto"]
     num_runs = len(texts) * len(args.batch_sizes) * len(decoders) * (1 + args.rounds)
     rows = []
@@ -170,7 +173,8 @@ def main() -> None:
         for name, (prompts, temperature) in texts.items():
             for batch_size in args.batch_sizes:
                 group = [Decoder(args, models, k, batch_size, Path(folder)) for k in decoders]
-                own, others = prompts[: args.num_prompts], prompts[args.num_prompts :]
+                count = num_prompts(args, batch_size)
+                own, others = prompts[:count], prompts[most : most + min(count, 8)]
                 for number in range(1 + args.rounds):
                     for decoder in group:
                         if number:
@@ -185,6 +189,11 @@ def main() -> None:
     Console(width=120).print(table_of(rows))
     if args.picture:
         draw(rows, args.picture)
+
+
+def num_prompts(args, batch_size: int) -> int:
+    """How many prompts are decoded: a batch is filled twice, so that rows are replaced."""
+    return max(args.num_prompts, 2 * batch_size if batch_size > 1 else 1)
 
 
 def append(path: Path, rows: list[dict]) -> None:
@@ -211,7 +220,7 @@ def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:
             "dtype": args.dtype,
             "batch_size": decoder.batch_size,
             "k": decoder.k,
-            "num_prompts": args.num_prompts,
+            "num_prompts": num_prompts(args, decoder.batch_size),
             "max_new_tokens": args.max_new_tokens,
             "tokens_per_second": 1 / statistics.median(decoder.seconds),
             "over_plain": ratio(decoder, plain),
