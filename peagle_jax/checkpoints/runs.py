@@ -25,7 +25,7 @@ from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.orbax_io import newest, open_tree
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, PAPER_DESIGN, TOKEN_DESIGNS
-from peagle_jax.layers import Rope
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
 from peagle_jax.types import InputError, Model
 
@@ -223,7 +223,9 @@ def _check_values(raw: Mapping, path: Path) -> None:
             )
     for key in BOOL_KEYS:
         fields.get_bool(key)
-    aux_layers, windows = fields.get_ints("aux_hidden_state_layers"), fields.get("windows")
+    windows, aux_layers = fields.get("windows"), raw.get("aux_hidden_state_layers")
+    if aux_layers != [FINAL_HIDDEN_STATE]:  # an EAGLE-1 head's
+        aux_layers = fields.get_ints("aux_hidden_state_layers")
     has_window_per_layer = (
         isinstance(windows, list) and len(windows) == raw["layers"] and raw["layers"] <= MOST_LAYERS
     )

@@ -146,7 +146,7 @@ def test_loss_and_gradients():
 
 def test_what_counts_as_correct():
     """The argmax of lm_head over the predicted feature, beside that over the true one."""
-    head, (rows, output) = tiny.head(**HEAD), given()
+    head, (rows, _) = tiny.head(**HEAD), given()
     theirs = TorchHead(head.params, head.config)
     tokens, segment_ids = (
         torch.tensor(np.asarray(x, np.int64)) for x in (rows.tokens, rows.segment_ids)
