@@ -232,7 +232,8 @@ def _refuse_inexpressible(
             next_step=f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
         )
     if cfg.predicts_features and (cfg.qk_norm or checkpoint_format == "speculators"):
-        # llama_eagle.py is made of Llama's layers; speculators 0.9 has no EAGLE-1
+        # llama_eagle.py is made of Llama's layers, and the speculators format has EAGLE-1 under
+        # other names, which vLLM does not read
         got = "norms of queries and keys" if cfg.qk_norm else "an EAGLE-1 head"
         raise InputError(
             path,
