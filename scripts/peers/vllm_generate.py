@@ -3,8 +3,8 @@
     ENV/bin/python scripts/peers/vllm_generate.py JOBS.json OUT.jsonl
 
 JOBS: a list of {"target", "drafter" or null, "k", "parallel", "method" ("eagle3" without it),
-  "prompts": [[ids]], "max_new_tokens", "alone"}. With `alone`, vLLM gets nothing but the drafter's folder, as in
-  `vllm serve FOLDER`, and finds target, method and K in it.
+  "prompts": [[ids]], "max_new_tokens", "alone"}. With `alone`, vLLM gets nothing but the drafter's
+  folder, as in `vllm serve FOLDER`, and finds target, method and K in it.
 OUT: a line for each job, as soon as it is done: {"outputs", "num_drafts", "num_draft_tokens",
   "num_accepted_tokens", "num_accepted_per_pos", "seconds"}, or {"error"}.
 
