@@ -10,11 +10,14 @@ from flax import nnx
 
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import PAPER_DESIGN
-from peagle_jax.layers import Rope
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config
 from peagle_jax.types import Model
 
 AUX_LAYERS = (1, 2, 3)  # whose inputs the head reads
+# what makes an EAGLE-1 head of `head`, and a target for it of `target`
+FINAL = {"aux_hidden_state_layers": (FINAL_HIDDEN_STATE,)}
+EAGLE = {**FINAL, "mask_token": None, "dim": 24}
 
 
 def shake(params, seed: int, scale: float = 0.4):
@@ -102,6 +105,13 @@ def head(seed: int = 1, **changes) -> Model:
         ids = np.sort(np.random.default_rng(seed).permutation(config.vocab)[: config.draft_vocab])
         params["d2t"] = jnp.asarray(ids - np.arange(config.draft_vocab), jnp.int32)
     return dataclasses.replace(model, params=params)
+
+
+def pair(method: str | None, seed: int = 1, **changes) -> tuple[Model, Model]:
+    """A target, and a head that can draft by the method; `changes` are those of both."""
+    if method == "eagle":
+        return target(**changes, **FINAL), head(seed, **{**EAGLE, **changes})
+    return target(**changes), head(seed, **changes)
 
 
 @functools.cache

@@ -14,13 +14,14 @@ import numpy as np
 
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.timing import drafting_seconds, verifying_seconds
+from peagle_jax.checkpoints.pair import with_aux_layers
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.requests import Generation, Request, acceptance_length
 from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
 
-METHODS = ("eagle3", "peagle")
+METHODS = ("eagle", "eagle3", "peagle")
 # The sample text is decoded with the largest K that is not above this.
 MAX_SAMPLE_K = 7
 # A text that repeats more of its 4-grams than this is shown only if there is no other.
@@ -32,7 +33,7 @@ class Case:
     """One decoder.
 
     Attributes:
-      method: "none" for plain decoding, "eagle3" or "peagle".
+      method: "none" for plain decoding, "eagle", "eagle3" or "peagle".
       k: tokens drafted per step; 0 for plain decoding.
       batch_size: prompts decoded together, while there are as many.
       temperature: 0 is greedy.
@@ -91,6 +92,10 @@ class Decoding:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
     ) -> None:
+        layers = head.config.aux_hidden_state_layers if head else None
+        # an EAGLE-1 head reads other hidden states than the heads that it is measured beside
+        if layers is not None and layers != target.config.aux_hidden_state_layers:
+            target = with_aux_layers(target, layers)
         self.case, self.target, self.head = case, target, head
         num_prompts = max(len(prompts), case.batch_size)
         self.max_new_tokens = max_new_tokens
@@ -218,7 +223,7 @@ def run_suite(
     """Measures plain decoding, and every head at every K and batch size.
 
     Args:
-      heads: draft heads by method, "peagle" and "eagle3".
+      heads: draft heads by method, "peagle", "eagle3" and "eagle".
       prompts: token ids. Every case decodes all of them.
       ks: tokens drafted per step.
       batch_sizes: prompts decoded together.

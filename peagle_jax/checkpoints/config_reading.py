@@ -10,13 +10,14 @@ import numpy as np
 
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.placeholders import PAPER_DESIGN
-from peagle_jax.layers import Rope
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.types import InputError
 from peagle_jax.weights import Fields, Tensor
 
 # In the order in which vLLM looks for them, after dflash_config.mask_token_id.
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+EAGLE1_ARCHITECTURE = "EagleLlamaForCausalLM"
 # The writers of these formats name the layer whose OUTPUT the head reads. In the others, as in
 # vLLM and speculators, an id names the layer whose INPUT it reads.
 COUNTS_OUTPUTS = ("automodel", "specforge")
@@ -45,6 +46,11 @@ def is_drafter(raw: Mapping) -> bool:
         or any("agle" in name for name in _architectures(raw))  # Eagle3..., PEagle...
         or "draft_vocab_size" in raw
     )
+
+
+def is_eagle1(raw: Mapping) -> bool:
+    """Whether a config.json is an EAGLE-1 head's, as vLLM's llama_eagle.py reads it."""
+    return EAGLE1_ARCHITECTURE in _architectures(raw)
 
 
 def _architectures(raw: Mapping) -> list[str]:
@@ -85,7 +91,15 @@ def read_config(
             where,
             rule="a draft head needs the matrix fc.weight",
             got="none",
-            next_step="name a head's folder; EAGLE-1 and -2 heads and Medusa are not read",
+            next_step="name a head's folder; Medusa and speculators' EAGLE-1 are not read",
+        )
+    predicts_features = is_eagle1(raw)
+    if predicts_features and "fc.bias" in tensors:
+        raise InputError(
+            where,
+            rule="fc must have no bias: vLLM's llama_eagle.py has none either",
+            got="fc.bias",
+            next_step="train the head again with task: eagle",
         )
     _refuse_unsupported_options(top, shape, eagle)
     dim = shape.get_int("hidden_size")
@@ -112,7 +126,13 @@ def read_config(
             got=f"{layers} with {len(tensors)} tensors",
             next_step="use the config.json that came with these weights",
         )
-    aux_layers = _aux_layers(top, eagle, checkpoint_format, target_layers, aux_layer_numbering)
+    if predicts_features:
+        aux_layers, target_dim = (FINAL_HIDDEN_STATE,), dim
+        _check_features(top, tensors["fc.weight"].shape, dim, vocab)
+    else:
+        aux_layers = _aux_layers(top, eagle, checkpoint_format, target_layers, aux_layer_numbering)
+        fc_width = tensors["fc.weight"].shape[1]
+        target_dim = _target_dim(top, shape, fc_width, len(aux_layers))
     return HeadConfig(
         vocab=vocab,
         draft_vocab=top.get_int("draft_vocab_size", vocab),
@@ -125,7 +145,7 @@ def read_config(
         rope=Rope.from_hf(shape.raw, head_dim, where),
         norm_eps=float(shape.get_float("rms_norm_eps")),
         context=shape.get_int("max_position_embeddings"),
-        target_dim=_target_dim(top, shape, tensors["fc.weight"].shape[1], len(aux_layers)),
+        target_dim=target_dim,
         aux_hidden_state_layers=aux_layers,
         mask_token=_mask_token(top, tensors, vocab, mask_token),
         num_depths=_num_depths(top),
@@ -154,6 +174,8 @@ def read_target(raw: Mapping, where: str | Path) -> tuple[str | None, str | None
 def names_aux_layers(raw: Mapping, where: str | Path) -> bool:
     """Whether the config says which aux hidden states the head reads."""
     top = Fields(raw, where)
+    if is_eagle1(raw):
+        return True
     return bool(top.get(AUX_LAYER_IDS, None) or top.child("eagle_config").get(AUX_LAYER_IDS, None))
 
 
@@ -173,12 +195,35 @@ def _refuse_unsupported_options(top: Fields, shape: Fields, eagle: Fields) -> No
     eagle.require(
         "use_aux_hidden_state",
         True,
-        "a head reads aux hidden states of its target (EAGLE-1 and -2 do not)",
+        "an EAGLE-3 head reads aux hidden states of its target",
     )
 
 
 def _count_layers(tensors: Mapping[str, Tensor]) -> int:
     return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+
+
+def _check_features(top: Fields, fc_shape: tuple[int, ...], dim: int, vocab: int) -> None:
+    """Raises InputError unless an EAGLE-1 head reads and predicts what its target's lm_head reads.
+
+    Args:
+      fc_shape: of fc.weight, [D, 2D].
+    """
+    if fc_shape[1] != 2 * dim:
+        raise InputError(
+            top.where,
+            rule=f"fc.weight of an EAGLE-1 head must read 2 x hidden_size = {2 * dim} numbers",
+            got=fc_shape[1],
+            next_step="use the config.json that came with these weights",
+        )
+    draft_vocab = top.get_int("draft_vocab_size", vocab)
+    if draft_vocab != vocab:
+        raise InputError(
+            top.where,
+            rule=f"an EAGLE-1 head drafts from its target's vocabulary of {vocab} tokens",
+            got=draft_vocab,
+            next_step=f"set draft_vocab_size to {vocab}, or leave it out",
+        )
 
 
 def _target_dim(top: Fields, shape: Fields, fc_width: int, num_aux_layers: int) -> int:

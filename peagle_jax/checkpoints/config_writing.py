@@ -2,7 +2,7 @@
 
 import json
 
-from peagle_jax.checkpoints.config_reading import AUX_LAYER_IDS
+from peagle_jax.checkpoints.config_reading import AUX_LAYER_IDS, EAGLE1_ARCHITECTURE
 from peagle_jax.draft.head import HeadConfig
 
 
@@ -40,7 +40,9 @@ def _shape(cfg: HeadConfig, dtype: str) -> dict:
             "use_sliding_window": True,
             "max_window_layers": 0,
         }
-    if len(cfg.aux_hidden_state_layers) != 3:  # vLLM assumes three, unless this says otherwise
+    if (
+        len(cfg.aux_hidden_state_layers) != 3 and not cfg.predicts_features
+    ):  # vLLM assumes three, unless this says otherwise
         shape["num_aux_hidden_states"] = len(cfg.aux_hidden_state_layers)
     return shape
 
@@ -72,6 +74,9 @@ def vllm_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
       dtype: name of the weights' dtype.
       k: tokens to draft in one step; None leaves it out.
     """
+    if cfg.predicts_features:
+        config = {"architectures": [EAGLE1_ARCHITECTURE], "draft_vocab_size": cfg.draft_vocab}
+        return config | _shape(cfg, dtype) | ({"num_depths": k} if k else {})
     architecture = "Eagle3Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLMEagle3"
     config = {"architectures": [architecture]} | _shape(cfg, dtype) | _options(cfg)
     config["eagle_config"] = {
@@ -138,7 +143,8 @@ def serving_flags(cfg: HeadConfig, path: str, k: int, revision: str | None = Non
       k: tokens to draft in one step.
       revision: of a hub id.
     """
-    flags: dict[str, object] = {"method": "eagle3", "model": path}
+    method = "eagle" if cfg.predicts_features else "eagle3"
+    flags: dict[str, object] = {"method": method, "model": path}
     if revision:
         flags["revision"] = revision
     flags["num_speculative_tokens"] = k

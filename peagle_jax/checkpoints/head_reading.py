@@ -105,6 +105,7 @@ def to_model(
     *,
     dtype: DTypeLike | None = None,
     embedding: np.ndarray | jax.Array | Tensor | None = None,
+    lm_head: np.ndarray | jax.Array | Tensor | None = None,
     fp8: bool = False,
 ) -> Model:
     """Reads the weights of a head into a model.
@@ -114,10 +115,11 @@ def to_model(
       dtype: of weights, and of activations on a GPU; on a CPU activations are float32. None keeps
         the head's.
       embedding: the target's [V D], for a head that shares it.
+      lm_head: the target's output matrix [V D], for an EAGLE-1 head that shares it.
       fp8: all matrices in float8, `lm_head` too (it only drafts), and the rest in `dtype`.
 
     Raises:
-      InputError: the tensors do not fit the config, or a shared embedding is not given.
+      InputError: the tensors do not fit the config, or what is shared is not given.
     """
     tensors = dict(head.tensors)
     if head.shares_embedding:
@@ -129,6 +131,15 @@ def to_model(
                 next_step="give --target or embedding=",
             )
         tensors[param_mapping.EMBEDDING] = np.asarray(embedding)
+    if head.shares_lm_head:
+        if lm_head is None:
+            raise InputError(
+                head.source,
+                rule=f"an EAGLE-1 head needs {param_mapping.LM_HEAD}, or its target's",
+                got="neither",
+                next_step="load it with its target: load_pair(target, head), or give --target",
+            )
+        tensors[param_mapping.LM_HEAD] = np.asarray(lm_head)
     config = head.config
     if dtype is not None:
         config = dataclasses.replace(config, dtype=np.dtype(dtype))

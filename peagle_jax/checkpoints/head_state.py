@@ -19,8 +19,9 @@ class HeadState:
     Attributes:
       config: shape and options of the head.
       tensors: under speculators' names (`param_mapping.plain_name`), in torch's layout.
-        `embed_tokens.weight` is absent where the head shares its target's embedding, and `d2t`
-        (int64) is there only with a reduced draft vocabulary.
+        `embed_tokens.weight` is absent where the head shares its target's embedding,
+        `lm_head.weight` where an EAGLE-1 head shares its target's output matrix, and `d2t` (int64)
+        is there only with a reduced draft vocabulary.
       checkpoint_format: that the head was read from.
       source: where it came from, for errors and for the metadata of what is written.
       left_out: tensors of the source that say nothing about the head: an identity `d2t`, the
@@ -44,6 +45,10 @@ class HeadState:
         return param_mapping.EMBEDDING not in self.tensors
 
     @property
+    def shares_lm_head(self) -> bool:
+        return self.config.predicts_features and param_mapping.LM_HEAD not in self.tensors
+
+    @property
     def has_mixed_dtypes(self) -> bool:
         """Whether the floating-point tensors are of several dtypes."""
         return len({t.dtype for t in self.tensors.values() if t.dtype in weights.FLOATING}) > 1
@@ -55,11 +60,14 @@ class HeadState:
           InputError: a tensor is missing, unknown, or of a wrong shape or kind.
         """
         tensors = dict(self.tensors)
-        if self.shares_embedding:  # the target's, which has this shape
-            shape = (self.config.vocab, self.config.dim)
-            tensors[param_mapping.EMBEDDING] = weights.LazyTensor(
-                shape, np.dtype(np.float32), lambda: np.zeros(shape, np.float32)
-            )
+        shape = (self.config.vocab, self.config.dim)
+        of_target = weights.LazyTensor(
+            shape, np.dtype(np.float32), lambda: np.zeros(shape, np.float32)
+        )
+        if self.shares_embedding:
+            tensors[param_mapping.EMBEDDING] = of_target
+        if self.shares_lm_head:
+            tensors[param_mapping.LM_HEAD] = of_target
         weights.check_tensors(
             head_maker(self.config), tensors, param_mapping.table(self.config), self.source
         )

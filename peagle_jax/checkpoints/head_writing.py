@@ -65,7 +65,8 @@ def save_drafter(
       metadata: provenance, which goes into the safetensors header and onto the model card.
       max_shard_bytes: splits the weights into files of at most so many bytes; None writes one.
       own_embedding: False leaves `embed_tokens` out. Readers then share the target's, as they do
-        with most published EAGLE-3 heads.
+        with most published EAGLE-3 heads. Folders of EAGLE-1 heads never have it, nor `lm_head`:
+        both are the target's.
 
     Raises:
       InputError: the format cannot express the head, its matrices are FP8, or the folder cannot be
@@ -117,10 +118,14 @@ def write_head(
             next_step="use vllm",
         )
     head.check()
-    if not own_embedding:
+    shared = set()
+    if head.config.predicts_features:
+        shared = {param_mapping.EMBEDDING, param_mapping.LM_HEAD}
+    elif not own_embedding:
         # Before placeholders are rewritten: what goes into the mask token's row must not be lost.
-        tensors = {n: t for n, t in head.tensors.items() if n != param_mapping.EMBEDDING}
-        head = dataclasses.replace(head, tensors=tensors)
+        shared = {param_mapping.EMBEDDING}
+    tensors = {name: t for name, t in head.tensors.items() if name not in shared}
+    head = dataclasses.replace(head, tensors=tensors)
     head = export_placeholders.to_vllm_placeholders(head)
     cfg = head.config
     k = k or cfg.num_depths
@@ -128,7 +133,8 @@ def write_head(
     tensors = _tensors_to_write(head, dtype, identity_d2t)
     dtype_name = np.dtype(cfg.dtype if dtype is None else dtype).name
     if checkpoint_format == "vllm":
-        tensors = {_vllm_name(name): t for name, t in tensors.items()}
+        if not cfg.predicts_features:
+            tensors = {_vllm_name(name): t for name, t in tensors.items()}
         config = config_writing.vllm_config(cfg, dtype_name, k)
     else:
         assert k is not None  # refused above
@@ -185,7 +191,7 @@ def _tensors_to_write(
 
 
 def _vllm_name(name: str) -> str:
-    """vLLM calls the first layer of a draft head `midlayer`."""
+    """vLLM calls the first layer of an EAGLE-3 or P-EAGLE head `midlayer`."""
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 
@@ -224,6 +230,16 @@ def _refuse_inexpressible(
             rule="vLLM collects aux hidden states once each and in layer order: ids must ascend",
             got=aux_layers,
             next_step=f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
+        )
+    if cfg.predicts_features and (cfg.qk_norm or checkpoint_format == "speculators"):
+        # llama_eagle.py is made of Llama's layers, and the speculators format has EAGLE-1 under
+        # other names, which vLLM does not read
+        got = "norms of queries and keys" if cfg.qk_norm else "an EAGLE-1 head"
+        raise InputError(
+            path,
+            rule="vLLM reads EAGLE-1 heads of Llama layers in the vllm format alone",
+            got=got,
+            next_step="train without head.qk_norm" if cfg.qk_norm else "use --to vllm",
         )
     if len(set(cfg.windows)) > 1:
         # vLLM 0.32: "All drafting layers should belong to the same kv cache group"

@@ -18,6 +18,7 @@ from peagle_jax.checkpoints.head_reading import read_head
 from peagle_jax.checkpoints.target_io import read_facts
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, TOKEN_DESIGNS
+from peagle_jax.layers import FINAL_HIDDEN_STATE
 from peagle_jax.targets import TARGETS
 from peagle_jax.types import InputError
 
@@ -38,7 +39,8 @@ KNOWN_TARGETS = {
 LABELS: dict[str, str | None] = {
     "aux_hidden_state_layers": "aux hidden states, vLLM numbering (input of layer i)",
     "aux_hidden_state_outputs": "aux hidden states, SpecForge numbering (output of layer i)",
-    "parallel": "drafts",
+    "method": "drafts",
+    "parallel": None,
     "model_type": "style",
     "num_hidden_layers": "layers",
     "hidden_size": "width",
@@ -84,6 +86,11 @@ KINDS = {
     "unsupported_target": "target of a family that is not supported",
     "draft_head": "draft head",
     "training_run": "training run of a draft head (Orbax)",
+}
+HOW_IT_DRAFTS = {
+    "peagle": "in parallel (P-EAGLE) or one by one",
+    "eagle3": "one by one (EAGLE-3)",
+    "eagle": "one by one, by predicted hidden states (EAGLE-1)",
 }
 WRITERS = {
     "vllm": "vllm (AWS and vLLM; format A in docs/checkpoints.md)",
@@ -210,6 +217,8 @@ def _missing_tensors(config: HeadConfig, tensors: Mapping[str, weights.Tensor]) 
     """Tensors without which the head cannot be read."""
     missing = param_mapping.table(config).keys() - tensors.keys()
     missing -= {param_mapping.EMBEDDING}  # the target's is used
+    if config.predicts_features:
+        missing -= {param_mapping.LM_HEAD}  # likewise
     missing = {name for name in missing if not name.endswith("o_proj.bias")}  # read as zeros
     if "t2d" in tensors:  # one of the two tables is enough
         missing -= {"d2t"}
@@ -226,8 +235,9 @@ def _problem(folder: Path, target_layers: int | None, mask_token: int | None) ->
 
 
 def _head_facts(config: HeadConfig) -> dict[str, Any]:
-    aux_layers = config.aux_hidden_state_layers
+    aux_layers, reads_final = config.aux_hidden_state_layers, config.predicts_features
     return {
+        "method": config.method,
         "parallel": config.parallel,
         "model_type": "qwen3" if config.qk_norm else "llama",
         "num_hidden_layers": config.layers,
@@ -236,13 +246,13 @@ def _head_facts(config: HeadConfig) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "aux_hidden_state_layers": list(aux_layers),
-        "aux_hidden_state_outputs": [i - 1 for i in aux_layers],
+        "aux_hidden_state_outputs": None if reads_final else [i - 1 for i in aux_layers],
         "mask_token_id": config.mask_token,
         "num_depths": config.num_depths,
         "vocab_size": config.vocab,
         "draft_vocab_size": config.draft_vocab,
         "target_hidden_size": config.target_dim,
-        "min_target_layers": max(aux_layers) + 1,
+        "min_target_layers": 1 if reads_final else max(aux_layers) + 1,
         "known_targets": KNOWN_TARGETS.get((config.target_dim, config.vocab), []),
         "options": [name for name in OPTIONS if getattr(config, name)],
         "placeholder_hidden": config.placeholder_hidden if config.parallel else None,
@@ -294,8 +304,10 @@ def _in_words(key: str, value: Any, facts: Mapping[str, Any]) -> str:
         return KINDS[value]
     if key == "checkpoint_format":
         return WRITERS[value]
-    if key == "parallel":
-        return "in parallel (P-EAGLE) or one by one" if value else "one by one (EAGLE-3)"
+    if key == "method":
+        return HOW_IT_DRAFTS[value]
+    if key == "aux_hidden_state_layers" and value == [FINAL_HIDDEN_STATE]:
+        return "the final hidden state, after the norm"
     if key == "num_attention_heads":
         kv_heads, head_dim = facts["num_key_value_heads"], facts["head_dim"]
         return f"{value}, {kv_heads} of keys and values, {head_dim} wide"

@@ -15,6 +15,11 @@ ORIGIN_ROWS = {
     "writer": "written by",
     "left_out": "tensors left out",
 }
+KINDS = {
+    "peagle": ("A", "P-EAGLE", "2602.01469"),
+    "eagle3": ("An", "EAGLE-3", "2503.01840"),
+    "eagle": ("An", "EAGLE-1", "2401.15077"),
+}
 CARD = """\
 ---
 library_name: peagle_jax
@@ -84,7 +89,11 @@ def head_card(
         "dtype": dtype,
         "layers": cfg.layers,
         "width": cfg.dim,
-        "aux hidden states (inputs of the target's layers)": list(cfg.aux_hidden_state_layers),
+        "aux hidden states (inputs of the target's layers)": (
+            "the final hidden state, after the norm"
+            if cfg.predicts_features
+            else list(cfg.aux_hidden_state_layers)
+        ),
         "width of an aux hidden state": cfg.target_dim,
         "vocabulary": cfg.vocab,
         "draft vocabulary": cfg.draft_vocab,
@@ -93,12 +102,13 @@ def head_card(
         "embedding": "its own" if own_embedding else "the target's",
     }
     origin = {label: f"`{facts[key]}`" for key, label in ORIGIN_ROWS.items() if key in facts}
+    article, kind, arxiv = KINDS[cfg.method]
     return CARD.format(
-        tag="p-eagle" if cfg.parallel else "eagle-3",
+        tag=kind.lower(),
         name=name,
-        article="A" if cfg.parallel else "An",
-        kind="P-EAGLE" if cfg.parallel else "EAGLE-3",
-        arxiv="2602.01469" if cfg.parallel else "2503.01840",
+        article=article,
+        kind=kind,
+        arxiv=arxiv,
         target=target,
         vllm=f"vllm serve {shlex.quote(target)} --speculative-config {flags}",
         by_folder_name=BY_FOLDER_NAME.format(name=shlex.quote(name)) if names_target else "",

@@ -4,7 +4,10 @@ A head reads aux hidden states of particular layers, which its target must be to
 often shares its target's embedding, which it must be given. `load_pair` does both.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -15,6 +18,7 @@ from peagle_jax.checkpoints.head_reading import to_model
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.checkpoints.target_io import load_target, read_facts
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Decoder
 from peagle_jax.types import InputError, Model
 
 
@@ -67,11 +71,25 @@ def load_pair(
     return target_model, _head_of(target_model, state, drafter, fp8)
 
 
+def with_aux_layers(target: Model, layers: Sequence[int]) -> Model:
+    """The target with other aux hidden states; it has the same arrays, and not copies of them.
+
+    Args:
+      target: a loaded target.
+      layers: the `aux_hidden_state_layers` of a head.
+    """
+    module = cast(Decoder, target.bind(target.params))
+    module.aux_hidden_state_layers = tuple(layers)
+    config = dataclasses.replace(target.config, aux_hidden_state_layers=tuple(layers))
+    return Model.from_module(module, config)
+
+
 def load_drafter_for(target: Model, drafter: str | Path, *, fp8: bool = False) -> Model:
     """Loads a further draft head for a target that is loaded already, in the target's dtype.
 
     Args:
-      target: loaded with the aux hidden state layers that the head reads.
+      target: loaded with the aux hidden state layers that the head reads. An EAGLE-1 head may be
+        loaded beside heads of the other kinds; decoding with it then takes `with_aux_layers`.
       drafter: a head's folder of any checkpoint format, a hub id, or a training run.
       fp8: the head's matrices in float8 with scales.
 
@@ -81,7 +99,13 @@ def load_drafter_for(target: Model, drafter: str | Path, *, fp8: bool = False) -
     Raises:
       InputError: the folder is missing or damaged, or the head does not fit the target.
     """
-    return _head_of(target, open_head(drafter, target.config.layers), drafter, fp8)
+    state = open_head(drafter, target.config.layers)
+    layers = state.config.aux_hidden_state_layers
+    # EAGLE-1 heads never read what other heads read, and are measured beside them
+    reads_final = target.config.aux_hidden_state_layers == (FINAL_HIDDEN_STATE,)
+    if state.config.predicts_features != reads_final and max(layers) <= target.config.layers:
+        target = with_aux_layers(target, layers)
+    return _head_of(target, state, drafter, fp8)
 
 
 def check_fit(target: Model, head: Model, where: str | Path = "drafter") -> None:
@@ -100,6 +124,9 @@ def check_fit(target: Model, head: Model, where: str | Path = "drafter") -> None
     if head.config.target_dim != target.config.dim:
         rule = f"the head must read aux hidden states of the target's width {target.config.dim}"
         raise InputError(where, rule, head.config.target_dim, other_target)
+    if head.config.predicts_features and head.config.dim != target.config.dim:
+        rule = f"an EAGLE-1 head must have the target's width {target.config.dim}"
+        raise InputError(where, rule, head.config.dim, other_target)
     if head.config.vocab != target.config.vocab:
         rule = f"the head must have the target's vocabulary of {target.config.vocab} tokens"
         raise InputError(where, rule, head.config.vocab, other_target)
@@ -115,8 +142,15 @@ def check_fit(target: Model, head: Model, where: str | Path = "drafter") -> None
 
 
 def _head_of(target: Model, state: HeadState, drafter: str | Path, fp8: bool) -> Model:
+    lm_head = None
+    if state.shares_lm_head:
+        lm_head = cast(Decoder, target.bind(target.params)).lm_head_weight().T
     head = to_model(
-        state, dtype=target.config.dtype, embedding=target.params["embed"]["table"], fp8=fp8
+        state,
+        dtype=target.config.dtype,
+        embedding=target.params["embed"]["table"],
+        lm_head=lm_head,
+        fp8=fp8,
     )
     check_fit(target, head, drafter)
     return head

@@ -26,6 +26,7 @@ def _to_rank_3(tensor: np.ndarray) -> np.ndarray:
 
 MASK_HIDDEN = ParamTransform("mask_hidden", _to_vector, _to_rank_3, fits=_is_vector_of_same_size)
 EMBEDDING = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 # The target's, which speculators has in memory while it trains and may have saved with the head.
 VERIFIER_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -42,10 +43,13 @@ def table(cfg: HeadConfig) -> ParamTable:
     """Speculators' name of each tensor -> (path of our parameter, how it is transformed)."""
     names = {
         EMBEDDING: ("embed.table", IDENTITY),
-        "fc.weight": ("fusion.fc.kernel", TRANSPOSE),
-        "norm.weight": ("norm.scale", IDENTITY),
-        "lm_head.weight": ("lm_head.kernel", TRANSPOSE),
+        LM_HEAD: ("lm_head.kernel", TRANSPOSE),
     }
+    if cfg.predicts_features:
+        names["fc.weight"] = ("fc.kernel", TRANSPOSE)
+    else:
+        names["fc.weight"] = ("fusion.fc.kernel", TRANSPOSE)
+        names["norm.weight"] = ("norm.scale", IDENTITY)
     if cfg.parallel:
         names |= _placeholder_names(cfg)
     if cfg.draft_vocab != cfg.vocab:
@@ -72,11 +76,11 @@ def _placeholder_names(cfg: HeadConfig) -> dict[str, tuple[str, ParamTransform]]
 
 def _layer_names(cfg: HeadConfig, index: int) -> dict[str, tuple[str, ParamTransform]]:
     layer = f"layers.{index}"
-    names = {
-        f"{layer}.input_layernorm.weight": (f"{layer}.input_norm.scale", IDENTITY),
-        f"{layer}.post_attention_layernorm.weight": (f"{layer}.mlp_norm.scale", IDENTITY),
-    }
-    if index == 0:
+    names = {f"{layer}.post_attention_layernorm.weight": (f"{layer}.mlp_norm.scale", IDENTITY)}
+    reads_features = index == 0 and cfg.predicts_features  # and has no norm before attention
+    if not reads_features:
+        names[f"{layer}.input_layernorm.weight"] = (f"{layer}.input_norm.scale", IDENTITY)
+    if index == 0 and not reads_features:
         names[f"{layer}.hidden_norm.weight"] = (f"{layer}.hidden_norm.scale", IDENTITY)
     for q in "qkvo":
         names[f"{layer}.self_attn.{q}_proj.weight"] = (f"{layer}.attn.{q}.kernel", TRANSPOSE)

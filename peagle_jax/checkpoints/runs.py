@@ -25,7 +25,7 @@ from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.orbax_io import newest, open_tree
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, PAPER_DESIGN, TOKEN_DESIGNS
-from peagle_jax.layers import Rope
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
 from peagle_jax.types import InputError, Model
 
@@ -64,11 +64,12 @@ def load_drafter(
     *,
     dtype: DTypeLike | None = None,
     embedding: np.ndarray | jax.Array | None = None,
+    lm_head: np.ndarray | jax.Array | None = None,
     target_layers: int | None = None,
 ) -> Model:
     """Loads a draft head: a folder of any checkpoint format, a hub id, or a training run.
 
-    `peagle_jax.load_pair` loads a target and its head together, and needs neither of the last two
+    `peagle_jax.load_pair` loads a target and its head together, and needs none of the last three
     arguments.
 
     Args:
@@ -77,6 +78,7 @@ def load_drafter(
       dtype: of weights, and of activations on a GPU; on a CPU activations are float32. None keeps
         the file's (of an FP8 head: that of its other tensors).
       embedding: the target's [V D], for a head whose folder has no `embed_tokens` and shares it.
+      lm_head: the target's output matrix [V D], for an EAGLE-1 head whose folder has none.
       target_layers: how many layers the target has, for a head whose config does not name its aux
         hidden state layers.
 
@@ -87,7 +89,8 @@ def load_drafter(
       InputError: the folder is missing, a target's, or damaged, or asks for something that this
         head does not compute.
     """
-    return to_model(open_head(path, target_layers), dtype=dtype, embedding=embedding)
+    head = open_head(path, target_layers)
+    return to_model(head, dtype=dtype, embedding=embedding, lm_head=lm_head)
 
 
 def open_head(path: str | Path, target_layers: int | None = None) -> HeadState:
@@ -220,7 +223,9 @@ def _check_values(raw: Mapping, path: Path) -> None:
             )
     for key in BOOL_KEYS:
         fields.get_bool(key)
-    aux_layers, windows = fields.get_ints("aux_hidden_state_layers"), fields.get("windows")
+    windows, aux_layers = fields.get("windows"), raw.get("aux_hidden_state_layers")
+    if aux_layers != [FINAL_HIDDEN_STATE]:  # an EAGLE-1 head's
+        aux_layers = fields.get_ints("aux_hidden_state_layers")
     has_window_per_layer = (
         isinstance(windows, list) and len(windows) == raw["layers"] and raw["layers"] <= MOST_LAYERS
     )

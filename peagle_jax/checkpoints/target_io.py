@@ -46,6 +46,7 @@ EMBEDDINGS = (
     "model.language_model.embed_tokens.weight",
     "embed_tokens.weight",
 )
+LM_HEADS = ("lm_head.weight",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +85,35 @@ def load_embedding(path: str | Path) -> weights.Tensor:
     Raises:
       InputError: the folder holds no such matrix.
     """
+    return _load_matrix(path, EMBEDDINGS)
+
+
+def load_lm_head(path: str | Path) -> weights.Tensor:
+    """A target's output matrix [V D] alone; the embedding where the two are tied.
+
+    Raises:
+      InputError: the folder holds no such matrix.
+    """
+    where = weights.find_folder(path) / "config.json"
+    _, config = read_config(weights.read_json(where), where=where)
+    return _load_matrix(path, EMBEDDINGS if config.tied_embeddings else LM_HEADS)
+
+
+def _load_matrix(path: str | Path, names: Sequence[str]) -> weights.Tensor:
+    """The first of `names` that a target's folder has; it is read when it is used."""
     folder = weights.find_folder(path)
     tensors = weights.dequantize(
         weights.open_folder(folder), weights.read_json(folder / "config.json"), folder
     ).tensors
-    embedding = next((tensors[name] for name in EMBEDDINGS if name in tensors), None)
-    if embedding is None or len(embedding.shape) != 2 or embedding.dtype not in weights.FLOATING:
+    matrix = next((tensors[name] for name in names if name in tensors), None)
+    if matrix is None or len(matrix.shape) != 2 or matrix.dtype not in weights.FLOATING:
         raise InputError(
             folder,
-            rule=f"the target must hold {EMBEDDINGS[0]}",
+            rule=f"the target must hold {names[0]}",
             got="no such matrix",
             next_step="name a folder that holds the whole target",
         )
-    return embedding
+    return matrix
 
 
 def target_hash(folder: Path) -> str:

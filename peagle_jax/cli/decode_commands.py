@@ -207,27 +207,22 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def _load_heads(arguments: argparse.Namespace) -> tuple[Model, dict[str, Model]]:
-    """The target, and its heads by method: "peagle", "eagle3"."""
+    """The target, and its heads by method: "peagle", "eagle3", "eagle"."""
     from peagle_jax.checkpoints.pair import load_drafter_for, load_pair
 
     options = _precision(arguments)
     first, *others = arguments.drafter
     target, head = load_pair(arguments.target, first, **options)
-    heads = {_method(head): head}
+    heads = {head.config.method: head}
     for drafter in others:
         head = load_drafter_for(target, drafter, fp8=options["fp8"])
-        method = _method(head)
+        method = head.config.method
         if method in heads:
-            rule = "one P-EAGLE and one EAGLE-3 head are measured together"
+            rule = "heads that are measured together draft by different methods"
             next_step = "run peagle bench once for each of the two"
             raise InputError(drafter, rule, f"two for {method}", next_step)
         heads[method] = head
     return target, heads
-
-
-def _method(head: Model) -> str:
-    """How a head drafts: as it was made for."""
-    return "peagle" if head.config.parallel else "eagle3"
 
 
 def _bench_prompts(arguments: argparse.Namespace) -> list[list[int]]:

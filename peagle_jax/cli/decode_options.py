@@ -41,7 +41,7 @@ def add_generate(parser: Parser) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=("peagle", "eagle3", "none"),
+        choices=("peagle", "eagle3", "eagle", "none"),
         help="how the head drafts, in parallel or one token at a time; without it as the head was "
         "made for",
     )

@@ -43,7 +43,7 @@ def add_init_config(parser: Parser) -> None:
         help="a folder, a JSONL file, or installed, as data.source of a recipe",
     )
     parser.add_argument(
-        "--task", choices=("peagle", "eagle3"), default="peagle", help="the kind of head"
+        "--task", choices=("peagle", "eagle3", "eagle"), default="peagle", help="the kind of head"
     )
     parser.add_argument(
         "--out",

@@ -1,4 +1,4 @@
-"""The two ways of drafting K tokens with a head: one forward (P-EAGLE), or K forwards (EAGLE-3).
+"""The two ways of drafting K tokens with a head: one forward (P-EAGLE), or K forwards (EAGLE).
 
 Both are `Drafter`s, the interface between the decoding loop and whatever proposes tokens.
 """
@@ -213,10 +213,11 @@ class ParallelDrafter(_HeadDrafter):
 
 
 class AutoregressiveDrafter(_HeadDrafter):
-    """EAGLE-3: a forward over the committed tokens, then K - 1 forwards of one row.
+    """EAGLE-3 and EAGLE-1: a forward over the committed tokens, then K - 1 forwards of one row.
 
     Each of these reads the token that was drafted last, and the head's own hidden state in the
-    place of the fused aux hidden states, which the target has not computed yet.
+    place of the fused aux hidden states (EAGLE-3) or of the target's final hidden state (EAGLE-1),
+    which the target has not computed yet.
     """
 
     def step(
@@ -316,4 +317,8 @@ def _draft_tokens(
     return ids.astype(jnp.int32), logits
 
 
-METHODS = {"peagle": ParallelDrafter, "eagle3": AutoregressiveDrafter}
+METHODS = {
+    "peagle": ParallelDrafter,
+    "eagle3": AutoregressiveDrafter,
+    "eagle": AutoregressiveDrafter,
+}

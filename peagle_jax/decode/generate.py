@@ -50,7 +50,7 @@ def generate(
       prompts: token ids, at least one per prompt.
       k: tokens drafted per step. None takes the K that the head was trained for, but at most 7,
         which is the best K of the published heads. "auto" chooses while decoding, by what pays.
-      method: how the head drafts, "peagle" or "eagle3". None takes what the head was made for.
+      method: how the head drafts, "peagle", "eagle3" or "eagle". None takes what it was made for.
       num_tree_nodes: verify a tree of so many drafts per step, and not a chain of K (P-EAGLE).
       max_new_tokens: limit of every answer.
       temperature: 0 decodes greedily.
@@ -132,7 +132,8 @@ def make_drafter(
     Args:
       k: tokens drafted per step. None takes the K that the head was trained for, but at most 7;
         "auto" likewise, but at most 15: the largest K for an engine that chooses (`adaptive_k`).
-      method: "peagle" or "eagle3". None takes "peagle" for a head that can draft in parallel.
+      method: "peagle", "eagle3" or "eagle". None takes "peagle" for a head that can draft in
+        parallel. Such a head drafts by "eagle3" too.
 
     Raises:
       InputError: the head cannot draft by that method, or K is below 1 or above MAX_K.
@@ -158,11 +159,16 @@ def make_drafter(
         )
         warnings.warn(message, UserWarning, stacklevel=2)
     if method is None:
-        method = "peagle" if head.config.parallel else "eagle3"
+        method = head.config.method
     if method not in METHODS:
         rule = f"must be one of {', '.join(METHODS)} or none"
         raise InputError("method", rule, method, "use peagle for a head with a mask token")
     if method == "peagle" and not head.config.parallel:
         rule = "parallel drafting needs a mask token and mask_hidden"
-        raise InputError("method", rule, "peagle, and a head without them", "use eagle3")
+        got = f"{method}, and a head without them"
+        raise InputError("method", rule, got, f"use {head.config.method}")
+    if (method == "eagle") != head.config.predicts_features:
+        rule = "eagle is for heads that read the target's final hidden state, and for no others"
+        got = f"{method}, and a head of another kind"
+        raise InputError("method", rule, got, f"use {head.config.method}")
     return METHODS[method](head.graph, head.config, num_drafts)

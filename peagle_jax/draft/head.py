@@ -1,8 +1,8 @@
-"""The draft head (arXiv:2503.01840, arXiv:2602.01469).
+"""The draft head of P-EAGLE, EAGLE-3 and EAGLE-1 (arXiv:2602.01469, 2503.01840, 2401.15077).
 
-Fused hidden states of the target and tokens go in, logits over the draft vocabulary come out. The
-file reads top to bottom: configuration, layers, head. Semantics follow llama_eagle3.py of vLLM 0.33
-and speculators 0.9.
+Hidden states of the target and tokens go in, logits over the draft vocabulary come out. The file
+reads top to bottom: configuration, layers, head. Semantics follow llama_eagle3.py and
+llama_eagle.py of vLLM 0.33, and speculators 0.9.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.layers import (
+    FINAL_HIDDEN_STATE,
     MLP,
     Attention,
     Embedding,
@@ -49,7 +50,8 @@ class HeadConfig:
       context: longest sequence (`max_position_embeddings`).
       target_dim: width of one aux hidden state.
       aux_hidden_state_layers: which hidden states of the target the head reads, in vLLM's
-        numbering: id i is the residual stream BEFORE layer i, 0 the embedding.
+        numbering: id i is the residual stream BEFORE layer i, 0 the embedding. An EAGLE-1 head
+        reads `FINAL_HIDDEN_STATE`, and nothing else does.
       mask_token: the token id of placeholders; None for a head that only drafts autoregressively.
       num_depths: K, for which the head was trained; None where its folder does not say.
       placeholder_hidden: a name in `placeholders.HIDDEN_DESIGNS`. Like the next, it means nothing
@@ -98,6 +100,22 @@ class HeadConfig:
         return self.mask_token is not None
 
     @property
+    def predicts_features(self) -> bool:
+        """Whether it is an EAGLE-1 head: its hidden state stands for the target's final one.
+
+        `fc` joins embedding and hidden state before the first layer, which has no norm before
+        attention; there is no final norm, and `lm_head` is the target's.
+        """
+        return self.aux_hidden_state_layers == (FINAL_HIDDEN_STATE,)
+
+    @property
+    def method(self) -> str:
+        """How the head was made to draft: "peagle", "eagle3" or "eagle", a name of vLLM's."""
+        if self.parallel:
+            return "peagle"
+        return "eagle" if self.predicts_features else "eagle3"
+
+    @property
     def sizes(self) -> placeholders.Sizes:
         """What the parameters of its placeholders are sized by."""
         return placeholders.Sizes(
@@ -126,13 +144,18 @@ class Buffer(nnx.Variable):
 class DraftLayer(nnx.Module):
     """A Llama layer. The first one has attention of double width.
 
-    Its input is concat(norm(embedding), norm(fused hidden state)).
+    Its input is concat(norm(embedding), norm(fused hidden state)). In an EAGLE-1 head it has
+    attention of single width, without a norm before it.
     """
 
     def __init__(self, cfg: HeadConfig, index: int, *, rngs: nnx.Rngs):
-        width = 2 * cfg.dim if index == 0 else cfg.dim
-        self.input_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
-        self.hidden_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype) if index == 0 else None
+        def norm() -> RMSNorm:
+            return RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+
+        reads_both = index == 0 and not cfg.predicts_features
+        width = 2 * cfg.dim if reads_both else cfg.dim
+        self.input_norm = norm() if reads_both or index > 0 else None
+        self.hidden_norm = norm() if reads_both else None
         self.attn = Attention(
             width,
             cfg.dim,
@@ -147,7 +170,7 @@ class DraftLayer(nnx.Module):
             dtype=cfg.dtype,
             rngs=rngs,
         )
-        self.mlp_norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+        self.mlp_norm = norm()
         self.mlp = MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
         self.norm_before_residual = cfg.norm_before_residual
 
@@ -161,8 +184,10 @@ class DraftLayer(nnx.Module):
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
-        """Only the first layer reads `embeddings`."""
-        if self.hidden_norm is None:
+        """Only a layer of double width reads `embeddings`."""
+        if self.input_norm is None:
+            attn_input, residual = x, x
+        elif self.hidden_norm is None:
             attn_input, residual = self.input_norm(x), x
         else:
             normed = self.hidden_norm(x)
@@ -174,7 +199,7 @@ class DraftLayer(nnx.Module):
 
 
 class DraftHead(nnx.Module):
-    """The whole head (EAGLE-3: arXiv:2503.01840; P-EAGLE: arXiv:2602.01469).
+    """The whole head (EAGLE-3: arXiv:2503.01840; P-EAGLE: arXiv:2602.01469; EAGLE-1: 2401.15077).
 
     It reads rows of a token and of the target's aux hidden states, and gives each a hidden state:
 
@@ -184,8 +209,9 @@ class DraftHead(nnx.Module):
         logits = head.compute_logits(hidden)                           [B T D] -> [B T W]
 
     A is the number of aux hidden state layers times `target_dim`, D the head's width and W its
-    draft vocabulary. Tensors are those of vLLM's llama_eagle3.py. Decoding and training give the
-    head different attention (`types.Attend`).
+    draft vocabulary. Tensors are those of vLLM's llama_eagle3.py, or of its llama_eagle.py where
+    `cfg.predicts_features`. Decoding and training give the head different attention
+    (`types.Attend`).
 
     Args:
       cfg: shape and options.
@@ -195,16 +221,21 @@ class DraftHead(nnx.Module):
     def __init__(self, cfg: HeadConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
         self.embed = Embedding(cfg.vocab, cfg.dim, dtype=cfg.dtype, rngs=rngs)
-        self.fusion = Fusion(
-            len(cfg.aux_hidden_state_layers),
-            cfg.target_dim,
-            cfg.dim,
-            cfg.norm_eps,
-            before_fc=cfg.norm_before_fc,
-            norm_per_layer=cfg.fc_norm,
-            dtype=cfg.dtype,
-            rngs=rngs,
-        )
+        fusion = fc = None
+        if cfg.predicts_features:
+            fc = Linear(2 * cfg.dim, cfg.dim, dtype=cfg.dtype, rngs=rngs)
+        else:
+            fusion = Fusion(
+                len(cfg.aux_hidden_state_layers),
+                cfg.target_dim,
+                cfg.dim,
+                cfg.norm_eps,
+                before_fc=cfg.norm_before_fc,
+                norm_per_layer=cfg.fc_norm,
+                dtype=cfg.dtype,
+                rngs=rngs,
+            )
+        self.fusion, self.fc = fusion, fc
         # One draw for all parameters of a placeholder, so that layers begin alike with any design.
         keys = iter(jax.random.split(rngs.params(), 8))
 
@@ -220,7 +251,8 @@ class DraftHead(nnx.Module):
                 placeholder = nnx.Dict(params)
         self.mask_hidden, self.placeholder = mask_hidden, placeholder
         self.layers = nnx.List([DraftLayer(cfg, i, rngs=rngs) for i in range(cfg.layers)])
-        self.norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype)
+        has_norm = not cfg.predicts_features
+        self.norm = RMSNorm(cfg.dim, cfg.norm_eps, dtype=cfg.dtype) if has_norm else None
         self.lm_head = Linear(cfg.dim, cfg.draft_vocab, dtype=cfg.dtype, rngs=rngs)
         # Target id = draft id + d2t[draft id]. At full vocabulary it would be zero, and is absent.
         is_reduced = cfg.draft_vocab != cfg.vocab
@@ -254,26 +286,32 @@ class DraftHead(nnx.Module):
           The residual stream before the final norm, and the attention state.
         """
         x = fused
+        if self.fc is not None:
+            x = self.fc(jnp.concatenate([embeddings, fused.astype(embeddings.dtype)], axis=-1))
         for i, layer in enumerate(self.layers):
             wanted = rows if i == len(self.layers) - 1 else None
             x, state = layer(x, embeddings, positions, i, attend, state, wanted)
         return x, state
 
     def fuse(self, aux_hidden_states: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:
-        """Aux hidden states of the target in the head's width."""
-        return self.fusion(aux_hidden_states)
+        """Aux hidden states of the target in the head's width; features stay as they are."""
+        return aux_hidden_states if self.fusion is None else self.fusion(aux_hidden_states)
+
+    def final_norm(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """What `lm_head` reads of the residual stream; a predicted feature is normed already."""
+        return hidden if self.norm is None else self.norm(hidden)
 
     def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows W"]:
         """Logits over the draft vocabulary, from the residual stream."""
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(self.final_norm(hidden))
 
     def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
         """The argmax of `compute_logits`, which a kernel may find without writing them."""
-        return self.lm_head.argmax_logits(self.norm(hidden))
+        return self.lm_head.argmax_logits(self.final_norm(hidden))
 
     def feedback(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """What stands in the place of the fused hidden state in autoregressive drafting."""
-        return self.norm(hidden) if self.cfg.norm_output else hidden
+        return self.final_norm(hidden) if self.cfg.norm_output else hidden
 
     def target_ids(self) -> Int[Array, " W"]:
         """The target's token id of every draft id."""

@@ -29,7 +29,7 @@ def init_from_target(head: Model, target: Model) -> Model:
     It learns several times faster than a random one (LOG.md). Every layer gets the target's last
     MLP, norm and attention; in the first layer, whose attention is twice as wide, they read its
     hidden-state half. A narrower MLP gets the neurons of largest weights. `fc` passes the last aux
-    hidden state on. The final norm is the target's.
+    hidden state on (EAGLE-1: the final one). The final norm is the target's.
 
     Args:
       head: from `random_head`; what is not named above stays as it is.
@@ -45,16 +45,19 @@ def init_from_target(head: Model, target: Model) -> Model:
     attention = {name: last["attn"][name] for name in names}
     mlp = _largest_neurons(last["mlp"], cfg.mlp_dim)
     params = jax.tree.map(lambda x: x, head.params)  # a copy of the containers
-    for index, layer in params["layers"].items():
+    for layer in params["layers"].values():
         layer |= {"mlp": mlp, "mlp_norm": last["mlp_norm"]}
-        if index > 0:
-            layer |= {"attn": {**layer["attn"], **attention}, "input_norm": last["attn_norm"]}
-        else:
+        if "hidden_norm" in layer:
             layer["attn"] = _widened_attention(layer["attn"], last["attn"], cfg.dim)
-    fc = params["fusion"]["fc"]["kernel"]
-    identity = jnp.eye(cfg.dim, dtype=fc.dtype)
-    params["fusion"]["fc"]["kernel"] = (FC_NOISE * fc).at[-cfg.dim :].add(identity)
-    params["norm"] = target.params["norm"]
+        else:
+            layer["attn"] = {**layer["attn"], **attention}
+            if "input_norm" in layer:
+                layer["input_norm"] = last["attn_norm"]
+    fc = params["fc"] if cfg.predicts_features else params["fusion"]["fc"]
+    identity = jnp.eye(cfg.dim, dtype=fc["kernel"].dtype)
+    fc["kernel"] = (FC_NOISE * fc["kernel"]).at[-cfg.dim :].add(identity)
+    if not cfg.predicts_features:
+        params["norm"] = target.params["norm"]
     return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
 
 

@@ -15,7 +15,7 @@ from peagle_jax.layers.basic import (
     normalize,
     soft_cap,
 )
-from peagle_jax.layers.decoder import Decoder, PreNormBlock
+from peagle_jax.layers.decoder import FINAL_HIDDEN_STATE, Decoder, PreNormBlock
 from peagle_jax.layers.moe import GLU, Experts
 from peagle_jax.layers.products import (
     activation_dtype,
@@ -26,6 +26,7 @@ from peagle_jax.layers.products import (
 from peagle_jax.layers.rope import Rope
 
 __all__ = [
+    "FINAL_HIDDEN_STATE",
     "MLP",
     "Attention",
     "CachedAttention",

@@ -14,6 +14,10 @@ from peagle_jax.layers.basic import Embedding, Linear, RMSNorm, soft_cap
 from peagle_jax.layers.products import product
 from peagle_jax.types import Attend, TargetOutput
 
+# The id of an aux hidden state that is no layer's input: what the output matrix reads, after the
+# final norm. It is transformers' `hidden_states[-1]`, and what EAGLE-1 calls a feature.
+FINAL_HIDDEN_STATE = -1
+
 
 class PreNormBlock(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`."""
@@ -39,7 +43,8 @@ class Decoder(nnx.Module):
 
     Args:
       block: makes the block of a layer, by its number.
-      aux_hidden_state_layers: id i is the INPUT of block i (vLLM's numbering); 0 is the embedding.
+      aux_hidden_state_layers: id i is the INPUT of block i (vLLM's numbering); 0 is the embedding,
+        and `FINAL_HIDDEN_STATE` what follows the final norm.
       tied: the output matrix is the embedding's transpose.
       logit_cap: Gemma's soft cap.
     """
@@ -81,15 +86,24 @@ class Decoder(nnx.Module):
         for i, block in enumerate(self.blocks):
             x, state = block(x, positions, i, attend, state)
             stream.append(x)
-        return TargetOutput(self.norm(x), self.select_aux_hidden_states(stream)), state
+        hidden = self.norm(x)
+        return TargetOutput(hidden, self.select_aux_hidden_states(stream, hidden)), state
 
     def select_aux_hidden_states(
-        self, stream: Sequence[Float[Array, "B T D"]]
+        self, stream: Sequence[Float[Array, "B T D"]], hidden: Float[Array, "B T D"]
     ) -> Float[Array, "B T A"]:
-        """Aux hidden states: the inputs of the blocks that were asked for, concatenated."""
+        """Aux hidden states: those that were asked for, concatenated.
+
+        Args:
+          stream: the inputs of the blocks, and the output of the last.
+          hidden: after the final norm.
+        """
         if not self.aux_hidden_state_layers:
-            return stream[0][..., :0]
-        return jnp.concatenate([stream[i] for i in self.aux_hidden_state_layers], axis=-1)
+            return hidden[..., :0]
+        states = [
+            hidden if i == FINAL_HIDDEN_STATE else stream[i] for i in self.aux_hidden_state_layers
+        ]
+        return jnp.concatenate(states, axis=-1)
 
     def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits of hidden states that the final norm has been applied to."""

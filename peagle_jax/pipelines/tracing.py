@@ -124,12 +124,12 @@ def recipe(path: Path, targets: Path) -> tuple[HeadRun, Model, Model]:
     """
     run = load_run(path)
     if not isinstance(run, HeadRun):
-        rule, next_step = "must be the recipe of a head", "name one with task: peagle or eagle3"
+        rule, next_step = "must be the recipe of a head", "name one with task: peagle"
         raise InputError(path, rule, f"task: {run.task}", next_step)
     target = abstract_target(
         targets / f"{run.target.split('/')[-1].lower()}.json",
         dtype=jnp.dtype(run.target_dtype),
-        aux_hidden_state_layers=run.head.aux_hidden_state_layers,
+        aux_hidden_state_layers=run.aux_hidden_state_layers,
     )
     return run, target, abstract_head(head_config(run, target, None))
 

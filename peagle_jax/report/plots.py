@@ -17,8 +17,12 @@ from peagle_jax.report.records import NAMES, batch_sizes, greedy, methods
 
 INK = "#1d2430"
 # Lines and bars have a contrast of at least 3 : 1 with the page, texts of at least 4.5 : 1.
-COLORS = {"peagle": "#0b7285", "eagle3": "#c2410c", "none": "#5a6473"}
-PALE = {"peagle": "#99d5de", "eagle3": "#fbc19a"}  # verification, on top of drafting
+COLORS = {"peagle": "#0b7285", "eagle3": "#c2410c", "eagle": "#6741d9", "none": "#5a6473"}
+PALE = {
+    "peagle": "#99d5de",
+    "eagle3": "#fbc19a",
+    "eagle": "#d0bfff",
+}  # verification, on top of drafting
 REST_COLOR, REST_EDGE = "#dfe4ea", "#6b7683"
 STYLE: dict[Any, Any] = {
     "font.size": 11,

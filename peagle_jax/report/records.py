@@ -10,7 +10,7 @@ from peagle_jax.corpus import read_jsonl
 from peagle_jax.old_names import RESULT_ROW_KEYS, with_new_names
 from peagle_jax.types import InputError
 
-NAMES = {"none": "plain decoding", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+NAMES = {"none": "plain decoding", "eagle": "EAGLE-1", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 # title and meaning of each column
 COLUMNS = (
     ("method", ""),
@@ -85,7 +85,7 @@ def batch_sizes(records: Sequence[dict]) -> list[int]:
 
 def methods(records: Sequence[dict]) -> list[str]:
     """The speculative methods that occur, in the order of tables and plots."""
-    return [m for m in ("eagle3", "peagle") if any(r["method"] == m for r in records)]
+    return [m for m in ("eagle", "eagle3", "peagle") if any(r["method"] == m for r in records)]
 
 
 def plain_row(records: Sequence[dict], row: dict) -> dict | None:

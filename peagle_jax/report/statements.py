@@ -38,7 +38,7 @@ def headline(records: Sequence[dict]) -> list[str]:
 
 def _speed_line(records: Sequence[dict], batch_size: int) -> str:
     """The best K of every method at a batch size. A best speedup below 1 is given its reason."""
-    found = {m: best(records, m, batch_size) for m in ("peagle", "eagle3")}
+    found = {m: best(records, m, batch_size) for m in ("peagle", "eagle3", "eagle")}
     rows = {method: row for method, row in found.items() if row is not None}
     if not rows:
         return f"Batch size {batch_size}: only plain decoding was measured."

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.typing import DTypeLike
 
-from peagle_jax.layers import Rope, activation_dtype
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope, activation_dtype
 from peagle_jax.types import CacheShape, InputError, KVCache
 from peagle_jax.weights import Fields
 
@@ -39,7 +39,8 @@ class TargetConfig(abc.ABC):
       windows: sliding window of each layer in tokens; None: full attention.
       context: longest sequence that the checkpoint was made for, in tokens.
       aux_hidden_state_layers: which hidden states the model returns for a draft head. Id i is the
-        residual stream BEFORE layer i, in vLLM's numbering; 0 is the embedding.
+        residual stream BEFORE layer i, in vLLM's numbering; 0 is the embedding, and
+        `layers.FINAL_HIDDEN_STATE` the hidden state after the final norm.
       dtype: of weights; and of activations, see `layers.activation_dtype`.
       stop_ids: tokens that end a text.
       source: the config.json that this was read from, for exports; None for a model made here.
@@ -194,7 +195,8 @@ def read_aux_layers(
     """
     if aux_hidden_state_layers is None:
         return default_aux_layers(layers)
-    outside = [i for i in aux_hidden_state_layers if not 0 <= i <= layers]
+    ids = [i for i in aux_hidden_state_layers if i != FINAL_HIDDEN_STATE]
+    outside = [i for i in ids if not 0 <= i <= layers]
     if outside:
         raise InputError(
             f.where,

@@ -235,7 +235,8 @@ class Gemma4(Decoder):
             layer_embedding = None if layer_embeddings is None else layer_embeddings[:, :, i]
             x, state = cast(Block, block)(x, layer_embedding, positions, attend, state)
             stream.append(x)
-        return TargetOutput(self.norm(x), self.select_aux_hidden_states(stream)), state
+        hidden = self.norm(x)
+        return TargetOutput(hidden, self.select_aux_hidden_states(stream, hidden)), state
 
     def _layer_embeddings(
         self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]

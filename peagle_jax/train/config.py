@@ -14,7 +14,9 @@ from pathlib import Path
 import yaml
 
 from peagle_jax.draft import placeholders
+from peagle_jax.layers import FINAL_HIDDEN_STATE
 from peagle_jax.train.cod import CodConfig
+from peagle_jax.train.eagle_loss import RegressionConfig
 from peagle_jax.train.loss import LOSSES
 from peagle_jax.train.peagle_loss import FeatureNoise
 from peagle_jax.train.recipe_sections import (
@@ -208,7 +210,7 @@ class DepthStage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadRun(Run, abc.ABC):
-    """What runs of both kinds of head are told."""
+    """What runs of every kind of head are told."""
 
     target: str  # folder or hub id
     target_dtype: typing.Literal["float32", "bfloat16"] = "float32"
@@ -228,6 +230,10 @@ class HeadRun(Run, abc.ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        layers = self.head.aux_hidden_state_layers or ()
+        rule = "must be layers of the target, 0 or more"
+        next_step = "use task: eagle for a head that reads the final hidden state"
+        check(min(layers, default=0) >= 0, "head.aux_hidden_state_layers", rule, layers, next_step)
         rule = f"must be one of {', '.join(LOSSES)}"
         check(self.loss in LOSSES, "loss", rule, self.loss, "use forward_kl")
         stages = [(stage.until, stage.num_depths) for stage in self.depth_schedule]
@@ -253,7 +259,15 @@ class HeadRun(Run, abc.ABC):
     @property
     @abc.abstractmethod
     def num_depths(self) -> int:
-        """K of the finished head: depths of P-EAGLE, unrolled steps of EAGLE-3."""
+        """K of the finished head: depths of P-EAGLE, unrolled steps of EAGLE-3.
+
+        An EAGLE-1 head is trained for one step, and is evaluated with this many.
+        """
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...] | None:
+        """Which hidden states of the target the head reads; None: those that vLLM chooses."""
+        return self.head.aux_hidden_state_layers
 
     def num_depths_at(self, step: int) -> int:
         """How many depths the step trains, by the depth schedule."""
@@ -293,18 +307,80 @@ class Eagle3Run(HeadRun):
         return self.ttt.steps
 
 
-TASKS: dict[str, type[Run]] = {"lm": LmRun, "peagle": PeagleRun, "eagle3": Eagle3Run}
+# Keys of `HeadShape` for which an EAGLE-1 head has no place: it reads and predicts what the
+# target's output matrix reads.
+NOT_IN_EAGLE = (
+    "dim",
+    "draft_vocab",
+    "aux_hidden_state_layers",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "mask_token",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleRun(HeadRun):
+    """Trains an EAGLE-1 head (arXiv:2401.15077), which predicts hidden states one by one.
+
+    Its embedding and output matrix are the target's, and stay so.
+    """
+
+    task: typing.Literal["eagle"] = "eagle"
+    head: HeadShape = HeadShape(layers=1)
+    train_embedding: bool = False
+    regression: RegressionConfig = RegressionConfig()
+    # K: tokens drafted in one step when the head is evaluated. Training has one step.
+    num_speculative_tokens: int = 6
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        check(k >= 1, "num_speculative_tokens", "must be 1 or more", k, "use 6")
+        super().__post_init__()
+        for key in NOT_IN_EAGLE:
+            value, default = getattr(self.head, key), getattr(HeadShape(layers=1), key)
+            rule = "an EAGLE-1 head reads and predicts the target's final hidden state as it is"
+            next_step = "leave the key out, or use task: eagle3"
+            check(value == default, f"head.{key}", rule, value, next_step)
+        for key in ("train_embedding", "train_lm_head"):
+            value, rule = getattr(self, key), "an EAGLE-1 head has its target's"
+            check(not value, key, rule, value, f"set {key}: false")
+        stages = len(self.depth_schedule)
+        rule = "must be empty: an EAGLE-1 head trains one step only"
+        check(stages == 0, "depth_schedule", rule, f"{stages} stages", "leave the key out")
+
+    @property
+    def num_depths(self) -> int:
+        return self.num_speculative_tokens
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return (FINAL_HIDDEN_STATE,)
+
+    def num_depths_at(self, step: int) -> int:
+        """One, at every step."""
+        return 1
+
+
+TASKS: dict[str, type[Run]] = {
+    "lm": LmRun,
+    "peagle": PeagleRun,
+    "eagle3": Eagle3Run,
+    "eagle": EagleRun,
+}
 
 
 def load_run(path: str | Path) -> Run:
     """Reads a recipe.
 
     Args:
-      path: a YAML file with `task: peagle`, `eagle3` or `lm`. Keys left out take their defaults;
-        former names of keys are understood.
+      path: a YAML file with `task: peagle`, `eagle3`, `eagle` or `lm`. Keys left out take their
+        defaults; former names of keys are understood.
 
     Returns:
-      A PeagleRun, Eagle3Run or LmRun.
+      A PeagleRun, Eagle3Run, EagleRun or LmRun.
 
     Raises:
       InputError: the file is not YAML, or has an unknown key, lacks one that has no default, or has

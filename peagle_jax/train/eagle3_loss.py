@@ -91,7 +91,7 @@ def eagle3_loss(
         weight = positions_in_loss(rows.loss_mask, rows.segment_ids, step).astype(jnp.float32)
         teacher_row = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
         step_loss, counts = distill(
-            head.norm,
+            head.final_norm,
             head.lm_head.kernel[...],
             hidden.reshape(B * n, -1),
             columns,

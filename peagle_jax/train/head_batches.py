@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from peagle_jax import weights
 from peagle_jax.checkpoints.target_io import target_hash
-from peagle_jax.layers import Decoder
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Decoder
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
@@ -40,7 +40,7 @@ class HeadBatch:
       stored: their hidden states; None: the target has to run.
       segment_ids: documents of the shifted rows.
       loss_mask: of the shifted rows.
-      cod: elements of depth 1 and more; None for EAGLE-3.
+      cod: elements of depth 1 and more; None for heads that draft one by one.
       noise_ids: the step and the row in it, by which a row's feature noise is drawn.
       num_depths: depths that this step trains; static, so that a step is compiled for each number.
     """
@@ -64,10 +64,15 @@ class HeadBatch:
         if self.stored is None:
             return training_rows(target, self.batch, segment_ids, loss_mask)
         stored = self.stored
+        hidden = decoded(stored.hidden, stored.hidden_scales, dtype)
+        if target.aux_hidden_state_layers == (FINAL_HIDDEN_STATE,):
+            aux_hidden_states = hidden
+        else:
+            aux_hidden_states = decoded(stored.aux_hidden_states, stored.aux_scales, dtype)
         return TrainingRows(
             cast(Array, self.batch.tokens[:, 1:]),
-            decoded(stored.aux_hidden_states, stored.aux_scales, dtype)[:, :-1],
-            decoded(stored.hidden, stored.hidden_scales, dtype)[:, 1:],
+            aux_hidden_states[:, :-1],
+            hidden[:, 1:],
             segment_ids,
             loss_mask,
         )
@@ -91,11 +96,14 @@ class HeadBatches:
         self.folder: HiddenStateFolder | None = None
         if run.hidden_states_dir is not None:
             aux_layers = cast(TargetConfig, target.config).aux_hidden_state_layers
+            # the final hidden state is stored for every kind of head, and not among these
+            aux_layers = tuple(i for i in aux_layers if i != FINAL_HIDDEN_STATE)
             self.folder = _open_matching(run, run.hidden_states_dir, rows, aux_layers)
             width = self.folder.index.hidden_width
             stored_layers = self.folder.index.aux_hidden_state_layers
             self.layers = [stored_layers.index(layer) for layer in aux_layers]
-            self.columns = np.concatenate([np.arange(width) + width * i for i in self.layers])
+            columns = [np.arange(width) + width * i for i in self.layers]
+            self.columns = np.concatenate([np.arange(0), *columns])
 
     def __call__(self, step: int) -> HeadBatch:
         run = self.run

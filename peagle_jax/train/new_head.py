@@ -64,7 +64,7 @@ def new_head(
     has_placeholders = False
     if run.init_from is not None:
         trained = head_reading.to_model(
-            open_head(run.init_from), dtype=config.dtype, embedding=embedding
+            open_head(run.init_from), dtype=config.dtype, embedding=embedding, lm_head=output.T
         )
         has_placeholders = trained.config.parallel
         head = init_from_head(head, trained, run.init_from)

@@ -16,8 +16,9 @@ from peagle_jax.targets.qwen3 import Qwen3Config
 from peagle_jax.targets.qwen3_moe import Qwen3MoeConfig
 from peagle_jax.types import InputError
 
-NUM_DEPTHS = {"peagle": 8, "eagle3": 6}
-NUM_LAYERS = {"peagle": 4, "eagle3": 1}
+KINDS = {"peagle": "A P-EAGLE", "eagle3": "An EAGLE-3", "eagle": "An EAGLE-1"}
+NUM_DEPTHS = {"peagle": 8, "eagle3": 6, "eagle": 6}
+NUM_LAYERS = {"peagle": 4, "eagle3": 1, "eagle": 1}
 STEP_TOKENS = 8192  # of a batch, about
 ROW_MULTIPLE = 128  # tokens of which rows are multiples
 MAX_ROW = 4096  # tokens of a row at most, unless somebody asks for longer ones
@@ -45,7 +46,7 @@ def new_recipe(
     Args:
       target: folder or hub id.
       data: as `data.source` of a recipe.
-      task: "peagle" or "eagle3".
+      task: "peagle", "eagle3" or "eagle".
       out: the run's folder.
       say: is told what of the corpus cannot be used.
 
@@ -70,7 +71,7 @@ def new_recipe(
 
     num_params = sum(math.prod(tensor.shape) for tensor in weights.open_folder(folder).values())
     lines = [
-        f"# A {'P-EAGLE' if task == 'peagle' else 'EAGLE-3'} head for {target}, written by",
+        f"# {KINDS[task]} head for {target}, written by",
         f"# `peagle init-config --target {target} --data {data}`.",
         "# Keys that are left out have defaults: peagle_jax/train/config.py, recipe_sections.py.",
         f"task: {task}",
@@ -100,13 +101,18 @@ def _head_lines(
         lines[-1] += "  # more raise the acceptance of late drafts, and cost time (docs/ablate.md)"
     if not isinstance(config, LlamaConfig | Qwen3Config):
         lines.append(f"  mlp_dim: {3 * config.dim}  # the target's layers have other MLPs")
-    layers = sorted(set(config.aux_hidden_state_layers))
-    lines.append(f"  aux_hidden_state_layers: {layers}  # whose inputs are read: vLLM's choice")
+    if task != "eagle":
+        layers = sorted(set(config.aux_hidden_state_layers))
+        lines.append(f"  aux_hidden_state_layers: {layers}  # whose inputs are read: vLLM's choice")
     if isinstance(config, Qwen3Config | Qwen3MoeConfig):
         lines.append("  qk_norm: true  # as the target has")
+        if task == "eagle":
+            lines[-1] += "; vLLM then cannot serve the head"
     if task == "peagle":
         lines += _mask_token_lines(config.vocab, tokenizer, documents)
         lines.append(f"cod: {{num_depths: {NUM_DEPTHS[task]}}}  # K: tokens drafted in one pass")
+    elif task == "eagle":
+        lines.append(f"num_speculative_tokens: {NUM_DEPTHS[task]}  # drafted in one step")
     else:
         lines.append(f"ttt: {{steps: {NUM_DEPTHS[task]}}}  # the head is unrolled so often")
     if begins_as_target:
@@ -186,9 +192,12 @@ def _schedule_lines(task: str, config: TargetConfig, num_rows: int, batch_size: 
     stages = [(until, depths) for until, depths in stages if depths < NUM_DEPTHS[task]]
     shown = ", ".join(f"{{until: {until}, num_depths: {depths}}}" for until, depths in stages)
     every = max(1, steps // 10)
-    return [
+    schedule = [
         "# Early drafts first: late ones are learned from a head that knows the early ones.",
         f"depth_schedule: [{shown}]",
+    ]
+    return [
+        *(schedule if task != "eagle" else ()),
         f"# {steps * batch_size / num_rows:.1f} passes over the rows. The learning rate is a rule",
         "# of thumb for the target's width; name: muon is an alternative.",
         f"optimizer: {{steps: {steps}, peak_lr: {rate:.1e}, warmup: {max(10, steps // 50)}}}",
@@ -218,6 +227,8 @@ def _head_params(task: str, config: TargetConfig) -> int:
     keys_and_values = 2 * config.kv_heads * config.head_dim
     attention = config.dim * (2 * queries + keys_and_values)
     layers = NUM_LAYERS[task] * (attention + 3 * config.dim * mlp_dim)
+    if task == "eagle":
+        return layers + 2 * config.dim**2
     first_layer = config.dim * (queries + keys_and_values)  # reads [embedding, hidden state]
     fusion = len(config.aux_hidden_state_layers) * config.dim**2
     embedding = config.vocab * config.dim if task == "peagle" else 0

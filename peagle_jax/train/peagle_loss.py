@@ -114,7 +114,7 @@ def peagle_loss(
         denominator = jnp.maximum(weight.sum(), 1)
     teacher_row = positions + n * jnp.arange(B)[:, None]
     total, by_depth = distill(
-        head.norm,
+        head.final_norm,
         head.lm_head.kernel[...],
         _flatten_rows(hidden),
         teacher_columns(head, lm_head_weight),

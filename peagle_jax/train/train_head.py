@@ -1,4 +1,4 @@
-"""Trains a draft head: P-EAGLE with COD sampling, or EAGLE-3 with test-time training."""
+"""Trains a draft head: P-EAGLE with COD sampling, EAGLE-3 with test-time training, or EAGLE-1."""
 
 import contextlib
 import dataclasses
@@ -19,9 +19,10 @@ from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.documents import BadRows
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.layers import Decoder
-from peagle_jax.train.config import Eagle3Run, HeadRun, PeagleRun
+from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows, pack
 from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
+from peagle_jax.train.eagle_loss import eagle_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.loss import DepthCounts
 from peagle_jax.train.mesh import (
@@ -183,7 +184,7 @@ def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedToke
         raise InputError(run.target, rule, "no tokenizer.json", next_step)
     target = load_target(
         folder,
-        aux_hidden_state_layers=run.head.aux_hidden_state_layers,
+        aux_hidden_state_layers=run.aux_hidden_state_layers,
         dtype=jnp.dtype(run.target_dtype),
         mesh=mesh,
     )
@@ -272,11 +273,11 @@ def head_loss(
     draft_head = cast(DraftHead, head.bind({**params, **frozen}))
     decoder = cast(Decoder, target.bind(target_params))
     rows, output = batch.rows(decoder, target.config.dtype), decoder.lm_head_weight()
+
+    def key_of(step_and_row: jax.Array) -> jax.Array:
+        return functools.reduce(jax.random.fold_in, step_and_row, jax.random.key(run.seed))
+
     if isinstance(run, PeagleRun):
-
-        def key_of(step_and_row: jax.Array) -> jax.Array:
-            return functools.reduce(jax.random.fold_in, step_and_row, jax.random.key(run.seed))
-
         return peagle_loss(
             draft_head,
             rows,
@@ -286,6 +287,17 @@ def head_loss(
             decoder.logit_cap,
             run.loss,
             run.feature_noise,
+            jax.vmap(key_of)(jnp.asarray(batch.noise_ids)),
+            denominators,
+        )
+    if isinstance(run, EagleRun):
+        return eagle_loss(
+            draft_head,
+            rows,
+            run.regression,
+            output,
+            decoder.logit_cap,
+            run.loss,
             jax.vmap(key_of)(jnp.asarray(batch.noise_ids)),
             denominators,
         )
@@ -302,7 +314,7 @@ def head_loss(
 
 
 def head_denominators(batch: HeadBatch) -> jax.Array:
-    """What sums are divided by: a batch's elements (P-EAGLE), or positions by step (EAGLE-3)."""
+    """What sums are divided by: a batch's elements (P-EAGLE), or positions by step (EAGLE)."""
     loss_mask, segment_ids = jnp.asarray(batch.loss_mask), jnp.asarray(batch.segment_ids)
     if batch.cod is not None:
         count = elements_in_loss(loss_mask, batch.cod, batch.num_depths).sum()

@@ -95,16 +95,19 @@ def check(
         "agrees",
     )
     target_layers = read_facts(target_folder).layers
+    configs = [open_head(folder, target_layers).config for folder in drafters]
     jobs = [
         {
             "target": str(target_folder),
             "drafter": str(folder),
             "k": k,
-            "parallel": open_head(folder, target_layers).config.parallel,
+            "parallel": config.parallel,
+            # P-EAGLE is EAGLE-3 with parallel drafting there
+            "method": "eagle" if config.predicts_features else "eagle3",
             "prompts": prompts,
             "max_new_tokens": max_new_tokens,
         }
-        for folder in drafters
+        for folder, config in zip(drafters, configs, strict=True)
     ]
     rows = []
     for folder, theirs in zip(drafters, answers_of_vllm(env, jobs), strict=True):

@@ -2,9 +2,9 @@
 
     ENV/bin/python scripts/peers/vllm_generate.py JOBS.json OUT.jsonl
 
-JOBS: a list of {"target", "drafter" or null, "k", "parallel", "prompts": [[ids]],
-  "max_new_tokens", "alone"}. With `alone`, vLLM gets nothing but the drafter's folder, as in
-  `vllm serve FOLDER`, and finds target, method and K in it.
+JOBS: a list of {"target", "drafter" or null, "k", "parallel", "method" ("eagle3" without it),
+  "prompts": [[ids]], "max_new_tokens", "alone"}. With `alone`, vLLM gets nothing but the drafter's
+  folder, as in `vllm serve FOLDER`, and finds target, method and K in it.
 OUT: a line for each job, as soon as it is done: {"outputs", "num_drafts", "num_draft_tokens",
   "num_accepted_tokens", "num_accepted_per_pos", "seconds"}, or {"error"}.
 
@@ -47,7 +47,7 @@ def run(job: dict) -> dict:
     speculative = None
     if job["drafter"] and not job.get("alone"):
         speculative = {
-            "method": "eagle3",
+            "method": job.get("method", "eagle3"),
             "model": job["drafter"],
             "num_speculative_tokens": job["k"],
         }

@@ -20,6 +20,7 @@ PROMPTS = [[3, 9, 4], [7, 1, 2], [8, 8, 5]]
 @pytest.fixture(scope="module")
 def suite():
     heads = {"peagle": tiny.head(0), "eagle3": tiny.head(1, mask_token=None)}
+    heads["eagle"] = tiny.head(**tiny.EAGLE)  # reads other hidden states of the same target
     recorded, activities = [], []
     made = run_suite(
         tiny.target(),
@@ -44,16 +45,17 @@ def test_every_case_is_there_in_order(suite):
     greedy = [
         (method, k, batch_size, 0.0)
         for batch_size in (1, 2)
-        for method, k in (("none", 0), ("eagle3", 2), ("peagle", 2))
+        for method, k in (("none", 0), ("eagle", 2), ("eagle3", 2), ("peagle", 2))
     ]
-    assert cases == [*greedy, ("none", 0, 2, 1.0), ("eagle3", 3, 2, 1.0), ("peagle", 3, 2, 1.0)]
+    sampled = [(m, 3, 2, 1.0) for m in ("eagle", "eagle3", "peagle")]
+    assert cases == [*greedy, ("none", 0, 2, 1.0), *sampled]
     assert all(r["name"] == "x" and r["commit"] for r in suite.records)
     assert {r["max_new_tokens"] for r in suite.records} == {6}
 
 
 def test_all_prompts_are_decoded_at_every_batch_size(suite):
     greedy = [r for r in suite.records if r["temperature"] == 0]
-    assert [r["num_prompts"] for r in greedy] == [3] * 6
+    assert [r["num_prompts"] for r in greedy] == [3] * 8
     assert suite.lossless
     assert all(r["lossless"] and r["different"] == 0 for r in greedy if r["k"])
     # sampled texts differ: there is nothing to compare

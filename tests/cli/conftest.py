@@ -26,6 +26,7 @@ def folders(tmp_path_factory):
     heads = {
         "peagle": tiny.head(vocab=vocab, draft_vocab=vocab),
         "eagle3": tiny.head(vocab=vocab, draft_vocab=vocab, mask_token=None),
+        "eagle": tiny.head(**tiny.EAGLE, vocab=vocab, draft_vocab=vocab),
         "wide": tiny.head(vocab=vocab, draft_vocab=vocab, target_dim=25),
         "other_vocab": tiny.head(vocab=43, draft_vocab=43),
         "high_layer": tiny.head(vocab=vocab, draft_vocab=vocab, aux_hidden_state_layers=(1, 2, 9)),

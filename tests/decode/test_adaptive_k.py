@@ -395,7 +395,7 @@ def any_k(monkeypatch, tmp_path):
     monkeypatch.setattr(StepTimes, "get", lambda self, ks, *_: dict.fromkeys(ks, 1.0))
 
     def make(method: str, max_batch: int) -> Engine:
-        target, head = tiny.target(context=640), tiny.head(context=640)
+        target, head = tiny.pair(method, context=640)
         drafter = make_drafter(head, 4, method)
         return Engine(
             target, drafter, head.params, adaptive_k=True, max_batch=max_batch, step_times=tmp_path
@@ -404,7 +404,7 @@ def any_k(monkeypatch, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("method, max_batch", [("peagle", 3), ("eagle3", 1)])
+@pytest.mark.parametrize("method, max_batch", [("peagle", 3), ("eagle3", 1), ("eagle", 2)])
 def test_greedy_text_is_plain_decodings(method, max_batch, any_k):
     engine = any_k(method, max_batch)
     requests = [
@@ -424,10 +424,10 @@ def test_greedy_text_is_plain_decodings(method, max_batch, any_k):
     assert any(a.num_accepted_tokens for a in answers.values())
 
 
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["peagle", "eagle3", "eagle"])
 def test_the_head_has_read_every_token_after_a_change(method):
     """Drafts after any change of K are those of a state that was made from the text so far."""
-    target, head = tiny.target(), tiny.head()
+    target, head = tiny.pair(method)
     lookback = 7
     spec = loop.DecodeSpec(
         target.graph, target.config, make_drafter(head, 4, method), False, lookback=lookback

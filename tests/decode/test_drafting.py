@@ -32,6 +32,12 @@ OPTIONS = {
     "window": {"windows": (3, None)},
     "window_last": {"windows": (None, 3)},
 }
+EAGLE_OPTIONS = {
+    "eagle": {},
+    "eagle_qwen3": {"qk_norm": True, "layers": 1, "windows": (None,)},
+    "eagle_bias_window": {"attention_bias": True, "windows": (None, 3)},
+}
+OPTIONS |= {name: tiny.EAGLE | options for name, options in EAGLE_OPTIONS.items()}
 
 
 class SlowDrafting:
@@ -85,7 +91,8 @@ class SlowDrafting:
 
 @pytest.mark.parametrize(
     "name, method, k",
-    [(n, m, 5) for n in OPTIONS for m in ("peagle", "eagle3")]
+    [(n, m, 5) for n in OPTIONS if n not in EAGLE_OPTIONS for m in ("peagle", "eagle3")]
+    + [(n, "eagle", 5) for n in EAGLE_OPTIONS]
     + [("llama", m, 1) for m in ("peagle", "eagle3")]
     + [(n, "peagle", 5) for n in list(designs.ALL)[1:]],
 )
@@ -98,7 +105,7 @@ def test_every_draft_of_every_step(name, method, k):
     rng = np.random.default_rng(8)
     texts, all_aux = (
         rng.integers(0, 41, (B, WIDTH)),
-        rng.normal(size=(B, WIDTH, 72)).astype(np.float32),
+        rng.normal(size=(B, WIDTH, head.config.sizes.aux_dim)).astype(np.float32),
     )
     drafter, slow = make_drafter(head, k, method), SlowDrafting(head)
     step, prefill = jax.jit(drafter.step), jax.jit(drafter.prefill)
@@ -162,6 +169,8 @@ def test_a_seed_fixes_a_row():
         ({"vocab": 43, "draft_vocab": 43}, "41 tokens; got 43"),
         ({"aux_hidden_state_layers": (0, 1, 2)}, r"aux_hidden_state_layers \[0, 1, 2\]"),
         ({"aux_hidden_state_layers": (1, 2)}, r"aux_hidden_state_layers \[1, 2\]"),
+        (tiny.EAGLE, r"aux_hidden_state_layers \[-1\]"),
+        (tiny.EAGLE | {"dim": 20}, "must have the target's width 24; got 20"),
     ],
 )
 def test_heads_that_do_not_fit(changes, words):
@@ -175,6 +184,14 @@ def test_methods_that_a_head_cannot_draft_by():
     assert type(make_drafter(tiny.head(), 3)).__name__ == "ParallelDrafter"
     with pytest.raises(InputError, match="parallel drafting needs a mask token"):
         make_drafter(eagle3, 3, "peagle")
+    eagle = tiny.head(**tiny.EAGLE)
+    assert type(make_drafter(eagle, 3)).__name__ == "AutoregressiveDrafter"
+    with pytest.raises(InputError, match="needs a mask token .* got peagle.*; use eagle$"):
+        make_drafter(eagle, 3, "peagle")
+    for head, method in ((eagle, "eagle3"), (eagle3, "eagle"), (tiny.head(), "eagle")):
+        use = "eagle" if head is eagle else "eagle3" if head is eagle3 else "peagle"
+        with pytest.raises(InputError, match=f"final hidden state, .* got {method}.*; use {use}$"):
+            make_drafter(head, 3, method)
     with pytest.raises(InputError, match="at least one token must be drafted per step; got 0"):
         make_drafter(eagle3, 0)
     with pytest.raises(InputError, match="at most 128 drafts per step, .* got 129; use -k 6"):

@@ -37,7 +37,7 @@ def small_sizes(monkeypatch):
 
 def make_engine(k: int | None = 3, method: str | None = None, **options) -> Engine:
     """An engine of tiny models; without a head where `k` is None."""
-    target, head = tiny.target(**CONTEXT), tiny.head(**CONTEXT)
+    target, head = tiny.pair(method, **CONTEXT)
     if k is None:
         return Engine(target, **options)
     return Engine(target, make_drafter(head, k, method), head.params, **options)
@@ -64,7 +64,7 @@ def random_requests(count: int, seed: int, longest: int = 60) -> list[Request]:
 
 def alone(request: Request, k: int | None, method: str | None = None):
     """The answer of `generate`, in a batch of one."""
-    target, head = tiny.target(**CONTEXT), tiny.head(**CONTEXT)
+    target, head = tiny.pair(method, **CONTEXT)
     (answer,) = generate(
         target,
         None if k is None else head,
@@ -81,7 +81,7 @@ def alone(request: Request, k: int | None, method: str | None = None):
     return answer
 
 
-@pytest.mark.parametrize("k, method", [(None, None), (3, "peagle"), (2, "eagle3")])
+@pytest.mark.parametrize("k, method", [(None, None), (3, "peagle"), (2, "eagle3"), (2, "eagle")])
 def test_a_request_is_answered_as_if_it_were_alone(k, method):
     requests = random_requests(22, seed=5)
     server = make_engine(k, method, max_batch=4, prefill_chunk=24)

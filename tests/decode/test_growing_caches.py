@@ -25,10 +25,10 @@ def test_sizes():
     assert len({growth.num_slots(n, n) for n in range(257, 32_769)}) == 1 + 2 + 4 + 4 * 8
 
 
-@pytest.mark.parametrize("method", [None, "peagle", "eagle3"])
+@pytest.mark.parametrize("method", [None, "peagle", "eagle3", "eagle"])
 def test_growth_does_not_change_the_text(method, monkeypatch):
     """Beside caches that have all slots from the start; rows are full at different times."""
-    target, head = tiny.target(**CONTEXT), tiny.head(**CONTEXT)
+    target, head = tiny.pair(method, **CONTEXT)
     prompts = [[3, 14, 15], [9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 23]]
 
     def answers(first_slots):

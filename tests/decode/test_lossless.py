@@ -185,13 +185,12 @@ def test_a_row_does_not_depend_on_its_neighbors():
 
 
 @pytest.mark.filterwarnings("ignore:K = .* is far above:UserWarning")
-@pytest.mark.parametrize("method, k", [("peagle", 6), ("peagle", 16), ("eagle3", 6)])
+@pytest.mark.parametrize("method, k", [("peagle", 6), ("peagle", 16), ("eagle3", 6), ("eagle", 6)])
 def test_real_heads_up_to_the_last_slot(method, k):
     """A head with its own cache, beyond the narrow drafting forward, with no slot to spare."""
     cache_size = max(map(len, PROMPTS)) + NEW + k
     answers = generate(
-        tiny.target(),
-        tiny.head(),
+        *tiny.pair(method),
         PROMPTS,
         k=k,
         method=method,
@@ -202,14 +201,14 @@ def test_real_heads_up_to_the_last_slot(method, k):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
+@pytest.mark.parametrize("method", ["peagle", "eagle3", "eagle"])
 @pytest.mark.parametrize("k", range(1, 17))
 @pytest.mark.filterwarnings("ignore:K = .* is far above:UserWarning")
 def test_real_heads_at_every_k(method, k):
     """Several heads, so that some drafts are accepted by luck; every K, both ways of drafting."""
     for seed in range(4):
         answers = generate(
-            tiny.target(), tiny.head(seed=seed), PROMPTS, k=k, method=method, max_new_tokens=NEW
+            *tiny.pair(method, seed), PROMPTS, k=k, method=method, max_new_tokens=NEW
         )
         assert [a.output_token_ids for a in answers] == [t[:NEW] for t in truth()]
 

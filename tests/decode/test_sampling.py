@@ -84,6 +84,9 @@ def p_value(
     num_nodes: int | None = None,
 ) -> float:
     target, head = tiny.target(**SHAPE), tiny.head(**{**HEAD, **head_changes})
+    if method == "eagle":
+        target = tiny.target(**SHAPE, **tiny.FINAL)
+        head = tiny.head(**{**HEAD, **tiny.FINAL, "mask_token": None})
     drafter = make_drafter(head, k, method)
     spec = loop.DecodeSpec(target.graph, target.config, drafter, sample_drafts, num_nodes=num_nodes)
     params = target.params, head.params
@@ -128,6 +131,7 @@ CASES = {
     "k4_reduced": ({"draft_vocab": 3, "mask_token": 4}, 4, "peagle", 0, 1.0, True),
     "k1_reduced_greedy": ({"draft_vocab": 3}, 1, "peagle", 0, 1.0, False),
     "k4_eagle3": ({}, 4, "eagle3", 0, 1.0, True),
+    "k4_eagle": ({}, 4, "eagle", 0, 1.0, True),
     "k4_filtered": ({}, 4, "peagle", 4, 0.85, True),
 }
 

@@ -54,10 +54,14 @@ def config(place, out, task="peagle", **changes) -> dict:
     """Dotted names reach inside."""
     raw = yaml.safe_load(CONFIG) | {"out": str(out), "target": str(place / "target"), "task": task}
     raw["data"]["source"] = str(place / "corpus.jsonl")
-    if task == "eagle3":
+    if task != "peagle":
         for key in ("cod", "placeholder", "feature_noise"):
             raw.pop(key)
+    if task == "eagle3":
         raw["ttt"] = {"steps": 2, "decay": 0.8}
+    if task == "eagle":
+        raw |= {"head": {"layers": 1, "mlp_dim": 20}, "num_speculative_tokens": 3}
+        raw |= {"train_embedding": False, "train_lm_head": False}
     for name, value in changes.items():
         *parents, last = name.split(".")
         node = raw
@@ -85,7 +89,7 @@ def features(place, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("task, steps", [("peagle", 6), ("eagle3", 1)])
+@pytest.mark.parametrize("task, steps", [("peagle", 6), ("eagle3", 1), ("eagle", 2)])
 def test_stored_features_train_the_same_head(task, steps, place, features, tmp_path):
     changes = {"optimizer.steps": steps, "optimizer.warmup": 0, "log_every": 1}
     found = {}

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from peagle_jax.checkpoints.target_io import load_target
-from peagle_jax.layers import CachedAttention
+from peagle_jax.layers import FINAL_HIDDEN_STATE, CachedAttention
 
 V, T = 97, 21
 SHAPE = dict(
@@ -197,7 +197,7 @@ def truth(case: str, for_eight_devices: bool = False):
 @functools.cache
 def ours(case: str, for_eight_devices: bool = False):
     _, folder = make(case, for_eight_devices)
-    return load_target(folder, aux_hidden_state_layers=(0, 1, 4))
+    return load_target(folder, aux_hidden_state_layers=(0, 1, 4, FINAL_HIDDEN_STATE))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from peagle_jax.train.config import load_run
 MINIMAL = {
     "peagle": {"target": "folder", "out": "runs/x", "data": {"source": "answers.jsonl"}},
     "eagle3": {"target": "folder", "out": "runs/x", "data": {"source": "answers.jsonl"}},
+    "eagle": {"target": "folder", "out": "runs/x", "data": {"source": "answers.jsonl"}},
     "lm": {
         "out": "runs/x",
         "model": {
@@ -107,6 +108,14 @@ DEFAULTS = {
         "head": {"layers": 1, **HEAD},
         "train_embedding": False,
         "ttt": {"steps": 6, "decay": 1.0},
+    },
+    "eagle": EVERY_HEAD
+    | {
+        "task": "eagle",
+        "head": {"layers": 1, **HEAD},
+        "train_embedding": False,
+        "regression": {"weight": 1.0, "token_weight": 0.1, "noise": 0.1},
+        "num_speculative_tokens": 6,
     },
     "lm": EVERY_RUN
     | {

@@ -68,7 +68,7 @@ def test_what_it_writes_is_a_recipe_that_trains(corpus, target, tmp_path, capsys
     assert f"--out: must be a YAML file; got {words[-1]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["peagle", "eagle3"])
+@pytest.mark.parametrize("task", ["peagle", "eagle3", "eagle"])
 @pytest.mark.parametrize("case", ["llama", "llama_tied", "qwen3", "qwen3_moe", "gpt_oss", "gemma4"])
 def test_every_family(case, task, tmp_path):
     """The head's configuration follows from the recipe and the target without an error."""
@@ -87,7 +87,7 @@ def test_every_family(case, task, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "def f(x): return x"}\n')
     run = write(tmp_path, new_recipe(str(copy), str(tmp_path / "data.jsonl"), task, "runs/x y"))
     assert (run.task, run.out) == (task, "runs/x y")
-    aux_layers = run.head.aux_hidden_state_layers
+    aux_layers = run.aux_hidden_state_layers
     model = abstract_target(copy / "config.json", aux_hidden_state_layers=aux_layers)
     config = model.config
     head = head_config(run, model, tokenizer.mask_token_id)

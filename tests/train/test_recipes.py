@@ -234,7 +234,10 @@ def test_refusals(change, words, tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("task: chess", "the key task must be one of lm, peagle, eagle3; got chess; write task:"),
+        (
+            "task: chess",
+            "the key task must be one of lm, peagle, eagle3, eagle; got chess; write task:",
+        ),
         ("task: [lm]", "the key task must be one of"),
         ("out: x", "got None"),
         ("- 1", "got list"),
