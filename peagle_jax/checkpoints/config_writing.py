@@ -40,9 +40,8 @@ def _shape(cfg: HeadConfig, dtype: str) -> dict:
             "use_sliding_window": True,
             "max_window_layers": 0,
         }
-    if (
-        len(cfg.aux_hidden_state_layers) != 3 and not cfg.predicts_features
-    ):  # vLLM assumes three, unless this says otherwise
+    # vLLM assumes three of an EAGLE-3 head, unless this says otherwise
+    if len(cfg.aux_hidden_state_layers) != 3 and not cfg.predicts_features:
         shape["num_aux_hidden_states"] = len(cfg.aux_hidden_state_layers)
     return shape
 
