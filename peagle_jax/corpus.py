@@ -237,9 +237,7 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
     return name, parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
 
 
-def _hub_rows(
-    source: str, name: str, config: str | None, split: str
-) -> Iterator[tuple[int, dict]]:
+def _hub_rows(source: str, name: str, config: str | None, split: str) -> Iterator[tuple[int, dict]]:
     datasets = _import_datasets(source)
     try:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
