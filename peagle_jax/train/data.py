@@ -20,7 +20,7 @@ EncodedDocument = tuple[np.ndarray, np.ndarray]
 # How documents become rows, as `rows_of` says.
 PACKINGS = ("cut", "whole")
 WINDOW = 1 << 14  # documents among which `whole` looks for those that fill a row
-CHUNK_TOKENS = 1 << 20  # that are read at one time where all rows are
+CHUNK_TOKENS = 1 << 17  # that are read at one time where all rows are
 
 
 @dataclasses.dataclass(frozen=True)

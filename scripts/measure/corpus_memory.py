@@ -33,6 +33,9 @@ from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
 
 tokenizer = text.load_tokenizer(sys.argv[1])
 tokenizer("a first text", return_offsets_mapping=True)
+if sys.argv[2].endswith(".parquet"):
+    import datasets
+    import pyarrow.parquet
 choice = CorpusChoice(sys.argv[2], held_out=0.05)
 
 def kilobytes(key):

@@ -320,10 +320,10 @@ def test_what_is_not_said_is_the_targets(place, tmp_path):
 def test_a_choice_of_documents(place, tokenizer, tmp_path):
     go(place, tmp_path / "out", max_chars=200)
     train, _ = corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)
-    want = pack(text.encode(tokenizer, corpus.subsample(train, 200, 4)), 12)
+    want = pack(text.encode(tokenizer, corpus.subsample(train, 200, 4)), 12).take(slice(None))
     stored = open_hidden_states(tmp_path / "out")
     np.testing.assert_array_equal(stored.batch(range(len(stored))).batch.tokens, want.tokens)
-    assert len(want) < read_index(place / "whole").rows
+    assert len(want.tokens) < read_index(place / "whole").rows
 
 
 def version_1(folder):
