@@ -89,6 +89,8 @@ class PackedRows:
         if isinstance(indices, range) and indices.step == 1:
             return self._read(indices.start, indices.stop)
         parts = [self._read(i, i + 1) for i in (range(len(self))[i] for i in indices)]
+        if not parts:
+            return self._read(0, 0)
         arrays = zip(*((x.tokens, x.segment_ids, x.loss_mask) for x in parts), strict=True)
         return Batch(*(np.concatenate(x) for x in arrays))
 
