@@ -326,6 +326,22 @@ def test_a_choice_of_documents(place, tokenizer, tmp_path):
     assert len(want.tokens) < read_index(place / "whole").rows
 
 
+def test_whole_documents(place, tokenizer, tmp_path):
+    """Another packing of the same documents; padding is said, and a former index means `cut`."""
+    said = go(place, tmp_path / "out", packing="whole")
+    train, _ = corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)
+    want = pack(text.encode(tokenizer, train), 12, packing="whole")
+    stored = open_hidden_states(tmp_path / "out")
+    got = stored.batch(range(len(stored))).batch
+    np.testing.assert_array_equal(got.tokens, want.take(slice(None)).tokens)
+    assert stored.index.packing == "whole" and stored.index.rows_hash == want.digest()
+    assert f"{want.padding:.2%} of them padding" in said[0] and want.padding > 0.01
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    del index["packing"]
+    (tmp_path / "out" / "index.json").write_text(json.dumps(index))
+    assert read_index(tmp_path / "out").packing == "cut"
+
+
 def version_1(folder):
     """Rewrites a folder as it was written before the names were those of docs/glossary.md."""
     index = json.loads((folder / "index.json").read_text())

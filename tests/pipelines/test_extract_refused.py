@@ -41,6 +41,7 @@ from peagle_jax.types import InputError
         ),
         (dict(aux_hidden_state_layers=None), "aux_hidden_state_layers was [1, 3]"),
         (dict(seq_len=13), "seq_len was 12 when this folder was begun, and must stay so; got 13"),
+        (dict(packing="whole"), "packing was cut when this folder was begun, and must stay so"),
         (dict(batch_size=2), "batch_size was 3"),
         (dict(rows_per_shard=5), "rows_per_shard was 10"),
         (
