@@ -1,17 +1,27 @@
-"""Corpora: documents from folders, JSONL files and this machine's Python source.
+"""Corpora: documents from folders, JSONL, Parquet, Hugging Face datasets, and Python source.
 
 Which documents are held out is decided here too. Tokenizers are the business of text.py.
+
+A dataset of the hub is named `hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`. The prefix tells
+it apart from a folder of the same name, which a bare `org/name` could be as well, and the colons
+tell the split apart from the name, which has slashes. NAME may also be a folder that the `datasets`
+library reads, of which one split is wanted.
 """
 
+import datetime
+import decimal
 import hashlib
 import json
+import logging
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from peagle_jax.documents import BadRows, Document, document_of_row
+from peagle_jax.documents import ROW_KEYS, BadRows, Document, document_of_row
 from peagle_jax.types import InputError
 
 # fmt: off
@@ -21,37 +31,106 @@ SUFFIXES = {
 }
 # fmt: on
 INSTALLED = "installed"  # the corpus of all Python source of this environment
+HUB = "hf:"  # before the name of a dataset that the `datasets` library finds
+# Files beside the Parquet files of a dataset's folder that are about it.
+CARDS = {"README.md", "dataset_infos.json", "dataset_info.json"}
+PARQUET_BATCH = 256  # rows of a Parquet file that are in memory at one time
+# Digests that are looked up in a set before they are merged into the sorted array.
+RECENT_DIGESTS = 1 << 16
 
 
 def read_corpus(source: str | Path | None, bad_rows: BadRows | None = None) -> list[Document]:
+    """`stream_corpus` as a list, for work that needs all documents at once."""
+    return list(stream_corpus(source, bad_rows))
+
+
+def stream_corpus(source: str | Path | None, bad_rows: BadRows | None = None) -> Iterator[Document]:
     """Reads the documents of a corpus, in a fixed order and without exact duplicates.
 
+    One document is in memory at a time; of those before it, 16 bytes each.
+
     Args:
-      source: a folder of text files; a JSONL with rows as `documents` lists them; None for the
-        source code of this machine's Python standard library, its tests included; "installed" for
-        that and all packages of this environment.
-      bad_rows: takes the lines of a JSONL that cannot be used; None: the first is an error.
+      source: a JSONL or Parquet file with rows as `documents` lists them; a folder of Parquet
+        files, or one that `datasets` saved; a folder of text files; `hf:NAME[:CONFIG][:SPLIT]` for
+        a dataset of the hub, whose split is "train" if none is named; None for the source code of
+        this machine's Python standard library, its tests included; "installed" for that and all
+        packages of this environment.
+      bad_rows: takes the rows that cannot be used; None: the first is an error.
 
     Raises:
-      InputError: there are no documents, or a file is not UTF-8, or a line is none of the above.
+      InputError: there are no documents, or a file is not UTF-8, or a row is none of the above; or
+        the optional library that reads Parquet files and datasets is missing.
     """
+    bad_rows = bad_rows or BadRows()
     if source is None:
         documents = _standard_library()
     elif source == INSTALLED:
         documents = _installed()
+    elif str(source).startswith(HUB):
+        documents = _hub(str(source), bad_rows)
     elif Path(source).is_dir():
-        documents = _folder(Path(source))
+        documents = _folder(Path(source), bad_rows)
+    elif Path(source).suffix == ".parquet":
+        path = Path(source)
+        documents = _documents(_parquet_rows(path), path.name, str(path), bad_rows)
     else:
-        documents = _jsonl(Path(source), bad_rows or BadRows())
-    unique: dict[bytes, Document] = {}
+        path = Path(source)
+        documents = _documents(read_jsonl(path, bad_rows), path.name, str(path), bad_rows)
+    seen = _SeenDigests()
+    is_empty = True
     for document in documents:
-        if not document.is_empty:
-            unique.setdefault(document.digest(), document)
-    if not unique:
+        if not document.is_empty and seen.add(document.digest()[:16]):
+            is_empty = False
+            yield document
+    if is_empty:
         rule = f"a corpus needs at least one document ({', '.join(sorted(SUFFIXES))})"
-        next_step = "name a folder with such files, or a JSONL file"
+        next_step = "name a folder with such files, or a JSONL or Parquet file"
         raise InputError(source, rule, "none", next_step)
-    return list(unique.values())
+
+
+class _SeenDigests:
+    """Digests of 16 bytes that have been seen: most of them in a sorted array, without overhead."""
+
+    def __init__(self) -> None:
+        self._sorted = np.zeros(0, "S16")
+        self._recent: set[bytes] = set()
+
+    def add(self, digest: bytes) -> bool:
+        """Adds a digest, and says whether it is new."""
+        # NumPy compares S16 as bytes, padded with zeros: of equal lengths, exactly
+        key = np.array(digest, "S16")
+        place = int(np.searchsorted(self._sorted, key))
+        is_old = place < len(self._sorted) and self._sorted[place] == key
+        if is_old or digest in self._recent:
+            return False
+        self._recent.add(digest)
+        if len(self._recent) == RECENT_DIGESTS:
+            recent = np.array(list(self._recent), "S16")
+            self._sorted = np.sort(np.concatenate([self._sorted, recent]))
+            self._recent.clear()
+        return True
+
+
+def source_state(source: str | Path | None) -> list[tuple[str, int, int]]:
+    """What tells whether a corpus has changed: (name, bytes, time of change in ns) of its files.
+
+    A dataset of the hub is known by its name alone, so that a run goes on without a network.
+    """
+    if source is None or source == INSTALLED:
+        kinds = ["stdlib"] if source is None else ["stdlib", "purelib", "platlib"]
+        roots = [Path(sysconfig.get_paths()[kind]) for kind in kinds]
+        paths = [path for root in roots for path in root.rglob("*.py")]
+    elif str(source).startswith(HUB):
+        paths = list(Path(_hub_parts(str(source))[0]).rglob("*"))
+    elif Path(source).is_dir():
+        paths = list(Path(source).rglob("*"))
+    else:
+        paths = [Path(source)]
+    files = sorted(path for path in paths if path.is_file())
+    return [(str(p), (stat := p.stat()).st_size, stat.st_mtime_ns) for p in files]
+
+
+# ---------------------------------------------------------------- texts
 
 
 def _standard_library() -> Iterator[Document]:
@@ -77,19 +156,159 @@ def _python(root: Path, paths: Iterable[Path]) -> Iterator[Document]:
             continue
 
 
-def _folder(root: Path) -> Iterator[Document]:
-    for path in sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file()):
-        yield Document(str(path.relative_to(root)), read_text(path))
+def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
+    """A folder of texts, of Parquet files, or one that `datasets` saved."""
+    if (root / "dataset_dict.json").exists():
+        splits = sorted(p.name for p in root.iterdir() if p.is_dir())
+        rule, next_step = "one split of a dataset is read", f"name it as {HUB}{root}:{splits[0]}"
+        raise InputError(root, rule, f"the splits {', '.join(splits)}", next_step)
+    if _is_saved(root):
+        yield from _documents(_saved_rows(root), root.name, str(root), bad_rows)
+        return
+    texts = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    tables = sorted(p for p in root.rglob("*.parquet") if p.is_file())
+    for path in tables:
+        others = [text for text in texts if text.name not in CARDS]
+        if others:
+            rule = "a folder has Parquet files, or texts"
+            got = f"{others[0].relative_to(root)} beside {path.relative_to(root)}"
+            next_step = f"name the folder of the Parquet files: {path.parent}"
+            raise InputError(root, rule, got, next_step)
+        name = str(path.relative_to(root))
+        yield from _documents(_parquet_rows(path), name, str(path), bad_rows)
+    if not tables:
+        for path in texts:
+            yield Document(str(path.relative_to(root)), read_text(path))
 
 
-def _jsonl(path: Path, bad_rows: BadRows) -> Iterator[Document]:
-    for number, row in read_jsonl(path, bad_rows):
+# ---------------------------------------------------------------- rows
+
+
+def _documents(
+    rows: Iterable[tuple[int, dict]], name: str, where: str, bad_rows: BadRows
+) -> Iterator[Document]:
+    """The documents of numbered rows; `name` and `where` are those of what the rows are in."""
+    for number, row in rows:
         try:
-            document = document_of_row(row, f"{path.name}:{number}", f"{path}:{number}")
+            document = document_of_row(row, f"{name}:{number}", f"{where}:{number}")
         except InputError as error:
             bad_rows.take(error)
         else:
             yield document
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """The number, from 1, and the columns of each row of a Parquet file."""
+    _import_datasets(path)
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    if not path.exists():
+        raise InputError(path, "this file must exist", "nothing", "check the name")
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            columns = _row_columns(file.schema_arrow.names)
+            for batch in file.iter_batches(PARQUET_BATCH, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _without_nulls(row)
+    except (ArrowException, OSError) as error:
+        rule, next_step = "must be a whole Parquet file", "download or write it again"
+        raise InputError(path, rule, _first_line(error), next_step) from None
+
+
+def _hub(source: str, bad_rows: BadRows) -> Iterator[Document]:
+    """One split of a dataset of the hub, or of a folder that `datasets` reads, as a stream."""
+    name, config, split = _hub_parts(source)
+    folder = Path(name)
+    is_saved = _is_saved(folder / split)
+    rows = _saved_rows(folder / split) if is_saved else _hub_rows(source, name, config, split)
+    parts = [folder.name if folder.is_dir() else name, *([config] if config else []), split]
+    yield from _documents(rows, ":".join(parts), source, bad_rows)
+
+
+def _hub_parts(source: str) -> tuple[str, str | None, str]:
+    """(name, configuration, split) of `hf:NAME[:CONFIG][:SPLIT]`."""
+    name, *parts = source.removeprefix(HUB).split(":")
+    if not name or len(parts) > 2 or not all(parts):
+        rule = f"a dataset is named {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT"
+        raise InputError(source, rule, source, f"write {HUB}org/name:train")
+    return name, parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
+
+
+def _hub_rows(source: str, name: str, config: str | None, split: str) -> Iterator[tuple[int, dict]]:
+    datasets = _import_datasets(source)
+    try:
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+        if rows.column_names is not None:
+            rows = rows.select_columns(_row_columns(rows.column_names))
+        for number, row in enumerate(rows, start=1):
+            yield number, _without_nulls(row)
+    # of its own, of pyarrow, of fsspec and of two HTTP clients: they have no common base
+    except Exception as error:
+        next_step = "check the name, the split and the network, or give a Parquet file"
+        rule = "must be a dataset that `datasets` can read"
+        raise InputError(source, rule, _first_line(error), next_step) from None
+
+
+def _saved_rows(folder: Path) -> Iterator[tuple[int, dict]]:
+    """Rows of a folder of `Dataset.save_to_disk`, which is memory-mapped."""
+    datasets = _import_datasets(folder)
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        rule, next_step = "must be a dataset that `datasets` saved", "save it again"
+        raise InputError(folder, rule, _first_line(error), next_step) from None
+    for number, row in enumerate(rows.select_columns(_row_columns(rows.column_names)), start=1):
+        yield number, _without_nulls(row)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether a folder is of `Dataset.save_to_disk`."""
+    return (folder / "state.json").exists() and (folder / "dataset_info.json").exists()
+
+
+def _import_datasets(where: str | Path) -> ModuleType:
+    """The `datasets` library, which brings pyarrow, without its bars and warnings."""
+    try:
+        import datasets
+    except ImportError as error:
+        rule = "Parquet files and datasets are read by the library datasets"
+        next_step = "pip install 'peagle-jax[data]', or give a JSONL file"
+        raise InputError(where, rule, f"no {error.name}", next_step) from None
+    datasets.disable_progress_bars()
+    # it logs what it raises as well
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    return datasets
+
+
+def _row_columns(columns: Sequence[str]) -> list[str]:
+    """The columns that documents are made of: others may be large. All, where there are none."""
+    return [column for column in columns if column in ROW_KEYS] or list(columns)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a table without the keys that it lacks, as the same row has in a JSONL.
+
+    Every row of a table has every key, null where there is nothing; to a template, a key that is
+    null is there. The content of a message stays: next to calls of tools it may be null.
+    """
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(item)
+            for key, item in value.items()
+            if item is not None or key == "content"
+        }
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    # what JSON has no kind of number or time for
+    is_other = isinstance(value, datetime.date | datetime.time | decimal.Decimal)
+    return str(value) if is_other else value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def read_text(path: Path) -> str:
@@ -100,17 +319,21 @@ def read_text(path: Path) -> str:
     """
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(path, "this file must exist", "nothing", "check the name") from None
-    except IsADirectoryError:
-        raise InputError(path, "must be a file", "a folder", "name a file in it") from None
     except OSError as error:
-        next_step = "name a file that you may read"
-        raise InputError(path, "this file must be readable", error.strerror, next_step) from None
+        raise _unreadable(path, error) from None
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} at {error.start}"
         next_step = "convert the file to UTF-8, or remove it"
         raise InputError(path, "must be UTF-8 text", got, next_step) from None
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    if isinstance(error, FileNotFoundError):
+        return InputError(path, "this file must exist", "nothing", "check the name")
+    if isinstance(error, IsADirectoryError):
+        return InputError(path, "must be a file", "a folder", "name a file in it")
+    next_step = "name a file that you may read"
+    return InputError(path, "this file must be readable", error.strerror, next_step)
 
 
 def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[int, dict]]:
@@ -125,36 +348,62 @@ def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[in
     """
     bad_rows = bad_rows or BadRows()
     rule, next_step = "each line must be a JSON object", "correct or remove the line"
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in _lines(path):
+        where = f"{path}:{number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            got = f"byte {line[error.start]:#04x} at {error.start} of the line"
+            bad_rows.take(InputError(where, "must be UTF-8 text", got, next_step))
+            continue
         except (json.JSONDecodeError, RecursionError) as error:
-            bad_rows.take(InputError(f"{path}:{number}", rule, error, next_step))
+            bad_rows.take(InputError(where, rule, error, next_step))
             continue
         if isinstance(row, dict):
             yield number, row
         else:
-            bad_rows.take(InputError(f"{path}:{number}", rule, type(row).__name__, next_step))
+            bad_rows.take(InputError(where, rule, type(row).__name__, next_step))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The number, from 1, and the bytes of each line that is not blank, one after another."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+# ---------------------------------------------------------------- choices
+
+
+def is_held_out(document: Document, share: float) -> bool:
+    """Whether a document is held out: by a hash of its source's name.
+
+    A file is therefore on the same side whatever else is in the corpus.
+
+    Args:
+      document: any.
+      share: of names that are held out, 0 to 1.
+    """
+    name = document.name if document.source is None else document.source
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < share
 
 
 def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document], list[Document]]:
-    """Splits documents into (train, held out) by a hash of their sources' names.
-
-    A file is therefore on the same side whatever else is in the corpus.
+    """Splits documents into (train, held out), as `is_held_out` says.
 
     Args:
       documents: all documents.
       held_out: share of names that is held out, 0 to 1.
     """
-    train, kept_back = [], []
+    sides: tuple[list[Document], list[Document]] = [], []
     for document in documents:
-        name = document.name if document.source is None else document.source
-        digest = hashlib.sha256(name.encode()).digest()
-        place = int.from_bytes(digest[:8], "big") / 2**64  # in 0..1
-        (kept_back if place < held_out else train).append(document)
-    return train, kept_back
+        sides[is_held_out(document, held_out)].append(document)
+    return sides
 
 
 def subsample(documents: Sequence[Document], characters: int | None, seed: int) -> list[Document]:
@@ -167,10 +416,15 @@ def subsample(documents: Sequence[Document], characters: int | None, seed: int) 
     """
     if characters is None:
         return list(documents)
+    return [documents[i] for i in choose([d.size for d in documents], characters, seed)]
+
+
+def choose(sizes: Sequence[int], characters: int, seed: int) -> list[int]:
+    """The numbers of the documents that `subsample` chooses, in its order, by their sizes."""
     chosen, total = [], 0
-    for i in np.random.default_rng(seed).permutation(len(documents)):
+    for i in np.random.default_rng(seed).permutation(len(sizes)):
         if total >= characters:
             break
-        chosen.append(documents[i])
-        total += documents[i].size
+        chosen.append(int(i))
+        total += sizes[i]
     return chosen

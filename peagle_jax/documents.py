@@ -34,6 +34,21 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+# Keys that a document is made of; all others are passed over.
+ROW_KEYS = (
+    "output_token_ids",
+    "prompt_token_ids",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "response",
+    "turns",
+    "text",
+    "tools",
+    "system",
+    "source",
+)
 MAX_TOKEN_ID = 2**31 - 1
 # What can be done with rows that cannot be used.
 BAD_ROWS = ("refuse", "skip")
@@ -121,8 +136,8 @@ class Document:
 
     def digest(self) -> bytes:
         """SHA-256 of the content, without the name."""
-        parts = dataclasses.asdict(self) | {"name": None, "source": None}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+        parts = vars(self) | {"name": None, "source": None}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
 
 
 def content_text(message: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ The rest of the package works with token ids only.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from peagle_jax.chat.encoding import check_tokenizer, encode_document, encode_turns
+from peagle_jax.chat.encoding import Encoded, check_tokenizer, encode_document, encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.corpus import read_jsonl, read_text
 from peagle_jax.documents import BadRows, Document
@@ -104,33 +104,41 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where: str 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
+    documents: Iterable[Document],
     bad_rows: BadRows | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Encodes documents for training, as `chat.encoding.encode_document` says.
+    """(token ids, loss mask) of each document that `encode_stream` does not leave out."""
+    return [
+        (encoded.tokens, encoded.loss_mask)
+        for _, encoded in encode_stream(tokenizer, documents, bad_rows)
+    ]
+
+
+def encode_stream(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[Document],
+    bad_rows: BadRows | None = None,
+) -> Iterator[tuple[Document, Encoded]]:
+    """Encodes documents for training, as `chat.encoding.encode_document` says, one at a time.
 
     Args:
       tokenizer: of the target.
       documents: to encode.
       bad_rows: takes documents that cannot be trained on; None: the first is an error.
 
-    Returns:
-      (token ids, loss mask) of each document.
-
     Raises:
-      InputError: one of them cannot be trained on, or the tokenizer lacks what all need.
+      InputError: one of them cannot be trained on, or the tokenizer lacks what it needs.
     """
     bad_rows = bad_rows or BadRows()
-    check_tokenizer(tokenizer, documents)
-    encoded = []
     for document in documents:
+        # no row's fault
+        check_tokenizer(tokenizer, [document])
         try:
-            tokens_and_mask = encode_document(tokenizer, document)
+            encoded = encode_document(tokenizer, document)
         except InputError as error:
             bad_rows.take(error)
         else:
-            encoded.append((tokens_and_mask.tokens, tokens_and_mask.loss_mask))
-    return encoded
+            yield document, encoded
 
 
 # ---------------------------------------------------------------- prompts

@@ -1,12 +1,14 @@
 """Corpora: where documents come from, and who is held out."""
 
 import json
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from peagle_jax import corpus
+from peagle_jax.documents import BadRows
 from peagle_jax.types import InputError
 
 
@@ -115,3 +117,40 @@ def test_installed_packages_come_after_the_library(monkeypatch, tmp_path):
     assert names[-1] == "package/one.py" and names[:-1] == [
         d.name for d in corpus.read_corpus(None)
     ]
+
+
+def test_duplicates_are_known_across_merges(tmp_path, monkeypatch):
+    """Digests in the sorted array and in the set, beside a set of texts."""
+    monkeypatch.setattr(corpus, "RECENT_DIGESTS", 7)
+    texts = [f"text {i * i % 91}" for i in range(200)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert [d.text for d in corpus.read_corpus(path)] == list(dict.fromkeys(texts))
+    # NumPy strips zero bytes at the end of what it shows
+    seen = corpus._SeenDigests()
+    digests = [bytes([i]) + bytes(15) for i in range(20)] + [bytes(15) + b"\1"]
+    assert [seen.add(digest) for digest in digests * 2] == [True] * 21 + [False] * 21
+
+
+def test_a_corpus_is_read_line_by_line(tmp_path):
+    """What comes behind a bad line is not read before it; a line that is not UTF-8 is one row."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\r\n\n{"text": "\xff"}\n{"text": "two"}')
+    stream = corpus.stream_corpus(path)
+    assert next(stream).text == "one"
+    with pytest.raises(InputError, match=r"a.jsonl:3: must be UTF-8 text; got byte 0xff at 10"):
+        next(stream)
+    bad_rows = BadRows("skip")
+    names = [document.name for document in corpus.stream_corpus(path, bad_rows)]
+    assert names == ["a.jsonl:1", "a.jsonl:4"] and bad_rows.count == 1
+
+
+def test_the_state_of_a_source_tells_changes(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}")
+    before = corpus.source_state(path)
+    assert corpus.source_state(tmp_path) == before
+    os.utime(path, ns=(1, 2))
+    assert corpus.source_state(path) != before == [(str(path), 2, before[0][2])]
+    assert corpus.source_state("hf:org/name") == []
+    assert len(corpus.source_state("installed")) > len(corpus.source_state(None)) > 500

@@ -31,7 +31,7 @@ def show_data(arguments: argparse.Namespace) -> int:
         rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"
         raise InputError(folder, rule, "no tokenizer.json", next_step)
     bad_rows = BadRows(arguments.bad_rows)
-    documents = corpus.read_corpus(arguments.data, bad_rows)
+    documents = corpus.stream_corpus(arguments.data, bad_rows)
     num_shown = num_trained = num_tokens = 0
     for document in itertools.islice(documents, arguments.limit):
         try:

@@ -154,6 +154,7 @@ def extract(arguments: argparse.Namespace) -> int:
         source=arguments.data,
         aux_hidden_state_layers=aux_layers,
         seq_len=arguments.seq_len,
+        packing=arguments.packing,
         batch_size=arguments.batch_size,
         rows_per_shard=arguments.rows_per_shard,
         dtype=arguments.dtype,

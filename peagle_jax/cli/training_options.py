@@ -4,6 +4,11 @@ from pathlib import Path
 
 from peagle_jax.cli.parser import Parser, add_bad_rows, add_held_out, add_target
 
+CORPUS = (
+    "a JSONL or Parquet file, a folder, hf:NAME:SPLIT for a dataset of the hub, or installed, as "
+    "data.source of a recipe"
+)
+
 
 def add_train(parser: Parser) -> None:
     """The options of `peagle train`; the keys of the recipe are read by apply_overrides."""
@@ -40,7 +45,7 @@ def add_init_config(parser: Parser) -> None:
         "--data",
         metavar="CORPUS",
         required=True,
-        help="a folder, a JSONL file, or installed, as data.source of a recipe",
+        help=CORPUS,
     )
     parser.add_argument(
         "--task", choices=("peagle", "eagle3", "eagle"), default="peagle", help="the kind of head"
@@ -62,9 +67,8 @@ def add_regenerate(parser: Parser) -> None:
         "--data",
         metavar="CORPUS",
         formerly=["--source"],
-        help="a folder, a JSONL file, or installed, as data.source of a recipe; without it the "
-        "source of Python's standard library. Conversations and prompts are answered turn by turn, "
-        "texts are continued",
+        help=f"{CORPUS}; without it the source of Python's standard library. Conversations and "
+        "prompts are answered turn by turn, texts are continued",
     )
     add_bad_rows(parser)
     add_held_out(parser)
@@ -138,7 +142,7 @@ def add_show_data(parser: Parser) -> None:
         "--data",
         metavar="CORPUS",
         required=True,
-        help="a folder, a JSONL file, or installed, as data.source of a recipe",
+        help=CORPUS,
     )
     add_bad_rows(parser)
     parser.add_argument(
@@ -158,7 +162,7 @@ def add_extract(parser: Parser) -> None:
         "--data",
         metavar="CORPUS",
         required=True,
-        help="a folder, a JSONL file, or installed, as data.source of a recipe",
+        help=CORPUS,
     )
     parser.add_argument(
         "--out",
@@ -180,6 +184,12 @@ def add_extract(parser: Parser) -> None:
         type=int,
         formerly=["--length"],
         help="tokens of a packed row; without it 2048, or the target's context if that is shorter",
+    )
+    parser.add_argument(
+        "--packing",
+        choices=("cut", "whole"),
+        default="cut",
+        help="documents one after another and cut where a row ends, or whole ones, with padding",
     )
     parser.add_argument(
         "--batch-size",

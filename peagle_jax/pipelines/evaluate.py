@@ -1,5 +1,6 @@
 """Acceptance length of a head on held-out prompts, while it trains and at the end."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from peagle_jax.train.train_head import Evaluate
 from peagle_jax.types import InputError, Model
 
 PROMPT_TOKENS = 48  # of an excerpt that serves as a prompt
+TEXTS_AT_ONCE = 64  # held-out texts that are in memory while excerpts are taken from them
 
 
 def make_evaluator(
@@ -59,14 +61,16 @@ def eval_prompts(
     count = run.eval.num_prompts
     if run.eval.prompts is not None:
         return text.read_prompts(Path(run.eval.prompts), tokenizer)[:count]
-    prompts_of_answers = [list(d.prompt_ids) for d in held_out if d.prompt_ids]
-    prompts_of_answers += [
+    of_answers = (list(d.prompt_ids) for d in held_out if d.prompt_ids)
+    of_conversations = (
         encode_turns(tokenizer, Conversation(question, d.tools), d.name)
         for d in held_out
         if (question := _question(d))
-    ]
-    if prompts_of_answers:
-        return prompts_of_answers[:count]
+    )
+    # no more are read and encoded than are needed
+    prompts = list(itertools.islice(itertools.chain(of_answers, of_conversations), count))
+    if prompts:
+        return prompts
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
 
 
@@ -91,12 +95,15 @@ def held_out_prompts(
       count: prompts at most.
       length: tokens of a prompt.
     """
-    texts = [d.text for d in documents if d.text is not None and len(d.text) >= 4 * length]
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    encoded = [ids for ids in encoded if len(ids) >= 4 * length]
-    if len(encoded) > count:
-        encoded = [encoded[i * len(encoded) // count] for i in range(count)]
-    return [list(ids[len(ids) // 4 :][:length]) for ids in encoded]
+    texts = (d.text for d in documents if d.text is not None and len(d.text) >= 4 * length)
+    excerpts: list[np.ndarray] = []
+    while some := list(itertools.islice(texts, TEXTS_AT_ONCE)):
+        for ids in tokenizer(some, add_special_tokens=False)["input_ids"]:
+            if len(ids) >= 4 * length:
+                excerpts.append(np.array(ids[len(ids) // 4 :][:length], np.int32))
+    if len(excerpts) > count:
+        excerpts = [excerpts[i * len(excerpts) // count] for i in range(count)]
+    return [ids.tolist() for ids in excerpts]
 
 
 def acceptance(

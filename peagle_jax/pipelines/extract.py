@@ -4,6 +4,7 @@ The same command resumes an interrupted extraction.
 """
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from peagle_jax import corpus, text, weights
+from peagle_jax import text, weights
 from peagle_jax.checkpoints.target_io import load_target, target_hash
-from peagle_jax.documents import BadRows
 from peagle_jax.layers import Decoder
 from peagle_jax.pipelines.extraction_folder import (
     check_disk,
@@ -27,7 +27,8 @@ from peagle_jax.pipelines.extraction_folder import (
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import versions
 from peagle_jax.targets import read_config
-from peagle_jax.train.data import PackedRows, pack
+from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from peagle_jax.train.data import PACKINGS, PackedRows
 from peagle_jax.train.hidden_state_store import (
     DTYPES,
     FORMAT_VERSION,
@@ -55,9 +56,10 @@ class ExtractionOptions:
     """What to compute, and how to store it. The corpus is read as a training run reads it.
 
     Attributes:
-      source: the corpus, as `corpus.read_corpus` takes it.
+      source: the corpus, as `corpus.stream_corpus` takes it.
       aux_hidden_state_layers: ascending; None: those that vLLM chooses for the target.
       seq_len: tokens of a packed row; None: 2048, or the target's context if that is shorter.
+      packing: how documents become rows, one of `data.PACKINGS`.
       batch_size: rows of a forward.
       rows_per_shard: None: as many batches as make 1 GiB.
       dtype: of the stored numbers.
@@ -75,6 +77,7 @@ class ExtractionOptions:
     source: str
     aux_hidden_state_layers: tuple[int, ...] | None = None
     seq_len: int | None = None
+    packing: str = "cut"
     batch_size: int = 8
     rows_per_shard: int | None = None
     dtype: str = "bfloat16"
@@ -95,11 +98,15 @@ class ExtractionOptions:
         if not 0 <= self.held_out < 1:
             rule = "must lie in 0..1, and below 1"
             raise InputError("--held-out", rule, self.held_out, "give a share such as 0.05")
-        allowed = {"dtype": DTYPES, "compute_dtype": ("float32", "bfloat16")}
-        for key, dtypes in allowed.items():
-            if getattr(self, key) not in dtypes:
-                option, rule = f"--{key.replace('_', '-')}", f"must be one of {', '.join(dtypes)}"
-                raise InputError(option, rule, getattr(self, key), f"use {option} {dtypes[1]}")
+        allowed = {
+            "dtype": DTYPES,
+            "compute_dtype": ("float32", "bfloat16"),
+            "packing": PACKINGS,
+        }
+        for key, values in allowed.items():
+            if getattr(self, key) not in values:
+                option, rule = f"--{key.replace('_', '-')}", f"must be one of {', '.join(values)}"
+                raise InputError(option, rule, getattr(self, key), f"use {option} {values[1]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +166,22 @@ def extract_hidden_states(
     if old_index is not None:
         settings["format_version"] = old_index.format_version
     check_unchanged(out, old_index, settings)
-    rows = _read_rows(tokenizer, options, settings["seq_len"], say)
+    # for as long as this process needs it: its numbers come into the shards
+    with tempfile.TemporaryDirectory(prefix="peagle-corpus-") as temporary:
+        rows = _read_rows(tokenizer, options, settings["seq_len"], Path(temporary) / "corpus", say)
+        return _extract(folder, rows, settings, old_index, out, say, command)
+
+
+def _extract(
+    folder: Path,
+    rows: PackedRows,
+    settings: dict[str, Any],
+    old_index: HiddenStateIndex | None,
+    out: Path,
+    say: Callable[[str], None],
+    command: str,
+) -> ExtractionResult:
+    """What is left of `extract_hidden_states` when the rows are known."""
     facts = _facts(rows, settings["rows_per_shard"])
     check_unchanged(out, old_index, facts)
     index = HiddenStateIndex(**settings, **facts, versions=versions(), command=command)
@@ -236,6 +258,7 @@ def _settings(
         "dtype": options.dtype,
         "compute_dtype": options.compute_dtype,
         "seq_len": seq_len,
+        "packing": options.packing,
         "batch_size": options.batch_size,
         "rows_per_shard": options.rows_per_shard or batches_per_shard * options.batch_size,
         "data": Path(options.source).absolute().name,
@@ -250,18 +273,17 @@ def _read_rows(
     tokenizer: PreTrainedTokenizerBase,
     options: ExtractionOptions,
     seq_len: int,
+    folder: Path,
     say: Callable[[str], None],
 ) -> PackedRows:
-    bad_rows = BadRows(options.bad_rows)
-    documents = corpus.read_corpus(options.source, bad_rows)
-    train, held_out = corpus.split(documents, options.held_out)
-    chosen = corpus.subsample(train, options.max_chars, options.seed)
-    encoded = text.encode(tokenizer, chosen, bad_rows)
-    bad_rows.report(say)
-    rows = pack(encoded, seq_len, options.source)
+    choice = CorpusChoice(
+        options.source, options.held_out, options.max_chars, options.seed, options.bad_rows
+    )
+    store = open_corpus(folder, choice, tokenizer, say)
+    rows = store.pack(seq_len, options.packing)
     say(
-        f"corpus: {len(encoded)} documents, {len(rows)} rows of {seq_len} tokens; "
-        f"{len(held_out)} documents held out"
+        f"corpus: {len(store.order)} documents, {len(rows)} rows of {seq_len} tokens, "
+        f"{rows.padding:.2%} of them padding; {len(store.held_out)} documents held out"
     )
     return rows
 
@@ -271,8 +293,8 @@ def _facts(rows: PackedRows, rows_per_shard: int) -> dict[str, Any]:
     return {
         "rows": len(rows),
         "shards": -(-len(rows) // rows_per_shard),
-        "tokens": int((rows.segment_ids >= 0).sum()),
-        "num_loss_tokens": int(rows.loss_mask.sum()),
+        "tokens": rows.num_tokens,
+        "num_loss_tokens": rows.num_loss_tokens,
         "rows_hash": rows.digest(),
     }
 
@@ -309,11 +331,11 @@ def _fill(
             begin = picks.start - shard_rows.start
             _store_batch(tensors, states, slice(begin, begin + len(picks)), index)
             if picks.stop == shard_rows.stop:
-                row_slice = slice(shard_rows.start, shard_rows.stop)
-                row_tensors = {name: getattr(rows, name)[row_slice] for name in ROW_TENSORS}
+                batch = rows.take(shard_rows)
+                row_tensors = {name: np.asarray(getattr(batch, name)) for name in ROW_TENSORS}
                 write_shard(out, index, shard, row_tensors | tensors)
             done += len(picks)
-            tokens += int((rows.segment_ids[picks.start : picks.stop] >= 0).sum())
+            tokens += int(np.count_nonzero(rows.take(picks).segment_ids >= 0))
             progress.update(done, note=f"{speed():,} tokens per second")
     return speed()
 
@@ -376,9 +398,10 @@ def _padded(rows: PackedRows, picks: range, size: int) -> tuple[np.ndarray, np.n
 
     def pad(x: np.ndarray, fill: int) -> np.ndarray:
         padding = [(0, size - len(picks)), (0, 0)]
-        return np.pad(x[picks.start : picks.stop], padding, constant_values=fill)
+        return np.pad(x, padding, constant_values=fill)
 
-    return pad(rows.tokens, 0), pad(rows.segment_ids, -1)
+    batch = rows.take(picks)
+    return pad(np.asarray(batch.tokens), 0), pad(np.asarray(batch.segment_ids), -1)
 
 
 def _store_batch(

@@ -6,6 +6,7 @@ A head learns best from what its target writes, because that is what it will dra
 import dataclasses
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from peagle_jax.documents import BadRows, Document
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
 from peagle_jax.pipelines.regenerate_conversations import rewrite
 from peagle_jax.progress import ProgressReport
+from peagle_jax.train.document_file import DocumentFile, DocumentWriter
 from peagle_jax.types import InputError, Model
 
 # as every line of an output file begins
@@ -36,7 +38,7 @@ class RegenerationOptions:
     """What to write.
 
     Attributes:
-      source: the corpus, as `corpus.read_corpus` takes it.
+      source: the corpus, as `corpus.stream_corpus` takes it.
       held_out: share of documents that nothing is taken from; the same as the head's training
         holds out.
       num_samples: answers to excerpts, or conversations, in all; more conversations than the corpus
@@ -103,11 +105,40 @@ def regenerate(
         next_step = "copy tokenizer.json into the target's folder"
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
     _check_appendable(out)
+    # they are answered in any order, and need not fit into memory
+    with tempfile.TemporaryDirectory(prefix="peagle-corpus-") as temporary:
+        conversations, texts = _read_documents(options, Path(temporary), say)
+        return _answer(target_folder, tokenizer, conversations, texts, options, out, say)
+
+
+def _read_documents(
+    options: RegenerationOptions, folder: Path, say: Callable[[str], None]
+) -> tuple[Sequence[Document], Sequence[Document]]:
+    """(conversations and prompts, texts) that are not held out, written to files of a folder."""
     bad_rows = BadRows(options.bad_rows)
-    train, _ = corpus.split(corpus.read_corpus(options.source, bad_rows), options.held_out)
+    paths = folder / "conversations", folder / "texts"
+    with DocumentWriter(paths[0]) as conversations, DocumentWriter(paths[1]) as texts:
+        for document in corpus.stream_corpus(options.source, bad_rows):
+            if corpus.is_held_out(document, options.held_out):
+                continue
+            if document.messages or document.prompt is not None:
+                conversations.add(document)
+            elif document.text is not None:
+                texts.add(document)
     bad_rows.report(say)
-    conversations = [d for d in train if d.messages or d.prompt is not None]
-    texts = [d for d in train if d.text is not None]
+    return DocumentFile(paths[0]), DocumentFile(paths[1])
+
+
+def _answer(
+    target_folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Document],
+    texts: Sequence[Document],
+    options: RegenerationOptions,
+    out: Path,
+    say: Callable[[str], None],
+) -> Regenerated:
+    """What is left of `regenerate` when the documents are known."""
     if conversations and texts:
         rule = "a corpus has conversations and prompts, or texts"
         got = f"both, {texts[0].name} being a text"
@@ -141,7 +172,9 @@ def _answer_conversations(
         limits = options.max_new_tokens, options.batch_size
         writer = ServerWriter(options.server, options.server_model, *limits)
         name = writer.model
-    digest = hashlib.sha256(b"".join(document.digest() for document in conversations))
+    digest = hashlib.sha256()
+    for document in conversations:
+        digest.update(document.digest())
     about = _about(options, name) | {"conversations": digest.hexdigest()[:16]}
     lines = _lines_there(out, CONVERSATION_BEGINS, about)
     rows = [json.loads(line) for line in lines]
@@ -151,7 +184,7 @@ def _answer_conversations(
     begin = rows[-1]["sample"] + step if rows else first
     mine = range(begin, total, step)
     say(f"{len(range(first, total, step)):,} conversations, {len(rows):,} rows there already")
-    documents = [(i, conversations[i % len(conversations)]) for i in mine]
+    documents = ((i, conversations[i % len(conversations)]) for i in mine)
     num_rows = len(rows)
     progress = ProgressReport("regenerate", num_rows + len(mine), num_rows, "conversations")
     with progress, out.open("a", encoding="utf-8") as file:

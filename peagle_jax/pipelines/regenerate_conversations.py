@@ -6,7 +6,7 @@ A head learns best from what its target writes, because that is what it will dra
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class _Rewriting:
 
 
 def rewrite(
-    documents: Sequence[tuple[int, Document]],
+    documents: Iterable[tuple[int, Document]],
     writer: Writer,
     tokenizer: PreTrainedTokenizerBase | None,
     temperatures: Sequence[float],

@@ -137,16 +137,16 @@ def _open_matching(
         next_step = f"run `peagle extract --target {run.target}`, or set hidden_states_dir: null"
         raise InputError(path, rule, f"those of {index.target}", next_step)
     # the digest does not depend on where rows are cut, so their length is compared too
-    if index.seq_len != rows.tokens.shape[1] or index.rows_hash != rows.digest():
+    if index.seq_len != rows.seq_len or index.rows_hash != rows.digest():
         rule = (
             "stored hidden states must be of the rows that the run trains on: the same "
-            "data.source, data.max_chars, data.held_out, data.seq_len and seed"
+            "data.source, data.max_chars, data.held_out, data.seq_len, data.packing and seed"
         )
         got = f"{index.rows} rows of {index.seq_len} tokens of {index.data}"
         next_step = (
             f"set data.max_chars: {'null' if index.max_chars is None else index.max_chars}, "
-            f"data.held_out: {index.held_out}, data.seq_len: {index.seq_len} and "
-            f"seed: {index.seed} as they were, or extract again"
+            f"data.held_out: {index.held_out}, data.seq_len: {index.seq_len}, "
+            f"data.packing: {index.packing} and seed: {index.seed} as they were, or extract again"
         )
         raise InputError(path, rule, got, next_step)
     if missing := [layer for layer in aux_layers if layer not in index.aux_hidden_state_layers]:

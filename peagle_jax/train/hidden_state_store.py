@@ -69,6 +69,7 @@ class HiddenStateIndex:
     rows_hash: str  # SHA-256, 16 digits, of all tokens, segment ids and loss masks
     versions: str
     command: str
+    packing: str = "cut"  # how documents became rows; folders of former versions do not say
 
     def __post_init__(self) -> None:
         layers = list(self.aux_hidden_state_layers)
@@ -322,8 +323,9 @@ def is_complete(folder: Path, index: HiddenStateIndex, shard: int, rows: PackedR
     except InputError as error:
         reason = str(error).removeprefix(f"{path}: ")
         raise InputError(path, "a shard must be complete", reason, next_step) from None
+    batch = rows.take(numbers)
     for name in ROW_TENSORS:
-        if not np.array_equal(tensors[name], getattr(rows, name)[numbers.start : numbers.stop]):
+        if not np.array_equal(tensors[name], getattr(batch, name)):
             rule = f"must contain the rows that {INDEX} names"
             raise InputError(path, rule, f"other {name}", next_step)
     return True

@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
@@ -47,7 +46,7 @@ def new_head(
     config = head_config(run, target, cast(int | None, tokenizer.mask_token_id))
     ids = None
     if config.draft_vocab != config.vocab:
-        counts = np.bincount(rows.tokens[rows.loss_mask], minlength=config.vocab)
+        counts = rows.token_counts(config.vocab)
         ids = draft_vocab.choose(counts, config.draft_vocab)
     # what a head begins from is small, and may be spread over devices
     begins_from = _last_parts(target)
@@ -93,7 +92,7 @@ def _last_parts(target: Model) -> Model:
 
 def _mean_aux_hidden_states(target: Model, rows: PackedRows) -> Float[Array, " A"]:
     """Mean aux hidden states over the first rows of the corpus."""
-    num_rows = min(-(-MEAN_TOKENS // rows.tokens.shape[1]), len(rows))
+    num_rows = min(-(-MEAN_TOKENS // rows.seq_len), len(rows))
     mesh = sharding.mesh_of(target.params)
 
     def mean(params: Params, batch: Batch) -> Float[Array, " A"]:

@@ -1,14 +1,18 @@
 """Writes a recipe that fits a target and a corpus, for people to read and to change."""
 
+import array
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
+from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
-from peagle_jax.documents import BadRows
+from peagle_jax.chat.encoding import Encoded
+from peagle_jax.documents import BadRows, Document
 from peagle_jax.targets import read_config
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.targets.llama import LlamaConfig
@@ -29,6 +33,21 @@ STAGES = ((0.1, 1), (0.25, 2), (0.55, 4))
 TRAINED_BYTES = 16
 LARGE_TARGET = 1 << 30  # parameters from which on bfloat16 is chosen
 UNUSED = re.compile(r"reserved|unused|placeholder", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedCorpus:
+    """What a recipe depends on of a corpus, which is not held in memory.
+
+    Attributes:
+      lengths: tokens of each document.
+      num_trained: tokens that a loss may read, in all.
+      used: tokens that occur.
+    """
+
+    lengths: Int[np.ndarray, " n"]
+    num_trained: int
+    used: set[int]
 
 
 def new_recipe(
@@ -63,11 +82,11 @@ def new_recipe(
     _, config = read_config(weights.read_json(where), where=where)
     text.check_vocabulary(tokenizer, config.vocab, folder)
     bad_rows = BadRows("skip")
-    encoded = text.encode(tokenizer, corpus.read_corpus(data, bad_rows), bad_rows)
+    encoded = _count(text.encode_stream(tokenizer, corpus.stream_corpus(data, bad_rows), bad_rows))
     bad_rows.report(say)
-    if not any(loss_mask.any() for _, loss_mask in encoded):
+    if not encoded.num_trained:
         rule, next_step = "something must be trained on", "look at it with peagle show-data"
-        raise InputError(data, rule, f"none of {len(encoded)} documents", next_step)
+        raise InputError(data, rule, f"none of {len(encoded.lengths)} documents", next_step)
 
     num_params = sum(math.prod(tensor.shape) for tensor in weights.open_folder(folder).values())
     lines = [
@@ -80,7 +99,7 @@ def new_recipe(
     ]
     if num_params >= LARGE_TARGET:
         lines.append("target_dtype: bfloat16  # float32 would take twice the memory")
-    lines += _head_lines(task, config, tokenizer, [tokens for tokens, _ in encoded])
+    lines += _head_lines(task, config, tokenizer, encoded.used)
     lines += _data_lines(data, config, encoded)
     num_rows, batch_size = _rows_and_batch(config, encoded)
     lines += _schedule_lines(task, config, num_rows, batch_size)
@@ -88,11 +107,21 @@ def new_recipe(
     return "\n".join(lines) + "\n"
 
 
+def _count(stream: Iterable[tuple[Document, Encoded]]) -> EncodedCorpus:
+    lengths, num_trained = array.array("q"), 0
+    used: set[int] = set()
+    for _, encoded in stream:
+        lengths.append(len(encoded.tokens))
+        num_trained += int(encoded.loss_mask.sum())
+        used.update(encoded.tokens.tolist())
+    return EncodedCorpus(np.array(lengths, np.int64), num_trained, used)
+
+
 def _head_lines(
     task: str,
     config: TargetConfig,
     tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[np.ndarray],
+    used: set[int],
 ) -> list[str]:
     """The head: its layers, what it reads, its placeholder's token, and what it begins as."""
     begins_as_target = _layer_can_be_copied(config)
@@ -109,7 +138,7 @@ def _head_lines(
         if task == "eagle":
             lines[-1] += "; vLLM then cannot serve the head"
     if task == "peagle":
-        lines += _mask_token_lines(config.vocab, tokenizer, documents)
+        lines += _mask_token_lines(config.vocab, tokenizer, used)
         lines.append(f"cod: {{num_depths: {NUM_DEPTHS[task]}}}  # K: tokens drafted in one pass")
     elif task == "eagle":
         lines.append(f"num_speculative_tokens: {NUM_DEPTHS[task]}  # drafted in one step")
@@ -125,17 +154,12 @@ def _layer_can_be_copied(config: TargetConfig) -> bool:
     return isinstance(config, LlamaConfig | Qwen3Config) and not config.attention_bias
 
 
-def _mask_token_lines(
-    vocab: int, tokenizer: PreTrainedTokenizerBase, documents: Sequence[np.ndarray]
-) -> list[str]:
+def _mask_token_lines(vocab: int, tokenizer: PreTrainedTokenizerBase, used: set[int]) -> list[str]:
     """`mask_token`, where the tokenizer has none: an id that no text has."""
     if tokenizer.mask_token_id is not None:
         return [f"  # the placeholders' token is the tokenizer's own: {tokenizer.mask_token!r}"]
     names = {index: name for name, index in tokenizer.get_vocab().items()}
-    counts = np.zeros(vocab, np.int64)
-    for tokens in documents:
-        counts += np.bincount(tokens, minlength=vocab)
-    free = [i for i in range(vocab) if not counts[i]]
+    free = [i for i in range(vocab) if i not in used]
     nameless = [i for i in free if i not in names]
     reserved = [i for i in free if UNUSED.search(names.get(i, ""))]
     if nameless:
@@ -150,32 +174,28 @@ def _mask_token_lines(
     return [f"  mask_token: {token}  # in a placeholder's place: {why}"]
 
 
-def _row_length(config: TargetConfig, encoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+def _row_length(config: TargetConfig, encoded: EncodedCorpus) -> int:
     """A row that holds 99 of 100 documents, if it need not be very long."""
-    lengths = [len(tokens) for tokens, _ in encoded]
-    longest = float(np.quantile(lengths, 0.99, method="higher"))
+    longest = float(np.quantile(encoded.lengths, 0.99, method="higher"))
     length = max(1, math.ceil(longest / ROW_MULTIPLE)) * ROW_MULTIPLE
     return min(length, MAX_ROW, config.context)
 
 
-def _rows_and_batch(
-    config: TargetConfig, encoded: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> tuple[int, int]:
+def _rows_and_batch(config: TargetConfig, encoded: EncodedCorpus) -> tuple[int, int]:
     """Packed rows, and how many of them a step reads."""
     length = _row_length(config, encoded)
-    num_rows = max(1, sum(len(tokens) for tokens, _ in encoded) // length)
+    num_rows = max(1, int(encoded.lengths.sum()) // length)
     return num_rows, min(max(1, STEP_TOKENS // length), num_rows)
 
 
-def _data_lines(
-    data: str, config: TargetConfig, encoded: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> list[str]:
+def _data_lines(data: str, config: TargetConfig, encoded: EncodedCorpus) -> list[str]:
     length, (_, batch_size) = _row_length(config, encoded), _rows_and_batch(config, encoded)
-    num_tokens = sum(len(tokens) for tokens, _ in encoded)
-    trained = sum(int(loss_mask.sum()) for _, loss_mask in encoded) / num_tokens
-    inside = float(np.mean([len(tokens) <= length for tokens, _ in encoded]))
+    num_tokens = int(encoded.lengths.sum())
+    trained = encoded.num_trained / num_tokens
+    inside = float(np.mean(encoded.lengths <= length))
     return [
-        f"# {len(encoded):,} documents, {num_tokens:,} tokens, {trained:.0%} of them trained;",
+        f"# {len(encoded.lengths):,} documents, {num_tokens:,} tokens, {trained:.0%} of them "
+        "trained;",
         f"# {inside:.0%} fit into a row, longer ones are cut.",
         "data:",
         f"  source: {_quoted(data)}",

@@ -89,10 +89,11 @@ def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
     tokenizer = _tokenizer(run, tokenizer_folder, train)
     encoded = text.encode(tokenizer, train, bad_rows)
     bad_rows.report(say)
-    rows = pack(encoded, run.data.seq_len, run.data.source)
+    rows = pack(encoded, run.data.seq_len, run.data.source, run.data.packing)
     check_same_data(run, rows)
     say(
-        f"corpus: {len(train)} documents, {rows.tokens.size:,} tokens; "
+        f"corpus: {len(train)} documents, {rows.num_tokens:,} tokens in {len(rows):,} rows, "
+        f"{rows.padding:.2%} of them padding; "
         f"{len(held_out)} held out; vocabulary {len(tokenizer)}"
     )
 
@@ -256,5 +257,5 @@ def held_out_bits(
         batch_nats, batch_count = summed_loss(model.params, batch)
         nats, count = nats + float(batch_nats), count + float(batch_count)
     num_bytes = sum(len((d.text or "").encode()) for d in texts)
-    tokens = int((rows.segment_ids >= 0).sum())
+    tokens = rows.num_tokens
     return nats / np.log(2) / count * tokens / num_bytes

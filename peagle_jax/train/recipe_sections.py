@@ -11,12 +11,15 @@ from peagle_jax.train.settings import check
 class DataConfig:
     """The corpus, and how it is packed into rows."""
 
-    # A folder or a JSONL (corpus.read_corpus); "installed": all Python source of this environment;
-    # null: the Python standard library.
+    # A JSONL, a Parquet file, a folder, or hf:NAME:SPLIT (corpus.stream_corpus); "installed": all
+    # Python source of this environment; null: the Python standard library.
     source: str | None
     max_chars: int | None = None  # a random choice of about so many characters; null: all
     held_out: float = 0.05  # share of documents, by name, that are never trained on
     seq_len: int = 2048  # tokens of a packed row
+    # Documents one after another and cut where a row ends, or whole ones, with padding
+    # (train/data.py)
+    packing: typing.Literal["cut", "whole"] = "cut"
     batch_size: int = 8  # packed rows of a step
     bad_rows: str = "refuse"  # lines that cannot be used: refuse the first, or skip and count them
 

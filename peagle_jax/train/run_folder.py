@@ -112,10 +112,10 @@ def check_same_data(run: Run, rows: PackedRows) -> None:
       InputError: the rows are others.
     """
     path = Path(run.out) / DATA_FILE
-    data = {"num_rows": len(rows), "digest": rows.digest()}
+    data = {"num_rows": len(rows), "digest": rows.digest(), "padding": round(rows.padding, 6)}
     if has_checkpoints(run) and path.exists():
         former = json.loads(path.read_text(encoding="utf-8"))
-        if former != data:
+        if any(former.get(key) != data[key] for key in ("num_rows", "digest")):
             rule = "a run is resumed only with the data that it began with"
             got = f"{len(rows):,} other rows, were {former.get('num_rows', 0):,}"
             next_step = f"restore {run.data.source}, or set out to another folder"

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from peagle_jax import corpus, text, weights
+from peagle_jax import text, weights
 from peagle_jax.checkpoints import export_placeholders, head_writing
 from peagle_jax.checkpoints.runs import write_run_header
 from peagle_jax.checkpoints.target_io import load_target
-from peagle_jax.documents import BadRows
+from peagle_jax.documents import Document
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.layers import Decoder
 from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
-from peagle_jax.train.data import PackedRows, pack
+from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from peagle_jax.train.data import PackedRows
 from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.eagle_loss import eagle_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
@@ -50,7 +51,7 @@ Evaluate = Callable[[Model], dict]  # a head -> the acceptance fields of HeadRes
 
 # (run, target, tokenizer, held-out documents) -> the evaluation; None if there are no prompts
 MakeEvaluator = Callable[
-    [HeadRun, Model, PreTrainedTokenizerBase, Sequence[corpus.Document]], Evaluate | None
+    [HeadRun, Model, PreTrainedTokenizerBase, Sequence[Document]], Evaluate | None
 ]
 NOT_EVALUATED = {"acceptance_length": None, "accepted_per_position": [], "repeated_4grams": 0.0}
 
@@ -194,20 +195,22 @@ def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedToke
 
 def _read_rows(
     run: HeadRun, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
-) -> tuple[PackedRows, list[corpus.Document]]:
-    """The packed rows to train on, and the documents that are held out."""
-    bad_rows = BadRows(run.data.bad_rows)
-    documents = corpus.read_corpus(run.data.source, bad_rows)
-    train, held_out = corpus.split(documents, run.data.held_out)
-    chosen = corpus.subsample(train, run.data.max_chars, run.seed)
-    encoded = text.encode(tokenizer, chosen, bad_rows)
-    bad_rows.report(say)
-    rows = pack(encoded, run.data.seq_len, run.data.source)
+) -> tuple[PackedRows, Sequence[Document]]:
+    """The packed rows to train on, and the documents that are held out.
+
+    They are in a folder of the run, which a run that goes on finds there.
+    """
+    data = run.data
+    choice = CorpusChoice(data.source, data.held_out, data.max_chars, run.seed, data.bad_rows)
+    # processes may share a disk, and need not
+    name = "corpus" if is_first_process() else f"corpus.{jax.process_index()}"
+    store = open_corpus(Path(run.out) / name, choice, tokenizer, say)
+    rows = store.pack(data.seq_len, data.packing)
     say(
-        f"corpus: {len(encoded)} documents, {rows.tokens.size:,} tokens; "
-        f"{len(held_out)} documents held out"
+        f"corpus: {len(store.order)} documents, {rows.num_tokens:,} tokens in {len(rows):,} rows, "
+        f"{rows.padding:.2%} of them padding; {len(store.held_out)} documents held out"
     )
-    return rows, held_out
+    return rows, store.held_out
 
 
 def _count(head: Model) -> int:

@@ -24,7 +24,7 @@ from peagle_jax.pipelines import extract as room
 from peagle_jax.train.data import pack
 from peagle_jax.train.hidden_state_store import decoded, open_hidden_states, read_index, shard_path
 from peagle_jax.train.hidden_states import compute_hidden_states, shifted, training_rows
-from peagle_jax.types import Batch, InputError
+from peagle_jax.types import InputError
 
 # ---------------------------------------------------------------- what is stored
 
@@ -100,6 +100,7 @@ def test_rows_are_those_of_training(place, tokenizer):
     Padding is zero.
     """
     rows, stored = rows_of(place, tokenizer), open_hidden_states(place / "whole")
+    batch = rows.take(slice(None))
     assert (
         len(rows) % 10
         and 10 % 3
@@ -108,26 +109,25 @@ def test_rows_are_those_of_training(place, tokenizer):
     )
     got = stored.batch(range(len(rows)))
     for name in ("tokens", "segment_ids", "loss_mask"):
-        want = getattr(rows, name)
+        want = getattr(batch, name)
         assert getattr(got.batch, name).dtype == want.dtype
         np.testing.assert_array_equal(getattr(got.batch, name), want)
     assert (
-        stored.index.tokens == (rows.segment_ids >= 0).sum()
-        and 0 < stored.index.num_loss_tokens == rows.loss_mask.sum() < stored.index.tokens
+        stored.index.tokens == (batch.segment_ids >= 0).sum()
+        and 0 < stored.index.num_loss_tokens == batch.loss_mask.sum() < stored.index.tokens
     )
     everything = pack(text.encode(tokenizer, corpus.read_corpus(place / "corpus.jsonl")), 12)
-    assert everything.tokens.size > rows.tokens.size + 12
+    assert len(everything) > len(rows) + 1
     model = load_target(place / "target", aux_hidden_state_layers=(1, 3))
     compute = jax.jit(lambda params, batch: compute_hidden_states(model.bind(params), batch))
-    batch = Batch(rows.tokens, rows.segment_ids, rows.loss_mask)
     aux_hidden_states, hidden = compute(model.params, batch)
-    real = (rows.segment_ids >= 0)[..., None]
+    real = (batch.segment_ids >= 0)[..., None]
     assert not real.all()
     close(got.aux_hidden_states, np.where(real, aux_hidden_states, 0))
     close(got.hidden, np.where(real, hidden, 0))
     assert not got.aux_hidden_states[~real[..., 0]].any() and not got.hidden[~real[..., 0]].any()
-    assert got.aux_hidden_states.shape == (*rows.tokens.shape, 48) and got.hidden.shape == (
-        *rows.tokens.shape,
+    assert got.aux_hidden_states.shape == (*batch.tokens.shape, 48) and got.hidden.shape == (
+        *batch.tokens.shape,
         24,
     )
     compute_logits = model.bind(model.params).compute_logits
@@ -142,7 +142,7 @@ def test_batches_are_filled_up_with_nothing(tokenizer, place):
         and not tokens[len(rows) - 40 :].any()
         and (segment_ids[len(rows) - 40 :] == -1).all()
     )
-    np.testing.assert_array_equal(tokens[: len(rows) - 40], rows.tokens[40:])
+    np.testing.assert_array_equal(tokens[: len(rows) - 40], rows.take(range(40, len(rows))).tokens)
 
 
 def test_a_head_can_learn_from_them(place):
@@ -293,14 +293,14 @@ def test_tokens_a_second(place, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(room, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
     reports, rows = watch(monkeypatch), rows_of(place, tokenizer)
     result = extract(place, tmp_path / "out", rows_per_shard=30)
-    tokens = (rows.segment_ids >= 0).sum(axis=1)
+    tokens = (rows.take(slice(None)).segment_ids >= 0).sum(axis=1)
     expected = []
     for i, n in enumerate([*range(3, len(rows), 3), len(rows)]):
         speed = round(float(tokens[:n].sum()) / (i + 1), 1)
         expected.append((n, len(rows), f"{speed:,} tokens per second"))
     assert reports == expected
     assert result.tokens_per_second == round(float(tokens.sum()) / (len(reports) + 1), 1)
-    assert result.tokens == tokens.sum() < rows.tokens.size
+    assert result.tokens == tokens.sum() < len(rows) * 12
 
 
 def test_what_is_not_said_is_the_targets(place, tmp_path):
@@ -320,10 +320,26 @@ def test_what_is_not_said_is_the_targets(place, tmp_path):
 def test_a_choice_of_documents(place, tokenizer, tmp_path):
     go(place, tmp_path / "out", max_chars=200)
     train, _ = corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)
-    want = pack(text.encode(tokenizer, corpus.subsample(train, 200, 4)), 12)
+    want = pack(text.encode(tokenizer, corpus.subsample(train, 200, 4)), 12).take(slice(None))
     stored = open_hidden_states(tmp_path / "out")
     np.testing.assert_array_equal(stored.batch(range(len(stored))).batch.tokens, want.tokens)
-    assert len(want) < read_index(place / "whole").rows
+    assert len(want.tokens) < read_index(place / "whole").rows
+
+
+def test_whole_documents(place, tokenizer, tmp_path):
+    """Another packing of the same documents; padding is said, and a former index means `cut`."""
+    said = go(place, tmp_path / "out", packing="whole")
+    train, _ = corpus.split(corpus.read_corpus(place / "corpus.jsonl"), 0.2)
+    want = pack(text.encode(tokenizer, train), 12, packing="whole")
+    stored = open_hidden_states(tmp_path / "out")
+    got = stored.batch(range(len(stored))).batch
+    np.testing.assert_array_equal(got.tokens, want.take(slice(None)).tokens)
+    assert stored.index.packing == "whole" and stored.index.rows_hash == want.digest()
+    assert f"{want.padding:.2%} of them padding" in said[0] and want.padding > 0.01
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    del index["packing"]
+    (tmp_path / "out" / "index.json").write_text(json.dumps(index))
+    assert read_index(tmp_path / "out").packing == "cut"
 
 
 def version_1(folder):

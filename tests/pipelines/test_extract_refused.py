@@ -41,6 +41,7 @@ from peagle_jax.types import InputError
         ),
         (dict(aux_hidden_state_layers=None), "aux_hidden_state_layers was [1, 3]"),
         (dict(seq_len=13), "seq_len was 12 when this folder was begun, and must stay so; got 13"),
+        (dict(packing="whole"), "packing was cut when this folder was begun, and must stay so"),
         (dict(batch_size=2), "batch_size was 3"),
         (dict(rows_per_shard=5), "rows_per_shard was 10"),
         (
@@ -99,19 +100,16 @@ def test_other_targets_and_corpora(place, tokenizer, tmp_path):
 
 
 def test_every_flag_of_a_token_is_in_the_hash():
-    rows = pack(
-        [
-            (np.array([1, 2, 3], np.int32), np.ones(3, bool)),
-            (np.array([4, 5], np.int32), np.array([True, False])),
-        ],
-        4,
-    )
-    seen = {room._facts(rows, 2)["rows_hash"]}
-    for name, value in {"tokens": 9, "segment_ids": 1, "loss_mask": False}.items():
-        changed = getattr(rows, name).copy()
-        changed[0, 0] = value
-        seen.add(room._facts(type(rows)(**{**vars(rows), name: changed}), 2)["rows_hash"])
-    assert len(seen) == 4
+    first, second = np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)
+    trained, partly = np.ones(3, bool), np.array([True, False])
+    corpora = [
+        [(first, trained), (second, partly)],
+        [(np.array([9, 2, 3], np.int32), trained), (second, partly)],
+        [(first, ~trained), (second, partly)],
+        # the same tokens and masks, and other documents
+        [(first[:2], trained[:2]), (np.array([3, 4, 5], np.int32), np.array([True, True, False]))],
+    ]
+    assert len({room._facts(pack(corpus, 4), 2)["rows_hash"] for corpus in corpora}) == 4
 
 
 # ---------------------------------------------------------------- refusals

@@ -263,12 +263,13 @@ def test_what_is_not_learned_begins_as_the_mean_of_the_targets_taps(place, featu
         (
             {"data.seq_len": 16},
             "stored hidden states must be of the rows that the run trains on: the same "
-            "data.source, data.max_chars, data.held_out, data.seq_len and seed; got ",
+            "data.source, data.max_chars, data.held_out, data.seq_len, data.packing and seed; got ",
         ),
         (
             {"data.held_out": 0.5},
-            "data.max_chars: null, data.held_out: 0.2, data.seq_len: 12 and seed",
+            "data.max_chars: null, data.held_out: 0.2, data.seq_len: 12, data.packing: cut and ",
         ),
+        ({"data.packing": "whole"}, "data.packing: cut and seed: "),
         (
             {"data.max_chars": 500},
             "stored hidden states must be of the rows that the run trains on",

@@ -28,6 +28,7 @@ DATA = {
     "max_chars": None,
     "held_out": 0.05,
     "seq_len": 2048,
+    "packing": "cut",
     "batch_size": 8,
     "bad_rows": "refuse",
 }
@@ -163,6 +164,7 @@ ALL_CHANGED = {
         "max_chars": 77,
         "held_out": 0.25,
         "seq_len": 64,
+        "packing": "whole",
         "batch_size": 24,
         "bad_rows": "skip",
     },

@@ -8,7 +8,7 @@ import pytest
 
 from peagle_jax.checkpoints.orbax_io import Checkpoints
 from peagle_jax.train.config import Eagle3Run
-from peagle_jax.train.data import PackedRows
+from peagle_jax.train.data import pack
 from peagle_jax.train.run_folder import check_same_data
 from peagle_jax.train.settings import build
 from peagle_jax.train.trainer import fit
@@ -96,8 +96,7 @@ def test_many_rows_are_not_all_named(tmp_path):
 
 
 def packed(first):
-    tokens = np.arange(first, first + 8, dtype=np.int32).reshape(2, 4)
-    return PackedRows(tokens, np.zeros((2, 4), np.int32), np.ones((2, 4), bool))
+    return pack([(np.arange(first, first + 8, dtype=np.int32), np.ones(8, bool))], 4)
 
 
 def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path):
@@ -111,5 +110,10 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path):
     check_same_data(run, packed(2))
     with pytest.raises(InputError, match=r"data that it began with; got 2 other rows.* c\.jsonl"):
         check_same_data(run, packed(3))
-    (tmp_path / "data.json").unlink()  # of a run of a former version
+    path = tmp_path / "data.json"
+    data = json.loads(path.read_text())
+    assert data.pop("padding") == 0
+    path.write_text(json.dumps(data))  # of a run of a former version
+    check_same_data(run, packed(2))
+    path.unlink()  # of an older one
     check_same_data(run, packed(3))

@@ -148,6 +148,7 @@ def test_every_former_key(tmp_path):
         "bad_rows": "skip",
         "length": 64,
         "batch": 24,
+        "packing": "whole",
     }
     former["optimizer"] = dict(recipe["optimizer"])
     former["optimizer"]["clip"] = former["optimizer"].pop("max_grad_norm")

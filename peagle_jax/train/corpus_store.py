@@ -1,0 +1,273 @@
+"""A corpus as token ids on disk: documents are encoded as they are read, none is held in memory.
+
+A folder has
+
+    index.json           what it was made from, and the sizes and SHA-256 of the other files
+    tokens.bin           int32, all documents one after another
+    loss_mask.bin        a byte for each token: whether a loss may read it
+    ends.bin             int64 for each document: where it ends
+    order.bin            int64 for each document: its place in the order in which they are packed
+    held_out.jsonl       the documents that are held out, as text
+    held_out.jsonl.ends  int64 for each of them: where it ends
+"""
+
+import array
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from peagle_jax import corpus, text
+from peagle_jax.chat.encoding import Encoded
+from peagle_jax.documents import BadRows, Document
+from peagle_jax.progress import ProgressReport
+from peagle_jax.train.data import PackedRows, check_any, rows_of
+from peagle_jax.train.document_file import ENDS, DocumentFile, DocumentWriter
+from peagle_jax.types import InputError
+
+INDEX, HELD_OUT = "index.json", "held_out.jsonl"
+FORMAT_VERSION = 1
+DTYPES = {
+    "tokens.bin": np.dtype(np.int32),
+    "loss_mask.bin": np.dtype(bool),
+    "ends.bin": np.dtype(np.int64),
+    "order.bin": np.dtype(np.int64),
+}
+FILES = (*DTYPES, HELD_OUT, HELD_OUT + ENDS)
+READ_BYTES = 1 << 20  # of a file whose SHA-256 is computed
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusChoice:
+    """Which documents of a corpus are trained on.
+
+    Attributes:
+      source: the corpus, as `corpus.stream_corpus` takes it.
+      held_out: share of documents that are held out.
+      max_chars: a random choice of documents of about so many characters; None: all.
+      seed: of the random choice.
+      bad_rows: what to do with rows that cannot be used, one of `documents.BAD_ROWS`.
+    """
+
+    source: str | None
+    held_out: float = 0.0
+    max_chars: int | None = None
+    seed: int = 0
+    bad_rows: str = "refuse"
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusStore:
+    """The documents of a folder, which is mapped and not read.
+
+    Attributes:
+      tokens: token ids of all documents, one after another.
+      loss_mask: which of them a loss may read.
+      ends: where each document ends.
+      order: numbers of the documents, as they are packed.
+      held_out: documents that are not trained on.
+    """
+
+    tokens: Int[np.ndarray, " t"]
+    loss_mask: Bool[np.ndarray, " t"]
+    ends: Int[np.ndarray, " n"]
+    order: Int[np.ndarray, " n"]
+    held_out: Sequence[Document]
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " n"]:
+        """Tokens of each document, in the order of `ends`."""
+        return np.diff(self.ends, prepend=0)
+
+    def pack(self, seq_len: int, packing: str = "cut") -> PackedRows:
+        """The documents as rows, as `data.rows_of` says."""
+        lengths = self.lengths
+        begins = self.ends - lengths
+        if not np.array_equal(self.order, np.arange(len(self.order))):
+            begins, lengths = begins[self.order], lengths[self.order]
+        return rows_of(self.tokens, self.loss_mask, begins, lengths, seq_len, packing)
+
+
+def open_corpus(
+    folder: Path,
+    choice: CorpusChoice,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None] = print,
+) -> CorpusStore:
+    """The corpus in a folder, which is made if it is not there, or is of something else.
+
+    Args:
+      folder: appears whole or not at all; what is there is replaced where it does not fit.
+      choice: which documents.
+      tokenizer: of the target.
+      say: is told which rows were skipped, and whether the folder is made again.
+
+    Raises:
+      InputError: the corpus cannot be read or cannot be trained on, or the folder not be written.
+    """
+    key = _key(choice, tokenizer)
+    index = _read_index(folder)
+    if index is not None and index.get("key") == key:
+        damaged = next((name for name in FILES if _facts(folder / name) != index[name]), None)
+        if damaged is not None:
+            say(f"{folder / damaged} is not what was written: the corpus is encoded again")
+            index = None
+    if index is None or index.get("key") != key:
+        index = _make(folder, choice, tokenizer, key)
+    for line in index["skipped"]:
+        say(line)
+    # plain views: indexing of np.memmap makes objects of its own class
+    arrays = {
+        name.removesuffix(".bin"): np.asarray(np.memmap(folder / name, dtype, "r"))
+        for name, dtype in DTYPES.items()
+    }
+    return CorpusStore(**arrays, held_out=DocumentFile(folder / HELD_OUT))
+
+
+def _key(choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that the folder's contents depend on."""
+    made_from = {
+        "format_version": FORMAT_VERSION,
+        **dataclasses.asdict(choice),
+        # it decides a choice only
+        "seed": choice.seed if choice.max_chars is not None else None,
+        "files": corpus.source_state(choice.source),
+        "tokenizer": _tokenizer_state(tokenizer),
+        "special_tokens": {key: str(x) for key, x in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+    }
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+
+
+def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that a tokenizer does, as text; of a slow one, which only answers need, its tokens."""
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        return tokenizer.backend_tokenizer.to_str()
+    return json.dumps(tokenizer.get_vocab(), sort_keys=True)
+
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
+    """The index of a folder; None if it has none that can be used."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(index, dict) and {"key", "skipped", *FILES} <= index.keys()
+    return index if is_whole else None
+
+
+def _facts(path: Path) -> list[int | str]:
+    """[bytes, SHA-256] of a file; both empty if it is not there."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(READ_BYTES):
+                digest.update(block)
+                size += len(block)
+    except OSError:
+        return [0, ""]
+    return [size, digest.hexdigest()]
+
+
+# ---------------------------------------------------------------- making it
+
+
+def _make(
+    folder: Path, choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase, key: str
+) -> dict[str, Any]:
+    """Writes a folder under a temporary name, then renames it. Returns its index."""
+    # of this process alone: several of them may train on one disk
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    bad_rows = BadRows(choice.bad_rows)
+    skipped: list[str] = []
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write_documents(temporary, choice, tokenizer, bad_rows)
+        bad_rows.report(skipped.append)
+        index: dict[str, Any] = {"key": key, "skipped": skipped}
+        index |= {name: _facts(temporary / name) for name in FILES}
+        (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except OSError as error:
+        rule = "the corpus must be written to disk as token ids, 5 bytes each"
+        next_step = "make room, or choose another disk"
+        raise InputError(folder, rule, error.strerror or error, next_step) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return index
+
+
+def _write_documents(
+    folder: Path, choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRows
+) -> None:
+    """Writes all files but the index."""
+    with contextlib.ExitStack() as stack:
+        held_out = stack.enter_context(DocumentWriter(folder / HELD_OUT))
+        tokens, loss_mask, ends = (
+            stack.enter_context((folder / name).open("wb"))
+            for name in ("tokens.bin", "loss_mask.bin", "ends.bin")
+        )
+        progress = stack.enter_context(ProgressReport("encode the corpus", None, 0, "documents"))
+        # by the place at which it is packed: the document's number among those that were written
+        places = array.array("q")
+        end = 0
+        chosen = _chosen(choice, bad_rows, held_out)
+        for place, encoded in _encoded(tokenizer, chosen, bad_rows):
+            tokens.write(encoded.tokens.astype(np.int32).tobytes())
+            loss_mask.write(encoded.loss_mask.tobytes())
+            end += len(encoded.tokens)
+            ends.write(np.int64(end).tobytes())
+            places.append(place)
+            progress.update(len(places), note=f"{end:,} tokens")
+    check_any(len(places), choice.source)
+    order = np.argsort(np.frombuffer(places, np.int64), kind="stable")
+    order.astype(np.int64).tofile(folder / "order.bin")
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, chosen: Iterator[tuple[int, Document]], bad_rows: BadRows
+) -> Iterator[tuple[int, Encoded]]:
+    for place, document in chosen:
+        for _, encoded in text.encode_stream(tokenizer, [document], bad_rows):
+            yield place, encoded
+
+
+def _chosen(
+    choice: CorpusChoice, bad_rows: BadRows, held_out: DocumentWriter
+) -> Iterator[tuple[int, Document]]:
+    """The documents to train on, as they are read, each with its place in their order.
+
+    Those that are held out go into their file. A random choice needs the sizes of all documents, so
+    that they are read twice.
+    """
+
+    def to_train(bad_rows: BadRows) -> Iterator[Document]:
+        for document in corpus.stream_corpus(choice.source, bad_rows):
+            if not corpus.is_held_out(document, choice.held_out):
+                yield document
+            elif is_first:
+                held_out.add(document)
+
+    is_first = True
+    if choice.max_chars is None:
+        yield from enumerate(to_train(bad_rows))
+        return
+    sizes = array.array("q", (document.size for document in to_train(bad_rows)))
+    is_first = False
+    numbers = corpus.choose(sizes, choice.max_chars, choice.seed)
+    place_of = {number: place for place, number in enumerate(numbers)}
+    # what cannot be used was counted before
+    for number, document in enumerate(to_train(BadRows("skip"))):
+        if number in place_of:
+            yield place_of[number], document
