@@ -43,6 +43,7 @@ from peagle_jax.kernels.fp8_matmul import Fp8Matrix  # noqa: E402
 from peagle_jax.kernels.launch import (  # noqa: E402
     B200,
     H200,
+    PTX_VERSION,
     RTX_PRO_6000,
     Launch,
     Launcher,
@@ -307,7 +308,7 @@ def compile_for(launch: Launch, architecture: int) -> dict:
       Hopper's FP8 sums go to float32.
     """
     names = launch.kernel.arg_names
-    arrays = [*launch.inputs, *launch.outputs]
+    arrays = [*launch.inputs, *launch.new_outputs]
     signature = {
         name: "*" + TYPES[jnp.dtype(x.dtype).name] for name, x in zip(names, arrays, strict=False)
     }
@@ -321,7 +322,7 @@ def compile_for(launch: Launch, architecture: int) -> dict:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options=dict(num_warps=launch.warps, num_stages=launch.stages),
+        options=dict(num_warps=launch.warps, num_stages=launch.stages, ptx_version=PTX_VERSION),
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
