@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Makes an environment for NVIDIA GPUs, which also compiles for them where there is none. It needs
 # Python 3.12 or 3.13.
-#     scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | tracing]
+#     scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | compiling]
 #   newest        what `pip install -e ".[cuda,kernels]"` brings: triton 3.9; 6 GB
 #   gpu-machine   triton 3.6, as on a machine that has it for its torch; 6 GB
-#   tracing       as newest, but of CUDA only JAX's plugin: kernels are traced, compiled to PTX and
-#                 lowered, and no program is compiled; 1.5 GB
+#   compiling     as newest, but of CUDA only JAX's plugin and the assembler: programs are compiled,
+#                 and no GPU could run them; 2.5 GB
 set -euo pipefail
-usage="usage: scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | tracing]"
+usage="usage: scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | compiling]"
 env=${1:?$usage}
 kind=${2:-newest}
 cd "$(dirname "$0")/../.."
@@ -25,9 +25,10 @@ gpu-machine)
     install -e . "jax[cuda13]==0.11.2" triton==3.6.0 absl-py "${tests[@]}"
     install --no-deps jax-triton==0.4.1
     ;;
-tracing)
+compiling)
     install -e ".[kernels]" "${tests[@]}"
-    install --no-deps "jax-cuda13-plugin==$(version jaxlib)"
+    install --no-deps "jax-cuda13-plugin==$(version jaxlib)" "jax-cuda13-pjrt==$(version jaxlib)" \
+        "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14"
     ;;
 *)
     echo "$usage" >&2

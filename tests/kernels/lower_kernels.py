@@ -2,8 +2,8 @@
 
     PYTHONPATH=scripts/gpu python tests/kernels/lower_kernels.py
 
-jax-triton compiles each kernel to PTX on the way. Of CUDA this needs JAX's plugin alone: an
-environment of `scripts/gpu/install_cuda.sh ENV tracing`.
+jax-triton compiles each kernel to PTX on the way. It needs an environment of
+`scripts/gpu/install_cuda.sh ENV compiling`.
 """
 
 import json

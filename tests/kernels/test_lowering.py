@@ -1,7 +1,7 @@
 """Every kernel as jax-triton lowers it for a GPU.
 
-It needs jax-triton and JAX's CUDA plugin, but no CUDA: an environment of
-`scripts/gpu/install_cuda.sh ENV tracing`. `.ci/run` makes one.
+It needs jax-triton and JAX's CUDA plugin: an environment of `scripts/gpu/install_cuda.sh ENV
+compiling`. `.ci/run` makes one.
 """
 
 import importlib.util
