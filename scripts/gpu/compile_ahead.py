@@ -6,7 +6,7 @@
 
 A row says what a program launches, how much of that CUDA graphs hold, and what memory it takes. A
 loop in a graph counts with what is in it. It needs the wheels of `jax[cuda13]`
-and jax-triton, and no GPU; about five minutes on 2 cores. `--without` compiles each program without
+and jax-triton, and no GPU; about five minutes on 2 cores. `--without` compiles programs without
 kernels, too (a prompt through Qwen3-Coder's experts took XLA over a quarter of an hour). Without a
 device XLA does not tune its products, so nothing here says how fast anything is.
 """
@@ -149,19 +149,16 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--doc", type=Path, help="a Markdown file whose table is written anew")
-    parser.add_argument("--without", action="store_true")
-    parser.add_argument(
-        "--only", nargs="+", choices=[*TARGETS, "training"], default=[*TARGETS, "training"]
-    )
+    names = [*TARGETS, "training"]
+    parser.add_argument("--without", nargs="+", choices=names, default=[])
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     device, rows = size_table.cuda_device(), []
     with target_gpu(H200), jax.default_device(device):
         if reason := unavailable_reason("triton"):
             print(f"compile_ahead: Triton kernels cannot be compiled: {reason}", file=sys.stderr)
             return 2
-    programs = [(name, True) for name in args.only]
-    if args.without:
-        programs = [(name, kernels) for name in args.only for kernels in (True, False)]
+    programs = [(name, True) for name in args.only] + [(name, False) for name in args.without]
     with ProgressReport("compile ahead", len(programs), unit="programs") as progress:
         for i, (name, kernels) in enumerate(programs):
             progress.update(i, note=name)

@@ -133,8 +133,9 @@ def test_training_step(tmp_path):
     command = [
         sys.executable,
         ROOT / "scripts" / "gpu" / "compile_ahead.py",
-        "--without",
         "--only",
+        "training",
+        "--without",
         "training",
         "--out",
         out,
