@@ -7,6 +7,7 @@ the host then launches at once.
 import dataclasses
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ class Thunk:
     graph: int | None
 
 
-def compile_program(lowered: Any) -> tuple[Any, list[Thunk]]:
+def compile_program(
+    lowered: Any, options: Mapping[str, str] | None = None
+) -> tuple[Any, list[Thunk]]:
     """Compiles a `jax.stages.Lowered` for a GPU.
+
+    Args:
+      options: of XLA's compiler.
 
     Returns:
       The compiled program, and its thunks in order, without the command buffers themselves.
     """
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **(options or {})})
         # the second listing is there only where a pass changed the first
         listings = [
             *Path(folder).glob("*thunk_sequence_after_thunk_passes.txt"),

@@ -91,22 +91,52 @@ for program in programs:
 
 def test_prefill_and_a_step_are_one_graph_each():
     """Every Triton call too, so that the host launches a step at once."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(
-            str(ROOT / folder) for folder in ("tests", "scripts/generate", "scripts/gpu")
-        ),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", STEP], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    programs = [json.loads(line) for line in done.stdout.splitlines()]
+    programs = [json.loads(line) for line in run_script(STEP).splitlines()]
     assert len(programs) == 2
     for calls, custom_calls, graphs in programs:
         # attention, its merge or not, and cache writing of two layers and the head's; argmaxes
         assert calls >= 7 and custom_calls >= calls
         assert len(graphs) > 50 and set(graphs) == {0}
+
+
+LOOP = """
+import json
+import cache_copies
+import size_table
+import thunks
+from peagle_jax.kernels.graphs import OPTIONS
+
+program, _ = cache_copies.lowered_loop("peagle", 1, "bfloat16", size_table.cuda_device())
+for options in ({}, OPTIONS):
+    _, listed = thunks.compile_program(program, options)
+    print(json.dumps([[thunk.kind, thunk.graph] for thunk in listed]))
+"""
+
+
+def test_one_graph_holds_the_decoding_loop():
+    """With the options of graphs.py; by default it holds the loop's body, a step."""
+    by_default, with_options = (
+        [tuple(thunk) for thunk in json.loads(line)]
+        for line in run_script(LOOP, "tests/decode").splitlines()
+    )
+    outside = [kind for kind, graph in by_default if graph is None]
+    assert outside == ["Copy", "While", "CustomKernel"] and len(by_default) > 100
+    assert ("While", 0) in with_options and {graph for _, graph in with_options} == {0}
+    assert len(with_options) == len(by_default)
+
+
+def run_script(text: str, *folders: str) -> str:
+    """What a script prints, in a process whose kernels are not interpreted."""
+    path = ("tests", "scripts/generate", "scripts/gpu", *folders)
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_no_cache_is_copied():
