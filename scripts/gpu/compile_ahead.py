@@ -5,10 +5,11 @@
         --doc docs/kernels.md
 
 A row says what a program launches, how much of that CUDA graphs hold, and what memory it takes. A
-loop in a graph counts with what is in it. It needs the wheels of `jax[cuda13]`
-and jax-triton, and no GPU; about five minutes on 2 cores. `--without` compiles programs without
-kernels, too (a prompt through Qwen3-Coder's experts took XLA over a quarter of an hour). Without a
-device XLA does not tune its products, so nothing here says how fast anything is.
+loop in a graph counts with what is in it. Rows of other programs that a file has stay in it. It
+needs an environment of install_cuda.sh, and no GPU; about five minutes on 2 cores. `--without`
+compiles programs without kernels, too (a prompt through Qwen3-Coder's experts took XLA over a
+quarter of an hour). Without a device XLA does not tune its products, so nothing here says how fast
+anything is.
 """
 
 import os
@@ -175,11 +176,23 @@ def main() -> int:
         table.add_row("yes" if row["kernels"] else "no", *cells(row))
     Console().print(table)
     facts = provenance(" ".join(["python scripts/gpu/compile_ahead.py", *sys.argv[1:]]))
-    facts |= {name: importlib.metadata.version(name) for name in ("jax-triton", "triton")}
-    write_atomically(args.out, "".join(json.dumps(facts | row) + "\n" for row in rows))
+    for name in ("jax-triton", "triton"):
+        facts[f"{name} version"] = importlib.metadata.version(name)
+    rows = merged(args.out, [facts | row for row in rows])
+    write_atomically(args.out, "".join(json.dumps(row) + "\n" for row in rows))
     if args.doc:
         fill(args.doc, rows)
     return 0
+
+
+def merged(path: Path, rows: list[dict]) -> list[dict]:
+    """The rows of a file with `rows` in the places of their programs', or after them."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    by_program = {
+        (row["program"], row["kernels"]): row
+        for row in [*map(json.loads, text.splitlines()), *rows]
+    }
+    return list(by_program.values())
 
 
 COLUMNS = (
@@ -194,7 +207,9 @@ COLUMNS = (
 
 def cells(row: dict) -> list[str]:
     """Texts of COLUMNS."""
-    in_graphs = f"{row['thunks_in_graphs']} of {row['thunks']}, in {row['graphs']}"
+    in_graphs = "not counted"  # in rows of an earlier state of this script
+    if "thunks" in row:
+        in_graphs = f"{row['thunks_in_graphs']} of {row['thunks']}, in {row['graphs']}"
     numbers = (str(row[key]) for key in ("triton", "launches", "loops"))
     return [row["program"], *numbers, in_graphs, f"{row['temporary_bytes'] / 1e6:,.0f}"]
 

@@ -1,5 +1,6 @@
 """What is counted in programs that XLA compiled for a GPU, on texts of such programs."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -46,3 +47,12 @@ def test_triton_calls_by_both_names(name):
     """jax-triton 0.3's and 0.4's."""
     counts = compile_ahead.counts(PROGRAM.replace("NAME", name))
     assert counts == {"triton": 2, "launches": 4, "loops": 0}
+
+
+def test_rows_of_other_programs_stay(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert compile_ahead.merged(path, [{"program": "a", "kernels": True}])
+    old = [{"program": name, "kernels": True, "triton": 1} for name in "ab"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in old))
+    new = [{"program": "a", "kernels": kernels, "triton": 2} for kernels in (True, False)]
+    assert compile_ahead.merged(path, new) == [new[0], old[1], new[1]]
