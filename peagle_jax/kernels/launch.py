@@ -22,7 +22,7 @@ import jax
 
 # (jax, jax-triton, triton) that every kernel was traced and compiled with. The second line is of
 # machines that come with a triton of their own (scripts/gpu/install_cuda.sh).
-TRIED_VERSIONS = (("0.11", "0.4.1", "3.9"), ("0.11", "0.4.1", "3.6"))
+TRIED_VERSIONS = (("0.11.2", "0.4.1", "3.9"), ("0.11.2", "0.4.1", "3.6"))
 # 10 * major + minor of the PTX that Triton writes. By default it writes the newest version that its
 # own assembler reads, 9.4 for Triton 3.9, and XLA's may be older: every CUDA 13 reads 9.0.
 PTX_VERSION = 90

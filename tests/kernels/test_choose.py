@@ -163,7 +163,7 @@ def test_versions_that_fail_together(jax_version, bridge, reason):
             "3.60.0",
             [
                 "kernels: jax 0.11.2, jax-triton 0.4.1, triton 3.60.0 were not tried together; "
-                "use jax 0.11, jax-triton 0.4.1, triton 3.9 or jax 0.11, jax-triton 0.4.1, "
+                "use jax 0.11.2, jax-triton 0.4.1, triton 3.9 or jax 0.11.2, jax-triton 0.4.1, "
                 "triton 3.6"
             ],
         ),
