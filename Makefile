@@ -31,6 +31,10 @@ test-peers: .venv/ready-dev
 	if scripts/gpu/install_mosaic.sh .venv-mosaic; then \
 	    .venv-mosaic/bin/python -m pytest -q tests/kernels/test_fp8_matmul_mosaic.py; \
 	else echo "SKIPPED: the Mosaic GPU interpreter needs jax 0.11, and so Python 3.12"; fi
+	if scripts/gpu/install_cuda.sh .venv-compiling compiling; then \
+	    .venv-compiling/bin/python -m pytest -q tests/kernels/test_lowering.py \
+	        tests/kernels/test_ahead_of_time.py; \
+	else [ $$? = 2 ] && echo "SKIPPED: jax-triton 0.4 needs Python 3.12 or 3.13"; fi
 
 test-long: test-all test-peers
 

@@ -38,6 +38,7 @@ from peagle_jax.decode.sampling import (
 from peagle_jax.decode.switching import append_unread
 from peagle_jax.decode.tree import likeliest_tree, num_tree_nodes, tree_width, walk
 from peagle_jax.decode.verify import verify_greedy, verify_sampled
+from peagle_jax.kernels.graphs import jit_with_loops
 from peagle_jax.layers import CachedAttention, Decoder, keep_path
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import (
@@ -124,7 +125,7 @@ class DecodeSpec:
         return max(self.chunk, self.num_drafts + 1)
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames="state")
+@functools.partial(jit_with_loops, static_argnames="spec", donate_argnames="state")
 def decode(
     spec: DecodeSpec,
     target_params: Params,

@@ -50,10 +50,6 @@ def kernel(
     new_k_ptr,
     new_v_ptr,
     slot_ptr,
-    old_k_ptr,
-    old_v_ptr,
-    old_k_scale_ptr,
-    old_v_scale_ptr,
     k_ptr,
     v_ptr,
     k_scale_ptr,
@@ -68,7 +64,7 @@ def kernel(
 ):
     """Program t writes token t of all B * T: its G heads are one tile [BG BH].
 
-    The old arrays are the same memory as the new ones (aliases), and are not read.
+    The cache's arrays are changed in place, and are not read.
     """
     token = tl.program_id(0)
     slot = tl.load(slot_ptr + token)
@@ -94,11 +90,11 @@ def write(
     B, T, G, H = k.shape
     scaled = len(cache) == 4
     no_scale = jnp.zeros(1, jnp.float32)
-    old = cache if scaled else (*cache, no_scale, no_scale)
+    arrays = cache if scaled else (*cache, no_scale, no_scale)
     launch = Launch(
         kernel=kernel,
-        inputs=(k, v, slots.astype(jnp.int32), *old),
-        outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old),
+        inputs=(k, v, slots.astype(jnp.int32), *arrays),
+        outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
         grid=(B * T,),
         constants=dict(
             T=T,
@@ -111,4 +107,4 @@ def write(
         ),
         input_output_aliases={3 + i: i for i in range(len(cache))},
     )
-    return tuple(start(launch)[: len(cache)])
+    return start(launch)

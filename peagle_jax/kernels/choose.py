@@ -84,5 +84,7 @@ def _report(kernel: str, reason: str | None) -> None:
     _reported.add(reason)
     if reason is None:
         LOG.info("kernels: Triton")
+        if untried := launch.untried_versions():
+            LOG.warning("kernels: %s", untried)
     else:
         LOG.info("kernels: plain JAX for %s; of Triton kernels: %s", kernel, reason)

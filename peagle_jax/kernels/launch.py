@@ -12,18 +12,27 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+
+# (jax, jax-triton, triton) that every kernel was traced and compiled with. The second line is of
+# machines that come with a triton of their own (scripts/gpu/install_cuda.sh).
+TRIED_VERSIONS = (("0.11.2", "0.4.1", "3.9"), ("0.11.2", "0.4.1", "3.6"))
+# 10 * major + minor of the PTX that Triton writes. By default it writes the newest version that its
+# own assembler reads, 9.4 for Triton 3.9, and XLA's may be older: every CUDA 13 reads 9.0.
+PTX_VERSION = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """One grid of one kernel.
 
-    The kernel's parameters are the inputs, then the outputs, then the constants by name.
+    The kernel's parameters are the inputs, then the `new_outputs`, then the constants by name.
     """
 
     kernel: Any  # a function decorated with `triton.jit`
@@ -37,6 +46,12 @@ class Launch:
     # place, and what it does not write keeps its value
     input_output_aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
+    @property
+    def new_outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The outputs that are no input changed in place."""
+        changed = set(self.input_output_aliases.values())
+        return tuple(x for i, x in enumerate(self.outputs) if i not in changed)
+
 
 Launcher = Callable[[Launch], tuple[jax.Array, ...]]
 
@@ -45,22 +60,64 @@ def on_gpu(launch: Launch) -> tuple[jax.Array, ...]:
     """Launches through jax-triton, as part of the surrounding jitted function."""
     if interpreter := _interpreter.get():
         return interpreter(launch)
-    # cannot be imported on a machine without CUDA
-    import jax_triton  # pyright: ignore[reportMissingImports]
-
     return tuple(
-        jax_triton.triton_call(
+        import_jax_triton().triton_call(
             *launch.inputs,
             kernel=launch.kernel,
-            out_shape=launch.outputs,
+            out_type=launch.outputs,
             grid=launch.grid,
             num_warps=launch.warps,
             num_stages=launch.stages,
             compute_capability=gpu().capability,
+            backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},
             input_output_aliases=dict(launch.input_output_aliases),
             **launch.constants,
         )
     )
+
+
+def import_jax_triton() -> Any:
+    """jax-triton, which is imported only where a kernel is launched.
+
+    Raises:
+      ImportError: it, or triton, is not installed.
+    """
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "TMA_TF32"):
+        # jax-triton 0.4 takes a triton without this name for one without NVIDIA's compiler. Triton
+        # 3.6 lacks it, and nobody reads it but TMA descriptors in TF32, which no kernel here has.
+        driver.TMA_TF32 = 0  # pyright: ignore[reportAttributeAccessIssue]
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    return jax_triton
+
+
+def untried_versions() -> str | None:
+    """Which versions of jax, jax-triton and triton are here, if no test has seen them together.
+
+    Returns:
+      A clause with these versions and those that were; None where they were tried.
+    """
+    names = ("jax", "jax-triton", "triton")
+    try:
+        found = [importlib.metadata.version(name) for name in names]
+    except importlib.metadata.PackageNotFoundError:
+        return None  # kernels are interpreted
+    if any(
+        all(
+            f"{version}.".startswith(f"{series}.")
+            for version, series in zip(found, tried, strict=True)
+        )
+        for tried in TRIED_VERSIONS
+    ):
+        return None
+
+    def listed(versions):
+        return ", ".join(map(" ".join, zip(names, versions, strict=True)))
+
+    tried = " or ".join(map(listed, TRIED_VERSIONS))
+    return f"{listed(found)} were not tried together; use {tried}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +231,26 @@ def _unavailable_reason(form: str, platform: str, target: Gpu | None) -> str | N
         return None
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET is set"
+    if sys.version_info < (3, 12):
+        return "they need jax-triton 0.4, and so Python 3.12"
     try:
-        # it wants triton, and a CUDA plugin that fits
-        import jax_triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+        import_jax_triton()
     except ImportError as error:
         return f"{str(error).splitlines()[0]} (pip install 'peagle-jax[kernels]')"
+    return mismatch(jax.__version__, importlib.metadata.version("jax-triton"))
+
+
+def mismatch(jax_version: str, bridge_version: str) -> str | None:
+    """Why a jax-triton fails at the first kernel that is traced; None where it does not."""
+    jax_series, bridge_series = (
+        tuple(map(int, version.split(".")[:2])) for version in (jax_version, bridge_version)
+    )
+    if bridge_series < (0, 4):
+        # it gives outputs that are changed inputs parameters of their own
+        return f"they need jax-triton 0.4, and this is {bridge_version}"
+    if bridge_series == (0, 4) and jax_series >= (0, 12):
+        # its rule for dead code has two arguments, where jax 0.12 hands over three
+        return f"jax-triton {bridge_version} needs jax 0.11, and this is {jax_version}"
     return None
 
 

@@ -4,10 +4,12 @@
     .venv-cuda/bin/python scripts/gpu/compile_ahead.py --out results/compiled_ahead.jsonl \\
         --doc docs/kernels.md
 
-A row says what a program launches, and what memory it takes. It needs the wheels of `jax[cuda13]`
-and jax-triton, and no GPU; about five minutes on 2 cores. `--without` compiles each program without
-kernels, too (a prompt through Qwen3-Coder's experts took XLA over a quarter of an hour). Without a
-device XLA does not tune its products, so nothing here says how fast anything is.
+A row says what a program launches, how much of that CUDA graphs hold, and what memory it takes. A
+loop in a graph counts with what is in it. Rows of other programs that a file has stay in it. It
+needs an environment of install_cuda.sh, and no GPU; about five minutes on 2 cores. `--without`
+compiles programs without kernels, too (a prompt through Qwen3-Coder's experts took XLA over a
+quarter of an hour). Without a device XLA does not tune its products, so nothing here says how fast
+anything is.
 """
 
 import os
@@ -17,6 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # otherwise the plugin looks for 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
+import importlib.metadata  # noqa: E402
 import json  # noqa: E402
 import re  # noqa: E402
 import sys  # noqa: E402
@@ -32,6 +35,7 @@ from rich.table import Table  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
 
 import size_table  # noqa: E402
+import thunks  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import (  # noqa: E402
@@ -55,6 +59,8 @@ TARGETS = {
     "gpt-oss-20b": ("gpt_oss_20b", "rows"),
 }
 K, PROMPT, CACHE_SIZE, TOKENS = 7, 1024, 4096, 20_000
+# jax-triton 0.3 called it triton_kernel_call
+TRITON = re.compile(r'custom_call_target="triton_kernel_call(_ffi)?"')
 LAUNCH = re.compile(r" = \S.*? (fusion|custom-call|while|conditional|copy|sort)\(")
 
 
@@ -117,15 +123,24 @@ def training(recipe: str, device) -> dict:
 
 
 def compile_program(lowered) -> dict:
-    """What the compiled program launches, and its temporary memory."""
-    compiled = lowered.compile()
-    text = compiled.as_text()
+    """What the compiled program launches, what of it CUDA graphs hold, and its temporary memory."""
+    compiled, listed = thunks.compile_program(lowered)
+    graphs = {thunk.graph for thunk in listed} - {None}
+    return counts(compiled.as_text()) | {
+        "thunks": len(listed),
+        "thunks_in_graphs": sum(thunk.graph is not None for thunk in listed),
+        "graphs": len(graphs),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def counts(text: str) -> dict[str, int]:
+    """Triton calls of a compiled program; launches and loops of its main computation."""
     entry = text[text.index("\nENTRY ") :]
     return {
-        "triton": text.count('custom_call_target="triton_kernel_call"'),
+        "triton": len(TRITON.findall(text)),
         "launches": len(LAUNCH.findall(entry)),
         "loops": entry.count(" while("),
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 
 
@@ -135,19 +150,16 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--doc", type=Path, help="a Markdown file whose table is written anew")
-    parser.add_argument("--without", action="store_true")
-    parser.add_argument(
-        "--only", nargs="+", choices=[*TARGETS, "training"], default=[*TARGETS, "training"]
-    )
+    names = [*TARGETS, "training"]
+    parser.add_argument("--without", nargs="+", choices=names, default=[])
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     device, rows = size_table.cuda_device(), []
     with target_gpu(H200), jax.default_device(device):
         if reason := unavailable_reason("triton"):
             print(f"compile_ahead: Triton kernels cannot be compiled: {reason}", file=sys.stderr)
             return 2
-    programs = [(name, True) for name in args.only]
-    if args.without:
-        programs = [(name, kernels) for name in args.only for kernels in (True, False)]
+    programs = [(name, True) for name in args.only] + [(name, False) for name in args.without]
     with ProgressReport("compile ahead", len(programs), unit="programs") as progress:
         for i, (name, kernels) in enumerate(programs):
             progress.update(i, note=name)
@@ -159,31 +171,56 @@ def main() -> int:
             for program, lowered in lowered_programs.items():
                 row = {"program": program, "kernels": kernels}
                 rows.append(row | compile_program(lowered))
-    table = Table("program", "kernels", "Triton calls", "launches", "loops", "temporary, MB")
+    table = Table("kernels", *COLUMNS)
     for row in rows:
-        table.add_row(
-            row["program"],
-            *map(str, (row["kernels"], row["triton"], row["launches"], row["loops"])),
-            f"{row['temporary_bytes'] / 1e6:,.0f}",
-        )
+        table.add_row("yes" if row["kernels"] else "no", *cells(row))
     Console().print(table)
     facts = provenance(" ".join(["python scripts/gpu/compile_ahead.py", *sys.argv[1:]]))
-    write_atomically(args.out, "".join(json.dumps(facts | row) + "\n" for row in rows))
+    for name in ("jax-triton", "triton"):
+        facts[f"{name} version"] = importlib.metadata.version(name)
+    rows = merged(args.out, [facts | row for row in rows])
+    write_atomically(args.out, "".join(json.dumps(row) + "\n" for row in rows))
     if args.doc:
         fill(args.doc, rows)
     return 0
 
 
+def merged(path: Path, rows: list[dict]) -> list[dict]:
+    """The rows of a file with `rows` in the places of their programs', or after them."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    by_program = {
+        (row["program"], row["kernels"]): row
+        for row in [*map(json.loads, text.splitlines()), *rows]
+    }
+    return list(by_program.values())
+
+
+COLUMNS = (
+    "program",
+    "Triton calls",
+    "launches",
+    "loops",
+    "thunks in CUDA graphs",
+    "temporary, MB",
+)
+
+
+def cells(row: dict) -> list[str]:
+    """Texts of COLUMNS."""
+    in_graphs = "not counted"  # in rows of an earlier state of this script
+    if "thunks" in row:
+        in_graphs = f"{row['thunks_in_graphs']} of {row['thunks']}, in {row['graphs']}"
+    numbers = (str(row[key]) for key in ("triton", "launches", "loops"))
+    return [row["program"], *numbers, in_graphs, f"{row['temporary_bytes'] / 1e6:,.0f}"]
+
+
 def fill(doc: Path, rows: list[dict]) -> None:
     """Writes the table between the markers `<!-- ahead -->` and `<!-- end -->`."""
-    lines = [
-        "| program | Triton calls | launches | loops | temporary, MB |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for row in rows:
-        counts = " | ".join(str(row[key]) for key in ("triton", "launches", "loops"))
-        name = row["program"] + ("" if row["kernels"] else ", without kernels")
-        lines.append(f"| {name} | {counts} | {row['temporary_bytes'] / 1e6:,.0f} |")
+        name, *numbers = cells(row)
+        lines.append((name + ("" if row["kernels"] else ", without kernels"), *numbers))
+    lines = ["| " + " | ".join(line) + " |" for line in lines]
     table = "\n".join(lines)
     text = doc.read_text(encoding="utf-8")
     markers = re.compile(r"(<!-- ahead[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)

@@ -9,6 +9,7 @@ asynchronous loads. sm_90 is an H100 or H200, sm_100 a B200, sm_120 the RTX PRO 
 
 import argparse
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -43,6 +44,7 @@ from peagle_jax.kernels.fp8_matmul import Fp8Matrix  # noqa: E402
 from peagle_jax.kernels.launch import (  # noqa: E402
     B200,
     H200,
+    PTX_VERSION,
     RTX_PRO_6000,
     Launch,
     Launcher,
@@ -72,13 +74,25 @@ def spec(*shape, dtype=F32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def case_of(call: Callable, *args) -> Callable:
-    """A function of a launcher that traces `call(*args, start=launcher)`, where args are shapes."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A public function of a kernel, with the shapes of its arrays.
 
-    def case(start: Launcher) -> None:
-        jax.eval_shape(functools.partial(call, start=start), *args)
+    Attributes:
+      call: takes `args` and a launcher `start`.
+    """
 
-    return case
+    call: Callable
+    args: tuple
+
+    def trace(self, start: Launcher) -> None:
+        """Traces the function, whose launches `start` gets."""
+        jax.eval_shape(functools.partial(self.call, start=start), *self.args)
+
+    def lower(self, start: Launcher) -> str:
+        """The function lowered for CUDA, as StableHLO text."""
+        traced = jax.jit(functools.partial(self.call, start=start)).trace(*self.args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def w8a8(M, N, K, blocks=False):
@@ -90,7 +104,7 @@ def w8a8(M, N, K, blocks=False):
     def call(x, x_scale, w, w_scale, start):
         return fp8_matmul_triton.product(x, x_scale, w, w_scale, BF16, start=start)
 
-    return case_of(call, *args)
+    return Case(call, args)
 
 
 def raw(M, N, K):
@@ -100,7 +114,7 @@ def raw(M, N, K):
     def call(x, w, scale, start):
         return fp8_matmul_triton.product(x, None, w, scale, BF16, start=start)
 
-    return case_of(call, *args)
+    return Case(call, args)
 
 
 def fusion(M, E, D, norm, fp8):
@@ -112,7 +126,7 @@ def fusion(M, E, D, norm, fp8):
     def call(aux_hidden_states, w, gain, start):
         return fusion_triton.fuse(aux_hidden_states, w, gain, norm, 1e-5, start=start)
 
-    return case_of(call, aux_hidden_states, w, gain)
+    return Case(call, (aux_hidden_states, w, gain))
 
 
 def decode(T, heads, kv_heads, head_dim, *, kv=BF16, window=None, ring=False, batch=8, slots=4096):
@@ -143,7 +157,7 @@ def decode(T, heads, kv_heads, head_dim, *, kv=BF16, window=None, ring=False, ba
             start=start,
         )
 
-    return case_of(call, *args)
+    return Case(call, args)
 
 
 def argmax(M, K, V, dtype=BF16):
@@ -154,7 +168,7 @@ def argmax(M, K, V, dtype=BF16):
     def call(x, w, scale, start):
         return vocab_triton.topk(x, w, 1, scale, vocab_first=fp8, start=start)
 
-    return case_of(call, spec(M, K, dtype=BF16), w, scale)
+    return Case(call, (spec(M, K, dtype=BF16), w, scale))
 
 
 def distill_losses(P, D, E, W):
@@ -171,7 +185,7 @@ def distill_losses(P, D, E, W):
         weight = losses.kl
         return vocab_triton.logit_grads(*args, None, losses, 0, weight, weight, start=start)
 
-    return case_of(call, *args)
+    return Case(call, args)
 
 
 def packed(n, P, heads, kv_heads, head_dim):
@@ -188,7 +202,7 @@ def packed(n, P, heads, kv_heads, head_dim):
 
         return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
-    return case_of(call, q, kv, kv, number, number, number)
+    return Case(call, (q, kv, kv, number, number, number))
 
 
 def quantizing(M, K, blocks):
@@ -197,7 +211,7 @@ def quantizing(M, K, blocks):
     def call(x, start):
         return fp8_matmul_triton.quantize_rows(x, blocks=blocks, start=start)
 
-    return case_of(call, spec(M, K, dtype=BF16))
+    return Case(call, (spec(M, K, dtype=BF16),))
 
 
 def writing(B, T, G, H, kv=F8, slots=4096):
@@ -205,7 +219,7 @@ def writing(B, T, G, H, kv=F8, slots=4096):
     new, array = spec(B, T, G, H, dtype=BF16), spec(B, G, slots, H, dtype=kv)
     scale = spec(B, G, slots)
     cache = (array, array, scale, scale) if kv == F8 else (array, array)
-    return case_of(cache_write_triton.write, new, new, spec(B, T, dtype=I32), cache)
+    return Case(cache_write_triton.write, (new, new, spec(B, T, dtype=I32), cache))
 
 
 def mixture(n, k, count, K, N, kind):
@@ -235,7 +249,7 @@ def mixture(n, k, count, K, N, kind):
         tiles = tiles_of(topk_ids, start)
         return experts_triton.product(x, tiles, matrices, gather=True, start=start)
 
-    return case_of(call, spec(n, K, dtype=BF16), spec(n, k, dtype=I32), *shapes[kind])
+    return Case(call, (spec(n, K, dtype=BF16), spec(n, k, dtype=I32), *shapes[kind]))
 
 
 CASES = {
@@ -286,7 +300,7 @@ CASES = {
 }
 
 
-def launches(case: Callable) -> list[Launch]:
+def launches(case: Case) -> list[Launch]:
     """What a public function would launch, without running it."""
     started = []
 
@@ -294,7 +308,7 @@ def launches(case: Callable) -> list[Launch]:
         started.append(launch)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
 
-    case(start)
+    case.trace(start)
     return started
 
 
@@ -307,7 +321,7 @@ def compile_for(launch: Launch, architecture: int) -> dict:
       Hopper's FP8 sums go to float32.
     """
     names = launch.kernel.arg_names
-    arrays = [*launch.inputs, *launch.outputs]
+    arrays = [*launch.inputs, *launch.new_outputs]
     signature = {
         name: "*" + TYPES[jnp.dtype(x.dtype).name] for name, x in zip(names, arrays, strict=False)
     }
@@ -321,7 +335,7 @@ def compile_for(launch: Launch, architecture: int) -> dict:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options=dict(num_warps=launch.warps, num_stages=launch.stages),
+        options=dict(num_warps=launch.warps, num_stages=launch.stages, ptx_version=PTX_VERSION),
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

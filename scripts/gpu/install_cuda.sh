@@ -1,13 +1,39 @@
 #!/usr/bin/env bash
-# Makes an environment for NVIDIA GPUs, which also compiles for them where there is none:
-# CUDA plugin, jax-triton, 6 GB.
-#     scripts/gpu/install_cuda.sh ENV
+# Makes an environment for NVIDIA GPUs, which also compiles for them where there is none. It needs
+# Python 3.12 or 3.13.
+#     scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | compiling]
+#   newest        what `pip install -e ".[cuda,kernels]"` brings: triton 3.9; 6 GB
+#   gpu-machine   triton 3.6, as on a machine that has it for its torch; 6 GB
+#   compiling     as newest, but of CUDA only JAX's plugin and the assembler: programs are compiled,
+#                 and no GPU could run them; 2.5 GB
 set -euo pipefail
-env=${1:?usage: scripts/gpu/install_cuda.sh ENV}
+usage="usage: scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | compiling]"
+env=${1:?$usage}
+kind=${2:-newest}
 cd "$(dirname "$0")/../.."
-[ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
-if ! JAX_PLATFORMS=cpu "$env/bin/python" -c "import jax_triton, peagle_jax, pytest" 2>/dev/null; then
-    "$env/bin/python" -m pip --disable-pip-version-check -q install -e ".[cuda,kernels]" \
-        pytest pytest-xdist beartype
+if [ ! -x "$env/bin/python" ]; then
+    . scripts/gpu/find_python.sh
+    "$python" -m venv "$env"
 fi
-echo "compiles for CUDA: $env"
+install() { "$env/bin/python" -m pip --disable-pip-version-check -q install "$@"; }
+version() { "$env/bin/python" -c "from importlib.metadata import version; print(version('$1'))"; }
+tests=(pytest pytest-xdist beartype)
+case $kind in
+newest) install -e ".[cuda,kernels]" "${tests[@]}" ;;
+gpu-machine)
+    # pip would refuse the pair: jax-triton asks for triton 3.7 (see `import_jax_triton`)
+    install -e . "jax[cuda13]==0.11.2" triton==3.6.0 absl-py "${tests[@]}"
+    install --no-deps jax-triton==0.4.1
+    ;;
+compiling)
+    install -e ".[kernels]" "${tests[@]}"
+    install --no-deps "jax-cuda13-plugin==$(version jaxlib)" "jax-cuda13-pjrt==$(version jaxlib)" \
+        "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14"
+    ;;
+*)
+    echo "$usage" >&2
+    exit 2
+    ;;
+esac
+versions="jax $(version jax), jax-triton $(version jax-triton), triton $(version triton)"
+echo "for CUDA: $env ($kind: $versions)"

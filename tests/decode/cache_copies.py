@@ -32,7 +32,15 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 def compiled_loop(
     method: str | None, batch: int, dtype: str, device: Any = None
 ) -> tuple[str, set[tuple]]:
-    """The compiled program of `loop.decode`, and (dtype, shape) of the arrays of its caches.
+    """As `lowered_loop`, but the compiled program's text."""
+    lowered, of_caches = lowered_loop(method, batch, dtype, device)
+    return lowered.compile().as_text(), of_caches
+
+
+def lowered_loop(
+    method: str | None, batch: int, dtype: str, device: Any = None
+) -> tuple[Any, set[tuple]]:
+    """The lowered program of `loop.decode`, and (dtype, shape) of the arrays of its caches.
 
     Args:
       device: a GPU to compile for, with its kernels; None for the device at hand.
@@ -78,8 +86,7 @@ def compiled_loop(
         leaves = jax.tree.map(with_device, jax.eval_shape(prefill_leaves, params, limits))
         traced = jax.jit(decode_leaves, donate_argnums=2).trace(params, limits, leaves)
         lowered = traced.lower(lowering_platforms=("cuda",) if device is not None else None)
-        text = lowered.compile().as_text()
-    return text, of_caches
+    return lowered, of_caches
 
 
 def operations(text: str, arrays: set[tuple]) -> list[tuple[str, str, bool]]:

@@ -7,6 +7,7 @@ forgets to write shows, too.
 
 import dataclasses
 import inspect
+import mmap
 import sys
 import threading
 
@@ -64,6 +65,18 @@ def dot(builder, a, b, d, precision, imprecise):
 
 
 interpreter.InterpreterBuilder.create_dot = dot
+_load = interpreter.InterpreterBuilder.create_masked_load
+_addresses: list[np.ndarray] | None = None  # of every number that is read, while somebody asks
+
+
+def load(builder, pointers, mask, *options):
+    """Reads, and notes from where."""
+    if _addresses is not None:
+        _addresses.append(pointers.data[mask.data.astype(bool)].ravel())
+    return _load(builder, pointers, mask, *options)
+
+
+interpreter.InterpreterBuilder.create_masked_load = load
 
 
 class Guarded:
@@ -109,25 +122,103 @@ class Guarded:
         pass
 
 
-def interpret(launch) -> tuple:
-    """Executes a `Launch` on the spot."""
+def interpret(launch, made: list | None = None) -> tuple:
+    """Executes a `Launch` on the spot; adds to `made` the arrays that it makes of the inputs."""
     assert isinstance(launch.kernel, InterpretedFunction), (
         "TRITON_INTERPRET=1 must be set before triton is imported"
     )
     unwrap(launch.kernel)
     before = [np.asarray(x) for x in launch.inputs]
     inputs = [Guarded(x.shape, x.dtype, x) for x in before]
-    outputs = [Guarded(x.shape, x.dtype) for x in launch.outputs]
-    for i, o in launch.input_output_aliases.items():
-        outputs[o].array[...] = before[i]
+    if made is not None:
+        made += inputs
+    changed = {o: i for i, o in launch.input_output_aliases.items()}
+    outputs = [
+        inputs[changed[o]] if o in changed else Guarded(x.shape, x.dtype)
+        for o, x in enumerate(launch.outputs)
+    ]
+    new_outputs = [x for o, x in enumerate(outputs) if o not in changed]
     with ONE_AT_A_TIME:
-        launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
+        launch.kernel[launch.grid](*inputs, *new_outputs, **launch.constants)
     assert all(x.is_intact() for x in inputs + outputs), (
         f"{launch.kernel.__name__} wrote outside its arrays"
     )
-    for x, after in zip(before, inputs, strict=True):
-        assert after.array.tobytes() == x.tobytes(), f"{launch.kernel.__name__} wrote to an input"
+    for i, (x, after) in enumerate(zip(before, inputs, strict=True)):
+        if i not in changed.values():
+            assert after.array.tobytes() == x.tobytes(), (
+                f"{launch.kernel.__name__} wrote to an input"
+            )
     return tuple(jnp.asarray(x.array) for x in outputs)
+
+
+def interpret_counting(reads: list):
+    """A launcher that adds to `reads`, for each launch, its kernel's name and how often it read.
+
+    These are integers in the shape of each input: how often each of its numbers was read.
+    """
+
+    def start(launch):
+        global _addresses
+        _addresses, made = [], []
+        try:
+            result = interpret(launch, made)
+            addresses = np.concatenate(_addresses)
+        finally:
+            _addresses = None
+        counts = []
+        for array in made[: len(launch.inputs)]:
+            index = addresses.astype(np.int64) - array.data_ptr()
+            index = index[(index >= 0) & (index < array.array.nbytes)] // array.array.itemsize
+            counts.append(np.bincount(index, minlength=array.array.size).reshape(array.shape))
+        reads.append((launch.kernel.__name__, counts))
+        return result
+
+    return start
+
+
+class Sparse(Guarded):
+    """An array of zeros that is larger than memory: only pages that are written to take any.
+
+    Before it lies as much again, so that an offset that has wrapped around reads zeros, too.
+    """
+
+    def __init__(self, shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        no_reserve = 0x4000  # of Linux: nothing is set aside for pages that nobody writes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+        self.memory = np.frombuffer(mmap.mmap(-1, 2 * size, flags=flags), np.uint8)
+        self.array = self.memory[size:].view(dtype).reshape(shape)
+        self.dtype, self.shape = TYPES[np.dtype(dtype)], tuple(shape)
+
+
+def interpret_sparse(call, *inputs) -> tuple:
+    """Executes the one launch of `call(*inputs, start=...)`; some inputs may be `Sparse`.
+
+    Nothing is copied or checked. The launch's inputs begin with these, in their order; others are
+    zeros.
+    """
+    launches = []
+
+    def start(launch):
+        launches.append(launch)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
+
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, (x.array if isinstance(x, Sparse) else x).dtype)
+        for x in inputs
+    ]
+    jax.eval_shape(lambda *arrays: call(*arrays, start=start), *shapes)
+    (launch,) = launches
+    unwrap(launch.kernel)
+    arrays = [
+        x if isinstance(x, Sparse) else Guarded(x.shape, x.dtype, np.asarray(x)) for x in inputs
+    ]
+    for x in launch.inputs[len(inputs) :]:
+        arrays.append(Guarded(x.shape, x.dtype, np.zeros(x.shape, x.dtype)))
+    new_outputs = [Guarded(x.shape, x.dtype) for x in launch.new_outputs]
+    with ONE_AT_A_TIME:
+        launch.kernel[launch.grid](*arrays, *new_outputs, **launch.constants)
+    return tuple(jnp.asarray(x.array) for x in new_outputs)
 
 
 def interpret_later(launch) -> tuple:

@@ -1,7 +1,8 @@
 """XLA compiles programs with their kernels for an H200 that is not here.
 
-These are decoding loops, a training step and a product in Mosaic GPU. It needs an environment of
-scripts/gpu/install_cuda.sh, which has the CUDA plugin.
+These are decoding steps and loops, a training step and a product in Mosaic GPU. It needs an
+environment of `scripts/gpu/install_cuda.sh ENV compiling`, which has the CUDA plugin. `.ci/run`
+makes one, and runs what is not slow.
 """
 
 import importlib.util
@@ -60,6 +61,84 @@ def test_mosaic_product():
     assert done.returncode == 0 and done.stdout.split() == ["1", "1"], done.stderr[-3000:]
 
 
+STEP = """
+import collections, json
+import jax.numpy as jnp
+import size_table
+import thunks
+import tiny
+from peagle_jax.kernels.launch import H200, target_gpu
+from peagle_jax.layers.rope import Rope
+from peagle_jax.pipelines import tracing
+
+# the kernels want keys of 16 numbers
+changes = {"head_dim": 16, "rope": Rope.from_hf({"rope_theta": 777.0}, 16, "")}
+changes["dtype"] = jnp.dtype("bfloat16")
+models = tiny.target(layers=2, aux_hidden_state_layers=(0, 1), **changes), tiny.head(
+    aux_hidden_state_layers=(0, 1), **changes
+)
+with target_gpu(H200):
+    programs = tracing.lower(
+        *models, 7, prompt=16, cache_size=64, device=size_table.cuda_device()
+    )
+for program in programs:
+    compiled, listed = thunks.compile_program(program)
+    calls = compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
+    kinds = collections.Counter(thunk.kind for thunk in listed)
+    print(json.dumps([calls, kinds["CustomCall"], [thunk.graph for thunk in listed]]))
+"""
+
+
+def test_prefill_and_a_step_are_one_graph_each():
+    """Every Triton call too, so that the host launches a step at once."""
+    programs = [json.loads(line) for line in run_script(STEP).splitlines()]
+    assert len(programs) == 2
+    for calls, custom_calls, graphs in programs:
+        # attention, its merge or not, and cache writing of two layers and the head's; argmaxes
+        assert calls >= 7 and custom_calls >= calls
+        assert len(graphs) > 50 and set(graphs) == {0}
+
+
+LOOP = """
+import json
+import cache_copies
+import size_table
+import thunks
+from peagle_jax.kernels.graphs import OPTIONS
+
+program, _ = cache_copies.lowered_loop("peagle", 1, "bfloat16", size_table.cuda_device())
+for options in ({}, OPTIONS):
+    _, listed = thunks.compile_program(program, options)
+    print(json.dumps([[thunk.kind, thunk.graph] for thunk in listed]))
+"""
+
+
+def test_one_graph_holds_the_decoding_loop():
+    """With the options of graphs.py; by default it holds the loop's body, a step."""
+    by_default, with_options = (
+        [tuple(thunk) for thunk in json.loads(line)]
+        for line in run_script(LOOP, "tests/decode").splitlines()
+    )
+    outside = [kind for kind, graph in by_default if graph is None]
+    assert outside == ["Copy", "While", "CustomKernel"] and len(by_default) > 100
+    assert ("While", 0) in with_options and {graph for _, graph in with_options} == {0}
+    assert len(with_options) == len(by_default)
+
+
+def run_script(text: str, *folders: str) -> str:
+    """What a script prints, in a process whose kernels are not interpreted."""
+    path = ("tests", "scripts/generate", "scripts/gpu", *folders)
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def test_no_cache_is_copied():
     """In the loops of all methods, keys and values are written by kernels or updates in place."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
@@ -84,8 +163,9 @@ def test_training_step(tmp_path):
     command = [
         sys.executable,
         ROOT / "scripts" / "gpu" / "compile_ahead.py",
-        "--without",
         "--only",
+        "training",
+        "--without",
         "training",
         "--out",
         out,

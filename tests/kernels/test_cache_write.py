@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels.interpreter import interpret
+from kernels.interpreter import Sparse, interpret, interpret_sparse
 
 from peagle_jax.kernels import cache_write, cache_write_triton
 from peagle_jax.kernels.fp8_matmul import E4M3
@@ -69,3 +69,35 @@ def test_slots_before_the_first_are_dropped_by_the_kernel():
     k, v, _, cache = case(1, 2, 2, 4, 16, jnp.float32)
     got = cache_write_triton.write(k, v, jnp.asarray([[-1, 4]]), cache, start=interpret)
     assert all(np.array_equal(a, b) for a, b in zip(got, cache, strict=True))
+
+
+def test_caches_of_more_than_2_31_numbers():
+    """The second head's numbers begin at 2^31, where 32 bits wrap around."""
+    H, S = 128, 2**24
+    k, v, _, _ = case(1, 2, 2, 4, H, jnp.float32)
+    caches = Sparse((1, 2, S, H), np.float32), Sparse((1, 2, S, H), np.float32)
+
+    def write(k, v, slots, *cache, start):
+        return cache_write_triton.write(k, v, slots, cache, start=start)
+
+    interpret_sparse(write, k, v, jnp.asarray([[0, 2]], jnp.int32), *caches)
+    for cache, new in zip(caches, (k, v), strict=True):
+        assert np.array_equal(cache.array[:, :, [0, 2]], np.swapaxes(new, 1, 2))
+        assert not cache.array[:, :, [1, 3]].any()
+
+
+def test_an_output_is_the_array_that_it_changes():
+    """Without an alias jax-triton would make new memory, which holds nothing of the cache."""
+    for dtype, arrays in ((jnp.bfloat16, 2), (E4M3, 4)):
+        launches = []
+
+        def start(launch, launches=launches):
+            launches.append(launch)
+            return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
+
+        *new, cache = case(1, 2, 2, 4, 16, dtype)
+        cache_write_triton.write(*new, cache, start=start)
+        launch = launches[0]
+        changed = launch.input_output_aliases
+        assert sorted(changed.values()) == list(range(arrays)) and not launch.new_outputs
+        assert all(launch.inputs[i] is cache[o] for i, o in changed.items())

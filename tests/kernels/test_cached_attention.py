@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import interpret
+from kernels.interpreter import Sparse, interpret, interpret_sparse
 
 from peagle_jax.kernels import attention, attention_triton
 from peagle_jax.kernels.fp8_matmul import E4M3
@@ -125,6 +125,20 @@ def test_bfloat16():
             )
             off = np.abs(np.asarray(got, np.float64) - want).max()
             assert got.dtype == jnp.bfloat16 and off < 2**-7 * np.abs(want).max()
+
+
+def test_caches_of_more_than_2_31_numbers():
+    """The second head's keys begin at number 2^31, where 32 bits wrap around."""
+    H, S = 128, 2**24
+    q, k, v, positions = case(B=1, T=2, N=2, G=2, S=3, H=H, lengths=(1,))
+    rule, huge = RULES["plain"], Sparse((1, 2, S, H), np.float32)
+    huge.array[:, :, :3] = k  # the values are the keys: one array of 17 GB is enough
+
+    def attend(*args, start):
+        return attention_triton.attend(*args, None, **rule, start=start, span=S)
+
+    got, _ = interpret_sparse(attend, q, huge, huge, positions)
+    assert np.abs(np.asarray(got) - slow(q, k, k, positions, None, **rule)).max() < 1e-5
 
 
 def test_slots_that_nobody_sees_are_not_read():

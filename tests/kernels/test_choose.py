@@ -26,6 +26,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(choose, "unavailable_reason", lambda form: None)
     monkeypatch.setattr(launch, "platform", lambda: "gpu")
     monkeypatch.setattr(choose, "_reported", set())
+    monkeypatch.setattr(launch, "untried_versions", lambda: None)
 
 
 def test_auto_takes_triton_where_it_can(hopper, caplog):
@@ -58,7 +59,7 @@ def test_a_named_form_that_cannot_serve_is_an_error(hopper):
 def test_on_a_cpu_it_is_the_reference_and_nothing_is_said(caplog):
     with caplog.at_level(logging.INFO):
         assert choose.choose("k", "auto", FORMS) == "reference"
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("peagle_jax")]
     for form in ("triton", "mosaic"):
         assert launch.unavailable_reason(form) == "they need a GPU, and JAX runs on cpu"
 
@@ -137,3 +138,44 @@ def test_not_on_a_mesh(hopper, monkeypatch):
     assert choose.choose("k", "auto", FORMS) == "reference"
     with pytest.raises(InputError, match="they run on one device, and this runs on 8"):
         choose.choose("k", "triton", FORMS)
+
+
+@pytest.mark.parametrize(
+    "jax_version, bridge, reason",
+    [
+        ("0.11.2", "0.4.1", None),
+        ("0.12.0.1", "0.5.0", None),
+        ("0.10.2", "0.3.1", "they need jax-triton 0.4, and this is 0.3.1"),
+        ("0.12.0.1", "0.4.1", "jax-triton 0.4.1 needs jax 0.11, and this is 0.12.0.1"),
+    ],
+)
+def test_versions_that_fail_together(jax_version, bridge, reason):
+    """A reason at the start, and no error when the first kernel is traced."""
+    assert launch.mismatch(jax_version, bridge) == reason
+
+
+@pytest.mark.parametrize(
+    "triton, warning",
+    [
+        ("3.9.7", []),
+        ("3.6.0", []),
+        (
+            "3.60.0",
+            [
+                "kernels: jax 0.11.2, jax-triton 0.4.1, triton 3.60.0 were not tried together; "
+                "use jax 0.11.2, jax-triton 0.4.1, triton 3.9 or jax 0.11.2, jax-triton 0.4.1, "
+                "triton 3.6"
+            ],
+        ),
+    ],
+)
+def test_versions_that_nobody_tried_are_named_once(caplog, monkeypatch, triton, warning):
+    monkeypatch.setattr(choose, "unavailable_reason", lambda form: None)
+    monkeypatch.setattr(launch, "platform", lambda: "gpu")
+    monkeypatch.setattr(choose, "_reported", set())
+    versions = {"jax": "0.11.2", "jax-triton": "0.4.1", "triton": triton}
+    monkeypatch.setattr(launch.importlib.metadata, "version", versions.__getitem__)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            choose.choose("k", "auto", FORMS)
+    assert [r.message for r in caplog.records] == ["kernels: Triton", *warning]

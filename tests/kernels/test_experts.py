@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernels.interpreter import interpret
+from kernels.interpreter import interpret, interpret_counting
 
 from peagle_jax.kernels import choose, experts, experts_triton
 from peagle_jax.layers.moe import (
@@ -99,6 +99,19 @@ def test_experts_that_nobody_chose_are_not_read(form):
     x, routing_weights = jnp.ones((3, D)), jnp.ones((3, K))
     assert np.isfinite(run(form)(x, topk_ids, routing_weights, b)).all()
     assert not np.isfinite(experts.reference(x, topk_ids, routing_weights, b)).all()
+
+
+def test_a_chosen_expert_is_read_once():
+    """Tiles without rows read nothing, not even the last expert, whose number they have."""
+    b, reads = expert_weights(), []
+    topk_ids = jnp.array([[1, 2, E], [5, 1, 2], [E, E, 1]])
+    x, routing_weights = jnp.ones((3, D)), jnp.ones((3, K))
+    experts_triton.mixture(x, topk_ids, routing_weights, b, start=interpret_counting(reads))
+    weights = [counts[5] for name, counts in reads if name == "kernel"]
+    assert [counts.shape for counts in weights] == [(E, D, 2 * WIDTH), (E, WIDTH, D)]
+    for counts in weights:
+        for e in range(E):
+            assert (counts[e] == (1 if e in (1, 2, 5) else 0)).all(), e
 
 
 def stored(kind, dtype):
