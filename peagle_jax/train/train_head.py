@@ -288,6 +288,8 @@ def head_loss(
             run.feature_noise,
             jax.vmap(key_of)(jnp.asarray(batch.noise_ids)),
             denominators,
+            run.compute,
+            run.cod.partitions,
         )
     return eagle3_loss(
         draft_head,
@@ -298,6 +300,7 @@ def head_loss(
         decoder.logit_cap,
         run.loss,
         denominators,
+        run.compute,
     )
 
 
