@@ -61,10 +61,14 @@ def test_activations_and_products(partitions):
     given = HeadBatch(batch, None, segment_ids, loss_mask, cod, ids, run.num_depths)
     trained, frozen = train_head.split_params(run, head)
 
-    def loss(params, given, target_params):
+    # as a list of arrays: the classes of a batch check the axes of their fields
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, given))
+
+    def loss(params, leaves, target_params):
+        given = jax.tree.unflatten(structure, leaves)
         return train_head.head_loss(run, target, head, params, given, (target_params, frozen))[0]
 
-    arguments = trained, jax.tree.map(jnp.asarray, given), target.params
+    arguments = trained, leaves, target.params
     compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     planned = plan.activation_bytes + plan.gradient_bytes - plan.head_bytes  # the result is no temp
