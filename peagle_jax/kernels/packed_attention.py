@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.kernels.attention import MASKED
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 
-# Queries whose scores exist at one time in the reference, and their scores at most: both bound
-# memory at long context.
-CHUNK, MAX_SCORES = 2048, 2**27
+# Queries whose scores exist at one time in the reference: at most so many, fewer where these have
+# more than so many scores, and never fewer than the last. Bounds memory at long context.
+CHUNK, MAX_SCORES, MIN_CHUNK = 2048, 2**23, 128
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +84,15 @@ def _chain_keys(k, v, intervals):
     ]
 
 
+def chunk_size(scores_of_query: int) -> int:
+    """How many queries of each row are computed at one time.
+
+    Args:
+      scores_of_query: of all rows and heads together.
+    """
+    return min(CHUNK, max(MIN_CHUNK, MAX_SCORES // scores_of_query))
+
+
 def _over_depth0(q, k, v, first, last, scale):
     """Attention of all rows over the depth-0 keys `first` .. `last`, CHUNK queries at a time."""
 
@@ -108,7 +117,7 @@ def _over_depth0(q, k, v, first, last, scale):
         return y, lse.transpose(0, 3, 1, 2).reshape(B, P, N)
 
     B, P, N = q.shape[:3]
-    size = max(1, min(CHUNK, MAX_SCORES // (B * N * k.shape[1])))
+    size = chunk_size(B * N * k.shape[1])
     if P <= size:
         return attend_chunk((q, first, last))
     chunks = -(-P // size)

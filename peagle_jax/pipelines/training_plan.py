@@ -290,8 +290,8 @@ def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) 
     if dtype == "bfloat16" and config.head_dim <= 128 and one_device:
         return 0
     heads = max(1, config.heads // run.mesh.model)
-    scores = min(packed_attention.CHUNK * rows * heads * n, packed_attention.MAX_SCORES)
-    return scores * 4 * SCORE_COPIES
+    of_query = rows * heads * n
+    return of_query * packed_attention.chunk_size(of_query) * 4 * SCORE_COPIES
 
 
 def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:

@@ -180,6 +180,8 @@ def main() -> int:
             add({**row, **compiled_bytes(*small_program(n))})
         for key in ("compiled", "peak_rss"):
             known = [row for row in rows if row[key]]
+            if len(known) < 2:
+                continue
             slope = exponent([row["tokens"] for row in known], [row[key] for row in known])
             print(f"{key}: exponent {slope:.3f}")
     if args.record is not None:
