@@ -315,7 +315,7 @@ class CodSample:
 
     They are sorted by anchor, then depth, so that each chain is contiguous. Element m is at
     position anchor + depth of the row whose tokens are shifted by one. Unused places of the M have
-    `real` False, anchor 0 and depth 0.
+    `real` False, anchor 0 and depth 0; with partitions they lie at the end of each.
     """
 
     anchor: Int[Array | ndarray, "B M"]

@@ -79,6 +79,8 @@ SLOW: dict[str, str] = {
     "tests/pipelines/test_demo.py*": "60 s: whole demos; `.ci/run` runs one as well",
     "tests/pipelines/test_extract_interrupted.py::test_resumes*": "4 s",
     "tests/pipelines/test_stored_training.py::test_a_design_that*": "3 s",
+    "tests/pipelines/test_training_plan.py::test_activations*": "14 s",
+    "tests/pipelines/test_training_plan.py::test_published*": "20 s",
     "tests/pipelines/test_stored_training.py::test_stored_features_train*": "12 s",
     "tests/pipelines/test_stored_training.py::test_what_is_not_learned*": "5 s",
     "tests/pipelines/test_tracing.py::test_full_size*": "20 s",

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from peagle_jax.cli.arguments import (
     check_at_least,
@@ -13,6 +13,9 @@ from peagle_jax.cli.arguments import (
 )
 from peagle_jax.cli.output import print_facts, say
 from peagle_jax.types import InputError
+
+if TYPE_CHECKING:
+    from peagle_jax.train.config import Run
 
 # After which a process that is not heard of is dead, and the others end.
 HEARTBEAT_SECONDS = 40
@@ -35,12 +38,33 @@ def train(arguments: argparse.Namespace) -> int:
         overrides += ["--hidden-states-dir", arguments.hidden_states_dir]
     run = load_run(arguments.config)
     run = apply_overrides(run, overrides, str(arguments.config))
+    if arguments.devices is not None and not arguments.dry_run:
+        next_step = "add --dry-run, or set mesh in the recipe"
+        raise InputError("--devices", "belongs to --dry-run", arguments.devices, next_step)
+    if arguments.dry_run:
+        return print_plan(run, arguments.devices)
     if isinstance(run, LmRun):
         result = train_lm(run, say_once())
     else:
         result = train_head(cast(HeadRun, run), say_once())
     if is_first_process():
         print_facts(vars(result))
+    return 0
+
+
+def print_plan(run: "Run", devices: int | None) -> int:
+    """Prints what a run would take.
+
+    Raises:
+      InputError: the recipe trains no head, or there is no plan of it.
+    """
+    from peagle_jax.pipelines.training_plan import training_plan
+    from peagle_jax.train.config import HeadRun
+
+    if not isinstance(run, HeadRun):
+        rule, next_step = "needs the recipe of a head", "name one with task: peagle or eagle3"
+        raise InputError("--dry-run", rule, f"task: {run.task}", next_step)
+    print_facts(training_plan(run, devices).facts())
     return 0
 
 

@@ -12,7 +12,9 @@ CORPUS = (
 
 def add_train(parser: Parser) -> None:
     """The options of `peagle train`; the keys of the recipe are read by apply_overrides."""
-    parser.usage = "peagle train CONFIG [-h] [--hidden-states-dir DIR] [--KEY VALUE ...]"
+    parser.usage = (
+        "peagle train CONFIG [-h] [--hidden-states-dir DIR] [--dry-run] [--KEY VALUE ...]"
+    )
     parser.epilog = (
         "Every key of the recipe can be given as an option, for example --optimizer.steps 100; "
         "peagle_jax/train/config.py and recipe_sections.py have all keys with their defaults. "
@@ -25,6 +27,18 @@ def add_train(parser: Parser) -> None:
         formerly=["--features"],
         help="read the target's hidden states from this folder of `peagle extract`; without it the "
         "target runs",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what the run of a head would take: bytes of a device, packed length, and the "
+        "least time of a step; nothing is read but the target's config.json",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="N",
+        type=int,
+        help="of --dry-run: so many devices in the place of the recipe's mesh",
     )
     parser.add_argument(
         "--coordinator",

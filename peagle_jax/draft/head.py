@@ -6,6 +6,7 @@ llama_eagle.py of vLLM 0.33, and speculators 0.9.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -266,6 +267,8 @@ class DraftHead(nnx.Module):
         attend: Attend,
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
+        *,
+        recompute: bool = False,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """Runs the layers over rows of (token embedding, fused hidden state, position).
 
@@ -281,6 +284,7 @@ class DraftHead(nnx.Module):
           state: of `attend`, such as a `KVCache`; None where it needs none.
           rows: those whose hidden states are wanted; None for all. Of others the last layer has
             keys and values only. It takes attention over a cache.
+          recompute: a backward pass keeps the input of each layer, and computes the rest again.
 
         Returns:
           The residual stream before the final norm, and the attention state.
@@ -290,7 +294,9 @@ class DraftHead(nnx.Module):
             x = self.fc(jnp.concatenate([embeddings, fused.astype(embeddings.dtype)], axis=-1))
         for i, layer in enumerate(self.layers):
             wanted = rows if i == len(self.layers) - 1 else None
-            x, state = layer(x, embeddings, positions, i, attend, state, wanted)
+            run = functools.partial(layer, positions=positions, layer=i, attend=attend, rows=wanted)
+            run = jax.checkpoint(run) if recompute else run
+            x, state = run(x, embeddings, state=state)
         return x, state
 
     def fuse(self, aux_hidden_states: Float[Array, "*rows A"]) -> Float[Array, "*rows D"]:

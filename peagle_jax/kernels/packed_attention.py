@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.kernels.attention import MASKED
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 
-# queries whose scores exist at one time in the reference: bounds memory at long context
-CHUNK = 2048
+# Queries whose scores exist at one time in the reference: at most so many, fewer where these have
+# more than so many scores, and never fewer than the last. Bounds memory at long context.
+CHUNK, MAX_SCORES, MIN_CHUNK = 2048, 2**23, 128
 
 
 @jax.tree_util.register_dataclass
@@ -51,16 +52,45 @@ def reference(
     y, lse = _over_depth0(q, k[:, :n], v[:, :n], intervals.first, intervals.last, scale)
     if q.shape[1] == n:
         return y, lse
-    # the key `back` rows before each packed row, for every distance that a chain can have
-    chain = [
-        (_shift(k[:, n:], back), _shift(v[:, n:], back), intervals.chain_len[:, n:] > back)
-        for back in range(intervals.max_chain_len)
-    ]
-    packed_y, packed_lse = merge(q[:, n:], y[:, n:], lse[:, n:], chain, scale)
+    packed_y, packed_lse = merge(
+        q[:, n:], y[:, n:], lse[:, n:], _chain_keys(k, v, intervals), scale
+    )
     return (
         jnp.concatenate([y[:, :n], packed_y], axis=1),
         jnp.concatenate([lse[:, :n], packed_lse], axis=1),
     )
+
+
+def packed_reference(
+    q: Float[Array, "B M N H"],
+    k: Float[Array, "B P G H"],
+    v: Float[Array, "B P G H"],
+    intervals: AttentionIntervals,
+    scale: float,
+) -> Float[Array, "B M N H"]:
+    """As `reference`, of the M = P - n packed rows alone."""
+    n = intervals.depth0
+    first, last = intervals.first[:, n:], intervals.last[:, n:]
+    y, lse = _over_depth0(q, k[:, :n], v[:, :n], first, last, scale)
+    return merge(q, y, lse, _chain_keys(k, v, intervals), scale)[0]
+
+
+def _chain_keys(k, v, intervals):
+    """The key `back` rows before each packed row, for every distance that a chain can have."""
+    n = intervals.depth0
+    return [
+        (_shift(k[:, n:], back), _shift(v[:, n:], back), intervals.chain_len[:, n:] > back)
+        for back in range(intervals.max_chain_len)
+    ]
+
+
+def chunk_size(scores_of_query: int) -> int:
+    """How many queries of each row are computed at one time.
+
+    Args:
+      scores_of_query: of all rows and heads together.
+    """
+    return min(CHUNK, max(MIN_CHUNK, MAX_SCORES // scores_of_query))
 
 
 def _over_depth0(q, k, v, first, last, scale):
@@ -86,15 +116,16 @@ def _over_depth0(q, k, v, first, last, scale):
         y = y.transpose(0, 3, 1, 2, 4).reshape(B, P, N, H)
         return y, lse.transpose(0, 3, 1, 2).reshape(B, P, N)
 
-    P = q.shape[1]
-    if P <= CHUNK:
+    B, P, N = q.shape[:3]
+    size = chunk_size(B * N * k.shape[1])
+    if P <= size:
         return attend_chunk((q, first, last))
-    chunks = -(-P // CHUNK)
+    chunks = -(-P // size)
 
     def split(x):
-        """[B P ..] -> [chunks B CHUNK ..], padded with zeros."""
-        padding = [(0, 0), (0, chunks * CHUNK - P), *[(0, 0)] * (x.ndim - 2)]
-        x = jnp.pad(x, padding).reshape(x.shape[0], chunks, CHUNK, *x.shape[2:])
+        """[B P ..] -> [chunks B size ..], padded with zeros."""
+        padding = [(0, 0), (0, chunks * size - P), *[(0, 0)] * (x.ndim - 2)]
+        x = jnp.pad(x, padding).reshape(x.shape[0], chunks, size, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
     def join(x):
@@ -192,3 +223,27 @@ def attend(
     """
     form = choose("packed_attention", form, FORMS, unsupported(q, k, v))
     return FORMS[form](q, k, v, intervals, scale)
+
+
+def attend_packed(
+    q: Float[Array, "B M N H"],
+    k: Float[Array, "B P G H"],
+    v: Float[Array, "B P G H"],
+    intervals: AttentionIntervals,
+    scale: float,
+) -> Float[Array, "B M N H"]:
+    """As `attend`, of the M = P - n packed rows alone, which follow n depth-0 rows.
+
+    Args:
+      intervals: of all P rows; what it says of depth-0 rows is not read.
+    """
+    n = intervals.depth0
+    reason = unsupported(q, k[:, n:], v[:, n:])
+    if choose("packed_attention", "auto", FORMS, reason) == "reference":
+        return packed_reference(q, k, v, intervals, scale)
+    # the kernel has queries for all rows: those of depth 0 see nothing, and cost next to nothing
+    is_depth0 = jnp.arange(k.shape[1])[None] < n
+    last = jnp.where(is_depth0, -1, intervals.last)
+    intervals = dataclasses.replace(intervals, last=last)
+    padded = jnp.pad(q, [(0, 0), (n, 0), (0, 0), (0, 0)])
+    return triton(padded, k, v, intervals, scale)[0][:, n:]

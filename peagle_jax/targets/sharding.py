@@ -90,7 +90,7 @@ def _fully_sharded(axes: P, shape: tuple[int, ...], size: int) -> P:
     return P(*entries)
 
 
-def placement(config: HasHeads, mesh: Mesh) -> Callable[[str, Any], NamedSharding]:
+def placement(config: HasHeads, mesh: Mesh | AbstractMesh) -> Callable[[str, Any], NamedSharding]:
     """(path, shape) of a parameter -> its sharding, as `weights.load_params` asks for it."""
 
     def sharding_of(path: str, param: Any) -> NamedSharding:

@@ -132,3 +132,33 @@ class PrefixChain:
             depth0.depth0,
             self.num_depths - 1,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition(PrefixChain):
+    """Attention of packed rows alone, as `PrefixChain` has it: of one partition of a sequence.
+
+    The depth-0 rows have been computed before, and the state maps each layer to their keys and
+    values, as `PackedCausal` leaves it.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "B M N H"],
+        k: Float[Array, "B M G H"] | None,
+        v: Float[Array, "B M G H"] | None,
+        state: dict,
+        rule: AttentionRule,
+    ) -> tuple[Float[Array, "B M N H"], dict]:
+        if k is None or v is None:
+            raise ValueError("every layer of a draft head has keys of its own")
+        keys, values = state[layer]
+        y = packed_attention.attend_packed(
+            q,
+            jnp.concatenate([keys, k], axis=1),
+            jnp.concatenate([values, v], axis=1),
+            self.intervals(rule.window),
+            rule.scale,
+        )
+        return y, state

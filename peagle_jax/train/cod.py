@@ -27,6 +27,9 @@ class CodConfig:
       max_anchors: depths count as if a row had at most so many positions with a loss, 1 or more;
         None: all of them. Chains begin at random positions, so this equals drawing the anchors
         first, as speculators does.
+      partitions: S, 1 or more: the elements of a row are trained in so many parts, one after
+        another (the paper's sequence partitioning). Memory becomes that of one part beside depth 0,
+        and gradients stay what they are.
 
     Raises:
       ValueError: a value is out of its range. In a recipe that is an InputError of `load_run`.
@@ -36,6 +39,7 @@ class CodConfig:
     down_sample_ratio: float = 0.7
     down_sample_ratio_min: float = 0.2
     max_anchors: int | None = None
+    partitions: int = 1
 
     def __post_init__(self) -> None:
         check(self.num_depths >= 1, "num_depths", "must be 1 or more", self.num_depths, "use 8")
@@ -46,6 +50,8 @@ class CodConfig:
         positive = self.max_anchors is None or self.max_anchors >= 1
         rule = "must be 1 or more, or null"
         check(positive, "max_anchors", rule, self.max_anchors, "use null for all")
+        parts = self.partitions
+        check(parts >= 1, "partitions", "must be 1 or more", parts, "use 1 for all at once")
 
     def max_elements(self, num_loss_tokens: int, depth: int) -> int:
         """How many elements of `depth` a sequence with so many positions in the loss may have."""
@@ -58,6 +64,13 @@ class CodConfig:
     def capacity(self, positions: int) -> int:
         """M, the static packed width: the most elements of depth 1 and more of `positions`."""
         return sum(self.max_elements(positions, depth) for depth in range(1, self.num_depths))
+
+    def partition_width(self, positions: int) -> int:
+        """The most elements of a partition: its share of M, and the end of its last chain."""
+        elements = max(self.capacity(positions), 1)
+        if self.partitions == 1:
+            return elements
+        return -(-elements // self.partitions) + max(self.num_depths - 2, 0)
 
 
 def sample_row(
@@ -125,18 +138,32 @@ def cod_sample(
 
     Returns:
       Arrays [B M] of each element's anchor and depth, 1 and more, and of whether it is real. M is
-      `cod.capacity(n)`, but at least 1; unused places have `real` False.
+      `cod.capacity(n)`, but at least 1; unused places have `real` False. With partitions M is S
+      stretches of `cod.partition_width(n)` elements. A chain belongs to the partition in whose
+      share of the elements it begins, so that none is cut.
     """
     B, n = loss_mask.shape
-    width = max(cod.capacity(n), 1)
+    width = cod.partitions * cod.partition_width(n)
     anchor = np.zeros((B, width), np.int32)
     depth = np.zeros((B, width), np.int32)
     real = np.zeros((B, width), bool)
     for i in range(B):
         rng = np.random.default_rng([*np.atleast_1d(seed), i])
         row_anchor, row_depth = sample_row(loss_mask[i], segment_ids[i], cod, rng)
-        count = len(row_anchor)
-        anchor[i, :count] = row_anchor
-        depth[i, :count] = row_depth
-        real[i, :count] = True
+        places = _places(row_depth, cod, n)
+        anchor[i, places] = row_anchor
+        depth[i, places] = row_depth
+        real[i, places] = True
     return CodSample(anchor, depth, real)
+
+
+def _places(depth: Int[np.ndarray, " m"], cod: CodConfig, positions: int) -> np.ndarray:
+    """Where each of a row's elements lies, by its partition."""
+    element = np.arange(len(depth))
+    if cod.partitions == 1:
+        return element
+    chain_start = element - (depth - 1)
+    share = -(-max(cod.capacity(positions), 1) // cod.partitions)
+    partition = chain_start // share
+    first = np.searchsorted(partition, partition)  # of each element's partition
+    return partition * cod.partition_width(positions) + element - first

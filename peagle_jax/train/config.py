@@ -20,6 +20,7 @@ from peagle_jax.train.eagle_loss import RegressionConfig
 from peagle_jax.train.loss import LOSSES
 from peagle_jax.train.peagle_loss import FeatureNoise
 from peagle_jax.train.recipe_sections import (
+    ComputeConfig,
     DataConfig,
     EvalConfig,
     MeshConfig,
@@ -156,6 +157,8 @@ class HeadShape:
     norm_output: bool = False
     mask_token: int | None = None  # the placeholders' token; null: the tokenizer's mask token
     rope: Llama3Rope | None = None
+    # Of every layer, in tokens: a row attends to the positions p - window + 1 .. p; null: to all.
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.heads is not None and self.kv_heads is not None:
@@ -165,6 +168,10 @@ class HeadShape:
             positive = size is None or size >= 1
             next_step = "use 1" if key == "layers" else "use null for the target's"
             check(positive, key, "must be 1 or more", size, next_step)
+        window = self.sliding_window
+        positive = window is None or window >= 1
+        next_step = "use null for full attention"
+        check(positive, "sliding_window", "must be 1 or more", window, next_step)
         both = self.norm_before_fc and self.fc_norm
         rule = "excludes norm_before_fc: a head has one of the two"
         check(not both, "fc_norm", rule, "both", "set one of them to false")
@@ -226,6 +233,7 @@ class HeadRun(Run, abc.ABC):
     depth_schedule: tuple[DepthStage, ...] = ()
     train_embedding: bool
     train_lm_head: bool = False
+    compute: ComputeConfig = ComputeConfig()
     eval: EvalConfig = EvalConfig()
 
     def __post_init__(self) -> None:

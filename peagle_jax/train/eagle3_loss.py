@@ -13,9 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.kernels import packed_attention
 from peagle_jax.train.attention import causal
+from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.loss import DepthCounts, distill
 from peagle_jax.train.peagle_loss import teacher_columns
+from peagle_jax.train.recipe_sections import ComputeConfig
 from peagle_jax.types import AttentionRule
 
 
@@ -58,6 +60,7 @@ def eagle3_loss(
     logit_cap: float | None = None,
     loss: str = "forward_kl",
     denominators: Float[Array, " steps"] | None = None,
+    compute: ComputeConfig | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Sum over steps of decay**j times the mean loss of step j, as speculators computes it.
 
@@ -73,12 +76,15 @@ def eagle3_loss(
       loss: a name of `loss.LOSSES`.
       denominators: what the sum of each step is divided by, where these rows are a part of a
         batch: the numbers of its positions in the loss; None: theirs.
+      compute: how; None: in the head's dtype, and nothing twice.
 
     Returns:
       The loss, and {"correct", "total"} by step: how often the head's argmax is the target's, and
       of how many elements.
     """
     B, n = rows.tokens.shape
+    recompute = compute is not None and compute.recompute == "layers"
+    head, rows = in_compute_dtype(head, compute), rows_in_compute_dtype(rows, compute)
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
     fused, state = head.fuse(rows.aux_hidden_states), {}
     summed, correct, total = jnp.zeros(()), [], []
@@ -86,7 +92,7 @@ def eagle3_loss(
     for step in range(steps):
         embeddings = head.embed(_ahead(rows.tokens, step, 0))
         attend = Unrolled(rows.segment_ids, step)
-        hidden, state = head(embeddings, fused, here + step, attend, state)
+        hidden, state = head(embeddings, fused, here + step, attend, state, recompute=recompute)
         fused = head.feedback(hidden)
         weight = positions_in_loss(rows.loss_mask, rows.segment_ids, step).astype(jnp.float32)
         teacher_row = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]

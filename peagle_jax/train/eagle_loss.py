@@ -13,9 +13,11 @@ from jaxtyping import Array, Float, Key
 
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.train.attention import PackedCausal
+from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.loss import DepthCounts, distill
 from peagle_jax.train.peagle_loss import teacher_columns
+from peagle_jax.train.recipe_sections import ComputeConfig
 from peagle_jax.train.settings import check
 
 
@@ -45,6 +47,7 @@ def eagle_loss(
     loss: str = "forward_kl",
     keys: Key[Array, " B"] | None = None,
     denominators: Float[Array, " steps"] | None = None,
+    compute: ComputeConfig | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Weighted sum of the regression and of the loss of tokens, each a mean over the loss mask.
 
@@ -61,6 +64,7 @@ def eagle_loss(
       keys: PRNG keys for the noise, one for each row; needed only if there is any.
       denominators: what the sums are divided by, where these rows are a part of a batch: the
         number of its positions in the loss; None: theirs.
+      compute: how; None: in the head's dtype, and nothing twice.
 
     Returns:
       The loss, and {"correct", "total"} of the one step [1]: how often the head's argmax is the
@@ -68,6 +72,8 @@ def eagle_loss(
     """
     B, n = rows.tokens.shape
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
+    recompute = compute is not None and compute.recompute == "layers"
+    head, rows = in_compute_dtype(head, compute), rows_in_compute_dtype(rows, compute)
     features = rows.aux_hidden_states
     if regression.noise:
         if keys is None:
@@ -76,7 +82,8 @@ def eagle_loss(
         uniform = jax.vmap(lambda key: jax.random.uniform(key, shape, dtype, -1, 1))(keys)
         features += regression.noise * uniform
     attend = PackedCausal(rows.segment_ids)
-    hidden, _ = head(head.embed(rows.tokens), head.fuse(features), here, attend, None)
+    embeddings, fused = head.embed(rows.tokens), head.fuse(features)
+    hidden, _ = head(embeddings, fused, here, attend, None, recompute=recompute)
 
     weight = rows.loss_mask.astype(jnp.float32)
     truth = rows.teacher_hidden.astype(jnp.float32)

@@ -154,7 +154,7 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         norm_before_fc=head.norm_before_fc,
         fc_norm=head.fc_norm,
         norm_output=head.norm_output,
-        windows=(None,) * head.layers,
+        windows=(head.sliding_window,) * head.layers,
         dtype=jnp.float32,
     )
 

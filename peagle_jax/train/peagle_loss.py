@@ -8,14 +8,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.draft.placeholders import PlaceholderRow
-from peagle_jax.train.attention import PrefixChain
+from peagle_jax.train.attention import PackedCausal, Partition, PrefixChain
+from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.loss import DepthCounts, distill
+from peagle_jax.train.recipe_sections import ComputeConfig
 from peagle_jax.train.settings import check
 from peagle_jax.types import CodSample
 
@@ -70,6 +72,8 @@ def peagle_loss(
     feature_noise: FeatureNoise | None = None,
     keys: Key[Array, " B"] | None = None,
     denominator: Float[Array, ""] | None = None,
+    compute: ComputeConfig | None = None,
+    partitions: int = 1,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Mean loss over the elements of all depths, with one denominator for the batch.
 
@@ -85,48 +89,160 @@ def peagle_loss(
       keys: PRNG keys for that noise, one for each row.
       denominator: what the sum is divided by, where these rows are a part of a batch: the number
         of its elements in the loss; None: theirs.
+      compute: how; None: in the head's dtype, and nothing twice.
+      partitions: S; `cod` then has S stretches of as many elements, and no chain in two of them.
+        They are computed one after another, and their gradients add up. They share the depth-0
+        rows, which are computed once: no placeholder is attended to by another chain.
 
     Returns:
       The loss, and {"correct", "total"} by depth [K]: how often the head's argmax is the target's,
       and of how many elements.
     """
+    if num_depths > 1 and cod is None:
+        raise ValueError("more than one depth needs a COD sample")
     B, n = rows.tokens.shape
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
-    embeddings = head.embed(rows.tokens)
-    fused = _noisy_fused(head, rows, feature_noise, keys)
-    if num_depths > 1:
-        if cod is None:
-            raise ValueError("more than one depth needs a COD sample")
-        mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused)
-        embeddings = jnp.concatenate([embeddings, mask_embeddings], axis=1)
-        fused = jnp.concatenate([fused, mask_fused], axis=1)
-        anchor, cod_depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
-        depth = jnp.concatenate([jnp.zeros((B, n), jnp.int32), cod_depth], axis=1)
-        positions = jnp.concatenate([here, anchor + cod_depth], axis=1)
-        attend = PrefixChain(anchor, cod_depth, rows.segment_ids, num_depths)
-    else:
-        depth, positions = jnp.zeros((B, n), jnp.int32), here
-        attend = PrefixChain(here[:, :0], here[:, :0], rows.segment_ids, 1)
-    hidden, _ = head(embeddings, fused, positions, attend, None)
-
+    masters, head = head, in_compute_dtype(head, compute)
+    rows = rows_in_compute_dtype(rows, compute)
+    recompute = compute is not None and compute.recompute == "layers"
     weight = elements_in_loss(rows.loss_mask, cod, num_depths).astype(jnp.float32)
     if denominator is None:
         denominator = jnp.maximum(weight.sum(), 1)
-    teacher_row = positions + n * jnp.arange(B)[:, None]
-    total, by_depth = distill(
-        head.final_norm,
-        head.lm_head.kernel[...],
-        _flatten_rows(hidden),
-        teacher_columns(head, lm_head_weight),
-        _flatten_rows(rows.teacher_hidden),
-        _flatten_rows(teacher_row),
-        _flatten_rows(weight),
-        _flatten_rows(depth),
-        num_depths,
-        logit_cap,
-        loss,
+    embeddings = head.embed(rows.tokens)
+    fused = _noisy_fused(head, rows, feature_noise, keys)
+    teacher = Teacher(
+        teacher_columns(head, lm_head_weight), rows.teacher_hidden, num_depths, logit_cap, loss
     )
+    zeros = jnp.zeros((B, n), jnp.int32)
+    if cod is None or num_depths == 1 or partitions > 1:
+        attend = PackedCausal(rows.segment_ids)
+        hidden, keys_and_values = head(embeddings, fused, here, attend, None, recompute=recompute)
+        total, by_depth = teacher.distill(head, hidden, here, weight[:, :n], zeros)
+        if cod is not None and num_depths > 1:
+            depth0 = Depth0(embeddings, fused, keys_and_values, rows.segment_ids)
+            of_cod = _partitioned(
+                masters, cod, weight[:, n:], depth0, teacher, partitions, recompute, compute
+            )
+            total, by_depth = jax.tree.map(jnp.add, (total, by_depth), of_cod)
+        return total / denominator, by_depth
+    mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused)
+    embeddings = jnp.concatenate([embeddings, mask_embeddings], axis=1)
+    fused = jnp.concatenate([fused, mask_fused], axis=1)
+    anchor, cod_depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
+    positions = jnp.concatenate([here, anchor + cod_depth], axis=1)
+    attend = PrefixChain(anchor, cod_depth, rows.segment_ids, num_depths)
+    hidden, _ = head(embeddings, fused, positions, attend, None, recompute=recompute)
+    depth = jnp.concatenate([zeros, cod_depth], axis=1)
+    total, by_depth = teacher.distill(head, hidden, positions, weight, depth)
     return total / denominator, by_depth
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """What a head learns from: the target's hidden states and output matrix, and the loss."""
+
+    columns: Float[Array, "E W"]
+    hidden: Float[Array, "B n E"]
+    num_depths: int
+    logit_cap: float | None
+    loss: str
+
+    def distill(
+        self,
+        head: DraftHead,
+        hidden: Float[Array, "B P D"],
+        positions: Int[Array, "B P"],
+        weight: Float[Array, "B P"],
+        depth: Int[Array, "B P"],
+    ) -> tuple[Float[Array, ""], DepthCounts]:
+        """As `loss.distill`, of rows that learn from their positions."""
+        B, n = self.hidden.shape[:2]
+        teacher_row = positions + n * jnp.arange(B)[:, None]
+        return distill(
+            head.final_norm,
+            head.lm_head.kernel[...],
+            _flatten_rows(hidden),
+            self.columns,
+            _flatten_rows(self.hidden),
+            _flatten_rows(teacher_row),
+            _flatten_rows(weight),
+            _flatten_rows(depth),
+            self.num_depths,
+            self.logit_cap,
+            self.loss,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Depth0:
+    """What placeholder rows read of the depth-0 rows.
+
+    Attributes:
+      embeddings: of their tokens.
+      fused: their fused hidden states.
+      keys_and_values: layer -> the keys and the values of all rows.
+      segment_ids: their documents.
+    """
+
+    embeddings: Float[Array, "B n D"]
+    fused: Float[Array, "B n D"]
+    keys_and_values: dict[int, tuple[Array, Array]]
+    segment_ids: Int[Array, "B n"]
+
+
+def _partitioned(
+    masters: DraftHead,
+    cod: CodSample,
+    weight: Float[Array, "B M"],
+    depth0: Depth0,
+    teacher: Teacher,
+    partitions: int,
+    recompute: bool,
+    compute: ComputeConfig | None,
+) -> tuple[Float[Array, ""], DepthCounts]:
+    """Sum of the losses of the placeholder rows, partition by partition, and their counts.
+
+    Of a partition nothing is kept for the backward pass, which computes it again.
+
+    Args:
+      masters: the head whose parameters are trained. Each partition rounds them anew, so that
+        gradients are added up in the parameters' own dtype; those of `depth0` are, too.
+    """
+    # as a list of arrays, because the class checks the axes of its fields
+    leaves, structure = jax.tree.flatten(depth0)
+    dtypes = [x.dtype for x in leaves]
+    summed_in_float32 = [
+        x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x for x in leaves
+    ]
+
+    def split(x: Array) -> Array:
+        """[B M ..] -> [S B M/S ..]."""
+        x = jnp.asarray(x)
+        return jnp.moveaxis(x.reshape(x.shape[0], partitions, -1), 1, 0)
+
+    @jax.checkpoint
+    def of_partition(leaves: list[Array], part: tuple) -> tuple:
+        anchor, depth, real, weight = part
+        head = in_compute_dtype(masters, compute)
+        narrowed = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        depth0 = jax.tree.unflatten(structure, narrowed)
+        elements = CodSample(anchor, depth, real)
+        embeddings, fused = _placeholder_rows(head, elements, depth0.embeddings, depth0.fused)
+        attend = Partition(anchor, depth, depth0.segment_ids, teacher.num_depths)
+        positions = anchor + depth
+        state = depth0.keys_and_values
+        hidden, _ = head(embeddings, fused, positions, attend, state, recompute=recompute)
+        return teacher.distill(head, hidden, positions, weight, depth)
+
+    def add(total: tuple, part: tuple) -> tuple[tuple, None]:
+        return jax.tree.map(jnp.add, total, of_partition(summed_in_float32, part)), None
+
+    parts = tuple(split(x) for x in (cod.anchor, cod.depth, cod.real, weight))
+    zeros = jnp.zeros(teacher.num_depths)
+    nothing = jnp.zeros(()), {"correct": zeros, "total": zeros}
+    summed, _ = jax.lax.scan(add, nothing, parts)
+    return summed
 
 
 def _placeholder_rows(

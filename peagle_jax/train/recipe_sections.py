@@ -74,6 +74,18 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """How a head's forward and backward are computed."""
+
+    # Of the copies of the parameters and of the activations that a step computes with. Parameters,
+    # what the optimizer keeps, and sums of gradients are float32 whatever this is.
+    dtype: typing.Literal["float32", "bfloat16"] = "float32"
+    # What the backward pass computes again instead of keeping it: nothing, or each layer's
+    # activations from the layer's input.
+    recompute: typing.Literal["none", "layers"] = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Greedy decoding with the head while it trains, and at the end: its acceptance length."""
 

@@ -23,6 +23,8 @@ from peagle_jax.types import InputError
 MAY_CHANGE = (
     "mesh",
     "gradient_accumulation",
+    "cod.partitions",
+    "compute.recompute",
     "optimizer.steps",
     "max_seconds",
     "log_every",

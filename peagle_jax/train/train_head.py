@@ -292,6 +292,8 @@ def head_loss(
             run.feature_noise,
             jax.vmap(key_of)(jnp.asarray(batch.noise_ids)),
             denominators,
+            run.compute,
+            run.cod.partitions,
         )
     if isinstance(run, EagleRun):
         return eagle_loss(
@@ -303,6 +305,7 @@ def head_loss(
             run.loss,
             jax.vmap(key_of)(jnp.asarray(batch.noise_ids)),
             denominators,
+            run.compute,
         )
     return eagle3_loss(
         draft_head,
@@ -313,6 +316,7 @@ def head_loss(
         decoder.logit_cap,
         run.loss,
         denominators,
+        run.compute,
     )
 
 

@@ -91,6 +91,20 @@ def test_recipes(path):
     assert out.shape == () and out.dtype == jnp.float32
 
 
+def test_a_sliding_window_of_a_recipe(tmp_path):
+    """Reaches every layer of the head, and what vLLM reads of it."""
+    recipe = (CONFIGS / "train/gpt_oss_20b.yaml").read_text()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.replace("  mask_token:", "  sliding_window: 4096\n  mask_token:"))
+    _, _, head = tracing.recipe(path, CONFIGS / "targets")
+    assert head.config.windows == (4096,) * 4
+    layers = head.bind(head.params).layers
+    assert [layer.attn.window for layer in layers] == [4096] * 4
+    written = vllm_config(head.config, "bfloat16", 10)
+    assert written["sliding_window"] == 4096
+    assert written["layer_types"] == ["sliding_attention"] * 4
+
+
 @pytest.mark.parametrize("name", ["gpt-oss-20b", pytest.param("all", marks=pytest.mark.long)])
 def test_lowered_for_eight_devices(name, tmp_path):
     """In a process of its own, because devices are counted when JAX starts.

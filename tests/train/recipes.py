@@ -47,6 +47,7 @@ HEAD = {
     "norm_output": False,
     "mask_token": None,
     "rope": None,
+    "sliding_window": None,
 }
 OPTIMIZER = {
     "name": "adamw",
@@ -76,6 +77,7 @@ EVERY_HEAD = EVERY_RUN | {
     "init_from": None,
     "depth_schedule": [],
     "train_lm_head": False,
+    "compute": {"dtype": "float32", "recompute": "none"},
     "eval": {
         "every": 1000,
         "prompts": None,
@@ -99,6 +101,7 @@ DEFAULTS = {
             "down_sample_ratio": 0.7,
             "down_sample_ratio_min": 0.2,
             "max_anchors": None,
+            "partitions": 1,
         },
         "placeholder": {"hidden": "shared", "token": "mask"},
         "feature_noise": {"noise": 0.0, "dropout": 0.0},
@@ -150,6 +153,7 @@ ALL_CHANGED = {
     "depth_schedule": [{"until": 2, "num_depths": 1}, {"until": 3, "num_depths": 2}],
     "train_embedding": False,
     "train_lm_head": True,
+    "compute": {"dtype": "bfloat16", "recompute": "layers"},
     "eval": {
         "every": 13,
         "prompts": "p.jsonl",
@@ -198,12 +202,14 @@ ALL_CHANGED = {
             "high_freq_factor": 3.5,
             "original_max_position_embeddings": 512,
         },
+        "sliding_window": 33,
     },
     "cod": {
         "num_depths": 5,
         "down_sample_ratio": 0.5,
         "down_sample_ratio_min": 0.125,
         "max_anchors": 11,
+        "partitions": 3,
     },
     "placeholder": {"hidden": "per_depth", "token": "frozen"},
     "feature_noise": {"noise": 0.5, "dropout": 0.25},

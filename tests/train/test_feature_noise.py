@@ -27,9 +27,9 @@ class Watched(DraftHead):
 
     seen: list = []  # noqa: RUF012
 
-    def __call__(self, embeddings, features, positions, attend, state):
+    def __call__(self, embeddings, features, positions, attend, state, **options):
         Watched.seen.append((embeddings, features))
-        return super().__call__(embeddings, features, positions, attend, state)
+        return super().__call__(embeddings, features, positions, attend, state, **options)
 
 
 @functools.cache

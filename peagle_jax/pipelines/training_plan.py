@@ -1,0 +1,333 @@
+"""What a recipe for a head will take, from shapes alone: `peagle train --dry-run`.
+
+Nothing but the target's config.json is read. Bytes of weights and of the optimizer are exact. Those
+of activations are counted by `activation_bytes`, which tests hold against XLA's own count.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from huggingface_hub import hf_hub_download
+from jax.sharding import AbstractMesh, AxisType
+
+from peagle_jax.draft.head import HeadConfig
+from peagle_jax.kernels import packed_attention
+from peagle_jax.layers import activation_dtype
+from peagle_jax.pipelines.tracing import abstract_head, abstract_target
+from peagle_jax.targets import sharding
+from peagle_jax.targets.config import TargetConfig
+from peagle_jax.targets.sharding import DATA, FSDP, MODEL
+from peagle_jax.train import loss
+from peagle_jax.train.config import HeadRun, PeagleRun
+from peagle_jax.train.new_head import head_config
+from peagle_jax.train.recipe_sections import MeshConfig
+from peagle_jax.train.train_head import split_params
+from peagle_jax.train.update import make_optimizer
+from peagle_jax.types import InputError, Model, Params
+from peagle_jax.weights import flatten_params
+from peagle_jax.weights.hub import FAILURES, split_revision
+
+# One H200: measured bandwidth and rate of bfloat16 products (docs/kernels.md says how such numbers
+# compare), the data sheet's rate of float32 ones, and bytes of memory.
+BANDWIDTH, RATES, DEVICE_BYTES = 4.3e12, {2: 790e12, 4: 67e12}, 141e9
+# Copies of the logits of a chunk in float32 at one time: both, their softmaxes, the gradient.
+LOGIT_COPIES = 5
+SCORE_COPIES = 4  # of the scores of a chunk in attention without a kernel, likewise
+TARGET_CONFIGS = Path("configs/targets")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """What one device holds and one step computes.
+
+    Attributes:
+      devices: how many there are.
+      mesh: data x fsdp x model.
+      tokens_per_step: of the packed rows of a batch.
+      rows_at_once: packed rows that a device computes at one time.
+      row_length: tokens of a packed row.
+      packed_length: elements of all depths of a row, at most.
+      elements_at_once: of a row in memory: those of depth 0 and of one partition.
+      target_bytes: of the target's weights.
+      head_bytes: of the head's float32 parameters.
+      optimizer_bytes: of what the optimizer keeps.
+      gradient_bytes: of gradients and of copies of parameters, while a step is computed.
+      activation_bytes: of everything else in a step.
+      step_flops: of all devices.
+      step_floor: seconds of a step, at least, if the devices are H200s.
+    """
+
+    devices: int
+    mesh: str
+    tokens_per_step: int
+    rows_at_once: int
+    row_length: int
+    packed_length: int
+    elements_at_once: int
+    target_bytes: int
+    head_bytes: int
+    optimizer_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    step_flops: float
+    step_floor: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a device."""
+        parts = self.target_bytes, self.head_bytes, self.optimizer_bytes
+        return sum(parts) + self.gradient_bytes + self.activation_bytes
+
+    def facts(self) -> dict[str, str]:
+        """Names and values for people."""
+        facts = {}
+        for name, value in dataclasses.asdict(self).items():
+            if name.endswith("_bytes"):
+                facts[name.removesuffix("_bytes") + ", a device"] = f"{value / 1e9:.2f} GB"
+            elif name == "step_flops":
+                facts["step"] = f"{value / 1e12:,.0f} TFLOP on all devices"
+            elif name == "step_floor":
+                facts["step takes at least"] = f"{value:.2f} s on H200s"
+            else:
+                facts[name] = f"{value:,}" if isinstance(value, int) else value
+        fits = "fits" if self.total_bytes <= DEVICE_BYTES else "does not fit"
+        total = f"{self.total_bytes / 1e9:.1f} GB: {fits} an H200 ({DEVICE_BYTES / 1e9:.0f} GB)"
+        return {**facts, "in all, a device": total}
+
+
+def training_plan(
+    run: HeadRun, devices: int | None = None, targets: Path = TARGET_CONFIGS
+) -> TrainingPlan:
+    """What a run will take.
+
+    Args:
+      run: a recipe of a head.
+      devices: how many; the mesh of the recipe is made to fit. None: those of its mesh.
+      targets: a folder with config.json files by hub names in lower case, for targets that are on
+        no disk.
+
+    Raises:
+      InputError: there is no config.json, the head does not fit the target, or the rows of a batch
+        cannot be divided among so many devices.
+    """
+    run = run if devices is None else on_devices(run, devices)
+    target = abstract_target(
+        find_config(run.target, targets),
+        dtype=jnp.dtype(run.target_dtype),
+        aux_hidden_state_layers=run.head.aux_hidden_state_layers,
+    )
+    head = abstract_head(head_config(run, target, _any_mask_token(run)))
+    return plan_of(run, target, head)
+
+
+def plan_of(run: HeadRun, target: Model, head: Model) -> TrainingPlan:
+    """As `training_plan`, of models with shapes as their parameters."""
+    sizes = run.mesh.data, run.mesh.fsdp, run.mesh.model
+    mesh = AbstractMesh(sizes, (DATA, FSDP, MODEL), axis_types=(AxisType.Auto,) * 3)
+    gathered = AbstractMesh(
+        (run.mesh.data, 1, run.mesh.model), (DATA, FSDP, MODEL), axis_types=(AxisType.Auto,) * 3
+    )
+    trained, _ = split_params(run, head)
+    whole, divided = (bytes_on(trained, head.config, m) for m in (gathered, mesh))
+    optimizer = sum(
+        math.prod(x.shape) * x.dtype.itemsize
+        for x in jax.tree.leaves(jax.eval_shape(make_optimizer(run.optimizer).init, trained))
+    )
+    num_devices = math.prod(sizes)
+    rows = run.data.batch_size // (run.gradient_accumulation * run.mesh.data * run.mesh.fsdp)
+    n = run.data.seq_len - 1
+    packed, at_once = element_counts(run, n)
+    is_16bit = run.compute.dtype == "bfloat16"
+    # sums of gradients over parts, and over partitions, stand beside the summands
+    gradients = whole * (1 + int(packed > at_once)) + divided * (run.gradient_accumulation > 1)
+    copies = bytes_on(head.params, head.config, gathered) // 2 if is_16bit else 0
+    if run.mesh.fsdp > 1:  # matrices are put together to compute with them
+        copies += bytes_on(head.params, head.config, gathered)
+        copies += bytes_on(target.params, target.config, gathered)
+    target_bytes = bytes_on(target.params, target.config, mesh)
+    head_bytes = bytes_on(head.params, head.config, mesh)
+    all_parameters = sum(math.prod(x.shape) * 4 for _, x in flatten_params(trained))
+    optimizer_bytes = round(optimizer * divided / all_parameters)
+    flops = step_flops(run, target, head, packed)
+    reads = run.gradient_accumulation * (target_bytes + 3 * head_bytes) + 2 * optimizer_bytes
+    rate = RATES[jnp.dtype(run.compute.dtype).itemsize]
+    return TrainingPlan(
+        devices=num_devices,
+        mesh=" x ".join(map(str, sizes)),
+        tokens_per_step=run.data.batch_size * run.data.seq_len,
+        rows_at_once=rows,
+        row_length=run.data.seq_len,
+        packed_length=packed,
+        elements_at_once=at_once,
+        target_bytes=target_bytes,
+        head_bytes=head_bytes,
+        optimizer_bytes=optimizer_bytes,
+        gradient_bytes=gradients + copies,
+        activation_bytes=activation_bytes(run, target.config, head.config, rows),
+        step_flops=flops,
+        step_floor=max(flops / rate / num_devices, reads / BANDWIDTH),
+    )
+
+
+def on_devices(run: HeadRun, devices: int) -> HeadRun:
+    """The run on so many devices, with as many rows at one time on each as its mesh gives.
+
+    Raises:
+      InputError: the rows of a batch cannot be divided so.
+    """
+    mesh = run.mesh
+    if devices == mesh.data * mesh.fsdp * mesh.model:
+        return run
+    rows = run.data.batch_size // (run.gradient_accumulation * mesh.data * mesh.fsdp)
+    model = math.gcd(mesh.model, devices)
+    shares = devices // model
+    if devices < 1 or run.data.batch_size % (shares * rows):
+        rule = f"data.batch_size, {run.data.batch_size}, must be a multiple of the devices"
+        raise InputError("--devices", rule, devices, "use 1, or set mesh and data.batch_size")
+    is_divided = mesh.fsdp > 1
+    new_mesh = MeshConfig(
+        data=1 if is_divided else shares, fsdp=shares if is_divided else 1, model=model
+    )
+    parts = run.data.batch_size // (shares * rows)
+    return dataclasses.replace(run, mesh=new_mesh, gradient_accumulation=parts)
+
+
+def find_config(target: str, targets: Path) -> Path:
+    """The config.json of a folder or a hub id; for the latter one of `targets` comes first."""
+    name, revision = split_revision(target)
+    known = targets / f"{name.split('/')[-1].lower()}.json"
+    for path in (Path(target) / "config.json", known):
+        if path.is_file():
+            return path
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except FAILURES as error:
+        rule = "must be a folder with config.json, or a hub id that is online or cached"
+        got = f"{type(error).__name__} from the hub"
+        raise InputError(target, rule, got, "check the name and the network") from None
+
+
+def _any_mask_token(run: HeadRun) -> int:
+    """A token id for placeholders: shapes do not depend on it, and no tokenizer is read."""
+    return 0 if run.head.mask_token is None else run.head.mask_token
+
+
+def bytes_on(params: Params, config: Any, mesh: AbstractMesh) -> int:
+    """Bytes of parameters on one device of a mesh."""
+    place = sharding.placement(config, mesh)
+    return sum(
+        math.prod(place(path, x).shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+        for path, x in flatten_params(params)
+    )
+
+
+def element_counts(run: HeadRun, n: int) -> tuple[int, int]:
+    """(elements of a row over all depths, those in memory at one time), at most."""
+    if not isinstance(run, PeagleRun):
+        return n * run.num_depths, n * run.num_depths
+    packed = n + run.cod.capacity(n)
+    if run.cod.partitions == 1:
+        return packed, packed
+    return packed, min(packed, n + run.cod.partition_width(n))
+
+
+def activation_bytes(run: HeadRun, target: TargetConfig, head: HeadConfig, rows: int) -> int:
+    """Bytes of activations on a device, at most: the target's forward, or the head's training.
+
+    Of the head, the backward pass keeps for each layer and element what it reads again: with
+    `compute.recompute` the layer's input, and everything of one layer. Depth-0 elements are kept
+    of all layers; with partitions those of one partition are there for a time. Beside them are the
+    rows of the target, the scores of a chunk of attention where no kernel runs, and the logits of
+    a chunk.
+
+    Args:
+      rows: packed rows at one time.
+    """
+    n, share = run.data.seq_len - 1, run.mesh.model
+    target_size = activation_dtype(run.target_dtype).itemsize
+    size = activation_dtype(run.compute.dtype).itemsize
+    E, A = target.dim, target.dim * len(target.aux_hidden_state_layers)
+    experts = getattr(target, "experts_per_token", None) or 0
+    inner = experts * getattr(target, "expert_dim", target.mlp_dim) if experts else target.mlp_dim
+    projections = (2 * target.heads + 2 * target.kv_heads) * target.head_dim
+    width = 4 * E + (projections + 3 * inner + experts * 2 * E) // share
+    inputs = rows * n * (A + E) * target_size
+    of_target = rows * n * width * target_size + _scores(run, rows, n, target)
+
+    packed, at_once = element_counts(run, n)
+    D = head.dim
+    of_layer = 7 * D + (3 * head.heads + 2 * head.kv_heads) * head.head_dim // share
+    of_layer = (of_layer + 4 * head.mlp_dim // share) * size
+
+    def kept(elements: int) -> int:
+        """Of all layers, in a backward pass."""
+        if run.compute.recompute == "none":
+            return elements * of_layer * head.layers
+        return elements * (head.layers * D * size + 2 * of_layer)
+
+    states = (2 * D + 2 * head.layers * head.kv_heads * head.head_dim) * 4
+    of_head = kept(packed)
+    if packed > at_once:
+        # gradients of what placeholders read of depth-0 rows are added up in float32
+        of_head = kept(n) + kept(at_once - n) + 2 * n * states
+    chunk = min(loss.CHUNK, rows * at_once)
+    logits = chunk * (head.draft_vocab // share) * 4 * LOGIT_COPIES
+    training = rows * of_head + max(logits, _scores(run, rows, n, head))
+    return inputs + max(of_target, training)
+
+
+def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) -> int:
+    """Bytes of the scores of a chunk, where attention runs without a kernel."""
+    is_head = isinstance(config, HeadConfig)
+    dtype = run.compute.dtype if is_head else run.target_dtype
+    one_device = run.mesh.data * run.mesh.fsdp * run.mesh.model == 1
+    if dtype == "bfloat16" and config.head_dim <= 128 and one_device:
+        return 0
+    heads = max(1, config.heads // run.mesh.model)
+    of_query = rows * heads * n
+    return of_query * packed_attention.chunk_size(of_query) * 4 * SCORE_COPIES
+
+
+def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
+    """Multiplications and additions of a step: products with matrices, and attention.
+
+    A product costs 2 for each weight and element forward, and twice that backward. What is computed
+    again costs its forward once more. Every element reads both output matrices.
+    """
+    n, rows = run.data.seq_len - 1, run.data.batch_size
+    c, t = head.config, cast(TargetConfig, target.config)
+    again = 1 + (run.compute.recompute == "layers")
+    layers = _matrix_sizes(head.params, ("layers",))
+    output = _matrix_sizes(head.params, ("lm_head",))
+    fusion = _matrix_sizes(head.params, ("fusion",))
+    teacher = t.dim * c.draft_vocab
+    elements = rows * packed
+    flops = 2.0 * elements * (layers * (2 + again) + output * 4 + teacher * 2)
+    flops += 6.0 * rows * n * fusion
+    # half of the keys, twice 2 for scores and values, and 2.5 times that backward
+    flops += elements * n / 2 * 4 * c.heads * c.head_dim * c.layers * (2.5 + again)
+    if run.hidden_states_dir is None:
+        experts = getattr(t, "experts", None)
+        used = getattr(t, "experts_per_token", 0) / experts if experts else 1
+        dense = _matrix_sizes(target.params, ("blocks",), experts=False)
+        active = dense + used * _matrix_sizes(target.params, ("blocks",), experts=True)
+        flops += 2.0 * rows * n * active
+        flops += rows * n * n / 2 * 4 * t.heads * t.head_dim * t.layers
+    return flops
+
+
+def _matrix_sizes(params: Params, names: Sequence[str], experts: bool | None = None) -> int:
+    """Numbers in the matrices below some names: with experts, without, or both."""
+    return sum(
+        math.prod(x.shape)
+        for path, x in flatten_params(params)
+        if path.split(".")[0] in names
+        and len(x.shape) >= 2
+        and (experts is None or experts == (".experts." in path))
+    )
