@@ -108,6 +108,8 @@ SLOW: dict[str, str] = {
     "tests/train/test_losses.py::test_both_trainings*": "6 s",
     "tests/train/test_losses_of_rows.py::test_alignment*": "11 s",
     "tests/train/test_losses_of_rows.py::test_packed_documents*": "15 s",
+    "tests/train/test_eagle_loss.py::test_how*": "9 s",
+    "tests/train/test_partitions.py*": "45 s",
     "tests/train/test_runs.py::test_a_target_is_resumed*": "4 s",
     "tests/train/test_runs.py::test_a_run_begun_with_former*": "8 s",
     "tests/train/test_runs.py::test_a_run_is_not_continued*": "5 s",
@@ -186,6 +188,7 @@ KEPT = (
     "tests/train/test_designs.py::test_what_is_learned*[[]shared-mask[]]",
     "tests/train/test_feature_noise.py::*[[]gated[]]",
     "tests/train/test_losses.py::test_both_trainings*kl_and_total*",
+    "tests/train/test_partitions.py::test_gradients*[[]2[]]",
 )
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.train.eagle_loss import RegressionConfig, eagle_loss
 from peagle_jax.train.hidden_states import TrainingRows
+from peagle_jax.train.recipe_sections import ComputeConfig
 from peagle_jax.types import Model
 
 torch = pytest.importorskip("torch")
@@ -174,14 +175,29 @@ def test_parts_of_a_batch_add_up():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_how_it_is_computed():
+    """Layers that are computed twice change nothing; bfloat16 rounds, and gradients are float32."""
+    head, (rows, output) = tiny.head(**HEAD), given()
+    whole = ours(head, rows, output)
+    again = ours(head, rows, output, compute=ComputeConfig(recompute="layers"))
+    rounded = ours(head, rows, output, compute=ComputeConfig(dtype="bfloat16"))
+    pairs = zip(*map(jax.tree.leaves, (whole[1], again[1], rounded[1])), strict=True)
+    for want, same, near in pairs:
+        np.testing.assert_allclose(same, want, rtol=1e-4, atol=1e-6)
+        assert near.dtype == jnp.float32
+        # operands have 8 bits, over two layers, and the sums of a bias cancel
+        assert 1e-6 < np.linalg.norm(near - want) / np.linalg.norm(want) < 0.1
+    assert 1e-6 < abs(rounded[0][0] / whole[0][0] - 1) < 2**-7
+
+
 class Watched(DraftHead):
     """Keeps the features that it was called with."""
 
     seen: list = []  # noqa: RUF012
 
-    def __call__(self, embeddings, features, positions, attend, state):
+    def __call__(self, embeddings, features, positions, attend, state, **options):
         Watched.seen.append(features)
-        return super().__call__(embeddings, features, positions, attend, state)
+        return super().__call__(embeddings, features, positions, attend, state, **options)
 
 
 def test_noise_is_on_what_the_head_reads():
