@@ -22,12 +22,12 @@ OPTIONS = {
 }
 
 
-def jit_with_loops(function: Callable, **jit_options: Any) -> Callable:
-    """As `jax.jit(function, **jit_options)`, and on NVIDIA GPUs with OPTIONS.
+def jit_with_loops(function: Callable, **jit_options: Any) -> Any:
+    """As `jax.jit(function, **jit_options)`, `lower` included, and on NVIDIA GPUs with OPTIONS.
 
     An environment variable XLA_FLAGS that says what graphs hold is left to say so.
     """
-    by_option: dict[bool, Callable] = {
+    by_option = {
         False: jax.jit(function, **jit_options),
         True: jax.jit(function, **jit_options, compiler_options=OPTIONS),
     }
@@ -36,6 +36,10 @@ def jit_with_loops(function: Callable, **jit_options: Any) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         return by_option[holds_loops()](*args, **kwargs)
 
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        return by_option[holds_loops()].lower(*args, **kwargs)
+
+    run.lower = lower  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
