@@ -48,6 +48,7 @@ ROW_KEYS = (
     "tools",
     "system",
     "source",
+    "sample",
 )
 MAX_TOKEN_ID = 2**31 - 1
 # What can be done with rows that cannot be used.
@@ -160,7 +161,9 @@ def document_of_row(row: Mapping[str, Any], name: str, where: str) -> Document:
       InputError: the row is none of those above, or something in it has the wrong type.
     """
     _check_unicode(row, where)
-    source = row.get("source")
+    # rows of `peagle regenerate`; elsewhere a column of this name may say which data set it is
+    is_made = row.get("output_token_ids") is not None or isinstance(row.get("sample"), int)
+    source = row.get("source") if is_made else None
     document = _document(row, name, where)
     return dataclasses.replace(document, source=source if isinstance(source, str) else None)
 

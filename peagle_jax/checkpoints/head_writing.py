@@ -156,6 +156,16 @@ def write_head(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def check_expressible(head: HeadState, path: str | Path) -> None:
+    """Checks that `save_drafter` can write the head for vLLM, before anything is written.
+
+    Raises:
+      InputError: vLLM has no place for something in it.
+    """
+    rewritten = export_placeholders.to_vllm_placeholders(head)
+    _refuse_inexpressible(rewritten, path, "vllm", head.config.num_depths, None, own_embedding=True)
+
+
 def check_servable(head: HeadState, path: str | Path) -> None:
     """Checks that vLLM would serve the folder that `head` was read from as it is.
 

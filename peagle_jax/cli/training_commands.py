@@ -62,7 +62,10 @@ def print_plan(run: "Run", devices: int | None) -> int:
     from peagle_jax.train.config import HeadRun
 
     if not isinstance(run, HeadRun):
-        rule, next_step = "needs the recipe of a head", "name one with task: peagle or eagle3"
+        rule, next_step = (
+            "needs the recipe of a head",
+            "name one with task: peagle, eagle3 or eagle",
+        )
         raise InputError("--dry-run", rule, f"task: {run.task}", next_step)
     print_facts(training_plan(run, devices).facts())
     return 0

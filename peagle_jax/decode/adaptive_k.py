@@ -23,6 +23,10 @@ FIRST_STEPS, LAST_STEPS = 4, 16
 PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
 FIRST_WAIT, LAST_WAIT = 128, 4096
+# Of so many choices that leave K as it is, one takes another K that promises so much of the best,
+# for a few steps. A time that was measured at a bad moment would otherwise keep a K from ever being
+# taken, and so from being observed.
+CHOICES_PER_TRIAL, NEARLY = 16, 0.9
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.01
 # After as many steps what was observed counts half: of positions that these steps drafted, and of
@@ -138,6 +142,7 @@ class KChooser:
     def __post_init__(self) -> None:
         self.survival = Survival(self.k_max)
         self._steps, self._wait, self._plain_steps = FIRST_STEPS, FIRST_WAIT, 0
+        self._num_choices = 0  # that left K as it was
         self._seconds: Mapping[int, float] = {}
         # of all steps; and by how much those that drafted took longer than plain decoding
         self._total, self._lost = 0.0, 0.0
@@ -184,26 +189,38 @@ class KChooser:
             self._lost = max(self._lost, -MAX_CREDIT * seconds[0])
 
     def _choose(self) -> None:
-        seconds = self._seconds
-        rates = rates_of(seconds, self.survival)
+        rates = rates_of(self._seconds, self.survival)
         best = max(rates, key=lambda k: rates[k])
         best_draft = max((k for k in rates if k), key=lambda k: rates[k])
         is_look = best == 0 and self.k == 0 and self._plain_steps >= self._wait
         if not (best or is_look) or not self._may_lose(best_draft, PROBE_STEPS):
             if self.k and best == 0:
                 self._wait = min(2 * self._wait, LAST_WAIT)
-            self.k, self.steps_left = 0, FIRST_STEPS
-            return
-        if is_look:
-            self.k, self.steps_left = best_draft, PROBE_STEPS
+            self._take(0)
+        elif is_look:
+            self._take(best_draft, PROBE_STEPS)
         elif self.k and rates[best] <= MIN_GAIN * rates[self.k]:
-            self._steps = min(2 * self._steps, LAST_STEPS)
-            self.steps_left = self._steps
+            self._take(self._other_than(best, rates) or self.k)
         else:
-            self.k, self.steps_left, self._steps = best, FIRST_STEPS, FIRST_STEPS
+            self._take(best)
         if best:
             self._wait = FIRST_WAIT
-        self._plain_steps = 0
+        if self.k:
+            self._plain_steps = 0
+
+    def _take(self, k: int, num_steps: int | None = None) -> None:
+        """Takes `k` for the next steps; more of them, the longer it is taken without a break."""
+        self._steps = min(2 * self._steps, LAST_STEPS) if k == self.k else FIRST_STEPS
+        self.k, self.steps_left = k, num_steps or self._steps
+
+    def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
+        """Now and then a number of drafts that is nearly as good, for its time to be observed."""
+        self._num_choices += 1
+        if self._num_choices % CHOICES_PER_TRIAL:
+            return None
+        close = [k for k in rates if k not in (0, best) and rates[k] > NEARLY * rates[best]]
+        number = self._num_choices // CHOICES_PER_TRIAL
+        return close[number % len(close)] if close else None
 
     def _may_lose(self, k: int, num_steps: int) -> bool:
         """Whether steps with `k` drafts, none of them accepted, would be within the budget."""

@@ -131,14 +131,14 @@ class Batch:
         """Takes in requests whose prompts were read: the first rows of `new`."""
         self._numbers = None
         running = self.running
+        # of the first token alone, so that no token is lost
+        new = switching.fit_places(new, self._step_spec.num_places)
         if not running:
-            self._state, self._step_spec = new, self.spec
+            self._state = new
             self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
         else:
             num_rows = growth.num_rows(len(running) + len(entering), self.max_rows)
             self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
-            # of the first token alone, so that no token is lost
-            new = switching.fit_places(new, self.state.tokens.shape[1])
             free = [i for i, row in enumerate(self.rows) if row is None]
             for source, row in enumerate(entering):
                 place = free[source]

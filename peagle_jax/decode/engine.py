@@ -33,7 +33,7 @@ from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
 from peagle_jax.decode.prefill import cache_sizes, chunk_size, num_positions, prefill
 from peagle_jax.decode.requests import Generation, Output, Request, check_request, failed_answer
-from peagle_jax.decode.step_times import StepTimes, default_folder, what_times_depend_on
+from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, find_stop
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.layers import full_precision
@@ -47,7 +47,7 @@ STEPS_PER_CHUNK = 4
 # Steps between two looks at the text of requests that end with a string.
 STEPS_PER_STOP_CHECK = 8
 # Steps of which the time is worth keeping, for an adaptive K.
-MIN_TIMED_STEPS = 8
+MIN_TIMED_STEPS = 4
 NO_LIMIT = 2**31 - 1  # steps
 
 
@@ -125,8 +125,7 @@ class Engine:
         self._batch = Batch(self.spec, target.params, draft_params, max_batch)
         self.chooser = KChooser(self.spec.k) if adaptive_k else None
         if adaptive_k:
-            about = what_times_depend_on(self.spec, self._batch.params)
-            self._step_times = StepTimes(about, step_times or default_folder())
+            self._step_times = open_step_times(self.spec, self._batch.params, step_times)
             self._sampling: str | None = None  # how rows sampled when K was last chosen
         self._waiting: collections.deque[Row] = collections.deque()
         self._cancelled: set[int] = set()

@@ -60,16 +60,36 @@ def what_times_depend_on(spec: DecodeSpec, params: Any) -> dict[str, str]:
     }
 
 
+def open_step_times(spec: DecodeSpec, params: tuple[Any, Any], folder: Path | None) -> "StepTimes":
+    """What is kept of a way of decoding.
+
+    Args:
+      params: of the target and of the drafter.
+      folder: where files are; None for the default one.
+    """
+    about = what_times_depend_on(spec, params)
+    return StepTimes(about, folder or default_folder(), head_digest(params[1]))
+
+
+def head_digest(draft_params: Any) -> str:
+    """Sixteen digits that tell draft heads apart, from the first numbers of every array."""
+    first = jax.device_get([x.ravel()[:8] for x in jax.tree.leaves(draft_params)])
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in first)).hexdigest()[:16]
+
+
 class StepTimes:
     """The times of one pair of models on one machine.
 
     Args:
       about: from `what_times_depend_on`.
       folder: where files are, one for each `about`.
+      head: which draft head it is, from `head_digest`. Heads of the same shapes share times, and
+        not what was accepted of their drafts.
     """
 
-    def __init__(self, about: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, about: Mapping[str, str], folder: Path, head: str = "") -> None:
         self._about = dict(about)
+        self._head = head
         line = json.dumps(self._about, sort_keys=True)
         self._file: Path | None
         self._file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
@@ -130,7 +150,7 @@ class StepTimes:
         Args:
           sampling: how the rows sample, as `sampling_kind` says.
         """
-        counts = self._drafts.get(sampling)
+        counts = self._drafts.get(f"{sampling} {self._head}")
         if counts is not None and {len(x) for x in counts} == {chooser.k_max}:
             chooser.recall(*counts)
 
@@ -139,7 +159,7 @@ class StepTimes:
         counts = survival.counts()
         if not counts[0][0]:
             return  # it saw none
-        self._drafts[sampling] = counts
+        self._drafts[f"{sampling} {self._head}"] = counts
         if time.monotonic() >= self._next_write:
             self._next_write = time.monotonic() + KEEP_SECONDS
             self._write()
@@ -164,6 +184,8 @@ class StepTimes:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, text + "\n")
+        except FileNotFoundError:
+            pass  # another process has just written what it knows under the same name
         except OSError:
             self._file = None  # a folder that cannot be written: they are kept in memory
 

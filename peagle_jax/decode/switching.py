@@ -90,5 +90,7 @@ def fit_places(state: DecodeState, num_places: int) -> DecodeState:
 
 def _fit(x: Array, num_places: int) -> Array:
     """`x` with `num_places` entries along axis 1: the first ones, or zeros behind them."""
+    if x.shape[1] == num_places:
+        return x
     x = x[:, :num_places]
     return jnp.pad(x, [(0, 0), (0, num_places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])

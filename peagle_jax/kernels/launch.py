@@ -235,9 +235,10 @@ def _unavailable_reason(form: str, platform: str, target: Gpu | None) -> str | N
         return "they need jax-triton 0.4, and so Python 3.12"
     try:
         import_jax_triton()
-    except ImportError as error:
+        bridge = importlib.metadata.version("jax-triton")
+    except ImportError as error:  # PackageNotFoundError is one
         return f"{str(error).splitlines()[0]} (pip install 'peagle-jax[kernels]')"
-    return mismatch(jax.__version__, importlib.metadata.version("jax-triton"))
+    return mismatch(jax.__version__, bridge)
 
 
 def mismatch(jax_version: str, bridge_version: str) -> str | None:

@@ -3,6 +3,7 @@
 A head learns best from what its target writes, because that is what it will draft.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -106,8 +107,16 @@ def regenerate(
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
     _check_appendable(out)
     # they are answered in any order, and need not fit into memory
-    with tempfile.TemporaryDirectory(prefix="peagle-corpus-") as temporary:
-        conversations, texts = _read_documents(options, Path(temporary), say)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="peagle-corpus-")
+            temporary = Path(stack.enter_context(folder))
+            conversations, texts = _read_documents(options, temporary, say)
+        except OSError as error:
+            rule = "the corpus must fit the folder for temporary files"
+            next_step = "set TMPDIR to a folder on a larger disk"
+            where = tempfile.gettempdir() if error.filename is None else error.filename
+            raise InputError(where, rule, error.strerror or error, next_step) from None
         return _answer(target_folder, tokenizer, conversations, texts, options, out, say)
 
 

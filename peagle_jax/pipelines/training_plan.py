@@ -120,7 +120,7 @@ def training_plan(
     target = abstract_target(
         find_config(run.target, targets),
         dtype=jnp.dtype(run.target_dtype),
-        aux_hidden_state_layers=run.head.aux_hidden_state_layers,
+        aux_hidden_state_layers=run.aux_hidden_state_layers,
     )
     head = abstract_head(head_config(run, target, _any_mask_token(run)))
     return plan_of(run, target, head)
@@ -230,7 +230,8 @@ def bytes_on(params: Params, config: Any, mesh: AbstractMesh) -> int:
 def element_counts(run: HeadRun, n: int) -> tuple[int, int]:
     """(elements of a row over all depths, those in memory at one time), at most."""
     if not isinstance(run, PeagleRun):
-        return n * run.num_depths, n * run.num_depths
+        unrolled = n * run.num_depths_at(run.optimizer.steps)
+        return unrolled, unrolled
     packed = n + run.cod.capacity(n)
     if run.cod.partitions == 1:
         return packed, packed
@@ -305,7 +306,7 @@ def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     again = 1 + (run.compute.recompute == "layers")
     layers = _matrix_sizes(head.params, ("layers",))
     output = _matrix_sizes(head.params, ("lm_head",))
-    fusion = _matrix_sizes(head.params, ("fusion",))
+    fusion = _matrix_sizes(head.params, ("fusion", "fc"))
     teacher = t.dim * c.draft_vocab
     elements = rows * packed
     flops = 2.0 * elements * (layers * (2 + again) + output * 4 + teacher * 2)

@@ -284,7 +284,7 @@ def _per_position(panels: Sequence[Sequence[dict]]) -> Figure:
 def _training(curves: Mapping[str, Sequence[dict]]) -> Figure:
     """Acceptance length, and acceptance by position, against minutes of training."""
     figure, (lengths, by_position) = plt.subplots(1, 2, figsize=(9.8, 3.7), layout="constrained")
-    for method in ("eagle3", "peagle"):
+    for method in ("eagle", "eagle3", "peagle"):
         rows = [r for r in curves.get(method, ()) if r.get("acceptance_length")]
         name, color = NAMES[method], COLORS[method]
         minutes = [r["seconds"] / 60 for r in rows]

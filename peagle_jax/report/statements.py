@@ -235,7 +235,7 @@ def training_caption(curves: Mapping[str, Sequence[dict]]) -> str:
     sentences = [
         "Training of the heads measured above: greedy acceptance on excerpts of held-out files."
     ]
-    for method in ("eagle3", "peagle"):
+    for method in ("eagle", "eagle3", "peagle"):
         rows = [r for r in curves.get(method, ()) if r.get("acceptance_length")]
         if len(rows) < 2:
             continue

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ DTYPES = {
     "order.bin": np.dtype(np.int64),
 }
 FILES = (*DTYPES, HELD_OUT, HELD_OUT + ENDS)
+OWN = {INDEX, *FILES}
 READ_BYTES = 1 << 20  # of a file whose SHA-256 is computed
 
 
@@ -114,6 +114,8 @@ def open_corpus(
     Raises:
       InputError: the corpus cannot be read or cannot be trained on, or the folder not be written.
     """
+    folder = folder.resolve()  # a link may lead to a larger disk
+    _check_owned(folder, choice)
     key = _key(choice, tokenizer)
     index = _read_index(folder)
     if index is not None and index.get("key") == key:
@@ -131,6 +133,21 @@ def open_corpus(
         for name, dtype in DTYPES.items()
     }
     return CorpusStore(**arrays, held_out=DocumentFile(folder / HELD_OUT))
+
+
+def _check_owned(folder: Path, choice: CorpusChoice) -> None:
+    """Raises InputError where the folder holds something of somebody else, or lies in the corpus.
+
+    What is there will be replaced, and what is written beside texts would be read as such.
+    """
+    others = [] if not folder.is_dir() else sorted({p.name for p in folder.iterdir()} - OWN)
+    if others:
+        rule = "the folder of an encoded corpus must hold nothing else"
+        raise InputError(folder, rule, others[0], "move that, or choose another `out`")
+    source = None if choice.source is None else Path(choice.source).resolve()
+    if source is not None and source.is_dir() and folder.is_relative_to(source):
+        rule = "the run's folder must not lie in its corpus"
+        raise InputError(choice.source, rule, folder, "choose an `out` beside it")
 
 
 def _key(choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -185,8 +202,7 @@ def _make(
     folder: Path, choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase, key: str
 ) -> dict[str, Any]:
     """Writes a folder under a temporary name, then renames it. Returns its index."""
-    # of this process alone: several of them may train on one disk
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = folder.with_name(f".{folder.name}.tmp")
     bad_rows = BadRows(choice.bad_rows)
     skipped: list[str] = []
     try:

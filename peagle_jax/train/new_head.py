@@ -44,6 +44,11 @@ def new_head(
       InputError: the run's head does not fit the target, or the trained head cannot be read.
     """
     config = head_config(run, target, cast(int | None, tokenizer.mask_token_id))
+    cap = getattr(target.config, "logit_cap", None)
+    if config.predicts_features and cap is not None:
+        # a perfect prediction would have a loss: the head's logits have no cap, as in vLLM
+        rule = "an EAGLE-1 head needs a target whose logits have no soft cap"
+        raise InputError("task", rule, f"a cap of {cap:g}", "use task: eagle3")
     ids = None
     if config.draft_vocab != config.vocab:
         counts = rows.token_counts(config.vocab)

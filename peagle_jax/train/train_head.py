@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text, weights
-from peagle_jax.checkpoints import export_placeholders, head_writing
+from peagle_jax.checkpoints import head_writing
 from peagle_jax.checkpoints.runs import write_run_header
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.documents import Document
@@ -219,17 +219,17 @@ def _count(head: Model) -> int:
 
 
 def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) -> Path:
-    """Writes `run.out`/head in vLLM's format, if vLLM knows the head's placeholder design.
+    """Writes `run.out`/head in vLLM's format, if that has a place for all that the head has.
 
     Returns:
       That folder; otherwise the run's own, which `peagle generate` and `peagle convert` read.
     """
+    folder = Path(run.out) / "head"
     try:
-        export_placeholders.to_vllm_placeholders(head_writing.from_model(head))
+        head_writing.check_expressible(head_writing.from_model(head), folder)
     except InputError as error:
         say(f"no folder for vLLM is written: {error}")
         return Path(run.out)
-    folder = Path(run.out) / "head"
     if not is_first_process():
         return folder
     source = (

@@ -1,6 +1,7 @@
 """`peagle train --dry-run`: its bytes and products against XLA's own counts; published recipes."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -14,7 +15,14 @@ from peagle_jax.cli import main
 from peagle_jax.pipelines import training_plan
 from peagle_jax.train import train_head
 from peagle_jax.train.cod import CodConfig, cod_sample
-from peagle_jax.train.config import HeadShape, PeagleRun, load_run
+from peagle_jax.train.config import (
+    Eagle3Run,
+    EagleRun,
+    HeadShape,
+    PeagleRun,
+    TttConfig,
+    load_run,
+)
 from peagle_jax.train.head_batches import HeadBatch
 from peagle_jax.train.hidden_states import shifted
 from peagle_jax.train.recipe_sections import ComputeConfig, DataConfig, MeshConfig
@@ -78,6 +86,25 @@ def test_activations_and_products(partitions):
         flops = compiled.cost_analysis()["flops"]
         print(flops, plan.step_flops)
         assert 0.7 < plan.step_flops / flops < 1.2
+
+
+def test_the_baselines_have_plans_of_their_own(tmp_path):
+    """EAGLE-1 reads one hidden state and trains one step, EAGLE-3 is unrolled."""
+    target = ROOT / "peagle_jax/assets/target"
+    config = json.loads((target / "config.json").read_text())
+    D, V = config["hidden_size"], config["vocab_size"]
+    common = {"target": str(target), "out": "runs/x", "data": RUN.data}
+    eagle = EagleRun(**common, head=HeadShape(layers=1))
+    eagle3 = Eagle3Run(**common, head=HeadShape(layers=1), ttt=TttConfig(steps=3))
+    plans = {run.task: training_plan.training_plan(run) for run in (eagle, eagle3)}
+    n = RUN.data.seq_len - 1
+    assert training_plan.element_counts(eagle, n) == (n, n)
+    assert training_plan.element_counts(eagle3, n) == (3 * n, 3 * n)
+    # fc of 3 D x D and attention of double width, beside fc of 2 D x D
+    assert plans["eagle3"].head_bytes - plans["eagle"].head_bytes >= 4 * D * D
+    assert plans["eagle"].head_bytes > 4 * (2 * D * V + 2 * D * D)
+    # three steps of the head for one, beside the same forward of the target
+    assert plans["eagle3"].step_flops > 1.7 * plans["eagle"].step_flops
 
 
 def test_bytes_of_parameters_are_exact():

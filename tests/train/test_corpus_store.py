@@ -152,6 +152,40 @@ def test_nothing_is_left_of_a_corpus_that_is_refused(source, tokenizer, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "file", "none.jsonl"]
 
 
+def test_nothing_of_others_is_replaced(source, tokenizer, tmp_path):
+    """A folder of that name with other files; and a run that would lie in its own corpus."""
+    store = tmp_path / "run" / "corpus"
+    store.mkdir(parents=True)
+    (store / "letters.txt").write_text("a letter")
+    with pytest.raises(InputError, match="must hold nothing else; got letters.txt; move that"):
+        open_corpus(store, choose(source), tokenizer)
+    # the very folder that is read
+    with pytest.raises(InputError, match="must hold nothing else"):
+        open_corpus(store, choose(store), tokenizer)
+    assert (store / "letters.txt").read_text() == "a letter"
+    with pytest.raises(InputError, match="must not lie in its corpus; got .*choose an `out`"):
+        open_corpus(tmp_path / "run" / "other", choose(tmp_path / "run"), tokenizer)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["corpus"]
+
+
+def test_what_a_killed_process_left_is_removed(source, tokenizer, tmp_path):
+    left = tmp_path / ".store.tmp"
+    left.mkdir()
+    (left / "tokens.bin").write_bytes(b"half")
+    open_corpus(tmp_path / "store", choose(source), tokenizer)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "store"]
+
+
+def test_a_link_to_another_disk_is_kept(source, tokenizer, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "corpus").symlink_to(tmp_path / "disk" / "store")
+    first = open_corpus(tmp_path / "run" / "corpus", choose(source), tokenizer)
+    again = open_corpus(tmp_path / "run" / "corpus", choose(source, held_out=0.5), tokenizer)
+    assert len(first.order) > len(again.order) > 0
+    assert (tmp_path / "run" / "corpus").is_symlink() and (tmp_path / "disk" / "store").is_dir()
+
+
 def test_documents_in_a_file(tmp_path):
     calls = [{"function": {"name": "f", "arguments": {"a": [1, None]}}}]
     documents = [

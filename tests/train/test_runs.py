@@ -211,6 +211,20 @@ def test_an_eagle_run_learns_and_goes_on_exactly(corpus, target, tmp_path, capsy
     assert texts[0] == texts[1] and "acceptance length" in texts[0].err
 
 
+def test_an_eagle_head_that_vllm_cannot_read(corpus, target, tmp_path, capsys):
+    """Its run ends as others do, and decodes."""
+    raw = config("eagle", corpus, tmp_path / "run", target)
+    raw["head"] = {"layers": 1, "qk_norm": True}
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+    said = capsys.readouterr()
+    assert "no folder for vLLM is written" in said.out + said.err
+    assert not (tmp_path / "run" / "head").exists()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["acceptance_length"] >= 1
+    command = f"generate --target {target} --drafter {tmp_path / 'run'} --prompt d"
+    assert main([*command.split(), "--max-new-tokens", "5"]) == 0
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
