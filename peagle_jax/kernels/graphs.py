@@ -39,7 +39,7 @@ def jit_with_loops(function: Callable, **jit_options: Any) -> Any:
     def lower(*args: Any, **kwargs: Any) -> Any:
         return by_option[holds_loops()].lower(*args, **kwargs)
 
-    run.lower = lower  # pyright: ignore[reportFunctionMemberAccess]
+    run.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
     return run
 
 

@@ -218,7 +218,6 @@ def _partitioned(
 
     def split(x: Array) -> Array:
         """[B M ..] -> [S B M/S ..]."""
-        x = jnp.asarray(x)
         return jnp.moveaxis(x.reshape(x.shape[0], partitions, -1), 1, 0)
 
     @jax.checkpoint
@@ -238,7 +237,8 @@ def _partitioned(
     def add(total: tuple, part: tuple) -> tuple[tuple, None]:
         return jax.tree.map(jnp.add, total, of_partition(summed_in_float32, part)), None
 
-    parts = tuple(split(x) for x in (cod.anchor, cod.depth, cod.real, weight))
+    elements = (cod.anchor, cod.depth, cod.real, weight)
+    parts = tuple(split(jnp.asarray(x)) for x in elements)
     zeros = jnp.zeros(teacher.num_depths)
     nothing = jnp.zeros(()), {"correct": zeros, "total": zeros}
     summed, _ = jax.lax.scan(add, nothing, parts)
