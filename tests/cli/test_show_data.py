@@ -52,7 +52,7 @@ def test_json(target, data, capsys):
     ]
     assert "hé" in out  # as it is
     skipped = [line for line in err.splitlines() if line.startswith("skipped: ")]
-    assert len(skipped) == 2 and "d.jsonl:3" in skipped[0] and "d.jsonl:2" in skipped[1]
+    assert len(skipped) == 2 and "d.jsonl:2" in skipped[0] and "d.jsonl:3" in skipped[1]
 
 
 def test_brackets_where_there_are_no_colours(target, data, capsys):

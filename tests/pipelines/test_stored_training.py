@@ -213,12 +213,13 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
         )
         np.testing.assert_array_equal(given.teacher_hidden, batch.stored.hidden[:, 1:])
         np.testing.assert_array_equal(given.tokens, batch.batch.tokens[:, 1:])
+        assert run.compute in args
         assert "kl_and_total_variation" in args and (
             run.feature_noise in args if task == "peagle" else 0.8 in args
         )
     if task == "peagle":
         # a key for each row of each step
-        keys = [tuple(key) for _, args in calls for key in jax.random.key_data(args[-2]).tolist()]
+        keys = [tuple(key) for _, args in calls for key in jax.random.key_data(args[-4]).tolist()]
         assert len(set(keys)) == len(keys) > 2
 
 

@@ -181,12 +181,13 @@ def test_how_it_is_computed():
     whole = ours(head, rows, output)
     again = ours(head, rows, output, compute=ComputeConfig(recompute="layers"))
     rounded = ours(head, rows, output, compute=ComputeConfig(dtype="bfloat16"))
-    pairs = zip(*map(jax.tree.leaves, (whole[1], again[1], rounded[1])), strict=True)
-    for want, same, near in pairs:
+    leaves = [jax.tree.leaves(x[1]) for x in (whole, again, rounded)]
+    for want, same, near in zip(*leaves, strict=True):
         np.testing.assert_allclose(same, want, rtol=1e-4, atol=1e-6)
         assert near.dtype == jnp.float32
-        # operands have 8 bits, over two layers, and the sums of a bias cancel
-        assert 1e-6 < np.linalg.norm(near - want) / np.linalg.norm(want) < 0.1
+    # of all gradients together: operands have 8 bits, and the sums of single biases cancel
+    want, _, near = (np.concatenate([np.ravel(x) for x in of_one]) for of_one in leaves)
+    assert 1e-4 < np.linalg.norm(near - want) / np.linalg.norm(want) < 0.05
     assert 1e-6 < abs(rounded[0][0] / whole[0][0] - 1) < 2**-7
 
 
