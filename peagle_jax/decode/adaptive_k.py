@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-# Steps between two choices: at first, and at most. Each choice of the same K doubles them.
-FIRST_STEPS, LAST_STEPS = 4, 16
+# Steps between two choices: at first, and at most. Each choice of the same K doubles them. Plain
+# steps tell nothing new, so that they may be more. A return to the host costs up to half a step.
+FIRST_STEPS, LAST_STEPS, LAST_PLAIN_STEPS = 4, 32, 128
 # Steps of a look at drafting where plain decoding is taken to be faster.
 PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
@@ -26,7 +27,7 @@ FIRST_WAIT, LAST_WAIT = 128, 4096
 # Of so many choices that leave K as it is, one takes another K that promises so much of the best,
 # for a few steps. A time that was measured at a bad moment would otherwise keep a K from ever being
 # taken, and so from being observed.
-CHOICES_PER_TRIAL, NEARLY = 16, 0.9
+CHOICES_PER_TRIAL, NEARLY = 8, 0.9
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.01
 # After as many steps what was observed counts half: of positions that these steps drafted, and of
@@ -210,7 +211,8 @@ class KChooser:
 
     def _take(self, k: int, num_steps: int | None = None) -> None:
         """Takes `k` for the next steps; more of them, the longer it is taken without a break."""
-        self._steps = min(2 * self._steps, LAST_STEPS) if k == self.k else FIRST_STEPS
+        self._steps = 2 * self._steps if k == self.k else FIRST_STEPS
+        self._steps = min(self._steps, LAST_STEPS if k else LAST_PLAIN_STEPS)
         self.k, self.steps_left = k, num_steps or self._steps
 
     def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
