@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 # Steps between two choices: at first, and at most. Each choice of the same K doubles them. Plain
-# steps tell nothing new, so that they may be more. A return to the host costs up to half a step.
-FIRST_STEPS, LAST_STEPS, LAST_PLAIN_STEPS = 4, 32, 128
+# steps tell nothing new, so that they may be more. A return to the host costs half a step to a whole one.
+FIRST_STEPS, LAST_STEPS, LAST_PLAIN_STEPS = 4, 64, 128
 # Steps of a look at drafting where plain decoding is taken to be faster.
 PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
@@ -194,7 +194,7 @@ class KChooser:
         best = max(rates, key=lambda k: rates[k])
         best_draft = max((k for k in rates if k), key=lambda k: rates[k])
         is_look = best == 0 and self.k == 0 and self._plain_steps >= self._wait
-        if not (best or is_look) or not self._may_lose(best_draft, PROBE_STEPS):
+        if not (best or is_look) or self._affordable_steps(best_draft) < PROBE_STEPS:
             if self.k and best == 0:
                 self._wait = min(2 * self._wait, LAST_WAIT)
             self._take(0)
@@ -213,7 +213,8 @@ class KChooser:
         """Takes `k` for the next steps; more of them, the longer it is taken without a break."""
         self._steps = 2 * self._steps if k == self.k else FIRST_STEPS
         self._steps = min(self._steps, LAST_STEPS if k else LAST_PLAIN_STEPS)
-        self.k, self.steps_left = k, num_steps or self._steps
+        affordable = max(self._affordable_steps(k), FIRST_STEPS)
+        self.k, self.steps_left = k, num_steps or min(self._steps, affordable)
 
     def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
         """Now and then a number of drafts that is nearly as good, for its time to be observed."""
@@ -224,11 +225,11 @@ class KChooser:
         number = self._num_choices // CHOICES_PER_TRIAL
         return close[number % len(close)] if close else None
 
-    def _may_lose(self, k: int, num_steps: int) -> bool:
-        """Whether steps with `k` drafts, none of them accepted, would be within the budget."""
-        seconds = self._seconds
-        lost = self._lost + num_steps * (seconds[k] - seconds[0])
-        return lost <= MAX_LOSS * self._total + LOSS_ALLOWANCE * seconds[0]
+    def _affordable_steps(self, k: int) -> int:
+        """How many steps with `k` drafts, none of them accepted, would be within the budget."""
+        budget = MAX_LOSS * self._total + LOSS_ALLOWANCE * self._seconds[0] - self._lost
+        a_step = self._seconds[k] - self._seconds[0]
+        return int(budget / a_step) if a_step * LAST_PLAIN_STEPS > budget else LAST_PLAIN_STEPS
 
 
 def rates_of(seconds: Mapping[int, float], survival: Survival) -> dict[int, float]:
