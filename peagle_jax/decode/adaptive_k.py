@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 # Steps between two choices: at first, and at most. Each choice of the same K doubles them. Plain
-# steps tell nothing new, so that they may be more. A return to the host costs half a step to a whole one.
+# steps tell nothing new, so that they may be more. A return to the host takes half a step or one.
 FIRST_STEPS, LAST_STEPS, LAST_PLAIN_STEPS = 4, 64, 128
 # Steps of a look at drafting where plain decoding is taken to be faster.
 PROBE_STEPS = 4

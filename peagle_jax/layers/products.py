@@ -18,10 +18,11 @@ from jaxtyping import Array, Float
 from peagle_jax.kernels.launch import platform
 from peagle_jax.types import Model
 
-# Matrix units take tiles of rows. XLA's products of fewer rows do without them: on a Xeon with AMX
-# 13M bfloat16 weights take 3.2 ms with one row and 1.9 ms with four. From four rows on, a row's
-# numbers do not depend on how many there are.
-MIN_MATRIX_UNIT_ROWS = 4
+# Rows of a product with bfloat16 weights on a CPU. XLA converts the weights of one-row products to
+# float32, before a loop starts, so that decoding would hold all weights three times. And matrix
+# units take tiles of rows: on a Xeon with AMX 13M bfloat16 weights take 3.2 ms with one row and
+# 1.9 ms with four. From four rows on, a row's numbers do not depend on how many there are.
+MIN_BFLOAT16_ROWS = 4
 
 
 def activation_dtype(param_dtype: DTypeLike) -> jnp.dtype:
@@ -45,8 +46,8 @@ def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Floa
     wider = jnp.promote_types(x.dtype, w.dtype)
     num_rows = x.shape[-2]
     is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
-    if is_narrowed and num_rows < MIN_MATRIX_UNIT_ROWS and has_bfloat16_matrix_units():
-        missing = MIN_MATRIX_UNIT_ROWS - num_rows
+    if is_narrowed and num_rows < MIN_BFLOAT16_ROWS and platform() == "cpu":
+        missing = MIN_BFLOAT16_ROWS - num_rows
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
     y = jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
     return y[..., :num_rows, :]
