@@ -3,8 +3,9 @@
     python scripts/generate/readme_table.py [--check]
 
 The first table is the newest comparison with vLLM and transformers (results/peers.jsonl), which is
-also drawn to docs/pictures/peers.png; below it stand the ratios of other devices. The second is the small demo (results/demo.jsonl): of every
-device the newest `make demo` counts, with its greedy rows. Each stands between two markers.
+also drawn to docs/pictures/peers.png; below it stand the ratios on other devices. The second is the
+small demo (results/demo.jsonl): of every device the newest `make demo` counts, with its greedy
+rows. Each stands between two markers.
 `--check` writes nothing and exits with 1 if a table is not what the rows say.
 """
 
