@@ -149,7 +149,7 @@ def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
     waits = [len(list(g)) for k, g in itertools.groupby(chosen) if not k]
     # one that is accepted by chance may be followed by a second look
     assert probes.count(adaptive_k.PROBE_STEPS) > 0.8 * len(probes) > 5
-    assert max(waits) <= adaptive_k.LAST_WAIT + adaptive_k.LAST_PLAIN_STEPS
+    assert max(waits) <= adaptive_k.LAST_WAIT + adaptive_k.PLAIN_STEPS
     assert waits[-2] > 4 * waits[0]
     # text that becomes easy is noticed
     again = decode_simulated(chooser, SECONDS, [0.9] * 7, 12_000, rng)
@@ -157,13 +157,20 @@ def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
     # and the next look comes as soon as at first
     after = decode_simulated(chooser, SECONDS, [0.02] * 7, 2_000, rng)
     waits = [len(list(g)) for k, g in itertools.groupby(after) if not k]
-    assert waits[0] <= 2 * adaptive_k.FIRST_WAIT + adaptive_k.LAST_PLAIN_STEPS
+    assert waits[0] <= 2 * adaptive_k.FIRST_WAIT + adaptive_k.PLAIN_STEPS
 
 
-def test_what_drafting_may_lose_is_bounded():
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_drafting_may_lose_is_bounded(is_known):
     """On a text that makes every estimate wrong: easy while plain, hopeless as soon as drafted."""
     chooser = KChooser(7)
+    allowance = adaptive_k.LOSS_ALLOWANCE
+    if is_known:
+        chooser.recall([1e6] * 7, [1e6] * 7)
+        allowance = adaptive_k.KNOWN_LOSS_ALLOWANCE
     total = lost = 0.0
+    begins = 0  # of drafting
+    was_plain = True
     for _ in range(4000):
         k = chooser.choose(SECONDS)
         if k == 0:
@@ -173,9 +180,30 @@ def test_what_drafting_may_lose_is_bounded():
         chooser.observe(count, count if k else 0, np.zeros(7, int))
         total += count * SECONDS[k]
         lost += count * (SECONDS[k] - SECONDS[0]) if k else 0
-    assert lost > 0.5 * adaptive_k.MAX_LOSS * total
-    last_steps = adaptive_k.LAST_STEPS * (SECONDS[7] - SECONDS[0])
-    assert lost < adaptive_k.MAX_LOSS * total + adaptive_k.LOSS_ALLOWANCE + last_steps
+        begins += k > 0 and was_plain
+        was_plain = k == 0
+    budget = adaptive_k.MAX_LOSS * total + allowance
+    # each beginning costs, too; and a look is never shorter than its first steps
+    lost += adaptive_k.CHANGE_STEPS * begins
+    assert 0.5 * adaptive_k.MAX_LOSS * total < lost
+    assert begins > 10 and lost < budget + adaptive_k.FIRST_STEPS * (SECONDS[7] - SECONDS[0]) + 1
+
+
+def test_no_more_steps_are_taken_at_once_than_may_be_lost():
+    """Where drafting neither gains nor loses, the next choice comes before the budget is gone."""
+    seconds = {0: 1.0, 3: 2.5}
+    chooser = KChooser(3)
+    chooser.recall([1e6] * 3, [1e6] * 3)
+    total, taken = 0.0, []
+    for _ in range(60):
+        assert chooser.choose(seconds) == 3
+        taken.append(count := chooser.steps_left)
+        budget = adaptive_k.MAX_LOSS * total + adaptive_k.KNOWN_LOSS_ALLOWANCE
+        assert count <= max(adaptive_k.FIRST_STEPS, budget / (seconds[3] - seconds[0]))
+        # 1.5 drafts of a step are accepted
+        chooser.observe(count, 2 * count, np.array([count, count, count]))
+        total += count * seconds[3]
+    assert taken[0] == adaptive_k.FIRST_STEPS and adaptive_k.FIRST_STEPS < taken[-1] <= 64
 
 
 def test_a_time_that_was_measured_at_a_bad_moment_does_not_stay(tmp_path):
@@ -211,16 +239,16 @@ def test_other_seconds_are_a_new_choice():
     chooser = KChooser(3)
     dear = {0: 1.0, 1: 3.0, 3: 5.0}
     cheap = {0: 1.0, 1: 1.1, 3: 1.2}
-    first = adaptive_k.FIRST_STEPS
-    assert chooser.choose(dear) == 0 and first <= chooser.steps_left <= 2 * first
+    assert chooser.choose(dear) == 0 and chooser.steps_left == adaptive_k.PLAIN_STEPS
     chooser.observe(chooser.steps_left - 1, 0, np.zeros(3, int))
     assert chooser.choose(dear) == 0 and chooser.steps_left == 1
-    assert chooser.choose(cheap) == 3 and chooser.steps_left == first
+    assert chooser.choose(cheap) == 3 and chooser.steps_left == adaptive_k.FIRST_STEPS
     # a little better is not worth a change
     chooser.observe(400, 400, np.array([400, 400, 400]))
-    assert chooser.choose({0: 1.0, 1: 0.599, 3: 1.2}) == 3 and chooser.steps_left == 2 * first
+    twice = 2 * adaptive_k.FIRST_STEPS
+    assert chooser.choose({0: 1.0, 1: 0.599, 3: 1.2}) == 3 and chooser.steps_left == twice
     # other seconds of which the same K is best are no reason to choose before it is time
-    assert chooser.choose({0: 1.0, 1: 0.5, 3: 1.2}) == 3 and chooser.steps_left == 2 * first
+    assert chooser.choose({0: 1.0, 1: 0.5, 3: 1.2}) == 3 and chooser.steps_left == twice
     assert chooser.choose({0: 0.2, 1: 0.5, 3: 1.2}) == 0
 
 
@@ -228,7 +256,7 @@ def test_other_seconds_are_a_new_choice():
 def any_k(monkeypatch, tmp_path):
     """An engine whose K changes every few steps."""
     monkeypatch.setattr(growth, "FIRST_SLOTS", 64)
-    rounds = itertools.cycle([(4, 2), (0, 3), (2, 2), (4, 1), (1, 3), (0, 19), (3, 2)])
+    rounds = itertools.cycle([(4, 2), (0, 3), (2, 2), (4, 1), (1, 3), (0, 11), (3, 2)])
 
     def choose(self, seconds):
         assert set(seconds) == {0, 1, 3, 4}
