@@ -196,6 +196,7 @@ def test_no_more_steps_are_taken_at_once_than_may_be_lost():
     chooser.recall([1e6] * 3, [1e6] * 3)
     total, taken = 0.0, []
     for _ in range(60):
+        chooser.survival.recall([1e6] * 3, [1e6] * 3)  # it does not learn that nothing is gained
         assert chooser.choose(seconds) == 3
         taken.append(count := chooser.steps_left)
         budget = adaptive_k.MAX_LOSS * total + adaptive_k.KNOWN_LOSS_ALLOWANCE
