@@ -61,6 +61,8 @@ TRAINERS = {
     "speculators": ("training_speculators.py", "sdpa"),
     "speculators, eager attention": ("training_speculators.py", "eager"),
 }
+WARMUP_SHARE = 0.05  # of the steps, for recipes have thousands of them
+CHARS_OF_TOKEN = 8  # at most; the packaged tokenizer has 3 to 4 in source code
 COLORS = {"peagle_jax": "#0b6e4f", "speculators": "#8d99ae"}
 
 
@@ -118,6 +120,7 @@ class Trainer:
             "order": [int(row) for row in order],
             "steps": steps,
             "schedule_steps": schedule_steps,
+            "warmup": max(1, int(WARMUP_SHARE * schedule_steps)),
             "out": None if out is None else str(out),
             "attention": TRAINERS[self.name][1],
         }
@@ -161,6 +164,9 @@ def write_inputs(run: PeagleRun, args: argparse.Namespace, folder: Path) -> list
     data = run.data
     choice = CorpusChoice(data.source, data.held_out, data.max_chars, run.seed, data.bad_rows)
     rows = open_corpus(folder / "corpus", choice, tokenizer).pack(data.seq_len, data.packing)
+    if len(rows) < args.rows:
+        rule, next_step = f"the data must fill {args.rows} rows", f"give --rows {len(rows)}"
+        raise InputError(args.data or "the standard library", rule, f"{len(rows)} rows", next_step)
     write_rows(run, rows, args.rows, folder)
     heads = []
     for seed in range(args.seeds):
@@ -246,6 +252,7 @@ def learn(
             for trainer in trainers:
                 steps = int(args.seconds * trainer.speed / (run.data.seq_len - 1))
                 out = folder / f"{len(results)}"
+                out.mkdir()
                 answer = trainer.train(head, row_order(seed, args), steps, steps, out / "saved")
                 convert(out / "saved", out / "head", to="vllm", target=args.target)
                 target, trained = load_pair(args.target, out / "head")
@@ -352,7 +359,13 @@ def compare(args: argparse.Namespace, folder: Path) -> list[dict]:
     run = dataclasses.replace(
         run,
         target=str(args.target.resolve()),
-        data=dataclasses.replace(run.data, source=args.data, batch_size=1),
+        # no more of a corpus is encoded than the rows need
+        data=dataclasses.replace(
+            run.data,
+            source=args.data,
+            batch_size=1,
+            max_chars=args.rows * run.data.seq_len * CHARS_OF_TOKEN,
+        ),
         compute=dataclasses.replace(run.compute, dtype=args.dtype),
         depth_schedule=(),
     )
@@ -424,7 +437,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compare_training: {error}", file=sys.stderr)
         return 2
     Console(width=120).print(table_of(rows))
-    origin = provenance("python scripts/peers/compare_training.py " + " ".join(sys.argv[1:]))
+    # folders of one machine do not belong into rows
+    words = [word if word.startswith("-") else Path(word).name for word in sys.argv[1:]]
+    origin = provenance(" ".join(["python scripts/peers/compare_training.py", *words]))
     if args.picture and args.seconds > 0:
         draw(rows, args.picture)
     if args.record:

@@ -44,19 +44,20 @@ def start(job: dict):
     run = build(PeagleRun, job["recipe"], "the job")
 
     @functools.cache
-    def update_of(schedule_steps: int):
+    def update_of(schedule_steps: int, warmup: int):
         """The jitted step, of heads that differ in nothing but their numbers."""
         target, head = load_pair(run.target, job["heads"][0])
         objective = Objective(
             functools.partial(head_loss, run, target, head), head_denominators, head_metrics
         )
-        optimizer = make_optimizer(dataclasses.replace(run.optimizer, steps=schedule_steps))
+        schedule = dataclasses.replace(run.optimizer, steps=schedule_steps, warmup=warmup)
+        optimizer = make_optimizer(schedule)
         return jax.jit(make_update(objective, optimizer), donate_argnums=0), optimizer
 
     def train(request: dict) -> dict:
         target, head = load_pair(run.target, request["head"])
         trained, frozen = split_params(run, head)
-        update, optimizer = update_of(request["schedule_steps"])
+        update, optimizer = update_of(request["schedule_steps"], request["warmup"])
         trained = jax.tree.map(jnp.copy, trained)
         opt = optimizer.init(trained)
         state = {"params": trained, "opt": opt, "step": jnp.zeros((), jnp.int32)}

@@ -34,7 +34,9 @@ def start(job: dict):
         model = _load(request["head"], request["attention"])
         torch.manual_seed(recipe["seed"])
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        optimizer, schedule = _optimizer(params, recipe["optimizer"], request["schedule_steps"])
+        optimizer, schedule = _optimizer(
+            params, recipe["optimizer"] | {"warmup": request["warmup"]}, request["schedule_steps"]
+        )
         call = {
             "loss_config": resolve_loss_config("kl_div", "eager"),
             "num_depths": cod["num_depths"],
@@ -107,14 +109,15 @@ def _optimizer(params: dict, config: dict, steps: int):
 def _batch(rows: dict[str, np.ndarray], row: int) -> dict[str, torch.Tensor]:
     """The input of a step, shifted as speculators' own data set shifts it."""
     segments = rows["segment_ids"][row]
+    # padding is a document of its own: what attends to nothing is not a number in torch
+    segments = np.where(segments < 0, segments.max() + 1, segments)
     joins = segments[1:] != segments[:-1]
     is_last = np.append(segments[2:] != segments[1:-1], False)
     loss_mask = rows["loss_mask"][row, 1:] & ~joins & ~is_last
     return {
         "hidden_states": torch.from_numpy(np.array(rows["aux_hidden_states"][row : row + 1, :-1])),
         "input_ids": torch.from_numpy(rows["tokens"][row : row + 1, 1:].astype(np.int64)),
-        # a row that joins two documents has no loss, and stays with the first of them: rows of no
-        # document would attend to nothing, which is not a number in torch
+        # a row that joins two documents has no loss, and stays with the first of them
         "document_ids": torch.from_numpy(segments[None, :-1].astype(np.int64)),
         "loss_mask": torch.from_numpy(loss_mask[None].astype(np.float32)),
         "verifier_last_hidden_states": torch.from_numpy(
