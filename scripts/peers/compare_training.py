@@ -250,7 +250,7 @@ def learn(
     with ProgressReport("learn", len(trainers) * len(heads), unit="heads") as report:
         for seed, head in enumerate(heads):
             for trainer in trainers:
-                steps = int(args.seconds * trainer.speed / (run.data.seq_len - 1))
+                steps = max(1, int(args.seconds * trainer.speed / (run.data.seq_len - 1)))
                 out = folder / f"{len(results)}"
                 out.mkdir()
                 answer = trainer.train(head, row_order(seed, args), steps, steps, out / "saved")
