@@ -75,6 +75,7 @@ class Trainer:
       process: the worker, which answers a line for each line that it reads.
       version: of the trainer.
       tokens_per_second: of each timed round.
+      cpu_seconds: of a step in each timed round, of all threads together.
       round_answer: the last round's.
     """
 
@@ -82,6 +83,7 @@ class Trainer:
     process: subprocess.Popen
     version: str = ""
     tokens_per_second: list[float] = dataclasses.field(default_factory=list)
+    cpu_seconds: list[float] = dataclasses.field(default_factory=list)
     round_answer: dict = dataclasses.field(default_factory=dict)
 
     def ask(self, request: dict) -> dict:
@@ -113,7 +115,8 @@ class Trainer:
           out: where the trained head is saved; None: nowhere.
 
         Returns:
-          "training_seconds", "losses" of the steps and "trained_parameters".
+          "training_seconds", "cpu_seconds" of all threads together, "losses" of the steps and
+          "trained_parameters".
         """
         request = {
             "head": str(head),
@@ -228,6 +231,7 @@ def measure_speed(
                 if number:
                     tokens = args.round_steps * (run.data.seq_len - 1)
                     trainer.tokens_per_second.append(tokens / answer["training_seconds"])
+                    trainer.cpu_seconds.append(answer["cpu_seconds"] / args.round_steps)
                 trainer.round_answer = answer
                 report.update(number * len(trainers) + i + 1, note=trainer.name)
 
@@ -296,6 +300,7 @@ def rows_of(
                 "round_steps": args.round_steps,
                 "tokens_per_second_of_rounds": trainer.tokens_per_second,
                 "tokens_per_second": trainer.speed,
+                "cpu_seconds_of_a_step": statistics.median(trainer.cpu_seconds),
                 "losses_of_a_round": trainer.round_answer["losses"],
                 "trained_parameters": trainer.round_answer["trained_parameters"],
                 "seconds": args.seconds,
@@ -310,7 +315,16 @@ def rows_of(
 
 def table_of(rows: Sequence[dict]) -> Table:
     """Speeds and acceptance lengths; ratios are to speculators with the faster attention."""
-    table = Table("trainer", "dtype", "tokens/s", "ratio", "steps", "length of each seed", "median")
+    table = Table(
+        "trainer",
+        "dtype",
+        "tokens/s",
+        "ratio",
+        "CPU s a step",
+        "steps",
+        "length of each seed",
+        "median",
+    )
     theirs = max(r["tokens_per_second"] for r in rows if r["trainer"] != "peagle_jax")
     for row in rows:
         lengths = [f"{head['acceptance_length']:.3f}" for head in row["heads"]]
@@ -320,6 +334,7 @@ def table_of(rows: Sequence[dict]) -> Table:
             row["dtype"],
             f"{row['tokens_per_second']:,.0f}",
             f"{row['tokens_per_second'] / theirs:.2f}",
+            f"{row['cpu_seconds_of_a_step']:.2f}",
             str(row["heads"][0]["steps"]) if lengths else "",
             ", ".join(lengths),
             f"{median:.3f}" if lengths else "",
