@@ -43,14 +43,46 @@ def attention_operands(param_dtype: DTypeLike) -> jnp.dtype | None:
 
 def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Float[Array, "*rows N"]:
     """`x @ w` with operands in the dtype of `w`, and the result in the wider of both dtypes."""
-    wider = jnp.promote_types(x.dtype, w.dtype)
     num_rows = x.shape[-2]
     is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
     if is_narrowed and num_rows < MIN_BFLOAT16_ROWS and platform() == "cpu":
         missing = MIN_BFLOAT16_ROWS - num_rows
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
-    y = jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
+    by_units = is_narrowed and has_bfloat16_matrix_units() and x.ndim == w.ndim == 2
+    y = _narrowed(x, w) if by_units else _matmul(x, w)
     return y[..., :num_rows, :]
+
+
+def _matmul(x: Array, w: Array) -> Array:
+    wider = jnp.promote_types(x.dtype, w.dtype)
+    return jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
+
+
+@jax.custom_vjp
+def _narrowed(x: Float[Array, "R K"], w: Float[Array, "K N"]) -> Float[Array, "R N"]:
+    """A float32 product of operands that are rounded to bfloat16, also in its gradients.
+
+    Autodiff multiplies the float32 gradient with a bfloat16 factor, which XLA converts to float32:
+    matrix units then have no part in two thirds of a training step.
+    """
+    return _matmul(x, w)
+
+
+def _narrowed_forward(x, w):
+    narrow = x.astype(w.dtype)
+    y = jnp.matmul(narrow, w, preferred_element_type=x.dtype)
+    return y, (narrow, w)
+
+
+def _narrowed_backward(saved, dy):
+    x, w = saved
+    dy = dy.astype(w.dtype)
+    dx = jnp.matmul(dy, w.T, preferred_element_type=jnp.float32)
+    dw = jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
+    return dx, dw.astype(w.dtype)
+
+
+_narrowed.defvjp(_narrowed_forward, _narrowed_backward)
 
 
 def full_precision(model: Model) -> contextlib.AbstractContextManager:

@@ -287,19 +287,25 @@ def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) 
     """Bytes of the scores of a chunk, where attention runs without a kernel."""
     is_head = isinstance(config, HeadConfig)
     dtype = run.compute.dtype if is_head else run.target_dtype
-    one_device = run.mesh.data * run.mesh.fsdp * run.mesh.model == 1
-    if dtype == "bfloat16" and config.head_dim <= 128 and one_device:
+    if _runs_kernels(run, dtype) and config.head_dim <= 128:
         return 0
     heads = max(1, config.heads // run.mesh.model)
     of_query = rows * heads * n
     return of_query * packed_attention.chunk_size(of_query) * 4 * SCORE_COPIES
 
 
+def _runs_kernels(run: HeadRun, dtype: str) -> bool:
+    """Whether a GPU computes attention and losses with kernels: in 16 bits, on one device."""
+    return dtype == "bfloat16" and run.mesh.data * run.mesh.fsdp * run.mesh.model == 1
+
+
 def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     """Multiplications and additions of a step: products with matrices, and attention.
 
     A product costs 2 for each weight and element forward, and twice that backward. What is computed
-    again costs its forward once more. Every element reads both output matrices.
+    again costs its forward once more. Without a kernel, logits and their gradients are computed
+    once, and the teacher's once for every position where these are no more than a chunk; the kernel
+    computes both again in the backward pass.
     """
     n, rows = run.data.seq_len - 1, run.data.batch_size
     c, t = head.config, cast(TargetConfig, target.config)
@@ -309,7 +315,12 @@ def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     fusion = _matrix_sizes(head.params, ("fusion", "fc"))
     teacher = t.dim * c.draft_vocab
     elements = rows * packed
-    flops = 2.0 * elements * (layers * (2 + again) + output * 4 + teacher * 2)
+    flops = 2.0 * elements * layers * (2 + again)
+    if _runs_kernels(run, run.compute.dtype) and run.loss in loss.STREAMED:
+        flops += 2.0 * elements * (output * 4 + teacher * 2)
+    else:
+        learned_from = rows * n if rows * n <= loss.CHUNK else elements
+        flops += 2.0 * (elements * output * (2 + run.train_lm_head) + learned_from * teacher)
     flops += 6.0 * rows * n * fusion
     # half of the keys, twice 2 for scores and values, and 2.5 times that backward
     flops += elements * n / 2 * 4 * c.heads * c.head_dim * c.layers * (2.5 + again)

@@ -65,6 +65,23 @@ def test_a_loop_holds_no_copy_of_its_weights(rows):
     assert memory is not None and memory.temp_size_in_bytes < w.nbytes / 4
 
 
+def test_gradients_are_products_of_rounded_operands(monkeypatch):
+    """Matrix units multiply the gradient of the output, rounded, with the other operand."""
+    monkeypatch.setattr(products, "has_bfloat16_matrix_units", lambda: True)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(9, 70)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(70, 11)), jnp.bfloat16)
+    dy = jnp.asarray(rng.normal(size=(9, 11)), jnp.float32)
+    y, pull = jax.vjp(product, x, w)
+    dx, dw = pull(dy)
+    rounded = np.asarray(dy.astype(jnp.bfloat16), np.float64)
+    assert y.dtype == dx.dtype == jnp.float32 and dw.dtype == jnp.bfloat16
+    np.testing.assert_allclose(dx, rounded @ np.asarray(w, np.float64).T, rtol=1e-5, atol=1e-5)
+    want = np.asarray(x.astype(jnp.bfloat16), np.float64).T @ rounded
+    # the gradient has the parameter's 8 bits
+    np.testing.assert_allclose(np.asarray(dw, np.float64), want, rtol=2**-8, atol=1e-5)
+
+
 needs_matrix_units = pytest.mark.skipif(
     not products.has_bfloat16_matrix_units(), reason="needs a CPU with matrix units for bfloat16"
 )

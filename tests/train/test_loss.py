@@ -65,6 +65,12 @@ def test_distill(rows, monkeypatch):
     by_hand = (weight[:, None] * (q - p)) @ kernel.T  # d KL / d logits = q - p
     np.testing.assert_allclose(grads[0], by_hand, atol=1e-5)
     np.testing.assert_allclose(grads[1], hidden.T @ (weight[:, None] * (q - p)), atol=1e-5)
+    # of one of the two alone, as where the output matrix is frozen
+    for i, full in enumerate(grads):
+        alone = jax.grad(lambda *x: ours(*x)[0], argnums=i)(
+            jnp.asarray(hidden), jnp.asarray(kernel)
+        )
+        np.testing.assert_allclose(alone, full, atol=1e-6)
     hit = weight * (p.argmax(-1) == q.argmax(-1))
     np.testing.assert_allclose(by_depth["correct"], np.bincount(depth, hit, K))
     np.testing.assert_allclose(by_depth["total"], np.bincount(depth, weight, K))
