@@ -61,3 +61,52 @@ def test_prompts(tokenizer, tmp_path):
     assert tokenizer.decode(chat) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(InputError, match="text needs the target's tokenizer"):
         text.read_prompts(path, None)
+
+
+@pytest.mark.parametrize("where", ["x.jsonl:3", "--prompt"])
+def test_half_of_a_surrogate_pair_in_a_prompt(tokenizer, where):
+    for chat in (False, True):
+        with pytest.raises(InputError) as caught:
+            text.encode_prompt("def \udc80", tokenizer, chat=chat, where=where)
+        assert str(caught.value) == (
+            f"{where}: text must be Unicode; got \\udc80; remove the character, or write the text "
+            "anew as UTF-8"
+        )
+
+
+def test_half_of_a_surrogate_pair_in_a_file(tokenizer, tmp_path):
+    for row in ('{"prompt": "a\\ud800"}', '{"turns": ["\\udfff", "b"]}'):
+        (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + row)
+        with pytest.raises(InputError, match=r"p.jsonl:2: text must be Unicode; got \\ud[8f]"):
+            text.read_prompts(tmp_path / "p.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("tokenizer.json", "[]", "tokenizer.json: must be a JSON object; got list; download"),
+        ("tokenizer.json", "{", "tokenizer.json: must be JSON; got JSONDecodeError: "),
+        ("tokenizer.json", "[" * 9999, "tokenizer.json: must be JSON; got RecursionError: "),
+        ("tokenizer.json", "{}", "tokenizer.json and tokenizer_config.json must be those of a tok"),
+        ("tokenizer.json", '{"model_type": "qwen3"}', "must be those of a tokenizer; got KeyError"),
+        ("tokenizer.json", '{"added_tokens": [], "model": {"type": "x"}}', "must be those of a to"),
+        ("tokenizer_config.json", "null", "tokenizer_config.json: must be a JSON object; got None"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": 5}',
+            "must be those of a tokenizer; got Type",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_none(tokenizer, tmp_path, name, content, words):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError) as caught:
+        text.load_tokenizer(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path)) and words in message and "\n" not in message
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert text.load_tokenizer(tmp_path) is None

@@ -116,7 +116,6 @@ SLOW: dict[str, str] = {
     "tests/train/test_runs.py::test_frozen_parts*": "4 s",
     "tests/train/test_runs.py::test_growing_depths*": "5 s",
     "tests/train/test_runs.py::test_the_best_head*": "8 s",
-    "tests/train/test_runs.py::test_killed_run*": "35 s: a run and two that are killed",
     "tests/weights/test_writing.py::test_a_disk_that_is_full*": "3 s",
     "tests/weights/test_writing.py::test_one_tensor*": "6 s",
 }

@@ -20,13 +20,14 @@ from peagle_jax.documents import Document
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.layers import Decoder
 from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
-from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from peagle_jax.train.corpus_store import CorpusChoice, make_store, read_store
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.eagle_loss import eagle_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.loss import DepthCounts
 from peagle_jax.train.mesh import (
+    from_first_process,
     is_first_process,
     make_training_mesh,
     on_mesh,
@@ -53,6 +54,9 @@ Evaluate = Callable[[Model], dict]  # a head -> the acceptance fields of HeadRes
 MakeEvaluator = Callable[
     [HeadRun, Model, PreTrainedTokenizerBase, Sequence[Document]], Evaluate | None
 ]
+# The others wait at most so long for the first process. A million conversations take it half an
+# hour on two cores (results/corpus_memory.jsonl).
+ENCODING_SECONDS = 6 * 3600
 NOT_EVALUATED = {"acceptance_length": None, "accepted_per_position": [], "repeated_4grams": 0.0}
 
 
@@ -198,13 +202,18 @@ def _read_rows(
 ) -> tuple[PackedRows, Sequence[Document]]:
     """The packed rows to train on, and the documents that are held out.
 
-    They are in a folder of the run, which a run that goes on finds there.
+    They are in a folder of the run, which a run that goes on finds there. Of several processes the
+    first encodes the corpus.
     """
     data = run.data
     choice = CorpusChoice(data.source, data.held_out, data.max_chars, run.seed, data.bad_rows)
-    # processes may share a disk, and need not
-    name = "corpus" if is_first_process() else f"corpus.{jax.process_index()}"
-    store = open_corpus(Path(run.out) / name, choice, tokenizer, say)
+    folder = Path(run.out) / "corpus"
+    key = from_first_process(
+        functools.partial(make_store, folder, choice, tokenizer, say),
+        "encode the corpus",
+        ENCODING_SECONDS,
+    )
+    store = read_store(folder, key)
     rows = store.pack(data.seq_len, data.packing)
     say(
         f"corpus: {len(store.order)} documents, {rows.num_tokens:,} tokens in {len(rows):,} rows, "
