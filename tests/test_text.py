@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from peagle_jax import corpus, text
 from peagle_jax.train.data import pack
@@ -110,3 +111,31 @@ def test_a_tokenizer_that_is_none(tokenizer, tmp_path, name, content, words):
 def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert text.load_tokenizer(tmp_path) is None
+
+
+def test_texts_begin_as_prompts_do(tmp_path):
+    """With the begin-of-sequence token of such tokenizers (Llama, Gemma), which is not trained.
+
+    Special tokens that a text spells are text.
+    """
+    tokenizer = text.train_tokenizer(["def f(x):\n    return x\n" * 50], 300)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = text.load_tokenizer(tmp_path)
+    prompt = text.encode_prompt("def f", tokenizer, chat=False, where="x")
+    assert prompt[0] == bos
+    spelled = "def f<|endoftext|>(x)<s>"
+    documents = [
+        corpus.Document("a", spelled),
+        corpus.Document("b", None, prompt="def f", completion="(x)"),
+    ]
+    (tokens, mask), (tokens_b, mask_b) = text.encode(tokenizer, documents)
+    assert tokens[0] == bos == tokens_b[0] and not mask[0] and mask[1:].all()
+    assert (tokens == bos).sum() == 1 and (tokens == tokenizer.eos_token_id).sum() == 1
+    assert tokens[-1] == tokenizer.eos_token_id and tokenizer.decode(tokens[1:-1]) == spelled
+    assert tokens_b[: len(prompt)].tolist() == prompt
+    assert mask_b.tolist() == [i >= len(prompt) for i in range(len(tokens_b))]

@@ -239,6 +239,9 @@ def test_a_byte_that_changed_is_named_by_shard_and_row(place, tmp_path, dtype):
     stored.batch([23])
     path.write_bytes(damaged)
     stored.batch([23])  # a row is looked at once
+    path.write_bytes(content[:-7])
+    with pytest.raises(InputError, match="shard-00002.safetensors: .*truncated"):
+        open_hidden_states(tmp_path / "out")
 
 
 def test_computed_in_bfloat16(place, tmp_path):

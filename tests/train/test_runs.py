@@ -204,6 +204,25 @@ def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
     assert same(tmp_path / "again", tmp_path / "run" / "head")
 
 
+def test_a_reduced_vocabulary_is_that_of_the_checkpoint(corpus, target, tmp_path, capsys):
+    """Also where nothing else says which data a run began with; the same corpus goes on."""
+    source = tmp_path / "corpus"
+    shutil.copytree(corpus, source)
+    raw = config("peagle", source, tmp_path / "run", target, max_seconds=0.0)
+    raw["head"] |= {"draft_vocab": 60, "layers": 1}
+    path = write(tmp_path / "run.yaml", raw)
+    assert main(["train", str(path)]) == 0
+    (tmp_path / "run" / "data.json").unlink()
+    assert main(["train", str(path)]) == 0 and rows(tmp_path / "run")[-1]["step"] == 2
+    (source / "new.py").write_text("zebra = quagga\n" * 200)
+    (tmp_path / "run" / "data.json").unlink()
+    capsys.readouterr()
+    assert main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "resumed only with the draft vocabulary that it began with; got that of ano" in error
+    assert error.count("\n") == 1 and rows(tmp_path / "run")[-1]["step"] == 2
+
+
 @pytest.mark.long
 def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     """The packaged heads' options together.
@@ -334,6 +353,7 @@ def test_shipped_configs_load(path):
         ({"seed": "four"}, "seed: must be a whole number"),
         ({"seed": -1}, "seed: must be 0 or more"),
         ({"eval.max_new_tokens": 5000}, "must fit the target's context"),
+        ({"data.seq_len": 5000}, "data.seq_len: must be at most the target's context of 4,096"),
         ({"depth_schedule": [{"until": 5, "num_depths": 3}]}, "depth_schedule: must ascend"),
         (
             {"depth_schedule": [{"until": 5, "num_depths": 1}, {"until": 5, "num_depths": 2}]},
