@@ -124,7 +124,7 @@ def tokenize(
         return tokenizer(text, **options)
     except Exception as error:  # tokenizers raises a bare Exception
         rule = "the tokenizer must encode the text"
-        next_step = "leave it out, or download the target's tokenizer again"
+        next_step = "leave that text out, or download the target's tokenizer again"
         raise InputError(where, rule, one_line(error), next_step) from None
 
 

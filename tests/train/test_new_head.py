@@ -1,13 +1,12 @@
 """What a head begins as: placeholders that differ in nothing but their design."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+from peagle_jax import text
 from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.data import pack
@@ -15,7 +14,7 @@ from peagle_jax.train.hidden_states import compute_hidden_states
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.settings import build
 
-TOKENIZER = types.SimpleNamespace(mask_token_id=5)
+TOKENIZER = text.train_tokenizer(["def f"], 300)  # what it encodes is not asked
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def begun(rows, design, **changes):
         "target": "not read here",
         "out": "runs/x",
         "data": {"source": "not read here", "seq_len": 23, "batch_size": 1},
-        "head": {"layers": 1},
+        "head": {"layers": 1, "mask_token": 5},
         "cod": {"num_depths": 4},
         "placeholder": {"hidden": design},
     }
