@@ -11,6 +11,7 @@ that nobody disturbed. Exit code 1 if it does not.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -20,11 +21,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import yaml
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 SHARDS_OF_ROWS = 8
@@ -129,22 +133,29 @@ def kill(processes: list[subprocess.Popen]) -> None:
         process.communicate()
 
 
-def finish(recipe: Path) -> float:
-    """Trains to the end; returns the seconds until the first step that it logged."""
-    out = Path(yaml.safe_load(recipe.read_text(encoding="utf-8"))["out"])
-    began, before, first = time.monotonic(), last_step(out), None
+class SessionEndedError(Exception):
+    """A process ended by itself: to the others, a machine that was paused looks like a dead one."""
+
+
+def session(recipe: Path) -> float:
+    """Trains to the end; returns the seconds until the first step that it logged.
+
+    Raises:
+      SessionEndedError: a process ended with an error.
+    """
+    out = out_of(recipe)
+    began, before, first = time.monotonic(), modified(out), None
     processes = start(recipe)
     while any(process.poll() is None for process in processes):
-        if first is None and last_step(out) > before:
+        if first is None and modified(out) != before and last_step(out):
             first = time.monotonic() - began
         if time.monotonic() - began > MAX_SECONDS:
             kill(processes)
-            raise SystemExit(f"{recipe}: did not end in {MAX_SECONDS} s")
+            raise SessionEndedError(f"{recipe}: did not end in {MAX_SECONDS} s")
         time.sleep(0.05)
-    for process in processes:
-        _, error = process.communicate()
-        if process.returncode:
-            raise SystemExit(error[-3000:])
+    errors = [process.communicate()[1] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SessionEndedError("\n".join(error[-3000:] for error in errors))
     return first or time.monotonic() - began
 
 
@@ -155,35 +166,60 @@ def kill_at(recipe: Path, step: int, delay: float) -> dict:
 
     Returns:
       The moment: the step that was logged last, and what stood under `checkpoints`.
+
+    Raises:
+      SessionEndedError: a process ended before.
     """
-    out = Path(yaml.safe_load(recipe.read_text(encoding="utf-8"))["out"])
+    out = out_of(recipe)
     # rows behind the last checkpoint are dropped when the run goes on, and written again
-    before = (out / "metrics.jsonl").stat().st_mtime_ns if last_step(out) else 0
+    before = modified(out)
     processes = start(recipe)
     began = time.monotonic()
-    while step:
-        is_new = (out / "metrics.jsonl").exists() and (
-            (out / "metrics.jsonl").stat().st_mtime_ns != before
-        )
-        if is_new and last_step(out) >= step:
+    while step and not (modified(out) != before and last_step(out) >= step):
+        if time.monotonic() - began > MAX_SECONDS or has_ended(processes):
             break
-        if any(process.poll() is not None for process in processes):
-            errors = [process.communicate()[1][-2000:] for process in processes]
-            raise SystemExit(f"a process ended before it could be killed: {errors}")
-        if time.monotonic() - began > MAX_SECONDS:
-            kill(processes)
-            raise SystemExit(f"{recipe}: did not come to step {step} in {MAX_SECONDS} s")
         time.sleep(0.002)
     time.sleep(delay)
-    if any(process.poll() is not None for process in processes):
-        raise SystemExit("a process ended before it could be killed: use more steps")
+    if has_ended(processes) or (step and last_step(out) < step):
+        kill(processes)
+        raise SessionEndedError("a process ended before it could be killed")
     kill(processes)
     saved = sorted(path.name for path in (out / "checkpoints").glob("*"))
     return {"asked": step, "delay": round(delay, 3), "step": last_step(out), "checkpoints": saved}
 
 
+def out_of(recipe: Path) -> Path:
+    return Path(yaml.safe_load(recipe.read_text(encoding="utf-8"))["out"])
+
+
+def modified(out: Path) -> int:
+    """When metrics.jsonl was written last; 0 where there is none."""
+    path = out / "metrics.jsonl"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def has_ended(processes: list[subprocess.Popen]) -> bool:
+    return any(process.poll() is not None for process in processes)
+
+
+def insisting(work: Callable[[], T], lost: list[str]) -> T:
+    """What `work` returns, which begins again where a session ended by itself, three times."""
+    for _ in range(3):
+        try:
+            return work()
+        except SessionEndedError as error:
+            lost.append(str(error))
+    raise SystemExit("\n".join(lost))
+
+
 def disturb(
-    recipe: Path, steps: int, kills: int, seed: int, start_seconds: float, start_every: int
+    recipe: Path,
+    steps: int,
+    kills: int,
+    seed: int,
+    start_seconds: float,
+    start_every: int,
+    lost: list[str],
 ) -> list[dict]:
     """Kills a run at random moments, every `start_every`-th of them at a start; returns them."""
     rng = random.Random(seed)
@@ -193,7 +229,8 @@ def disturb(
     for i, step in enumerate(wanted):
         at_start = (i + 1) % start_every == 0
         delay = rng.uniform(0, start_seconds if at_start else DELAY)
-        moments.append(kill_at(recipe, 0 if at_start else step, delay))
+        moment = functools.partial(kill_at, recipe, 0 if at_start else step, delay)
+        moments.append(insisting(moment, lost))
         print(moments[-1], flush=True)
     return moments
 
@@ -216,9 +253,11 @@ def compare(work: Path, kills: int, seed: int, steps: int = STEPS, start_every: 
         raw = recipe_of_head(target, corpus, states, work / name, steps)
         recipes[name] = work / f"{name}.yaml"
         recipes[name].write_text(yaml.safe_dump(raw), encoding="utf-8")
-    start_seconds = finish(recipes["whole"])
-    moments = disturb(recipes["killed"], steps, kills, seed, start_seconds, start_every)
-    finish(recipes["killed"])
+    lost: list[str] = []
+    start_seconds = insisting(functools.partial(session, recipes["whole"]), lost)
+    disturbance = recipes["killed"], steps, kills, seed, start_seconds, start_every
+    moments = disturb(*disturbance, lost)
+    insisting(functools.partial(session, recipes["killed"]), lost)
     unfinished = [
         name
         for moment in moments
@@ -236,6 +275,7 @@ def compare(work: Path, kills: int, seed: int, steps: int = STEPS, start_every: 
         "seed": seed,
         "moments": [{k: v for k, v in m.items() if k != "checkpoints"} for m in moments],
         "kills_within_a_save": len(unfinished),
+        "sessions_that_ended_by_themselves": len(lost),
         "equal_weights": same_weights(work / "whole" / "head", work / "killed" / "head"),
         "equal_metrics": metrics(work / "whole") == metrics(work / "killed"),
     }
