@@ -59,7 +59,7 @@ MakeEvaluator = Callable[
 ]
 # The others wait at most so long for the first process. A million conversations take it half an
 # hour on two cores (results/corpus_memory.jsonl).
-ENCODING_SECONDS = 6 * 3600
+ENCODING_SECONDS = 6 * 3600.0
 NOT_EVALUATED = {"acceptance_length": None, "accepted_per_position": [], "repeated_4grams": 0.0}
 
 
