@@ -21,11 +21,11 @@ corpus, target = test_runs.corpus, test_runs.target  # fixtures
 
 @pytest.mark.slow
 def test_two_processes_with_shards_and_accumulation(tmp_path, capsys):
-    """Killed three times at random moments, the third while they start; the script does more."""
+    """Killed at a random moment, and while they start; the script does it twenty times."""
     script = runpy.run_path(str(SCRIPT))
-    row = script["compare"](tmp_path, kills=3, seed=1, steps=40, start_every=3)
+    row = script["compare"](tmp_path, kills=2, seed=1, steps=40, start_every=2)
     assert row["equal_weights"] and row["equal_metrics"], row
-    assert row["shards"] >= 3 and row["processes"] == 2 and row["kills"] == 3
+    assert row["shards"] >= 3 and row["processes"] == 2 and row["kills"] == 2
     steps = [moment["step"] for moment in row["moments"]]
     assert steps == sorted(steps) and 0 < steps[0] and steps[-1] < 40, row["moments"]
     # the comparison is of something

@@ -164,7 +164,7 @@ def test_two_processes_give_the_same_curve(corpus, target, tmp_path):
     assert results[0]["acceptance_length"] == pytest.approx(results[1]["acceptance_length"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_process_encodes_for_both(corpus, target, tmp_path):
     """What it cannot encode is said in both, soon, and both end as after a mistake of the user."""
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
