@@ -228,7 +228,8 @@ def disturb(
     moments = []
     for i, step in enumerate(wanted):
         at_start = (i + 1) % start_every == 0
-        delay = rng.uniform(0, start_seconds if at_start else DELAY)
+        # a second start compiles less, and must not come to the end
+        delay = rng.uniform(0, start_seconds / 2 if at_start else DELAY)
         moment = functools.partial(kill_at, recipe, 0 if at_start else step, delay)
         moments.append(insisting(moment, lost))
         print(moments[-1], flush=True)

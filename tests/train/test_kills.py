@@ -23,11 +23,11 @@ corpus, target = test_runs.corpus, test_runs.target  # fixtures
 def test_two_processes_with_shards_and_accumulation(tmp_path, capsys):
     """Killed at a random moment, and while they start; the script does it twenty times."""
     script = runpy.run_path(str(SCRIPT))
-    row = script["compare"](tmp_path, kills=2, seed=1, steps=40, start_every=2)
+    row = script["compare"](tmp_path, kills=2, seed=1, steps=60, start_every=2)
     assert row["equal_weights"] and row["equal_metrics"], row
     assert row["shards"] >= 3 and row["processes"] == 2 and row["kills"] == 2
     steps = [moment["step"] for moment in row["moments"]]
-    assert steps == sorted(steps) and 0 < steps[0] and steps[-1] < 40, row["moments"]
+    assert steps == sorted(steps) and 0 < steps[0] and steps[-1] < 60, row["moments"]
     # the comparison is of something
     head, other = tmp_path / "killed" / "head", tmp_path / "other"
     assert script["same_weights"](head, tmp_path / "whole" / "head")
@@ -37,7 +37,7 @@ def test_two_processes_with_shards_and_accumulation(tmp_path, capsys):
     (other / "model.safetensors").write_bytes(content)
     assert not script["same_weights"](head, other)
     (log,) = tmp_path.glob("killed/metrics.jsonl")
-    assert [r["step"] for r in rows(log.parent) if "loss" in r] == list(range(1, 41))
+    assert [r["step"] for r in rows(log.parent) if "loss" in r] == list(range(1, 61))
 
 
 @pytest.mark.long
