@@ -356,7 +356,7 @@ def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[in
             got = f"byte {line[error.start]:#04x} at {error.start} of the line"
             bad_rows.take(InputError(where, "must be UTF-8 text", got, next_step))
             continue
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             bad_rows.take(InputError(where, rule, error, next_step))
             continue
         if isinstance(row, dict):

@@ -244,7 +244,7 @@ def _check_values(raw: Mapping, path: Path) -> None:
 def write_run_header(
     head: Model, frozen: dict, out: Path, origin: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes what `open_run` needs beside the checkpoints.
+    """Writes what `open_run` needs beside the checkpoints. All processes of a run must call it.
 
     Args:
       head: the head to train.
@@ -253,7 +253,8 @@ def write_run_header(
       origin: where the head comes from (`ORIGIN_FIELDS` of its HeadState), for an export.
     """
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / HEAD_FILE, head_json(head.config, origin))
+    if jax.process_index() == 0:
+        write_atomically(out / HEAD_FILE, head_json(head.config, origin))
     if frozen:
         _save(out / FROZEN, frozen)
 
@@ -279,7 +280,8 @@ def _save(path: Path, tree: Any) -> None:
     try:
         with ocp.StandardCheckpointer() as writer:
             writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
-        write_checksums(path)
+        if jax.process_index() == 0:
+            write_checksums(path)
     except ValueError as error:  # tensorstore's word for a disk that is full
         raise InputError(
             path, "the checkpoint must be written to the end", error, SAVING_FAILED

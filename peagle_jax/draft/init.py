@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from peagle_jax.draft.head import DraftHead, HeadConfig
-from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, TOKEN_DESIGNS, InitInputs
+from peagle_jax.draft.placeholders import (
+    FIXED_DESIGNS,
+    HIDDEN_DESIGNS,
+    TOKEN_DESIGNS,
+    InitInputs,
+)
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flatten_params, unflatten_params
 
@@ -62,7 +67,11 @@ def init_from_target(head: Model, target: Model) -> Model:
 
 
 def init_placeholders(
-    head: Model, mean_aux_hidden_states: Float[Array, " A"] | None, *, seed: int
+    head: Model,
+    mean_aux_hidden_states: Float[Array, " A"] | None,
+    *,
+    seed: int,
+    starts_at_mean: bool = True,
 ) -> Model:
     """Placeholders begin as what is most ordinary, in the form that each design has for it.
 
@@ -74,12 +83,15 @@ def init_placeholders(
       mean_aux_hidden_states: over some text; None begins with small random numbers, and leaves the
         mask token's row as it is.
       seed: of random numbers.
+      starts_at_mean: False begins as None does, except for designs that are not learned and whose
+        vector is the mean, or has its size.
     """
     cfg = head.config
     module = cast(DraftHead, head.bind(head.params))
     table = module.embed.table[...]
     keys = jax.random.split(jax.random.key(seed))
-    if mean_aux_hidden_states is None:
+    is_at_mean = starts_at_mean or cfg.placeholder_hidden in FIXED_DESIGNS
+    if mean_aux_hidden_states is None or not is_at_mean:
         aux_hidden_states = SMALL * jax.random.normal(keys[0], (cfg.sizes.aux_dim,))
     else:
         aux_hidden_states = mean_aux_hidden_states
@@ -99,7 +111,8 @@ def init_placeholders(
         params["mask_hidden"] = placeholder.pop("mask_hidden")
     if placeholder:
         params["placeholder"] = placeholder
-    if mean_aux_hidden_states is not None and cfg.placeholder_token == "mask":
+    resets_mask_token = starts_at_mean and mean_aux_hidden_states is not None
+    if resets_mask_token and cfg.placeholder_token == "mask":
         params["embed"] = {"table": table.at[cfg.mask_token].set(inputs.mean_embedding)}
     return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
 

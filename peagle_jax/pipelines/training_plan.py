@@ -39,7 +39,8 @@ BANDWIDTH, RATES, DEVICE_BYTES = 4.3e12, {2: 790e12, 4: 67e12}, 141e9
 # Copies of the logits of a chunk in float32 at one time: both, their softmaxes, the gradient.
 LOGIT_COPIES = 5
 SCORE_COPIES = 4  # of the scores of a chunk in attention without a kernel, likewise
-TARGET_CONFIGS = Path("configs/targets")
+# a link to configs/targets, which an installed package has as a folder
+TARGET_CONFIGS = Path(__file__).parents[1] / "assets" / "target_configs"
 
 
 @dataclasses.dataclass(frozen=True)

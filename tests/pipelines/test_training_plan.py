@@ -159,17 +159,24 @@ def test_other_numbers_of_devices():
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """It writes nothing, and reads no weights: the target of the recipe is not on this disk."""
-    monkeypatch.chdir(ROOT)
-    out = tmp_path / "out"
-    words = ["train", "configs/train/gpt_oss_20b.yaml", "--out", str(out), "--dry-run"]
+    """It writes nothing, and reads no weights: the target of the recipe is not on this disk.
+
+    From any folder: the published configurations belong to the package.
+    """
+    monkeypatch.chdir(tmp_path)
+    out, recipes = tmp_path / "out", ROOT / "configs" / "train"
+    words = ["train", str(recipes / "gpt_oss_20b.yaml"), "--out", str(out), "--dry-run"]
     assert main([*words, "--devices", "1"]) == 0
     printed = capsys.readouterr().out
     assert "8,192" in printed and "fits an H200" in printed and not out.exists()
     assert main([*words[:-1], "--devices", "1"]) == 2
     assert "--devices" in capsys.readouterr().err
-    assert main(["train", "configs/train/demo_target.yaml", "--dry-run"]) == 2
+    assert main(["train", str(recipes / "demo_target.yaml"), "--dry-run"]) == 2
     assert "needs the recipe of a head" in capsys.readouterr().err
+    published = {path.name for path in (ROOT / "configs" / "targets").glob("*.json")}
+    assert {path.name for path in training_plan.TARGET_CONFIGS.glob("*.json")} == published
+    with pytest.raises(InputError, match="must be a folder with config.json, or a hub id that is"):
+        training_plan.find_config("openai/nothing-20b", tmp_path)
 
 
 def test_floor_of_a_step():
