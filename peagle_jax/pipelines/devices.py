@@ -66,70 +66,50 @@ class Device:
 
 def _accelerator(
     name: str,
-    memory: int | float,
-    bandwidth: int | float,
-    bfloat16: int | float,
-    float32: int | float,
-    float8: int | float,
+    memory: float,
+    bandwidth: float,
+    rates: tuple[float, float, float],
     source: str,
-    **overhead: float,
+    layer_seconds: float | None = None,
+    pass_seconds: float = 0.0,
 ) -> Device:
-    """A device by its data sheet: bytes, bytes/s, and dense FLOP/s of three dtypes."""
-    rates = {4: float32, 2: bfloat16, 1: float8}
+    """A device by its data sheet.
+
+    Args:
+      bandwidth: bytes per second.
+      rates: dense multiplications and additions per second in float32, bfloat16 and float8.
+    """
     return Device(
         name=name,
         memory=memory,
         bandwidth=bandwidth * BANDWIDTH_SHARE,
-        rates={size: rate * RATE_SHARE for size, rate in rates.items()},
+        rates={size: x * RATE_SHARE for size, x in zip((4, 2, 1), rates, strict=True)},
+        layer_seconds=layer_seconds,
+        pass_seconds=pass_seconds,
         source=source,
-        **overhead,
     )
 
 
 # What a layer and a forward of a head cost in vLLM besides bytes and products: fitted to the steps
 # of Llama 3.1 8B with EAGLE-1 on an H100 (vLLM issue 20780) by scripts/measure/validate_plan.py.
 # EAGLE-3's forwards cost 0.8 ms there, when they were not in CUDA graphs yet.
-VLLM = {"layer_seconds": 67e-6, "pass_seconds": 0.22e-3}
+VLLM = 67e-6, 0.22e-3
+NVIDIA, GOOGLE = "NVIDIA's data sheet", "Google Cloud's documentation"
 
 # The RTX's bfloat16 rate is an eighth of the data sheet's 4,000 sparse FP4 TOPS. TPUs multiply
 # float8 in bfloat16; of their launches nobody has told us anything.
 DEVICES = {
-    "h100": _accelerator(
-        "NVIDIA H100 SXM", 80e9, 3.35e12, 989e12, 67e12, 1979e12, "NVIDIA's data sheet", **VLLM
-    ),
-    "h200": _accelerator(
-        "NVIDIA H200", 141e9, 4.8e12, 989e12, 67e12, 1979e12, "NVIDIA's data sheet", **VLLM
-    ),
-    "b200": _accelerator(
-        "NVIDIA B200", 192e9, 8e12, 2250e12, 80e12, 4500e12, "NVIDIA's data sheet (HGX)", **VLLM
-    ),
+    "h100": _accelerator("NVIDIA H100", 80e9, 3.35e12, (67e12, 989e12, 1979e12), NVIDIA, *VLLM),
+    "h200": _accelerator("NVIDIA H200", 141e9, 4.8e12, (67e12, 989e12, 1979e12), NVIDIA, *VLLM),
+    "b200": _accelerator("NVIDIA B200", 192e9, 8e12, (80e12, 2250e12, 4500e12), NVIDIA, *VLLM),
     "rtx-pro-6000": _accelerator(
-        "NVIDIA RTX PRO 6000 Blackwell",
-        96e9,
-        1.792e12,
-        500e12,
-        125e12,
-        1000e12,
-        "NVIDIA's data sheet (workstation edition)",
-        **VLLM,
+        "NVIDIA RTX PRO 6000 Blackwell", 96e9, 1.792e12, (125e12, 500e12, 1000e12), NVIDIA, *VLLM
     ),
     "v5p": _accelerator(
-        "TPU v5p",
-        95e9,
-        2.765e12,
-        459e12,
-        459e12 / FLOAT32_PASSES,
-        459e12,
-        "Google Cloud's documentation",
+        "TPU v5p", 95e9, 2.765e12, (459e12 / FLOAT32_PASSES, 459e12, 459e12), GOOGLE
     ),
     "v6e": _accelerator(
-        "TPU v6e",
-        32e9,
-        1.638e12,
-        918e12,
-        918e12 / FLOAT32_PASSES,
-        918e12,
-        "Google Cloud's documentation",
+        "TPU v6e", 32e9, 1.638e12, (918e12 / FLOAT32_PASSES, 918e12, 918e12), GOOGLE
     ),
 }
 

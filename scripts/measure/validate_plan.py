@@ -14,6 +14,7 @@ import functools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def packaged(dtype: str) -> dict[str, ModelCosts]:
 
 def own_step(row: dict, seconds: float, slots: int, length: float) -> Step:
     """A row of ours as a step. Attention here reads every slot of the cache."""
-    method = {"plain": "none"}.get(row["method"], row["method"])
+    method = "none" if row["method"] == "plain" else row["method"]
     costs = packaged(row["dtype"])
     return Step(
         label=f"{method}, K = {row['k']}, batch {row['batch_size']}, {slots} slots",
@@ -258,7 +259,10 @@ def markdown(rows: Sequence[dict]) -> str:
         fitted = fitted.replace("_", " ")
         lines.append(f"| {row['group']} | {fitted} | {good} | {100 * row['worst']:+.0f} % |")
     lines += ["", "Misses, each planned over measured:", ""]
-    lines += [f"- {row['group']}: {'; '.join(row['misses'])}." for row in rows if row["misses"]]
+    for row in rows:
+        if row["misses"]:
+            of_group = f"{row['group']}: {'; '.join(row['misses'])}."
+            lines.append(textwrap.fill(f"- {of_group}", 100, subsequent_indent="  "))
     return "\n".join(lines)
 
 
