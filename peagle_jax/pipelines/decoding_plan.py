@@ -6,6 +6,7 @@ speculation costs `Device.pass_seconds` for every forward of the head, and once 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from peagle_jax.pipelines.devices import Device
@@ -104,13 +105,13 @@ def drafting_work(
     Args:
       length: tokens that were committed for each sequence, on average.
     """
-    common = {"sequences": concurrency, "context": context}
+    forward = functools.partial(forward_work, head, sequences=concurrency, context=context)
     if method == PEAGLE:
         rows = concurrency * (length + k - 1)
-        return [forward_work(head, rows=rows, outputs=concurrency * k, fused=rows, **common)]
+        return [forward(rows=rows, outputs=concurrency * k, fused=rows)]
     rows = concurrency * length
-    first = forward_work(head, rows=rows, outputs=concurrency, fused=rows, **common)
-    later = forward_work(head, rows=concurrency, outputs=concurrency, **common)
+    first = forward(rows=rows, outputs=concurrency, fused=rows)
+    later = forward(rows=concurrency, outputs=concurrency)
     return [first] + [later] * (k - 1)
 
 
