@@ -35,7 +35,7 @@ class Line:
 
     label: str
     method: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[int | float, int | float]]
     is_ours: bool = False
 
 
@@ -154,7 +154,7 @@ def _published_speedups(tables: Mapping[str, PublishedTable]) -> list[Line]:
     return lines
 
 
-def speed(row: Mapping) -> float:
+def speed(row: Mapping) -> int | float:
     """Tokens per second of one sequence; 0 where the row does not tell."""
     if "tpot_ms" in row:
         return 1e3 / row["tpot_ms"]

@@ -32,7 +32,7 @@ class PublishedTable:
     facts: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
 
-    def acceptance_length(self, row: Mapping[str, Any]) -> float | None:
+    def acceptance_length(self, row: Mapping[str, Any]) -> int | float | None:
         """Of a row: as published, or from its rates by position; 1 for plain decoding."""
         if row["method"] == "none":
             return 1.0
