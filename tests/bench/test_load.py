@@ -98,7 +98,7 @@ def test_open_loop_waits_for_nobody():
     for seen in served:
         assert seen.first >= 1  # a step at least, and what it waited
     assert max(seen.first for seen in served) > 1.5 and engine.most == 2
-    slow = scripted(0.01)[1]  # nothing else is under way: it sleeps until the next is due
+    slow = scripted(1e-5)[1]  # nothing else is under way: it sleeps until the next is due
     assert [seen.first for seen in slow] == pytest.approx([1] * 4)
 
 
