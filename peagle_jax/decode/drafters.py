@@ -96,6 +96,9 @@ class _HeadDrafter:
     graph: nnx.GraphDef
     config: HeadConfig
     k: int
+    # Only to measure speed: drafts are accepted at these rates, whatever they are. See
+    # `verify.draw_accepted`.
+    synthetic_rates: tuple[float, ...] | None = None
 
     def init(self, batch: int, cache_size: int) -> KVCache:
         return self.config.empty_cache(batch, cache_size)
@@ -315,6 +318,20 @@ def _draft_tokens(
 
     ids = jax.vmap(sample_position, (1, 1), 1)(logits, keys)
     return ids.astype(jnp.int32), logits
+
+
+def synthetic_rates(drafter: Drafter | None) -> tuple[float, ...] | None:
+    """The rates at which a drafter's K drafts are to be accepted; None: verification decides.
+
+    Raises:
+      ValueError: there are fewer rates than drafts.
+    """
+    rates = drafter.synthetic_rates if isinstance(drafter, _HeadDrafter) else None
+    if rates is None or drafter is None:
+        return None
+    if len(rates) < drafter.k:
+        raise ValueError(f"{drafter.k} drafts need as many rates; got {len(rates)}; give more")
+    return rates[: drafter.k]
 
 
 METHODS = {

@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.decode.drafters import Drafter, ParallelDrafter
+from peagle_jax.decode.drafters import Drafter, ParallelDrafter, synthetic_rates
 from peagle_jax.decode.penalties import count_tokens, penalize
 from peagle_jax.decode.sampling import (
     KeyUse,
@@ -37,7 +37,7 @@ from peagle_jax.decode.sampling import (
 )
 from peagle_jax.decode.switching import append_unread
 from peagle_jax.decode.tree import likeliest_tree, num_tree_nodes, tree_width, walk
-from peagle_jax.decode.verify import verify_greedy, verify_sampled
+from peagle_jax.decode.verify import draw_accepted, verify_greedy, verify_sampled
 from peagle_jax.kernels.graphs import jit_with_loops
 from peagle_jax.layers import CachedAttention, Decoder, keep_path
 from peagle_jax.targets.config import TargetConfig
@@ -209,6 +209,8 @@ def _chain_step(
         if options.logprobs:
             logprobs = logprobs_of(raw, tokens)
     tokens = tokens.astype(jnp.int32)
+    if (rates := synthetic_rates(spec.drafter)) is not None:
+        accepted = draw_accepted(rates, accepted, state.num_steps, tokens)
     return commit(spec, state, draft, cache, out, tokens, accepted, options, logprobs)
 
 
