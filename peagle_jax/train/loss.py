@@ -4,6 +4,7 @@ Logits are computed in chunks: those of a whole batch of packed elements, [P W],
 once.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.draft.markov import MarkovHead
 from peagle_jax.kernels import vocab
 from peagle_jax.layers import product, soft_cap
 
@@ -83,6 +85,19 @@ LOSSES: dict[str, Callable] = {
 STREAMED = ("forward_kl", "cross_entropy")  # kernels/vocab.py computes these without logits
 
 
+@dataclasses.dataclass(frozen=True)
+class MarkovBias:
+    """What a Markov head adds to the logits of packed elements.
+
+    Attributes:
+      head: the Markov head.
+      previous: the token before the one that each element predicts, of the target's vocabulary.
+    """
+
+    head: MarkovHead
+    previous: Int[Array, " P"]
+
+
 def distill(
     norm: Callable[[Float[Array, "c D"]], Float[Array, "c D"]],
     lm_head_weight: Float[Array, "D W"],
@@ -95,6 +110,7 @@ def distill(
     num_depths: int,
     logit_cap: float | None = None,
     loss: str = "forward_kl",
+    bias: MarkovBias | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's.
 
@@ -110,6 +126,7 @@ def distill(
       num_depths: K, for the counts.
       logit_cap: soft cap of the target's logits (Gemma).
       loss: a name of `LOSSES`.
+      bias: of the head's logits; None for a head without a Markov head.
 
     Returns:
       sum(weight * loss), and {"correct", "total"} by depth.
@@ -120,9 +137,15 @@ def distill(
 
     operands = hidden, lm_head_weight, teacher_hidden, teacher_weight
     if loss in STREAMED and vocab.is_supported(*operands):
+        normed, columns = norm(hidden), lm_head_weight
+        if bias is not None:
+            # one product over both: the kernel knows of one matrix
+            code = bias.head.code(bias.previous, normed).astype(normed.dtype)
+            normed = jnp.concatenate([normed, code], axis=-1)
+            columns = jnp.concatenate([columns, bias.head.w2.kernel[...]])
         kl, cross_entropy, losses = vocab.distill_losses(
-            norm(hidden),
-            lm_head_weight,
+            normed,
+            columns,
             teacher_hidden[teacher_row],
             teacher_weight,
             logit_cap,
@@ -144,14 +167,18 @@ def distill(
     # nothing of a chunk is kept for the backward pass: its logits are computed again there
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def chunk_loss(total, chunk):
-        hidden, teacher_row, weight, depth = chunk
-        student = product(norm(hidden), lm_head_weight)
+        hidden, teacher_row, weight, depth, *previous = chunk
+        normed = norm(hidden)
+        student = product(normed, lm_head_weight)
+        if bias is not None:
+            student = student + bias.head(previous[0], normed)
         teacher = soft_cap(product(teacher_hidden[teacher_row], teacher_weight), logit_cap)
         teacher = jax.lax.stop_gradient(teacher)
         value = jnp.sum(weight * LOSSES[loss](student, teacher))
         is_correct = jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1)
         return total + value, (by_depth(weight * is_correct, depth), by_depth(weight, depth))
 
-    xs = tuple(split(x) for x in (hidden, teacher_row, weight, depth))
+    of_bias = () if bias is None else (bias.previous,)
+    xs = tuple(split(x) for x in (hidden, teacher_row, weight, depth, *of_bias))
     summed, (correct, total) = jax.lax.scan(chunk_loss, jnp.zeros(()), xs)
     return summed, {"correct": correct.sum(axis=0), "total": total.sum(axis=0)}

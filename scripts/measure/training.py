@@ -40,6 +40,7 @@ def peagle_jax_seconds(shape: dict, steps: int) -> list[float]:
     from flax import nnx
 
     from peagle_jax.draft.head import DraftHead, HeadConfig
+    from peagle_jax.draft.markov import NO_MARKOV
     from peagle_jax.draft.placeholders import PAPER_DESIGN
     from peagle_jax.layers import Rope
     from peagle_jax.train.cod import CodConfig, cod_sample
@@ -71,6 +72,7 @@ def peagle_jax_seconds(shape: dict, steps: int) -> list[float]:
         fc_norm=False,
         norm_output=False,
         **PAPER_DESIGN,
+        **NO_MARKOV,
         windows=(None,) * s["layers"],
         dtype=jnp.float32,
     )
