@@ -13,6 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.decode.sampling import probabilities, sample
+from peagle_jax.decode.tree import (
+    MAX_WIDTH,
+    Tree,
+    conditioned_tree,
+    likeliest_tree,
+    tree_width,
+)
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import PlaceholderRow
@@ -136,6 +143,43 @@ class ParallelDrafter(_HeadDrafter):
         drafts, draft_logits = _draft_tokens(head, hidden, last, state.sampling)
         return drafts, draft_logits, new_state
 
+    def tree(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B R"],
+        aux_hidden_states: Float[Array, "B R A"],
+        count: Int[Array, " B"],
+        num_nodes: int,
+    ) -> tuple[Tree, DraftState]:
+        """As `step`, but gives the tree of the `num_nodes` likeliest paths, and the new state.
+
+        With a Markov head the probability of a token is that behind its parent, otherwise that of
+        its position.
+        """
+        inputs = state, tokens, aux_hidden_states, count
+        if self.config.markov_rank is None:
+            width = tree_width(self.k, num_nodes, self.config.draft_vocab)
+            token_ids, logprobs, new_state = self.likeliest(params, *inputs, width)
+            return likeliest_tree(token_ids, logprobs, num_nodes), new_state
+        head, hidden, new_state = self._read(params, *inputs)
+        assert head.markov is not None
+        markov, normed, target_ids = head.markov, head.final_norm(hidden), head.target_ids()
+        logits = head.lm_head(normed)
+        width = min(MAX_WIDTH, num_nodes, self.config.draft_vocab)
+
+        def continuations(depth: int, parents: Array) -> tuple[Array, Array]:
+            """The likeliest tokens behind each of M parents [B M], and their log-probabilities."""
+            shape = (*parents.shape, normed.shape[-1])
+            of_position = jnp.broadcast_to(normed[:, depth - 1][:, None], shape)
+            scores = logits[:, depth - 1][:, None] + markov(parents, of_position)
+            logprobs = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+            logprobs, ids = jax.lax.top_k(logprobs, width)
+            return target_ids[ids].astype(jnp.int32), logprobs
+
+        root = _last_committed(tokens, count)
+        return conditioned_tree(root, continuations, self.k, num_nodes), new_state
+
     def likeliest(
         self,
         params: Params,
@@ -147,20 +191,13 @@ class ParallelDrafter(_HeadDrafter):
     ) -> tuple[Int[Array, "B K width"], Float[Array, "B K width"], DraftState]:
         """As `step`, but gives the `width` likeliest tokens of every position.
 
+        Of a head without a Markov head, whose positions do not depend on each other.
+
         Returns:
           Their ids in the target's vocabulary, their log-probabilities, and the new state.
         """
         head, hidden, new_state = self._read(params, state, tokens, aux_hidden_states, count)
-        if head.markov is None:
-            logits = head.compute_logits(hidden)
-        else:
-            last, target_ids = _last_committed(tokens, count), head.target_ids()
-
-            def likeliest(draft_logits: Array, keys: None) -> tuple[Array, Array]:
-                return target_ids[jnp.argmax(draft_logits, axis=-1)].astype(jnp.int32), draft_logits
-
-            _, logits = draft_in_turn(head, hidden, last, None, likeliest)
-        logits = logits.astype(jnp.float32)
+        logits = head.compute_logits(hidden).astype(jnp.float32)
         logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), width)
         return head.target_ids()[ids].astype(jnp.int32), logprobs, new_state
 

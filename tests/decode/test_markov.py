@@ -65,6 +65,18 @@ def test_a_new_markov_head_changes_no_draft(gated):
         assert sampling is None or np.array_equal(logits, same_logits)
 
 
+def test_a_markov_head_is_taken_over_or_refused():
+    trained = tiny.head(markov_rank=4, markov_gated=True)
+    same = init_from_head(untrained(markov_rank=4, markov_gated=True), trained, "head")
+    for (path, x), (_, y) in zip(
+        flatten_params(same.params), flatten_params(trained.params), strict=True
+    ):
+        assert np.array_equal(x, y), path
+    for changes in ({}, {"markov_rank": 4}, {"markov_rank": 5, "markov_gated": True}):
+        with pytest.raises(InputError, match="one of rank 4, gated; set markov: {rank: 4, gated"):
+            init_from_head(untrained(**changes), trained, "head")
+
+
 def test_drafts_are_drawn_from_the_logits_that_are_returned():
     """With the bias of the draft before: enumerated over all drafts of a small vocabulary."""
     head = tiny.head(
