@@ -37,8 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budgets", nargs="+", type=int, default=[4, 8, 16, 32, 64])
-    parser.add_argument("--chains", nargs="+", type=int, default=[1, 3, 5, 7, 11])
+    parser.add_argument("--budgets", nargs="*", type=int, default=[4, 8, 16, 32, 64])
+    parser.add_argument("--chains", nargs="*", type=int, default=[1, 3, 5, 7, 11])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--drafters", nargs="+", type=Path, default=[ASSETS / "peagle"])
     parser.add_argument("--dtype", default="bfloat16")
