@@ -126,7 +126,8 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
       where: the trained head's folder, for errors.
 
     Raises:
-      InputError: they have no parameter in common, or read other aux hidden states.
+      InputError: they have no parameter in common, or read other aux hidden states; or the trained
+        head has a Markov head, which its layers rely on, and the new one has no such Markov head.
     """
     if trained.config.aux_hidden_state_layers != head.config.aux_hidden_state_layers:
         wanted = list(head.config.aux_hidden_state_layers)
@@ -136,6 +137,15 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
             rule=f"a head to start from must read the aux hidden states of layers {wanted}",
             got=trained_with,
             next_step=f"use another head, or set head.aux_hidden_state_layers: {trained_with}",
+        )
+    if trained.config.markov_rank is not None and _markov(trained) != _markov(head):
+        rank, gated = _markov(trained)
+        raise InputError(
+            where,
+            rule="a head to start from must have the new one's Markov head, or none",
+            got=f"one of rank {rank}{', gated' if gated else ''}",
+            next_step=f"set markov: {{rank: {rank}, gated: {str(gated).lower()}}}, or start from "
+            "what peagle convert --drop-markov makes of it",
         )
     old, new = dict(flatten_params(trained.params)), dict(flatten_params(head.params))
     common = {
@@ -152,6 +162,11 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
         )
     params = unflatten_params({**new, **common})
     return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
+
+
+def _markov(head: Model) -> tuple[int | None, bool]:
+    """Rank and kind of a head's Markov head."""
+    return head.config.markov_rank, head.config.markov_gated
 
 
 def _check_shapes(cfg: HeadConfig, target: Model) -> None:

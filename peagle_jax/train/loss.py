@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.draft.markov import MarkovHead
 from peagle_jax.kernels import vocab
 from peagle_jax.layers import product, soft_cap
 
@@ -118,6 +119,19 @@ LOSSES: dict[str, Callable] = {
 STREAMED = ("forward_kl", "cross_entropy")  # kernels/vocab.py computes these without logits
 
 
+@dataclasses.dataclass(frozen=True)
+class MarkovBias:
+    """What a Markov head adds to the logits of packed elements.
+
+    Attributes:
+      head: the Markov head.
+      previous: the token before the one that each element predicts, of the target's vocabulary.
+    """
+
+    head: MarkovHead
+    previous: Int[Array, " P"]
+
+
 def distill(
     norm: Callable[[Float[Array, "c D"]], Float[Array, "c D"]],
     lm_head_weight: Float[Array, "D W"],
@@ -130,6 +144,7 @@ def distill(
     num_depths: int,
     logit_cap: float | None = None,
     loss: str = "forward_kl",
+    bias: MarkovBias | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's.
 
@@ -145,6 +160,7 @@ def distill(
       num_depths: K, for the counts.
       logit_cap: soft cap of the target's logits (Gemma).
       loss: a name of `LOSSES`.
+      bias: of the head's logits; None for a head without a Markov head.
 
     Returns:
       sum(weight * loss), and {"correct", "total"} by depth.
@@ -153,11 +169,17 @@ def distill(
     def by_depth(x: Float[Array, " c"], depth: Int[Array, " c"]) -> Float[Array, " K"]:
         return jnp.zeros(num_depths).at[depth].add(x)
 
+    normed, columns = norm(hidden), lm_head_weight
+    if bias is not None:
+        # one product over both: what computes the loss knows of one matrix
+        code = bias.head.code(bias.previous, normed).astype(normed.dtype)
+        normed = jnp.concatenate([normed, code], axis=-1)
+        columns = jnp.concatenate([columns, bias.head.w2.kernel[...]])
     operands = hidden, lm_head_weight, teacher_hidden, teacher_weight
     if loss in STREAMED and vocab.is_supported(*operands):
         kl, cross_entropy, losses = vocab.distill_losses(
-            norm(hidden),
-            lm_head_weight,
+            normed,
+            columns,
             teacher_hidden[teacher_row],
             teacher_weight,
             logit_cap,
@@ -170,7 +192,7 @@ def distill(
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
     form = Form(loss, num_depths, logit_cap)
     rows = teacher_row, weight, depth
-    return _distill_chunks(form, norm(hidden), lm_head_weight, teacher, rows)
+    return _distill_chunks(form, normed, columns, teacher, rows)
 
 
 @dataclasses.dataclass(frozen=True)

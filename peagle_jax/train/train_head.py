@@ -261,12 +261,15 @@ def _count(head: Model) -> int:
 def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) -> Path:
     """Writes `run.out`/head in vLLM's format, if that has a place for all that the head has.
 
+    A head with a Markov head is written in this package's own format.
+
     Returns:
       That folder; otherwise the run's own, which `peagle generate` and `peagle convert` read.
     """
     folder = Path(run.out) / "head"
+    checkpoint_format = "vllm" if head.config.markov_rank is None else "peagle_jax"
     try:
-        head_writing.check_expressible(head_writing.from_model(head), folder)
+        head_writing.check_expressible(head_writing.from_model(head), folder, checkpoint_format)
     except InputError as error:
         say(f"no folder for vLLM is written: {error}")
         return Path(run.out)
@@ -276,12 +279,17 @@ def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) ->
         f"peagle train, task {run.task}, step {step}, seed {run.seed}, "
         f"target {Path(run.target).name}"
     )
-    head_writing.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
+    head_writing.save_drafter(
+        head, folder, checkpoint_format, target=str(run.target), metadata={"source": source}
+    )
     return folder
 
 
 def split_params(run: HeadRun, head: Model) -> tuple[Params, Params]:
     """(trained, frozen) parts of the head's parameters; `d2t`, a table of ids, is frozen."""
+    if isinstance(run, PeagleRun) and run.markov is not None and run.markov.train_alone:
+        others = {name: part for name, part in head.params.items() if name != "markov"}
+        return {"markov": head.params["markov"]}, others
     frozen_names = {"d2t"}
     if not run.train_embedding:
         frozen_names.add("embed")

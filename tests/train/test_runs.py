@@ -309,6 +309,35 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
         ) == (held_out == 0)
 
 
+def test_a_markov_head_is_trained_on_top_of_a_finished_head(corpus, target, tmp_path, capsys):
+    """Nothing but it changes; the head's folder is in our format; the run goes on after a stop."""
+    raw = config("peagle", corpus, tmp_path / "first", target)
+    raw["optimizer"]["steps"] = 2
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+    first = weights.open_folder(tmp_path / "first" / "head")
+    raw |= {
+        "out": str(tmp_path / "second"),
+        "init_from": str(tmp_path / "first" / "head"),
+        "markov": {"rank": 5, "train_alone": True},
+        "eval": raw["eval"] | {"every": 6, "num_prompts": 2, "max_new_tokens": 8},
+    }
+    raw["optimizer"]["steps"] = 12
+    path = write(tmp_path / "run.yaml", raw)
+    assert main(["train", str(path), "--max_seconds", "0"]) == 0
+    assert main(["train", str(path)]) == 0
+    second = weights.open_folder(tmp_path / "second" / "head")
+    plain = {name.replace("layers.0.", "midlayer."): x for name, x in second.items()}
+    markov = {name for name in plain if name.startswith("markov_head.")}
+    assert markov == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    assert plain.keys() - markov == first.keys()
+    assert all(np.array_equal(plain[name], first[name]) for name in first)
+    assert np.abs(second["markov_head.markov_w2.weight"]).max() > 0
+    assert rows(tmp_path / "second")[-1]["step"] == 12
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "second")]) == 0
+    assert "Markov head, rank" in capsys.readouterr().out
+
+
 def test_a_target_is_resumed_with_its_own_documents(corpus, tmp_path, capsys):
     """With more of them it is refused, and nothing changes; without them it goes on."""
     source, run = tmp_path / "corpus", tmp_path / "run"
@@ -373,6 +402,10 @@ def test_shipped_configs_load(path):
             "depth_schedule: must end before the last of 12 steps",
         ),
         ({"init_from": "nowhere"}, "nowhere"),
+        (
+            {"markov": {"rank": 321}},
+            "markov.rank: the Markov head's rank must lie in 1..320, the draft vocabulary; got 321",
+        ),
         ({"eval.num_prompts": 0}, "eval.num_prompts: must be 1 or more; got 0; use 16"),
         ({"eval.prompts": "nowhere.jsonl"}, "nowhere.jsonl: this file must exist"),
     ],
