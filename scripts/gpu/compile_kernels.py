@@ -281,6 +281,7 @@ CASES = {
     "attention 8 tokens": decode(8, 32, 4, 128),
     "attention 17 tokens": decode(17, 32, 4, 128),
     "attention 8 tokens, float8": decode(8, 32, 4, 128, kv=F8),
+    "attention 17 tokens, float8": decode(17, 32, 4, 128, kv=F8),
     "attention 8 tokens, heads of 64, a ring of 136": decode(
         8, 64, 8, 64, window=128, ring=True, slots=136
     ),
