@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import interpret
+from gpu.interpreter import interpret
 
 from peagle_jax.kernels import fp8_matmul, fp8_matmul_triton
 from peagle_jax.kernels.fp8_matmul import E4M3

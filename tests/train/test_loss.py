@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import interpret
+from gpu.interpreter import interpret
 from scipy import special, stats
 
 from peagle_jax.kernels import vocab, vocab_triton
