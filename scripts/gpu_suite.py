@@ -3,15 +3,16 @@
     pip install -e ".[cuda,kernels]"          from a bare checkout; a driver for CUDA 13
     python scripts/gpu_suite.py --record results/gpu.jsonl [--minutes 8] [--only PART ...]
 
-The most telling parts come first and fit one call of eight minutes; all of them take perhaps ten
-such calls. Every row is written when it is known, and a call with the same --record goes on where
-the last one stopped: what this code has finished on this device is not run again, and what no
-longer fits into --minutes waits. Exit code 1: a number is wrong, or a part failed; 2: nothing was
-run. Without jax-triton only the references and Mosaic GPU run, and the first line says so. `--tiny`
-is a dry run for any machine.
+The most telling parts come first; all of them take perhaps ten calls of eight minutes. Every row is
+written when it is known, and a call with the same --record goes on where the last one stopped: what
+this code has finished on this device is not run again, and what no longer fits into --minutes
+waits. Exit code 1: a number is wrong, or a part failed; 2: nothing was run. Without jax-triton only
+the references and Mosaic GPU run, and the first line says so. `--tiny` is a dry run for any
+machine, in which interpreters run the kernels.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,16 +23,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+if "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu import numerics, speed, steps, timing, training  # noqa: E402
+from gpu import contact, numerics, speed, steps, timing, training  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
-from peagle_jax.kernels.launch import gpu, unavailable_reason  # noqa: E402
+from peagle_jax.kernels.launch import gpu, interpret_kernels, unavailable_reason  # noqa: E402
 from peagle_jax.provenance import CODE, provenance  # noqa: E402
 
 CONSOLE = Console(width=180, stderr=True)
@@ -65,6 +68,25 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    with interpreted() if args.tiny else contextlib.nullcontext():
+        return run_parts(args)
+
+
+def interpreted() -> contextlib.AbstractContextManager:
+    """A context in which Triton's interpreter runs the kernels, where there is one that works."""
+    try:
+        from gpu.interpreter import interpret_later, unusable_reason
+    except ImportError as error:
+        reason = str(error)
+    else:
+        if (reason := unusable_reason()) is None:
+            return interpret_kernels(interpret_later)
+    CONSOLE.print(f"[yellow]without Triton's interpreter[/yellow]: {reason}")
+    return contextlib.nullcontext()
+
+
+def run_parts(args: argparse.Namespace) -> int:
+    """Runs what is not done yet and fits, and prints all rows; the exit code."""
     started_at = time.monotonic()
     facts = suite_facts(args.tiny)
     if facts["triton"] != "yes":
@@ -138,7 +160,9 @@ def expected(name: str) -> int:
     """Seconds that a part may take, by guess: it is not begun with less time left."""
     if name.startswith("steps"):
         return 30 if "layers" in name else 100
-    seconds = {"ceilings": 10, "drafting": 60}
+    if name.startswith("small n"):
+        return 20
+    seconds = {"environment": 5, "launches": 20, "ceilings": 10, "drafting": 30}
     seconds |= dict.fromkeys(("matmul", "mosaic matmul", "experts", "training"), 100)
     return seconds.get(name, 40)
 
@@ -169,17 +193,33 @@ def parts(tiny: bool, seed: int, rows: list[dict]) -> dict[str, Callable[[], Ite
     def measure_step(case):
         return lambda: steps.measure(case, ceilings(), tiny)
 
-    by_name = {"ceilings": measure_ceilings}
+    def check_small(part):
+        return lambda: part(np.random.default_rng(seed), True)
+
+    def draft(*ks):
+        return lambda: steps.drafting(ceilings(), tiny, ks)
+
+    by_name = {"environment": lambda: contact.environment(tiny), "ceilings": measure_ceilings}
+    by_name["launches"] = lambda: contact.launches(tiny)
+    if not tiny:
+        by_name |= {f"small numerics: {n}": check_small(p) for n, p in numerics.PARTS.items()}
     by_name |= {f"numerics: {name}": check(part) for name, part in numerics.PARTS.items()}
     by_name |= {name: measure(part) for name, part in speed.PARTS.items()}
-    by_name |= {"drafting": measure(steps.drafting), "training": measure(training.measure)}
+    by_name["drafting"] = draft(1, 3) if tiny else draft(1, 16)
+    if not tiny:
+        by_name["drafting, more K"] = draft(1, 3, 5, 7, 11)
+    by_name["training"] = measure(training.measure)
     by_name |= {f"steps: {case.name}": measure_step(case) for case in steps.cases(tiny)}
-    # right before fast, whole steps before tables, and last what has never run anywhere and might
-    # hang
-    late = ["numerics: mosaic", "mosaic matmul"]
+    # First what takes seconds: versions, launches, and every kernel at small sizes, where the
+    # interpreter ran it. Then whole steps of both targets and what K costs; large sizes and tables
+    # after them; and last what has never run anywhere and might hang.
+    late = [name for name in by_name if "mosaic" in name]
     whole = [name for name in by_name if name.startswith("steps") and "layers" not in name]
+    small = [name for name in by_name if name.startswith("small n") and name not in late]
     checks = [name for name in by_name if name.startswith("numerics") and name not in late]
-    first = ["ceilings", *checks[:3], *whole[:2], "drafting", *checks[3:], *whole[2:3]]
+    at_batch_1 = [name for name in whole if name.endswith("batch 1")]
+    first = ["environment", "launches", "ceilings", *small, *at_batch_1[:1], "drafting"]
+    first += [*at_batch_1[1:], *checks, *(name for name in whole if name not in at_batch_1)]
     first += ["matmul", "attention", "experts"]
     others = [name for name in by_name if name not in (*first, *late)]
     return {name: by_name[name] for name in (*first, *others, *late)}
@@ -210,6 +250,11 @@ def show(rows: list[dict]) -> None:
             copy, bf16, fp8 = (row[key] / 1e12 for key in keys)
             products = f"bfloat16 {bf16:.0f} TFLOP/s, float8 {fp8:.0f} TFLOP/s"
             out.print(f"{row['gpu']}: copy {copy:.2f} TB/s, {products}")
+        if row.get("part") == "environment":
+            versions = ", ".join(f"{name} {v}" for name, v in row["versions"].items() if v)
+            out.print(f"{versions}; driver {row['driver']}; ptxas {row['ptxas']}")
+        if row.get("part") == "launches":
+            out.print(launches_line(row))
     out.print(numerics_table(rows))
     out.print(times_table(rows))
     out.print(drafting_table(rows))
@@ -217,6 +262,15 @@ def show(rows: list[dict]) -> None:
     for row in rows:
         if isinstance(row.get("failed"), str):
             out.print(f"failed: {row['failed']}: {row.get('error', '')[:300]}")
+
+
+def launches_line(row: dict) -> str:
+    """What a launch costs, one way beside the other."""
+    if "not_run" in row:
+        return f"{row['shape']}: {row['not_run']}"
+    texts = [f"{name} {us:.2f} us" for name, us in row["us"].items()]
+    texts += [f"{name} failed: {error}" for name, error in row["errors"].items()]
+    return f"{row['shape']}, a launch: {', '.join(texts)}"
 
 
 def numerics_table(rows: list[dict]) -> Table:

@@ -20,6 +20,7 @@ CACHE = Path.home() / ".cache" / "peagle_jax" / "xla-tests"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 sys.path.insert(0, str(Path(__file__).parent))  # tests/tiny.py, tests/tiers.py
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # gpu/interpreter.py
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -101,7 +101,7 @@ SLOW: dict[str, str] = {
     "tests/targets/test_qwen3.py::test_exported_folder*": "3 s",
     "tests/targets/test_qwen3.py::test_logits*": "8 s",
     "tests/targets/test_sharding.py::test_two_processes": "9 s; eight devices are kept",
-    "tests/test_gpu_suite.py::test_dry_run": "40 s: the GPU suite on tiny shapes",
+    "tests/test_gpu_suite.py::test_dry_run": "60 s: the GPU suite, interpreted",
     "tests/train/test_attention.py::test_equals_dense*": "25 s",
     "tests/train/test_corpus_store.py::test_a_damaged_store*": "9 s",
     "tests/train/test_designs.py::test_packed_loss*": "34 s",

@@ -11,6 +11,8 @@ decoded on the way, which plain XLA cannot do (docs/sizes.md).
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -36,6 +38,40 @@ def decoded(code, scale):
 
 
 @triton.jit
+def weights(w_ptr, e, n, k, inside, ROWS: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
+    """A tile [BN BK] of an expert's matrix, as it is stored."""
+    if W == "plain":
+        at = (e * K + k[None, :]) * ROWS + n[:, None]
+    else:
+        at = (e * ROWS + n[:, None]) * K + k[None, :]
+    return tl.load(w_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def multiplied(
+    acc,
+    w,
+    x,
+    scale_ptr,
+    e,
+    n,
+    at,
+    real,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+):
+    """`acc` and the product of a tile of weights with one of rows."""
+    if W == "block":
+        across: tl.constexpr = (K + 127) // 128
+        down: tl.constexpr = (ROWS + 127) // 128
+        block = (e * down + n // 128) * across + at // 128
+        scale = tl.load(scale_ptr + block, mask=real, other=0.0)
+        return acc + tl.dot(w.to(x.dtype), x.T) * scale[:, None]
+    return tl.dot(w.to(x.dtype), x.T, acc)
+
+
+@triton.jit
 def kernel(
     x_ptr,
     row_ptr,
@@ -52,6 +88,8 @@ def kernel(
     GATHER: tl.constexpr,
     W: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -67,19 +105,34 @@ def kernel(
     GATHER: row i of the result comes from row `row_ptr[i]` of x; otherwise from row i. W: the kind
     of `StoredMatrices`. For "mxfp4" x holds each row's even numbers before its odd ones: a byte
     holds a pair of neighbors, and its two halves are then two products without any interleaving.
+
+    ONE_TOKEN: each tile is a choice of the only token, and its row is that of the tile: the other
+    arrays of tiles are not read, so that nobody has to make them.
+
+    GATED: an expert's matrix has 2 * N outputs, and the result is silu(output n) times output
+    N + n. Both are computed here, with two tiles of weights. Not for "mxfp4".
     """
+    ROWS: tl.constexpr = 2 * N if GATED else N  # of an expert's matrix
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tl.program_id(1)
-    size = tl.load(size_ptr + tile)
-    e = tl.minimum(tl.load(expert_ptr + tile), E - 1).to(tl.int64)
+    expert = tl.load(expert_ptr + tile)
+    e = tl.minimum(expert, E - 1).to(tl.int64)
     m = tl.arange(0, BM)
-    row = tl.load(first_ptr + tile) + m
+    if ONE_TOKEN:
+        size = tl.where(expert < E, 1, 0)
+        row = tile + m
+    else:
+        size = tl.load(size_ptr + tile)
+        row = tl.load(first_ptr + tile) + m
     source = row
-    if GATHER:
+    if GATHER and ONE_TOKEN:
+        source = m * 0
+    elif GATHER:
         source = tl.load(row_ptr + row, mask=m < size, other=0)
     x_row = x_ptr + source[:, None].to(tl.int64) * K
     real = (m < size)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
+    up = tl.zeros((BN, BM), tl.float32)
     for at in range(0, tl.where(size > 0, K, 0), BK):
         if W == "mxfp4":
             k = at // 2 + tl.arange(0, BK // 2)
@@ -105,22 +158,22 @@ def kernel(
             k = at + tl.arange(0, BK)
             x = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K), other=0.0)
             inside = (n[:, None] < N) & (k[None, :] < K)
-            if W == "plain":
-                w = tl.load(w_ptr + (e * K + k[None, :]) * N + n[:, None], mask=inside, other=0.0)
-            else:
-                w = tl.load(w_ptr + (e * N + n[:, None]) * K + k[None, :], mask=inside, other=0.0)
-            if W == "block":
-                across: tl.constexpr = (K + 127) // 128
-                down: tl.constexpr = (N + 127) // 128
-                part = tl.dot(w.to(x.dtype), x.T)
-                block = (e * down + n // 128) * across + at // 128
-                acc += part * tl.load(scale_ptr + block, mask=n < N, other=0.0)[:, None]
-            else:
-                acc = tl.dot(w.to(x.dtype), x.T, acc)
+            w = weights(w_ptr, e, n, k, inside, ROWS, K, W)
+            acc = multiplied(acc, w, x, scale_ptr, e, n, at, n < N, ROWS, K, W)
+            if GATED:
+                w = weights(w_ptr, e, N + n, k, inside, ROWS, K, W)
+                up = multiplied(up, w, x, scale_ptr, e, N + n, at, n < N, ROWS, K, W)
     if W == "row":
-        acc *= tl.load(scale_ptr + e * N + n, mask=n < N, other=0.0)[:, None]
+        acc *= tl.load(scale_ptr + e * ROWS + n, mask=n < N, other=0.0)[:, None]
+        if GATED:
+            up *= tl.load(scale_ptr + e * ROWS + N + n, mask=n < N, other=0.0)[:, None]
     if BIAS:
-        acc += tl.load(bias_ptr + e * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        bias = bias_ptr + e * ROWS + n
+        acc += tl.load(bias, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
     out = out_ptr + row[None, :].to(tl.int64) * N + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n[:, None] < N) & (m[None, :] < size))
 
@@ -237,6 +290,8 @@ def product(
     w: StoredMatrices,
     *,
     gather: bool,
+    gated: bool = False,
+    one_token: bool = False,
     start: Launcher = on_gpu,
     **overrides: int,
 ) -> jax.Array:
@@ -246,22 +301,25 @@ def product(
 
     Args:
       x: [tokens K] where `gather`, otherwise [pairs K], sorted.
+      gated: the first half of an expert's outputs goes through SiLU and multiplies the second
+        half: [pairs N/2]. Not for MXFP4.
+      one_token: tiles are those of `experts.tiles_of_one_token`.
       start: executes a launch.
       overrides: of `tile_config`, for measuring.
     """
-    K, N = x.shape[1], w.outputs
+    K, N = x.shape[1], w.outputs // 2 if gated else w.outputs
     config = tile_config(tiles.rows, w.kind) | overrides
     absent = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
     if w.kind == "mxfp4":
         x = x.reshape(-1, K // 2, 2).swapaxes(1, 2).reshape(-1, K)
+    of_tiles = (tiles.token, tiles.expert, tiles.first, tiles.size)
+    if one_token:
+        of_tiles = (tiles.expert,) * 4
     launch = Launch(
         kernel=kernel,
         inputs=(
             x,
-            tiles.token,
-            tiles.expert,
-            tiles.first,
-            tiles.size,
+            *of_tiles,
             w.values,
             absent if w.scale is None else w.scale,
             absent if w.bias is None else w.bias,
@@ -275,6 +333,8 @@ def product(
             GATHER=gather,
             W=w.kind,
             BIAS=w.bias is not None,
+            GATED=gated,
+            ONE_TOKEN=one_token,
             BM=config["bm"],
             BN=config["bn"],
             BK=config["bk"],
@@ -306,6 +366,10 @@ def mixture(
         else:
             tiles = experts.make_tiles(topk_ids, count, rows)
     up, down = weights.matrices()
-    hidden = weights.act(product(x, tiles, up, gather=True, start=start))
-    out = product(hidden, tiles, down, gather=False, start=start)
+    run = functools.partial(product, tiles=tiles, one_token=n == 1, start=start)
+    if up.kind != "mxfp4" and getattr(weights.act, "is_halved_swiglu", False):
+        hidden = run(x, w=up, gather=True, gated=True)
+    else:
+        hidden = weights.act(run(x, w=up, gather=True))
+    out = run(hidden, w=down, gather=False)
     return experts.combine(out, tiles, routing_weights * (topk_ids < count))

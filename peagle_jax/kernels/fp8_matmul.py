@@ -8,6 +8,7 @@ weights have blocks, one per row and group of 128 inputs.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -24,6 +25,7 @@ BLOCK = 128
 # Up to this many rows are quantized inside the product, again for every tile of outputs: that
 # costs nothing, and a launch of its own does.
 MAX_ROWS_QUANTIZED_INSIDE = 32
+MAX_JOINT_ROWS = 64  # of products that share a launch: one tile of tokens
 
 
 @jax.tree_util.register_dataclass
@@ -165,6 +167,47 @@ def matmul(x: Float[Array, "*rows K"], w: Fp8Matrix, form: str = "auto") -> Floa
     form = choose("fp8_matmul", form, FORMS, unsupported(form, rows, w))
     y = cast(jax.Array, _matmul(rows, w.values, w.scale, form))
     return y.reshape(*x.shape[:-1], -1)
+
+
+def joint_matmul(
+    x: Float[Array, "*rows K"], ws: Sequence[Fp8Matrix]
+) -> tuple[Float[Array, "*rows N"], ...] | None:
+    """`matmul` with each of three matrices in one launch; None where that does not run.
+
+    It is for few rows: with many, launches cost little beside the products.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    kinds = {w.blocks for w in ws}
+    if len(ws) != 3 or len(kinds) != 1 or len(rows) > MAX_JOINT_ROWS:
+        return None
+    if choose("fp8_matmul", "auto", FORMS) == "reference":
+        return None
+    ys = _joint(rows, tuple(ws))
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+
+
+@jax.custom_vjp
+def _joint(x, ws):
+    from peagle_jax.kernels import fp8_matmul_triton
+
+    blocks = ws[0].blocks
+    if blocks and len(x) <= MAX_ROWS_QUANTIZED_INSIDE:
+        return fp8_matmul_triton.joint_product(x, None, ws, x.dtype)
+    values, scale = fp8_matmul_triton.quantize_rows(x, blocks=blocks)
+    return fp8_matmul_triton.joint_product(values, scale, ws, x.dtype)
+
+
+def _joint_forward(x, ws):
+    return _joint(x, ws), ws
+
+
+def _joint_backward(ws, grads):
+    """As of `matmul`: straight through to the activations, and none for the matrices."""
+    dx = [dy.astype(jnp.float32) @ w.dequantized() for w, dy in zip(ws, grads, strict=True)]
+    return sum(dx).astype(grads[0].dtype), jax.tree.map(jnp.zeros_like, ws)
+
+
+_joint.defvjp(_joint_forward, _joint_backward)
 
 
 def unsupported(form: str, x: Float[Array, "M K"], w: Fp8Matrix) -> str | None:

@@ -1,6 +1,7 @@
 """Attention layers, and the cached attention that decoding passes to them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.kernels import attention, cache_write
+from peagle_jax.kernels import attention, cache_write, fp8_matmul, norm_rotate
+from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.layers.basic import Linear, RMSNorm
 from peagle_jax.layers.products import attention_operands
 from peagle_jax.layers.rope import Rope
@@ -211,15 +213,55 @@ class Attention(nnx.Module):
         x_q, positions_q = x, positions
         if rows is not None:
             x_q, positions_q = take_rows(x, rows), jnp.take_along_axis(positions, rows, axis=1)
-        projected = self.q(x_q), self.k(x), self.v(x)
+        projected = None
+        if rows is None:
+            projected = joint_products(x, (self.q, self.k, self.v))
+        if projected is None:
+            projected = self.q(x_q), self.k(x), self.v(x)
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in projected)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         sinks = None if self.sinks is None else self.sinks[...]
         rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands, rows)
-        q, k = self.rope(q, positions_q), self.rope(k, positions)
+        q, k = self._norm_and_rotate(q, k, positions_q, positions)
         y, state = attend(layer, q, k, v, state, rule)
         return self.o(y.reshape(*y.shape[:2], -1)), state
+
+    def _norm_and_rotate(
+        self,
+        q: Float[Array, "B Q N H"],
+        k: Float[Array, "B T G H"],
+        positions_q: Int[Array, "B Q"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B T G H"]]:
+        """Queries and keys with their norms, where heads have them, and rotated."""
+        if self.q_norm is not None and self.k_norm is not None:
+            if type(self.q_norm) is RMSNorm and positions_q is positions:
+                rotated = norm_rotate.rotate(
+                    q.reshape(-1, *q.shape[2:]),
+                    k.reshape(-1, *k.shape[2:]),
+                    self.q_norm.scale[...],
+                    self.k_norm.scale[...],
+                    jnp.broadcast_to(positions, q.shape[:2]).reshape(-1),
+                    jnp.asarray(self.rope.frequencies, jnp.float32),
+                    eps=self.q_norm.eps,
+                    scale=self.rope.scale,
+                )
+                if rotated is not None:
+                    return rotated[0].reshape(q.shape), rotated[1].reshape(k.shape)
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.rope(q, positions_q), self.rope(k, positions)
+
+
+def joint_products(
+    x: Float[Array, "B T I"], layers: Sequence[nnx.Module]
+) -> tuple[Float[Array, "B T O"], ...] | None:
+    """What FP8 layers make of `x`, in one launch; None where a kernel does not take them."""
+    matrices = []
+    for layer in layers:
+        values, scale = getattr(layer, "values", None), getattr(layer, "scale", None)
+        if values is None or scale is None or getattr(layer, "bias", None) is not None:
+            return None
+        matrices.append(Fp8Matrix(values[...], scale[...]))
+    return fp8_matmul.joint_matmul(x, matrices)
 
 
 def take_rows(x: Float[Array, "B T D"], rows: Int[Array, "B Q"]) -> Float[Array, "B Q D"]:

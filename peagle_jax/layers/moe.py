@@ -154,6 +154,11 @@ class GLU:
 
     act: Callable
 
+    @property
+    def is_halved_swiglu(self) -> bool:
+        """Whether `act` is SiLU, which kernels know how to do within the product."""
+        return self.act is jax.nn.silu
+
     def __call__(self, x: Float[Array, "*rows I2"]) -> Float[Array, "*rows I"]:
         gate, up = jnp.split(x, 2, axis=-1)
         return self.act(gate) * up

@@ -32,7 +32,7 @@ from peagle_jax.layers.moe import AXIS
 from peagle_jax.targets import gpt_oss, read_config, sharding
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.config import HeadRun, load_run
-from peagle_jax.train.new_head import head_config
+from peagle_jax.train.head_config import head_config
 from peagle_jax.types import InputError, Model, Params, RowOptions
 from peagle_jax.weights import flatten_params, unflatten_params
 

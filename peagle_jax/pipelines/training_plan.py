@@ -26,7 +26,7 @@ from peagle_jax.targets.config import TargetConfig
 from peagle_jax.targets.sharding import DATA, FSDP, MODEL
 from peagle_jax.train import loss
 from peagle_jax.train.config import HeadRun, PeagleRun
-from peagle_jax.train.new_head import head_config
+from peagle_jax.train.head_config import head_config
 from peagle_jax.train.recipe_sections import MeshConfig
 from peagle_jax.train.train_head import split_params
 from peagle_jax.train.update import make_optimizer

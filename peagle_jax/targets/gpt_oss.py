@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from peagle_jax.kernels import routing
 from peagle_jax.layers import Attention, Decoder, Experts, LateRMSNorm, Linear, PreNormBlock, Rope
 from peagle_jax.targets import config, param_names
 from peagle_jax.weights import IDENTITY, Fields, ParamTable
@@ -103,8 +104,13 @@ class SparseMLP(nnx.Module):
         self.experts_per_token = cfg.experts_per_token
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        logits = self.router(x.reshape(-1, x.shape[-1]))
-        topk_logits, topk_ids = jax.lax.top_k(logits, self.experts_per_token)
+        rows, k, router = x.reshape(-1, x.shape[-1]), self.experts_per_token, self.router
+        assert router.bias is not None
+        routed = routing.route(rows, router.kernel[...], router.bias[...], k, normalized=True)
+        if routed is not None:
+            routing_weights, topk_ids = routed
+            return self.experts(x, topk_ids, routing_weights)
+        topk_logits, topk_ids = jax.lax.top_k(router(rows), k)
         return self.experts(x, topk_ids, jax.nn.softmax(topk_logits, axis=-1))
 
 

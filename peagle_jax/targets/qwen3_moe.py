@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from peagle_jax.kernels import routing
 from peagle_jax.layers import (
     GLU,
     MLP,
@@ -119,9 +120,16 @@ class SparseMLP(nnx.Module):
         self.experts_per_token, self.norm_topk_prob = cfg.experts_per_token, cfg.norm_topk_prob
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        logits = self.router(x.reshape(-1, x.shape[-1]))
+        rows, k = x.reshape(-1, x.shape[-1]), self.experts_per_token
+        routed = routing.route(
+            rows, self.router.kernel[...], None, k, normalized=self.norm_topk_prob
+        )
+        if routed is not None:
+            routing_weights, topk_ids = routed
+            return self.experts(x, topk_ids, routing_weights)
+        logits = self.router(rows)
         probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-        routing_weights, topk_ids = jax.lax.top_k(probs, self.experts_per_token)
+        routing_weights, topk_ids = jax.lax.top_k(probs, k)
         if self.norm_topk_prob:
             routing_weights = routing_weights / routing_weights.sum(axis=-1, keepdims=True)
         return self.experts(x, topk_ids, routing_weights.astype(logits.dtype))

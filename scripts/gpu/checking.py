@@ -1,5 +1,6 @@
 """What checks of kernels share: operands, memory full of NaN, relative errors, rows of results."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -9,8 +10,9 @@ import numpy as np
 
 from peagle_jax.kernels.launch import unavailable_reason
 
-# CPUs lack some products in bfloat16
-DTYPE = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+# kernels, interpreted ones too, multiply 16 bits
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPE = jnp.bfloat16 if IS_INTERPRETED or jax.default_backend() == "gpu" else jnp.float32
 LIMIT = 0.01  # relative error; with bfloat16 operands it lies between 0.001 and 0.01
 
 
@@ -39,6 +41,16 @@ def random(rng: np.random.Generator, *shape: int, dtype=None, scale: float = 1.0
 def forms(*names: str) -> list[str]:
     """Those of the forms that run here, after the reference."""
     return ["reference", *(name for name in names if unavailable_reason(name) is None)]
+
+
+def operands(form: str, *arrays):
+    """Arrays for a form: CPUs lack some products in bfloat16, and references get float32 there.
+
+    The numbers are the same.
+    """
+    if form != "reference" or jax.default_backend() != "cpu":
+        return arrays
+    return tuple(None if x is None else x.astype(jnp.float32) for x in arrays)
 
 
 def run(call: Callable, *args):

@@ -37,7 +37,9 @@ from peagle_jax.kernels import (  # noqa: E402
     experts_triton,
     fp8_matmul_triton,
     fusion_triton,
+    norm_rotate_triton,
     packed_attention_triton,
+    routing_triton,
     vocab_triton,
 )
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix  # noqa: E402
@@ -115,6 +117,16 @@ def raw(M, N, K):
         return fp8_matmul_triton.product(x, None, w, scale, BF16, start=start)
 
     return Case(call, args)
+
+
+def joint(M, K, *Ns):
+    """Products of one block of activations with several matrices, with scales of blocks."""
+    ws = [Fp8Matrix(spec(N, K, dtype=F8), spec(N // 128, K // 128)) for N in Ns]
+
+    def call(x, ws, start):
+        return fp8_matmul_triton.joint_product(x, None, ws, BF16, start=start)
+
+    return Case(call, (spec(M, K, dtype=BF16), ws))
 
 
 def fusion(M, E, D, norm, fp8):
@@ -223,7 +235,7 @@ def writing(B, T, G, H, kv=F8, slots=4096):
 
 
 def mixture(n, k, count, K, N, kind):
-    """Gate and up of a layer's experts."""
+    """Gate and up of a layer's experts, N in all; but for MXFP4 with SiLU in between."""
     shapes = {
         "plain": (spec(count, K, N, dtype=BF16), None),
         "row": (spec(count, N, K, dtype=F8), spec(count, N)),
@@ -247,9 +259,28 @@ def mixture(n, k, count, K, N, kind):
     def call(x, topk_ids, values, scale, start):
         matrices = experts.StoredMatrices(kind, values, scale, None)
         tiles = tiles_of(topk_ids, start)
-        return experts_triton.product(x, tiles, matrices, gather=True, start=start)
+        gated = kind != "mxfp4"
+        rule = dict(gather=True, gated=gated, one_token=n == 1)
+        return experts_triton.product(x, tiles, matrices, **rule, start=start)
 
     return Case(call, (spec(n, K, dtype=BF16), spec(n, k, dtype=I32), *shapes[kind]))
+
+
+def routing(M, D, E, k, bias):
+    """A router's product, softmax and largest."""
+    args = spec(M, D, dtype=BF16), spec(D, E, dtype=BF16), spec(E, dtype=BF16) if bias else None
+
+    def call(x, w, bias, start):
+        return routing_triton.route(x, w, bias, k, normalized=True, start=start)
+
+    return Case(call, args)
+
+
+def rotating(n, N, G, H):
+    """Norms and rotation of n tokens' queries and keys."""
+    q, k, gain = spec(n, N, H, dtype=BF16), spec(n, G, H, dtype=BF16), spec(H, dtype=BF16)
+    call = functools.partial(norm_rotate_triton.rotate, eps=1e-6, scale=1.0)
+    return Case(call, (q, k, gain, gain, spec(n, dtype=I32), spec(H // 2)))
 
 
 CASES = {
@@ -261,6 +292,7 @@ CASES = {
     "fp8_matmul 8x4096x4096 blocks, bfloat16 in": raw(8, 4096, 4096),
     "fp8_matmul 32x4096x4096 blocks, bfloat16 in": raw(32, 4096, 4096),
     "fp8_matmul 64x4096x4096 blocks": w8a8(64, 4096, 4096, blocks=True),
+    "fp8_matmul 8x(4096,512,512)x2048 blocks, bfloat16 in": joint(8, 2048, 4096, 512, 512),
     "quantizing 64 rows of 4096": quantizing(64, 4096, False),
     "quantizing 64 rows of 21504, in groups of 128": quantizing(64, 21504, True),
     "cache writing, 8 tokens, float8": writing(1, 8, 4, 128),
@@ -273,6 +305,10 @@ CASES = {
     "experts, 8 tokens of 4, MXFP4": mixture(8, 4, 32, 2880, 5760, "mxfp4"),
     "experts, 4096 tokens of 4, MXFP4": mixture(4096, 4, 32, 2880, 5760, "mxfp4"),
     "experts, 8 tokens of 8, bfloat16": mixture(8, 8, 128, 2048, 1536, "plain"),
+    "routing 8 tokens to 8 of 128": routing(8, 2048, 128, 8, False),
+    "routing 64 tokens to 8 of 256": routing(64, 2048, 256, 8, False),
+    "routing 1 token to 4 of 32": routing(1, 2880, 32, 4, True),
+    "rotating 8 tokens, 32 and 4 heads of 128": rotating(8, 32, 4, 128),
     "fusion 8": fusion(8, 2048, 2048, "none", False),
     "fusion 64, norm": fusion(64, 2048, 2048, "whole", False),
     "fusion 8, norms, float8, bfloat16 in": fusion(8, 2048, 2048, "per_layer", True),

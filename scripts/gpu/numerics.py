@@ -1,6 +1,7 @@
 """Every kernel against float64 on fresh random operands, in memory that was full of NaN before."""
 
 import functools
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -79,7 +80,7 @@ def _plain_fusions(x, w, gain, norm: str) -> Iterator[dict]:
     want = normed.reshape(M, -1) * (1 if gain is None else to_float64(gain)) @ to_float64(w)
     for form in checking.forms("triton"):
         fuse = functools.partial(fusion.fuse, norm=norm, eps=1e-5, form=form)
-        got = checking.run(fuse, x, w, gain)
+        got = checking.run(fuse, *checking.operands(form, x, w, gain))
         yield checking.row("fusion", form, f"{M} x {E} x {w.shape[1]}, {norm}", error(got, want))
 
 
@@ -226,6 +227,28 @@ def random_expert_linear(
     return linear
 
 
+def mosaic_products(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
+    """FP8 products in Mosaic GPU; where kernels are interpreted, by its interpreter."""
+    if not checking.IS_INTERPRETED:
+        yield from products(rng, tiny, kind="mosaic")
+        return
+    try:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        from peagle_jax.kernels import fp8_matmul_mosaic
+    except ImportError:
+        print("without Mosaic GPU's interpreter, which needs jax 0.11", file=sys.stderr)
+        return
+    M, N, K = 3, 128, 256
+    w = fp8_matmul.quantize(checking.random(rng, N, K, dtype=jnp.float32))
+    values, scale = fp8_matmul.quantize_rows(checking.random(rng, M, K), blocks=False)
+    want = to_float64(values) * to_float64(scale) @ to_float64(w.dequantized()).T
+    got = fp8_matmul_mosaic.product(
+        values, scale, w.values, w.scale, jnp.float32, interpret=InterpretGPUParams()
+    )
+    yield checking.row("fp8_matmul", "mosaic", f"{M} x {N} x {K}", error(got, want))
+
+
 PARTS = {
     "products": products,
     "attention": attentions,
@@ -235,5 +258,5 @@ PARTS = {
     "training": trainings,
     "writes": writes,
     "fusion": fusions,
-    "mosaic": functools.partial(products, kind="mosaic"),
+    "mosaic": mosaic_products,
 }

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gpu import thunks
 from peagle_jax.bench.timing import drafting_seconds, median_seconds
 from peagle_jax.decode import loop
 from peagle_jax.decode.drafters import METHODS
@@ -26,6 +27,8 @@ from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.verify import verify_greedy
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.kernels import experts
+from peagle_jax.kernels.graphs import OPTIONS
+from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import Rope, activation_dtype
 from peagle_jax.pipelines import tracing
 from peagle_jax.types import DecodeState, DraftState, KVGroup, Model, Params, RowOptions
@@ -116,7 +119,8 @@ def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(hf))
-        dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+        # kernels multiply 16 bits
+        dtype = jnp.bfloat16 if platform() == "gpu" else jnp.float32
         target = tracing.abstract_target(
             path,
             dtype=dtype,
@@ -289,11 +293,14 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
     acceptance_length = 1 + float(jnp.cumprod(chance).sum())
     key = jax.random.key(0)
     draft_params = head and filled(head.params, key)
+    compiled, in_graphs = None, {}
     for routing in ("even", "alike"):
         params = filled(target.params, key, alike=routing == "alike")
         state = initial_state(spec, target, case.batch, cache_size, key)
-        run_once = functools.partial(run, params, draft_params, state)
-        seconds = median_seconds(run_once, 3) / steps
+        if compiled is None:
+            compiled, in_graphs = compile_here(run.lower(params, draft_params, state))
+        run_once = functools.partial(compiled, params, draft_params, state)
+        seconds = median_seconds(run_once, 1 if tiny else 3) / steps
         emitted = float(run_once().sum()) / steps
         num_experts = experts_read(target, params, state)
         floor = floor_bytes(case, target, head, state, num_experts) / ceilings["copy_bytes_per_s"]
@@ -310,8 +317,31 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
             "floor_us": 1e6 * floor,
             "of_floor": floor / seconds,
             "experts_read": num_experts,
+            **in_graphs,
         }
         del params, state, run_once  # before the next ones take their memory
+
+
+def compile_here(lowered: jax.stages.Lowered) -> tuple[Callable, dict]:
+    """The compiled program, with its loop in a CUDA graph, and what of it graphs hold.
+
+    On a CPU, which has no graphs, the second is empty. It has an error where XLA or a driver does
+    not take loops in graphs; the program then has XLA's default graphs.
+    """
+    if jax.default_backend() != "gpu":
+        return lowered.compile(), {}
+    error = None
+    try:
+        compiled, listed = thunks.compile_program(lowered, OPTIONS)
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"[:500]
+        compiled, listed = thunks.compile_program(lowered)
+    return compiled, {
+        "thunks": len(listed),
+        "thunks_in_graphs": sum(thunk.graph is not None for thunk in listed),
+        "graphs": len({thunk.graph for thunk in listed} - {None}),
+        "loop_in_graph_error": error,
+    }
 
 
 def experts_read(target: Model, params: Params, state: DecodeState) -> float:
@@ -370,17 +400,22 @@ def visible_bytes(group: KVGroup, window: int | None) -> float:
     return sum(x.nbytes / x.shape[2] * min(CONTEXT, window or CONTEXT) for x in arrays)
 
 
-def drafting(ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """One draft of K tokens by the head alone, batch 1: what more tokens cost each method."""
+def drafting(ceilings: dict, tiny: bool, ks: Sequence[int]) -> Iterator[dict]:
+    """One draft of K tokens by the head alone, batch 1: what more tokens cost each method.
+
+    Args:
+      ks: values of K, of which the first is 1.
+    """
     for method in ("peagle", "eagle3"):
         _, head = models(Case(QWEN, method, 1, 1, 6), tiny)
         head = dataclasses.replace(head, params=filled(head.params, jax.random.key(0)))
         weights = (x for path, x in flatten_params(head.params) if not path.startswith("embed"))
         weight_bytes = sum(x.nbytes for x in weights)
         seconds = {}
-        for k in (1, 3) if tiny else (1, 3, 5, 7, 11, 16):
+        for k in ks:
             drafter = METHODS[method](head.graph, head.config, k)
-            seconds[k] = drafting_seconds(head, drafter, batch=1, context=64 if tiny else CONTEXT)
+            sizes = dict(context=64, repeats=1, steps=1) if tiny else dict(context=CONTEXT)
+            seconds[k] = drafting_seconds(head, drafter, batch=1, **sizes)
         floor = {"K=1": 1e6 * weight_bytes / ceilings["copy_bytes_per_s"]}
         times = {f"K={k}": 1e6 * s for k, s in seconds.items()}
         ratios = {f"K={k}": s / seconds[1] for k, s in seconds.items()}

@@ -39,8 +39,8 @@ from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.config import PeagleRun, load_run
 from peagle_jax.train.head_batches import HeadBatch
+from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_states import TrainingRows, shifted, training_rows
-from peagle_jax.train.new_head import head_config
 from peagle_jax.train.train_head import head_denominators, head_loss, head_metrics, split_params
 from peagle_jax.train.update import Objective, make_optimizer, make_update
 from peagle_jax.types import Batch, Model

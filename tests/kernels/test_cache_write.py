@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels.interpreter import Sparse, interpret, interpret_sparse
+from gpu.interpreter import Sparse, interpret, interpret_sparse
 
 from peagle_jax.kernels import cache_write, cache_write_triton
 from peagle_jax.kernels.fp8_matmul import E4M3

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernels.interpreter import interpret, interpret_counting
+from gpu.interpreter import interpret, interpret_counting
 
 from peagle_jax.kernels import choose, experts, experts_triton
 from peagle_jax.layers.moe import (

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import interpret
+from gpu.interpreter import interpret
 
 from peagle_jax.kernels import fp8_matmul, fp8_matmul_triton
 from peagle_jax.kernels.fp8_matmul import E4M3
@@ -164,3 +164,31 @@ def test_a_form_that_cannot_serve_is_refused():
     with pytest.raises(InputError, match="must be auto or one of reference, triton"):
         fp8_matmul.matmul(x, w, "cutlass")
     np.testing.assert_array_equal(fp8_matmul.matmul(x, w), fp8_matmul.matmul(x, w, "reference"))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_three_products_in_one_launch(blocks, inside):
+    """Outputs that divide no tile; each is what its own launch makes."""
+    if inside and not blocks:
+        return  # only scales of blocks are quantized inside
+    rng = np.random.default_rng(6)
+    ws = [
+        fp8_matmul.quantize(jnp.asarray(rng.standard_normal((N, 200)), jnp.float32), blocks=blocks)
+        for N in (130, 64, 40)
+    ]
+    x = jnp.asarray(rng.standard_normal((5, 200)), jnp.float32)
+    values, scale = (x, None) if inside else fp8_matmul.quantize_rows(x, blocks=blocks)
+    launches = []
+
+    def start(launch):
+        launches.append(launch)
+        return interpret(launch)
+
+    got = fp8_matmul_triton.joint_product(values, scale, ws, jnp.float32, start=start)
+    assert len(launches) == 1
+    for y, w in zip(got, ws, strict=True):
+        alone = fp8_matmul_triton.product(
+            values, scale, w.values, w.scale, jnp.float32, start=interpret
+        )
+        assert y.shape == alone.shape and np.array_equal(y, alone)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernels.interpreter import interpret
+from gpu.interpreter import interpret
 
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.kernels import fp8_matmul, fusion, fusion_triton

@@ -33,6 +33,8 @@ LAUNCHES = {
     "fusion": ["kernel"],
     "packed attention": ["forward_kernel", "query_kernel", "key_kernel"],
     "quantizing": ["quantize_kernel"],
+    "rotating": ["kernel"],
+    "routing": ["kernel"],
 }
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import interpret
+from gpu.interpreter import interpret
 
 from peagle_jax.kernels import packed_attention, packed_attention_triton
 from peagle_jax.kernels.packed_attention import AttentionIntervals

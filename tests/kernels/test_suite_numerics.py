@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import interpret_later
+from gpu.interpreter import interpret_later
 
 from peagle_jax.kernels import cache_write
 from peagle_jax.kernels.launch import interpret_kernels

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernels.interpreter import interpret
+from gpu.interpreter import interpret
 
 from peagle_jax.kernels import vocab, vocab_triton
 from peagle_jax.kernels.fp8_matmul import quantize

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.interpreter import interpret_later
+from gpu.interpreter import interpret_later
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "targets"))
 pytest.importorskip("torch")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernels.interpreter import interpret
+from gpu.interpreter import interpret
 from scipy import special, stats
 
 from peagle_jax.draft.markov import MarkovHead

@@ -13,7 +13,7 @@ from peagle_jax import text
 from peagle_jax.cli import main
 from peagle_jax.pipelines.tracing import abstract_target
 from peagle_jax.train.config import load_run
-from peagle_jax.train.new_head import head_config
+from peagle_jax.train.head_config import head_config
 from peagle_jax.train.new_recipe import new_recipe
 from peagle_jax.types import InputError
 

@@ -15,9 +15,21 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
+
+
+def unusable_reason() -> str | None:
+    """Why the interpreter fails with the versions that are installed; None where it does not."""
+    numpy, this = (tuple(map(int, x.__version__.split(".")[:2])) for x in (np, triton))
+    if this < (3, 7) and numpy >= (2, 4):
+        return (
+            f"that of triton {triton.__version__} needs NumPy below 2.4, this is {np.__version__}"
+        )
+    return None
+
 
 GUARD = 1 << 16  # bytes
 ONE_AT_A_TIME = threading.Lock()  # XLA calls from many threads; the interpreter keeps one grid

@@ -1,0 +1,51 @@
+"""Routing: the reference against float64, Triton against it, and equal logits."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu.interpreter import interpret
+
+from peagle_jax.kernels import routing, routing_triton
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(
+    "n, D, E, k, has_bias",
+    [(1, 64, 32, 4, True), (5, 100, 128, 8, False), (17, 64, 20, 3, True), (2, 32, 130, 1, False)],
+)
+def test_weights_and_ids(n, D, E, k, has_bias, normalized):
+    rng = np.random.default_rng(n)
+    x, w = rng.standard_normal((n, D)), rng.standard_normal((D, E)) * D**-0.5
+    bias = rng.standard_normal(E) if has_bias else None
+    logits = x.astype(np.float32).astype(np.float64) @ w.astype(np.float32)
+    if bias is not None:
+        logits = logits + bias.astype(np.float32)
+    ids = np.argsort(-logits, axis=1)[:, :k]
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    want = np.take_along_axis(probs, ids, 1)
+    if normalized:
+        want /= want.sum(axis=1, keepdims=True)
+    arrays = (None if y is None else jnp.asarray(y, jnp.float32) for y in (x, w, bias))
+    x, w, bias = arrays
+    for weights, found in (
+        routing.reference(x, w, bias, k, normalized=normalized),
+        routing_triton.route(x, w, bias, k, normalized=normalized, start=interpret),
+    ):
+        assert np.array_equal(found, ids)
+        np.testing.assert_allclose(weights, want, rtol=1e-5)
+
+
+def test_of_equal_logits_the_first():
+    """Logits in bfloat16 are often equal, and another order would choose other experts."""
+    x, w = jnp.ones((3, 16), jnp.bfloat16), jnp.zeros((16, 24), jnp.bfloat16)
+    w = w.at[:, 7].set(1).at[:, 19].set(1)
+    want, ids = routing.reference(x, w, None, 4, normalized=True)
+    assert ids[0].tolist() == [7, 19, 0, 1]
+    got, found = routing_triton.route(x, w, None, 4, normalized=True, start=interpret)
+    assert np.array_equal(found, ids) and np.array_equal(got, want)
+    assert got.dtype == jnp.bfloat16
+
+
+def test_where_it_does_not_run():
+    """Without a GPU; the caller's own products then have the same result."""
+    assert routing.route(jnp.ones((1, 16)), jnp.ones((16, 4)), None, 2, normalized=True) is None
