@@ -115,7 +115,7 @@ def _with_rows_before(x: Float[Array, "B M G H"], before: int) -> Float[Array, "
     return jnp.concatenate([*parts, blocks], axis=2)[:, :, reach * BLOCK - before :]
 
 
-def _in_chunks(q, k, v, first, last, chains, scale):
+def _in_chunks(q, k, v, first, last, chains, scale) -> tuple[Array, Array]:
     """Attention of rows over depth-0 keys `first` .. `last`, and `chains` if they have any.
 
     Of more rows than `chunk_size` the scores exist chunk by chunk, and are computed again in the
@@ -126,7 +126,7 @@ def _in_chunks(q, k, v, first, last, chains, scale):
         q, first, last, chains = args
         key = jnp.arange(k.shape[1])[None, None]
         visible = (key >= first[..., None]) & (key <= last[..., None])
-        parts = [(Depth0Scores(q.shape, k.shape[2]), k, v, visible[:, None, None])]
+        parts: list[tuple] = [(Depth0Scores(q.shape, k.shape[2]), k, v, visible[:, None, None])]
         if chains is not None:
             keys, values, chain_len = chains
             before = keys.shape[2] - BLOCK
@@ -252,7 +252,7 @@ class ChainScores:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(forms, scale, q, keys, values, visible):
+def _attend(forms, scale, q, keys, values, visible) -> tuple[Array, Array]:
     """Attention over several sets of keys with one softmax, and its log-sum-exp.
 
     Its gradient is written out: exponentials are computed once, and kept for the backward pass,
@@ -273,7 +273,8 @@ def _attend_forward(forms, scale, q, keys, values, visible):
     peaks = [form.to_rows(x.max(axis=-1)) for form, x in zip(forms, scores, strict=True)]
     peak = functools.reduce(jnp.maximum, peaks)
     exps = [jnp.exp(x - form.of_rows(peak)) for form, x in zip(forms, scores, strict=True)]
-    total = sum(form.to_rows(x.sum(axis=-1)) for form, x in zip(forms, exps, strict=True))
+    totals = [form.to_rows(x.sum(axis=-1)) for form, x in zip(forms, exps, strict=True)]
+    total = sum(totals[1:], totals[0])
     sums = [
         form.outputs(x.astype(v.dtype), v) for form, x, v in zip(forms, exps, values, strict=True)
     ]

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from peagle_jax import weights
 from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.pipelines.decoding_plan import EAGLE3, PEAGLE
 from peagle_jax.pipelines.model_costs import ModelCosts, cached_bytes, model_costs
 from peagle_jax.pipelines.tracing import abstract_head, abstract_target
@@ -84,6 +85,7 @@ def default_head(target: TargetConfig, method: str, layers: int) -> HeadConfig:
     """A head as published ones are: as wide as its target, with the target's whole vocabulary."""
     has_experts = bool(getattr(target, "experts", None))
     return HeadConfig(
+        **NO_MARKOV,
         vocab=target.vocab,
         draft_vocab=target.vocab,
         dim=target.dim,

@@ -43,8 +43,8 @@ def ratios(rows: Sequence[dict]) -> str:
     batches = sorted({row["batch_size"] for row in rows})
     parts = []
     for method in _methods(rows):
-        pairs = [[speeds.get((b, e, method)) for e in ("peagle_jax", "vllm")] for b in batches]
-        if all(ours and theirs for ours, theirs in pairs):
+        pairs = [[speeds.get((b, e, method), 0) for e in ("peagle_jax", "vllm")] for b in batches]
+        if all(map(all, pairs)):
             over = " and ".join(f"{ours / theirs:.2f}x" for ours, theirs in pairs)
             parts.append(f"{METHODS[method]} {over}")
     sizes = " and ".join(map(str, batches))
