@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "generate")]
 
 import size_table  # noqa: E402
-from gpu import steps, thunks  # noqa: E402
 
+from gpu import steps, thunks  # noqa: E402
 from peagle_jax.decode import loop  # noqa: E402
 from peagle_jax.kernels.launch import H200, target_gpu  # noqa: E402
 
