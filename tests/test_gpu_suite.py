@@ -38,7 +38,7 @@ def test_dry_run(tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
     checks = ["numerics: products", "numerics: writes", "numerics: fusion"]
     only = ["environment", "launches", "ceilings", *checks, "numerics: mosaic", "fusion", STEP]
-    done = suite(out, "--tiny", "--seed", "7", "--only", *only)
+    done = suite(out, "--tiny", "--minutes", "60", "--seed", "7", "--only", *only)
     assert done.returncode == 0, done.stderr[-3000:]
     first = rows(out)
     done_parts = [row["done"] for row in first if "done" in row]

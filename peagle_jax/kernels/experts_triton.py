@@ -25,6 +25,7 @@ from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 # Up to so many pairs of so many experts a kernel sorts: its work grows with their product, while
 # XLA's launches stay the same.
 MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 256
+MAX_GATED_ROWS = 32  # of a tile, up to which SiLU is done within the product
 
 
 @triton.jit
@@ -284,6 +285,14 @@ def tile_config(rows: int, kind: str) -> dict[str, int]:
     }
 
 
+def can_gate(kind: str, rows: int) -> bool:
+    """Whether `product` can be `gated` for a kind of `StoredMatrices` and tiles of `rows` rows.
+
+    Two sums of 128 x 128 numbers spill; and for many rows a launch costs little.
+    """
+    return kind != "mxfp4" and rows <= MAX_GATED_ROWS
+
+
 def product(
     x: jax.Array,
     tiles: Tiles,
@@ -367,7 +376,8 @@ def mixture(
             tiles = experts.make_tiles(topk_ids, count, rows)
     up, down = weights.matrices()
     run = functools.partial(product, tiles=tiles, one_token=n == 1, start=start)
-    if up.kind != "mxfp4" and getattr(weights.act, "is_halved_swiglu", False):
+    is_swiglu = getattr(weights.act, "is_halved_swiglu", False)
+    if is_swiglu and can_gate(up.kind, tiles.rows):
         hidden = run(x, w=up, gather=True, gated=True)
     else:
         hidden = weights.act(run(x, w=up, gather=True))

@@ -235,7 +235,7 @@ def writing(B, T, G, H, kv=F8, slots=4096):
 
 
 def mixture(n, k, count, K, N, kind):
-    """Gate and up of a layer's experts, N in all; but for MXFP4 with SiLU in between."""
+    """Gate and up of a layer's experts, N in all; with SiLU in between where that fits."""
     shapes = {
         "plain": (spec(count, K, N, dtype=BF16), None),
         "row": (spec(count, N, K, dtype=F8), spec(count, N)),
@@ -259,7 +259,7 @@ def mixture(n, k, count, K, N, kind):
     def call(x, topk_ids, values, scale, start):
         matrices = experts.StoredMatrices(kind, values, scale, None)
         tiles = tiles_of(topk_ids, start)
-        gated = kind != "mxfp4"
+        gated = experts_triton.can_gate(kind, tiles.rows)
         rule = dict(gather=True, gated=gated, one_token=n == 1)
         return experts_triton.product(x, tiles, matrices, **rule, start=start)
 
@@ -301,6 +301,7 @@ CASES = {
     "experts, 8 tokens of 8, float8 blocks": mixture(8, 8, 128, 2048, 1536, "block"),
     "experts, 128 tokens of 8, bfloat16": mixture(128, 8, 128, 2048, 1536, "plain"),
     "experts, 100 tokens of 10 of 256, bfloat16": mixture(100, 10, 256, 2048, 1536, "plain"),
+    "experts, 512 tokens of 8, float8 blocks": mixture(512, 8, 128, 2048, 1536, "block"),
     "experts, 4096 tokens of 8, float8 blocks": mixture(4096, 8, 128, 2048, 1536, "block"),
     "experts, 8 tokens of 4, MXFP4": mixture(8, 4, 32, 2880, 5760, "mxfp4"),
     "experts, 4096 tokens of 4, MXFP4": mixture(4096, 4, 32, 2880, 5760, "mxfp4"),

@@ -163,3 +163,15 @@ def test_what_kernels_cannot_take():
         == "they take 4 aux hidden state layers at most, and there are 6"
     )
     assert fusion.unsupported(aux_hidden_states, w) is None
+
+
+def test_auto_leaves_many_rows_to_a_library(monkeypatch):
+    from peagle_jax.kernels import choose
+
+    monkeypatch.setattr(choose, "unavailable_reason", lambda form: None)
+    w = jnp.zeros((256, 8), jnp.bfloat16)
+    taken = [
+        fusion.is_supported([jnp.zeros((rows, 128), jnp.bfloat16)] * 2, w)
+        for rows in (fusion.MAX_AUTO_ROWS, fusion.MAX_AUTO_ROWS + 1)
+    ]
+    assert taken == [True, False]
