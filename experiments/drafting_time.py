@@ -26,6 +26,7 @@ from rich.table import Table
 from peagle_jax.bench import timing
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.layers import Rope
 from peagle_jax.provenance import provenance
@@ -86,6 +87,7 @@ def make_head(target: Model, layers: int, parallel: bool) -> Model:
         fc_norm=False,
         norm_output=False,
         **PAPER_DESIGN,
+        **NO_MARKOV,
         windows=(None,) * layers,
         dtype=t.dtype,
     )

@@ -237,12 +237,32 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
     return name, parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
 
 
-def _hub_rows(source: str, name: str, config: str | None, split: str) -> Iterator[tuple[int, dict]]:
+def hub_rows(
+    where: str, source: str, split: str, columns: Sequence[str]
+) -> Iterator[tuple[int, dict]]:
+    """Rows of a dataset of the hub, with their numbers, as a stream.
+
+    Args:
+      where: for errors.
+      source: NAME or NAME:CONFIG.
+      split: of the dataset.
+      columns: that are read, where the dataset has them; all, where it has none of them.
+
+    Raises:
+      InputError: `datasets` is not installed, or cannot read it; it may be offline.
+    """
+    name, _, config = source.partition(":")
+    yield from _hub_rows(f"{where} {source}", name, config or None, split, columns)
+
+
+def _hub_rows(
+    source: str, name: str, config: str | None, split: str, columns: Sequence[str] = ROW_KEYS
+) -> Iterator[tuple[int, dict]]:
     datasets = _import_datasets(source)
     try:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
         if rows.column_names is not None:
-            rows = rows.select_columns(_row_columns(rows.column_names))
+            rows = rows.select_columns(_row_columns(rows.column_names, columns))
         for number, row in enumerate(rows, start=1):
             yield number, _without_nulls(row)
     # of its own, of pyarrow, of fsspec and of two HTTP clients: they have no common base
@@ -283,9 +303,9 @@ def _import_datasets(where: str | Path) -> ModuleType:
     return datasets
 
 
-def _row_columns(columns: Sequence[str]) -> list[str]:
+def _row_columns(columns: Sequence[str], wanted: Sequence[str] = ROW_KEYS) -> list[str]:
     """The columns that documents are made of: others may be large. All, where there are none."""
-    return [column for column in columns if column in ROW_KEYS] or list(columns)
+    return [column for column in columns if column in wanted] or list(columns)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -356,7 +376,7 @@ def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[in
             got = f"byte {line[error.start]:#04x} at {error.start} of the line"
             bad_rows.take(InputError(where, "must be UTF-8 text", got, next_step))
             continue
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             bad_rows.take(InputError(where, rule, error, next_step))
             continue
         if isinstance(row, dict):

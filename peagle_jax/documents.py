@@ -51,6 +51,7 @@ ROW_KEYS = (
     "sample",
 )
 MAX_TOKEN_ID = 2**31 - 1
+MAX_DEPTH = 100  # of lists and objects in a row; arguments of tools are some ten deep
 # What can be done with rows that cannot be used.
 BAD_ROWS = ("refuse", "skip")
 NUM_NAMED = 5  # bad rows that are named; of the others only the number is told
@@ -160,7 +161,7 @@ def document_of_row(row: Mapping[str, Any], name: str, where: str) -> Document:
     Raises:
       InputError: the row is none of those above, or something in it has the wrong type.
     """
-    _check_unicode(row, where)
+    check_unicode(row, where)
     # rows of `peagle regenerate`; elsewhere a column of this name may say which data set it is
     is_made = row.get("output_token_ids") is not None or isinstance(row.get("sample"), int)
     source = row.get("source") if is_made else None
@@ -311,7 +312,7 @@ def _tools(value: object, where: str) -> tuple[Mapping[str, Any], ...]:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     if value is None:
         return ()
@@ -333,8 +334,21 @@ def _text(value: object, key: str, where: str) -> str:
     return value
 
 
-def _check_unicode(value: object, where: str) -> None:
-    """Raises InputError where a string has half of a surrogate pair, which no tokenizer takes."""
+def check_unicode(value: object, where: str, depth: int = 0) -> None:
+    """Checks the strings of a row or a prompt.
+
+    Args:
+      value: as JSON has it.
+      where: its place, for errors.
+      depth: how many lists and objects it is in.
+
+    Raises:
+      InputError: a string has half of a surrogate pair, which no tokenizer takes; or lists and
+        objects are so deep in each other that templates could not write them.
+    """
+    if depth > MAX_DEPTH:
+        rule, next_step = f"must be nested {MAX_DEPTH} deep at most", "leave out the inner parts"
+        raise InputError(where, rule, "more", next_step)
     if isinstance(value, str):
         try:
             value.encode()
@@ -344,16 +358,16 @@ def _check_unicode(value: object, where: str) -> None:
             raise InputError(where, "text must be Unicode", half, next_step) from None
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _check_unicode(key, where)
-            _check_unicode(item, where)
+            check_unicode(key, where, depth + 1)
+            check_unicode(item, where, depth + 1)
     elif isinstance(value, list | tuple) and not (value and type(value[0]) is int):
         for item in value:
-            _check_unicode(item, where)
+            check_unicode(item, where, depth + 1)
 
 
 def _short(value: object) -> str:
     """A value in a message, cut to a readable length."""
     try:
         return json.dumps(value)[:60]
-    except TypeError:
+    except (TypeError, RecursionError):
         return str(type(value).__name__)

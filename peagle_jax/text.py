@@ -6,16 +6,22 @@ The rest of the package works with token ids only.
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from peagle_jax.chat.encoding import Encoded, check_tokenizer, encode_document, encode_turns
+from peagle_jax.chat.encoding import (
+    Encoded,
+    check_tokenizer,
+    encode_document,
+    encode_turns,
+    tokenize,
+)
 from peagle_jax.chat.pieces import Conversation
+from peagle_jax.chat.trained_spans import one_line
 from peagle_jax.corpus import read_jsonl, read_text
-from peagle_jax.documents import BadRows, Document
+from peagle_jax.documents import BadRows, Document, check_unicode
 from peagle_jax.types import InputError
 
 END, MASK, START_TURN, END_TURN = "<|endoftext|>", "<|draft_mask|>", "<|im_start|>", "<|im_end|>"
@@ -64,18 +70,30 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer of a folder; None if it has none.
 
     Raises:
-      InputError: one of its files is not JSON.
+      InputError: one of its files is not JSON, or not that of a tokenizer.
     """
     paths = [Path(folder) / name for name in ("tokenizer.json", "tokenizer_config.json")]
     paths = [path for path in paths if path.exists()]
     if not paths:
         return None
     for path in paths:
-        try:
-            json.loads(read_text(path))
-        except json.JSONDecodeError as error:
-            raise InputError(path, "must be JSON", error, "download the file again") from None
-    return AutoTokenizer.from_pretrained(str(folder))
+        _check_json_object(path)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # transformers and tokenizers raise errors of any kind
+        rule = f"{' and '.join(path.name for path in paths)} must be those of a tokenizer"
+        next_step = "download them again from where the weights came from"
+        raise InputError(folder, rule, one_line(error), next_step) from None
+
+
+def _check_json_object(path: Path) -> None:
+    text, next_step = read_text(path), "download the file again"
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(path, "must be JSON", one_line(error), next_step) from None
+    if not isinstance(content, dict):
+        raise InputError(path, "must be a JSON object", type(content).__name__, next_step)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where: str | Path) -> None:
@@ -192,12 +210,13 @@ def encode_prompt(
       where: the prompt's place, for errors.
 
     Raises:
-      InputError: there is no tokenizer.
+      InputError: there is no tokenizer, or the text is not Unicode.
     """
+    check_unicode(text, str(where))
     if tokenizer is None:
         rule, got = "text needs the target's tokenizer", "a target folder without tokenizer.json"
         raise InputError(where, rule, got, "give prompt_token_ids")
     if chat and tokenizer.chat_template:
         conversation = Conversation(({"role": "user", "content": text},))
         return encode_turns(tokenizer, conversation, str(where))
-    return list(cast(list[int], tokenizer(text, add_special_tokens=True)["input_ids"]))
+    return list(tokenize(tokenizer, text, str(where), add_special_tokens=True)["input_ids"])

@@ -62,6 +62,8 @@ def test_a_folder_and_each_kind_of_line(tmp_path):
         ("x.jsonl", b'{"words": 1}', "needs messages, conversations, turns, prompt"),
         ("x.jsonl", b"not json", "x.jsonl:1"),
         ("x.jsonl", b"[1]", "JSON object"),
+        ("x.jsonl", b"[" * 9999, "x.jsonl:1: each line must be a JSON object"),
+        ("x.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "x.jsonl:1: each line must be a JSON obj"),
         ("x.jsonl", b'{"output_token_ids": [1]}', "token ids, 0 to 2,147,483,647; got .null, .1.."),
         ("x.jsonl", b'{"prompt_token_ids": [], "output_token_ids": [true]}', "token ids"),
         ("x.jsonl", b"\xff", "UTF-8"),

@@ -120,6 +120,8 @@ def message(**changes):
         ({"text": ["a"]}, "", "text must be text"),
         ({"messages": MESSAGES, "tools": 5}, "", "tools must be a list of objects; got 5"),
         ({"messages": MESSAGES, "tools": "{"}, "", "tools must be a list of objects"),
+        ({"messages": MESSAGES, "tools": "[" * 9999}, "", "tools must be a list of objects"),
+        ({"text": "a", "x": json.loads("[" * 101 + "]" * 101)}, "", "must be nested 100 deep"),
         ({"text": "a\ud800b"}, "", "text must be Unicode; got \\ud800"),
         (message(content="\udfff"), "", "text must be Unicode; got \\udfff"),
         ({"output_token_ids": [1]}, "", "must be token ids"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from peagle_jax import corpus, text
 from peagle_jax.train.data import pack
@@ -61,3 +62,80 @@ def test_prompts(tokenizer, tmp_path):
     assert tokenizer.decode(chat) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(InputError, match="text needs the target's tokenizer"):
         text.read_prompts(path, None)
+
+
+@pytest.mark.parametrize("where", ["x.jsonl:3", "--prompt"])
+def test_half_of_a_surrogate_pair_in_a_prompt(tokenizer, where):
+    for chat in (False, True):
+        with pytest.raises(InputError) as caught:
+            text.encode_prompt("def \udc80", tokenizer, chat=chat, where=where)
+        assert str(caught.value) == (
+            f"{where}: text must be Unicode; got \\udc80; remove the character, or write the text "
+            "anew as UTF-8"
+        )
+
+
+def test_half_of_a_surrogate_pair_in_a_file(tokenizer, tmp_path):
+    for row in ('{"prompt": "a\\ud800"}', '{"turns": ["\\udfff", "b"]}'):
+        (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + row)
+        with pytest.raises(InputError, match=r"p.jsonl:2: text must be Unicode; got \\ud[8f]"):
+            text.read_prompts(tmp_path / "p.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("tokenizer.json", "[]", "tokenizer.json: must be a JSON object; got list; download"),
+        ("tokenizer.json", "{", "tokenizer.json: must be JSON; got JSONDecodeError: "),
+        ("tokenizer.json", "[" * 9999, "tokenizer.json: must be JSON; got RecursionError: "),
+        ("tokenizer.json", "{}", "tokenizer.json and tokenizer_config.json must be those of a tok"),
+        ("tokenizer.json", '{"model_type": "qwen3"}', "must be those of a tokenizer; got KeyError"),
+        ("tokenizer.json", '{"added_tokens": [], "model": {"type": "x"}}', "must be those of a to"),
+        ("tokenizer_config.json", "null", "tokenizer_config.json: must be a JSON object; got None"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": 5}',
+            "must be those of a tokenizer; got Type",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_none(tokenizer, tmp_path, name, content, words):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError) as caught:
+        text.load_tokenizer(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path)) and words in message and "\n" not in message
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert text.load_tokenizer(tmp_path) is None
+
+
+def test_texts_begin_as_prompts_do(tmp_path):
+    """With the begin-of-sequence token of such tokenizers (Llama, Gemma), which is not trained.
+
+    Special tokens that a text spells are text.
+    """
+    tokenizer = text.train_tokenizer(["def f(x):\n    return x\n" * 50], 300)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = text.load_tokenizer(tmp_path)
+    prompt = text.encode_prompt("def f", tokenizer, chat=False, where="x")
+    assert prompt[0] == bos
+    spelled = "def f<|endoftext|>(x)<s>"
+    documents = [
+        corpus.Document("a", spelled),
+        corpus.Document("b", None, prompt="def f", completion="(x)"),
+    ]
+    (tokens, mask), (tokens_b, mask_b) = text.encode(tokenizer, documents)
+    assert tokens[0] == bos == tokens_b[0] and not mask[0] and mask[1:].all()
+    assert (tokens == bos).sum() == 1 and (tokens == tokenizer.eos_token_id).sum() == 1
+    assert tokens[-1] == tokenizer.eos_token_id and tokenizer.decode(tokens[1:-1]) == spelled
+    assert tokens_b[: len(prompt)].tolist() == prompt
+    assert mask_b.tolist() == [i >= len(prompt) for i in range(len(tokens_b))]

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config
@@ -90,6 +91,7 @@ def head_config(**changes) -> HeadConfig:
         fc_norm=False,
         norm_output=False,
         **PAPER_DESIGN,
+        **NO_MARKOV,
         windows=(None, None),
         dtype=jnp.float32,
     )

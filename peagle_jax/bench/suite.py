@@ -8,7 +8,8 @@ concerns both.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -71,17 +72,24 @@ class Suite:
       records: result rows, in the order in which they were measured.
       lossless: whether every greedy float32 answer equals plain decoding's.
       sample: see `choose_sample`; None without a P-EAGLE head.
+      decodings: what was measured, with their requests.
     """
 
     records: list[dict]
     lossless: bool
     sample: Sample | None
+    decodings: Sequence["Decoding"] = ()
 
 
 class Decoding:
     """Decodes all prompts as one case says, and keeps the answers and the seconds of each round.
 
     A batch larger than the prompts repeats them.
+
+    Args:
+      categories: of the prompts, or none.
+      synthetic: rates by method at which drafts are accepted, whatever they are; None: the target
+        decides. Answers mean nothing then.
     """
 
     def __init__(
@@ -91,6 +99,8 @@ class Decoding:
         head: Model | None,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
+        categories: Sequence[str] = (),
+        synthetic: Mapping[str, tuple[float, ...]] | None = None,
     ) -> None:
         layers = head.config.aux_hidden_state_layers if head else None
         # an EAGLE-1 head reads other hidden states than the heads that it is measured beside
@@ -99,6 +109,7 @@ class Decoding:
         self.case, self.target, self.head = case, target, head
         num_prompts = max(len(prompts), case.batch_size)
         self.max_new_tokens = max_new_tokens
+        self.categories = [categories[i % len(prompts)] for i in range(num_prompts) if categories]
         self.requests = [
             Request(
                 prompt=prompts[i % len(prompts)],
@@ -109,22 +120,29 @@ class Decoding:
             )
             for i in range(num_prompts)
         ]
+        self.synthetic = (synthetic or {}).get(case.method)
         self.drafter = make_drafter(head, case.k, case.method) if head else None
+        if self.synthetic is not None:
+            drafter = cast(Any, self.drafter)
+            self.drafter = dataclasses.replace(drafter, synthetic_rates=self.synthetic)
         self.seconds: list[float] = []
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
         self.num_steps = 0
 
-    def run(self, *, timed: bool) -> None:
-        """One round. The answers of an earlier round are replaced; they are the same."""
-        draft_params = self.head.params if self.head else None
-        engine = Engine(
+    def engine(self) -> Engine:
+        """A new one, with nothing to do yet."""
+        return Engine(
             self.target,
             self.drafter,
-            draft_params,
+            self.head.params if self.head else None,
             max_batch=self.case.batch_size,
             prefill_chunk=None,
         )
+
+    def run(self, *, timed: bool) -> None:
+        """One round. The answers of an earlier round are replaced; they are the same."""
+        engine = self.engine()
         start = time.perf_counter()
         answers = dict(engine.run(self.requests))
         seconds = time.perf_counter() - start
@@ -159,10 +177,37 @@ class Decoding:
             "prompt_seconds": prompt_seconds,
             "step_seconds": (seconds - prompt_seconds) / max(1, self.num_steps),
             "acceptance_length": acceptance_length(answers),
+            "synthetic_acceptance": list(self.synthetic) if self.synthetic else None,
+            "mean_acceptance_length": mean_acceptance_length(answers),
+            "acceptance_length_by_category": lengths_by_category(answers, self.categories),
             "num_drafts": num_drafts,
             "accepted_per_position": accepted_per_position,
             "repeated_4grams": repeated_share([answer.output_token_ids for answer in answers]),
         }
+
+
+def mean_acceptance_length(answers: Sequence[Generation]) -> float | None:
+    """The mean of the answers' own acceptance lengths, as SPEED-Bench counts over request-turns.
+
+    vLLM's, `acceptance_length`, pools the steps of all answers: long ones weigh more there.
+    """
+    lengths = [answer.acceptance_length for answer in answers if answer.num_drafts]
+    return statistics.fmean(length for length in lengths if length) if lengths else None
+
+
+def lengths_by_category(
+    answers: Sequence[Generation], categories: Sequence[str]
+) -> dict[str, float]:
+    """The pooled acceptance length of every category in which something was drafted.
+
+    Args:
+      categories: of the answers, in their order; none: there are no categories.
+    """
+    of_category: dict[str, list[Generation]] = {}
+    for answer, category in zip(answers, categories, strict=False):
+        of_category.setdefault(category, []).append(answer)
+    lengths = {name: acceptance_length(group) for name, group in of_category.items()}
+    return {name: length for name, length in sorted(lengths.items()) if length is not None}
 
 
 def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
@@ -218,6 +263,8 @@ def run_suite(
     ignore_eos: bool = False,
     sampled_k: int | None = None,
     label: dict | None = None,
+    categories: Sequence[str] = (),
+    synthetic: Mapping[str, tuple[float, ...]] | None = None,
     progress: Callable[[str], object] = lambda activity: None,
 ) -> Suite:
     """Measures plain decoding, and every head at every K and batch size.
@@ -234,6 +281,8 @@ def run_suite(
       sampled_k: K of a further group of cases at temperature 1 and the largest batch size; None
         for no such group.
       label: more keys for every result row.
+      categories: of the prompts, for acceptance by category; none: there are no categories.
+      synthetic: rates by method at which drafts are accepted, see `Decoding`. Rows say so.
       progress: is told in a few words what is being done.
     """
     origin = provenance() | (label or {})
@@ -242,7 +291,10 @@ def run_suite(
     decodings: list[Decoding] = []
     for cases in _case_groups([m for m in METHODS if m in heads], ks, batch_sizes, sampled_k):
         cases = [dataclasses.replace(case, ignore_eos=ignore_eos) for case in cases]
-        group = [Decoding(c, target, heads.get(c.method), prompts, max_new_tokens) for c in cases]
+        group = [
+            Decoding(c, target, heads.get(c.method), prompts, max_new_tokens, categories, synthetic)
+            for c in cases
+        ]
         _run_rounds(group, repeats, progress)
         progress(f"batch size {cases[0].batch_size}: the parts of a step")
         for measured in _group_records(target, group, context, repeats):
@@ -251,7 +303,7 @@ def run_suite(
             on_record(record)
         decodings += group
     lossless = all(record.get("lossless", True) for record in records)
-    return Suite(records, lossless, choose_sample(decodings))
+    return Suite(records, lossless, choose_sample(decodings), decodings)
 
 
 def _case_groups(
@@ -307,7 +359,7 @@ def _group_records(
                 )
             record["draft_seconds"] = _draft_seconds(decoding, context, repeats)
             record["verify_seconds"] = verify_seconds[k]
-        if is_exact and decoding.head:
+        if is_exact and decoding.head and decoding.synthetic is None:
             record |= _exactness(target, decoding, plain)
         yield record
 

@@ -1,7 +1,7 @@
 """Documents as token ids, with the tokens that a loss reads."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -109,7 +109,23 @@ def encode_turns(
     text = render(
         tokenizer, conversation.messages, conversation.tools, where, add_generation_prompt=True
     )
-    return list(cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return list(tokenize(tokenizer, text, where, add_special_tokens=False)["input_ids"])
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: Any
+) -> Mapping[str, Any]:
+    """What a tokenizer makes of a text: `input_ids`, and what the options ask for.
+
+    Raises:
+      InputError: it raises, as one does that was damaged.
+    """
+    try:
+        return tokenizer(text, **options)
+    except Exception as error:  # tokenizers raises a bare Exception
+        rule = "the tokenizer must encode the text"
+        next_step = "leave that text out, or download the target's tokenizer again"
+        raise InputError(where, rule, one_line(error), next_step) from None
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -172,11 +188,7 @@ def _with_offsets(
     **options: Any,
 ) -> Encoded:
     """The tokens of a text, of which those are trained that spell `spans`."""
-    try:
-        out = tokenizer(text, return_offsets_mapping=True, **options)
-    except Exception as error:  # tokenizers raises a bare Exception
-        rule, next_step = "the tokenizer must encode the text", "leave the document out"
-        raise InputError(where, rule, one_line(error), next_step) from None
+    out = tokenize(tokenizer, text, where, return_offsets_mapping=True, **options)
     tokens = np.array(out["input_ids"], np.int32)
     offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
     starts, ends = offsets[:, 0], offsets[:, 1]

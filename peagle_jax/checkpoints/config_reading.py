@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.markov import NO_MARKOV, check_rank
 from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.types import InputError
@@ -17,6 +18,10 @@ from peagle_jax.weights import Fields, Tensor
 # In the order in which vLLM looks for them, after dflash_config.mask_token_id.
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Of this package's own format, which holds what the others cannot: no other reader knows it.
+OWN_ARCHITECTURE = "PeagleJaxDraftHead"
+# Whether a Markov head has a gate -> its kind, as in DSpark's configs.
+MARKOV_KINDS = {False: "vanilla", True: "gated"}
 EAGLE1_ARCHITECTURE = "EagleLlamaForCausalLM"
 # The writers of these formats name the layer whose OUTPUT the head reads. In the others, as in
 # vLLM and speculators, an id names the layer whose INPUT it reads.
@@ -27,7 +32,8 @@ def detect_format(raw: Mapping) -> str:
     """The checkpoint format of a config.json, told by the keys that only one writer writes.
 
     Returns:
-      "speculators", "automodel", "specforge" or, where nothing tells otherwise, "vllm".
+      "speculators", "automodel", "specforge", "peagle_jax" or, where nothing tells otherwise,
+      "vllm".
     """
     architectures = _architectures(raw)
     if "speculators_model_type" in raw:
@@ -36,6 +42,8 @@ def detect_format(raw: Mapping) -> str:
         return "automodel"
     if "PEagleDraftModel" in architectures:
         return "specforge"
+    if OWN_ARCHITECTURE in architectures:
+        return "peagle_jax"
     return "vllm"
 
 
@@ -133,9 +141,11 @@ def read_config(
         aux_layers = _aux_layers(top, eagle, checkpoint_format, target_layers, aux_layer_numbering)
         fc_width = tensors["fc.weight"].shape[1]
         target_dim = _target_dim(top, shape, fc_width, len(aux_layers))
+    draft_vocab = top.get_int("draft_vocab_size", vocab)
+    mask_token_id = _mask_token(top, tensors, vocab, mask_token)
     return HeadConfig(
         vocab=vocab,
-        draft_vocab=top.get_int("draft_vocab_size", vocab),
+        draft_vocab=draft_vocab,
         dim=dim,
         layers=layers,
         mlp_dim=shape.get_int("intermediate_size"),
@@ -147,7 +157,7 @@ def read_config(
         context=shape.get_int("max_position_embeddings"),
         target_dim=target_dim,
         aux_hidden_state_layers=aux_layers,
-        mask_token=_mask_token(top, tensors, vocab, mask_token),
+        mask_token=mask_token_id,
         num_depths=_num_depths(top),
         qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
@@ -159,6 +169,7 @@ def read_config(
         fc_norm=top.get_bool("fc_norm", False),
         norm_output=top.get_bool("norm_output", False),
         **PAPER_DESIGN,
+        **_markov(top, draft_vocab, mask_token_id),
         dtype=np.float32,
         windows=(None,) * layers if checkpoint_format == "automodel" else _windows(shape, layers),
     )
@@ -323,6 +334,25 @@ def _mask_token(
             next_step="set mask_token_id to the id that the head was trained with",
         )
     return token
+
+
+def _markov(top: Fields, draft_vocab: int, mask_token: int | None) -> dict:
+    """The fields of a `HeadConfig` about a Markov head, under DSpark's keys.
+
+    Raises:
+      InputError: its rank is out of range, or it is of a kind that is not computed here.
+    """
+    rank = top.get_int("markov_rank", None)
+    if rank is None:
+        return NO_MARKOV
+    kind = top.get_str("markov_head_type", MARKOV_KINDS[False])
+    next_step = "use the config.json that came with these weights"
+    where = f"{top.where}: markov_rank"
+    check_rank(rank, draft_vocab, mask_token is not None, where, next_step)
+    if kind not in MARKOV_KINDS.values():
+        rule = f"markov_head_type must be one of {', '.join(MARKOV_KINDS.values())}"
+        raise InputError(top.where, rule, kind, "train a Markov head of one of these kinds")
+    return {"markov_rank": rank, "markov_gated": kind == MARKOV_KINDS[True]}
 
 
 def _num_depths(top: Fields) -> int | None:

@@ -1,8 +1,13 @@
-"""HeadConfig -> config.json in the vllm or the speculators format; and the flag that serves it."""
+"""HeadConfig -> config.json in the formats that are written; and the flag that serves a head."""
 
 import json
 
-from peagle_jax.checkpoints.config_reading import AUX_LAYER_IDS, EAGLE1_ARCHITECTURE
+from peagle_jax.checkpoints.config_reading import (
+    AUX_LAYER_IDS,
+    EAGLE1_ARCHITECTURE,
+    MARKOV_KINDS,
+    OWN_ARCHITECTURE,
+)
 from peagle_jax.draft.head import HeadConfig
 
 
@@ -86,6 +91,18 @@ def vllm_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
         config["ptd_token_id"] = cfg.mask_token
     if k:
         config["num_depths"] = k
+    return config
+
+
+def own_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
+    """config.json in the peagle_jax format: the vllm format's keys, and those of a Markov head.
+
+    The architecture is one that no other reader knows: vLLM would leave the Markov head out.
+    """
+    config = vllm_config(cfg, dtype, k) | {"architectures": [OWN_ARCHITECTURE]}
+    if cfg.markov_rank is not None:
+        config["markov_rank"] = cfg.markov_rank
+        config["markov_head_type"] = MARKOV_KINDS[cfg.markov_gated]
     return config
 
 

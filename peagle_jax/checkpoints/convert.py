@@ -18,7 +18,15 @@ from peagle_jax.types import InputError
 UNUSED_OPTIONS = {
     "orbax": ("k", "max_shard_bytes", "share_embedding", "identity_d2t"),
     "speculators": ("share_embedding",),
-    "hf": ("k", "target", "share_embedding", "mask_token", "aux_layer_numbering", "identity_d2t"),
+    "hf": (
+        "k",
+        "target",
+        "share_embedding",
+        "mask_token",
+        "aux_layer_numbering",
+        "identity_d2t",
+        "drop_markov",
+    ),
 }
 
 
@@ -39,6 +47,7 @@ class ConversionOptions:
     mask_token: int | None = None
     aux_layer_numbering: str | None = None
     identity_d2t: bool = False
+    drop_markov: bool = False
     command: str | None = None
     on_bytes: Callable[[int, int], None] | None = None
 
@@ -78,6 +87,7 @@ def convert(
     mask_token: int | None = None,
     aux_layer_numbering: str | None = None,
     identity_d2t: bool = False,
+    drop_markov: bool = False,
     command: str | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
     **former_names: Any,
@@ -91,8 +101,8 @@ def convert(
     Args:
       src: a draft head's or a target's folder, a Hugging Face hub id, or a training run.
       dst: the folder to write.
-      to: "vllm" or "speculators" (a draft head's folder), "orbax" (what a training run saves), or
-        "hf" (a target's folder).
+      to: "vllm", "speculators" or "peagle_jax" (a draft head's folder), "orbax" (what a training
+        run saves), or "hf" (a target's folder).
       k: K, tokens to draft in one step, where the format carries it; None keeps what the source
         says.
       dtype: of the floating-point tensors, for example "bfloat16"; None keeps them.
@@ -106,6 +116,8 @@ def convert(
         of a layer; None takes what writers of its format mean.
       identity_d2t: writes an identity `d2t` (and `t2d`) of the source again; vLLM refuses such a
         folder.
+      drop_markov: leaves out the Markov head, which vLLM and speculators have no place for; the
+        drafts then are other ones (`head_writing.without_markov`).
       command: the command line, to be recorded with the result.
       on_bytes: called with the bytes written so far and the bytes of all tensors.
       **former_names: options under the names that they had formerly (old_names.py).
@@ -125,6 +137,7 @@ def convert(
         share_embedding=share_embedding,
         mask_token=mask_token,
         identity_d2t=identity_d2t,
+        drop_markov=drop_markov,
         command=command,
         on_bytes=on_bytes,
         **with_new_names(former_names, CONVERSION_OPTIONS, "convert"),
@@ -146,6 +159,8 @@ def convert(
         )
         return
     head = _open(src, folder, given)
+    if given.drop_markov:
+        head = head_writing.without_markov(head)
     if to == "orbax":
         _write_run(src, head, dst, given)
         return

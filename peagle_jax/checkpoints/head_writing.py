@@ -1,4 +1,4 @@
-"""Model -> HeadState -> a draft head's folder, in the vllm or the speculators format."""
+"""Model -> HeadState -> a draft head's folder, in a format that vLLM serves, or in our own."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,11 +16,13 @@ from peagle_jax.checkpoints import (
 )
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.draft import draft_vocab
+from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.provenance import versions
 from peagle_jax.types import InputError, Model
 from peagle_jax.weights import Tensor
 
-CHECKPOINT_FORMATS = ("vllm", "speculators")  # that are written
+SERVED_FORMATS = ("vllm", "speculators")  # by vLLM
+CHECKPOINT_FORMATS = (*SERVED_FORMATS, "peagle_jax")  # that are written
 
 
 def from_model(head: Model) -> HeadState:
@@ -50,14 +52,14 @@ def save_drafter(
     max_shard_bytes: int | None = None,
     own_embedding: bool = True,
 ) -> None:
-    """Writes a folder that vLLM (0.16 or later) or speculators loads.
+    """Writes a folder that vLLM (0.16 or later) or speculators loads, or one of our own format.
 
     The folder appears whole or not at all.
 
     Args:
       head: a draft head.
       path: the folder to write.
-      checkpoint_format: "vllm" or "speculators".
+      checkpoint_format: "vllm", "speculators" or "peagle_jax".
       dtype: of the floating-point tensors; None keeps the head's.
       target: name or path of the target, which the speculators format carries.
       target_architecture: of the target; the speculators format carries it too.
@@ -132,7 +134,9 @@ def write_head(
     _refuse_inexpressible(head, path, checkpoint_format, k, dtype, own_embedding)
     tensors = _tensors_to_write(head, dtype, identity_d2t)
     dtype_name = np.dtype(cfg.dtype if dtype is None else dtype).name
-    if checkpoint_format == "vllm":
+    if checkpoint_format == "peagle_jax":
+        config = config_writing.own_config(cfg, dtype_name, k)
+    elif checkpoint_format == "vllm":
         if not cfg.predicts_features:
             tensors = {_vllm_name(name): t for name, t in tensors.items()}
         config = config_writing.vllm_config(cfg, dtype_name, k)
@@ -156,14 +160,41 @@ def write_head(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def check_expressible(head: HeadState, path: str | Path) -> None:
-    """Checks that `save_drafter` can write the head for vLLM, before anything is written.
+def without_markov(head: HeadState) -> HeadState:
+    """The head without its Markov head; its tensors' names are noted in `left_out`.
+
+    Every draft is then chosen by what the layers alone say, without the token before it. Where the
+    Markov head was trained on top of a finished head, that is the finished head again. Where both
+    were trained together, the layers have learned to rely on it.
 
     Raises:
-      InputError: vLLM has no place for something in it.
+      InputError: it has none.
+    """
+    if head.config.markov_rank is None:
+        raise InputError(
+            "--drop-markov",
+            rule="needs a head with a Markov head",
+            got="one without",
+            next_step="remove --drop-markov from the command",
+        )
+    dropped = [name for name in head.tensors if name.startswith(param_mapping.MARKOV)]
+    return dataclasses.replace(
+        head,
+        config=dataclasses.replace(head.config, **NO_MARKOV),
+        tensors={name: t for name, t in head.tensors.items() if name not in dropped},
+        left_out=(*head.left_out, *dropped),
+    )
+
+
+def check_expressible(head: HeadState, path: str | Path, checkpoint_format: str = "vllm") -> None:
+    """Checks that `save_drafter` can write the head, before anything is written.
+
+    Raises:
+      InputError: the format has no place for something in it.
     """
     rewritten = export_placeholders.to_vllm_placeholders(head)
-    _refuse_inexpressible(rewritten, path, "vllm", head.config.num_depths, None, own_embedding=True)
+    k = head.config.num_depths
+    _refuse_inexpressible(rewritten, path, checkpoint_format, k, None, own_embedding=True)
 
 
 def check_servable(head: HeadState, path: str | Path) -> None:
@@ -233,6 +264,14 @@ def _refuse_inexpressible(
 ) -> None:
     """Raises InputError where a reader of the format would refuse the head, or misread it."""
     cfg = head.config
+    if cfg.markov_rank is not None and checkpoint_format in SERVED_FORMATS:
+        raise InputError(
+            path,
+            rule="vLLM and speculators have no Markov head in P-EAGLE: their drafts would be other "
+            "ones, and fewer accepted",
+            got=f"one of rank {cfg.markov_rank}",
+            next_step="use --to peagle_jax, or --drop-markov to write the head without it",
+        )
     aux_layers = list(cfg.aux_hidden_state_layers)
     if aux_layers != sorted(set(aux_layers)):
         raise InputError(
@@ -241,9 +280,9 @@ def _refuse_inexpressible(
             got=aux_layers,
             next_step=f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
         )
-    if cfg.predicts_features and (cfg.qk_norm or checkpoint_format == "speculators"):
-        # llama_eagle.py is made of Llama's layers, and the speculators format has EAGLE-1 under
-        # other names, which vLLM does not read
+    if cfg.predicts_features and (cfg.qk_norm or checkpoint_format != "vllm"):
+        # llama_eagle.py is made of Llama's layers; the speculators format has EAGLE-1 under other
+        # names, which vLLM does not read; and our own has nothing to add to it
         got = "norms of queries and keys" if cfg.qk_norm else "an EAGLE-1 head"
         raise InputError(
             path,

@@ -57,6 +57,8 @@ LABELS: dict[str, str | None] = {
     "placeholder_hidden": "placeholder, hidden side",
     "placeholder_token": "placeholder, token side",
     "export_status": "placeholders for vLLM",
+    "markov_rank": "Markov head, rank",
+    "markov_gated": None,
     "rope_type": "rope",
     "shares_embedding": "embedding",
     "num_fp8_matrices": "FP8 matrices",
@@ -96,6 +98,7 @@ WRITERS = {
     "vllm": "vllm (AWS and vLLM; format A in docs/checkpoints.md)",
     "speculators": "speculators (format B in docs/checkpoints.md)",
     "automodel": "automodel (NVIDIA NeMo Automodel; format C in docs/checkpoints.md)",
+    "peagle_jax": "peagle_jax (this package alone; format E in docs/checkpoints.md)",
     "specforge": "specforge (SpecForge; format D in docs/checkpoints.md)",
 }
 
@@ -258,6 +261,8 @@ def _head_facts(config: HeadConfig) -> dict[str, Any]:
         "placeholder_hidden": config.placeholder_hidden if config.parallel else None,
         "placeholder_token": config.placeholder_token if config.parallel else None,
         "export_status": export_placeholders.export_status(config),
+        "markov_rank": config.markov_rank,
+        "markov_gated": config.markov_gated,
         "sliding_windows": list(config.windows),
         "rope_type": json.loads(config.rope.source)["rope_type"],
     }
@@ -313,6 +318,8 @@ def _in_words(key: str, value: Any, facts: Mapping[str, Any]) -> str:
         return f"{value}, {kv_heads} of keys and values, {head_dim} wide"
     if key == "shares_embedding":
         return "the target's, shared" if value else "its own"
+    if key == "markov_rank" and facts["markov_gated"]:
+        return f"{value}, gated"
     if key == "placeholder_hidden":
         return f"{value}: {HIDDEN_DESIGNS[value].about}"
     if key == "placeholder_token":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from peagle_jax.checkpoints.config_writing import serving_flags
 from peagle_jax.draft.head import HeadConfig
 
+NO_TARGET = "TARGET"  # in the example command, where the head names none
 ASSUMED_K = 3  # in the example command, where the head does not say what it was trained for
 # Keys of the safetensors metadata -> what the card calls them.
 ORIGIN_ROWS = {
@@ -32,6 +33,14 @@ change.
 
 ## Serving
 
+{serving}
+## What it is
+
+{facts}
+## Where it comes from
+
+{origin}"""
+BY_VLLM = """\
 vLLM 0.16 or newer (parallel drafting came with it; 0.32 was tried). `{name}` and `{target}` stand
 for a path or a hub id where vLLM runs:
 
@@ -44,13 +53,20 @@ SageMaker: the same JSON in the variable `SM_VLLM_SPECULATIVE_CONFIG`:
 ```
 {sagemaker}
 ```
+"""
+BY_PEAGLE = """\
+peagle_jax alone reads this folder:
 
-## What it is
+```
+peagle generate --target {target} --drafter {name} --prompt "..."
+```
 
-{facts}
-## Where it comes from
+vLLM and speculators read the head without its Markov head, with which more drafts are accepted:
 
-{origin}"""
+```
+peagle convert {name} OUT --to vllm --drop-markov
+```
+"""
 BY_FOLDER_NAME = """
 or, since the folder names its target and K:
 
@@ -75,15 +91,13 @@ def head_card(
     Args:
       cfg: the head.
       name: of the folder.
-      checkpoint_format: "vllm" or "speculators".
+      checkpoint_format: "vllm", "speculators" or "peagle_jax".
       dtype: name of the weights' dtype.
       k: tokens to draft in one step; None where nobody said.
       own_embedding: whether the folder holds an embedding.
       facts: the metadata of its safetensors.
     """
-    target = facts.get("target") or "TARGET"
-    flags = shlex.quote(serving_flags(cfg, name, k or ASSUMED_K))
-    names_target = checkpoint_format == "speculators" and facts.get("target")
+    target = facts.get("target") or NO_TARGET
     rows = {
         "checkpoint format": checkpoint_format,
         "dtype": dtype,
@@ -101,6 +115,9 @@ def head_card(
         "K": k or "not recorded",
         "embedding": "its own" if own_embedding else "the target's",
     }
+    if cfg.markov_rank is not None:
+        gated = ", gated" if cfg.markov_gated else ""
+        rows["Markov head (arXiv:2607.05147)"] = f"rank {cfg.markov_rank}{gated}"
     origin = {label: f"`{facts[key]}`" for key, label in ORIGIN_ROWS.items() if key in facts}
     article, kind, arxiv = KINDS[cfg.method]
     return CARD.format(
@@ -109,12 +126,25 @@ def head_card(
         article=article,
         kind=kind,
         arxiv=arxiv,
-        target=target,
-        vllm=f"vllm serve {shlex.quote(target)} --speculative-config {flags}",
-        by_folder_name=BY_FOLDER_NAME.format(name=shlex.quote(name)) if names_target else "",
-        sagemaker=f"SM_VLLM_SPECULATIVE_CONFIG={flags}",
+        serving=_serving(cfg, name, target, checkpoint_format, k),
         facts=_table(rows),
         origin=_table(origin),
+    )
+
+
+def _serving(cfg: HeadConfig, name: str, target: str, checkpoint_format: str, k: int | None) -> str:
+    """How the folder is decoded with."""
+    quoted = shlex.quote(name)
+    if checkpoint_format == "peagle_jax":
+        return BY_PEAGLE.format(name=quoted, target=shlex.quote(target))
+    flags = shlex.quote(serving_flags(cfg, name, k or ASSUMED_K))
+    names_target = checkpoint_format == "speculators" and target != NO_TARGET
+    return BY_VLLM.format(
+        name=name,
+        target=target,
+        vllm=f"vllm serve {shlex.quote(target)} --speculative-config {flags}",
+        by_folder_name=BY_FOLDER_NAME.format(name=quoted) if names_target else "",
+        sagemaker=f"SM_VLLM_SPECULATIVE_CONFIG={flags}",
     )
 
 

@@ -27,6 +27,7 @@ def _to_rank_3(tensor: np.ndarray) -> np.ndarray:
 MASK_HIDDEN = ParamTransform("mask_hidden", _to_vector, _to_rank_3, fits=_is_vector_of_same_size)
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+MARKOV = "markov_head."  # what the names of a Markov head's tensors begin with
 # The target's, which speculators has in memory while it trains and may have saved with the head.
 VERIFIER_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -54,6 +55,8 @@ def table(cfg: HeadConfig) -> ParamTable:
         names |= _placeholder_names(cfg)
     if cfg.draft_vocab != cfg.vocab:
         names["d2t"] = ("d2t", IDENTITY)
+    if cfg.markov_rank is not None:
+        names |= _markov_names(cfg)
     if cfg.norm_before_fc:
         names["input_norm.weight"] = ("fusion.input_norm.scale", IDENTITY)
     if cfg.fc_norm:
@@ -61,6 +64,18 @@ def table(cfg: HeadConfig) -> ParamTable:
             names[f"fc_norm.{i}.weight"] = (f"fusion.fc_norm.{i}.scale", IDENTITY)
     for i in range(cfg.layers):
         names |= _layer_names(cfg, i)
+    return names
+
+
+def _markov_names(cfg: HeadConfig) -> dict[str, tuple[str, ParamTransform]]:
+    """DSpark's names of a Markov head, as vLLM's and DeepSpec's DSpark folders have them."""
+    names = {
+        f"{MARKOV}markov_w1.weight": ("markov.w1.table", IDENTITY),
+        f"{MARKOV}markov_w2.weight": ("markov.w2.kernel", TRANSPOSE),
+    }
+    if cfg.markov_gated:
+        names[f"{MARKOV}gate_proj.weight"] = ("markov.gate.kernel", TRANSPOSE)
+        names[f"{MARKOV}gate_proj.bias"] = ("markov.gate.bias", IDENTITY)
     return names
 
 

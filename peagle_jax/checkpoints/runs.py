@@ -24,6 +24,7 @@ from peagle_jax.checkpoints.head_reading import read_head, to_model
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.orbax_io import newest, open_tree
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.markov import NO_MARKOV, check_rank
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, PAPER_DESIGN, TOKEN_DESIGNS
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
@@ -52,6 +53,7 @@ BOOL_KEYS = (
     "norm_before_fc",
     "fc_norm",
     "norm_output",
+    "markov_gated",
 )
 MOST_LAYERS = 10_000  # a damaged head.json must not make a model of any size
 
@@ -180,7 +182,8 @@ def config_from_json(path: Path) -> HeadConfig:
     """
     raw = with_new_names(weights.read_json(path, HEAD_FILE_AGAIN), HEAD_JSON_KEYS, str(path))
     raw.pop("origin", None)
-    raw = {**PAPER_DESIGN, **raw}  # runs from before the other designs do not name theirs
+    # runs from before other designs and Markov heads do not name theirs
+    raw = {**PAPER_DESIGN, **NO_MARKOV, **raw}
     _check_values(raw, path)
     try:
         rope = dict(raw["rope"])
@@ -223,6 +226,8 @@ def _check_values(raw: Mapping, path: Path) -> None:
             )
     for key in BOOL_KEYS:
         fields.get_bool(key)
+    rank, is_parallel = fields.get_int("markov_rank", None), raw.get("mask_token") is not None
+    check_rank(rank, raw["draft_vocab"], is_parallel, f"{path}: markov_rank", HEAD_FILE_AGAIN)
     windows, aux_layers = fields.get("windows"), raw.get("aux_hidden_state_layers")
     if aux_layers != [FINAL_HIDDEN_STATE]:  # an EAGLE-1 head's
         aux_layers = fields.get_ints("aux_hidden_state_layers")
@@ -244,7 +249,7 @@ def _check_values(raw: Mapping, path: Path) -> None:
 def write_run_header(
     head: Model, frozen: dict, out: Path, origin: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes what `open_run` needs beside the checkpoints.
+    """Writes what `open_run` needs beside the checkpoints. All processes of a run must call it.
 
     Args:
       head: the head to train.
@@ -253,7 +258,8 @@ def write_run_header(
       origin: where the head comes from (`ORIGIN_FIELDS` of its HeadState), for an export.
     """
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / HEAD_FILE, head_json(head.config, origin))
+    if jax.process_index() == 0:
+        write_atomically(out / HEAD_FILE, head_json(head.config, origin))
     if frozen:
         _save(out / FROZEN, frozen)
 
@@ -279,7 +285,8 @@ def _save(path: Path, tree: Any) -> None:
     try:
         with ocp.StandardCheckpointer() as writer:
             writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
-        write_checksums(path)
+        if jax.process_index() == 0:
+            write_checksums(path)
     except ValueError as error:  # tensorstore's word for a disk that is full
         raise InputError(
             path, "the checkpoint must be written to the end", error, SAVING_FAILED

@@ -5,9 +5,13 @@ be used. A mistake of the user is one line on stderr.
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
 from peagle_jax.cli.parser import UsageError
@@ -16,6 +20,8 @@ __all__ = ["COMMANDS", "main"]
 
 # Commands that find what an interrupted one has finished, and do the rest.
 RESUMING = ("demo", "train", "regenerate", "extract")
+# Commands that have temporary files while they run, as large as a corpus.
+WITH_TEMPORARY_FILES = ("regenerate", "extract")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,11 +61,29 @@ def _run(arguments: argparse.Namespace) -> int:
 
     configure_libraries()
     try:
-        code = run_command(arguments)
+        with _interrupted_by_sigterm(arguments.name in WITH_TEMPORARY_FILES):
+            code = run_command(arguments)
         sys.stdout.flush()  # here a closed pipe is still an exception that `main` can catch
         return code
     except InputError as error:
         return _refuse(error)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm(is_wanted: bool) -> Iterator[None]:
+    """Lets SIGTERM do what Ctrl-C does, so that temporary files are removed."""
+    if not is_wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _refuse(error: ValueError) -> int:

@@ -34,6 +34,25 @@ def parse_numbers(option: str, text: str, least: int = 1) -> list[int]:
     return numbers
 
 
+def parse_rates(option: str, texts: Sequence[str]) -> list[float]:
+    """Reads requests per second; inf is as many as there are places for.
+
+    Raises:
+      InputError: one is no number above 0.
+    """
+    rates = []
+    for text in texts:
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = 0.0
+        if not rate > 0:
+            rule = "must be requests per second, above 0, or inf"
+            raise InputError(option, rule, text, f"give {option} 2, or {option} inf")
+        rates.append(rate)
+    return rates
+
+
 def parse_bytes(option: str, text: str) -> int:
     """Reads a number of bytes such as 5GB or 12.5 MiB.
 

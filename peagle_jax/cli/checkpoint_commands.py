@@ -37,10 +37,16 @@ def convert(arguments: argparse.Namespace) -> int:
             mask_token=arguments.mask_token,
             aux_layer_numbering=arguments.aux_layer_numbering,
             identity_d2t=arguments.identity_d2t,
+            drop_markov=arguments.drop_markov,
             command=command_line(arguments.argv),
             on_bytes=report_bytes,
         )
     say(f"{arguments.src} -> {arguments.dst} ({arguments.to})")
+    if arguments.drop_markov:
+        say(
+            "without its Markov head the head drafts every token without the one before it: fewer "
+            "drafts are accepted; peagle bench measures how many with each"
+        )
     if arguments.to == "speculators" and read_serving(arguments.dst).target is None:
         say(f"it names no target, so vllm serve {arguments.dst} will not find one; give --target")
     return 0
@@ -63,16 +69,16 @@ def serve_config(arguments: argparse.Namespace) -> int:
     from peagle_jax import weights
     from peagle_jax.checkpoints.config_writing import serving_flags
     from peagle_jax.checkpoints.convert import read_serving
-    from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS, check_servable
+    from peagle_jax.checkpoints.head_writing import SERVED_FORMATS, check_servable
     from peagle_jax.checkpoints.inspect import ANY_LAYERS
 
     # For a head that names no aux hidden state layers vLLM makes its own choice, and the flag is
     # the same however many layers the target has.
     head = read_serving(arguments.dir, target_layers=ANY_LAYERS)
-    if head.checkpoint_format not in CHECKPOINT_FORMATS:
+    if head.checkpoint_format not in SERVED_FORMATS:
         raise InputError(
             arguments.dir,
-            rule=f"vLLM serves the formats {', '.join(CHECKPOINT_FORMATS)}",
+            rule=f"vLLM serves the formats {', '.join(SERVED_FORMATS)}",
             got=head.checkpoint_format,
             next_step="convert it first: peagle convert --to vllm",
         )

@@ -13,9 +13,9 @@ def add_convert(parser: Parser) -> None:
     parser.add_argument("dst", metavar="DST", type=Path, help="the folder to write")
     parser.add_argument(
         "--to",
-        choices=("vllm", "speculators", "orbax", "hf"),
+        choices=("vllm", "speculators", "peagle_jax", "orbax", "hf"),
         required=True,
-        help="format of a head (vllm, speculators, orbax) or of a target (hf)",
+        help="format of a head (vllm, speculators, peagle_jax, orbax) or of a target (hf)",
     )
     add_k(
         parser,
@@ -57,6 +57,12 @@ def add_convert(parser: Parser) -> None:
         "--identity-d2t",
         action="store_true",
         help="write the d2t of zeros that the source had; vLLM refuses such a folder",
+    )
+    parser.add_argument(
+        "--drop-markov",
+        action="store_true",
+        help="leave out the Markov head, for which vLLM and speculators have no place; each draft "
+        "is then chosen without the token before it, and fewer are accepted",
     )
     parser.add_argument(
         "--max-shard-size",

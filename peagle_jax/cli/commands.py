@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import peagle_jax
-from peagle_jax.cli import checkpoint_options, decode_options, training_options
+from peagle_jax.cli import checkpoint_options, decode_options, plan_options, training_options
 from peagle_jax.cli.parser import Parser, UsageError
 
 DESCRIPTION = (
@@ -76,6 +76,11 @@ COMMANDS = {
         "measures speed, acceptance and exactness of plain and speculative decoding",
         decode_options.add_bench,
         "decode_commands",
+    ),
+    "plan": Command(
+        "says from shapes alone how fast decoding will be on a device, and whether a head pays",
+        plan_options.add_plan,
+        "plan_commands",
     ),
     "convert": Command(
         "converts a head, a training run or a target to another format",

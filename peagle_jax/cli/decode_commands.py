@@ -2,12 +2,22 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from peagle_jax.cli.arguments import check_at_least, check_writable, parse_numbers, write_jsonl
+from peagle_jax.cli.arguments import (
+    check_at_least,
+    check_writable,
+    parse_numbers,
+    parse_rates,
+    write_jsonl,
+)
 from peagle_jax.cli.output import print_marked, say
 from peagle_jax.types import InputError, Model
+
+if TYPE_CHECKING:
+    from peagle_jax.bench.suite import Decoding
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -160,7 +170,9 @@ def bench(arguments: argparse.Namespace) -> int:
         got = arguments.max_new_tokens
         raise InputError("--max-new-tokens", rule, got, "give --max-new-tokens 128")
     target, heads = _load_heads(arguments)
-    prompts = _bench_prompts(arguments)
+    synthetic = _synthetic_rates(arguments, ks, heads)
+    request_rates = parse_rates("--request-rate", arguments.request_rate)
+    prompts, categories, of_sets = _bench_prompts(arguments, target, max(batch_sizes))
     check_prompts(prompts, target.config, arguments.max_new_tokens, max(ks), None)
     rows = records.Records(arguments.out)
     label = {
@@ -170,6 +182,7 @@ def bench(arguments: argparse.Namespace) -> int:
         "dtype": arguments.dtype,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "seed": 0,
+        **of_sets,
     }
     decoders = len(batch_sizes) * (1 + len(heads) * len(ks))
     with ProgressReport("bench", decoders, unit="decoders") as progress:
@@ -190,11 +203,16 @@ def bench(arguments: argparse.Namespace) -> int:
             batch_sizes=batch_sizes,
             max_new_tokens=arguments.max_new_tokens,
             repeats=arguments.repeats,
-            ignore_eos=arguments.ignore_eos,
+            # texts mean nothing then, and so do their ends
+            ignore_eos=arguments.ignore_eos or bool(synthetic),
             label=label,
+            categories=categories,
+            synthetic=synthetic,
             on_record=report_record,
             progress=report_stage,
         )
+    for rate in request_rates:
+        _serve(arguments.out, suite.decodings, rate, label)
     pictures = plots.draw(arguments.out, suite.records, {}, [])
     page = write_report(arguments.out, suite.records, pictures=pictures, sample=None, runs=[])
     print_marked(records.table(suite.records))
@@ -225,16 +243,85 @@ def _load_heads(arguments: argparse.Namespace) -> tuple[Model, dict[str, Model]]
     return target, heads
 
 
-def _bench_prompts(arguments: argparse.Namespace) -> list[list[int]]:
-    """The prompts of a file, or excerpts of Python source that no demo trains on."""
+def _serve(out: Path, decodings: Sequence["Decoding"], rate: float, label: dict) -> None:
+    """Measures the latency of greedy decoders; prints blocks as vLLM, adds rows to load.jsonl."""
+    from peagle_jax.bench.load import load_lines, serve_case
+    from peagle_jax.provenance import provenance
+    from peagle_jax.report.records import NAMES, Records
+
+    rows = Records(out, "load.jsonl")
+    for decoding in decodings:
+        case = decoding.case
+        if case.temperature:
+            continue
+        result = serve_case(decoding, rate, label["seed"])
+        drawn = list(decoding.synthetic) if decoding.synthetic else None
+        about = {"method": case.method, "k": case.k, "synthetic_acceptance": drawn}
+        rows.add(provenance() | label | {"name": "bench/load"} | about | result)
+        title = f"{NAMES[case.method]}, K = {case.k}, concurrency {case.batch_size}"
+        title += ", SYNTHETIC acceptance" if drawn else ""
+        for line in load_lines(result, f"{title}, rate {result['request_rate']}"):
+            say(line)
+
+
+def _synthetic_rates(
+    arguments: argparse.Namespace, ks: Sequence[int], heads: Mapping[str, Model]
+) -> dict[str, tuple[float, ...]]:
+    """The rates of --synthetic-acceptance by method, for every head or for none.
+
+    Raises:
+      InputError: a head has no rates, or fewer than drafts.
+    """
+    from peagle_jax.pipelines.acceptance_rates import read_rates
+
+    option = "--synthetic-acceptance"
+    rates = dict(read_rates(option, text) for text in arguments.synthetic_acceptance)
+    if not rates:
+        return {}
+    for method in heads:
+        count = len(rates.get(method, ()))
+        if count < max(ks):
+            rule = f"{method} drafts up to {max(ks)} tokens, and each position needs a rate"
+            raise InputError(option, rule, count, f"give {option} {method}=63,38,23 and -k 3")
+    say("acceptance is SYNTHETIC: drafts are accepted at the given rates, whatever they are")
+    return rates
+
+
+def _bench_prompts(
+    arguments: argparse.Namespace, target: Model, batch_size: int
+) -> tuple[list[list[int]], list[str], dict]:
+    """(prompts, their categories, keys for every row): of a file, of benchmark sets, or excerpts of
+    Python source that no demo trains on.
+    """
     from peagle_jax import text, weights
+    from peagle_jax.bench.set_prompts import ask
+    from peagle_jax.bench.sets import read_set
     from peagle_jax.pipelines.demo import standard_prompts
 
+    if arguments.num_prompts is not None:
+        check_at_least("--num-prompts", arguments.num_prompts, 1)
+        if arguments.sets is None:
+            rule, next_step = "belongs to --sets", "name a set, as --sets mt-bench"
+            raise InputError("--num-prompts", rule, "no --sets", next_step)
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
     if arguments.prompts is not None:
-        return text.read_prompts(arguments.prompts, tokenizer)
+        return text.read_prompts(arguments.prompts, tokenizer), [], {}
     if tokenizer is None:
         rule = "a target without a tokenizer needs prompts as token ids"
         next_step = "give a JSONL file with prompt_token_ids"
         raise InputError("--prompts", rule, "none", next_step)
-    return standard_prompts(tokenizer)
+    if arguments.sets is None:
+        return standard_prompts(tokenizer), [], {}
+    names = arguments.sets.split(",")
+    questions = [q for name in names for q in read_set(name, arguments.num_prompts)]
+    say(f"{len(questions)} questions; answers between turns are written by the target first")
+    asked = ask(target, tokenizer, questions, arguments.max_new_tokens, batch_size)
+    if asked.num_cut:
+        say(f"{asked.num_cut} answers between turns were cut at {arguments.max_new_tokens} tokens")
+    of_sets = {
+        "sets": [Path(name).name for name in names],
+        "num_questions": len(questions),
+        "num_answers_cut": asked.num_cut,
+    }
+    prompts = [prompt.token_ids for prompt in asked.prompts]
+    return prompts, [prompt.category for prompt in asked.prompts], of_sets

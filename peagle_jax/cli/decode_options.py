@@ -190,11 +190,24 @@ def add_bench(parser: Parser) -> None:
         required=True,
         help="a draft head; given twice, a P-EAGLE and an EAGLE-3 head are compared",
     )
-    parser.add_argument(
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
         "--prompts",
         metavar="FILE",
         type=Path,
         help="JSONL file as for `peagle generate`; without it 8 excerpts of the standard library",
+    )
+    prompts.add_argument(
+        "--sets",
+        metavar="NAME",
+        help="benchmark questions with all of their turns: humaneval, mt-bench, gsm8k and others "
+        "of the hub, or JSONL files with turns; several with commas between them",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        metavar="N",
+        type=int,
+        help="of every set, the first N questions (default: all)",
     )
     add_k(parser, default="1,3,5,7,11", help="numbers of tokens drafted in one step")
     parser.add_argument(
@@ -209,6 +222,22 @@ def add_bench(parser: Parser) -> None:
     )
     parser.add_argument(
         "--ignore-eos", action="store_true", help="decode on through end-of-sequence tokens"
+    )
+    parser.add_argument(
+        "--request-rate",
+        metavar="R",
+        action="append",
+        default=[],
+        help="measure latency under load, too: R requests a second at random times, or inf for as "
+        "many at a time as --batch-size says (closed loop); may be given several times",
+    )
+    parser.add_argument(
+        "--synthetic-acceptance",
+        metavar="METHOD=RATES",
+        action="append",
+        default=[],
+        help="to measure speed only: drafts are accepted at these rates by position, in percent, "
+        "as peagle=63,38,23, whatever they are; once for every head. Rows and report say so",
     )
     parser.add_argument(
         "--repeats", metavar="N", type=int, default=3, help="rounds; the table shows their medians"

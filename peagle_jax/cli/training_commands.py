@@ -119,7 +119,11 @@ def join_processes(coordinator: str | None, process: str | None) -> None:
         rule = "give --coordinator HOST:PORT together with --process I/N, or --coordinator auto"
         got = f"--coordinator {coordinator}, --process {process}"
         raise InputError("--coordinator", rule, got, "use --coordinator host1:4321 --process 1/2")
-    where: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+    where: dict[str, Any] = {
+        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
+        # one that is refused would otherwise wait for the others for minutes before it ends
+        "shutdown_timeout_seconds": HEARTBEAT_SECONDS,
+    }
     if process is not None:
         place, number = parse_part("--process", process)
         where |= {

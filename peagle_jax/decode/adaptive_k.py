@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-# Steps between two choices: at first, and at most. Each choice of the same K doubles them.
-FIRST_STEPS, LAST_STEPS = 4, 16
+# Steps between two choices: at first, and at most. Each choice of the same K doubles them. Plain
+# steps tell nothing new, so that they may be more. A return to the host takes half a step or one.
+FIRST_STEPS, LAST_STEPS, PLAIN_STEPS = 4, 64, 128
 # Steps of a look at drafting where plain decoding is taken to be faster.
 PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
@@ -26,7 +27,7 @@ FIRST_WAIT, LAST_WAIT = 128, 4096
 # Of so many choices that leave K as it is, one takes another K that promises so much of the best,
 # for a few steps. A time that was measured at a bad moment would otherwise keep a K from ever being
 # taken, and so from being observed.
-CHOICES_PER_TRIAL, NEARLY = 16, 0.9
+CHOICES_PER_TRIAL, NEARLY = 8, 0.9
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.01
 # After as many steps what was observed counts half: of positions that these steps drafted, and of
@@ -38,8 +39,11 @@ FIRST_GUESS = 0.7
 GUESS_WEIGHT = 4.0
 # Tokens that the drafts of earlier engines count as, where there were more.
 RECALLED_TOKENS = 512
-# What drafting may lose against plain decoding: a share of all time, and plain steps beside it.
-MAX_LOSS, LOSS_ALLOWANCE = 0.015, 24.0
+# What drafting may lose against plain decoding: a share of all time, and plain steps beside it,
+# fewer where something is known of the drafts.
+MAX_LOSS, LOSS_ALLOWANCE, KNOWN_LOSS_ALLOWANCE = 0.015, 24.0, 8.0
+# Plain steps that it takes to begin drafting, and to end it.
+CHANGE_STEPS = 1.0
 # Plain steps that drafting may have gained before, and lose again.
 MAX_CREDIT = 64.0
 # Numbers of drafts to choose from, beside 0 and the largest.
@@ -146,10 +150,12 @@ class KChooser:
         self._seconds: Mapping[int, float] = {}
         # of all steps; and by how much those that drafted took longer than plain decoding
         self._total, self._lost = 0.0, 0.0
+        self._allowance = LOSS_ALLOWANCE  # plain steps
 
     def recall(self, tried: Sequence[float], accepted: Sequence[float]) -> None:
         """Begins with what another run has observed, the `counts` of its `survival`."""
         self.survival.recall(tried, accepted)
+        self._allowance = KNOWN_LOSS_ALLOWANCE
 
     def choose(self, seconds: Mapping[int, float]) -> int:
         """The number of drafts of the next step.
@@ -193,7 +199,7 @@ class KChooser:
         best = max(rates, key=lambda k: rates[k])
         best_draft = max((k for k in rates if k), key=lambda k: rates[k])
         is_look = best == 0 and self.k == 0 and self._plain_steps >= self._wait
-        if not (best or is_look) or not self._may_lose(best_draft, PROBE_STEPS):
+        if not (best or is_look) or self._affordable_steps(best_draft) < PROBE_STEPS:
             if self.k and best == 0:
                 self._wait = min(2 * self._wait, LAST_WAIT)
             self._take(0)
@@ -210,8 +216,11 @@ class KChooser:
 
     def _take(self, k: int, num_steps: int | None = None) -> None:
         """Takes `k` for the next steps; more of them, the longer it is taken without a break."""
+        if k and not self.k:
+            self._lost += CHANGE_STEPS * self._seconds[0]
         self._steps = min(2 * self._steps, LAST_STEPS) if k == self.k else FIRST_STEPS
-        self.k, self.steps_left = k, num_steps or self._steps
+        most = max(self._affordable_steps(k), FIRST_STEPS) if k else PLAIN_STEPS
+        self.k, self.steps_left = k, num_steps or (min(self._steps, most) if k else most)
 
     def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
         """Now and then a number of drafts that is nearly as good, for its time to be observed."""
@@ -222,11 +231,11 @@ class KChooser:
         number = self._num_choices // CHOICES_PER_TRIAL
         return close[number % len(close)] if close else None
 
-    def _may_lose(self, k: int, num_steps: int) -> bool:
-        """Whether steps with `k` drafts, none of them accepted, would be within the budget."""
-        seconds = self._seconds
-        lost = self._lost + num_steps * (seconds[k] - seconds[0])
-        return lost <= MAX_LOSS * self._total + LOSS_ALLOWANCE * seconds[0]
+    def _affordable_steps(self, k: int) -> int:
+        """How many steps with `k` drafts, none of them accepted, would be within the budget."""
+        budget = MAX_LOSS * self._total + self._allowance * self._seconds[0] - self._lost
+        of_a_step = self._seconds[k] - self._seconds[0]
+        return int(budget / of_a_step) if of_a_step * LAST_STEPS > budget else LAST_STEPS
 
 
 def rates_of(seconds: Mapping[int, float], survival: Survival) -> dict[int, float]:

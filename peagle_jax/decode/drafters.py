@@ -4,6 +4,7 @@ Both are `Drafter`s, the interface between the decoding loop and whatever propos
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -12,12 +13,22 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.decode.sampling import probabilities, sample
+from peagle_jax.decode.tree import (
+    MAX_WIDTH,
+    Tree,
+    conditioned_tree,
+    likeliest_tree,
+    tree_width,
+)
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import PlaceholderRow
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
 
+# Drafts with a Markov head that are written out one after another in a program. More of them are a
+# loop, which compiles faster.
+MARKOV_UNROLL = 16
 # What `Drafter.step` returns: drafts, the logits that they were sampled from, state.
 Proposal = tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, DraftState]
 
@@ -96,6 +107,9 @@ class _HeadDrafter:
     graph: nnx.GraphDef
     config: HeadConfig
     k: int
+    # Only to measure speed: drafts are accepted at these rates, whatever they are. See
+    # `verify.draw_accepted`.
+    synthetic_rates: tuple[float, ...] | None = None
 
     def init(self, batch: int, cache_size: int) -> KVCache:
         return self.config.empty_cache(batch, cache_size)
@@ -128,8 +142,46 @@ class ParallelDrafter(_HeadDrafter):
         count: Int[Array, " B"],
     ) -> Proposal:
         head, hidden, new_state = self._read(params, state, tokens, aux_hidden_states, count)
-        drafts, draft_logits = _draft_tokens(head, hidden, state.sampling)
+        last = _last_committed(tokens, count)
+        drafts, draft_logits = _draft_tokens(head, hidden, last, state.sampling)
         return drafts, draft_logits, new_state
+
+    def tree(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B R"],
+        aux_hidden_states: Float[Array, "B R A"],
+        count: Int[Array, " B"],
+        num_nodes: int,
+    ) -> tuple[Tree, DraftState]:
+        """As `step`, but gives the tree of the `num_nodes` likeliest paths, and the new state.
+
+        With a Markov head the probability of a token is that behind its parent, otherwise that of
+        its position.
+        """
+        inputs = state, tokens, aux_hidden_states, count
+        if self.config.markov_rank is None:
+            width = tree_width(self.k, num_nodes, self.config.draft_vocab)
+            token_ids, logprobs, new_state = self.likeliest(params, *inputs, width)
+            return likeliest_tree(token_ids, logprobs, num_nodes), new_state
+        head, hidden, new_state = self._read(params, *inputs)
+        assert head.markov is not None
+        markov, normed, target_ids = head.markov, head.final_norm(hidden), head.target_ids()
+        logits = head.lm_head(normed)
+        width = min(MAX_WIDTH, num_nodes, self.config.draft_vocab)
+
+        def continuations(depth: int, parents: Array) -> tuple[Array, Array]:
+            """The likeliest tokens behind each of M parents [B M], and their log-probabilities."""
+            shape = (*parents.shape, normed.shape[-1])
+            of_position = jnp.broadcast_to(normed[:, depth - 1][:, None], shape)
+            scores = logits[:, depth - 1][:, None] + markov(parents, of_position)
+            logprobs = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+            logprobs, ids = jax.lax.top_k(logprobs, width)
+            return target_ids[ids].astype(jnp.int32), logprobs
+
+        root = _last_committed(tokens, count)
+        return conditioned_tree(root, continuations, self.k, num_nodes), new_state
 
     def likeliest(
         self,
@@ -141,6 +193,8 @@ class ParallelDrafter(_HeadDrafter):
         width: int,
     ) -> tuple[Int[Array, "B K width"], Float[Array, "B K width"], DraftState]:
         """As `step`, but gives the `width` likeliest tokens of every position.
+
+        Of a head without a Markov head, whose positions do not depend on each other.
 
         Returns:
           Their ids in the target's vocabulary, their log-probabilities, and the new state.
@@ -232,13 +286,15 @@ class AutoregressiveDrafter(_HeadDrafter):
         start = _cache(state)
         hidden, cache = _forward(head, head.embed(tokens), head.fuse(aux_hidden_states), start)
         hidden = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
-        ids, logits = _draft_tokens(head, hidden, _with_depth_keys(state.sampling, 0))
+        last = _last_committed(tokens, count)
+        ids, logits = _draft_tokens(head, hidden, last, _with_depth_keys(state.sampling, 0))
         cache = dataclasses.replace(cache, length=cache.length + count)
 
         def draft_next(carry, depth):
-            ids, hidden, cache = carry
-            hidden, cache = _forward(head, head.embed(ids), head.feedback(hidden), cache)
-            ids, logits = _draft_tokens(head, hidden, _with_depth_keys(state.sampling, depth))
+            last, hidden, cache = carry
+            hidden, cache = _forward(head, head.embed(last), head.feedback(hidden), cache)
+            sampling = _with_depth_keys(state.sampling, depth)
+            ids, logits = _draft_tokens(head, hidden, last[:, 0], sampling)
             cache = dataclasses.replace(cache, length=cache.length + 1)
             return (ids, hidden, cache), (ids, logits)
 
@@ -293,10 +349,21 @@ def _advance(state: DraftState, cache: KVCache, count: Int[Array, " B"]) -> Draf
     return dataclasses.replace(state, cache=dataclasses.replace(cache, length=length))
 
 
+def _last_committed(tokens: Int[Array, "B R"], count: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The newest of the tokens that a step reads, which the first draft follows."""
+    return jnp.take_along_axis(tokens, (count - 1)[:, None], axis=1)[:, 0]
+
+
 def _draft_tokens(
-    head: DraftHead, hidden: Float[Array, "B T D"], sampling: SamplingParams | None
+    head: DraftHead,
+    hidden: Float[Array, "B T D"],
+    last: Int[Array, " B"],
+    sampling: SamplingParams | None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
     """Drafts as ids of the target's vocabulary: samples, or argmaxes where `sampling` is None.
+
+    Args:
+      last: the token before the first draft, which a Markov head reads.
 
     Returns:
       The ids, and the logits that they were sampled from. Tokens outside of the head's draft
@@ -304,17 +371,75 @@ def _draft_tokens(
     """
     target_ids = head.target_ids()
     if sampling is None:
-        return target_ids[head.argmax_logits(hidden)].astype(jnp.int32), None
-    draft_logits = head.compute_logits(hidden).astype(jnp.float32)
-    impossible = jnp.full((*hidden.shape[:2], head.cfg.vocab), -jnp.inf, jnp.float32)
-    logits = impossible.at[:, :, target_ids].set(draft_logits)
+        if head.markov is None:
+            return target_ids[head.argmax_logits(hidden)].astype(jnp.int32), None
+
+        def argmax(draft_logits: Array, keys: None) -> tuple[Array, None]:
+            return target_ids[jnp.argmax(draft_logits, axis=-1)].astype(jnp.int32), None
+
+        return draft_in_turn(head, hidden, last, None, argmax)
     keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)
 
-    def sample_position(logits: Array, keys: Array) -> Array:
-        return sample(keys, probabilities(logits, sampling))
+    def sample_position(draft_logits: Array, keys: Array) -> tuple[Array, Array]:
+        """Ids of the target's vocabulary, and the logits over it that they are drawn from."""
+        impossible = jnp.full((len(draft_logits), head.cfg.vocab), -jnp.inf, jnp.float32)
+        logits = impossible.at[:, target_ids].set(draft_logits.astype(jnp.float32))
+        return sample(keys, probabilities(logits, sampling)).astype(jnp.int32), logits
 
-    ids = jax.vmap(sample_position, (1, 1), 1)(logits, keys)
-    return ids.astype(jnp.int32), logits
+    if head.markov is not None:
+        return draft_in_turn(head, hidden, last, keys, sample_position)
+    return jax.vmap(sample_position, (1, 1), 1)(head.compute_logits(hidden), keys)
+
+
+def draft_in_turn(
+    head: DraftHead,
+    hidden: Float[Array, "B T D"],
+    last: Int[Array, " B"],
+    keys: Array | None,
+    choose: Callable[[Array, Any], tuple[Array, Any]],
+) -> tuple[Int[Array, "B T"], Any]:
+    """Drafts of a head with a Markov head: each one's logits depend on the draft before it.
+
+    The logits without the bias are computed for all positions at once, and the rest is products of
+    the Markov head's rank, one after another.
+
+    Args:
+      last: the token before the first draft.
+      keys: of each position [B T]; None where nothing is drawn.
+      choose: (logits over the draft vocabulary [B W], keys [B] or None) -> drafts [B] as ids of the
+        target's vocabulary, and whatever else is wanted of each position.
+
+    Returns:
+      The drafts, and what else `choose` gave, along a second axis T.
+    """
+    assert head.markov is not None
+    markov, normed = head.markov, head.final_norm(hidden)
+    per_position = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 1, 0), (normed, head.lm_head(normed), keys)
+    )
+
+    def draft_next(previous: Array, position: tuple) -> tuple[Array, Any]:
+        normed, logits, keys = position
+        ids, others = choose(logits + markov(previous, normed), keys)
+        return ids, (ids, others)
+
+    # unrolled: on a GPU a round of a loop is more launches than the drafts of a position
+    _, drafted = jax.lax.scan(draft_next, last, per_position, unroll=MARKOV_UNROLL)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), drafted)
+
+
+def synthetic_rates(drafter: Drafter | None) -> tuple[float, ...] | None:
+    """The rates at which a drafter's K drafts are to be accepted; None: verification decides.
+
+    Raises:
+      ValueError: there are fewer rates than drafts.
+    """
+    rates = drafter.synthetic_rates if isinstance(drafter, _HeadDrafter) else None
+    if rates is None or drafter is None:
+        return None
+    if len(rates) < drafter.k:
+        raise ValueError(f"{drafter.k} drafts need as many rates; got {len(rates)}; give more")
+    return rates[: drafter.k]
 
 
 METHODS = {

@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.decode.drafters import Drafter, ParallelDrafter
+from peagle_jax.decode.drafters import Drafter, ParallelDrafter, synthetic_rates
 from peagle_jax.decode.penalties import count_tokens, penalize
 from peagle_jax.decode.sampling import (
     KeyUse,
@@ -36,8 +36,8 @@ from peagle_jax.decode.sampling import (
     with_step_keys,
 )
 from peagle_jax.decode.switching import append_unread
-from peagle_jax.decode.tree import likeliest_tree, num_tree_nodes, tree_width, walk
-from peagle_jax.decode.verify import verify_greedy, verify_sampled
+from peagle_jax.decode.tree import num_tree_nodes, walk
+from peagle_jax.decode.verify import draw_accepted, verify_greedy, verify_sampled
 from peagle_jax.kernels.graphs import jit_with_loops
 from peagle_jax.layers import CachedAttention, Decoder, keep_path
 from peagle_jax.targets.config import TargetConfig
@@ -209,6 +209,8 @@ def _chain_step(
         if options.logprobs:
             logprobs = logprobs_of(raw, tokens)
     tokens = tokens.astype(jnp.int32)
+    if (rates := synthetic_rates(spec.drafter)) is not None:
+        accepted = draw_accepted(rates, accepted, state.num_steps, tokens)
     return commit(spec, state, draft, cache, out, tokens, accepted, options, logprobs)
 
 
@@ -218,9 +220,7 @@ def _tree_step(
     """A step with a tree of drafts, of which the path that the target goes is kept."""
     assert isinstance(spec.drafter, ParallelDrafter) and spec.num_nodes is not None
     before = state.draft, state.tokens, state.aux_hidden_states, state.count
-    width = tree_width(spec.k, spec.num_nodes, spec.drafter.config.draft_vocab)
-    token_ids, draft_logprobs, draft = spec.drafter.likeliest(draft_params, *before, width)
-    tree = likeliest_tree(token_ids, draft_logprobs, spec.num_nodes)
+    tree, draft = spec.drafter.tree(draft_params, *before, spec.num_nodes)
     block = jnp.concatenate([_last_token(state), tree.tokens], axis=1)
     positions = state.cache.length[:, None] + tree.depth
     attend = CachedAttention(positions, ancestors=tree.ancestors)

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.types import DecodeState, DraftState
 
-# Tokens that plain steps keep for the draft head.
-LOOKBACK = 16
+# Tokens that plain steps keep for the draft head, at least. Rows need as many slots more.
+LOOKBACK = 8
 
 
 def append_unread(

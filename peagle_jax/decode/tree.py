@@ -5,6 +5,9 @@ product of its tokens' probabilities, and the tree of N nodes that is most likel
 target's text has the N likeliest paths (DDTree; the nodes of a best-first search). Shapes are
 static: which paths can ever be among the N likeliest does not depend on the probabilities.
 
+With a Markov head (draft/markov.py) a token's probability is that behind its parent, and no path
+can be left out beforehand. The likeliest are then found depth by depth (`conditioned_tree`).
+
 A path is written as ranks: (0, 2) is the likeliest token, then the third likeliest. All paths with
 lower ranks, and all of their beginnings, are at least as likely. A path with more than N of those
 is never needed, which leaves few.
@@ -135,6 +138,63 @@ def likeliest_tree(
         tokens=tokens.astype(jnp.int32),
         parents=parents.astype(jnp.int32),
         depth=jnp.pad(depth, [(0, 0), (1, 0)]).astype(jnp.int32),
+        ancestors=ancestors,
+    )
+
+
+def conditioned_tree(
+    root: Int[Array, " B"],
+    continuations: Callable[[int, Int[Array, "B M"]], tuple[Array, Array]],
+    k: int,
+    num_nodes: int,
+) -> Tree:
+    """The tree of the `num_nodes` likeliest paths, where a token's probability is by its parent.
+
+    A path among the N likeliest is among the N - d + 1 likeliest of its depth d, because its
+    beginnings are at least as likely, and so are theirs. At each depth that many are kept, and from
+    all of them the N likeliest are taken. arXiv:2608.02123 has trees that are conditioned on
+    parents.
+
+    Args:
+      root: the last committed token.
+      continuations: (depth of the children, 1 to K; tokens of M parents) -> for each parent the
+        likeliest tokens [B M W] and their log-probabilities.
+      k: the longest path.
+    """
+    rows = jnp.arange(len(root))[:, None]
+    tokens, scores = root[:, None], jnp.zeros((len(root), 1))
+    found: list[tuple[Array, Array, Array]] = []  # tokens, scores and parents of each depth
+    first = 0  # the place of the parents' depth among all that are found, from 1 on; 0 is the root
+    for depth in range(1, k + 1):
+        ids, logprobs = continuations(depth, tokens)
+        width = ids.shape[-1]
+        all_scores = (scores[..., None] + logprobs).reshape(len(root), -1)
+        size = min(max(num_nodes - depth + 1, 1), all_scores.shape[1])
+        scores, chosen = jax.lax.top_k(all_scores, size)
+        tokens = ids.reshape(len(root), -1)[rows, chosen]
+        found.append((tokens, scores, first + chosen // width))
+        first = 1 + sum(x[0].shape[1] for x in found[:-1])
+    all_tokens, all_scores, all_parents = (
+        jnp.concatenate(x, axis=1) for x in zip(*found, strict=True)
+    )
+    # of equal scores the first is taken, so that no path comes without its beginning
+    _, chosen = jax.lax.top_k(all_scores, min(num_nodes, all_scores.shape[1]))
+    chosen = jnp.sort(chosen, axis=1)
+    parent = all_parents[rows, chosen]
+    is_parent = parent[:, :, None] == chosen[:, None, :] + 1
+    parents = jnp.where(parent == 0, 0, is_parent.argmax(axis=-1) + 1).astype(jnp.int32)
+    depth_of = np.concatenate([np.full(x[0].shape[1], d + 1) for d, x in enumerate(found)])
+    # the root is its own parent
+    of_all = jnp.pad(parents, [(0, 0), (1, 0)])
+    ancestors = jnp.broadcast_to(
+        jnp.eye(of_all.shape[1], dtype=bool), (len(root), *[of_all.shape[1]] * 2)
+    )
+    for _ in range(k):
+        ancestors |= jnp.take_along_axis(ancestors, of_all[..., None], axis=1)
+    return Tree(
+        tokens=all_tokens[rows, chosen].astype(jnp.int32),
+        parents=parents,
+        depth=jnp.pad(jnp.asarray(depth_of)[chosen], [(0, 0), (1, 0)]).astype(jnp.int32),
         ancestors=ancestors,
     )
 

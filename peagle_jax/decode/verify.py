@@ -43,6 +43,34 @@ def verify_greedy(
     return target_argmax, is_accepted.sum(axis=0, dtype=jnp.int32)
 
 
+def draw_accepted(
+    rates: tuple[float, ...],
+    accepted: Int[Array, " B"],
+    num_steps: Int[Array, " B"],
+    tokens: Int[Array, "B R"],
+) -> Int[Array, " B"]:
+    """SYNTHETIC acceptance: how many drafts count as accepted, in the place of verification.
+
+    Draft i counts where one uniform number of the row's step lies below `rates[i]`. As rates do not
+    rise, all drafts before it then count, too, and draft i does so in a share `rates[i]` of steps.
+
+    Args:
+      rates: of each of the K positions, from 0 to 1.
+      accepted: by verification; only its shape counts.
+      num_steps: that each row has taken.
+      tokens: of the step, so that rows and requests draw different numbers.
+    """
+
+    def uniform(row: Array, step: Array, token: Array) -> Array:
+        key = jax.random.key(0)
+        for number in (row, step, token):
+            key = jax.random.fold_in(key, number)
+        return jax.random.uniform(key)
+
+    drawn = jax.vmap(uniform)(jnp.arange(len(accepted)), num_steps, tokens[:, 0])
+    return (drawn[:, None] < jnp.asarray(rates)[None]).sum(axis=-1, dtype=jnp.int32)
+
+
 def verify_sampled(
     drafts: Int[Array, "B K"],
     draft_logits: Float[Array, "B K V"] | None,

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.fusion import Fusion
+from peagle_jax.draft.markov import MarkovHead, check_rank
 from peagle_jax.layers import (
     FINAL_HIDDEN_STATE,
     MLP,
@@ -65,6 +66,9 @@ class HeadConfig:
       fc_norm: one norm over each aux hidden state, before `fc`.
       norm_output: autoregressive drafting feeds back the hidden state AFTER the final norm
         (EAGLE-3.1).
+      markov_rank: rank of the bias that the previous token gives a draft's logits; None for a head
+        without (`markov.MarkovHead`).
+      markov_gated: the bias depends on the hidden state, too.
       windows: sliding window of each layer, in tokens; None for full attention.
       dtype: of parameters and activations.
     """
@@ -92,8 +96,14 @@ class HeadConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    markov_rank: int | None
+    markov_gated: bool
     windows: tuple[int | None, ...]
     dtype: DTypeLike
+
+    def __post_init__(self) -> None:
+        next_step = "set markov_rank to a number in that range, or to None"
+        check_rank(self.markov_rank, self.draft_vocab, self.parallel, "markov_rank", next_step)
 
     @property
     def parallel(self) -> bool:
@@ -212,7 +222,8 @@ class DraftHead(nnx.Module):
     A is the number of aux hidden state layers times `target_dim`, D the head's width and W its
     draft vocabulary. Tensors are those of vLLM's llama_eagle3.py, or of its llama_eagle.py where
     `cfg.predicts_features`. Decoding and training give the head different attention
-    (`types.Attend`).
+    (`types.Attend`). Where `cfg.markov_rank` is not None, `head.markov` has a bias for the logits,
+    which `compute_logits` leaves out: it depends on the tokens that are drafted.
 
     Args:
       cfg: shape and options.
@@ -258,6 +269,19 @@ class DraftHead(nnx.Module):
         # Target id = draft id + d2t[draft id]. At full vocabulary it would be zero, and is absent.
         is_reduced = cfg.draft_vocab != cfg.vocab
         self.d2t = Buffer(jnp.zeros(cfg.draft_vocab, jnp.int32)) if is_reduced else None
+        # last, so that the other parameters begin alike with it and without
+        markov = None
+        if cfg.markov_rank is not None:
+            markov = MarkovHead(
+                cfg.vocab,
+                cfg.draft_vocab,
+                cfg.dim,
+                cfg.markov_rank,
+                gated=cfg.markov_gated,
+                dtype=cfg.dtype,
+                rngs=rngs,
+            )
+        self.markov = markov
 
     def __call__(
         self,

@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from peagle_jax.draft.head import DraftHead, HeadConfig
-from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, TOKEN_DESIGNS, InitInputs
+from peagle_jax.draft.placeholders import (
+    FIXED_DESIGNS,
+    HIDDEN_DESIGNS,
+    TOKEN_DESIGNS,
+    InitInputs,
+)
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flatten_params, unflatten_params
 
@@ -62,7 +67,11 @@ def init_from_target(head: Model, target: Model) -> Model:
 
 
 def init_placeholders(
-    head: Model, mean_aux_hidden_states: Float[Array, " A"] | None, *, seed: int
+    head: Model,
+    mean_aux_hidden_states: Float[Array, " A"] | None,
+    *,
+    seed: int,
+    starts_at_mean: bool = True,
 ) -> Model:
     """Placeholders begin as what is most ordinary, in the form that each design has for it.
 
@@ -74,12 +83,15 @@ def init_placeholders(
       mean_aux_hidden_states: over some text; None begins with small random numbers, and leaves the
         mask token's row as it is.
       seed: of random numbers.
+      starts_at_mean: False begins as None does, except for designs that are not learned and whose
+        vector is the mean, or has its size.
     """
     cfg = head.config
     module = cast(DraftHead, head.bind(head.params))
     table = module.embed.table[...]
     keys = jax.random.split(jax.random.key(seed))
-    if mean_aux_hidden_states is None:
+    is_at_mean = starts_at_mean or cfg.placeholder_hidden in FIXED_DESIGNS
+    if mean_aux_hidden_states is None or not is_at_mean:
         aux_hidden_states = SMALL * jax.random.normal(keys[0], (cfg.sizes.aux_dim,))
     else:
         aux_hidden_states = mean_aux_hidden_states
@@ -99,7 +111,8 @@ def init_placeholders(
         params["mask_hidden"] = placeholder.pop("mask_hidden")
     if placeholder:
         params["placeholder"] = placeholder
-    if mean_aux_hidden_states is not None and cfg.placeholder_token == "mask":
+    resets_mask_token = starts_at_mean and mean_aux_hidden_states is not None
+    if resets_mask_token and cfg.placeholder_token == "mask":
         params["embed"] = {"table": table.at[cfg.mask_token].set(inputs.mean_embedding)}
     return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
 
@@ -113,7 +126,8 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
       where: the trained head's folder, for errors.
 
     Raises:
-      InputError: they have no parameter in common, or read other aux hidden states.
+      InputError: they have no parameter in common, or read other aux hidden states; or the trained
+        head has a Markov head, which its layers rely on, and the new one has no such Markov head.
     """
     if trained.config.aux_hidden_state_layers != head.config.aux_hidden_state_layers:
         wanted = list(head.config.aux_hidden_state_layers)
@@ -123,6 +137,15 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
             rule=f"a head to start from must read the aux hidden states of layers {wanted}",
             got=trained_with,
             next_step=f"use another head, or set head.aux_hidden_state_layers: {trained_with}",
+        )
+    if trained.config.markov_rank is not None and _markov(trained) != _markov(head):
+        rank, gated = _markov(trained)
+        raise InputError(
+            where,
+            rule="a head to start from must have the new one's Markov head, or none",
+            got=f"one of rank {rank}{', gated' if gated else ''}",
+            next_step=f"set markov: {{rank: {rank}, gated: {str(gated).lower()}}}, or start from "
+            "what peagle convert --drop-markov makes of it",
         )
     old, new = dict(flatten_params(trained.params)), dict(flatten_params(head.params))
     common = {
@@ -139,6 +162,11 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
         )
     params = unflatten_params({**new, **common})
     return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
+
+
+def _markov(head: Model) -> tuple[int | None, bool]:
+    """Rank and kind of a head's Markov head."""
+    return head.config.markov_rank, head.config.markov_gated
 
 
 def _check_shapes(cfg: HeadConfig, target: Model) -> None:

@@ -311,6 +311,9 @@ HIDDEN_DESIGNS: dict[str, Design] = {
     ),
 }
 
+# Of these the hidden side is not learned: it is the mean of aux hidden states, or has its size.
+FIXED_DESIGNS = ("mean_feature", "frozen_random")
+
 
 # ---------------------------------------------------------------- the token side
 

@@ -204,7 +204,7 @@ def _joint_forward(x, ws):
 def _joint_backward(ws, grads):
     """As of `matmul`: straight through to the activations, and none for the matrices."""
     dx = [dy.astype(jnp.float32) @ w.dequantized() for w, dy in zip(ws, grads, strict=True)]
-    return sum(dx).astype(grads[0].dtype), jax.tree.map(jnp.zeros_like, ws)
+    return sum(dx[1:], dx[0]).astype(grads[0].dtype), jax.tree.map(jnp.zeros_like, ws)
 
 
 _joint.defvjp(_joint_forward, _joint_backward)

@@ -107,12 +107,12 @@ def _forward(q, k, q_gain, k_gain, positions, frequencies, eps, scale):
 
 def _backward(eps, scale, args, grads):
     """By the reference: few rows are not worth a kernel."""
-    *floats, positions, frequencies = args
+    positions, frequencies = args[4:]
 
-    def of_floats(*floats):
-        return reference(*floats, positions, frequencies, eps=eps, scale=scale)
+    def of_floats(q, k, q_gain, k_gain):
+        return reference(q, k, q_gain, k_gain, positions, frequencies, eps=eps, scale=scale)
 
-    _, vjp = jax.vjp(of_floats, *floats)
+    _, vjp = jax.vjp(of_floats, *args[:4])
     return *vjp(grads), None, None
 
 

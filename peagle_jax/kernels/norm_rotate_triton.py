@@ -5,7 +5,7 @@ It is bound by its launch: 36 heads of 128 numbers are 9 KB.
 
 # Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 import jax
 import jax.numpy as jnp

@@ -18,10 +18,11 @@ from jaxtyping import Array, Float
 from peagle_jax.kernels.launch import platform
 from peagle_jax.types import Model
 
-# Matrix units take tiles of rows. XLA's products of fewer rows do without them: on a Xeon with AMX
-# 13M bfloat16 weights take 3.2 ms with one row and 1.9 ms with four. From four rows on, a row's
-# numbers do not depend on how many there are.
-MIN_MATRIX_UNIT_ROWS = 4
+# Rows of a product with bfloat16 weights on a CPU. XLA converts the weights of one-row products to
+# float32, before a loop starts, so that decoding would hold all weights three times. And matrix
+# units take tiles of rows: on a Xeon with AMX 13M bfloat16 weights take 3.2 ms with one row and
+# 1.9 ms with four. From four rows on, a row's numbers do not depend on how many there are.
+MIN_BFLOAT16_ROWS = 4
 
 
 def activation_dtype(param_dtype: DTypeLike) -> jnp.dtype:
@@ -42,14 +43,46 @@ def attention_operands(param_dtype: DTypeLike) -> jnp.dtype | None:
 
 def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Float[Array, "*rows N"]:
     """`x @ w` with operands in the dtype of `w`, and the result in the wider of both dtypes."""
-    wider = jnp.promote_types(x.dtype, w.dtype)
     num_rows = x.shape[-2]
     is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
-    if is_narrowed and num_rows < MIN_MATRIX_UNIT_ROWS and has_bfloat16_matrix_units():
-        missing = MIN_MATRIX_UNIT_ROWS - num_rows
+    if is_narrowed and num_rows < MIN_BFLOAT16_ROWS and platform() == "cpu":
+        missing = MIN_BFLOAT16_ROWS - num_rows
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
-    y = jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
+    by_units = is_narrowed and has_bfloat16_matrix_units() and x.ndim == w.ndim == 2
+    y = _narrowed(x, w) if by_units else _matmul(x, w)
     return y[..., :num_rows, :]
+
+
+def _matmul(x: Array, w: Array) -> Array:
+    wider = jnp.promote_types(x.dtype, w.dtype)
+    return jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
+
+
+@jax.custom_vjp
+def _narrowed(x: Float[Array, "R K"], w: Float[Array, "K N"]) -> Float[Array, "R N"]:
+    """A float32 product of operands that are rounded to bfloat16, also in its gradients.
+
+    Autodiff multiplies the float32 gradient with a bfloat16 factor, which XLA converts to float32:
+    matrix units then have no part in two thirds of a training step.
+    """
+    return _matmul(x, w)
+
+
+def _narrowed_forward(x, w):
+    narrow = x.astype(w.dtype)
+    y = jnp.matmul(narrow, w, preferred_element_type=x.dtype)
+    return y, (narrow, w)
+
+
+def _narrowed_backward(saved, dy):
+    x, w = saved
+    dy = dy.astype(w.dtype)
+    dx = jnp.matmul(dy, w.T, preferred_element_type=jnp.float32)
+    dw = jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
+    return dx, dw.astype(w.dtype)
+
+
+_narrowed.defvjp(_narrowed_forward, _narrowed_backward)
 
 
 def full_precision(model: Model) -> contextlib.AbstractContextManager:

@@ -21,7 +21,7 @@ from peagle_jax import corpus, text, weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.bench.suite import Sample, Suite, run_suite
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS
+from peagle_jax.checkpoints.head_writing import SERVED_FORMATS
 from peagle_jax.checkpoints.inspect import describe, printable_rows
 from peagle_jax.checkpoints.pair import load_drafter_for, load_pair
 from peagle_jax.decode.requests import Generation
@@ -338,7 +338,7 @@ def _train_fresh_head(b: Budget, models: Models, out: Path, say: Say) -> HeadRes
 def _export(heads: dict[str, Path], target: Path, out: Path) -> None:
     """Every head in every format that is written, as `out`/NAME-FORMAT."""
     for name, folder in heads.items():
-        for checkpoint_format in CHECKPOINT_FORMATS:
+        for checkpoint_format in SERVED_FORMATS:
             place = out / f"{name}-{checkpoint_format}"
             convert(folder, place, to=checkpoint_format, target=target)
 

@@ -105,9 +105,8 @@ def regenerate(
         rule = "a corpus of text needs the target's tokenizer"
         next_step = "copy tokenizer.json into the target's folder"
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
-    _check_appendable(out)
     # they are answered in any order, and need not fit into memory
-    with contextlib.ExitStack() as stack:
+    with _appendable(out), contextlib.ExitStack() as stack:
         try:
             folder = tempfile.TemporaryDirectory(prefix="peagle-corpus-")
             temporary = Path(stack.enter_context(folder))
@@ -330,13 +329,27 @@ def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Model:
     return target
 
 
-def _check_appendable(out: Path) -> None:
+@contextlib.contextmanager
+def _appendable(out: Path) -> Iterator[None]:
+    """Makes the output file where it is not there, and takes it away if an error leaves it empty.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    is_new = not out.exists()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
     except OSError as error:
         rule, next_step = "the output file must be writable", "choose another place with --out"
         raise InputError(out, rule, error.strerror, next_step) from None
+    try:
+        yield
+    except BaseException:
+        if is_new and out.exists() and out.stat().st_size == 0:
+            out.unlink()
+            out.with_name(out.name + ABOUT).unlink(missing_ok=True)
+        raise
 
 
 def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:
@@ -388,9 +401,10 @@ def _lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
+    content = corpus.read_text(path)
     try:
-        former = json.loads(corpus.read_text(path))
-    except json.JSONDecodeError as error:
+        former = json.loads(content)
+    except (ValueError, RecursionError) as error:
         next_step = "choose another file with --out"
         raise InputError(path, "must be JSON", error, next_step) from None
     return former if isinstance(former, dict) else {}
@@ -399,5 +413,5 @@ def _read_about(path: Path) -> dict[str, Any]:
 def _is_row(line: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return False

@@ -6,7 +6,6 @@ of activations are counted by `activation_bytes`, which tests hold against XLA's
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,8 @@ from jax.sharding import AbstractMesh, AxisType
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.kernels import packed_attention
 from peagle_jax.layers import activation_dtype
+from peagle_jax.pipelines.devices import DEVICES
+from peagle_jax.pipelines.model_costs import experts_of, matrix_sizes
 from peagle_jax.pipelines.tracing import abstract_head, abstract_target
 from peagle_jax.targets import sharding
 from peagle_jax.targets.config import TargetConfig
@@ -33,13 +34,12 @@ from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flatten_params
 from peagle_jax.weights.hub import FAILURES, split_revision
 
-# One H200: measured bandwidth and rate of bfloat16 products (docs/kernels.md says how such numbers
-# compare), the data sheet's rate of float32 ones, and bytes of memory.
-BANDWIDTH, RATES, DEVICE_BYTES = 4.3e12, {2: 790e12, 4: 67e12}, 141e9
+H200 = DEVICES["h200"]
 # Copies of the logits of a chunk in float32 at one time: both, their softmaxes, the gradient.
 LOGIT_COPIES = 5
 SCORE_COPIES = 4  # of the scores of a chunk in attention without a kernel, likewise
-TARGET_CONFIGS = Path("configs/targets")
+# a link to configs/targets, which an installed package has as a folder
+TARGET_CONFIGS = Path(__file__).parents[1] / "assets" / "target_configs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,8 @@ class TrainingPlan:
                 facts["step takes at least"] = f"{value:.2f} s on H200s"
             else:
                 facts[name] = f"{value:,}" if isinstance(value, int) else value
-        fits = "fits" if self.total_bytes <= DEVICE_BYTES else "does not fit"
-        total = f"{self.total_bytes / 1e9:.1f} GB: {fits} an H200 ({DEVICE_BYTES / 1e9:.0f} GB)"
+        fits = "fits" if self.total_bytes <= H200.memory else "does not fit"
+        total = f"{self.total_bytes / 1e9:.1f} GB: {fits} an H200 ({H200.memory / 1e9:.0f} GB)"
         return {**facts, "in all, a device": total}
 
 
@@ -156,7 +156,7 @@ def plan_of(run: HeadRun, target: Model, head: Model) -> TrainingPlan:
     optimizer_bytes = round(optimizer * divided / all_parameters)
     flops = step_flops(run, target, head, packed)
     reads = run.gradient_accumulation * (target_bytes + 3 * head_bytes) + 2 * optimizer_bytes
-    rate = RATES[jnp.dtype(run.compute.dtype).itemsize]
+    rate = H200.rates[jnp.dtype(run.compute.dtype).itemsize]
     return TrainingPlan(
         devices=num_devices,
         mesh=" x ".join(map(str, sizes)),
@@ -171,7 +171,7 @@ def plan_of(run: HeadRun, target: Model, head: Model) -> TrainingPlan:
         gradient_bytes=gradients + copies,
         activation_bytes=activation_bytes(run, target.config, head.config, rows),
         step_flops=flops,
-        step_floor=max(flops / rate / num_devices, reads / BANDWIDTH),
+        step_floor=max(flops / rate / num_devices, reads / H200.bandwidth),
     )
 
 
@@ -199,7 +199,12 @@ def on_devices(run: HeadRun, devices: int) -> HeadRun:
 
 
 def find_config(target: str, targets: Path) -> Path:
-    """The config.json of a folder or a hub id; for the latter one of `targets` comes first."""
+    """The config.json of a folder or a hub id; for the latter one of `targets` comes first.
+
+    A file is taken as it is.
+    """
+    if Path(target).is_file():
+        return Path(target)
     name, revision = split_revision(target)
     known = targets / f"{name.split('/')[-1].lower()}.json"
     for path in (Path(target) / "config.json", known):
@@ -287,48 +292,48 @@ def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) 
     """Bytes of the scores of a chunk, where attention runs without a kernel."""
     is_head = isinstance(config, HeadConfig)
     dtype = run.compute.dtype if is_head else run.target_dtype
-    one_device = run.mesh.data * run.mesh.fsdp * run.mesh.model == 1
-    if dtype == "bfloat16" and config.head_dim <= 128 and one_device:
+    if _runs_kernels(run, dtype) and config.head_dim <= 128:
         return 0
     heads = max(1, config.heads // run.mesh.model)
     of_query = rows * heads * n
     return of_query * packed_attention.chunk_size(of_query) * 4 * SCORE_COPIES
 
 
+def _runs_kernels(run: HeadRun, dtype: str) -> bool:
+    """Whether a GPU computes attention and losses with kernels: in 16 bits, on one device."""
+    return dtype == "bfloat16" and run.mesh.data * run.mesh.fsdp * run.mesh.model == 1
+
+
 def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     """Multiplications and additions of a step: products with matrices, and attention.
 
     A product costs 2 for each weight and element forward, and twice that backward. What is computed
-    again costs its forward once more. Every element reads both output matrices.
+    again costs its forward once more. Without a kernel, logits and their gradients are computed
+    once, and the teacher's once for every position where these are no more than a chunk; the kernel
+    computes both again in the backward pass.
     """
     n, rows = run.data.seq_len - 1, run.data.batch_size
     c, t = head.config, cast(TargetConfig, target.config)
     again = 1 + (run.compute.recompute == "layers")
-    layers = _matrix_sizes(head.params, ("layers",))
-    output = _matrix_sizes(head.params, ("lm_head",))
-    fusion = _matrix_sizes(head.params, ("fusion", "fc"))
+    layers = matrix_sizes(head.params, ("layers",))
+    output = matrix_sizes(head.params, ("lm_head",))
+    fusion = matrix_sizes(head.params, ("fusion", "fc"))
     teacher = t.dim * c.draft_vocab
     elements = rows * packed
-    flops = 2.0 * elements * (layers * (2 + again) + output * 4 + teacher * 2)
+    flops = 2.0 * elements * layers * (2 + again)
+    if _runs_kernels(run, run.compute.dtype) and run.loss in loss.STREAMED:
+        flops += 2.0 * elements * (output * 4 + teacher * 2)
+    else:
+        learned_from = rows * n if rows * n <= loss.CHUNK else elements
+        flops += 2.0 * (elements * output * (2 + run.train_lm_head) + learned_from * teacher)
     flops += 6.0 * rows * n * fusion
     # half of the keys, twice 2 for scores and values, and 2.5 times that backward
     flops += elements * n / 2 * 4 * c.heads * c.head_dim * c.layers * (2.5 + again)
     if run.hidden_states_dir is None:
-        experts = getattr(t, "experts", None)
-        used = getattr(t, "experts_per_token", 0) / experts if experts else 1
-        dense = _matrix_sizes(target.params, ("blocks",), experts=False)
-        active = dense + used * _matrix_sizes(target.params, ("blocks",), experts=True)
+        experts, per_token = experts_of(t)
+        used = per_token / experts if experts else 1
+        dense = matrix_sizes(target.params, ("blocks",), experts=False)
+        active = dense + used * matrix_sizes(target.params, ("blocks",), experts=True)
         flops += 2.0 * rows * n * active
         flops += rows * n * n / 2 * 4 * t.heads * t.head_dim * t.layers
     return flops
-
-
-def _matrix_sizes(params: Params, names: Sequence[str], experts: bool | None = None) -> int:
-    """Numbers in the matrices below some names: with experts, without, or both."""
-    return sum(
-        math.prod(x.shape)
-        for path, x in flatten_params(params)
-        if path.split(".")[0] in names
-        and len(x.shape) >= 2
-        and (experts is None or experts == (".experts." in path))
-    )

@@ -26,6 +26,35 @@ def newest(path: Path, dtype: str = "bfloat16") -> list[dict]:
     return [row for row in rows if row["time"] == last]
 
 
+def newest_elsewhere(path: Path, dtype: str = "bfloat16") -> list[list[dict]]:
+    """The rows of the newest comparison on every other device than that of `newest`."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
+    last = {row["device"]: row["time"] for row in sorted(rows, key=lambda row: row["time"])}
+    others = sorted(last, key=lambda device: last[device])[:-1]
+    return [[r for r in rows if (r["device"], r["time"]) == (d, last[d])] for d in others]
+
+
+def ratios(rows: Sequence[dict]) -> str:
+    """A sentence with our speed over vLLM's for every method that was timed at every batch size."""
+    speeds = {(r["batch_size"], r["engine"], r["method"]): r["tokens_per_second"] for r in rows}
+    batches = sorted({row["batch_size"] for row in rows})
+    parts = []
+    for method in _methods(rows):
+        pairs = [[speeds.get((b, e, method), 0) for e in ("peagle_jax", "vllm")] for b in batches]
+        if all(map(all, pairs)):
+            over = " and ".join(f"{ours / theirs:.2f}x" for ours, theirs in pairs)
+            parts.append(f"{METHODS[method]} {over}")
+    sizes = " and ".join(map(str, batches))
+    row = rows[0]
+    return (
+        f"On {row['device']} (commit {row['commit']}, {row['time'][:10]}) our speed over vLLM's at "
+        f"batch {sizes} is: {', '.join(parts)}."
+    )
+
+
 def table(rows: Sequence[dict]) -> list[list[str]]:
     """A header and a line for each method: tokens/s of every engine at every batch size.
 

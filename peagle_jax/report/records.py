@@ -32,12 +32,16 @@ COLUMNS = (
 class Records:
     """results.jsonl in a folder: one result row per line. Lines are appended and never edited.
 
+    Args:
+      out: the folder.
+      name: of the file.
+
     Raises:
       InputError: the folder cannot be made or written to.
     """
 
-    def __init__(self, out: Path) -> None:
-        self.path = out / "results.jsonl"
+    def __init__(self, out: Path, name: str = "results.jsonl") -> None:
+        self.path = out / name
         try:
             out.mkdir(parents=True, exist_ok=True)
             self.path.touch()
@@ -106,6 +110,8 @@ def one_line(record: dict) -> str:
         line += f", acceptance length {record['acceptance_length']:.2f}"
     if record["temperature"]:
         line += f", temperature {record['temperature']:g}"
+    if record.get("synthetic_acceptance"):
+        line += ", SYNTHETIC acceptance"
     return line
 
 
@@ -134,6 +140,8 @@ def _milliseconds(record: dict, key: str) -> str:
 
 
 def _lossless_cell(record: dict) -> str:
+    if record.get("synthetic_acceptance"):
+        return "SYNTHETIC"
     if "lossless" not in record:
         return ""
     cell = "yes" if record["lossless"] else f"NO: {record['different']} differ"

@@ -28,6 +28,13 @@ REPETITIVE = 0.2
 def headline(records: Sequence[dict]) -> list[str]:
     """The report's first lines: speed at each batch size, the two heads compared, losslessness."""
     lines = [_speed_line(records, batch_size) for batch_size in batch_sizes(greedy(records))]
+    if drawn := {r["method"]: r for r in records if r.get("synthetic_acceptance")}:
+        rates = "; ".join(
+            f"{NAMES[m]}: {', '.join(f'{100 * x:.3g}' for x in r['synthetic_acceptance'])} %"
+            for m, r in drawn.items()
+        )
+        warning = "Acceptance is SYNTHETIC: drafts were accepted at given rates by position"
+        lines.insert(0, f"{warning} ({rates}), whatever they were. Texts mean nothing.")
     if ratios := _peagle_over_eagle3(records):
         pairs = ", ".join(f"K = {k}: {ratio:.2f}" for k, ratio in ratios)
         lines.append(f"P-EAGLE over EAGLE-3 at the same K, batch size 1: {pairs}.")

@@ -208,6 +208,19 @@ class PlaceholderConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MarkovConfig:
+    """A Markov head (draft/markov.py): the token before a draft gives its logits a bias."""
+
+    rank: int  # of the bias; DSpark's heads have 256
+    gated: bool = False  # the bias depends on the hidden state, too
+    # Of the head in `init_from`, which stays as it is: only the Markov head is trained.
+    train_alone: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 1, "rank", "must be 1 or more", self.rank, "use 256")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthStage:
     """Until step `until`, train only so many depths (P-EAGLE) or unrolled steps (EAGLE-3)."""
 
@@ -294,7 +307,16 @@ class PeagleRun(HeadRun):
     train_embedding: bool = True
     cod: CodConfig = CodConfig()
     placeholder: PlaceholderConfig = PlaceholderConfig()
+    markov: MarkovConfig | None = None  # null: no Markov head
     feature_noise: FeatureNoise = FeatureNoise()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        trains_alone = self.markov is not None and self.markov.train_alone
+        rule = "needs a trained head, which it leaves as it is"
+        next_step = "set init_from to that head's folder, or markov.train_alone: false"
+        has_head = not trains_alone or self.init_from is not None
+        check(has_head, "markov.train_alone", rule, "init_from: null", next_step)
 
     @property
     def num_depths(self) -> int:

@@ -114,6 +114,23 @@ def open_corpus(
     Raises:
       InputError: the corpus cannot be read or cannot be trained on, or the folder not be written.
     """
+    return read_store(folder, make_store(folder, choice, tokenizer, say))
+
+
+def make_store(
+    folder: Path,
+    choice: CorpusChoice,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None] = print,
+) -> str:
+    """Makes the folder of `open_corpus` where it is not there, or is of something else.
+
+    Returns:
+      The key of its contents, for `read_store`.
+
+    Raises:
+      InputError: as for `open_corpus`.
+    """
     folder = folder.resolve()  # a link may lead to a larger disk
     _check_owned(folder, choice)
     key = _key(choice, tokenizer)
@@ -127,6 +144,22 @@ def open_corpus(
         index = _make(folder, choice, tokenizer, key)
     for line in index["skipped"]:
         say(line)
+    return key
+
+
+def read_store(folder: Path, key: str) -> CorpusStore:
+    """The corpus that `make_store` has made, in this process or in another.
+
+    Raises:
+      InputError: it is not there, as where processes of several machines share no disk.
+    """
+    folder = folder.resolve()
+    index = _read_index(folder)
+    if index is None or index["key"] != key:
+        rule = "the encoded corpus must be seen by all processes that train together"
+        got = "none" if index is None else "that of another corpus"
+        next_step = "set out to a folder on a disk that all of them share"
+        raise InputError(folder, rule, got, next_step)
     # plain views: indexing of np.memmap makes objects of its own class
     arrays = {
         name.removesuffix(".bin"): np.asarray(np.memmap(folder / name, dtype, "r"))

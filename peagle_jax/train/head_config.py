@@ -5,6 +5,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.markov import check_rank
 from peagle_jax.layers import Rope
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun, PlaceholderConfig
@@ -32,10 +33,16 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         rule, got = "P-EAGLE needs a mask token", "a tokenizer without one"
         next_step = "set head.mask_token to an id that the tokenizer leaves unused"
         raise InputError(run.target, rule, got, next_step)
-    design = run.placeholder if isinstance(run, PeagleRun) else PlaceholderConfig()
+    design, markov = PlaceholderConfig(), None
+    if isinstance(run, PeagleRun):
+        design, markov = run.placeholder, run.markov
+    draft_vocab = _or_default(head.draft_vocab, target_config.vocab)
+    if markov is not None:
+        next_step = f"use {min(256, draft_vocab)}"
+        check_rank(markov.rank, draft_vocab, parallel, "markov.rank", next_step)
     return HeadConfig(
         vocab=target_config.vocab,
-        draft_vocab=_or_default(head.draft_vocab, target_config.vocab),
+        draft_vocab=draft_vocab,
         dim=_or_default(head.dim, target_config.dim),
         layers=head.layers,
         mlp_dim=_or_default(head.mlp_dim, target_config.mlp_dim),
@@ -57,6 +64,8 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         norm_before_fc=head.norm_before_fc,
         fc_norm=head.fc_norm,
         norm_output=head.norm_output,
+        markov_rank=None if markov is None else markov.rank,
+        markov_gated=markov is not None and markov.gated,
         windows=(head.sliding_window,) * head.layers,
         dtype=jnp.float32,
     )

@@ -4,13 +4,16 @@ Logits are computed in chunks: those of a whole batch of packed elements, [P W],
 once.
 """
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.draft.markov import MarkovHead
 from peagle_jax.kernels import vocab
 from peagle_jax.layers import product, soft_cap
 
@@ -21,48 +24,80 @@ MIN_OVERLAP, HYBRID_ETA = 1e-5, 3.0  # as in speculators 0.9
 DepthCounts = dict[str, Float[Array, " K"]]
 
 
-def _log_softmax(logits: Float[Array, "c W"]) -> Float[Array, "c W"]:
-    return jax.nn.log_softmax(logits.astype(jnp.float32))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TeacherProbs:
+    """What losses read of the target's distributions.
+
+    Attributes:
+      probs: of every token.
+      negative_entropy: sum(p log p), in nats.
+      best: the likeliest token, which greedy decoding writes.
+    """
+
+    probs: Float[Array, "c W"]
+    negative_entropy: Float[Array, " c"]
+    best: Int[Array, " c"]
+
+    @classmethod
+    def of_logits(cls, logits: Float[Array, "c W"]) -> "TeacherProbs":
+        """In float32, whatever the logits are."""
+        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+        p = jnp.exp(log_p)
+        return cls(p, jnp.sum(p * log_p, axis=-1), jnp.argmax(logits, axis=-1))
 
 
-def forward_kl(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
-    """KL(teacher || student) of logits, in nats: speculators' default loss."""
-    log_q, log_p = _log_softmax(student), _log_softmax(teacher)
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+def forward_kl(student: Float[Array, "c W"], teacher: TeacherProbs) -> Float[Array, " c"]:
+    """KL(teacher || student), in nats: speculators' default loss.
+
+    sum(p (log p - log q)) with log q = student - log sum exp(student): one pass with exponentials.
+    """
+    shifted = _shifted(student)
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    return teacher.negative_entropy - jnp.sum(teacher.probs * shifted, axis=-1) + log_sum
 
 
-def cross_entropy(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+def cross_entropy(student: Float[Array, "c W"], teacher: TeacherProbs) -> Float[Array, " c"]:
     """-log of the student's probability of the teacher's argmax, in nats.
 
     Greedy decoding accepts a draft if it is this argmax, and reads nothing else of the teacher.
     """
-    best = jnp.argmax(teacher, axis=-1)[:, None]
-    return -jnp.take_along_axis(_log_softmax(student), best, axis=1)[:, 0]
+    shifted = _shifted(student)
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    return log_sum - _at(shifted, teacher.best)
 
 
-def _overlap(student: Float[Array, "c W"], teacher: Float[Array, "c W"]) -> Float[Array, " c"]:
+def _shifted(student: Float[Array, "c W"]) -> Float[Array, "c W"]:
+    """Logits in float32, with 0 for the largest of each row."""
+    x = student.astype(jnp.float32)
+    return x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
+
+
+def _at(x: Float[Array, "c W"], token: Int[Array, " c"]) -> Float[Array, " c"]:
+    """Of each row the number of one token."""
+    return jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]
+
+
+def _overlap(student: Float[Array, "c W"], teacher: TeacherProbs) -> Float[Array, " c"]:
     """sum(min(p, q)): the share of drafts that rejection sampling accepts."""
     q = jax.nn.softmax(student.astype(jnp.float32))
-    p = jax.nn.softmax(teacher.astype(jnp.float32))
-    return jnp.minimum(q, p).sum(axis=-1)
+    return jnp.minimum(q, teacher.probs).sum(axis=-1)
 
 
-def total_variation(
-    student: Float[Array, "c W"], teacher: Float[Array, "c W"]
-) -> Float[Array, " c"]:
+def total_variation(student: Float[Array, "c W"], teacher: TeacherProbs) -> Float[Array, " c"]:
     """The share of drafts that sampling rejects; its gradient is flat where almost all are."""
     return 1 - _overlap(student, teacher)
 
 
 def negative_log_acceptance(
-    student: Float[Array, "c W"], teacher: Float[Array, "c W"]
+    student: Float[Array, "c W"], teacher: TeacherProbs
 ) -> Float[Array, " c"]:
     """-log of the share of drafts that sampling accepts (arXiv:2602.23881), in nats."""
     return -jnp.log(jnp.maximum(_overlap(student, teacher), MIN_OVERLAP))
 
 
 def kl_and_total_variation(
-    student: Float[Array, "c W"], teacher: Float[Array, "c W"]
+    student: Float[Array, "c W"], teacher: TeacherProbs
 ) -> Float[Array, " c"]:
     """KL where few drafts are accepted, total variation where most are.
 
@@ -73,6 +108,7 @@ def kl_and_total_variation(
     return share * forward_kl(student, teacher) + (1 - share) * (1 - overlap)
 
 
+# of the student's logits, and of what it learns from
 LOSSES: dict[str, Callable] = {
     "forward_kl": forward_kl,
     "cross_entropy": cross_entropy,
@@ -81,6 +117,19 @@ LOSSES: dict[str, Callable] = {
     "negative_log_acceptance": negative_log_acceptance,
 }
 STREAMED = ("forward_kl", "cross_entropy")  # kernels/vocab.py computes these without logits
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkovBias:
+    """What a Markov head adds to the logits of packed elements.
+
+    Attributes:
+      head: the Markov head.
+      previous: the token before the one that each element predicts, of the target's vocabulary.
+    """
+
+    head: MarkovHead
+    previous: Int[Array, " P"]
 
 
 def distill(
@@ -95,6 +144,7 @@ def distill(
     num_depths: int,
     logit_cap: float | None = None,
     loss: str = "forward_kl",
+    bias: MarkovBias | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's.
 
@@ -110,6 +160,7 @@ def distill(
       num_depths: K, for the counts.
       logit_cap: soft cap of the target's logits (Gemma).
       loss: a name of `LOSSES`.
+      bias: of the head's logits; None for a head without a Markov head.
 
     Returns:
       sum(weight * loss), and {"correct", "total"} by depth.
@@ -118,11 +169,17 @@ def distill(
     def by_depth(x: Float[Array, " c"], depth: Int[Array, " c"]) -> Float[Array, " K"]:
         return jnp.zeros(num_depths).at[depth].add(x)
 
+    normed, columns = norm(hidden), lm_head_weight
+    if bias is not None:
+        # one product over both: what computes the loss knows of one matrix
+        code = bias.head.code(bias.previous, normed).astype(normed.dtype)
+        normed = jnp.concatenate([normed, code], axis=-1)
+        columns = jnp.concatenate([columns, bias.head.w2.kernel[...]])
     operands = hidden, lm_head_weight, teacher_hidden, teacher_weight
     if loss in STREAMED and vocab.is_supported(*operands):
         kl, cross_entropy, losses = vocab.distill_losses(
-            norm(hidden),
-            lm_head_weight,
+            normed,
+            columns,
             teacher_hidden[teacher_row],
             teacher_weight,
             logit_cap,
@@ -132,26 +189,113 @@ def distill(
         correct = by_depth(weight * (losses.student == losses.teacher), depth)
         return jnp.sum(weight * values), {"correct": correct, "total": by_depth(weight, depth)}
 
-    P = hidden.shape[0]
+    teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
+    form = Form(loss, num_depths, logit_cap)
+    rows = teacher_row, weight, depth
+    return _distill_chunks(form, normed, columns, teacher, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What of `distill` is no array, under the same names."""
+
+    loss: str
+    num_depths: int
+    logit_cap: float | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _distill_chunks(form, normed, lm_head_weight, teacher, rows):
+    """What `distill` returns, chunk by chunk of the elements.
+
+    Where gradients are wanted, those of a chunk are computed together with its loss, so that no
+    logits are kept for a backward pass, or computed again in one. The backward pass multiplies them
+    with the gradient of the sum.
+
+    Args:
+      form: of the loss.
+      normed: [P D], what the head's output matrix reads.
+      lm_head_weight: that matrix.
+      teacher: the target's hidden states and output matrix.
+      rows: of each element the row of the teacher's hidden states, the weight and the depth.
+    """
+    return _sums_and_grads(form, (normed, lm_head_weight), teacher, rows, ())[0]
+
+
+def _distill_chunks_forward(form, normed, lm_head_weight, teacher, rows):
+    wanted = tuple(i for i, x in enumerate((normed, lm_head_weight)) if x.perturbed)
+    inputs, teacher, rows = jax.tree.map(
+        operator.attrgetter("value"), ((normed, lm_head_weight), teacher, rows)
+    )
+    result, grads = _sums_and_grads(form, inputs, teacher, rows, wanted)
+    return result, grads
+
+
+def _distill_chunks_backward(form, grads, cotangents):
+    of_sum = cotangents[0]  # counts have no gradients
+    scaled = {i: grad * of_sum.astype(grad.dtype) for i, grad in grads.items()}
+    return scaled.get(0), scaled.get(1), None, None
+
+
+_distill_chunks.defvjp(_distill_chunks_forward, _distill_chunks_backward, symbolic_zeros=True)
+
+
+def _sums_and_grads(form, inputs, teacher, rows, wanted):
+    """What `_distill_chunks` returns, and the gradients of its sum by the number of the input.
+
+    Args:
+      inputs: `normed` and `lm_head_weight`.
+      wanted: the numbers of the inputs whose gradients are computed.
+    """
+    normed, lm_head_weight = inputs
+    teacher_hidden, teacher_weight = teacher
+    P = normed.shape[0]
     chunks = max(1, -(-P // CHUNK))
     size = -(-P // chunks)
+
+    def probs_at(hidden: Float[Array, "c E"]) -> TeacherProbs:
+        return TeacherProbs.of_logits(soft_cap(product(hidden, teacher_weight), form.logit_cap))
+
+    # Several elements learn from one row of the teacher. Where all of these together are no more
+    # than a chunk, the distribution of each is computed once.
+    table = probs_at(teacher_hidden) if teacher_hidden.shape[0] <= CHUNK else None
 
     def split(x: Array) -> Array:
         """[P ..] -> [chunks size ..], padded with zeros."""
         padding = [(0, chunks * size - P), *[(0, 0)] * (x.ndim - 1)]
         return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
-    # nothing of a chunk is kept for the backward pass: its logits are computed again there
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
-    def chunk_loss(total, chunk):
-        hidden, teacher_row, weight, depth = chunk
-        student = product(norm(hidden), lm_head_weight)
-        teacher = soft_cap(product(teacher_hidden[teacher_row], teacher_weight), logit_cap)
-        teacher = jax.lax.stop_gradient(teacher)
-        value = jnp.sum(weight * LOSSES[loss](student, teacher))
-        is_correct = jnp.argmax(student, axis=-1) == jnp.argmax(teacher, axis=-1)
-        return total + value, (by_depth(weight * is_correct, depth), by_depth(weight, depth))
+    def by_depth(x: Float[Array, " c"], depth: Int[Array, " c"]) -> Float[Array, " K"]:
+        return jnp.zeros(form.num_depths).at[depth].add(x)
 
-    xs = tuple(split(x) for x in (hidden, teacher_row, weight, depth))
-    summed, (correct, total) = jax.lax.scan(chunk_loss, jnp.zeros(()), xs)
-    return summed, {"correct": correct.sum(axis=0), "total": total.sum(axis=0)}
+    def add_chunk(totals, chunk):
+        normed, (teacher_row, weight, depth) = chunk
+        if table is None:
+            probs = probs_at(teacher_hidden[teacher_row])
+        else:
+            probs = jax.tree.map(lambda x: x[teacher_row], table)
+
+        def sum_of_losses(differentiated):
+            both = {0: normed, 1: lm_head_weight} | differentiated
+            student = product(both[0], both[1])
+            return jnp.sum(weight * LOSSES[form.loss](student, probs)), student
+
+        operands = {i: (normed, lm_head_weight)[i] for i in wanted}
+        (summed, student), grads = jax.value_and_grad(sum_of_losses, has_aux=True)(operands)
+        # of two largest logits that are the same, either is the argmax
+        is_correct = _at(student, probs.best) == student.max(axis=-1)
+        counts = {"correct": by_depth(weight * is_correct, depth), "total": by_depth(weight, depth)}
+        of_weight = grads[1].astype(jnp.float32) if 1 in grads else jnp.zeros(())
+        return jax.tree.map(jnp.add, totals, (summed, counts, of_weight)), grads.get(0)
+
+    nothing = {"correct": jnp.zeros(form.num_depths), "total": jnp.zeros(form.num_depths)}
+    no_gradient = jnp.zeros(lm_head_weight.shape if 1 in wanted else ())
+    xs = jax.tree.map(split, (normed, rows))
+    totals, of_normed = jax.lax.scan(add_chunk, (jnp.zeros(()), nothing, no_gradient), xs)
+    summed, counts, of_weight = totals
+    grads = {}
+    if 0 in wanted:
+        grads[0] = of_normed.reshape(chunks * size, -1)[:P]
+    if 1 in wanted:
+        grads[1] = of_weight.astype(lm_head_weight.dtype)
+    return (summed, counts), grads

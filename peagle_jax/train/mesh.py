@@ -11,10 +11,13 @@ XLA adds the communication. What a size does not divide lies on every device.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # where Orbax and Flax, too, find the processes' common notes
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +27,9 @@ from peagle_jax.targets.sharding import DATA, FSDP, MODEL
 from peagle_jax.train.recipe_sections import MeshConfig
 from peagle_jax.types import InputError, Model
 from peagle_jax.weights import flatten_params, unflatten_params
+
+# Notes that the first process has written for the others.
+_note_numbers = itertools.count()
 
 
 def make_training_mesh(config: MeshConfig) -> Mesh | None:
@@ -117,3 +123,42 @@ def wait_for_all(name: str) -> None:
     """Returns when all processes have come here. `name` says where that is."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def from_first_process(work: Callable[[], str], what: str, seconds: float) -> str:
+    """What `work` returns, which only the first of several processes does, for all of them.
+
+    The others wait without a computation on devices, whose time limits are shorter than the work.
+    If the first process dies, they end as in every other moment of training.
+
+    Args:
+      work: returns a text.
+      what: the work in words, for errors: "encode the corpus".
+      seconds: that the others wait at most.
+
+    Raises:
+      InputError: in the first process that of `work`; in the others where it has failed there, or
+        takes too long.
+    """
+    if jax.process_count() == 1:
+        return work()
+    client, note = distributed.global_state.client, f"peagle_jax/{next(_note_numbers)}"
+    assert client is not None  # there are several processes
+    if is_first_process():
+        try:
+            result = work()
+        except BaseException as error:
+            client.key_value_set(note, f"failed: {' '.join(str(error).split())}")
+            raise
+        client.key_value_set(note, f"done: {result}")
+        return result
+    rule = f"process 1 must {what}, for which this one waits {seconds / 60:,.0f} minutes"
+    try:
+        text = client.blocking_key_value_get(note, round(1000 * seconds))
+    except jax.errors.JaxRuntimeError as error:
+        got = str(error).partition("\n")[0]
+        raise InputError("--process", rule, got, "look at what process 1 says") from None
+    outcome, _, result = text.partition(": ")
+    if outcome != "done":
+        raise InputError("--process", rule, result, "start all again when that is mended")
+    return result

@@ -14,6 +14,7 @@ from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.draft import draft_vocab
 from peagle_jax.draft.head import random_head
 from peagle_jax.draft.init import init_from_head, init_from_target, init_placeholders
+from peagle_jax.draft.placeholders import FIXED_DESIGNS
 from peagle_jax.layers import Decoder
 from peagle_jax.targets import sharding
 from peagle_jax.train.config import HeadRun
@@ -32,7 +33,9 @@ def new_head(
     """The head to train, before its first step.
 
     Its layers begin as random numbers, as the target's last layer (`run.init`), or as those of a
-    trained head (`run.init_from`). Placeholders begin as the mean aux hidden states.
+    trained head (`run.init_from`). Placeholders begin alike: as small random numbers, as the mean
+    aux hidden states, or as those of the trained head; what the latter's design does not have
+    begins as without it.
 
     Args:
       run: the training run.
@@ -60,21 +63,31 @@ def new_head(
     head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
 
     mean_aux_hidden_states = None
-    is_mean_design = config.parallel and config.placeholder_hidden == "mean_feature"
-    if run.init == "target" or is_mean_design:
+    is_fixed = config.parallel and config.placeholder_hidden in FIXED_DESIGNS
+    if run.init == "target" or is_fixed:
         mean_aux_hidden_states = _mean_aux_hidden_states(target, rows)
     if run.init == "target":
         head = init_from_target(head, begins_from)
-    has_placeholders = False
+    trained = None
     if run.init_from is not None:
         trained = head_reading.to_model(
             open_head(run.init_from), dtype=config.dtype, embedding=embedding, lm_head=output.T
         )
-        has_placeholders = trained.config.parallel
         head = init_from_head(head, trained, run.init_from)
-    if config.parallel and not has_placeholders:
+    if config.parallel:
         # last, because placeholders begin from the head's embedding and fusion
-        head = init_placeholders(head, mean_aux_hidden_states, seed=run.seed)
+        head = init_placeholders(
+            head,
+            mean_aux_hidden_states,
+            seed=run.seed,
+            starts_at_mean=run.init == "target",
+        )
+    if config.parallel and trained is not None and trained.config.parallel:
+        params = dict(trained.params)
+        if is_fixed and trained.config.placeholder_hidden != config.placeholder_hidden:
+            params.pop("mask_hidden", None)  # what was learned is no mean
+        trained = dataclasses.replace(trained, params=params)
+        head = init_from_head(head, trained, str(run.init_from))
     return head
 
 

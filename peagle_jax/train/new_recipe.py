@@ -32,6 +32,7 @@ STAGES = ((0.1, 1), (0.25, 2), (0.55, 4))
 # Adam's two moments, the parameter and its gradient, in float32
 TRAINED_BYTES = 16
 LARGE_TARGET = 1 << 30  # parameters from which on bfloat16 is chosen
+HELD_OUT, MAX_HELD_OUT = 0.05, 0.2  # shares of documents
 UNUSED = re.compile(r"reserved|unused|placeholder", re.IGNORECASE)
 
 
@@ -199,10 +200,16 @@ def _data_lines(data: str, config: TargetConfig, encoded: EncodedCorpus) -> list
         f"# {inside:.0%} fit into a row, longer ones are cut.",
         "data:",
         f"  source: {_quoted(data)}",
-        "  held_out: 0.05  # share of documents that only measure the head",
+        f"  held_out: {_held_out(len(encoded.lengths))}  # share of documents that only measure "
+        "the head",
         f"  seq_len: {length}  # tokens of a row; documents are packed",
         f"  batch_size: {batch_size}",
     ]
+
+
+def _held_out(num_documents: int) -> float:
+    """The usual share, or that of about ten documents; a fifth at most."""
+    return max(HELD_OUT, min(MAX_HELD_OUT, round(10 / num_documents, 2)))
 
 
 def _schedule_lines(task: str, config: TargetConfig, num_rows: int, batch_size: int) -> list[str]:

@@ -16,7 +16,7 @@ from peagle_jax.draft.placeholders import PlaceholderRow
 from peagle_jax.train.attention import PackedCausal, Partition, PrefixChain
 from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
-from peagle_jax.train.loss import DepthCounts, distill
+from peagle_jax.train.loss import DepthCounts, MarkovBias, distill
 from peagle_jax.train.recipe_sections import ComputeConfig
 from peagle_jax.train.settings import check
 from peagle_jax.types import CodSample
@@ -111,7 +111,12 @@ def peagle_loss(
     embeddings = head.embed(rows.tokens)
     fused = _noisy_fused(head, rows, feature_noise, keys)
     teacher = Teacher(
-        teacher_columns(head, lm_head_weight), rows.teacher_hidden, num_depths, logit_cap, loss
+        teacher_columns(head, lm_head_weight),
+        rows.teacher_hidden,
+        rows.tokens,
+        num_depths,
+        logit_cap,
+        loss,
     )
     zeros = jnp.zeros((B, n), jnp.int32)
     if cod is None or num_depths == 1 or partitions > 1:
@@ -139,10 +144,18 @@ def peagle_loss(
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """What a head learns from: the target's hidden states and output matrix, and the loss."""
+    """What a head learns from: the target's hidden states and output matrix, and the loss.
+
+    Attributes:
+      columns: of the output matrix, restricted to the draft vocabulary.
+      hidden: final hidden states, one for each shifted position.
+      tokens: of the shifted rows. That of a position is the one before what is predicted there,
+        which a Markov head reads: the true one, whatever the head would have drafted.
+    """
 
     columns: Float[Array, "E W"]
     hidden: Float[Array, "B n E"]
+    tokens: Int[Array, "B n"]
     num_depths: int
     logit_cap: float | None
     loss: str
@@ -158,6 +171,10 @@ class Teacher:
         """As `loss.distill`, of rows that learn from their positions."""
         B, n = self.hidden.shape[:2]
         teacher_row = positions + n * jnp.arange(B)[:, None]
+        bias = None
+        if head.markov is not None:
+            previous = jnp.take_along_axis(self.tokens, positions, axis=1)
+            bias = MarkovBias(head.markov, _flatten_rows(previous))
         return distill(
             head.final_norm,
             head.lm_head.kernel[...],
@@ -170,6 +187,7 @@ class Teacher:
             self.num_depths,
             self.logit_cap,
             self.loss,
+            bias,
         )
 
 

@@ -77,7 +77,8 @@ def locked_run_folder(run: Run) -> Iterator[None]:
 def init_run_dir(run: Run) -> None:
     """Makes `run.out` the folder of this run.
 
-    It is called before anything else is read or written, because it is the cheapest refusal.
+    It is called before anything else is read or written, because it is the cheapest refusal. Of
+    several processes the first writes.
 
     Raises:
       InputError: the folder cannot be written, or has checkpoints of a run with other settings.
@@ -88,8 +89,10 @@ def init_run_dir(run: Run) -> None:
         if has_checkpoints(run) and path.exists():
             old = load_run(path)
             _check_same_settings(old, run)
-            if old != run:
+            if old != run and is_first_process():
                 write_atomically(path, dump(run))
+            return
+        if not is_first_process():
             return
         out.mkdir(parents=True, exist_ok=True)
         # machine, versions and commit that began the run, for the model card
@@ -110,6 +113,8 @@ def check_same_data(run: Run, rows: PackedRows) -> None:
     The recipe names a corpus, which may have changed: with it the order of rows would, and the
     tokens of a reduced draft vocabulary.
 
+    Of several processes the first writes what the run began with.
+
     Raises:
       InputError: the rows are others.
     """
@@ -123,7 +128,8 @@ def check_same_data(run: Run, rows: PackedRows) -> None:
             next_step = f"restore {run.data.source}, or set out to another folder"
             raise InputError(run.out, rule, got, next_step)
         return
-    write_atomically(path, json.dumps(data) + "\n")
+    if is_first_process():
+        write_atomically(path, json.dumps(data) + "\n")
 
 
 def _check_same_settings(old: Run, new: Run) -> None:

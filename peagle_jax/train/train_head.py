@@ -9,24 +9,27 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text, weights
 from peagle_jax.checkpoints import head_writing
-from peagle_jax.checkpoints.runs import write_run_header
+from peagle_jax.checkpoints.orbax_io import open_tree
+from peagle_jax.checkpoints.runs import FROZEN, write_run_header
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.documents import Document
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.layers import Decoder
 from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
-from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from peagle_jax.train.corpus_store import CorpusChoice, make_store, read_store
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.eagle_loss import eagle_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.loss import DepthCounts
 from peagle_jax.train.mesh import (
+    from_first_process,
     is_first_process,
     make_training_mesh,
     on_mesh,
@@ -37,6 +40,7 @@ from peagle_jax.train.new_head import new_head
 from peagle_jax.train.peagle_loss import elements_in_loss, peagle_loss
 from peagle_jax.train.run_folder import (
     check_same_data,
+    has_checkpoints,
     locked_run_folder,
     read_result,
     write_result,
@@ -53,6 +57,9 @@ Evaluate = Callable[[Model], dict]  # a head -> the acceptance fields of HeadRes
 MakeEvaluator = Callable[
     [HeadRun, Model, PreTrainedTokenizerBase, Sequence[Document]], Evaluate | None
 ]
+# The others wait at most so long for the first process. A million conversations take it half an
+# hour on two cores (results/corpus_memory.jsonl).
+ENCODING_SECONDS = 6 * 3600.0
 NOT_EVALUATED = {"acceptance_length": None, "accepted_per_position": [], "repeated_4grams": 0.0}
 
 
@@ -133,7 +140,9 @@ def _train(
             "acceptance is not measured, because there are no prompts: set eval.prompts to a file, "
             "or data.held_out above 0"
         )
-    write_run_header(head, to_host(frozen), Path(run.out))
+    frozen_on_host = to_host(frozen)
+    _check_same_draft_vocab(run, frozen_on_host)
+    write_run_header(head, frozen_on_host, Path(run.out))
 
     def with_params(params: Params) -> Model:
         """The whole head, of its trained and its frozen parameters."""
@@ -190,6 +199,10 @@ def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedToke
         mesh=mesh,
     )
     text.check_vocabulary(tokenizer, target.config.vocab, run.target)
+    context = target.config.context
+    if run.data.seq_len > context:
+        rule = f"must be at most the target's context of {context:,} tokens"
+        raise InputError("data.seq_len", rule, run.data.seq_len, f"set data.seq_len: {context}")
     return target, tokenizer
 
 
@@ -198,19 +211,46 @@ def _read_rows(
 ) -> tuple[PackedRows, Sequence[Document]]:
     """The packed rows to train on, and the documents that are held out.
 
-    They are in a folder of the run, which a run that goes on finds there.
+    They are in a folder of the run, which a run that goes on finds there. Of several processes the
+    first encodes the corpus.
     """
     data = run.data
     choice = CorpusChoice(data.source, data.held_out, data.max_chars, run.seed, data.bad_rows)
-    # processes may share a disk, and need not
-    name = "corpus" if is_first_process() else f"corpus.{jax.process_index()}"
-    store = open_corpus(Path(run.out) / name, choice, tokenizer, say)
+    folder = Path(run.out) / "corpus"
+    key = from_first_process(
+        functools.partial(make_store, folder, choice, tokenizer, say),
+        "encode the corpus",
+        ENCODING_SECONDS,
+    )
+    store = read_store(folder, key)
     rows = store.pack(data.seq_len, data.packing)
     say(
         f"corpus: {len(store.order)} documents, {rows.num_tokens:,} tokens in {len(rows):,} rows, "
         f"{rows.padding:.2%} of them padding; {len(store.held_out)} documents held out"
     )
     return rows, store.held_out
+
+
+def _check_same_draft_vocab(run: HeadRun, frozen: Params) -> None:
+    """Checks that a run that goes on has the draft vocabulary with which it began.
+
+    It is made of the corpus, and the rows of lm_head in the checkpoint are of its tokens. Where
+    data.json is lost, or of a version that wrote none, nothing else would notice.
+
+    Raises:
+      InputError: it has other tokens.
+    """
+    folder = Path(run.out) / FROZEN
+    if "d2t" not in frozen or not has_checkpoints(run) or not folder.exists():
+        return
+    try:
+        former = np.asarray(open_tree(folder)["d2t"])
+    except (InputError, KeyError):
+        return  # it was being written when the process was killed, and is written anew
+    if not np.array_equal(former, frozen["d2t"]):
+        rule = "a run is resumed only with the draft vocabulary that it began with"
+        next_step = f"restore {run.data.source}, or set out to another folder"
+        raise InputError(run.out, rule, "that of another corpus", next_step)
 
 
 def _count(head: Model) -> int:
@@ -221,12 +261,15 @@ def _count(head: Model) -> int:
 def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) -> Path:
     """Writes `run.out`/head in vLLM's format, if that has a place for all that the head has.
 
+    A head with a Markov head is written in this package's own format.
+
     Returns:
       That folder; otherwise the run's own, which `peagle generate` and `peagle convert` read.
     """
     folder = Path(run.out) / "head"
+    checkpoint_format = "vllm" if head.config.markov_rank is None else "peagle_jax"
     try:
-        head_writing.check_expressible(head_writing.from_model(head), folder)
+        head_writing.check_expressible(head_writing.from_model(head), folder, checkpoint_format)
     except InputError as error:
         say(f"no folder for vLLM is written: {error}")
         return Path(run.out)
@@ -236,12 +279,17 @@ def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) ->
         f"peagle train, task {run.task}, step {step}, seed {run.seed}, "
         f"target {Path(run.target).name}"
     )
-    head_writing.save_drafter(head, folder, target=str(run.target), metadata={"source": source})
+    head_writing.save_drafter(
+        head, folder, checkpoint_format, target=str(run.target), metadata={"source": source}
+    )
     return folder
 
 
 def split_params(run: HeadRun, head: Model) -> tuple[Params, Params]:
     """(trained, frozen) parts of the head's parameters; `d2t`, a table of ids, is frozen."""
+    if isinstance(run, PeagleRun) and run.markov is not None and run.markov.train_alone:
+        others = {name: part for name, part in head.params.items() if name != "markov"}
+        return {"markov": head.params["markov"]}, others
     frozen_names = {"d2t"}
     if not run.train_embedding:
         frozen_names.add("embed")

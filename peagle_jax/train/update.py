@@ -67,13 +67,14 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def muon_or_adamw(params: Params) -> Params:
     """Which optimizer makes a parameter's steps where a recipe asks for Muon.
 
-    Muon is for matrices between hidden states. Tables of vectors (the embedding, placeholders) and
-    the output matrix are left to AdamW (https://kellerjordan.github.io/posts/muon/).
+    Muon is for matrices between hidden states. Tables of vectors (the embedding, placeholders, a
+    Markov head) and the output matrix are left to AdamW
+    (https://kellerjordan.github.io/posts/muon/).
     """
 
     def label(path: tuple, x: jax.Array) -> str:
         name = jax.tree_util.keystr(path[:1])
-        is_table = name in ("['embed']", "['lm_head']", "['placeholder']")
+        is_table = name in ("['embed']", "['lm_head']", "['placeholder']", "['markov']")
         return "muon" if x.ndim >= 2 and not is_table else "adamw"
 
     return jax.tree.map_with_path(label, params)

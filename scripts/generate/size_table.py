@@ -28,6 +28,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.draft.head import HeadConfig  # noqa: E402
+from peagle_jax.draft.markov import NO_MARKOV  # noqa: E402
 from peagle_jax.draft.placeholders import PAPER_DESIGN  # noqa: E402
 from peagle_jax.layers import Rope  # noqa: E402
 from peagle_jax.pipelines import tracing  # noqa: E402
@@ -92,6 +93,7 @@ def head_config_of(target_name: str, config: TargetConfig) -> HeadConfig:
         fc_norm=False,
         norm_output=False,
         **PAPER_DESIGN,
+        **NO_MARKOV,
         windows=(None,) * 4,
         dtype=jnp.bfloat16,
     )

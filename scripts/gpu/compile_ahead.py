@@ -38,6 +38,7 @@ import size_table  # noqa: E402
 import thunks  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
+from peagle_jax.decode.drafters import ParallelDrafter  # noqa: E402
 from peagle_jax.kernels.launch import (  # noqa: E402
     H200,
     disable_kernels,
@@ -50,7 +51,7 @@ from peagle_jax.provenance import provenance  # noqa: E402
 from peagle_jax.train.cod import cod_sample  # noqa: E402
 from peagle_jax.train.hidden_states import TrainingRows, shifted  # noqa: E402
 from peagle_jax.train.peagle_loss import peagle_loss  # noqa: E402
-from peagle_jax.types import Batch  # noqa: E402
+from peagle_jax.types import Batch, DraftState  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 # target -> (recipe of its head, scales of its FP8 matrices)
@@ -59,6 +60,7 @@ TARGETS = {
     "gpt-oss-20b": ("gpt_oss_20b", "rows"),
 }
 K, PROMPT, CACHE_SIZE, TOKENS = 7, 1024, 4096, 20_000
+RANK = 256  # of the Markov head, as in DSpark's heads
 # jax-triton 0.3 called it triton_kernel_call
 TRITON = re.compile(r'custom_call_target="triton_kernel_call(_ffi)?"')
 LAUNCH = re.compile(r" = \S.*? (fusion|custom-call|while|conditional|copy|sort)\(")
@@ -122,6 +124,29 @@ def training(recipe: str, device) -> dict:
     return {f"{recipe}: training step, {n + cod.anchor.shape[1]} packed rows": lowered}
 
 
+def drafting(recipe: str, device) -> dict:
+    """{program: lowered} of drafting K tokens alone, without a Markov head and with one."""
+    _, _, head = tracing.recipe(ROOT / f"configs/train/{recipe}.yaml", ROOT / "configs/targets")
+
+    def on_device(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+
+    def program(rank: int | None):
+        config = dataclasses.replace(head.config, dtype=jnp.bfloat16, markov_rank=rank)
+        drafts = tracing.abstract_head(config)
+        drafter = ParallelDrafter(drafts.graph, config, K)
+        state = jax.eval_shape(lambda: DraftState(drafter.init(1, CACHE_SIZE), None))
+        ids = jax.ShapeDtypeStruct((1, K + 1), jnp.int32)
+        aux = jax.ShapeDtypeStruct((1, K + 1, config.sizes.aux_dim), jnp.bfloat16)
+        count = jax.ShapeDtypeStruct((1,), jnp.int32)
+        args = jax.tree.map(on_device, (drafts.params, state, ids, aux, count))
+        with jax.default_device(device):
+            return jax.jit(drafter.step).trace(*args).lower(lowering_platforms=("cuda",))
+
+    name = f"{recipe}: drafting, K = {K}"
+    return {name: program(None), f"{name}, Markov head of rank {RANK}": program(RANK)}
+
+
 def compile_program(lowered) -> dict:
     """What the compiled program launches, what of it CUDA graphs hold, and its temporary memory."""
     compiled, listed = thunks.compile_program(lowered)
@@ -150,7 +175,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--doc", type=Path, help="a Markdown file whose table is written anew")
-    names = [*TARGETS, "training"]
+    names = [*TARGETS, "drafting", "training"]
     parser.add_argument("--without", nargs="+", choices=names, default=[])
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
@@ -166,6 +191,8 @@ def main() -> int:
             with target_gpu(H200), contextlib.nullcontext() if kernels else disable_kernels():
                 if name == "training":
                     lowered_programs = training("qwen3_coder_30b", device)
+                elif name == "drafting":
+                    lowered_programs = drafting("qwen3_coder_30b", device)
                 else:
                     lowered_programs = decoding(name, device)
             for program, lowered in lowered_programs.items():

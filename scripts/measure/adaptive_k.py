@@ -5,7 +5,7 @@
 
 Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
 at temperature 1, where drafting does not pay; and random tokens at temperature 2. Every decoder
-decodes all prompts in each round, with a new engine: 8 prompts one by one, 16 in a batch of 8.
+decodes all prompts in each round, with a new engine: 8 prompts one by one, 48 in a batch of 8.
 Speeds are compared within a round. Before, every program is compiled, and an adaptive engine
 decodes other prompts of the kind, twice, so that step times are measured, changes of K compiled and
 something is known of the drafts, as in every run but a user's first.
@@ -192,8 +192,10 @@ def main() -> None:
 
 
 def num_prompts(args, batch_size: int) -> int:
-    """How many prompts are decoded: a batch is filled twice, so that rows are replaced."""
-    return max(args.num_prompts, 2 * batch_size if batch_size > 1 else 1)
+    """How many prompts are decoded: a batch is filled six times, so that rows are replaced, and the
+    last ones, which are decoded in a smaller batch, count little.
+    """
+    return max(args.num_prompts, 6 * batch_size if batch_size > 1 else 1)
 
 
 def append(path: Path, rows: list[dict]) -> None:

@@ -73,6 +73,7 @@ def make_head(folder: Path, size: int) -> None:
     from peagle_jax import weights
     from peagle_jax.checkpoints import config_writing, param_mapping
     from peagle_jax.draft.head import DraftHead, HeadConfig
+    from peagle_jax.draft.markov import NO_MARKOV
     from peagle_jax.draft.placeholders import PAPER_DESIGN
     from peagle_jax.layers import Rope
 
@@ -100,6 +101,7 @@ def make_head(folder: Path, size: int) -> None:
             fc_norm=False,
             norm_output=False,
             **PAPER_DESIGN,
+            **NO_MARKOV,
             windows=(None,) * layers,
             dtype=np.dtype(ml_dtypes.bfloat16),
         )

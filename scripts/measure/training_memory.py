@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.layers import Rope
 from peagle_jax.pipelines import tracing
@@ -68,6 +69,7 @@ def small_head() -> Model:
         fc_norm=False,
         norm_output=False,
         **PAPER_DESIGN,
+        **NO_MARKOV,
         windows=(None, None),
         dtype=jnp.float32,
     )

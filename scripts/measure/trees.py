@@ -1,14 +1,18 @@
 """Acceptance length of trees of drafts against their budget, beside chains.
 
     .venv/bin/python scripts/measure/trees.py [--budgets 4 8 16 32 64] [--temperatures 0 1] \\
+        [--drafters peagle_jax/assets/peagle runs/assets/markov/head] \\
         [--record results/trees.jsonl] [--picture docs/pictures/trees.png]
 
-The packaged P-EAGLE head drafts for excerpts of held-out Python source: chains of K tokens, and
-trees of N nodes made of the same K = 7 positions. Tokens per second are of all prompts at the given
-batch size on this machine, and of single runs: the time of verifying is compared, not timed.
+A P-EAGLE head, the packaged one if none is named, drafts for excerpts of held-out Python source:
+chains of K tokens, and trees of N nodes made of the same K = 7 positions. The trees of a head with
+a Markov head are conditioned on parents; those of others are made of the positions' marginals. All
+drafters decode the same prompts, and gains are over the first drafter's chain of 7. Seconds are of
+single runs and include compilation: what a step verifies is compared, and no speed.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -19,21 +23,24 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import Engine, Request, acceptance_length, load_pair, text
+from peagle_jax.checkpoints.pair import load_drafter_for
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
 
 DEPTH = 7  # tokens of a path
+COLORS = ("#0b6e4f", "#8d99ae", "#c1440e", "#e0a458", "#3d5a80", "#98c1d9")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budgets", nargs="+", type=int, default=[4, 8, 16, 32, 64])
-    parser.add_argument("--chains", nargs="+", type=int, default=[1, 3, 5, 7, 11])
+    parser.add_argument("--budgets", nargs="*", type=int, default=[4, 8, 16, 32, 64])
+    parser.add_argument("--chains", nargs="*", type=int, default=[1, 3, 5, 7, 11])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--drafters", nargs="+", type=Path, default=[ASSETS / "peagle"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -41,12 +48,15 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     parser.add_argument("--picture", type=Path, help="draw the first temperature to this PNG")
     args = parser.parse_args()
-    target, head = load_pair(ASSETS / "target", ASSETS / "peagle", dtype=jnp.dtype(args.dtype))
+    target, head = load_pair(ASSETS / "target", args.drafters[0], dtype=jnp.dtype(args.dtype))
+    heads = {short_name(args.drafters[0]): head}
+    heads |= {short_name(path): load_drafter_for(target, path) for path in args.drafters[1:]}
     prompts = standard_prompts(text.load_tokenizer(ASSETS / "target"), args.num_prompts)
     cases = [(k, None) for k in args.chains] + [(DEPTH, n) for n in args.budgets]
     rows = []
-    with ProgressReport("trees", len(args.temperatures) * len(cases), unit="cases") as progress:
-        for temperature in args.temperatures:
+    total = len(args.temperatures) * len(heads) * len(cases)
+    with ProgressReport("trees", total, unit="cases") as progress:
+        for temperature, (name, head) in itertools.product(args.temperatures, heads.items()):
             for k, num_nodes in cases:
                 engine = Engine(
                     target,
@@ -70,6 +80,8 @@ def main() -> None:
                 rows.append(
                     {
                         "name": "trees",
+                        "drafter": name,
+                        "markov_rank": head.config.markov_rank,
                         "k": k,
                         "num_tree_nodes": num_nodes,
                         "temperature": temperature,
@@ -82,7 +94,7 @@ def main() -> None:
                         "seconds_with_compilation": time.perf_counter() - start,
                     }
                 )
-                progress.update(len(rows), note=f"K = {k}, {num_nodes or 'a chain'}")
+                progress.update(len(rows), note=f"{name}, K = {k}, {num_nodes or 'a chain'}")
     Console(width=100).print(table_of(rows))
     if args.picture:
         draw(rows, args.picture)
@@ -92,23 +104,30 @@ def main() -> None:
             file.writelines(json.dumps(origin | row) + "\n" for row in rows)
 
 
+def short_name(path: Path) -> str:
+    """What a drafter is called in rows: the last folder that says something."""
+    return path.parent.name if path.name == "head" else path.name
+
+
 def chain_of_depth(rows: list[dict], temperature: float) -> dict | None:
-    """The chain as long as a tree's paths."""
+    """The first drafter's chain as long as a tree's paths."""
     chains = [r for r in rows if r["num_tree_nodes"] is None and r["k"] == DEPTH]
     return next((r for r in chains if r["temperature"] == temperature), None)
 
 
 def table_of(rows: list[dict]) -> Table:
-    """Acceptance lengths; gains are over the chain of K = 7."""
-    table = Table("temperature", "drafts", "acceptance length", "over the chain of 7")
+    """Acceptance lengths; gains are over the first drafter's chain of K = 7."""
+    columns = ("temperature", "drafter", "drafts", "acceptance length", "over the chain of 7")
+    table = Table(*columns)
     for row in rows:
         chain = chain_of_depth(rows, row["temperature"])
         nodes = row["num_tree_nodes"]
         gain = ""
-        if chain and nodes:
+        if chain and row is not chain:
             gain = f"{row['acceptance_length'] / chain['acceptance_length'] - 1:+.1%}"
         drafts = f"tree of {nodes}" if nodes else f"chain of {row['k']}"
-        table.add_row(f"{row['temperature']:g}", drafts, f"{row['acceptance_length']:.2f}", gain)
+        length = f"{row['acceptance_length']:.2f}"
+        table.add_row(f"{row['temperature']:g}", row["drafter"], drafts, length, gain)
     return table
 
 
@@ -119,17 +138,18 @@ def draw(rows: list[dict], path: Path) -> None:
     temperature = rows[0]["temperature"]
     here = [row for row in rows if row["temperature"] == temperature]
     figure, axis = plt.subplots(figsize=(6, 3.6), constrained_layout=True)
-    for label, color, chosen in (
-        ("tree, K = 7", "#0b6e4f", [r for r in here if r["num_tree_nodes"]]),
-        ("chain of K", "#8d99ae", [r for r in here if not r["num_tree_nodes"]]),
-    ):
+    names = list(dict.fromkeys(row["drafter"] for row in here))
+    kinds = itertools.product(names, (True, False))
+    for (name, is_tree), color in zip(kinds, itertools.cycle(COLORS), strict=False):
+        chosen = [r for r in here if r["drafter"] == name and bool(r["num_tree_nodes"]) == is_tree]
+        label = f"{name}: {'tree, K = 7' if is_tree else 'chain of K'}"
         drafts = [row["num_tree_nodes"] or row["k"] for row in chosen]
         lengths = [row["acceptance_length"] for row in chosen]
         axis.plot(drafts, lengths, "o-", color=color, label=label)
     axis.set_xscale("log", base=2)
     axis.set_xlabel("drafts verified in one step")
     axis.set_ylabel("acceptance length")
-    axis.set_title(f"packaged P-EAGLE head, temperature {temperature:g}", fontsize=10)
+    axis.set_title(f"P-EAGLE, temperature {temperature:g}", fontsize=10)
     axis.legend(frameon=False)
     figure.savefig(path, dpi=110)
 

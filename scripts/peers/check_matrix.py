@@ -52,7 +52,7 @@ ROUTES = {
     "plain": ("orbax", "bfloat16", 3_000_000),
     "four_taps": ("orbax", "float16", None),
     "llama": ("fp8", "bfloat16", None),
-    "two_layers": ("fp8", "float32", None),
+    "four_layers": ("fp8", "float32", None),
     "reduced": ("automodel", "float32", None),
     "llama3": ("automodel", "float16", 5_000_000),
     "eagle3_llama": ("automodel", "bfloat16", None),

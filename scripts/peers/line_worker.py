@@ -1,6 +1,7 @@
-"""A process that answers requests one line at a time; compare_speed.py asks, engines answer.
+"""A process that answers requests one line at a time.
 
-Every engine runs in an environment of its own, so this file imports nothing outside of Python.
+compare_speed.py and compare_training.py ask; engines and trainers answer. Each of them runs in an
+environment of its own, so this file imports nothing outside of Python.
 """
 
 import importlib.metadata
@@ -16,9 +17,9 @@ def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None
     """Answers requests from stdin until it is closed.
 
     The first line is the job, which `start` gets. It returns a function from a request to an
-    answer: {"prompts", "max_new_tokens", "batch_size"} -> {"outputs", ..}. "seconds" are added
-    here. An exception becomes {"error": message}, and ends the process. The answer to the job
-    itself is {"version"} of `package`.
+    answer; of an engine {"prompts", "max_new_tokens", "batch_size"} -> {"outputs", ..}. "seconds"
+    are added here. An exception becomes {"error": message}, and ends the process. The answer to
+    the job itself is {"version"} of `package`.
 
     What libraries print goes to stderr: stdout has answers only.
     """
@@ -30,11 +31,11 @@ def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None
         answers.flush()
 
     try:
-        decode = start(json.loads(sys.stdin.readline()))
+        answer_to = start(json.loads(sys.stdin.readline()))
         say({"version": importlib.metadata.version(package)})
         for line in sys.stdin:
             began = time.perf_counter()
-            answer = decode(json.loads(line))
+            answer = answer_to(json.loads(line))
             say(answer | {"seconds": time.perf_counter() - began})
     except Exception as error:  # whatever an engine raises is its answer
         traceback.print_exc()

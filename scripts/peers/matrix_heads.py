@@ -208,12 +208,16 @@ def four_taps(d: Draft, rng):
         d.params["mask_hidden"] = insert(d.params["mask_hidden"])
 
 
-def two_layers(d: Draft, rng):
-    """Fewer layers."""
-    d.set(layers=2, windows=(None, None))
-    d.params = {
-        name: x for name, x in d.params.items() if not name.startswith(("layers.2", "layers.3"))
-    }
+def four_layers(d: Draft, rng):
+    """Two more layers, copies of the last one that add a twentieth of what it adds."""
+    last = d.config.layers - 1
+    d.set(layers=last + 3, windows=(None,) * (last + 3))
+    for name, x in list(d.params.items()):
+        if name.startswith(f"layers.{last}."):
+            part = name.removeprefix(f"layers.{last}.")
+            factor = 0.05 if part.split(".")[-2] in ("o", "down") else 1.0
+            for i in (1, 2):
+                d.params[f"layers.{last + i}.{part}"] = factor * x
 
 
 def shared(d: Draft, rng):
@@ -239,7 +243,7 @@ HEADS: dict[str, tuple[str, tuple[Change, ...]]] = {
     "own_kv_heads": ("peagle", (own_kv_heads, reduced)),
     "wide": ("peagle", (wide,)),
     "four_taps": ("peagle", (four_taps,)),
-    "two_layers": ("peagle", (two_layers,)),
+    "four_layers": ("peagle", (four_layers,)),
     "eagle3": ("eagle3", ()),
     "eagle3_shared": ("eagle3", (shared,)),
     "eagle3_llama": ("eagle3", (llama, reduced)),

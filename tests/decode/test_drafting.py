@@ -31,6 +31,8 @@ OPTIONS = {
     "reduced": {"draft_vocab": 17},
     "window": {"windows": (3, None)},
     "window_last": {"windows": (None, 3)},
+    "markov": {"markov_rank": 3},
+    "markov_gated": {"markov_rank": 6, "markov_gated": True, "draft_vocab": 17},
 }
 EAGLE_OPTIONS = {
     "eagle": {},
@@ -55,14 +57,25 @@ class SlowDrafting:
             module = head.bind(params)
             attend = PackedCausal(jnp.where(positions < n, 0, -1))
             x, _ = module(embeddings[None], fused[None], positions, attend, None)
-            draft_ids = jnp.argmax(module.compute_logits(x[0]), -1)
-            return module.target_ids()[draft_ids], module.feedback(x[0])
+            return module.compute_logits(x[0]), module.final_norm(x[0]), module.feedback(x[0])
 
         @jax.jit
         def fuse(params, aux_hidden_states):
             return head.bind(params).fuse(aux_hidden_states)
 
         self.rows, self.fuse = rows, fuse
+
+    def choose(self, logits, normed, previous):
+        """The likeliest token after `previous`, by the logits and the Markov head's formula."""
+        if "markov" in self.head.params:
+            markov = jax.tree.map(np.asarray, self.head.params["markov"])
+            code = markov["w1"]["table"][previous]
+            if "gate" in markov:
+                gate = np.concatenate([normed, code]) @ markov["gate"]["kernel"]
+                code = code / (1 + np.exp(-gate - markov["gate"]["bias"]))
+            logits = logits + code @ markov["w2"]["kernel"]
+        draft_id = int(np.argmax(logits))
+        return draft_id + int(self.head.params["d2t"][draft_id] if "d2t" in self.head.params else 0)
 
     def draft(self, text, aux_hidden_states, k, method):
         """`text` is t_0 .. t_p; `aux_hidden_states` are h_0 .. h_{p-1} and may go on."""
@@ -78,14 +91,19 @@ class SlowDrafting:
             for depth in range(1, k):
                 fused[p - 1 + depth] = designs.fused(head, depth, fused[p - 1], fuse)
             inputs = [*table[text[1:]], *[designs.embedding(head, table[text[-1]])] * (k - 1)]
-            ids, _ = self.rows(params, pad(inputs), jnp.asarray(fused), p + k - 1)
-            return np.asarray(ids)[p - 1 : p + k - 1].tolist()
+            found = self.rows(params, pad(inputs), jnp.asarray(fused), p + k - 1)
+            logits, normed, _ = map(np.asarray, found)
+            drafts = [text[-1]]
+            for row in range(p - 1, p + k - 1):
+                drafts.append(self.choose(logits[row], normed[row], drafts[-1]))
+            return drafts[1:]
         drafts, tokens = [], list(text[1:])
         for step in range(k):
-            ids, states = self.rows(params, pad(table[tokens]), jnp.asarray(fused), p + step)
-            drafts.append(int(ids[p + step - 1]))
+            found = self.rows(params, pad(table[tokens]), jnp.asarray(fused), p + step)
+            logits, normed, states = (np.asarray(x[p + step - 1]) for x in found)
+            drafts.append(self.choose(logits, normed, tokens[-1]))
             tokens.append(drafts[-1])
-            fused[p + step] = states[p + step - 1]
+            fused[p + step] = states
         return drafts
 
 

@@ -53,6 +53,8 @@ def test_speculation_emits_what_plain_decoding_does(case, rings):
         target_dim=target.config.dim,
         aux_hidden_state_layers=target.config.aux_hidden_state_layers,
     )
+    if case == "gpt_oss":
+        config |= {"markov_rank": 8, "markov_gated": True}
     head = to_model(from_model(tiny.head(**config)), fp8=True)
     assert (
         head.params["lm_head"]["values"].dtype == E4M3

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from scipy import stats
 
-from peagle_jax.decode import loop
+from peagle_jax.decode import drafters, loop
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.penalties import count_tokens, penalize, penalties_of
 from peagle_jax.decode.prefill import prefill, run_to_end
@@ -124,6 +124,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue
 
 
+MARKOV_REDUCED = {"draft_vocab": 3, "markov_rank": 3, "markov_gated": True}
 CASES = {
     "k1": ({}, 1, "peagle", 0, 1.0, True),
     "k4": ({}, 4, "peagle", 0, 1.0, True),
@@ -132,13 +133,15 @@ CASES = {
     "k1_reduced_greedy": ({"draft_vocab": 3}, 1, "peagle", 0, 1.0, False),
     "k4_eagle3": ({}, 4, "eagle3", 0, 1.0, True),
     "k4_eagle": ({}, 4, "eagle", 0, 1.0, True),
+    "k4_markov": ({"markov_rank": 2}, 4, "peagle", 0, 1.0, True),
+    "k4_markov_gated_reduced": (MARKOV_REDUCED, 4, "peagle", 4, 0.9, True),
     "k4_filtered": ({}, 4, "peagle", 4, 0.85, True),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_distribution(name):
-    calls = 3 if name == "k1" else CALLS
+    calls = 3 if name == "k1" or "markov" in name else CALLS
     assert p_value(*CASES[name], cache_size=9, calls=calls) > 0.001
 
 
@@ -194,6 +197,18 @@ def always_accepts(drafts, draft_logits, logits, sampling):
     return jnp.concatenate([drafts, tokens[:, -1:]], axis=1), jnp.full(
         len(drafts), drafts.shape[1], jnp.int32
     )
+
+
+def test_a_q_without_the_markov_bias_is_noticed(monkeypatch):
+    """Drafts are drawn with the bias of the draft before; q must have it as well."""
+
+    def without_bias(head, hidden, *others):
+        drafts, logits = drafters_in_turn(head, hidden, *others)
+        return drafts, head.compute_logits(hidden).astype(logits.dtype)
+
+    drafters_in_turn = drafters.draft_in_turn
+    monkeypatch.setattr(drafters, "draft_in_turn", without_bias)
+    assert p_value(*CASES["k4_markov"], cache_size=13, calls=3) < 1e-6
 
 
 @pytest.mark.parametrize("wrong, cache_size", [(no_residual, 10), (always_accepts, 11)])

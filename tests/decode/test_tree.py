@@ -4,6 +4,7 @@ import functools
 import heapq
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +14,14 @@ from peagle_jax.decode import growth, loop
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
-from peagle_jax.decode.tree import candidates, likeliest_tree, num_tree_nodes, tree_width
-from peagle_jax.types import InputError
+from peagle_jax.decode.tree import (
+    candidates,
+    conditioned_tree,
+    likeliest_tree,
+    num_tree_nodes,
+    tree_width,
+)
+from peagle_jax.types import DraftState, InputError
 
 PROMPTS = [[3, 14, 15], [9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 23], [8], [4, 6, 2, 6, 4, 33, 8]]
 
@@ -102,6 +109,90 @@ def test_a_tree_accepts_more_than_a_chain():
     assert [a.output_token_ids for a in tree] == [a.output_token_ids for a in chain]
     steps = [sum(a.num_drafts for a in answers) for answers in (chain, tree)]
     assert steps[1] < 0.9 * steps[0]
+
+
+def conditioned_paths(root, table, k, num_nodes):
+    """The likeliest paths of one row; table[d][parent][token] has log-probabilities."""
+    heap = [(-table[0][root, t], (t,)) for t in range(table.shape[2])]
+    heapq.heapify(heap)
+    paths = []
+    while heap and len(paths) < num_nodes:
+        cost, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < k:
+            of_parent = table[len(path)][path[-1]]
+            for token, logprob in enumerate(of_parent):
+                heapq.heappush(heap, (cost - logprob, (*path, token)))
+    return paths
+
+
+def paths_of(tree, row) -> list[tuple]:
+    paths: list[tuple] = [()]
+    nodes = zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True)
+    for place, (token, parent) in enumerate(nodes):
+        assert parent <= place  # a parent comes first
+        paths.append((*paths[parent], token))
+    return paths
+
+
+@pytest.mark.parametrize("k, num_nodes", [(1, 3), (3, 1), (4, 9), (6, 24), (2, 99)])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_a_conditioned_tree_is_best_first(k, num_nodes, spread):
+    """Against a search with a heap over all continuations of every path."""
+    rng, vocab = np.random.default_rng(k), 7
+    logits = spread * rng.normal(size=(k, vocab, vocab))
+    table = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    width, roots = min(num_nodes, vocab), np.array([2, 5])
+
+    def continuations(depth, parents):
+        logprobs = table[depth - 1][np.asarray(parents)]
+        ids = np.argsort(-logprobs, axis=-1, kind="stable")[..., :width]
+        sorted_logprobs = np.take_along_axis(logprobs, ids, axis=-1)
+        return jnp.asarray(ids), jnp.asarray(sorted_logprobs, jnp.float32)
+
+    tree = conditioned_tree(jnp.asarray(roots), continuations, k, num_nodes)
+    assert tree.tokens.shape[1] == num_tree_nodes(k, num_nodes, vocab)
+    for row, root in enumerate(roots):
+        paths = paths_of(tree, row)
+        assert sorted(paths[1:]) == sorted(conditioned_paths(root, table, k, num_nodes))
+        assert np.asarray(tree.depth[row]).tolist() == [len(path) for path in paths]
+        want = [[a == b[: len(a)] for a in paths] for b in paths]
+        assert np.array_equal(tree.ancestors[row], want)
+
+
+def test_a_trees_branches_have_scores_of_their_own():
+    """Of a head with a Markov head: the likeliest paths by every token's parent, enumerated."""
+    head, k, num_nodes = tiny.head(markov_rank=4, markov_gated=True, draft_vocab=9), 3, 14
+    drafter, rng = make_drafter(head, k), np.random.default_rng(3)
+    state = DraftState(drafter.init(2, 16), None)
+    aux = jnp.asarray(rng.normal(size=(2, k + 1, head.config.sizes.aux_dim)), jnp.float32)
+    inputs = state, jnp.asarray([[6] * 4, [30] * 4]), aux, jnp.ones(2, jnp.int32)
+
+    @jax.jit
+    def run(params):
+        module, hidden, _ = drafter._read(params, *inputs)
+        normed = module.final_norm(hidden)
+        every = jnp.broadcast_to(jnp.arange(41)[None, None], (2, k, 41))
+        by_parent = jnp.broadcast_to(normed[:, :, None], (2, k, 41, normed.shape[-1]))
+        logits = module.lm_head(normed)[:, :, None] + module.markov(every, by_parent)
+        return drafter.tree(params, *inputs, num_nodes)[0], jax.nn.log_softmax(logits)
+
+    tree, logprobs = run(head.params)
+    ids = np.arange(9) + np.asarray(head.params["d2t"])
+    table = np.full((2, k, 41, 41), -np.inf)
+    table[..., ids] = np.asarray(logprobs)
+    for row, root in enumerate((6, 30)):
+        assert sorted(paths_of(tree, row)[1:]) == sorted(
+            conditioned_paths(root, table[row], k, num_nodes)
+        )
+
+
+def test_greedy_text_of_a_conditioned_tree_is_plain_decodings():
+    options = {"k": 4, "num_tree_nodes": 12, "max_new_tokens": 30}
+    answers = generate(tiny.target(), tiny.head(markov_rank=4), PROMPTS, **options)
+    assert [a.output_token_ids for a in answers] == truth()
+    assert all(a.num_draft_tokens == 12 * a.num_drafts for a in answers)
+    assert sum(a.num_accepted_tokens for a in answers) > 0
 
 
 class Perfect:

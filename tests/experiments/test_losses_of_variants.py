@@ -15,10 +15,11 @@ from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
 from peagle_jax.checkpoints import export_placeholders
 from peagle_jax.pipelines import tracing
-from peagle_jax.train import new_head, train_head
+from peagle_jax.train import train_head
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.head_batches import HeadBatch
+from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_state_store import HiddenStates
 from peagle_jax.train.hidden_states import shifted
 from peagle_jax.types import Batch
@@ -64,7 +65,7 @@ def traced(tmp_path_factory):
     @functools.cache
     def trace(run):
         teacher = target(folder, run.head.aux_hidden_state_layers)
-        config = new_head.head_config(run, teacher, 3)
+        config = head_config(run, teacher, 3)
         head = tracing.abstract_head(config)
         n = run.data.seq_len
         batch = Batch(np.ones((1, n), np.int32), np.zeros((1, n), np.int32), np.ones((1, n), bool))

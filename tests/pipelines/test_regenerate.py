@@ -6,6 +6,7 @@ written.
 
 import json
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
 from peagle_jax.pipelines.regenerate import RegenerationOptions, excerpts_of, regenerate
+from peagle_jax.train.document_file import DocumentWriter
 from peagle_jax.types import InputError
 from tests import tiny
 
@@ -213,3 +215,30 @@ def test_refusals(place, tmp_path, capsys, flags, words):
     ]
     assert main([*base, *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["excerpts", "conversations", "bad row", "no disk"])
+def test_nothing_is_left_after_an_error(kind, place, tmp_path, monkeypatch):
+    """No folder of temporary files, and no empty file; what was there before stays."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    source, out = str(place / "corpus"), tmp_path / "sub" / "a.jsonl"
+    if kind != "excerpts":
+        source = str(tmp_path / "rows.jsonl")
+        row = '{"turns": ["def f"]}\n'
+        (tmp_path / "rows.jsonl").write_text(row + ('{"turns": 5}\n' if kind == "bad row" else ""))
+    if kind == "no disk":
+        monkeypatch.setattr(DocumentWriter, "add", no_room)
+    asked = options(place, source=source, held_out=0.0, max_new_tokens=10_000)
+    with pytest.raises(InputError):
+        regenerate(place / "target", asked, out, lambda line: None)
+    assert not list(temporary.iterdir()) and not list(out.parent.iterdir())
+    out.write_text("")
+    with pytest.raises(InputError):
+        regenerate(place / "target", asked, out, lambda line: None)
+    assert out.name in [path.name for path in out.parent.iterdir()]
+
+
+def no_room(*_):
+    raise OSError(28, "No space left on device")

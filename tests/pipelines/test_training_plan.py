@@ -131,12 +131,12 @@ def test_published_recipes_fit_eight_devices(name):
     path = ROOT / f"configs/train/{name}.yaml"
     run = load_run(path)
     plan = training_plan.training_plan(run, None, ROOT / "configs/targets")
-    assert plan.devices == 8 and plan.total_bytes < 0.9 * training_plan.DEVICE_BYTES
+    assert plan.devices == 8 and plan.total_bytes < 0.9 * training_plan.H200.memory
     assert f"# {plan.total_bytes / 1e9:.0f} GB on each of 8 H200s" in path.read_text()
     # one row of 20,000 tokens at a time, too, for every one of them
     long = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=20_000))
     plan = training_plan.training_plan(long, None, ROOT / "configs/targets")
-    assert plan.total_bytes < training_plan.DEVICE_BYTES
+    assert plan.total_bytes < training_plan.H200.memory
     # without partitions, rounding and recomputation, 8 rows at once, they would not
     whole = dataclasses.replace(
         run,
@@ -146,7 +146,7 @@ def test_published_recipes_fit_eight_devices(name):
         gradient_accumulation=1,
     )
     plan = training_plan.training_plan(whole, None, ROOT / "configs/targets")
-    assert plan.total_bytes > training_plan.DEVICE_BYTES
+    assert plan.total_bytes > training_plan.H200.memory
 
 
 def test_other_numbers_of_devices():
@@ -159,17 +159,24 @@ def test_other_numbers_of_devices():
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """It writes nothing, and reads no weights: the target of the recipe is not on this disk."""
-    monkeypatch.chdir(ROOT)
-    out = tmp_path / "out"
-    words = ["train", "configs/train/gpt_oss_20b.yaml", "--out", str(out), "--dry-run"]
+    """It writes nothing, and reads no weights: the target of the recipe is not on this disk.
+
+    From any folder: the published configurations belong to the package.
+    """
+    monkeypatch.chdir(tmp_path)
+    out, recipes = tmp_path / "out", ROOT / "configs" / "train"
+    words = ["train", str(recipes / "gpt_oss_20b.yaml"), "--out", str(out), "--dry-run"]
     assert main([*words, "--devices", "1"]) == 0
     printed = capsys.readouterr().out
     assert "8,192" in printed and "fits an H200" in printed and not out.exists()
     assert main([*words[:-1], "--devices", "1"]) == 2
     assert "--devices" in capsys.readouterr().err
-    assert main(["train", "configs/train/demo_target.yaml", "--dry-run"]) == 2
+    assert main(["train", str(recipes / "demo_target.yaml"), "--dry-run"]) == 2
     assert "needs the recipe of a head" in capsys.readouterr().err
+    published = {path.name for path in (ROOT / "configs" / "targets").glob("*.json")}
+    assert {path.name for path in training_plan.TARGET_CONFIGS.glob("*.json")} == published
+    with pytest.raises(InputError, match="must be a folder with config.json, or a hub id that is"):
+        training_plan.find_config("openai/nothing-20b", tmp_path)
 
 
 def test_floor_of_a_step():

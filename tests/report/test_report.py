@@ -93,6 +93,28 @@ def test_the_newest_comparison_with_other_engines(tmp_path):
     assert "Beside vLLM" not in without
 
 
+def test_ratios_of_other_devices(tmp_path):
+    old, new = ({"device": "Old CPU", "time": f"2026-11-1{n}T10:00:00Z"} for n in (5, 7))
+    speeds = [("peagle_jax", "plain", 30.0), ("vllm", "plain", 20.0), ("vllm", "peagle", 5.0)]
+    rows = [
+        peer_row(engine, method, batch, speed * batch, **when)
+        for when in (old, new, {"time": "2026-11-16T10:00:00Z"})
+        for engine, method, speed in speeds
+        for batch in (1, 4)
+    ]
+    rows[6]["tokens_per_second"] = 50.0  # the newest of the old device
+    file = tmp_path / "peers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert peers.newest(file) == rows[6:12]
+    (elsewhere,) = peers.newest_elsewhere(file)
+    assert elsewhere == rows[12:]
+    assert peers.ratios(rows[6:12]) == (
+        "On Old CPU (commit abc1234, 2026-11-17) our speed over vLLM's at batch 1 and 4 is: "
+        "plain decoding 2.50x and 1.50x."
+    )
+    assert peers.newest_elsewhere(tmp_path / "none") == []
+
+
 def test_numbers_of_the_page_are_rounded(tmp_path):
     """Whatever rows, facts and captions hold, no number has more than four decimals."""
     third = 1 / 3

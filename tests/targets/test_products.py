@@ -22,11 +22,11 @@ def test_activations_are_float32_on_a_cpu_and_16_bit_on_a_gpu(monkeypatch):
     assert table(jnp.array([[1, 2]])).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 @pytest.mark.parametrize("experts", [(), (3,)])
-def test_operands_are_rounded_and_sums_are_not(has_units, rows, experts, monkeypatch):
-    monkeypatch.setattr(products, "has_bfloat16_matrix_units", lambda: has_units)
+def test_operands_are_rounded_and_sums_are_not(platform, rows, experts, monkeypatch):
+    monkeypatch.setattr(products, "platform", lambda: platform)
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.normal(size=(*experts, rows, 70)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(*experts, 70, 11)), jnp.bfloat16)
@@ -50,6 +50,36 @@ def test_gradients_reach_operands_of_different_dtypes():
     dx, dw = jax.grad(lambda x, w: product(x, w).sum(), argnums=(0, 1))(x, w)
     assert dx.dtype == jnp.float32 and dw.dtype == jnp.bfloat16
     assert np.array_equal(dx, np.full((2, 3), 8.0)) and np.array_equal(dw, np.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_loop_holds_no_copy_of_its_weights(rows):
+    """XLA converts the weights of one-row products to float32, all of them before the loop."""
+    w = jnp.ones((256, 256), jnp.bfloat16)
+
+    def repeat(w, x):
+        return jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(product(x, w)), x)
+
+    program = jax.jit(repeat).lower(w, jnp.ones((rows, 256))).compile()
+    memory = program.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < w.nbytes / 4
+
+
+def test_gradients_are_products_of_rounded_operands(monkeypatch):
+    """Matrix units multiply the gradient of the output, rounded, with the other operand."""
+    monkeypatch.setattr(products, "has_bfloat16_matrix_units", lambda: True)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(9, 70)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(70, 11)), jnp.bfloat16)
+    dy = jnp.asarray(rng.normal(size=(9, 11)), jnp.float32)
+    y, pull = jax.vjp(product, x, w)
+    dx, dw = pull(dy)
+    rounded = np.asarray(dy.astype(jnp.bfloat16), np.float64)
+    assert y.dtype == dx.dtype == jnp.float32 and dw.dtype == jnp.bfloat16
+    np.testing.assert_allclose(dx, rounded @ np.asarray(w, np.float64).T, rtol=1e-5, atol=1e-5)
+    want = np.asarray(x.astype(jnp.bfloat16), np.float64).T @ rounded
+    # the gradient has the parameter's 8 bits
+    np.testing.assert_allclose(np.asarray(dw, np.float64), want, rtol=2**-8, atol=1e-5)
 
 
 needs_matrix_units = pytest.mark.skipif(

@@ -104,6 +104,7 @@ DEFAULTS = {
             "partitions": 1,
         },
         "placeholder": {"hidden": "shared", "token": "mask"},
+        "markov": None,
         "feature_noise": {"noise": 0.0, "dropout": 0.0},
     },
     "eagle3": EVERY_HEAD
@@ -212,6 +213,7 @@ ALL_CHANGED = {
         "partitions": 3,
     },
     "placeholder": {"hidden": "per_depth", "token": "frozen"},
+    "markov": {"rank": 7, "gated": True, "train_alone": True},
     "feature_noise": {"noise": 0.5, "dropout": 0.25},
 }
 

@@ -52,13 +52,19 @@ def dense(segment_ids, cod, q, k, v, window):
     return jnp.einsum("BNPQ,BQNH->BPNH", jax.nn.softmax(scores, -1), v), real
 
 
-# 16: the queries go through in parts
+# 16: the queries go through in parts; blocks of 2 are shorter than chains
 @pytest.mark.parametrize(
-    "chunk, window",
-    [(16, None), (16, 7), (2048, 3), pytest.param(2048, None, marks=pytest.mark.long)],
+    "chunk, block, window",
+    [
+        (16, 8, None),
+        (16, 2, 7),
+        (2048, 8, 3),
+        pytest.param(2048, 64, None, marks=pytest.mark.long),
+    ],
 )
-def test_equals_dense(window, chunk, monkeypatch):
+def test_equals_dense(window, chunk, block, monkeypatch):
     monkeypatch.setattr(packed_attention, "CHUNK", chunk)
+    monkeypatch.setattr(packed_attention, "BLOCK", block)
     segment_ids, cod, q, k, v, weight = inputs()
     attend = PrefixChain(
         jnp.asarray(cod.anchor), jnp.asarray(cod.depth), jnp.asarray(segment_ids), K

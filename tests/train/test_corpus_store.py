@@ -9,7 +9,7 @@ from test_packing import arrays, same
 from peagle_jax import corpus, text
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.train import corpus_store
-from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from peagle_jax.train.corpus_store import CorpusChoice, make_store, open_corpus, read_store
 from peagle_jax.train.data import pack
 from peagle_jax.train.document_file import DocumentFile, DocumentWriter
 from peagle_jax.types import InputError
@@ -206,3 +206,22 @@ def test_documents_in_a_file(tmp_path):
     with DocumentWriter(tmp_path / "d"):
         pass
     assert len(DocumentFile(tmp_path / "d")) == 0
+
+
+def test_another_process_reads_what_the_first_has_made(source, tokenizer, tmp_path):
+    """It needs no corpus, and refuses a folder that is of something else, or on another disk."""
+    folder = tmp_path / "store"
+    key = make_store(folder, choose(source), tokenizer, lambda line: None)
+    made = open_corpus(folder, choose(source), tokenizer, lambda line: None)
+    source.unlink()
+    store = read_store(folder, key)
+    same(*(arrays(x.pack(16).take(slice(None))) for x in (store, made)))
+    for path, other, got in (
+        (folder, "0", "that of another corpus"),
+        (tmp_path / "x", key, "none"),
+    ):
+        with pytest.raises(InputError) as caught:
+            read_store(path, other)
+        message = str(caught.value)
+        assert message.startswith(f"{path}: the encoded corpus must be seen by all processes")
+        assert f"got {got}; set out to a folder on a disk that all of them share" in message

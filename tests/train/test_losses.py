@@ -12,7 +12,7 @@ import tiny
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.eagle3_loss import eagle3_loss
 from peagle_jax.train.hidden_states import TrainingRows
-from peagle_jax.train.loss import LOSSES
+from peagle_jax.train.loss import LOSSES, TeacherProbs
 from peagle_jax.train.peagle_loss import peagle_loss
 from peagle_jax.types import CodSample
 
@@ -81,10 +81,10 @@ def test_values_and_gradients(name, spread):
     (want * torch.tensor(weight, dtype=torch.float64)).sum().backward()
 
     def weighted(x):
-        return (LOSSES[name](x, jnp.asarray(teacher)) * weight).sum()
+        return (LOSSES[name](x, TeacherProbs.of_logits(jnp.asarray(teacher))) * weight).sum()
 
     got, grads = (
-        LOSSES[name](jnp.asarray(student), jnp.asarray(teacher)),
+        LOSSES[name](jnp.asarray(student), TeacherProbs.of_logits(jnp.asarray(teacher))),
         jax.grad(weighted)(jnp.asarray(student)),
     )
     np.testing.assert_allclose(got, want.detach().numpy(), rtol=1e-5, atol=1e-5)
@@ -95,7 +95,7 @@ def test_values_and_gradients(name, spread):
 @pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_logits_are_summed_in_float32(name):
     student, teacher = (jnp.asarray(x, jnp.bfloat16) for x in pair("apart", width=400))
-    got = LOSSES[name](student, teacher)
+    got = LOSSES[name](student, TeacherProbs.of_logits(teacher))
     want = ORACLE[name](
         *(torch.tensor(np.asarray(x, np.float64)) for x in (student, teacher))
     ).numpy()
@@ -118,7 +118,8 @@ def test_without_overlap(name, value, flat):
 
     Nothing is infinite, and two of the losses have no gradient.
     """
-    student, teacher = jnp.array([[300.0, 0, 0]]), jnp.array([[0.0, 0, 300]])
+    student = jnp.array([[300.0, 0, 0]])
+    teacher = TeacherProbs.of_logits(jnp.array([[0.0, 0, 300]]))
     got, grads = jax.value_and_grad(lambda x: LOSSES[name](x, teacher).sum())(student)
     np.testing.assert_allclose(got, value, rtol=1e-6)
     np.testing.assert_allclose(grads, np.zeros((1, 3)) if flat else [[1.0, 0, -1]], atol=1e-6)
@@ -127,7 +128,9 @@ def test_without_overlap(name, value, flat):
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"cross_entropy"}))
 def test_a_perfect_student_costs_nothing(name):
     logits = jnp.asarray(pair("apart")[0])
-    np.testing.assert_allclose(LOSSES[name](logits, logits + 3), 0, atol=1e-6)
+    np.testing.assert_allclose(
+        LOSSES[name](logits, TeacherProbs.of_logits(logits + 3)), 0, atol=1e-6
+    )
 
 
 N, E = 9, 7  # rows and the width of their teacher
@@ -210,10 +213,12 @@ def test_by_hand():
         np.log([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]).astype(np.float32),
     )
     np.testing.assert_allclose(
-        LOSSES["total_variation"](jnp.asarray(s), jnp.asarray(t)), [0.3, 0], atol=1e-6
+        LOSSES["total_variation"](jnp.asarray(s), TeacherProbs.of_logits(jnp.asarray(t))),
+        [0.3, 0],
+        atol=1e-6,
     )
     np.testing.assert_allclose(
-        LOSSES["negative_log_acceptance"](jnp.asarray(s), jnp.asarray(t)),
+        LOSSES["negative_log_acceptance"](jnp.asarray(s), TeacherProbs.of_logits(jnp.asarray(t))),
         [-np.log(0.7), 0],
         atol=1e-6,
     )

@@ -88,6 +88,8 @@ MESHES = {
     "all": {"data": 2, "fsdp": 2, "model": 2},
 }
 
+PARTITIONED = {"partitions_2": {"data": 2}, "partitions_8": MESHES["all"]}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ MESHES = {
     ["peagle", *(pytest.param(task, marks=pytest.mark.long) for task in ("eagle3", "lm"))],
 )
 def test_every_mesh_gives_the_same_curve(task, corpus, target, tmp_path):
-    """Beside one device, with and without parts; and the same head comes out."""
+    """Beside one device, with and without parts, and partitions; and the same head comes out."""
     parts = {"gradient_accumulation": 4}
     if task == "peagle":
         parts["feature_noise"] = {"noise": 0.05, "dropout": 0.1}
@@ -109,10 +111,18 @@ def test_every_mesh_gives_the_same_curve(task, corpus, target, tmp_path):
         else:
             changes = parts | {"gradient_accumulation": 1}
         recipes.append(recipe(task, name, corpus, target, tmp_path, mesh=mesh, **changes))
+    partitioned = PARTITIONED if task == "peagle" else {}
+    for name, mesh in partitioned.items():
+        # the elements of a row in three parts, and layers computed twice
+        changes = parts | {"gradient_accumulation": 1, "compute": {"recompute": "layers"}}
+        path = recipe(task, name, corpus, target, tmp_path, mesh=mesh, **changes)
+        raw = yaml.safe_load(path.read_text())
+        raw["cod"]["partitions"] = 3
+        recipes.append(test_runs.write(path, raw))
     finish(start(recipes, 8))
     folder = "model" if task == "lm" else "head"
     want = weights.open_folder(tmp_path / "one" / folder)
-    for name in ("parts", *meshes):
+    for name in ("parts", *meshes, *partitioned):
         assert_same(tmp_path, name, "one")
         got = weights.open_folder(tmp_path / name / folder)
         assert got.keys() == want.keys()
@@ -145,12 +155,32 @@ def test_two_processes_give_the_same_curve(corpus, target, tmp_path):
     both = recipe("peagle", "both", corpus, target, tmp_path, mesh=MESHES["all"], save_every=2)
     (out, _), (silent, _) = map(finish, start_two(both))
     assert "acceptance length" in out and "acceptance length" not in silent
+    assert not list((tmp_path / "both").glob("corpus?*"))  # it is encoded once
     assert_same(tmp_path, "both", "one")
     got, want = (weights.open_folder(tmp_path / name / "head") for name in ("both", "one"))
     for key in want:
         np.testing.assert_allclose(got[key], want[key], atol=2e-4, err_msg=key)
     results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "both")]
     assert results[0]["acceptance_length"] == pytest.approx(results[1]["acceptance_length"])
+
+
+@pytest.mark.long
+def test_the_first_process_encodes_for_both(corpus, target, tmp_path):
+    """What it cannot encode is said in both, soon, and both end as after a mistake of the user."""
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    path = recipe("peagle", "run", corpus, target, tmp_path, mesh=MESHES["all"])
+    raw = yaml.safe_load(path.read_text())
+    raw["data"]["source"] = str(tmp_path / "bad.jsonl")
+    processes = start_two(test_runs.write(path, raw))
+    began = time.monotonic()
+    ends = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], ends
+    said = [[x for x in end.splitlines() if x.startswith("peagle: ")] for end in ends]
+    words = "bad.jsonl:2: text must be text; got 5"
+    assert len(said[0]) == 1 and words in said[0][0]
+    assert len(said[1]) == 1 and words in said[1][0]
+    assert said[1][0].startswith("peagle: --process: process 1 must encode the corpus, for which ")
+    assert time.monotonic() - began < 200
 
 
 @pytest.mark.long

@@ -211,6 +211,12 @@ BAD = [
     ({"head": {"norm_before_fc": True, "fc_norm": True}}, "head.fc_norm: excludes norm_before_fc"),
     ({"placeholder": {"hidden": "x"}}, "placeholder.hidden: must be one of shared, shared_fused"),
     ({"placeholder": {"token": "x"}}, "placeholder.token: must be one of mask, "),
+    ({"markov": {"rank": 0}}, "markov.rank: must be 1 or more; got 0; use 256"),
+    ({"markov": {"gated": True}}, "markov: rank must be given; got no rank"),
+    (
+        {"markov": {"rank": 4, "train_alone": True}},
+        "markov.train_alone: needs a trained head, which it leaves as it is; got init_from: null",
+    ),
     ({"feature_noise": {"noise": -1.0}}, "feature_noise.noise: must be 0 or more; got -1.0"),
     ({"feature_noise": {"dropout": 1.0}}, "feature_noise.dropout: must lie in 0..1, below 1"),
     ({"cod": {"max_anchors": 0}}, "cod.max_anchors: must be 1 or more, or null; got 0"),

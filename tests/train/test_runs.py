@@ -1,12 +1,8 @@
-"""Whole training runs on one small target: exact resume after SIGKILL, learning, refusals."""
+"""Whole training runs on one small target: learning, what resumes, refusals."""
 
 import functools
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -19,7 +15,6 @@ from peagle_jax.cli import main
 from peagle_jax.train.config import TASKS, load_run
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "train"
-STEPS = 120  # of the runs that are killed: long enough to be caught in the middle
 CORPUS = [
     "def f{0}(x):\n    return x + {0}\n",
     "class C{0}:\n    value = {0}\n\n    def get(self):\n        return self.value\n",
@@ -117,135 +112,6 @@ def test_target_learns_and_is_a_hugging_face_folder(target):
     assert tokenizer.mask_token_id not in tokenizer("<|draft_mas k|> def")["input_ids"]
 
 
-@pytest.mark.parametrize("task", ["peagle", pytest.param("eagle3", marks=pytest.mark.long)])
-def test_killed_run_ends_as_if_it_had_not_been(task, corpus, target, tmp_path):
-    """SIGKILL while it trains, twice; then the same command finishes it.
-
-    Weights are the same to the bit, and metrics are the same.
-    """
-
-    def run_file(name: str) -> Path:
-        raw = config(task, corpus, tmp_path / name, target)
-        raw["optimizer"]["steps"] = STEPS
-        raw["eval"] |= {"every": 30, "num_prompts": 2, "max_new_tokens": 6}
-        raw["depth_schedule"] = [
-            {"until": 10, "num_depths": 1},
-            {"until": 60, "num_depths": 2},
-        ]
-        return write(tmp_path / f"{name}.yaml", raw)
-
-    assert main(["train", str(run_file("whole"))]) == 0
-    killed = run_file("killed")
-    log = tmp_path / "killed" / "metrics.jsonl"
-    # rows of metrics when it is killed, at steps 8 and 40; it saves every 4 steps
-    for least in (4, 20):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "peagle_jax.cli", "train", str(killed)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        while process.poll() is None and not (
-            log.exists() and len(log.read_text().splitlines()) >= least
-        ):
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    saved = [
-        int(p.name)
-        for p in (tmp_path / "killed" / "checkpoints").glob("[0-9]*")
-        if p.name.isdigit()
-    ]
-    assert saved and max(saved) < STEPS
-    assert main(["train", str(killed)]) == 0
-    assert same(tmp_path / "killed" / "head", tmp_path / "whole" / "head")
-
-    def strip(out):
-        return [{k: v for k, v in r.items() if k != "seconds"} for r in rows(out)]
-
-    assert strip(tmp_path / "killed") == strip(tmp_path / "whole")
-    assert [r["step"] for r in rows(tmp_path / "whole") if "loss" in r] == list(
-        range(2, STEPS + 1, 2)
-    )
-    num_depths = {
-        r["step"]: len(r["accuracy"]) for r in rows(tmp_path / "whole") if "accuracy" in r
-    }
-    assert (num_depths[10], num_depths[12], num_depths[60], num_depths[62]) == (1, 2, 2, 3)
-    measured = [r for r in rows(tmp_path / "whole") if "acceptance_length" in r]
-    assert [r["step"] for r in measured] == [30, 60, 90, 120] and len(
-        measured[0]["accepted_per_position"]
-    ) == 3
-    for name in ("whole", "killed"):  # time goes on where it stopped
-        seconds = [r["seconds"] for r in rows(tmp_path / name)]
-        assert seconds == sorted(seconds)
-    result = json.loads((tmp_path / "killed" / "result.json").read_text())
-    assert (
-        result["step"] == STEPS and result["acceptance_length"] == measured[-1]["acceptance_length"]
-    )
-
-
-def test_an_eagle_run_learns_and_goes_on_exactly(corpus, target, tmp_path, capsys):
-    """Interrupted after steps 1 and 2, it ends with the same bits; its folder has no embedding."""
-    for name in ("whole", "interrupted"):
-        raw = config("eagle", corpus, tmp_path / name, target)
-        raw["optimizer"] |= {"steps": 60, "peak_lr": 1e-2}
-        path = write(tmp_path / f"{name}.yaml", raw)
-        for _ in range(2 if name == "interrupted" else 0):
-            assert main(["train", str(path), "--max_seconds", "0"]) == 0
-        assert main(["train", str(path)]) == 0
-    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
-    assert same(whole / "head", interrupted / "head")
-    losses = {r["step"]: (r["loss"], r["accuracy"]) for r in rows(whole) if "loss" in r}
-    assert losses[60] == {r["step"]: (r["loss"], r["accuracy"]) for r in rows(interrupted)}[60]
-    assert losses[60][0] < 0.7 * losses[2][0] and losses[60][1][0] > 0.3 > losses[2][1][0]
-    result = json.loads((whole / "result.json").read_text())
-    assert result["acceptance_length"] > 1.2 and len(result["accepted_per_position"]) == 3
-    head = weights.open_folder(whole / "head")
-    assert len(head) == 9 and "fc.weight" in head and "layers.0.mlp.up_proj.weight" in head
-    # the run and its folder draft the same
-    capsys.readouterr()
-    texts = []
-    for drafter in (whole, whole / "head"):
-        command = f"generate --target {target} --drafter {drafter} --prompt def --max-new-tokens 30"
-        assert main(command.split()) == 0
-        texts.append(capsys.readouterr())
-    assert texts[0] == texts[1] and "acceptance length" in texts[0].err
-
-
-def test_an_eagle_head_that_vllm_cannot_read(corpus, target, tmp_path, capsys):
-    """Its run ends as others do, and decodes."""
-    raw = config("eagle", corpus, tmp_path / "run", target)
-    raw["head"] = {"layers": 1, "qk_norm": True}
-    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
-    said = capsys.readouterr()
-    assert "no folder for vLLM is written" in said.out + said.err
-    assert not (tmp_path / "run" / "head").exists()
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["acceptance_length"] >= 1
-    command = f"generate --target {target} --drafter {tmp_path / 'run'} --prompt d"
-    assert main([*command.split(), "--max-new-tokens", "5"]) == 0
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"head": {"layers": 1, "dim": 48}}, "head.dim: an EAGLE-1 head reads and predicts"),
-        ({"head": {"layers": 1, "draft_vocab": 99}}, "head.draft_vocab: an EAGLE-1 head reads"),
-        ({"head": {"layers": 1, "aux_hidden_state_layers": [-1]}}, "must be layers of the target"),
-        ({"train_embedding": True}, "train_embedding: an EAGLE-1 head has its target's; got True"),
-        ({"train_lm_head": True}, "train_lm_head: an EAGLE-1 head has its target's"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens: must be 1 or more; got 0; use 6"),
-        ({"depth_schedule": [{"until": 5, "num_depths": 1}]}, "depth_schedule: must be empty"),
-        ({"regression": {"noise": -0.1}}, "regression.noise: must be 0 or more; got -0.1"),
-        ({"regression": {"weight": 0, "token_weight": 0}}, "regression.weight: must be above 0"),
-    ],
-)
-def test_what_an_eagle_head_has_no_place_for(change, words, corpus, tmp_path, capsys):
-    raw = config("eagle", corpus, tmp_path / "run", tmp_path, **change)
-    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
-
-
 def test_a_run_is_not_continued_with_another_configuration(corpus, target, tmp_path, capsys):
     path = write(tmp_path / "run.yaml", config("eagle3", corpus, tmp_path / "run", target))
     assert main(["train", str(path), "--optimizer.steps", "2"]) == 0
@@ -338,6 +204,25 @@ def test_frozen_parts_and_reduced_vocabulary(corpus, target, tmp_path):
     assert same(tmp_path / "again", tmp_path / "run" / "head")
 
 
+def test_a_reduced_vocabulary_is_that_of_the_checkpoint(corpus, target, tmp_path, capsys):
+    """Also where nothing else says which data a run began with; the same corpus goes on."""
+    source = tmp_path / "corpus"
+    shutil.copytree(corpus, source)
+    raw = config("peagle", source, tmp_path / "run", target, max_seconds=0.0)
+    raw["head"] |= {"draft_vocab": 60, "layers": 1}
+    path = write(tmp_path / "run.yaml", raw)
+    assert main(["train", str(path)]) == 0
+    (tmp_path / "run" / "data.json").unlink()
+    assert main(["train", str(path)]) == 0 and rows(tmp_path / "run")[-1]["step"] == 2
+    (source / "new.py").write_text("zebra = quagga\n" * 200)
+    (tmp_path / "run" / "data.json").unlink()
+    capsys.readouterr()
+    assert main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "resumed only with the draft vocabulary that it began with; got that of ano" in error
+    assert error.count("\n") == 1 and rows(tmp_path / "run")[-1]["step"] == 2
+
+
 @pytest.mark.long
 def test_the_assets_recipe(corpus, target, tmp_path, capsys):
     """The packaged heads' options together.
@@ -424,6 +309,35 @@ def test_the_assets_recipe(corpus, target, tmp_path, capsys):
         ) == (held_out == 0)
 
 
+def test_a_markov_head_is_trained_on_top_of_a_finished_head(corpus, target, tmp_path, capsys):
+    """Nothing but it changes; the head's folder is in our format; the run goes on after a stop."""
+    raw = config("peagle", corpus, tmp_path / "first", target)
+    raw["optimizer"]["steps"] = 2
+    assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
+    first = weights.open_folder(tmp_path / "first" / "head")
+    raw |= {
+        "out": str(tmp_path / "second"),
+        "init_from": str(tmp_path / "first" / "head"),
+        "markov": {"rank": 5, "train_alone": True},
+        "eval": raw["eval"] | {"every": 6, "num_prompts": 2, "max_new_tokens": 8},
+    }
+    raw["optimizer"]["steps"] = 12
+    path = write(tmp_path / "run.yaml", raw)
+    assert main(["train", str(path), "--max_seconds", "0"]) == 0
+    assert main(["train", str(path)]) == 0
+    second = weights.open_folder(tmp_path / "second" / "head")
+    plain = {name.replace("layers.0.", "midlayer."): x for name, x in second.items()}
+    markov = {name for name in plain if name.startswith("markov_head.")}
+    assert markov == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    assert plain.keys() - markov == first.keys()
+    assert all(np.array_equal(plain[name], first[name]) for name in first)
+    assert np.abs(second["markov_head.markov_w2.weight"]).max() > 0
+    assert rows(tmp_path / "second")[-1]["step"] == 12
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "second")]) == 0
+    assert "Markov head, rank" in capsys.readouterr().out
+
+
 def test_a_target_is_resumed_with_its_own_documents(corpus, tmp_path, capsys):
     """With more of them it is refused, and nothing changes; without them it goes on."""
     source, run = tmp_path / "corpus", tmp_path / "run"
@@ -468,6 +382,7 @@ def test_shipped_configs_load(path):
         ({"seed": "four"}, "seed: must be a whole number"),
         ({"seed": -1}, "seed: must be 0 or more"),
         ({"eval.max_new_tokens": 5000}, "must fit the target's context"),
+        ({"data.seq_len": 5000}, "data.seq_len: must be at most the target's context of 4,096"),
         ({"depth_schedule": [{"until": 5, "num_depths": 3}]}, "depth_schedule: must ascend"),
         (
             {"depth_schedule": [{"until": 5, "num_depths": 1}, {"until": 5, "num_depths": 2}]},
@@ -487,6 +402,10 @@ def test_shipped_configs_load(path):
             "depth_schedule: must end before the last of 12 steps",
         ),
         ({"init_from": "nowhere"}, "nowhere"),
+        (
+            {"markov": {"rank": 321}},
+            "markov.rank: the Markov head's rank must lie in 1..320, the draft vocabulary; got 321",
+        ),
         ({"eval.num_prompts": 0}, "eval.num_prompts: must be 1 or more; got 0; use 16"),
         ({"eval.prompts": "nowhere.jsonl"}, "nowhere.jsonl: this file must exist"),
     ],

@@ -1,0 +1,235 @@
+"""Latency under load: requests that arrive while others are decoded.
+
+Closed loop: as many requests are under way as the batch holds; the next is sent when one is done.
+Open loop: requests are sent at random times, a given number per second on average, whether or not
+earlier ones are done. Times are those of a client in the same process: a token counts when the
+engine hands it out. To hand out every step's tokens, the engine returns to the host after every
+step, which costs speed; `bench.suite` measures speed without that.
+
+Results have the names of `vllm bench serve --save-result`, in milliseconds and per second.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from peagle_jax.bench.suite import Decoding, mean_acceptance_length
+from peagle_jax.decode.requests import Generation, Output, Request, acceptance_length
+
+CLOSED = float("inf")  # requests per second: as soon as there is a place
+PERCENTILE = 99
+
+
+@runtime_checkable
+class Server(Protocol):
+    """What serves requests: an `Engine`."""
+
+    max_batch: int
+
+    def add(self, request: Request) -> int:
+        """Takes a request in; its number."""
+        ...
+
+    def step(self) -> list[Output]:
+        """What is new after some work."""
+        ...
+
+
+@dataclasses.dataclass
+class Served:
+    """What a client saw of one request.
+
+    Attributes:
+      sent: seconds, when it was sent.
+      arrivals: when tokens came, and how many.
+      answer: at the end.
+    """
+
+    sent: float
+    arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    answer: Generation | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def first(self) -> float:
+        """Time to the first token, in seconds."""
+        return self.arrivals[0][0] - self.sent
+
+    @property
+    def whole(self) -> float:
+        """Time to the last one."""
+        return self.arrivals[-1][0] - self.sent
+
+    @property
+    def per_token(self) -> float | None:
+        """Time per output token after the first; None where there is none after it."""
+        others = self.num_tokens - 1
+        return (self.whole - self.first) / others if others else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between arrivals: inter-token latency as vLLM counts it, of chunks."""
+        times = [at for at, _ in self.arrivals]
+        return np.diff(times).tolist()
+
+
+def arrival_times(count: int, rate: float, seed: int) -> list[float]:
+    """When requests are sent in an open loop, in seconds: a Poisson process that begins at 0."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return (np.cumsum(gaps) - gaps[0]).tolist()
+
+
+def serve(
+    engine: Server,
+    requests: Sequence[Request],
+    rate: float = CLOSED,
+    *,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], object] = time.sleep,
+) -> list[Served]:
+    """Sends requests and notes when their tokens come.
+
+    Args:
+      engine: with nothing under way. Requests beyond its `max_batch` wait in it (open loop).
+      requests: made to stream.
+      rate: requests per second, or CLOSED.
+      seed: of the times of an open loop.
+      clock: seconds.
+      sleep: waits for the next request where nothing is under way.
+
+    Returns:
+      What was seen of each request, in their order.
+    """
+    is_closed = rate == CLOSED
+    due = [0.0] * len(requests) if is_closed else arrival_times(len(requests), rate, seed)
+    served: list[Served] = []
+    by_id: dict[int, Served] = {}
+    begin = clock()
+    while len(served) < len(requests) or by_id:
+        while len(served) < len(requests):
+            number, now = len(served), clock() - begin
+            is_full = is_closed and len(by_id) >= engine.max_batch
+            if is_full or due[number] > now:
+                break
+            # of an open loop when it was due: the engine may have been busy
+            seen = Served(now if is_closed else due[number])
+            served.append(seen)
+            by_id[engine.add(dataclasses.replace(requests[number], stream=True))] = seen
+        if not by_id:
+            sleep(max(0.0, due[len(served)] - (clock() - begin)))
+            continue
+        for output in engine.step():
+            seen = by_id[output.request_id]
+            if output.new_token_ids:
+                seen.arrivals.append((clock() - begin, len(output.new_token_ids)))
+            if output.answer is not None:
+                seen.answer = output.answer
+                del by_id[output.request_id]
+    return served
+
+
+def serve_case(decoding: Decoding, rate: float, seed: int) -> dict:
+    """Serves the requests of a decoder twice, first to compile, and gives the second's result."""
+    for _ in range(2):
+        served = serve(decoding.engine(), decoding.requests, rate, seed=seed)
+    return load_result(served, decoding.case.batch_size, rate)
+
+
+def load_result(served: Sequence[Served], concurrency: int, rate: float) -> dict:
+    """What `vllm bench serve --save-result` writes, of what was served.
+
+    Percentages are of 100, as there; a rate of `inf` is a closed loop.
+    """
+    done = [seen for seen in served if seen.answer is not None and seen.arrivals]
+    answers = [seen.answer for seen in done if seen.answer is not None]
+    begin = min(seen.sent for seen in done)
+    duration = max(seen.arrivals[-1][0] for seen in done) - begin
+    inputs = sum(len(answer.prompt_token_ids) for answer in answers)
+    outputs = sum(len(answer.output_token_ids) for answer in answers)
+    result = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(served) - len(done),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(done) / duration,
+        "output_throughput": outputs / duration,
+        "total_token_throughput": (inputs + outputs) / duration,
+        "max_concurrency": concurrency,
+        "request_rate": "inf" if rate == CLOSED else rate,
+    }
+    per_token = [seen.per_token for seen in done]
+    times = {
+        "ttft": [seen.first for seen in done],
+        "tpot": [seconds for seconds in per_token if seconds is not None],
+        "itl": [gap for seen in done for gap in seen.gaps],
+        "e2el": [seen.whole for seen in done],
+    }
+    for name, values in times.items():
+        if not values:  # answers of one token have no time between tokens
+            continue
+        milliseconds = 1e3 * np.asarray(values)
+        result[f"mean_{name}_ms"] = float(milliseconds.mean())
+        result[f"median_{name}_ms"] = float(np.median(milliseconds))
+        result[f"std_{name}_ms"] = float(milliseconds.std())
+        result[f"p{PERCENTILE}_{name}_ms"] = float(np.percentile(milliseconds, PERCENTILE))
+    return result | _acceptance(answers)
+
+
+def _acceptance(answers: Sequence[Generation]) -> dict:
+    """vLLM's counters of speculation, and SPEED-Bench's mean; nothing with plain decoding."""
+    drafts = sum(answer.num_drafts for answer in answers)
+    if not drafts:
+        return {}
+    draft_tokens = sum(answer.num_draft_tokens for answer in answers)
+    accepted = sum(answer.num_accepted_tokens for answer in answers)
+    per_position = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0) / drafts
+    return {
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": draft_tokens,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_acceptance_rate": 100 * accepted / draft_tokens,
+        "spec_decode_acceptance_length": acceptance_length(answers),
+        "spec_decode_per_position_acceptance_rates": per_position.tolist(),
+        "mean_acceptance_length": mean_acceptance_length(answers),
+    }
+
+
+LINES = (
+    ("Successful requests", "completed", "d"),
+    ("Benchmark duration (s)", "duration", ".2f"),
+    ("Total input tokens", "total_input_tokens", "d"),
+    ("Total generated tokens", "total_output_tokens", "d"),
+    ("Request throughput (req/s)", "request_throughput", ".2f"),
+    ("Output token throughput (tok/s)", "output_throughput", ".2f"),
+    ("Total token throughput (tok/s)", "total_token_throughput", ".2f"),
+    ("Mean TTFT (ms)", "mean_ttft_ms", ".2f"),
+    ("Median TTFT (ms)", "median_ttft_ms", ".2f"),
+    ("P99 TTFT (ms)", "p99_ttft_ms", ".2f"),
+    ("Mean TPOT (ms)", "mean_tpot_ms", ".2f"),
+    ("Median TPOT (ms)", "median_tpot_ms", ".2f"),
+    ("P99 TPOT (ms)", "p99_tpot_ms", ".2f"),
+    ("Mean ITL (ms)", "mean_itl_ms", ".2f"),
+    ("Median ITL (ms)", "median_itl_ms", ".2f"),
+    ("P99 ITL (ms)", "p99_itl_ms", ".2f"),
+    ("Acceptance rate (%)", "spec_decode_acceptance_rate", ".2f"),
+    ("Acceptance length", "spec_decode_acceptance_length", ".2f"),
+    ("Mean of the answers' own", "mean_acceptance_length", ".2f"),
+)
+
+
+def load_lines(result: dict, title: str) -> list[str]:
+    """The block that `vllm bench serve` prints, of a result."""
+    lines = [f" {title} ".center(50, "=")]
+    for label, key, form in LINES:
+        if key in result:
+            lines.append(f"{label + ':':<40} {result[key]:<{9}{form}}".rstrip())
+    return [*lines, "=" * 50]

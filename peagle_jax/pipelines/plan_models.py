@@ -1,0 +1,165 @@
+"""The target and the heads of `peagle plan`, from a config.json and a few choices."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from peagle_jax import weights
+from peagle_jax.checkpoints.runs import open_head
+from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.markov import NO_MARKOV
+from peagle_jax.pipelines.decoding_plan import EAGLE3, PEAGLE
+from peagle_jax.pipelines.model_costs import ModelCosts, cached_bytes, model_costs
+from peagle_jax.pipelines.tracing import abstract_head, abstract_target
+from peagle_jax.targets.config import TargetConfig, default_aux_layers
+from peagle_jax.types import InputError
+
+DTYPES = ("auto", "float32", "bfloat16", "fp8", "mxfp4")
+# of a head where the target's layers have experts: as wide as those of the published heads
+MLP_OF_DIM = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedTarget:
+    """A target.
+
+    Attributes:
+      config: what its config.json says.
+      dtype: one of DTYPES, never "auto".
+      costs: of its forwards.
+      cache_dtype: of keys and values.
+    """
+
+    config: TargetConfig
+    dtype: str
+    costs: ModelCosts
+    cache_dtype: Any
+
+
+def planned_target(path: Path, dtype: str, kv_cache_dtype: str) -> PlannedTarget:
+    """The target of a config.json.
+
+    Args:
+      path: the config.json.
+      dtype: of its weights, one of DTYPES; "auto" is what the config says of its quantization, or
+        else bfloat16.
+      kv_cache_dtype: "auto", that of the activations, or "fp8".
+
+    Raises:
+      InputError: it is no config of a target, or its experts cannot be MXFP4.
+    """
+    raw = weights.read_json(path)
+    if dtype == "auto":
+        dtype = stored_dtype(raw)
+    numbers = jnp.dtype("float32" if dtype == "float32" else "bfloat16")
+    plain = abstract_target(path, dtype=numbers, aux_hidden_state_layers=())
+    if dtype == "mxfp4" and raw.get("model_type") != "gpt_oss":
+        rule = "mxfp4 is a storage of GPT-OSS's experts"
+        raise InputError("--dtype", rule, raw.get("model_type"), "give --dtype fp8")
+    stored = plain
+    if dtype in ("fp8", "mxfp4"):
+        stored = abstract_target(
+            path,
+            dtype=numbers,
+            aux_hidden_state_layers=(),
+            packed=dtype == "mxfp4",
+            fp8="rows" if dtype == "fp8" else None,
+        )
+    cache_dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else numbers
+    costs = model_costs(stored, plain, cache_dtype)
+    return PlannedTarget(plain.config, dtype, costs, cache_dtype)
+
+
+def stored_dtype(raw: dict) -> str:
+    """What a config.json says of its weights: "mxfp4", "fp8" or, without quantization, bfloat16."""
+    quantization = raw.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method if method in ("mxfp4", "fp8") else "bfloat16"
+
+
+def default_head(target: TargetConfig, method: str, layers: int) -> HeadConfig:
+    """A head as published ones are: as wide as its target, with the target's whole vocabulary."""
+    has_experts = bool(getattr(target, "experts", None))
+    return HeadConfig(
+        **NO_MARKOV,
+        vocab=target.vocab,
+        draft_vocab=target.vocab,
+        dim=target.dim,
+        layers=layers,
+        mlp_dim=MLP_OF_DIM * target.dim if has_experts else target.mlp_dim,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        rope=target.rope,
+        norm_eps=target.norm_eps,
+        context=target.context,
+        target_dim=target.dim,
+        aux_hidden_state_layers=default_aux_layers(target.layers),
+        mask_token=0 if method == PEAGLE else None,
+        num_depths=None,
+        placeholder_hidden="shared",
+        placeholder_token="mask",
+        qk_norm=False,
+        attention_bias=False,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        windows=(None,) * layers,
+        dtype=jnp.bfloat16,
+    )
+
+
+def planned_heads(
+    target: PlannedTarget, layers: int, folders: Sequence[str]
+) -> dict[str, HeadConfig]:
+    """A P-EAGLE and an EAGLE-3 head: those of the folders, and `default_head` where none is given.
+
+    Args:
+      layers: of a P-EAGLE head that is not given. An EAGLE-3 head has one.
+      folders: heads in any form that `peagle inspect` reads. Only their shapes count.
+
+    Raises:
+      InputError: a folder is no head, two have one method, or the head is an EAGLE-1 head.
+    """
+    heads = {
+        EAGLE3: default_head(target.config, EAGLE3, 1),
+        PEAGLE: default_head(target.config, PEAGLE, layers),
+    }
+    given = set()
+    for folder in folders:
+        config = open_head(folder, target.config.layers).config
+        if config.method not in heads or config.method in given:
+            rule = "one P-EAGLE and one EAGLE-3 head can be planned with"
+            next_step = "give --drafter once for each method"
+            raise InputError("--drafter", rule, f"{folder}: {config.method}", next_step)
+        if config.target_dim != target.config.dim or config.vocab != target.config.vocab:
+            rule = f"must be a head of a target {target.config.dim} wide with {target.config.vocab}"
+            got = f"one of {config.target_dim} with {config.vocab}"
+            raise InputError(folder, f"{rule} tokens", got, "name a head of this target")
+        given.add(config.method)
+        heads[config.method] = config
+    return heads
+
+
+def head_costs(config: HeadConfig, dtype: DTypeLike = jnp.bfloat16) -> ModelCosts:
+    """The costs of a head whose weights, keys and values have a dtype."""
+    model = abstract_head(dataclasses.replace(config, dtype=dtype))
+    return model_costs(model, model, dtype)
+
+
+def cache_sizes(
+    target: PlannedTarget, heads: dict[str, HeadConfig], dtype: DTypeLike = jnp.bfloat16
+) -> Callable[[int, int], int]:
+    """(concurrency, context) -> bytes of all caches, of the target and of its largest head."""
+
+    def size(rows: int, tokens: int) -> int:
+        of_heads = [cached_bytes(head, dtype, rows, tokens) for head in heads.values()]
+        of_target = cached_bytes(target.config, target.cache_dtype, rows, tokens)
+        return of_target + max(of_heads, default=0)
+
+    return size

@@ -1,0 +1,220 @@
+"""Any row, any chat template and any tokenizer's files: an encoded document, or one line."""
+
+import contextlib
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import templates
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from peagle_jax import text
+from peagle_jax.chat.encoding import encode_document
+from peagle_jax.documents import document_of_row
+from peagle_jax.types import InputError
+
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "<think>\nfoo\n</think>\n\nyes"},
+        {"role": "user", "content": "and"},
+        {"role": "assistant", "content": "no"},
+    ]
+}
+FEW = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return text.train_tokenizer(["<|im_start|>assistant\nyes no\n" * 40], 300)
+
+
+@contextlib.contextmanager
+def one_line():
+    """Lets our own errors of one line pass, and no others."""
+    try:
+        yield
+    except InputError as error:
+        message = str(error)
+        assert "\n" not in message and message.isprintable() and len(message) < 1000, message
+
+
+def check_encoded(tokenizer, row) -> None:
+    """Reads and encodes a row; what is trained stands in order in the text."""
+    with one_line():
+        encoded = encode_document(tokenizer, document_of_row(row, "d.jsonl:1", "d.jsonl:1"))
+        assert encoded.loss_mask.any() and len(encoded.loss_mask) == len(encoded.tokens)
+        ends = [place for span in encoded.trained for place in span]
+        assert ends == sorted(ends) and 0 <= ends[0] and ends[-1] <= len(encoded.text)
+
+
+# ---------------------------------------------------------------- rows
+
+words = st.sampled_from(["", "hi", "user", "assistant", "<think>", "</think>\n", "<|im_end|>"])
+strings = words | st.text(max_size=6) | st.sampled_from(["\ud800", "\U00100000", "\x00", "{{ x }}"])
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | strings
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "text", "function", "name"]), inner)
+    ),
+    max_leaves=8,
+)
+calls = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": strings, "arguments": values})}
+)
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "assistant", "system", "tool", "x"])},
+    optional={
+        "content": strings | st.lists(st.fixed_dictionaries({"text": strings})) | values,
+        "reasoning_content": strings | values,
+        "tool_calls": st.lists(calls, max_size=2) | values,
+    },
+)
+rows = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": st.lists(messages, min_size=1, max_size=4) | values,
+        "conversations": st.lists(
+            st.fixed_dictionaries({"from": words | values, "value": strings | values}), max_size=3
+        ),
+        "prompt": strings | st.lists(messages, max_size=2),
+        "response": strings,
+        "completion": strings | values,
+        "turns": st.lists(strings, max_size=3) | values,
+        "text": strings | values,
+        "tools": st.lists(values, max_size=2) | strings,
+        "system": strings | values,
+        "output_token_ids": st.lists(st.integers(0, 400), max_size=4) | values,
+        "prompt_token_ids": st.lists(st.integers(0, 400), max_size=4) | values,
+    },
+)
+
+
+@pytest.mark.parametrize("name", ["PLAIN", "DROPS_REASONING", "ONE_TURN", "MARKED"])
+def test_rows(tokenizer, name):
+    tokenizer.chat_template = getattr(templates, name)
+
+    @FEW
+    @given(rows)
+    def check(row):
+        check_encoded(tokenizer, row)
+
+    check()
+
+
+# ---------------------------------------------------------------- templates
+
+FRAGMENTS = [
+    "{% for message in messages %}",
+    "{%- for m in messages[::-1] -%}",
+    "{% endfor %}",
+    "{% if message['role'] == 'assistant' %}",
+    "{% else %}",
+    "{% endif %}",
+    "{{ message['content'] }}",
+    "{{ message.content.split('</think>')[-1] }}",
+    "{{ messages[3]['content'] | trim }}",
+    "{{ message }}",
+    "{{ loop.index0 }}",
+    "{% set ns = namespace(x=0) %}",
+    "{% set message = messages[0] %}",
+    "{% generation %}",
+    "{% endgeneration %}",
+    "{{ raise_exception('roles\nmust alternate') }}",
+    "{{ strftime_now('%Y') }}",
+    "{{ nothing.at.all }}",
+    "{{ 1 / 0 }}",
+    "{% break %}",
+    "{% macro f(x) %}",
+    "{% endmacro %}",
+    "{{ f(message) }}",
+    "{{ tools | tojson }}",
+    "{# a comment",
+    "<|im_start|>",
+    "<|im_end|>\n",
+    "}}",
+]
+WHOLE = ["PLAIN", "DROPS_REASONING", "TRIMS", "CHANNELS", "ONE_TURN", "COUNTS", "GOES_ON", "MARKED"]
+
+
+@st.composite
+def any_template(draw) -> str:
+    """Fragments, or a template with one of them somewhere in it and something left out."""
+    fragments = "".join(draw(st.lists(st.sampled_from(FRAGMENTS), max_size=7)))
+    if draw(st.booleans()):
+        return fragments
+    template = getattr(templates, draw(st.sampled_from(WHOLE)))
+    at, gap = draw(st.integers(0, len(template))), draw(st.sampled_from([0, 0, 1, 9]))
+    return template[:at] + draw(st.sampled_from(["", *FRAGMENTS])) + template[at + gap :]
+
+
+def test_templates(tokenizer):
+    @settings(FEW, max_examples=300)
+    @given(any_template())
+    def check(template):
+        tokenizer.chat_template = template
+        check_encoded(tokenizer, CHAT)
+        with one_line():
+            text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
+
+    check()
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+@st.composite
+def changes(draw) -> tuple[str, list[int], object]:
+    """(file, the way to a place in it, what comes there)."""
+    name = draw(st.sampled_from(["tokenizer.json", "tokenizer.json", "tokenizer_config.json"]))
+    way = draw(st.lists(st.integers(0, 9), max_size=3))
+    others = st.sampled_from([[], {}, "x", 0, -1, 2**40, None, True, "DELETE"])
+    return name, way, draw(others | values.filter(lambda x: x == x))
+
+
+def changed(content: object, way: list[int], value: object) -> object:
+    """JSON with another value at a place, of which each number chooses a key or an element."""
+    if not way or not isinstance(content, dict | list) or not content:
+        return value
+    keys = list(content) if isinstance(content, dict) else list(range(len(content)))
+    key = keys[way[0] % len(keys)]
+    if len(way) == 1 and value == "DELETE":
+        del content[key]
+    else:
+        content[key] = changed(content[key], way[1:], value)
+    return content
+
+
+def test_tokenizers(tokenizer, tmp_path):
+    tokenizer.chat_template = templates.PLAIN
+    tokenizer.save_pretrained(tmp_path)
+    files = [path for path in Path(tmp_path).iterdir() if path.suffix == ".json"]
+    contents = {path.name: json.loads(path.read_text()) for path in files}
+
+    @settings(FEW, max_examples=120)
+    @given(changes())
+    def check(change):
+        name, way, value = change
+        content = changed(copy.deepcopy(contents[name]), way, value)
+        (tmp_path / name).write_text(json.dumps(content))
+        try:
+            with one_line():
+                loaded = text.load_tokenizer(tmp_path)
+                check_encoded(loaded, CHAT)
+                check_encoded(loaded, {"prompt": "yes", "completion": " no é"})
+                text.encode_prompt("hi", loaded, chat=True, where="p.jsonl:1")
+        finally:
+            (tmp_path / name).write_text(json.dumps(contents[name]))
+
+    check()

@@ -1,0 +1,142 @@
+"""The loss of a head with a Markov head, and all its gradients, against torch.
+
+The hidden state of every element comes from a run of its own, without packing. From there on torch
+computes logits, biases and loss from their definitions. The token before an element is the true
+one, whatever the head would have drafted.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.train.attention import PackedCausal
+from peagle_jax.train.hidden_states import TrainingRows
+from peagle_jax.train.peagle_loss import peagle_loss
+from peagle_jax.types import CodSample
+from peagle_jax.weights import flatten_params
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+N, K, E, W = 8, 3, 7, 17
+# (anchor, depth) of every element; two are not in the loss
+DEPTH0 = [(a, 0) for a in range(N)]
+DEEPER = [(1, 1), (1, 2), (2, 1), (4, 1), (4, 2), (5, 1)]  # in two partitions of three
+LOSS_MASK = np.array([True, True, False, True, True, True, True, True])
+
+
+@functools.cache
+def given(gated: bool):
+    head = tiny.head(draft_vocab=W, markov_rank=5, markov_gated=gated, num_depths=K)
+    rng = np.random.default_rng(3)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    rows = TrainingRows(
+        jnp.asarray(rng.permutation(41)[:N][None], jnp.int32),
+        draw(1, N, head.config.sizes.aux_dim),
+        draw(1, N, E),
+        jnp.zeros((1, N), jnp.int32),
+        jnp.asarray(LOSS_MASK[None]),
+    )
+    anchor, depth = (jnp.asarray([x], jnp.int32) for x in zip(*DEEPER, strict=True))
+    return head, rows, CodSample(anchor, depth, jnp.ones_like(anchor, bool)), draw(E, 41)
+
+
+def normed_of_elements(head, rows):
+    """params -> the normed hidden state of every element, each from a run of its own [M D]."""
+    elements = [(a, d) for a, d in [*DEPTH0, *DEEPER] if LOSS_MASK[a + d]]
+    anchor, depth = (jnp.asarray(x) for x in zip(*elements, strict=True))
+    place = jnp.arange(N)
+
+    def of_element(module, anchor, depth):
+        is_mask = (place > anchor)[:, None]
+        masks = module.embed(jnp.full(N, head.config.mask_token))
+        embeddings = jnp.where(is_mask, masks, module.embed(rows.tokens[0]))
+        mask_fused = jnp.broadcast_to(
+            module.fuse(module.mask_hidden[...][None]), (N, masks.shape[1])
+        )
+        fused = jnp.where(is_mask, mask_fused, module.fuse(rows.aux_hidden_states[0]))
+        attend = PackedCausal(jnp.where(place <= anchor + depth, 0, -1)[None])
+        hidden, _ = module(embeddings[None], fused[None], place[None], attend, None)
+        return module.final_norm(hidden[0, anchor + depth][None])[0]
+
+    def run(params):
+        return jax.vmap(functools.partial(of_element, head.bind(params)))(anchor, depth)
+
+    return elements, run
+
+
+def trained_part(params):
+    return {k: v for k, v in params.items() if k != "d2t"}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_loss_and_gradients(gated):
+    head, rows, cod, output = given(gated)
+    d2t = {"d2t": head.params["d2t"]}
+
+    @jax.jit
+    def ours(params):
+        return jax.value_and_grad(
+            lambda p: peagle_loss(head.bind({**p, **d2t}), rows, cod, K, output), has_aux=True
+        )(params)
+
+    (loss, by_depth), grads = ours(trained_part(head.params))
+    elements, run = normed_of_elements(head, rows)
+    normed, pull = jax.vjp(jax.jit(lambda p: run({**p, **d2t})), trained_part(head.params))
+
+    named = {
+        name: torch.tensor(np.asarray(x), dtype=torch.float64, requires_grad=True)
+        for name, x in [*flatten_params(head.params), ("normed", normed)]
+        if name.startswith("markov.") or name in ("normed", "lm_head.kernel")
+    }
+    positions = [a + d for a, d in elements]
+    code = F.embedding(
+        torch.tensor(np.asarray(rows.tokens)[0, positions]), named["markov.w1.table"]
+    )
+    if gated:
+        joint = torch.cat([named["normed"], code], -1)
+        code = code * torch.sigmoid(joint @ named["markov.gate.kernel"] + named["markov.gate.bias"])
+    logits = named["normed"] @ named["lm_head.kernel"] + code @ named["markov.w2.kernel"]
+    columns = np.asarray(output, np.float64)[:, np.arange(W) + np.asarray(head.params["d2t"])]
+    teacher = torch.tensor(np.asarray(rows.teacher_hidden, np.float64)[0, positions] @ columns)
+    want = F.kl_div(
+        F.log_softmax(logits, -1), F.log_softmax(teacher, -1), log_target=True, reduction="sum"
+    ) / len(elements)
+    want.backward()
+
+    np.testing.assert_allclose(loss, want.item(), rtol=1e-5)
+    is_right = (logits.argmax(-1) == teacher.argmax(-1)).numpy()
+    hits = [
+        sum(hit for (_, d), hit in zip(elements, is_right, strict=True) if d == k) for k in range(K)
+    ]
+    np.testing.assert_array_equal(by_depth["correct"], hits)
+    (through_layers,) = pull(jnp.asarray(named["normed"].grad.numpy(), jnp.float32))
+    theirs = dict(flatten_params(through_layers))
+    for name, got in flatten_params(grads):
+        wanted = named[name].grad.numpy() if name in named else np.asarray(theirs[name])
+        assert np.abs(got - wanted).max() <= 2e-5 * np.abs(wanted).max(), name
+        assert np.abs(wanted).max() > 0 or name == "embed.table", name
+
+
+def test_partitions_change_nothing():
+    """Two stretches of as many elements, and no chain in both."""
+    head, rows, cod, output = given(True)
+    params = trained_part(head.params)
+
+    def loss(params, partitions):
+        bound = head.bind({**params, "d2t": head.params["d2t"]})
+        return peagle_loss(bound, rows, cod, K, output, partitions=partitions)[0]
+
+    whole, parts = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, partitions=n)))(params) for n in (1, 2)
+    )
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(parts[1]), jax.tree.leaves(whole[1]), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6 * float(np.abs(y).max()) + 1e-9)

@@ -1,0 +1,95 @@
+"""What a head begins as: placeholders that differ in nothing but their design."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax import text
+from peagle_jax.checkpoints.head_writing import save_drafter
+from peagle_jax.train.config import PeagleRun
+from peagle_jax.train.data import pack
+from peagle_jax.train.hidden_states import compute_hidden_states
+from peagle_jax.train.new_head import new_head
+from peagle_jax.train.settings import build
+
+TOKENIZER = text.train_tokenizer(["def f"], 300)  # what it encodes is not asked
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(1)
+    documents = [(rng.integers(6, 41, 23).astype(np.int32), np.ones(23, bool)) for _ in range(4)]
+    return pack(documents, 23)
+
+
+def begun(rows, design, **changes):
+    raw = {
+        "target": "not read here",
+        "out": "runs/x",
+        "data": {"source": "not read here", "seq_len": 23, "batch_size": 1},
+        "head": {"layers": 1, "mask_token": 5},
+        "cod": {"num_depths": 4},
+        "placeholder": {"hidden": design},
+    }
+    run = build(PeagleRun, raw | changes, "test")
+    return new_head(run, tiny.target(), rows, TOKENIZER).params
+
+
+def mean_aux_hidden_states(rows):
+    batch, target = rows.take(slice(None)), tiny.target()
+    states = jax.jit(lambda params, batch: compute_hidden_states(target.bind(params), batch))
+    return np.asarray(states(target.params, batch)[0], np.float64).reshape(-1, 72).mean(axis=0)
+
+
+def rms(x):
+    return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
+
+
+def test_vectors_that_are_not_learned_have_the_size_that_is_documented(rows):
+    """Also where the layers begin at random, and learned placeholders small."""
+    mean = mean_aux_hidden_states(rows)
+    for init in ("random", "target"):
+        fixed = begun(rows, "mean_feature", init=init)["mask_hidden"]
+        np.testing.assert_allclose(fixed, mean, rtol=1e-4, atol=1e-5)
+        random = begun(rows, "frozen_random", init=init)["mask_hidden"]
+        assert 0.7 < rms(random) / rms(mean) < 1.4
+        assert abs(np.corrcoef(random, mean)[0, 1]) < 0.4
+    assert rms(begun(rows, "shared")["mask_hidden"]) < 0.1 * rms(mean)
+    learned = begun(rows, "shared", init="target")["mask_hidden"]
+    np.testing.assert_allclose(learned, mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["random", "target"])
+def test_the_token_side_does_not_depend_on_the_hidden_side(init, rows):
+    tables = [
+        np.asarray(begun(rows, design, init=init)["embed"]["table"])
+        for design in ("shared", "mean_feature", "frozen_random", "zero")
+    ]
+    for table in tables[1:]:
+        np.testing.assert_array_equal(table, tables[0])
+    embedding = np.asarray(tiny.target().params["embed"]["table"])
+    is_reset = not np.array_equal(tables[0][5], embedding[5])
+    assert is_reset == (init == "target")
+
+
+def test_a_parallel_head_of_another_design_to_begin_from(rows, tmp_path):
+    """What both have is the trained head's; the rest begins as its own design says."""
+    changes = {"layers": 1, "windows": (None,), "dim": 24, "mlp_dim": 40, "num_depths": 4}
+    rope = tiny.target_config().rope
+    trained = tiny.head.__wrapped__(3, head_dim=12, rope=rope, **changes)
+    save_drafter(trained, tmp_path / "trained")
+    start = {"init_from": str(tmp_path / "trained")}
+    same = begun(rows, "shared", **start)
+    np.testing.assert_array_equal(same["mask_hidden"], trained.params["mask_hidden"])
+    np.testing.assert_array_equal(same["embed"]["table"], trained.params["embed"]["table"])
+    low_rank = begun(rows, "low_rank", **start)
+    np.testing.assert_array_equal(low_rank["mask_hidden"], trained.params["mask_hidden"])
+    assert not np.asarray(low_rank["placeholder"]["codes"]).any()  # as the shared vector alone
+    fixed = begun(rows, "mean_feature", **start)
+    mean = mean_aux_hidden_states(rows)
+    np.testing.assert_allclose(fixed["mask_hidden"], mean, rtol=1e-4, atol=1e-5)
+    kernel = trained.params["fusion"]["fc"]["kernel"]
+    for params in (same, low_rank, fixed):
+        assert jnp.array_equal(params["fusion"]["fc"]["kernel"], kernel)
