@@ -386,6 +386,9 @@ def joint_product(
     (M, K), Ns = x.shape, [len(w.values) for w in ws]
     tiles = tile_config(M, sum(Ns), K, gpu())
     bn, bk = tiles["bn"], tiles["bk"]
+    # each of the three products is compiled with a pipeline of its own in shared memory
+    room = gpu().shared_memory // (len(ws) * bk * (bn + 2 * tiles["bm"]))
+    stages = max(1, min(tiles["stages"], room))
     if x_scale is None:
         activations = "raw"
     else:
@@ -415,6 +418,6 @@ def joint_product(
             BK=bk,
         ),
         warps=tiles["warps"],
-        stages=tiles["stages"],
+        stages=stages,
     )
     return start(launch)

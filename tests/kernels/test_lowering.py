@@ -31,6 +31,7 @@ LAUNCHES = {
     "experts, 8 tokens": ["sort_kernel", "kernel"],
     "fp8_matmul": ["kernel"],
     "fusion": ["kernel"],
+    "joint fp8_matmul": ["joint_kernel"],
     "packed attention": ["forward_kernel", "query_kernel", "key_kernel"],
     "quantizing": ["quantize_kernel"],
     "rotating": ["kernel"],
