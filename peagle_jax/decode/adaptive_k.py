@@ -233,9 +233,14 @@ class KChooser:
 
     def _affordable_steps(self, k: int) -> int:
         """How many steps with `k` drafts, none of them accepted, would be within the budget."""
-        budget = MAX_LOSS * self._total + self._allowance * self._seconds[0] - self._lost
-        of_a_step = self._seconds[k] - self._seconds[0]
-        return int(budget / of_a_step) if of_a_step * LAST_STEPS > budget else LAST_STEPS
+        plain = self._seconds[0]
+        of_a_step = self._seconds[k] - plain
+        if of_a_step <= 0:
+            return LAST_STEPS  # no slower than plain decoding
+        # at least what one look takes: steps of a known head may be slow and yet the best
+        look = min(PROBE_STEPS * of_a_step / plain + CHANGE_STEPS, LOSS_ALLOWANCE)
+        budget = MAX_LOSS * self._total + max(self._allowance, look) * plain - self._lost
+        return min(LAST_STEPS, int(budget / of_a_step))
 
 
 def rates_of(seconds: Mapping[int, float], survival: Survival) -> dict[int, float]:

@@ -169,17 +169,16 @@ def distill(
     def by_depth(x: Float[Array, " c"], depth: Int[Array, " c"]) -> Float[Array, " K"]:
         return jnp.zeros(num_depths).at[depth].add(x)
 
-    normed, columns = norm(hidden), lm_head_weight
+    inputs, matrices = (norm(hidden),), (lm_head_weight,)
     if bias is not None:
-        # one product over both: what computes the loss knows of one matrix
-        code = bias.head.code(bias.previous, normed).astype(normed.dtype)
-        normed = jnp.concatenate([normed, code], axis=-1)
-        columns = jnp.concatenate([columns, bias.head.w2.kernel[...]])
+        code = bias.head.code(bias.previous, inputs[0]).astype(inputs[0].dtype)
+        inputs, matrices = (*inputs, code), (*matrices, bias.head.w2.kernel[...])
     operands = hidden, lm_head_weight, teacher_hidden, teacher_weight
     if loss in STREAMED and vocab.is_supported(*operands):
+        # one product over all: the kernel knows of one matrix
         kl, cross_entropy, losses = vocab.distill_losses(
-            normed,
-            columns,
+            jnp.concatenate(inputs, axis=-1),
+            jnp.concatenate(matrices),
             teacher_hidden[teacher_row],
             teacher_weight,
             logit_cap,
@@ -192,7 +191,7 @@ def distill(
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
     form = Form(loss, num_depths, logit_cap)
     rows = teacher_row, weight, depth
-    return _distill_chunks(form, normed, columns, teacher, rows)
+    return _distill_chunks(form, inputs, matrices, teacher, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,51 +204,56 @@ class Form:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _distill_chunks(form, normed, lm_head_weight, teacher, rows):
+def _distill_chunks(form, inputs, matrices, teacher, rows):
     """What `distill` returns, chunk by chunk of the elements.
 
     Where gradients are wanted, those of a chunk are computed together with its loss, so that no
     logits are kept for a backward pass, or computed again in one. The backward pass multiplies them
-    with the gradient of the sum.
+    with the gradient of the sum. A frozen matrix costs no gradient.
 
     Args:
       form: of the loss.
-      normed: [P D], what the head's output matrix reads.
-      lm_head_weight: that matrix.
+      inputs: [P D], what the head's output matrix reads, and of a Markov head [P r], its code.
+      matrices: that of each; the logits are the sum of the products.
       teacher: the target's hidden states and output matrix.
       rows: of each element the row of the teacher's hidden states, the weight and the depth.
     """
-    return _sums_and_grads(form, (normed, lm_head_weight), teacher, rows, ())[0]
+    return _sums_and_grads(form, inputs, matrices, teacher, rows, ((), ()))[0]
 
 
-def _distill_chunks_forward(form, normed, lm_head_weight, teacher, rows):
-    wanted = tuple(i for i, x in enumerate((normed, lm_head_weight)) if x.perturbed)
-    inputs, teacher, rows = jax.tree.map(
-        operator.attrgetter("value"), ((normed, lm_head_weight), teacher, rows)
-    )
-    result, grads = _sums_and_grads(form, inputs, teacher, rows, wanted)
-    return result, grads
+def _distill_chunks_forward(form, inputs, matrices, teacher, rows):
+    wanted = tuple(tuple(i for i, x in enumerate(xs) if x.perturbed) for xs in (inputs, matrices))
+    values = jax.tree.map(operator.attrgetter("value"), (inputs, matrices, teacher, rows))
+    result, grads = _sums_and_grads(form, *values, wanted)
+    # of a matrix the gradient is float32 until it is scaled
+    dtypes = [tuple(jnp.zeros((), x.dtype) for x in xs) for xs in values[:2]]
+    return result, (grads, dtypes)
 
 
-def _distill_chunks_backward(form, grads, cotangents):
+def _distill_chunks_backward(form, saved, cotangents):
     of_sum = cotangents[0]  # counts have no gradients
-    scaled = {i: grad * of_sum.astype(grad.dtype) for i, grad in grads.items()}
-    return scaled.get(0), scaled.get(1), None, None
+    scaled = [
+        tuple(
+            None if grad is None else (grad.astype(jnp.float32) * of_sum).astype(like.dtype)
+            for grad, like in zip(grads, dtypes, strict=True)
+        )
+        for grads, dtypes in zip(*saved, strict=True)
+    ]
+    return *scaled, None, None
 
 
 _distill_chunks.defvjp(_distill_chunks_forward, _distill_chunks_backward, symbolic_zeros=True)
 
 
-def _sums_and_grads(form, inputs, teacher, rows, wanted):
-    """What `_distill_chunks` returns, and the gradients of its sum by the number of the input.
+def _sums_and_grads(form, inputs, matrices, teacher, rows, wanted):
+    """What `_distill_chunks` returns, and the gradients of its sum.
 
     Args:
-      inputs: `normed` and `lm_head_weight`.
-      wanted: the numbers of the inputs whose gradients are computed.
+      wanted: the numbers of the inputs, and of the matrices, whose gradients are computed. Others
+        are None.
     """
-    normed, lm_head_weight = inputs
     teacher_hidden, teacher_weight = teacher
-    P = normed.shape[0]
+    P = inputs[0].shape[0]
     chunks = max(1, -(-P // CHUNK))
     size = -(-P // chunks)
 
@@ -269,33 +273,35 @@ def _sums_and_grads(form, inputs, teacher, rows, wanted):
         return jnp.zeros(form.num_depths).at[depth].add(x)
 
     def add_chunk(totals, chunk):
-        normed, (teacher_row, weight, depth) = chunk
+        inputs, (teacher_row, weight, depth) = chunk
         if table is None:
             probs = probs_at(teacher_hidden[teacher_row])
         else:
             probs = jax.tree.map(lambda x: x[teacher_row], table)
 
         def sum_of_losses(differentiated):
-            both = {0: normed, 1: lm_head_weight} | differentiated
-            student = product(both[0], both[1])
+            xs, ws = (dict(enumerate(all_)) for all_ in (inputs, matrices))
+            xs, ws = xs | differentiated[0], ws | differentiated[1]
+            logits = [product(xs[i], ws[i]) for i in xs]
+            student = sum(logits[1:], logits[0])
             return jnp.sum(weight * LOSSES[form.loss](student, probs)), student
 
-        operands = {i: (normed, lm_head_weight)[i] for i in wanted}
+        operands = [
+            {i: xs[i] for i in which} for xs, which in zip((inputs, matrices), wanted, strict=True)
+        ]
         (summed, student), grads = jax.value_and_grad(sum_of_losses, has_aux=True)(operands)
         # of two largest logits that are the same, either is the argmax
         is_correct = _at(student, probs.best) == student.max(axis=-1)
         counts = {"correct": by_depth(weight * is_correct, depth), "total": by_depth(weight, depth)}
-        of_weight = grads[1].astype(jnp.float32) if 1 in grads else jnp.zeros(())
-        return jax.tree.map(jnp.add, totals, (summed, counts, of_weight)), grads.get(0)
+        of_matrices = {i: grad.astype(jnp.float32) for i, grad in grads[1].items()}
+        return jax.tree.map(jnp.add, totals, (summed, counts, of_matrices)), grads[0]
 
     nothing = {"correct": jnp.zeros(form.num_depths), "total": jnp.zeros(form.num_depths)}
-    no_gradient = jnp.zeros(lm_head_weight.shape if 1 in wanted else ())
-    xs = jax.tree.map(split, (normed, rows))
-    totals, of_normed = jax.lax.scan(add_chunk, (jnp.zeros(()), nothing, no_gradient), xs)
-    summed, counts, of_weight = totals
-    grads = {}
-    if 0 in wanted:
-        grads[0] = of_normed.reshape(chunks * size, -1)[:P]
-    if 1 in wanted:
-        grads[1] = of_weight.astype(lm_head_weight.dtype)
+    no_gradients = {i: jnp.zeros(matrices[i].shape) for i in wanted[1]}
+    xs = jax.tree.map(split, (inputs, rows))
+    totals, of_inputs = jax.lax.scan(add_chunk, (jnp.zeros(()), nothing, no_gradients), xs)
+    summed, counts, of_matrices = totals
+    whole = {i: x.reshape(chunks * size, -1)[:P] for i, x in of_inputs.items()}
+    numbers = range(len(inputs))
+    grads = tuple(map(whole.get, numbers)), tuple(map(of_matrices.get, numbers))
     return (summed, counts), grads

@@ -114,6 +114,7 @@ class Step:
         teacher = peagle.Teacher(
             peagle.teacher_columns(head, decoder.lm_head_weight()),
             rows.teacher_hidden,
+            rows.tokens,
             self.batch.num_depths,
             decoder.logit_cap,
             self.run.loss,

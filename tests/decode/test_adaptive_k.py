@@ -189,6 +189,16 @@ def test_what_drafting_may_lose_is_bounded(is_known):
     assert begins > 10 and lost < budget + adaptive_k.FIRST_STEPS * (SECONDS[7] - SECONDS[0]) + 1
 
 
+def test_a_known_head_may_draft_at_once():
+    """Also where its best K has slow steps; and no time, however odd, ends a choice."""
+    chooser = KChooser(7)
+    chooser.recall([1e6] * 7, [1e6] * 7)
+    assert chooser.choose({0: 1.0, 7: 4.0}) == 7
+    for _ in range(40):
+        chooser.observe(chooser.steps_left, chooser.steps_left, np.zeros(7, int))
+        assert chooser.choose({0: 1.0, 7: 1.0}) in (0, 7)
+
+
 def test_no_more_steps_are_taken_at_once_than_may_be_lost():
     """Where drafting neither gains nor loses, the next choice comes before the budget is gone."""
     seconds = {0: 1.0, 3: 2.5}

@@ -24,7 +24,7 @@ HEADS = KINDS[1:]
 
 def test_sizes():
     shards = list(ASSETS.rglob("*.safetensors"))
-    assert {p.name for p in ASSETS.iterdir()} == set(KINDS)
+    assert {p.name for p in ASSETS.iterdir()} == {*KINDS, "target_configs"}
     assert shards and all(p.stat().st_size <= 12_000_000 for p in shards)
     assert sum(p.stat().st_size for p in ASSETS.rglob("*") if p.is_file()) <= 48_000_000
     assert {

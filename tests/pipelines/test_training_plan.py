@@ -184,7 +184,7 @@ def test_floor_of_a_step():
     target, head = small_models()
     plan = training_plan.plan_of(RUN, target, head)
     assert plan.step_floor == max(
-        plan.step_flops / 67e12,
+        plan.step_flops / (67e12 * (790 / 989)),
         (plan.target_bytes + 3 * plan.head_bytes + 2 * plan.optimizer_bytes) / 4.3e12,
     )
     assert math.isclose(
