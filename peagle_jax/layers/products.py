@@ -77,9 +77,18 @@ def _narrowed_forward(x, w):
 def _narrowed_backward(saved, dy):
     x, w = saved
     dy = dy.astype(w.dtype)
-    dx = jnp.matmul(dy, w.T, preferred_element_type=jnp.float32)
-    dw = jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
+    dx = jnp.matmul(dy, _written_transpose(w), preferred_element_type=jnp.float32)
+    dw = jnp.matmul(_written_transpose(x), dy, preferred_element_type=jnp.float32)
     return dx, dw.astype(w.dtype)
+
+
+def _written_transpose(x: Float[Array, "M N"]) -> Float[Array, "N M"]:
+    """The transpose, as a slice of an array that is written.
+
+    XLA makes another transpose a part of the product, and then converts both operands to float32:
+    1,024 x 512 x 1,024 take 9 ms so, and 2.5 ms with this (LOG.md, 2026-11-25).
+    """
+    return jnp.pad(x.T, [(0, 0), (0, 1)])[:, :-1]
 
 
 _narrowed.defvjp(_narrowed_forward, _narrowed_backward)
