@@ -95,6 +95,10 @@ def new_head(
         params = dict(trained.params)
         if is_fixed and trained.config.placeholder_hidden != config.placeholder_hidden:
             params.pop("mask_hidden", None)  # what was learned is no mean
+        if trained.config.placeholder_token != config.placeholder_token:
+            del params[
+                "embed"
+            ]  # its mask token's row stood for nothing; all others are here already
         trained = dataclasses.replace(trained, params=params)
         head = init_from_head(head, trained, str(run.init_from))
     return head

@@ -111,12 +111,25 @@ def test_a_parallel_head_of_another_design_to_begin_from(rows, tmp_path):
         assert jnp.array_equal(params["fusion"]["fc"]["kernel"], kernel)
 
 
+@pytest.mark.parametrize("trained_with", ["last_token", "mask"])
+def test_the_mask_tokens_row_of_a_head_that_has_no_use_for_it(trained_with, rows, tmp_path):
+    """It begins as `init` says; the rest of the table, and a row that is in use, as trained."""
+    trained = finished(placeholder_token=trained_with)
+    write_run(from_model(trained), trained, tmp_path / "trained")
+    start = {"init": "target", "init_from": str(tmp_path / "trained")}
+    table = np.asarray(begun(rows, "shared", **start)["embed"]["table"])
+    expected = np.array(trained.params["embed"]["table"])
+    if trained_with == "last_token":
+        expected[5] = expected.mean(axis=0)
+    np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
+
+
 ALONE = {"markov": {"rank": 3, "train_alone": True}}
 
 
 @pytest.mark.parametrize("init", ["random", "target"])
 def test_a_head_that_stays_as_it_is(init, rows, tmp_path):
-    """Every parameter outside the Markov head is its own, whatever K and context it was made for."""
+    """Every parameter outside the Markov head is its own, whatever its K and context."""
     trained = finished(num_depths=7, context=50)
     save_drafter(trained, tmp_path / "trained", dtype="bfloat16")
     stored = {
