@@ -93,6 +93,23 @@ def test_dropping_nothing_is_refused(tmp_path, capsys):
         convert(tmp_path / "a", tmp_path / "b", to="hf", drop_markov=True)
 
 
+@pytest.mark.parametrize("changes", [{}, tiny.EAGLE, {"mask_token": None}])
+def test_our_own_format_is_for_nothing_else(changes, tmp_path, capsys):
+    """Its card speaks of the Markov head, and no other reader knows it."""
+    save_drafter(tiny.head(**changes), tmp_path / "a")
+    command = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "peagle_jax"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "heads with a Markov head" in error and error.endswith(
+        "got one without; use --to vllm\n"
+    )
+    assert error.count("\n") == 1 and not (tmp_path / "b").exists()
+    save_drafter(tiny.head(**HEADS["vanilla"]), tmp_path / "c", "peagle_jax")
+    command = ["convert", str(tmp_path / "c"), str(tmp_path / "b"), "--to", "peagle_jax"]
+    assert main([*command, "--drop-markov"]) == 2
+    assert "use --to vllm" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
