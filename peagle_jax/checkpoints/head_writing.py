@@ -268,7 +268,7 @@ def _refuse_inexpressible(
         raise InputError(
             path,
             rule="vLLM and speculators have no Markov head in P-EAGLE: their drafts would be other "
-            "ones, and fewer accepted",
+            "ones",
             got=f"one of rank {cfg.markov_rank}",
             next_step="use --to peagle_jax, or --drop-markov to write the head without it",
         )

@@ -69,7 +69,8 @@ def test_what_vllm_serves_has_none(to, tmp_path, capsys):
         save_drafter(head, tmp_path / "b", to)
 
     assert main([*command, "--drop-markov"]) == 0
-    assert "fewer drafts are accepted" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "DSpark (arXiv:2607.05147) reports fewer accepted drafts" in said
     params = {name: x for name, x in head.params.items() if name != "markov"}
     without = tiny.head(**{**HEADS["gated_reduced"], "markov_rank": None, "markov_gated": False})
     object.__setattr__(without, "params", params)
@@ -159,3 +160,4 @@ def test_it_is_told(tmp_path):
     assert rows["Markov head, rank"] == "6, gated" and "format E" in rows["checkpoint format"]
     card = (tmp_path / "a" / "README.md").read_text()
     assert "rank 6, gated" in card and "--drop-markov" in card and "vllm serve" not in card
+    assert "DSpark (arXiv:2607.05147) reports" in card  # we have not measured it
