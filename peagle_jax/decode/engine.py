@@ -282,7 +282,7 @@ class Engine:
             lengths[i] = len(row.request.prompt)
             prompts[i, : lengths[i]] = row.request.prompt
         needed = max(longest + self.spec.num_ahead, num_positions(self.spec, longest))
-        slots = growth.num_slots(needed, max(map(self._num_reserved, group)))
+        slots = growth.num_slots(needed, max(num_reserved(r.request, self.spec) for r in group))
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         chunk, kind = chunk_size(self.spec, longest), sampling_kind(options)
         for size in cache_sizes(chunk, longest, slots):
@@ -301,12 +301,9 @@ class Engine:
             return False
         free, everyone = free_bytes(), [*together, *filter(None, running)]
         num_rows = growth.num_rows(len(everyone), self.max_batch)
-        positions = max(map(self._num_reserved, everyone))
+        positions = max(num_reserved(r.request, self.spec) for r in everyone)
         needed = cache_bytes(*self._cache_arguments(num_rows, positions))
         return free is None or needed <= free + self._held_bytes()
-
-    def _num_reserved(self, row: Row) -> int:
-        return num_reserved(row.request, self.spec)
 
     def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
         """Arguments of `cache_bytes`."""

@@ -130,7 +130,8 @@ ALONE = {"markov": {"rank": 3, "train_alone": True}}
 @pytest.mark.parametrize("init", ["random", "target"])
 def test_a_head_that_stays_as_it_is(init, rows, tmp_path):
     """Every parameter outside the Markov head is its own, whatever its K and context."""
-    trained = finished(num_depths=7, context=50)
+    rope = Rope.from_hf({"rope_theta": 777}, 12, "")  # the target's is of 777.0
+    trained = finished(num_depths=7, context=50, rope=rope)
     save_drafter(trained, tmp_path / "trained", dtype="bfloat16")
     stored = {
         path: np.asarray(x).astype("bfloat16") for path, x in weights.flatten_params(trained.params)
