@@ -59,7 +59,7 @@ def save_drafter(
     Args:
       head: a draft head.
       path: the folder to write.
-      checkpoint_format: "vllm", "speculators" or "peagle_jax".
+      checkpoint_format: "vllm" or "speculators"; or "peagle_jax", of a head with a Markov head.
       dtype: of the floating-point tensors; None keeps the head's.
       target: name or path of the target, which the speculators format carries.
       target_architecture: of the target; the speculators format carries it too.
@@ -268,9 +268,18 @@ def _refuse_inexpressible(
         raise InputError(
             path,
             rule="vLLM and speculators have no Markov head in P-EAGLE: their drafts would be other "
-            "ones, and fewer accepted",
+            "ones",
             got=f"one of rank {cfg.markov_rank}",
             next_step="use --to peagle_jax, or --drop-markov to write the head without it",
+        )
+    if cfg.markov_rank is None and checkpoint_format == "peagle_jax":
+        # every other reader would refuse the folder, which holds nothing that needs it
+        raise InputError(
+            path,
+            rule="our own format is for heads with a Markov head, which the others have no place "
+            "for",
+            got="one without",
+            next_step="use --to vllm",
         )
     aux_layers = list(cfg.aux_hidden_state_layers)
     if aux_layers != sorted(set(aux_layers)):
@@ -281,8 +290,8 @@ def _refuse_inexpressible(
             next_step=f"train a head with aux_hidden_state_layers {sorted(set(aux_layers))}",
         )
     if cfg.predicts_features and (cfg.qk_norm or checkpoint_format != "vllm"):
-        # llama_eagle.py is made of Llama's layers; the speculators format has EAGLE-1 under other
-        # names, which vLLM does not read; and our own has nothing to add to it
+        # llama_eagle.py is made of Llama's layers; and the speculators format has EAGLE-1 under
+        # other names, which vLLM does not read
         got = "norms of queries and keys" if cfg.qk_norm else "an EAGLE-1 head"
         raise InputError(
             path,

@@ -61,7 +61,8 @@ peagle_jax alone reads this folder:
 peagle generate --target {target} --drafter {name} --prompt "..."
 ```
 
-vLLM and speculators read the head without its Markov head, with which more drafts are accepted:
+vLLM and speculators read the head without its Markov head. DSpark (arXiv:2607.05147) reports more
+accepted drafts with one than without; `peagle bench` measures both for this head:
 
 ```
 peagle convert {name} OUT --to vllm --drop-markov

@@ -44,8 +44,8 @@ def convert(arguments: argparse.Namespace) -> int:
     say(f"{arguments.src} -> {arguments.dst} ({arguments.to})")
     if arguments.drop_markov:
         say(
-            "without its Markov head the head drafts every token without the one before it: fewer "
-            "drafts are accepted; peagle bench measures how many with each"
+            "without its Markov head the head drafts every token without the one before it. DSpark "
+            "(arXiv:2607.05147) reports fewer accepted drafts so; peagle bench measures both"
         )
     if arguments.to == "speculators" and read_serving(arguments.dst).target is None:
         say(f"it names no target, so vllm serve {arguments.dst} will not find one; give --target")

@@ -62,7 +62,7 @@ def add_convert(parser: Parser) -> None:
         "--drop-markov",
         action="store_true",
         help="leave out the Markov head, for which vLLM and speculators have no place; each draft "
-        "is then chosen without the token before it, and fewer are accepted",
+        "is then chosen without the token before it (DSpark, arXiv:2607.05147: fewer are accepted)",
     )
     parser.add_argument(
         "--max-shard-size",

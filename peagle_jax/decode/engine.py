@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from peagle_jax.decode import growth
 from peagle_jax.decode.adaptive_k import KChooser, candidates
 from peagle_jax.decode.batch import Batch, Row, num_reserved, row_options, sampling_kind
-from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter
+from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter, synthetic_rates
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
@@ -78,8 +78,8 @@ class Engine:
 
     Raises:
       InputError: `max_batch`, `prefill_chunk`, `max_steps` or `num_tree_nodes` is below 1; a tree
-        is asked for of a drafter that is not parallel; or an adaptive K with a tree, or without a
-        draft head.
+        is asked for of a drafter that is not parallel, or that has synthetic rates; or an adaptive
+        K with a tree, or without a draft head.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Engine:
             lengths[i] = len(row.request.prompt)
             prompts[i, : lengths[i]] = row.request.prompt
         needed = max(longest + self.spec.num_ahead, num_positions(self.spec, longest))
-        slots = growth.num_slots(needed, max(map(self._num_reserved, group)))
+        slots = growth.num_slots(needed, max(num_reserved(r.request, self.spec) for r in group))
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         chunk, kind = chunk_size(self.spec, longest), sampling_kind(options)
         for size in cache_sizes(chunk, longest, slots):
@@ -301,12 +301,9 @@ class Engine:
             return False
         free, everyone = free_bytes(), [*together, *filter(None, running)]
         num_rows = growth.num_rows(len(everyone), self.max_batch)
-        positions = max(map(self._num_reserved, everyone))
+        positions = max(num_reserved(r.request, self.spec) for r in everyone)
         needed = cache_bytes(*self._cache_arguments(num_rows, positions))
         return free is None or needed <= free + self._held_bytes()
-
-    def _num_reserved(self, row: Row) -> int:
-        return num_reserved(row.request, self.spec)
 
     def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
         """Arguments of `cache_bytes`."""
@@ -431,6 +428,9 @@ def _check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive
         rule = "trees are made of what a P-EAGLE head drafts in parallel"
         next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
         raise InputError("num_tree_nodes", rule, got, next_step)
+    if num_tree_nodes is not None and synthetic_rates(drafter) is not None:
+        rule, next_step = "drafts at given rates are a chain", "leave out one of the two"
+        raise InputError("num_tree_nodes", rule, "a drafter with synthetic_rates", next_step)
     if adaptive_k and not isinstance(drafter, tuple(METHODS.values())):
         next_step = "give a draft head, or leave out adaptive_k"
         raise InputError("adaptive_k", "K is chosen for a draft head", got, next_step)

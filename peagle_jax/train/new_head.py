@@ -1,7 +1,8 @@
 """The head that a training run begins with: its parameters before step 1."""
 
 import dataclasses
-from typing import cast
+import json
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +13,24 @@ from transformers import PreTrainedTokenizerBase
 from peagle_jax.checkpoints import head_reading
 from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.draft import draft_vocab
-from peagle_jax.draft.head import random_head
+from peagle_jax.draft.head import HeadConfig, random_head
 from peagle_jax.draft.init import init_from_head, init_from_target, init_placeholders
 from peagle_jax.draft.placeholders import FIXED_DESIGNS
-from peagle_jax.layers import Decoder
+from peagle_jax.layers import Decoder, Rope
 from peagle_jax.targets import sharding
-from peagle_jax.train.config import HeadRun
+from peagle_jax.train.config import HeadRun, HeadShape, PeagleRun
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_states import compute_hidden_states
 from peagle_jax.train.mesh import put, to_host
 from peagle_jax.types import Batch, InputError, Model, Params
+from peagle_jax.weights import flatten_params
 
 MEAN_TOKENS = 8192  # over which the mean aux hidden states are taken
+# May differ from those of a head that stays as it is: they are no part of its layers.
+NOT_OF_ITS_LAYERS = ("markov_rank", "markov_gated", "dtype", "num_depths", "context")
+ALONE = "markov.train_alone"
+NOT_ALONE = f"{ALONE}: false"
 
 
 def new_head(
@@ -44,7 +50,8 @@ def new_head(
       tokenizer: the target's.
 
     Raises:
-      InputError: the run's head does not fit the target, or the trained head cannot be read.
+      InputError: the run's head does not fit the target, or the trained head cannot be read; or it
+        is to stay as it is (`markov.train_alone`), and the run's head is another one.
     """
     config = head_config(run, target, cast(int | None, tokenizer.mask_token_id))
     cap = getattr(target.config, "logit_cap", None)
@@ -73,6 +80,8 @@ def new_head(
         trained = head_reading.to_model(
             open_head(run.init_from), dtype=config.dtype, embedding=embedding, lm_head=output.T
         )
+        if isinstance(run, PeagleRun) and run.markov is not None and run.markov.train_alone:
+            _check_stays_whole(head, trained, run.init_from)
         head = init_from_head(head, trained, run.init_from)
     if config.parallel:
         # last, because placeholders begin from the head's embedding and fusion
@@ -86,9 +95,82 @@ def new_head(
         params = dict(trained.params)
         if is_fixed and trained.config.placeholder_hidden != config.placeholder_hidden:
             params.pop("mask_hidden", None)  # what was learned is no mean
+        if trained.config.placeholder_token != config.placeholder_token:
+            del params[
+                "embed"
+            ]  # its mask token's row stood for nothing; all others are here already
         trained = dataclasses.replace(trained, params=params)
         head = init_from_head(head, trained, str(run.init_from))
     return head
+
+
+def _check_stays_whole(head: Model, trained: Model, where: str) -> None:
+    """Checks that the head with a Markov head to train is the trained head in all else.
+
+    `init_from_head` takes over what fits, and the rest would be random and never trained.
+
+    Args:
+      head: the new head.
+      trained: the head that stays as it is.
+      where: its folder, for errors.
+
+    Raises:
+      InputError: the trained head does not draft in parallel, has another configuration, or lacks
+        a parameter of the new head's shape.
+    """
+    if not trained.config.parallel:
+        raise InputError(
+            ALONE,
+            rule=f"the head in {where} must be a P-EAGLE head",
+            got=f"one of task {trained.config.method}",
+            next_step="set init_from to a P-EAGLE head",
+        )
+    for field in dataclasses.fields(HeadConfig):
+        name = field.name
+        wanted, value = getattr(trained.config, name), getattr(head.config, name)
+        if name in NOT_OF_ITS_LAYERS or _meaning(wanted) == _meaning(value):
+            continue
+        key, as_wanted = _key_of(name), _shown(name, wanted)
+        raise InputError(
+            key or name,
+            rule=f"with {ALONE}: true it must be that of the head in {where}, {as_wanted}",
+            got=_shown(name, value),
+            next_step=f"set {key}: {as_wanted}, or {NOT_ALONE}" if key else f"set {NOT_ALONE}",
+        )
+    old = {path: x.shape for path, x in flatten_params(trained.params)}
+    for path, x in flatten_params(head.params):
+        if not path.startswith("markov.") and old.get(path) != x.shape:
+            raise InputError(
+                ALONE,
+                rule=f"the head in {where} must have the parameter {path} of shape {x.shape}",
+                got=old.get(path, "none"),
+                next_step=f"set cod.num_depths: {trained.config.num_depths}, or {NOT_ALONE}",
+            )
+
+
+def _meaning(value: Any) -> Any:
+    """What two values of a configuration are compared by."""
+    # `source` may spell the same frequencies in two ways
+    return (value.frequencies, value.scale) if isinstance(value, Rope) else value
+
+
+def _key_of(field: str) -> str | None:
+    """The recipe's key that decides a field of HeadConfig; None where no single one does."""
+    if field.startswith("placeholder_"):
+        return field.replace("_", ".", 1)
+    if field == "windows":
+        return "head.sliding_window"
+    has_key = field != "rope" and field in {f.name for f in dataclasses.fields(HeadShape)}
+    return f"head.{field}" if has_key else None
+
+
+def _shown(field: str, value: Any) -> str:
+    """A value of HeadConfig as a recipe has it."""
+    if isinstance(value, Rope):
+        return value.source
+    if field == "windows" and len(set(value)) == 1:
+        value = value[0]
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _last_parts(target: Model) -> Model:

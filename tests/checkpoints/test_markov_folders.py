@@ -69,7 +69,8 @@ def test_what_vllm_serves_has_none(to, tmp_path, capsys):
         save_drafter(head, tmp_path / "b", to)
 
     assert main([*command, "--drop-markov"]) == 0
-    assert "fewer drafts are accepted" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "DSpark (arXiv:2607.05147) reports fewer accepted drafts" in said
     params = {name: x for name, x in head.params.items() if name != "markov"}
     without = tiny.head(**{**HEADS["gated_reduced"], "markov_rank": None, "markov_gated": False})
     object.__setattr__(without, "params", params)
@@ -91,6 +92,23 @@ def test_dropping_nothing_is_refused(tmp_path, capsys):
     assert "--drop-markov: needs a head with a Markov head" in capsys.readouterr().err
     with pytest.raises(InputError, match="--drop-markov: --to hf has no use for it"):
         convert(tmp_path / "a", tmp_path / "b", to="hf", drop_markov=True)
+
+
+@pytest.mark.parametrize("changes", [{}, tiny.EAGLE, {"mask_token": None}])
+def test_our_own_format_is_for_nothing_else(changes, tmp_path, capsys):
+    """Its card speaks of the Markov head, and no other reader knows it."""
+    save_drafter(tiny.head(**changes), tmp_path / "a")
+    command = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "peagle_jax"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "heads with a Markov head" in error and error.endswith(
+        "got one without; use --to vllm\n"
+    )
+    assert error.count("\n") == 1 and not (tmp_path / "b").exists()
+    save_drafter(tiny.head(**HEADS["vanilla"]), tmp_path / "c", "peagle_jax")
+    command = ["convert", str(tmp_path / "c"), str(tmp_path / "b"), "--to", "peagle_jax"]
+    assert main([*command, "--drop-markov"]) == 2
+    assert "use --to vllm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -142,3 +160,4 @@ def test_it_is_told(tmp_path):
     assert rows["Markov head, rank"] == "6, gated" and "format E" in rows["checkpoint format"]
     card = (tmp_path / "a" / "README.md").read_text()
     assert "rank 6, gated" in card and "--drop-markov" in card and "vllm serve" not in card
+    assert "DSpark (arXiv:2607.05147) reports" in card  # we have not measured it

@@ -9,10 +9,12 @@ import pytest
 
 from peagle_jax.bench.suite import run_suite
 from peagle_jax.decode.drafters import synthetic_rates
+from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.verify import draw_accepted
 from peagle_jax.report.records import cells, one_line
 from peagle_jax.report.statements import headline
+from peagle_jax.types import InputError
 from tests import tiny
 
 RATES = (0.8, 0.5, 0.3)
@@ -46,6 +48,14 @@ def test_more_drafts_than_rates():
         synthetic_rates(few)
     more = dataclasses.replace(drafter, synthetic_rates=(0.5, 0.4, 0.3, 0.2))
     assert synthetic_rates(more) == (0.5, 0.4, 0.3)
+
+
+def test_a_tree_has_no_rates():
+    """It would be accepted as verification says, and its rows labelled as synthetic."""
+    drafter = dataclasses.replace(make_drafter(tiny.head(), 3), synthetic_rates=RATES)
+    words = "num_tree_nodes: drafts at given rates are a chain; got .* synthetic_rates; leave out"
+    with pytest.raises(InputError, match=words):
+        Engine(tiny.target(), drafter, tiny.head().params, num_tree_nodes=7)
 
 
 @pytest.fixture(scope="module")

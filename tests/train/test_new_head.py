@@ -1,18 +1,24 @@
 """What a head begins as: placeholders that differ in nothing but their design."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
-from peagle_jax import text
-from peagle_jax.checkpoints.head_writing import save_drafter
+from peagle_jax import text, weights
+from peagle_jax.checkpoints.head_writing import from_model, save_drafter
+from peagle_jax.checkpoints.runs import write_run
+from peagle_jax.layers import Rope
 from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.data import pack
+from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_states import compute_hidden_states
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.settings import build
+from peagle_jax.types import InputError
 
 TOKENIZER = text.train_tokenizer(["def f"], 300)  # what it encodes is not asked
 
@@ -24,7 +30,7 @@ def rows():
     return pack(documents, 23)
 
 
-def begun(rows, design, **changes):
+def recipe(design, **changes):
     raw = {
         "target": "not read here",
         "out": "runs/x",
@@ -33,8 +39,18 @@ def begun(rows, design, **changes):
         "cod": {"num_depths": 4},
         "placeholder": {"hidden": design},
     }
-    run = build(PeagleRun, raw | changes, "test")
-    return new_head(run, tiny.target(), rows, TOKENIZER).params
+    return build(PeagleRun, raw | changes, "test")
+
+
+def begun(rows, design, **changes):
+    return new_head(recipe(design, **changes), tiny.target(), rows, TOKENIZER).params
+
+
+def finished(**changes):
+    """A trained head of the recipe's shape."""
+    config = head_config(recipe("shared"), tiny.target(), None)
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return tiny.head.__wrapped__(3, **fields | changes)
 
 
 def mean_aux_hidden_states(rows):
@@ -93,3 +109,74 @@ def test_a_parallel_head_of_another_design_to_begin_from(rows, tmp_path):
     kernel = trained.params["fusion"]["fc"]["kernel"]
     for params in (same, low_rank, fixed):
         assert jnp.array_equal(params["fusion"]["fc"]["kernel"], kernel)
+
+
+@pytest.mark.parametrize("trained_with", ["last_token", "mask"])
+def test_the_mask_tokens_row_of_a_head_that_has_no_use_for_it(trained_with, rows, tmp_path):
+    """It begins as `init` says; the rest of the table, and a row that is in use, as trained."""
+    trained = finished(placeholder_token=trained_with)
+    write_run(from_model(trained), trained, tmp_path / "trained")
+    start = {"init": "target", "init_from": str(tmp_path / "trained")}
+    table = np.asarray(begun(rows, "shared", **start)["embed"]["table"])
+    expected = np.array(trained.params["embed"]["table"])
+    if trained_with == "last_token":
+        expected[5] = expected.mean(axis=0)
+    np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
+
+
+ALONE = {"markov": {"rank": 3, "train_alone": True}}
+
+
+@pytest.mark.parametrize("init", ["random", "target"])
+def test_a_head_that_stays_as_it_is(init, rows, tmp_path):
+    """Every parameter outside the Markov head is its own, whatever its K and context."""
+    rope = Rope.from_hf({"rope_theta": 777}, 12, "")  # the target's is of 777.0
+    trained = finished(num_depths=7, context=50, rope=rope)
+    save_drafter(trained, tmp_path / "trained", dtype="bfloat16")
+    stored = {
+        path: np.asarray(x).astype("bfloat16") for path, x in weights.flatten_params(trained.params)
+    }
+    params = begun(rows, "shared", init=init, init_from=str(tmp_path / "trained"), **ALONE)
+    assert not np.asarray(params.pop("markov")["w2"]["kernel"]).any()
+    taken = dict(weights.flatten_params(params))
+    assert taken.keys() == stored.keys()
+    assert all(np.array_equal(taken[path], x) for path, x in stored.items())
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"layers": 2, "windows": (None,) * 2},
+            "head.layers: .*, 2; got 1; set head.layers: 2, or",
+        ),
+        ({"mlp_dim": 20}, "head.mlp_dim: .*, 20; got .*; set head.mlp_dim: 20, or"),
+        ({"windows": (9,)}, "head.sliding_window: .*, 9; got null; set head.sliding_window: 9"),
+        ({"qk_norm": True}, "head.qk_norm: .*, true; got false; set head.qk_norm: true"),
+        ({"norm_before_residual": True}, "head.norm_before_residual: .*; got false"),
+        ({"mask_token": 7}, "head.mask_token: .*, 7; got 5; set head.mask_token: 7"),
+        ({"norm_eps": 0.5}, "^norm_eps: .*, 0.5; got .*; set markov.train_alone: false$"),
+        ({"rope": Rope.from_hf({"rope_theta": 55.0}, 12, "")}, "^rope: .*55.0.*; got .*777.0"),
+        ({"placeholder_token": "last_token"}, "placeholder.token: .*; set .*: last_token, or"),
+        (
+            {"mask_token": None},
+            "^markov.train_alone: the head in .* must be a P-EAGLE head; got one of task eagle3",
+        ),
+    ],
+)
+def test_another_head_than_the_one_that_stays_is_refused(changes, words, rows, tmp_path):
+    """What differs would be random, or read as it was not trained, and would never be trained."""
+    trained = finished(**changes)
+    write_run(from_model(trained), trained, tmp_path / "trained")
+    start = {"init_from": str(tmp_path / "trained")}
+    with pytest.raises(InputError, match=words):
+        begun(rows, "shared", **start, **ALONE)
+    begun(rows, "shared", **start)  # trained as a whole it may differ
+
+
+def test_a_parameter_that_the_head_that_stays_lacks(rows, tmp_path):
+    trained = finished(placeholder_hidden="per_depth", num_depths=7)
+    write_run(from_model(trained), trained, tmp_path / "trained")
+    words = "must have the parameter .* of shape .*; set cod.num_depths: 7, or markov.train_alone"
+    with pytest.raises(InputError, match=words):
+        begun(rows, "per_depth", init_from=str(tmp_path / "trained"), **ALONE)
