@@ -47,6 +47,8 @@ CHAT = [
         ({"turns": [" "]}, ()),
         ({"messages": [{"role": "assistant", "content": "a"}]}, ()),
         ({"messages": "text"}, ()),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, ()),
+        ({"conversations": [{"from": {"name": "human"}, "value": "a"}]}, ()),
     ],
 )
 def test_turns(row, turns):
@@ -123,6 +125,7 @@ def bench(capsys, out, *arguments):
     [
         ([{"answer": "x"}], ("set.jsonl:1", "needs turns", "answer")),
         ([{"turns": ["a"]}, {}], ("set.jsonl:2", "an empty row")),
+        ([{"messages": [{"role": ["user"], "content": "a"}]}], ("set.jsonl:1", "needs turns")),
         ([], ("must have questions",)),
         ([{"turns": ["x " * 5000]}], ("set:1", "must fit")),
     ],
