@@ -256,7 +256,7 @@ class Engine:
             self._waiting.remove(row)
             self._cancelled.discard(row.id)
             answer = failed_answer(row.request, None, "cancelled")
-            outputs.append(Output(row.id, [], answer))
+            outputs.append(Output(row.id, [], answer, time.perf_counter()))
         return outputs
 
     def _forget_cancelled(self) -> None:
@@ -371,10 +371,13 @@ class Engine:
     def _collect(self) -> list[Output]:
         """What is new in the rows. Requests that are done leave theirs."""
         outputs = []
+        if self._batch.running:
+            self._batch.numbers()  # waits for the device
+        now = time.perf_counter()
         for i in self._batch.running:
             row = self._batch.rows[i]
             assert row is not None
-            output = self._output(i, row)
+            output = self._output(i, row, now)
             if output is not None:
                 outputs.append(output)
                 row.num_reported += len(output.new_token_ids)
@@ -383,8 +386,8 @@ class Engine:
                 self._batch.leave(i)
         return outputs
 
-    def _output(self, i: int, row: Row) -> Output | None:
-        """What is new in one row; None for nothing."""
+    def _output(self, i: int, row: Row, now: float) -> Output | None:
+        """What is new in one row since `now`; None for nothing."""
         numbers, request = self._batch.numbers(), row.request
         is_done = bool(numbers.done[i])
         if not (is_done or request.stream or request.stop or row.id in self._cancelled):
@@ -406,7 +409,7 @@ class Engine:
                 token_ids, is_draft, reason = token_ids[:num_tokens], is_draft[:num_tokens], "stop"
         new = token_ids[row.num_reported :] if request.stream or reason else []
         if reason is None:
-            return Output(row.id, new, None) if new else None
+            return Output(row.id, new, None, now) if new else None
         if text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         answer = Generation(
@@ -421,7 +424,7 @@ class Engine:
             text=text,
             error="the target computed NaN or infinity" if reason == "error" else None,
         )
-        return Output(row.id, new, answer)
+        return Output(row.id, new, answer, now)
 
 
 def _check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:
