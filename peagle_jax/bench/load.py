@@ -3,8 +3,8 @@
 Closed loop: as many requests are under way as the batch holds; the next is sent when one is done.
 Open loop: requests are sent at random times, a given number per second on average, whether or not
 earlier ones are done. Times are those of a client in the same process: a token counts when the
-engine has it on the host (`Output.time`). To hand out every step's tokens, the engine returns to the host after every
-step, which costs speed; `bench.suite` measures speed without that.
+engine has it on the host (`Output.time`). To hand out every step's tokens, the engine returns to
+the host after every step, which costs speed; `bench.suite` measures speed without that.
 
 Results have the names of `vllm bench serve --save-result`, in milliseconds and per second.
 """

@@ -41,7 +41,7 @@ BEGIN, END = "<!-- plan: written by scripts/measure/validate_plan.py -->", "<!--
 # Bytes/s and FLOP/s with which fits of our own rows begin. Both are fitted.
 CPU = Device(
     name="a CPU with 2 cores",
-    memory=0.0,
+    memory=None,
     bandwidth=25e9,
     rates={4: 100e9, 2: 100e9, 1: 100e9},
     overlaps=False,

@@ -315,11 +315,14 @@ def test_memory(cut):
     target = cut("gpt-oss-20b")
     heads = planned_heads(target, 4, [])
     size = cache_sizes(target, heads)(3, 1000)
-    of_target = 3 * 1000 * LAYERS * 2 * 8 * 64 * 2
+    # every second layer slides, and keeps 128 tokens
+    of_target = 3 * (1000 + 128) * LAYERS // 2 * 2 * 8 * 64 * 2
     assert size == of_target + 3 * 1000 * 4 * 2 * 8 * 64 * 2  # the larger head has four layers
     row = plan_row(models((0.5,)), DEVICE, 1, 4, 1e6)
     assert row.memory == 2e6 + 2e6 + 1e6 and not row.fits
-    assert plan_row(models((0.5,)), dataclasses.replace(DEVICE, memory=5e6), 1, 4, 1e6).fits
+    for memory, fits in ((5e6, True), (None, None)):
+        device = dataclasses.replace(DEVICE, memory=memory)
+        assert plan_row(models((0.5,)), device, 1, 4, 1e6).fits is fits
 
 
 def test_devices():
