@@ -1,7 +1,7 @@
 """Holds `peagle plan` against steps that were measured, here and by others.
 
     .venv/bin/python scripts/measure/validate_plan.py [--record results/plan_validation.jsonl] \\
-        [--doc docs/plan.md] [--pictures docs/pictures]
+        [--doc docs/plan.md]
 
 Steps of a group share a device and an engine. Each is planned with constants that were fitted to
 the others of its group, at most two (plan_fit.py); those of groups without constants are planned
