@@ -19,6 +19,7 @@ def test_rates(tmp_path):
         {"method": "eagle3", "k": 7, "accepted_per_position": [0.9] * 7},
         {"method": "none", "k": 0, "accepted_per_position": []},
     ]
+    assert read_rates("--acceptance", "eagle=50", ("eagle",)) == ("eagle", (0.5,))
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_rates("--acceptance", f"peagle={path}") == ("peagle", (0.6, 0.5, 0.1))
