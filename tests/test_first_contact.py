@@ -21,7 +21,7 @@ exit 3
 
 
 def first_contact(*args: str, **env: str) -> subprocess.CompletedProcess:
-    env = {key: value for key, value in os.environ.items() if key != "OUT"} | env
+    env = {key: value for key, value in os.environ.items() if key not in ("OUT", "KEPT")} | env
     return subprocess.run([SCRIPT, *args], env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -67,3 +67,45 @@ def test_refusals(machine, tmp_path):
     for args in ([], ["run"], ["fly", str(tmp_path)]):
         done = first_contact(*args, **machine)
         assert done.returncode == 2 and done.stderr.startswith("usage:"), args
+
+
+def test_keep_adds_what_is_new(tmp_path):
+    """Rows that another machine gave stay; a second call changes nothing."""
+    kept, out = tmp_path / "results" / "gpu.jsonl", tmp_path / "out"
+    kept.parent.mkdir()
+    out.mkdir()
+    old, shared, new = (f'{{"suite": "whole", "row": {i}}}\n' for i in range(3))
+    kept.write_text(old + shared)
+    (out / "gpu.jsonl").write_text(shared + new + '{"suite": "wh')  # a kill, while one was written
+    for added in (1, 0):
+        done = first_contact("keep", str(out), KEPT=str(kept))
+        assert done.returncode == 0 and f"3 rows, {added} of them new" in done.stdout, done.stderr
+        assert kept.read_text() == old + shared + new
+    assert list(kept.parent.iterdir()) == [kept]
+    for content, words in (('{"suite": "tiny"}\n' + new, "--tiny"), ("", "no rows")):
+        (out / "gpu.jsonl").write_text(content)
+        done = first_contact("keep", str(out), KEPT=str(kept))
+        assert done.returncode == 2 and words in done.stderr
+        assert kept.read_text() == old + shared + new
+
+
+@pytest.mark.parametrize("is_too_large", [False, True])
+def test_carry_replaces_wheels_only(tmp_path, is_too_large):
+    """A folder's other files stay, and so do its wheels where new ones cannot be carried."""
+    wheels, python = tmp_path / "wheels", tmp_path / "python"
+    wheels.mkdir()
+    for name in ("old.whl", "notes.txt"):
+        (wheels / name).write_text("mine")
+    size = 60 * 2**20 + 1 if is_too_large else 5
+    # in the place of pip: makes one wheel of that size in the folder that stands last
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nfor last; do :; done\n'
+        f'truncate -s {size} "$last/new.whl"\n'
+    )
+    python.chmod(0o755)
+    done = first_contact("carry", WHEELS=str(wheels), PYTHON=str(python), TMPDIR=str(tmp_path))
+    names = {path.name for path in wheels.iterdir()}
+    assert done.returncode == (2 if is_too_large else 0), done.stderr
+    assert names == {"old.whl" if is_too_large else "new.whl", "notes.txt"}
+    assert (wheels / "notes.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"wheels", "python"}  # nothing is left

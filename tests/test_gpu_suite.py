@@ -46,6 +46,8 @@ def test_dry_run(tmp_path, monkeypatch):
     assert set(done_parts) == set(only)
     (environment,) = (row for row in first if row.get("part") == "environment")
     assert environment["versions"]["jax"] and environment["triton_kernels"] == "they run"
+    assert all(name.startswith(("PATH: ", "triton: ")) for name in environment["ptxas"])
+    assert str(tmp_path) not in out.read_text() and str(ROOT) not in out.read_text()
     launches = [row for row in first if row.get("part") == "launches"]
     assert [set(row["us"]) for row in launches] == 2 * [set(contact_graphs)] + [{"one call"}]
     assert not any(row["errors"] for row in launches)
@@ -76,6 +78,28 @@ def test_dry_run(tmp_path, monkeypatch):
     assert again.returncode == 0 and "topk (" in again.stderr
     assert not any(check in again.stderr for check in checks)
     assert [row["done"] for row in rows(out) if "done" in row] == [*done_parts, "numerics: topk"]
+
+
+def test_rows_have_no_folders_of_a_machine(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from gpu import contact
+
+    def first_line(path, *_, last):
+        return {"/opt/cuda/bin/ptxas": "Build cuda_13.0.r13.0"}.get(path, "cuda_12.9")
+
+    monkeypatch.setattr(contact.shutil, "which", lambda name: f"/opt/cuda/bin/{name}")
+    monkeypatch.setattr(contact, "first_line", first_line)
+    found = contact.assemblers()
+    assert found.pop("PATH: ptxas") == "13.0"
+    assert all(name.startswith("triton: ptxas") and found[name] == "12.9" for name in found)
+    for text, want in (
+        ("suite.py --record /home/me/out/gpu.jsonl --tiny", "suite.py --record gpu.jsonl --tiny"),
+        ("--xla_gpu_cuda_data_dir=/usr/local/cuda", "--xla_gpu_cuda_data_dir=cuda"),
+        ("--record results/gpu.jsonl", "--record results/gpu.jsonl"),
+        ("OSError: '/a/b c/d.py' at 3 TB/s", "OSError: 'b c/d.py' at 3 TB/s"),
+        ("see https://host/a/b", "see https://host/a/b"),
+    ):
+        assert contact.without_folders(text) == want
 
 
 def test_needs_a_gpu(tmp_path):

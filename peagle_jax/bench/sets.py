@@ -146,6 +146,11 @@ def _of_user(messages: Any) -> list[Any]:
     return [
         message.get("content", message.get("value"))
         for message in messages
-        if isinstance(message, dict)
-        and ROLES.get(message.get("role", message.get("from", ""))) == "user"
+        if isinstance(message, dict) and _role(message) == "user"
     ]
+
+
+def _role(message: Mapping[str, Any]) -> str | None:
+    """Who says a message; None where that is no known name."""
+    role = message.get("role", message.get("from"))
+    return ROLES.get(role) if isinstance(role, str) else None

@@ -17,7 +17,10 @@ from peagle_jax.cli.output import print_marked, say
 from peagle_jax.types import InputError, Model
 
 if TYPE_CHECKING:
+    from peagle_jax.bench.sets import Question
     from peagle_jax.bench.suite import Decoding
+
+SYNTHETIC = "--synthetic-acceptance"
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -169,10 +172,14 @@ def bench(arguments: argparse.Namespace) -> int:
         rule = "the first token needs no draft: ask for 2 or more"
         got = arguments.max_new_tokens
         raise InputError("--max-new-tokens", rule, got, "give --max-new-tokens 128")
-    target, heads = _load_heads(arguments)
-    synthetic = _synthetic_rates(arguments, ks, heads)
+    # mistakes in options come before minutes of loading
     request_rates = parse_rates("--request-rate", arguments.request_rate)
-    prompts, categories, of_sets = _bench_prompts(arguments, target, max(batch_sizes))
+    synthetic = _synthetic_rates(arguments)
+    questions = _questions(arguments)
+    target, heads = _load_heads(arguments)
+    if synthetic:
+        _check_synthetic_rates(synthetic, ks, heads)
+    prompts, categories, of_sets = _bench_prompts(arguments, questions, target, max(batch_sizes))
     check_prompts(prompts, target.config, arguments.max_new_tokens, max(ks), None)
     rows = records.Records(arguments.out)
     label = {
@@ -264,45 +271,52 @@ def _serve(out: Path, decodings: Sequence["Decoding"], rate: float, label: dict)
             say(line)
 
 
-def _synthetic_rates(
-    arguments: argparse.Namespace, ks: Sequence[int], heads: Mapping[str, Model]
-) -> dict[str, tuple[float, ...]]:
-    """The rates of --synthetic-acceptance by method, for every head or for none.
-
-    Raises:
-      InputError: a head has no rates, or fewer than drafts.
-    """
+def _synthetic_rates(arguments: argparse.Namespace) -> dict[str, tuple[float, ...]]:
+    """The rates of --synthetic-acceptance by method; {} without it."""
+    from peagle_jax.bench.suite import METHODS
     from peagle_jax.pipelines.acceptance_rates import read_rates
 
-    option = "--synthetic-acceptance"
-    rates = dict(read_rates(option, text) for text in arguments.synthetic_acceptance)
-    if not rates:
-        return {}
+    texts = arguments.synthetic_acceptance
+    return dict(read_rates(SYNTHETIC, text, METHODS) for text in texts)
+
+
+def _check_synthetic_rates(
+    rates: Mapping[str, tuple[float, ...]], ks: Sequence[int], heads: Mapping[str, Model]
+) -> None:
+    """Raises InputError where a head has no rates, or fewer than it drafts tokens."""
     for method in heads:
         count = len(rates.get(method, ()))
         if count < max(ks):
             rule = f"{method} drafts up to {max(ks)} tokens, and each position needs a rate"
-            raise InputError(option, rule, count, f"give {option} {method}=63,38,23 and -k 3")
+            raise InputError(SYNTHETIC, rule, count, f"give {SYNTHETIC} {method}=63,38,23 and -k 3")
     say("acceptance is SYNTHETIC: drafts are accepted at the given rates, whatever they are")
-    return rates
 
 
-def _bench_prompts(
-    arguments: argparse.Namespace, target: Model, batch_size: int
-) -> tuple[list[list[int]], list[str], dict]:
-    """(prompts, their categories, keys for every row): of a file, of benchmark sets, or excerpts of
-    Python source that no demo trains on.
-    """
-    from peagle_jax import text, weights
-    from peagle_jax.bench.set_prompts import ask
+def _questions(arguments: argparse.Namespace) -> "list[Question]":
+    """The questions of --sets; [] without it."""
     from peagle_jax.bench.sets import read_set
-    from peagle_jax.pipelines.demo import standard_prompts
 
     if arguments.num_prompts is not None:
         check_at_least("--num-prompts", arguments.num_prompts, 1)
         if arguments.sets is None:
             rule, next_step = "belongs to --sets", "name a set, as --sets mt-bench"
             raise InputError("--num-prompts", rule, "no --sets", next_step)
+    if arguments.sets is None:
+        return []
+    names = arguments.sets.split(",")
+    return [question for name in names for question in read_set(name, arguments.num_prompts)]
+
+
+def _bench_prompts(
+    arguments: argparse.Namespace, questions: "list[Question]", target: Model, batch_size: int
+) -> tuple[list[list[int]], list[str], dict]:
+    """(prompts, their categories, keys for every row): of a file, of benchmark sets, or excerpts of
+    Python source that no demo trains on.
+    """
+    from peagle_jax import text, weights
+    from peagle_jax.bench.set_prompts import ask
+    from peagle_jax.pipelines.demo import standard_prompts
+
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
     if arguments.prompts is not None:
         return text.read_prompts(arguments.prompts, tokenizer), [], {}
@@ -312,14 +326,12 @@ def _bench_prompts(
         raise InputError("--prompts", rule, "none", next_step)
     if arguments.sets is None:
         return standard_prompts(tokenizer), [], {}
-    names = arguments.sets.split(",")
-    questions = [q for name in names for q in read_set(name, arguments.num_prompts)]
     say(f"{len(questions)} questions; answers between turns are written by the target first")
     asked = ask(target, tokenizer, questions, arguments.max_new_tokens, batch_size)
     if asked.num_cut:
         say(f"{asked.num_cut} answers between turns were cut at {arguments.max_new_tokens} tokens")
     of_sets = {
-        "sets": [Path(name).name for name in names],
+        "sets": [Path(name).name for name in arguments.sets.split(",")],
         "num_questions": len(questions),
         "num_answers_cut": asked.num_cut,
     }

@@ -92,7 +92,7 @@ def plan_table(rows: "Sequence[PlanRow]", title: str):
             speedup = choice.tokens_per_second / row.plain.tokens_per_second
             cells.append(f"{choice.tokens_per_second:,.0f} (K {choice.k}, {speedup:.2f})")
         fastest = max(row.best.values(), key=lambda choice: choice.tokens_per_second)
-        memory = f"{row.memory / 1e9:,.0f} GB" + ("" if row.fits else ", too much")
+        memory = f"{row.memory / 1e9:,.0f} GB" + (", too much" if row.fits is False else "")
         effects = list(row.sensitivity.items())[:NUM_SENSITIVE]
         sensitive = ", ".join(f"{name} {100 * effect:+.0f} %" for name, effect in effects)
         table.add_row(

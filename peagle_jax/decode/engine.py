@@ -234,8 +234,7 @@ class Engine:
                 self._decode()
                 self.stats.decode_seconds += time.perf_counter() - start
                 outputs += self._collect()
-            is_drained = not self._waiting and self._prefill is None
-            if is_drained or not self._batch.running:
+            if not self._batch.running or (not self._waiting and self._prefill is None):
                 self._batch.shrink()
         self._forget_cancelled()
         if self.chooser is not None and self._sampling is not None and not self.has_work:
@@ -256,7 +255,7 @@ class Engine:
             self._waiting.remove(row)
             self._cancelled.discard(row.id)
             answer = failed_answer(row.request, None, "cancelled")
-            outputs.append(Output(row.id, [], answer))
+            outputs.append(Output(row.id, [], answer, time.perf_counter()))
         return outputs
 
     def _forget_cancelled(self) -> None:
@@ -318,8 +317,8 @@ class Engine:
     def _read_chunk(self) -> None:
         """Reads one chunk; after the last, the requests are rows of the batch."""
         assert self._prefill is not None
-        self.stats.num_chunks += 1
         try:
+            self.stats.num_chunks += 1
             next(self._prefill)
         except StopIteration as end:
             self._prefill = None
@@ -368,10 +367,13 @@ class Engine:
     def _collect(self) -> list[Output]:
         """What is new in the rows. Requests that are done leave theirs."""
         outputs = []
+        if self._batch.running:
+            self._batch.numbers()  # waits for the device
+        now = time.perf_counter()
         for i in self._batch.running:
             row = self._batch.rows[i]
             assert row is not None
-            output = self._output(i, row)
+            output = self._output(i, row, now)
             if output is not None:
                 outputs.append(output)
                 row.num_reported += len(output.new_token_ids)
@@ -380,8 +382,8 @@ class Engine:
                 self._batch.leave(i)
         return outputs
 
-    def _output(self, i: int, row: Row) -> Output | None:
-        """What is new in one row; None for nothing."""
+    def _output(self, i: int, row: Row, now: float) -> Output | None:
+        """What is new in one row since `now`; None for nothing."""
         numbers, request = self._batch.numbers(), row.request
         is_done = bool(numbers.done[i])
         if not (is_done or request.stream or request.stop or row.id in self._cancelled):
@@ -403,7 +405,7 @@ class Engine:
                 token_ids, is_draft, reason = token_ids[:num_tokens], is_draft[:num_tokens], "stop"
         new = token_ids[row.num_reported :] if request.stream or reason else []
         if reason is None:
-            return Output(row.id, new, None) if new else None
+            return Output(row.id, new, None, now) if new else None
         if text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         answer = Generation(
@@ -418,7 +420,7 @@ class Engine:
             text=text,
             error="the target computed NaN or infinity" if reason == "error" else None,
         )
-        return Output(row.id, new, answer)
+        return Output(row.id, new, answer, now)
 
 
 def _check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:
@@ -445,5 +447,4 @@ def _check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive
 
 def _check_at_least_1(name: str, value: int | None, example: int) -> None:
     if value is not None and value < 1:
-        next_step = f"leave out {name}, or use {example}"
-        raise InputError(name, "must be 1 or more", value, next_step)
+        raise InputError(name, "must be 1 or more", value, f"leave out {name}, or use {example}")

@@ -131,11 +131,14 @@ class Output:
       new_token_ids: tokens of the answer that no earlier output had; [] until the end for a request
         that does not stream.
       answer: the whole answer, in the last output of a request; None before.
+      time: when the host had the tokens, in seconds of `time.perf_counter`. `Engine.step` returns
+        those of a prompt only after the decoding step that follows.
     """
 
     request_id: int
     new_token_ids: list[int]
     answer: Generation | None
+    time: float
 
 
 def check_request(

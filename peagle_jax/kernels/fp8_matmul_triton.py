@@ -283,8 +283,11 @@ def quantize_rows(
     return values, scale
 
 
-def tile_config(M: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
+def tile_config(M: int, N: int, K: int, number_bytes: int, gpu: Gpu) -> dict[str, int]:
     """Tile sizes, splits and pipeline by arithmetic.
+
+    Args:
+      number_bytes: of an activation as it is loaded, 1 when it is quantized before.
 
     Weights are read once while M fits one tile. Then the contracted axis is not split, because
     parts are summed in a launch of their own, which costs as much as reading 6 MB. Where tiles are
@@ -296,9 +299,9 @@ def tile_config(M: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
     num_tiles = triton.cdiv(N, bn) * triton.cdiv(M, bm)
     splits = 1
     if bm < 128:
-        room = (gpu.shared_memory - 8192) // (BLOCK * (bn + 2 * bm))  # for activations in 16 bits
+        room = (gpu.shared_memory - 8192) // (BLOCK * (bn + number_bytes * bm))
         wanted = triton.cdiv(BYTES_ON_THE_WAY, num_tiles * bn * BLOCK)
-        stages = max(4, min(wanted, room, MAX_STAGES))
+        stages = max(1, min(max(4, wanted), room, MAX_STAGES))
     else:
         while num_tiles * splits < 2 * gpu.num_sms and K // (2 * splits) >= 512:
             splits *= 2
@@ -334,7 +337,7 @@ def product(
     """
     M, K = x.shape
     N = w.shape[0]
-    tiles = tile_config(M, N, K, gpu()) | overrides
+    tiles = tile_config(M, N, K, x.dtype.itemsize, gpu()) | overrides
     splits, bk = tiles["splits"], tiles["bk"]
     if x_scale is None:
         activations = "raw"
@@ -384,10 +387,10 @@ def joint_product(
       start: executes a launch.
     """
     (M, K), Ns = x.shape, [len(w.values) for w in ws]
-    tiles = tile_config(M, sum(Ns), K, gpu())
+    tiles = tile_config(M, sum(Ns), K, x.dtype.itemsize, gpu())
     bn, bk = tiles["bn"], tiles["bk"]
     # each of the three products is compiled with a pipeline of its own in shared memory
-    room = gpu().shared_memory // (len(ws) * bk * (bn + 2 * tiles["bm"]))
+    room = gpu().shared_memory // (len(ws) * bk * (bn + x.dtype.itemsize * tiles["bm"]))
     stages = max(1, min(tiles["stages"], room))
     if x_scale is None:
         activations = "raw"

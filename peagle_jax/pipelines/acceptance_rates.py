@@ -1,6 +1,7 @@
 """Which share of all steps accepts the draft at each position: given, measured, or published."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from peagle_jax.types import InputError
@@ -14,12 +15,15 @@ PUBLISHED = {
 PUBLISHED_SOURCE = "vLLM #32628 (GPT-OSS-120B, HumanEval)"
 
 
-def read_rates(option: str, text: str) -> tuple[str, tuple[float, ...]]:
+def read_rates(
+    option: str, text: str, methods: Sequence[str] = METHODS
+) -> tuple[str, tuple[float, ...]]:
     """Reads METHOD=RATES, with rates in percent, or METHOD=FILE, with rows of `peagle bench`.
 
     Args:
       option: its spelling, for errors.
       text: for example "peagle=63,38,23" or "eagle3=runs/bench/results.jsonl".
+      methods: that may be named.
 
     Returns:
       The method, and the accepted share at each position, from 0 to 1.
@@ -29,8 +33,8 @@ def read_rates(option: str, text: str) -> tuple[str, tuple[float, ...]]:
         row of that method.
     """
     method, equals, value = text.partition("=")
-    if method not in METHODS or not equals:
-        rule = f"must be METHOD=RATES, with a method of {', '.join(METHODS)}"
+    if method not in methods or not equals:
+        rule = f"must be METHOD=RATES, with a method of {', '.join(methods)}"
         raise InputError(option, rule, text, f"give {option} peagle=63,38,23")
     if value.endswith(".jsonl"):
         rates = _measured(Path(value), method)

@@ -66,7 +66,7 @@ class PlanRow:
       best: by method, with the K that is fastest.
       choices: by method, for every K.
       memory: bytes of weights and caches.
-      fits: whether the device has as many.
+      fits: whether the device has as many; None: unknown.
       sensitivity: by input, how the best speedup changes where the input is a fifth larger (or
         where routing is alike); the largest change first.
     """
@@ -77,7 +77,7 @@ class PlanRow:
     best: dict[str, Choice]
     choices: dict[str, list[Choice]]
     memory: int | float
-    fits: bool
+    fits: bool | None
     sensitivity: dict[str, float]
 
 
@@ -284,6 +284,6 @@ def plan_row(
         best=best,
         choices=choices,
         memory=memory,
-        fits=memory <= device.memory,
+        fits=None if device.memory is None else memory <= device.memory,
         sensitivity=sensitivity(models, device, concurrency, context),
     )

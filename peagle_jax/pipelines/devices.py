@@ -33,7 +33,7 @@ class Device:
 
     Attributes:
       name: for people.
-      memory: bytes.
+      memory: bytes; None: unknown.
       bandwidth: bytes per second that reading weights reaches.
       cache_bandwidth: that reading keys and values reaches, with the attention over them; None: the
         same.
@@ -44,12 +44,12 @@ class Device:
       layer_seconds: what a layer costs besides: launches, norms, waiting. None: nobody measured it,
         and times are floors.
       pass_seconds: what starting a forward of a draft head costs besides, and the acceptance
-        after a verification.
+        after a verification; 0 where nobody measured it, as on this machine.
       source: of these numbers.
     """
 
     name: str
-    memory: int | float
+    memory: int | float | None
     bandwidth: int | float
     cache_bandwidth: float | None = None
     rates: Mapping[int, int | float]
@@ -158,7 +158,7 @@ def measure_this_machine(repeats: int = 5) -> Device:
     attention = max(timed(large, context=CONTEXTS[1]) - many, cached / (array.nbytes / reading))
     return Device(
         name=device_name(),
-        memory=free_bytes() or 0.0,
+        memory=free_bytes(),
         bandwidth=array.nbytes / reading,
         cache_bandwidth=cached / attention,
         # a number of one byte is decoded, and multiplied like one of two

@@ -259,8 +259,12 @@ def forward_work(
 
 
 def cached_bytes(config: TargetConfig | HeadConfig, dtype: Any, rows: int, tokens: int) -> int:
-    """Bytes of a cache of so many tokens for so many sequences, without ring caches."""
-    return cache_bytes(_cache_shapes(config), rows, tokens, dtype)
+    """Bytes of a cache of so many tokens for so many sequences.
+
+    Sliding layers of a target keep at most a window; heads keep everything (`HeadConfig`).
+    """
+    block = 0 if isinstance(config, TargetConfig) else None
+    return cache_bytes(_cache_shapes(config), rows, tokens, dtype, block)
 
 
 def matrix_sizes(params: Params, names: Sequence[str], experts: bool | None = None) -> int:

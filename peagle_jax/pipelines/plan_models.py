@@ -50,11 +50,12 @@ def planned_target(path: Path, dtype: str, kv_cache_dtype: str) -> PlannedTarget
       kv_cache_dtype: "auto", that of the activations, or "fp8".
 
     Raises:
-      InputError: it is no config of a target, or its experts cannot be MXFP4.
+      InputError: it is no config of a target, its experts cannot be MXFP4, or "auto" does not
+        know its quantization.
     """
     raw = weights.read_json(path)
     if dtype == "auto":
-        dtype = stored_dtype(raw)
+        dtype = stored_dtype(raw, path)
     numbers = jnp.dtype("float32" if dtype == "float32" else "bfloat16")
     plain = abstract_target(path, dtype=numbers, aux_hidden_state_layers=())
     if dtype == "mxfp4" and raw.get("model_type") != "gpt_oss":
@@ -74,11 +75,41 @@ def planned_target(path: Path, dtype: str, kv_cache_dtype: str) -> PlannedTarget
     return PlannedTarget(plain.config, dtype, costs, cache_dtype)
 
 
-def stored_dtype(raw: dict) -> str:
-    """What a config.json says of its weights: "mxfp4", "fp8" or, without quantization, bfloat16."""
+def stored_dtype(raw: dict, path: Path) -> str:
+    """What a config.json says of its weights: "mxfp4", "fp8" or, without quantization, bfloat16.
+
+    compressed-tensors is "fp8" where all of its groups store weights as 8-bit floats.
+
+    Args:
+      path: of the config.json, for messages.
+
+    Raises:
+      InputError: it says a quantization that is none of DTYPES.
+    """
     quantization = raw.get("quantization_config")
+    if not quantization:
+        return "bfloat16"
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return method if method in ("mxfp4", "fp8") else "bfloat16"
+    if method in ("mxfp4", "fp8"):
+        return method
+    if method == "compressed-tensors" and _has_fp8_groups(quantization):
+        return "fp8"
+    rule = "weights of this quantization cannot be planned with: mxfp4, fp8 and"
+    rule += " compressed-tensors of 8-bit floats can"
+    next_step = "give --dtype, what they become: fp8, bfloat16 or float32"
+    raise InputError(str(path), rule, f"quant_method {method!r}", next_step)
+
+
+def _has_fp8_groups(quantization: dict) -> bool:
+    """Whether every group of compressed-tensors stores weights as 8-bit floats."""
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return False
+    weights_of = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    return len(weights_of) == len(groups) and all(
+        isinstance(w, dict) and (w.get("type"), w.get("num_bits")) == ("float", 8)
+        for w in weights_of
+    )
 
 
 def default_head(target: TargetConfig, method: str, layers: int) -> HeadConfig:

@@ -35,6 +35,8 @@ from peagle_jax.weights import flatten_params
 from peagle_jax.weights.hub import FAILURES, split_revision
 
 H200 = DEVICES["h200"]
+assert H200.memory is not None  # a data sheet has it
+H200_BYTES = H200.memory
 # Copies of the logits of a chunk in float32 at one time: both, their softmaxes, the gradient.
 LOGIT_COPIES = 5
 SCORE_COPIES = 4  # of the scores of a chunk in attention without a kernel, likewise
@@ -96,8 +98,8 @@ class TrainingPlan:
                 facts["step takes at least"] = f"{value:.2f} s on H200s"
             else:
                 facts[name] = f"{value:,}" if isinstance(value, int) else value
-        fits = "fits" if self.total_bytes <= H200.memory else "does not fit"
-        total = f"{self.total_bytes / 1e9:.1f} GB: {fits} an H200 ({H200.memory / 1e9:.0f} GB)"
+        fits = "fits" if self.total_bytes <= H200_BYTES else "does not fit"
+        total = f"{self.total_bytes / 1e9:.1f} GB: {fits} an H200 ({H200_BYTES / 1e9:.0f} GB)"
         return {**facts, "in all, a device": total}
 
 

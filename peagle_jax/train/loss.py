@@ -223,10 +223,12 @@ def _distill_chunks(form, inputs, matrices, teacher, rows):
 
 def _distill_chunks_forward(form, inputs, matrices, teacher, rows):
     wanted = tuple(tuple(i for i, x in enumerate(xs) if x.perturbed) for xs in (inputs, matrices))
-    values = jax.tree.map(operator.attrgetter("value"), (inputs, matrices, teacher, rows))
-    result, grads = _sums_and_grads(form, *values, wanted)
+    inputs, matrices, teacher, rows = jax.tree.map(
+        operator.attrgetter("value"), (inputs, matrices, teacher, rows)
+    )
+    result, grads = _sums_and_grads(form, inputs, matrices, teacher, rows, wanted)
     # of a matrix the gradient is float32 until it is scaled
-    dtypes = [tuple(jnp.zeros((), x.dtype) for x in xs) for xs in values[:2]]
+    dtypes = [tuple(jnp.zeros((), x.dtype) for x in xs) for xs in (inputs, matrices)]
     return result, (grads, dtypes)
 
 

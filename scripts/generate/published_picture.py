@@ -7,6 +7,7 @@ Published tables are results/published/*.json. Ours are the newest small demo of
 """
 
 import sys
+import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PICTURE, PAGE = ROOT / "docs/pictures/published.png", ROOT / "docs/published.md"
 BEGIN = "<!-- published: written by scripts/generate/published_picture.py -->"
 END = "<!-- end -->"
+WIDTH = 100  # columns of lists; a table's row is one line
 
 
 def our_rows() -> dict[str, list[dict]]:
@@ -40,12 +42,18 @@ def markdown(tables: dict[str, PublishedTable]) -> str:
             f"| {what} | {facts['source']} | {models} | {facts['texts']} | {facts['differs']} |"
         )
     notes = [
-        f"- {facts['title']}; {key.removesuffix('_note')}: {facts[key]}."
+        bullet(f"{facts['title']}; {key.removesuffix('_note')}: {facts[key]}.")
         for facts in (table.facts for table in tables.values())
         for key in facts
         if key.endswith("_note") and key != "context_note"
     ]
     return "\n".join([*lines, "", "What the sources leave open:", "", *notes])
+
+
+def bullet(text: str) -> str:
+    """An item of a list, in lines of 100 columns."""
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ", **whole)
 
 
 def main() -> None:

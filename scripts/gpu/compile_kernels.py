@@ -109,9 +109,9 @@ def w8a8(M, N, K, blocks=False):
     return Case(call, args)
 
 
-def raw(M, N, K):
+def raw(M, N, K, dtype=BF16):
     """A product with block scales, whose activations the kernel quantizes."""
-    args = spec(M, K, dtype=BF16), spec(N, K, dtype=F8), spec(-(-N // 128), -(-K // 128))
+    args = spec(M, K, dtype=dtype), spec(N, K, dtype=F8), spec(-(-N // 128), -(-K // 128))
 
     def call(x, w, scale, start):
         return fp8_matmul_triton.product(x, None, w, scale, BF16, start=start)
@@ -291,6 +291,7 @@ CASES = {
     "fp8_matmul 512x4096x4096 blocks": w8a8(512, 4096, 4096, blocks=True),
     "fp8_matmul 8x4096x4096 blocks, bfloat16 in": raw(8, 4096, 4096),
     "fp8_matmul 32x4096x4096 blocks, bfloat16 in": raw(32, 4096, 4096),
+    "fp8_matmul 32x4096x4096 blocks, float32 in": raw(32, 4096, 4096, F32),
     "fp8_matmul 64x4096x4096 blocks": w8a8(64, 4096, 4096, blocks=True),
     "joint fp8_matmul 8x(4096,512,512)x2048": joint(8, 2048, 4096, 512, 512),
     "joint fp8_matmul 32x(4096,512,512)x2048": joint(32, 2048, 4096, 512, 512),

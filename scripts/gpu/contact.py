@@ -64,26 +64,36 @@ def environment(tiny: bool) -> Iterator[dict]:
         "memory_bytes": memory,
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "ptxas": assemblers(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": without_folders(os.environ.get("XLA_FLAGS", "")),
     }
 
 
 def assemblers() -> dict[str, str]:
-    """{path: version} of the `ptxas` that comes first in PATH, and of those that Triton brings."""
-    paths = [shutil.which("ptxas")]
+    """Versions of the `ptxas` that comes first in PATH, and of those that Triton brings.
+
+    By "PATH" or "triton", and the name of the file: folders of one machine do not belong into rows.
+    """
+    paths = {}
+    if first := shutil.which("ptxas"):
+        paths["PATH: ptxas"] = first
     try:
         import triton
     except ImportError:
         pass
     else:
         tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-        paths += map(str, sorted(tools.glob("ptxas*")))
+        paths |= {f"triton: {path.name}": str(path) for path in sorted(tools.glob("ptxas*"))}
     found = {}
-    for path in filter(None, paths):
+    for name, path in paths.items():
         text = first_line(path, "--version", last=True)
-        version = re.search(r"cuda_([\d.]+)", text)
-        found[path] = version[1] if version else text
+        version = re.search(r"cuda_(\d+(?:\.\d+)*)", text)
+        found[name] = version[1] if version else text
     return found
+
+
+def without_folders(text: str) -> str:
+    """A text whose absolute paths are names only."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/,:;'\"]+/)+", "", text)
 
 
 def first_line(*command: str, last: bool = False) -> str:

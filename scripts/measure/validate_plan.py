@@ -1,7 +1,7 @@
 """Holds `peagle plan` against steps that were measured, here and by others.
 
     .venv/bin/python scripts/measure/validate_plan.py [--record results/plan_validation.jsonl] \\
-        [--doc docs/plan.md] [--pictures docs/pictures]
+        [--doc docs/plan.md]
 
 Steps of a group share a device and an engine. Each is planned with constants that were fitted to
 the others of its group, at most two (plan_fit.py); those of groups without constants are planned
@@ -41,7 +41,7 @@ BEGIN, END = "<!-- plan: written by scripts/measure/validate_plan.py -->", "<!--
 # Bytes/s and FLOP/s with which fits of our own rows begin. Both are fitted.
 CPU = Device(
     name="a CPU with 2 cores",
-    memory=0.0,
+    memory=None,
     bandwidth=25e9,
     rates={4: 100e9, 2: 100e9, 1: 100e9},
     overlaps=False,

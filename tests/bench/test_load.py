@@ -1,11 +1,23 @@
 """Latency under load: times against a scripted engine, and a real one in both loops."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from peagle_jax.bench.load import CLOSED, Served, arrival_times, load_lines, load_result, serve
+from peagle_jax.bench.load import (
+    CLOSED,
+    COMPILED,
+    Served,
+    arrival_times,
+    load_lines,
+    load_result,
+    serve,
+    serve_case,
+)
+from peagle_jax.bench.suite import Decoding
 from peagle_jax.cli.arguments import parse_rates
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
@@ -35,6 +47,7 @@ class Scripted:
     def __init__(self, clock, max_batch):
         self.clock, self.max_batch = clock, max_batch
         self.waiting, self.running, self.most = [], {}, 0
+        self.after = 0.0  # seconds of other work before a step returns
 
     def add(self, request):
         assert request.stream
@@ -55,7 +68,8 @@ class Scripted:
             if count + 2 == 4:
                 answer = Generation(list(request.prompt), [1] * 4, "length", [], 2, 6, [2, 1, 0])
                 del self.running[number]
-            outputs.append(Output(number, [1, 1], answer))
+            outputs.append(Output(number, [1, 1], answer, self.clock.now))
+        self.clock.now += self.after
         return outputs
 
 
@@ -73,6 +87,52 @@ def test_closed_loop():
     assert served[2].arrivals == [(3, 2), (4, 2)]
     assert served[2].first == 1 and served[2].whole == 2
     assert served[2].per_token == pytest.approx(1 / 3) and served[2].gaps == [1]
+
+
+def test_tokens_count_when_the_host_has_them():
+    """A step that goes on after it read a prompt makes the next tokens late, not these."""
+    clock = Clock()
+    engine = Scripted(clock, 1)
+    engine.after = 0.5
+    (seen,) = serve(engine, REQUESTS[:1], clock=clock, sleep=clock.sleep)
+    assert seen.arrivals == [(1, 2), (2.5, 2)] and seen.first == 1
+
+
+class Passes(Decoding):
+    """A decoder whose passes meet the given programs."""
+
+    def __init__(self, programs):
+        self.programs, self.engines = programs, []
+        self.case = SimpleNamespace(batch_size=2)
+        self.requests = REQUESTS[:2]
+
+    def engine(self):
+        clock = time.perf_counter
+        engine = Scripted(SimpleNamespace(now=clock() + 10.0 ** len(self.engines)), 2)
+        engine.stats = SimpleNamespace(programs=set(self.programs[len(self.engines)]))
+        self.engines.append(engine)
+        return engine
+
+
+@pytest.mark.parametrize(
+    ("programs", "num_passes", "num_compiled"),
+    [
+        (["a", "a"], 2, None),
+        (["", ""], 2, None),
+        (["a", "ab", "b"], 3, None),
+        (["a", "b", "ab", "c"], 3, None),
+        (["a", "b", "c", "d", "abcd"], 5, None),
+        (["a", "b", "c", "d", "aef"], 5, 2),
+    ],
+)
+def test_passes_are_repeated_until_nothing_is_compiled(programs, num_passes, num_compiled):
+    decoding = Passes(programs)
+    result = serve_case(decoding, CLOSED, 0)
+    assert len(decoding.engines) == num_passes and result["completed"] == 2
+    assert result.get(COMPILED) == num_compiled
+    assert any("compiled" in line for line in load_lines(result, "x")) == bool(num_compiled)
+    # the times are those of the last pass
+    assert result["median_ttft_ms"] == pytest.approx(1e3 * (1 + 10.0 ** (num_passes - 1)), rel=0.01)
 
 
 def test_result():
@@ -140,6 +200,7 @@ def test_a_real_engine(rate):
         assert seen.answer.output_token_ids == answer.output_token_ids
         assert seen.num_tokens == 6 and seen.first > 0
         assert seen.arrivals[0][1] == 1  # the prompt's own token comes before any draft
+        assert min(seen.gaps) > 0  # also where the next tokens came from the same call of step
     result = load_result(served, 2, rate)
     assert result["completed"] == 5 and result["spec_decode_num_drafts"] > 0
     assert result["spec_decode_draft_tokens"] == 2 * result["spec_decode_num_drafts"]

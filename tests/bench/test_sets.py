@@ -47,6 +47,8 @@ CHAT = [
         ({"turns": [" "]}, ()),
         ({"messages": [{"role": "assistant", "content": "a"}]}, ()),
         ({"messages": "text"}, ()),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, ()),
+        ({"conversations": [{"from": {"name": "human"}, "value": "a"}]}, ()),
     ],
 )
 def test_turns(row, turns):
@@ -123,6 +125,7 @@ def bench(capsys, out, *arguments):
     [
         ([{"answer": "x"}], ("set.jsonl:1", "needs turns", "answer")),
         ([{"turns": ["a"]}, {}], ("set.jsonl:2", "an empty row")),
+        ([{"messages": [{"role": ["user"], "content": "a"}]}], ("set.jsonl:1", "needs turns")),
         ([], ("must have questions",)),
         ([{"turns": ["x " * 5000]}], ("set:1", "must fit")),
     ],
@@ -134,12 +137,27 @@ def test_rows_that_cannot_be_asked(rows, words, tmp_path, capsys):
 
 
 def test_mistakes(tmp_path, capsys):
-    code, lines = bench(capsys, tmp_path, "--sets", "humanevil")
-    assert code == 2 and "humaneval, mt-bench" in lines[0]
-    code, lines = bench(capsys, tmp_path, "--num-prompts", 3)
-    assert code == 2 and "belongs to --sets" in lines[0]
     code, lines = bench(capsys, tmp_path, "--sets", tmp_path / "absent.jsonl")
     assert code == 2 and "absent.jsonl" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--request-rate", "0"], "requests per second"),
+        (["--synthetic-acceptance", "medusa=50"], "eagle, eagle3, peagle"),
+        (["--synthetic-acceptance", "eagle=50,60"], "must not rise"),
+        (["--num-prompts", "0", "--sets", "mt-bench"], "--num-prompts"),
+        (["--num-prompts", "3"], "belongs to --sets"),
+        (["--sets", "humanevil"], "humaneval, mt-bench"),
+    ],
+)
+def test_mistakes_in_options_come_before_models_are_loaded(arguments, words, tmp_path, capsys):
+    absent = str(tmp_path / "absent")
+    options = ("bench", "--target", absent, "--drafter", absent, "--out", str(tmp_path / "out"))
+    assert main([*options, *arguments]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert words in line and "absent" not in line
 
 
 def test_every_set_says_where_and_under_which_license():

@@ -58,11 +58,12 @@ def test_a_tree_has_no_rates():
         Engine(tiny.target(), drafter, tiny.head().params, num_tree_nodes=7)
 
 
-@pytest.fixture(scope="module")
-def records():
+@pytest.fixture(scope="module", params=["peagle", pytest.param("eagle", marks=pytest.mark.slow)])
+def records(request):
+    target, head = tiny.pair(request.param)
     suite = run_suite(
-        tiny.target(),
-        {"peagle": tiny.head()},
+        target,
+        {request.param: head},
         [[3, 9, 4], [7, 1, 2]],
         ks=(3,),
         batch_sizes=(2,),
@@ -70,7 +71,7 @@ def records():
         repeats=1,
         on_record=lambda record: None,
         ignore_eos=True,
-        synthetic={"peagle": RATES},
+        synthetic={request.param: RATES},
     )
     assert suite.lossless
     return suite.records

@@ -8,6 +8,7 @@ from gpu.interpreter import interpret
 
 from peagle_jax.kernels import fp8_matmul, fp8_matmul_triton
 from peagle_jax.kernels.fp8_matmul import E4M3
+from peagle_jax.kernels.launch import H200, RTX_PRO_6000
 from peagle_jax.types import InputError
 
 KINDS = {
@@ -192,3 +193,14 @@ def test_three_products_in_one_launch(blocks, inside):
             values, scale, w.values, w.scale, jnp.float32, start=interpret
         )
         assert y.shape == alone.shape and np.array_equal(y, alone)
+
+
+@pytest.mark.parametrize("number_bytes", [1, 2, 4])
+@pytest.mark.parametrize("device", [H200, RTX_PRO_6000], ids=["H200", "RTX PRO 6000"])
+def test_the_pipeline_fits_shared_memory(device, number_bytes):
+    """Every stage holds a tile of weights, one byte a number, and one of activations."""
+    for M in (1, 16, 32, 64):
+        for N in (256, 4096):
+            tiles = fp8_matmul_triton.tile_config(M, N, 4096, number_bytes, device)
+            stage = tiles["bk"] * (tiles["bn"] + number_bytes * tiles["bm"])
+            assert 2 <= tiles["stages"] and tiles["stages"] * stage <= device.shared_memory

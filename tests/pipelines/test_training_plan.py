@@ -131,12 +131,12 @@ def test_published_recipes_fit_eight_devices(name):
     path = ROOT / f"configs/train/{name}.yaml"
     run = load_run(path)
     plan = training_plan.training_plan(run, None, ROOT / "configs/targets")
-    assert plan.devices == 8 and plan.total_bytes < 0.9 * training_plan.H200.memory
+    assert plan.devices == 8 and plan.total_bytes < 0.9 * training_plan.H200_BYTES
     assert f"# {plan.total_bytes / 1e9:.0f} GB on each of 8 H200s" in path.read_text()
     # one row of 20,000 tokens at a time, too, for every one of them
     long = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=20_000))
     plan = training_plan.training_plan(long, None, ROOT / "configs/targets")
-    assert plan.total_bytes < training_plan.H200.memory
+    assert plan.total_bytes < training_plan.H200_BYTES
     # without partitions, rounding and recomputation, 8 rows at once, they would not
     whole = dataclasses.replace(
         run,
@@ -146,7 +146,7 @@ def test_published_recipes_fit_eight_devices(name):
         gradient_accumulation=1,
     )
     plan = training_plan.training_plan(whole, None, ROOT / "configs/targets")
-    assert plan.total_bytes > training_plan.H200.memory
+    assert plan.total_bytes > training_plan.H200_BYTES
 
 
 def test_other_numbers_of_devices():
