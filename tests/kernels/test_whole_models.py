@@ -34,10 +34,17 @@ COMMON = {
     "cache_write_triton.kernel",
     "vocab_triton.topk_kernel",
 }
-EXPERTS = {"experts_triton.kernel", "experts_triton.sort_kernel"}
+EXPERTS = {"experts_triton.kernel", "experts_triton.sort_kernel", "routing_triton.kernel"}
+NORMS = {"norm_rotate_triton.kernel"}  # of queries and keys
 FP8 = {"fp8_matmul_triton.kernel", "fp8_matmul_triton.quantize_kernel"}
 CASES = {  # family, load options, ring caches, options of the head, kernels beside COMMON
-    "mixture in FP8": ("qwen3_moe_raw", {"fp8": True}, False, {"fc_norm": True}, EXPERTS | FP8),
+    "mixture in FP8": (
+        "qwen3_moe_raw",
+        {"fp8": True},
+        False,
+        {"fc_norm": True},
+        EXPERTS | FP8 | NORMS,
+    ),
     "mixture of biases and sinks, rings": (
         "gpt_oss",
         {},

@@ -137,7 +137,9 @@ def test_plans_against_measured_steps():
     assert counts["vLLM pull request 32887", 2] == 2
     own = validate.own_groups()  # of whatever was measured here last
     assert len(own) > 3 and all(len(group.steps) > 3 for group in own)
-    recorded = [json.loads(x) for x in (ROOT / "results/plan_validation.jsonl").open()]
+    recorded = [
+        json.loads(x) for x in (ROOT / "results/plan_validation.jsonl").read_text().splitlines()
+    ]
     latest = {row["group"]: row for row in recorded}
     assert {group.name for group in groups} <= set(latest)
     page = (ROOT / "docs/plan.md").read_text()
