@@ -56,7 +56,9 @@ def kernel(
         acc = tl.dot(x, w, acc)
     logits = acc.to(x_ptr.dtype.element_ty)
     if BIAS:
-        logits += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
+        # in float32: Triton's interpreter adds the bits of bfloat16 numbers
+        bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        logits = (logits.to(tl.float32) + bias[None, :]).to(x_ptr.dtype.element_ty)
     left = tl.where(e[None, :] < E, logits.to(tl.float32), float("-inf"))
     top = tl.max(left, 1)
     total = tl.sum(tl.exp(left - top[:, None]), 1)

@@ -35,6 +35,17 @@ def test_weights_and_ids(n, D, E, k, has_bias, normalized):
         np.testing.assert_allclose(weights, want, rtol=1e-5)
 
 
+def test_a_bias_in_bfloat16():
+    """It is added to logits that were rounded, and the sum is rounded, as by the layer."""
+    rng = np.random.default_rng(7)
+    x, w, bias = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((8, 48), (48, 6), (6,))
+    )
+    want, ids = routing.reference(x, w, bias, 2, normalized=True)
+    got, found = routing_triton.route(x, w, bias, 2, normalized=True, start=interpret)
+    assert np.array_equal(found, ids) and np.array_equal(got, want)
+
+
 def test_of_equal_logits_the_first():
     """Logits in bfloat16 are often equal, and another order would choose other experts."""
     x, w = jnp.ones((3, 16), jnp.bfloat16), jnp.zeros((16, 24), jnp.bfloat16)

@@ -36,6 +36,7 @@ COMMON = {
 }
 EXPERTS = {"experts_triton.kernel", "experts_triton.sort_kernel", "routing_triton.kernel"}
 NORMS = {"norm_rotate_triton.kernel"}  # of queries and keys
+JOINT = {"fp8_matmul_triton.joint_kernel"}  # of queries, keys and values
 FP8 = {"fp8_matmul_triton.kernel", "fp8_matmul_triton.quantize_kernel"}
 CASES = {  # family, load options, ring caches, options of the head, kernels beside COMMON
     "mixture in FP8": (
@@ -43,7 +44,7 @@ CASES = {  # family, load options, ring caches, options of the head, kernels bes
         {"fp8": True},
         False,
         {"fc_norm": True},
-        EXPERTS | FP8 | NORMS,
+        EXPERTS | FP8 | NORMS | JOINT,
     ),
     "mixture of biases and sinks, rings": (
         "gpt_oss",
@@ -118,7 +119,7 @@ def test_logits_are_the_references(case, most, started):
     _, _, rings, _, kernels = CASES[case]
     target = loaded(case)
     logits, ids = forward(target, rings)
-    head_kernels = {"fusion_triton.kernel"}
+    head_kernels = {"fusion_triton.kernel", *JOINT}
     assert started == COMMON | {"attention_triton.merge_kernel"} | kernels - head_kernels
     with disable_kernels():
         want, _ = forward(target, rings)
