@@ -35,7 +35,7 @@ def test_numbers_below_one(option, script, tmp_path, capsys):
 
 
 @pytest.mark.peer
-@pytest.mark.skipif(not ENV.exists(), reason="scripts/peers/install_speculators.sh makes it")
+@pytest.mark.skipif(not ENV.exists(), reason=".venv-speculators: make test-peers installs it")
 def test_the_two_train_the_same(tmp_path):
     """With one depth nothing is drawn: step by step the losses are the same.
 
