@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -23,18 +24,24 @@ def provenance(command: str | None = None) -> dict:
 
     Returns:
       Keys `time` (UTC), `commit` (None outside of a git checkout), `dirty` (whether code has
-      uncommitted changes), `command`, `device`, `python`, and the versions of this package, jax and
-      flax.
+      uncommitted changes), `command` (an absolute path in it is cut to its last name, because rows
+      are published and folders of one machine help nobody), `device`, `python`, and the versions of
+      this package, jax and flax.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _git("rev-parse", "--short", "HEAD") or None,
         "dirty": bool(_git("status", "--porcelain", "--", *CODE)),
-        "command": command or " ".join(["peagle", *sys.argv[1:]]),
+        "command": _without_folders(command or " ".join(["peagle", *sys.argv[1:]])),
         "device": device_name(),
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in PACKAGES},
     }
+
+
+def _without_folders(command: str) -> str:
+    """The command with every absolute path cut to its last name; URLs stay."""
+    return re.sub(r"(^|[ =,])/(?:[^\s/,]+/)*(?=[^\s/,])", r"\1", command)
 
 
 def device_name() -> str:

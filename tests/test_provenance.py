@@ -3,6 +3,8 @@
 import os
 import subprocess
 
+import pytest
+
 from peagle_jax import provenance
 
 
@@ -19,3 +21,20 @@ def test_without_git_and_affinity(monkeypatch):
     partial = provenance.provenance()
     assert partial["commit"] is None and partial["dirty"] is False
     assert partial["device"].endswith(", 1 core")
+
+
+@pytest.mark.parametrize(
+    ("command", "recorded"),
+    [
+        (
+            "peagle bench --target /home/me/models/t --out runs/b",
+            "peagle bench --target t --out runs/b",
+        ),
+        ("peagle bench --target=/models/t", "peagle bench --target=t"),
+        ("/usr/bin/python s.py --heads /a/x,/b/c/y /z/", "python s.py --heads x,y z/"),
+        ("peagle regenerate --server http://127.0.0.1:8000/v1", None),
+        ("python scripts/measure/trees.py --ratio 1/2", None),
+    ],
+)
+def test_folders_of_a_machine_are_not_recorded(command, recorded):
+    assert provenance.provenance(command)["command"] == (recorded or command)

@@ -28,32 +28,16 @@ import numpy as np
 
 # arguments: source, output, format, further arguments of `convert` as JSON
 CHILD = """
-import json, sys, threading, time
-from pathlib import Path
+import json, sys, time
 from peagle_jax.checkpoints.convert import convert
+from scripts.measure.peak_memory import PeakMemory
 import jax; jax.devices()
 
-def kilobytes(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1])
-
-def memory():
-    return kilobytes("RssAnon"), kilobytes("VmRSS")
-
-before = peak = memory()
-done = threading.Event()
-
-def watch():
-    global peak
-    while not done.wait(0.005):
-        peak = tuple(map(max, peak, memory()))
-
-threading.Thread(target=watch, daemon=True).start()
+peak = PeakMemory(seconds=0.005)
 start = time.perf_counter()
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], **json.loads(sys.argv[4]))
 seconds = time.perf_counter() - start
-done.set()
-print(seconds, *((p - b) * 1024 for p, b in zip(peak, before)))
+print(seconds, *peak.stop())
 """
 
 

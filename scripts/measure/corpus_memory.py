@@ -26,10 +26,11 @@ TARGET = "peagle_jax/assets/target"
 WORDS = "def return x value for in range list print class self import open file line name".split()
 # arguments: corpus, folder of the store, packing, tokens of a row
 CHILD = """
-import json, sys, threading, time
+import json, sys, time
 from pathlib import Path
 from peagle_jax import text
 from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from scripts.measure.peak_memory import PeakMemory
 
 tokenizer = text.load_tokenizer(sys.argv[1])
 tokenizer("a first text", return_offsets_mapping=True)
@@ -38,20 +39,7 @@ if sys.argv[2].endswith(".parquet"):
     import pyarrow.parquet
 choice = CorpusChoice(sys.argv[2], held_out=0.05)
 
-def kilobytes(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1])
-
-def memory():
-    return kilobytes("RssAnon"), kilobytes("VmRSS")
-
-before = peak = memory()
-done = threading.Event()
-
-def watch():
-    global peak
-    while not done.wait(0.02):
-        peak = tuple(map(max, peak, memory()))
+peak = PeakMemory(seconds=0.02)
 
 def first_batch():
     start = time.perf_counter()
@@ -61,7 +49,6 @@ def first_batch():
     batch = rows.batch(8, 0, 0)
     return time.perf_counter() - start, store, rows, batch
 
-threading.Thread(target=watch, daemon=True).start()
 seconds, store, rows, batch = first_batch()
 start = time.perf_counter()
 for step in range(1, 101):
@@ -69,7 +56,7 @@ for step in range(1, 101):
 batch_seconds = (time.perf_counter() - start) / 100
 again, _, _, batch_again = first_batch()
 assert (batch.tokens == batch_again.tokens).all()
-done.set()
+own, resident = peak.stop()
 print(json.dumps({
     "documents": len(store.order),
     "documents_held_out": len(store.held_out),
@@ -79,8 +66,8 @@ print(json.dumps({
     "seconds": seconds,
     "seconds_of_going_on": again,
     "seconds_of_a_batch": batch_seconds,
-    "peak_own_bytes": (peak[0] - before[0]) * 1024,
-    "peak_resident_bytes": (peak[1] - before[1]) * 1024,
+    "peak_own_bytes": own,
+    "peak_resident_bytes": resident,
 }))
 """
 

@@ -18,13 +18,13 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from line_process import LineProcess
 from rich.console import Console
 from rich.table import Table
 
@@ -58,8 +58,7 @@ class Engine:
       method: a name in METHODS.
       dtype: "float32" or "bfloat16".
       k: tokens drafted per step; 0 for plain decoding.
-      process: the worker, which answers a line for each line that it reads.
-      version: of the engine.
+      worker: its process.
       seconds: batch size -> the seconds of each round.
       answers: batch size -> the last answer.
     """
@@ -68,40 +67,9 @@ class Engine:
     method: str
     dtype: str
     k: int
-    process: subprocess.Popen
-    version: str = ""
+    worker: LineProcess
     seconds: dict[int, list[float]] = dataclasses.field(default_factory=dict)
     answers: dict[int, dict] = dataclasses.field(default_factory=dict)
-
-    def wait(self) -> dict:
-        """The next answer.
-
-        Raises:
-          InputError: the engine ended, or says an error.
-        """
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "it ended without an answer"}
-        if "error" in answer:
-            raise InputError(
-                f"{self.name}, {self.method}, {self.dtype}",
-                rule="the engine must decode the prompts",
-                got=answer["error"],
-                next_step="see what it printed above, or leave it out with --engines",
-            )
-        return answer
-
-    def ask(self, request: dict) -> dict:
-        """The answer to a request, with "seconds"."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return self.wait()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.communicate()
 
 
 def start_engine(
@@ -111,14 +79,6 @@ def start_engine(
     drafter = {"peagle": args.peagle, "eagle3": args.eagle3}.get(method)
     python = args.vllm / "bin/python" if name == "vllm" else Path(sys.executable)
     k = 0 if method == "plain" else args.k
-    process = subprocess.Popen(
-        [python, HERE / WORKERS[name]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if args.verbose else subprocess.DEVNULL,
-        text=True,
-    )
-    engine = Engine(name, method, dtype, k, process)
     job = {
         "target": str(args.target.resolve()),
         "drafter": None if drafter is None else str(drafter.resolve()),
@@ -129,12 +89,15 @@ def start_engine(
         "max_model_len": longest + args.max_new_tokens + 64,
         "compile": args.vllm_compile,
     }
-    try:
-        engine.version = engine.ask(job)["version"]
-    except InputError:
-        engine.close()
-        raise
-    return engine
+    worker = LineProcess(
+        f"{name}, {method}, {dtype}",
+        [python, HERE / WORKERS[name]],
+        job,
+        rule="the engine must decode the prompts",
+        next_step="see what it prints with --verbose, or leave it out with --engines",
+        verbose=args.verbose,
+    )
+    return Engine(name, method, dtype, k, worker)
 
 
 def measure(
@@ -153,7 +116,7 @@ def measure(
         }
         for number in range(args.rounds + 1):
             for engine in taking_part:
-                engine.answers[batch_size] = engine.ask(request)
+                engine.answers[batch_size] = engine.worker.ask(request)
                 if number:  # the first round compiles
                     taken = engine.answers[batch_size]["seconds"]
                     engine.seconds.setdefault(batch_size, []).append(taken)
@@ -187,7 +150,7 @@ def rows_of(
                 {
                     "name": "peers",
                     "engine": engine.name,
-                    "engine_version": engine.version,
+                    "engine_version": engine.worker.version,
                     "method": engine.method,
                     "k": engine.k,
                     "dtype": dtype,
@@ -265,7 +228,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                 measure(engines, prompts, args, progress)
             finally:
                 for engine in engines:
-                    engine.close()
+                    engine.worker.close()
             rows += rows_of(engines, prompts, args)
     return rows
 

@@ -23,7 +23,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from typing import Any
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+from line_process import LineProcess
 from rich.console import Console
 from rich.table import Table
 
@@ -72,35 +72,17 @@ class Trainer:
 
     Attributes:
       name: a key of TRAINERS.
-      process: the worker, which answers a line for each line that it reads.
-      version: of the trainer.
+      worker: its process.
       tokens_per_second: of each timed round.
       cpu_seconds: of a step in each timed round, of all threads together.
       round_answer: the last round's.
     """
 
     name: str
-    process: subprocess.Popen
-    version: str = ""
+    worker: LineProcess
     tokens_per_second: list[float] = dataclasses.field(default_factory=list)
     cpu_seconds: list[float] = dataclasses.field(default_factory=list)
     round_answer: dict = dataclasses.field(default_factory=dict)
-
-    def ask(self, request: dict) -> dict:
-        """The answer to a request.
-
-        Raises:
-          InputError: the trainer ended, or says an error.
-        """
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "it ended without an answer"}
-        if "error" in answer:
-            next_step = "run again with --verbose"
-            raise InputError(self.name, "the trainer must train", answer["error"], next_step)
-        return answer
 
     def train(
         self, head: Path, order: Sequence[int], steps: int, schedule_steps: int, out: Path | None
@@ -127,7 +109,7 @@ class Trainer:
             "out": None if out is None else str(out),
             "attention": TRAINERS[self.name][1],
         }
-        return self.ask(request)
+        return self.worker.ask(request)
 
     @property
     def speed(self) -> float:
@@ -139,20 +121,15 @@ def start(name: str, job: dict, args: argparse.Namespace) -> Trainer:
     """Starts a trainer, and waits until it is ready."""
     script, attention = TRAINERS[name]
     python = Path(sys.executable) if attention is None else args.speculators / "bin/python"
-    process = subprocess.Popen(
+    worker = LineProcess(
+        name,
         [python, HERE / script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if args.verbose else subprocess.DEVNULL,
-        text=True,
+        job,
+        rule="the trainer must train",
+        next_step="run again with --verbose",
+        verbose=args.verbose,
     )
-    trainer = Trainer(name, process)
-    try:
-        trainer.version = trainer.ask(job)["version"]
-    except InputError:
-        process.kill()
-        raise
-    return trainer
+    return Trainer(name, worker)
 
 
 def write_inputs(run: PeagleRun, args: argparse.Namespace, folder: Path) -> list[Path]:
@@ -291,7 +268,7 @@ def rows_of(
             {
                 "name": "training_peers",
                 "trainer": trainer.name,
-                "trainer_version": trainer.version,
+                "trainer_version": trainer.worker.version,
                 "dtype": run.compute.dtype,
                 "threads": args.threads,
                 "target": args.target.name,
@@ -402,8 +379,7 @@ def compare(args: argparse.Namespace, folder: Path) -> list[dict]:
         return rows_of(trainers, results, run, args)
     finally:
         for trainer in trainers:
-            trainer.process.kill()
-            trainer.process.communicate()
+            trainer.worker.close()
 
 
 def options() -> argparse.ArgumentParser:
@@ -452,9 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compare_training: {error}", file=sys.stderr)
         return 2
     Console(width=120).print(table_of(rows))
-    # folders of one machine do not belong into rows
-    words = [word if word.startswith("-") else Path(word).name for word in sys.argv[1:]]
-    origin = provenance(" ".join(["python scripts/peers/compare_training.py", *words]))
+    origin = provenance(" ".join(["python scripts/peers/compare_training.py", *sys.argv[1:]]))
     if args.picture and args.seconds > 0:
         draw(rows, args.picture)
     if args.record:

@@ -1,7 +1,7 @@
 """A process that answers requests one line at a time.
 
-compare_speed.py and compare_training.py ask; engines and trainers answer. Each of them runs in an
-environment of its own, so this file imports nothing outside of Python.
+compare_speed.py and compare_training.py ask, by line_process.py; engines and trainers answer. Each
+of them runs in an environment of its own, so this file imports nothing outside of Python.
 """
 
 import importlib.metadata
