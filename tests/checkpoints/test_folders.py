@@ -16,7 +16,7 @@ from checkpoints.folder_edits import edit, equal, files_equal
 from peagle_jax import weights
 from peagle_jax.checkpoints.config_writing import serving_flags
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.head_writing import CHECKPOINT_FORMATS, save_drafter
+from peagle_jax.checkpoints.head_writing import SERVED_FORMATS, save_drafter
 from peagle_jax.checkpoints.inspect import describe
 from peagle_jax.checkpoints.runs import load_drafter, read_run
 from peagle_jax.checkpoints.target_io import save_target
@@ -53,7 +53,7 @@ def make_head(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("checkpoint_format", CHECKPOINT_FORMATS)
+@pytest.mark.parametrize("checkpoint_format", SERVED_FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back(name, checkpoint_format, dtype, tmp_path):
     if checkpoint_format == "speculators" and name in VLLM_ONLY:
