@@ -75,7 +75,7 @@ COMMANDS = {
     "bench": Command(
         "measures speed, acceptance and exactness of plain and speculative decoding",
         decode_options.add_bench,
-        "decode_commands",
+        "bench_commands",
     ),
     "plan": Command(
         "says from shapes alone how fast decoding will be on a device, and whether a head pays",
