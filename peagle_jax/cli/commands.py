@@ -93,7 +93,7 @@ COMMANDS = {
         "checkpoint_commands",
     ),
     "serve-config": Command(
-        "prints how to serve a head with vLLM or SageMaker",
+        "prints how to serve a head with vLLM, SageMaker, SGLang or TensorRT-LLM",
         checkpoint_options.add_serve_config,
         "checkpoint_commands",
     ),
