@@ -164,6 +164,19 @@ def test_a_closed_loop(server):
     assert served[2].sent >= served[0].whole or served[2].sent >= served[1].whole
 
 
+def test_the_role_that_begins_a_chat_is_no_token(server):
+    prompt = [{"role": "user", "content": "hi"}]
+    [seen] = serve(ServedModel(connect(server), 1), [ServerRequest(prompt, 9)], CLOSED)
+    assert len(seen.arrivals) == PIECES and seen.first >= server.pause
+    assert seen.answer.text == "0 1 2 "
+
+
+def test_answers_come_in_the_order_of_their_requests(server):
+    answers = ServedModel(connect(server), 2).run(requests(5))
+    assert len(answers) == 5 and server.most == 2
+    assert all(answer.is_cut and answer.num_prompt_tokens == 4 for answer in answers)
+
+
 def test_an_open_loop_waits_for_nobody(server):
     server.pause = 0.05
     served = serve(ServedModel(connect(server), 1), requests(6), 200.0)

@@ -12,7 +12,8 @@ PAGES = ("does_it_pay.md", "benchmark.md")
 # | number | what | results/FILE.jsonl: key=value ... -> [mean of N: ]key |
 QUOTE = re.compile(
     r"^\| (?P<number>[\d.,]+)(?P<unit> %| MB)? \| .* \| "
-    r"results/(?P<file>[\w/]+\.jsonl): (?P<keys>.*) -> (?:mean of (?P<count>\d+): )?(?P<path>[\w.]+) \|$",
+    r"results/(?P<file>[\w/]+\.jsonl): (?P<keys>.*) -> "
+    r"(?:mean of (?P<count>\d+): )?(?P<path>[\w.]+) \|$",
     re.MULTILINE,
 )
 SCALE = {None: 1, " %": 100, " MB": 1e-6}
