@@ -171,7 +171,7 @@ def test_the_role_that_begins_a_chat_is_no_token(server):
     assert seen.answer.text == "0 1 2 "
 
 
-def test_answers_come_in_the_order_of_their_requests(server):
+def test_no_more_requests_than_places_are_under_way(server):
     answers = ServedModel(connect(server), 2).run(requests(5))
     assert len(answers) == 5 and server.most == 2
     assert all(answer.is_cut and answer.num_prompt_tokens == 4 for answer in answers)
