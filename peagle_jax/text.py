@@ -4,8 +4,9 @@ The rest of the package works with token ids only.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -162,6 +163,10 @@ def encode_stream(
 # ---------------------------------------------------------------- prompts
 
 
+# token ids, text, or the messages of a chat
+Prompt = list[int] | str | list[dict[str, str]]
+
+
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
     """Reads the prompts of a JSONL file as token ids.
 
@@ -175,26 +180,50 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[
         without a tokenizer.
     """
     prompts = []
-    for number, row in read_jsonl(path):
-        where = f"{path}:{number}"
-        if "prompt_token_ids" in row:
-            ids = row["prompt_token_ids"]
-            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-                rule = "prompt_token_ids must be a list of whole numbers"
-                raise InputError(where, rule, json.dumps(ids)[:60], "write it as [1, 2, 3]")
-            prompts.append(ids)
-            continue
-        turns = row.get("turns")
-        first_turn = turns[0] if isinstance(turns, list) and turns else None
-        text = row.get("prompt") or first_turn
-        if not isinstance(text, str):
-            rule = "a prompt needs prompt_token_ids, prompt or turns"
-            raise InputError(where, rule, sorted(row), 'write it as {"prompt": "def main"}')
-        prompts.append(encode_prompt(text, tokenizer, chat="turns" in row, where=where))
+    for where, prompt in read_plain_prompts(path):
+        if isinstance(prompt, str):
+            prompts.append(encode_prompt(prompt, tokenizer, chat=False, where=where))
+        elif prompt and isinstance(prompt[0], dict):
+            content = prompt[0]["content"]
+            prompts.append(encode_prompt(content, tokenizer, chat=True, where=where))
+        else:
+            prompts.append(prompt)
+    return prompts
+
+
+def read_plain_prompts(path: Path) -> list[tuple[str, Prompt]]:
+    """Reads the prompts of a JSONL file as they stand there, each with its place.
+
+    Args:
+      path: as of `read_prompts`; the first of `turns` becomes the message of a chat.
+
+    Raises:
+      InputError: there are no lines, or a line is no prompt.
+    """
+    prompts = [
+        (f"{path}:{number}", _prompt_of_row(row, f"{path}:{number}"))
+        for number, row in read_jsonl(path)
+    ]
     if not prompts:
         next_step = 'add a line like {"prompt": "def main"}'
         raise InputError(path, "at least one prompt is needed", "an empty file", next_step)
     return prompts
+
+
+def _prompt_of_row(row: Mapping[str, Any], where: str) -> Prompt:
+    if "prompt_token_ids" in row:
+        ids = row["prompt_token_ids"]
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            rule = "prompt_token_ids must be a list of whole numbers"
+            raise InputError(where, rule, json.dumps(ids)[:60], "write it as [1, 2, 3]")
+        return ids
+    turns = row.get("turns")
+    first_turn = turns[0] if isinstance(turns, list) and turns else None
+    text = row.get("prompt") or first_turn
+    if not isinstance(text, str):
+        rule = "a prompt needs prompt_token_ids, prompt or turns"
+        raise InputError(where, rule, sorted(row), 'write it as {"prompt": "def main"}')
+    return [{"role": "user", "content": text}] if "turns" in row else text
 
 
 def encode_prompt(

@@ -10,7 +10,16 @@ PACKAGE = ROOT / "peagle_jax"
 LEVELS = [  # lowest first
     {"types"},
     {"documents"},
-    {"kernels", "corpus", "weights", "provenance", "atomic_write", "old_names", "progress"},
+    {
+        "kernels",
+        "corpus",
+        "weights",
+        "provenance",
+        "atomic_write",
+        "old_names",
+        "openai_server",
+        "progress",
+    },
     {"chat"},
     {"text"},
     {"layers"},

@@ -2,9 +2,10 @@
 
 Closed loop: as many requests are under way as the batch holds; the next is sent when one is done.
 Open loop: requests are sent at random times, a given number per second on average, whether or not
-earlier ones are done. Times are those of a client in the same process: a token counts when the
-engine has it on the host (`Output.time`). To hand out every step's tokens, the engine returns to
-the host after every step, which costs speed; `bench.suite` measures speed without that.
+earlier ones are done. What serves is an engine in this process or another process
+(`bench.served_model`); the client, `serve`, is the same. Of an engine a token counts when the host
+has it (`Output.time`). To hand out every step's tokens, the engine returns to the host after every
+step, which costs speed; `bench.suite` measures speed without that.
 
 Results have the names of `vllm bench serve --save-result`, in milliseconds and per second.
 """
@@ -12,12 +13,12 @@ Results have the names of `vllm bench serve --save-result`, in milliseconds and 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from peagle_jax.bench.suite import Decoding, mean_acceptance_length
-from peagle_jax.decode.requests import Generation, Output, Request, acceptance_length
+from peagle_jax.decode.requests import Generation
 
 CLOSED = float("inf")  # requests per second: as soon as there is a place
 PERCENTILE = 99
@@ -26,16 +27,61 @@ COMPILED = "programs_compiled_while_timed"
 
 
 @runtime_checkable
+class Answered(Protocol):
+    """An answer at its end: a `Generation`, or what a server said of it."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """One line that says what failed; None without a failure."""
+        ...
+
+
+@runtime_checkable
+class News(Protocol):
+    """What is new of one request: an `Output`, or a piece that a server sent."""
+
+    @property
+    def request_id(self) -> int:
+        """The number that `add` gave the request."""
+        ...
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that came, at least."""
+        ...
+
+    @property
+    def answer(self) -> Answered | None:
+        """At the end of the request."""
+        ...
+
+    @property
+    def time(self) -> float:
+        """When they came, in seconds of the client's clock."""
+        ...
+
+
+@runtime_checkable
 class Server(Protocol):
-    """What serves requests: an `Engine`."""
+    """What serves requests: an `Engine`, or a `ServedModel`."""
 
     max_batch: int
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Any) -> int:
         """Takes a request in; its number."""
         ...
 
-    def step(self) -> list[Output]:
+    def step(self) -> Sequence[News]:
         """What is new after some work."""
         ...
 
@@ -46,18 +92,18 @@ class Served:
 
     Attributes:
       sent: seconds, when it was sent.
-      arrivals: when tokens came, and how many.
+      arrivals: when tokens came, and how many. Of a server how many is not known: 1.
       answer: at the end.
     """
 
     sent: float
     arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    answer: Generation | None = None
+    answer: Answered | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the answer."""
-        return sum(count for _, count in self.arrivals)
+        return self.answer.num_tokens if self.answer is not None else 0
 
     @property
     def first(self) -> float:
@@ -90,7 +136,7 @@ def arrival_times(count: int, rate: float, seed: int) -> list[float]:
 
 def serve(
     engine: Server,
-    requests: Sequence[Request],
+    requests: Sequence[Any],
     rate: float = CLOSED,
     *,
     seed: int = 0,
@@ -101,22 +147,22 @@ def serve(
 
     Args:
       engine: with nothing under way. Requests beyond its `max_batch` wait in it (open loop).
-      requests: made to stream.
+      requests: of its kind, made to stream.
       rate: requests per second, or CLOSED.
       seed: of the times of an open loop.
       clock: seconds, the clock of `Output.time`.
       sleep: waits for the next request where nothing is under way.
 
     Returns:
-      What was seen of each request, in their order.
+      What was seen of each request that was sent, in their order: after a failure no more are.
     """
     is_closed = rate == CLOSED
     due = [0.0] * len(requests) if is_closed else arrival_times(len(requests), rate, seed)
     served: list[Served] = []
     by_id: dict[int, Served] = {}
-    begin = clock()
-    while len(served) < len(requests) or by_id:
-        while len(served) < len(requests):
+    begin, to_send = clock(), len(requests)
+    while len(served) < to_send or by_id:
+        while len(served) < to_send:
             number, now = len(served), clock() - begin
             is_full = is_closed and len(by_id) >= engine.max_batch
             if is_full or due[number] > now:
@@ -124,17 +170,19 @@ def serve(
             # of an open loop when it was due: the engine may have been busy
             seen = Served(now if is_closed else due[number])
             served.append(seen)
-            by_id[engine.add(dataclasses.replace(requests[number], stream=True))] = seen
+            by_id[engine.add(requests[number])] = seen
         if not by_id:
             sleep(max(0.0, due[len(served)] - (clock() - begin)))
             continue
         for output in engine.step():
             seen = by_id[output.request_id]
-            if output.new_token_ids:
-                seen.arrivals.append((output.time - begin, len(output.new_token_ids)))
+            if output.num_new_tokens:
+                seen.arrivals.append((output.time - begin, output.num_new_tokens))
             if output.answer is not None:
                 seen.answer = output.answer
                 del by_id[output.request_id]
+                if output.answer.error is not None:
+                    to_send = len(served)
     return served
 
 
@@ -149,9 +197,10 @@ def serve_case(decoding: Decoding, rate: float, seed: int) -> dict:
       programs: its times are too long then.
     """
     known: set[tuple] = set()
+    requests = [dataclasses.replace(request, stream=True) for request in decoding.requests]
     for number in range(1 + MAX_WARM_UPS):
         engine = decoding.engine()
-        served = serve(engine, decoding.requests, rate, seed=seed)
+        served = serve(engine, requests, rate, seed=seed)
         compiled = engine.stats.programs - known
         known |= compiled
         if number and not compiled:
@@ -165,12 +214,12 @@ def load_result(served: Sequence[Served], concurrency: int, rate: float) -> dict
 
     Percentages are of 100, as there; a rate of `inf` is a closed loop.
     """
-    done = [seen for seen in served if seen.answer is not None and seen.arrivals]
+    done = [seen for seen in served if is_done(seen)]
     answers = [seen.answer for seen in done if seen.answer is not None]
     begin = min(seen.sent for seen in done)
     duration = max(seen.arrivals[-1][0] for seen in done) - begin
-    inputs = sum(len(answer.prompt_token_ids) for answer in answers)
-    outputs = sum(len(answer.output_token_ids) for answer in answers)
+    inputs = sum(answer.num_prompt_tokens for answer in answers)
+    outputs = sum(answer.num_tokens for answer in answers)
     result = {
         "duration": duration,
         "completed": len(done),
@@ -198,25 +247,36 @@ def load_result(served: Sequence[Served], concurrency: int, rate: float) -> dict
         result[f"median_{name}_ms"] = float(np.median(milliseconds))
         result[f"std_{name}_ms"] = float(milliseconds.std())
         result[f"p{PERCENTILE}_{name}_ms"] = float(np.percentile(milliseconds, PERCENTILE))
-    return result | _acceptance(answers)
+    ours = [answer for answer in answers if isinstance(answer, Generation)]
+    if not any(answer.num_drafts for answer in ours):
+        return result
+    counters = acceptance_counters(
+        sum(answer.num_drafts for answer in ours),
+        sum(answer.num_draft_tokens for answer in ours),
+        np.sum([answer.num_accepted_per_pos for answer in ours], axis=0).tolist(),
+    )
+    return result | counters | {"mean_acceptance_length": mean_acceptance_length(ours)}
 
 
-def _acceptance(answers: Sequence[Generation]) -> dict:
-    """vLLM's counters of speculation, and SPEED-Bench's mean; nothing with plain decoding."""
-    drafts = sum(answer.num_drafts for answer in answers)
-    if not drafts:
+def is_done(seen: Served) -> bool:
+    """Whether a request was answered whole, with one token at least."""
+    return seen.answer is not None and seen.answer.error is None and bool(seen.arrivals)
+
+
+def acceptance_counters(
+    num_drafts: int, num_draft_tokens: int, num_accepted_per_pos: Sequence[int]
+) -> dict:
+    """vLLM's counters of speculation under the names of `vllm bench serve`; {} without a draft."""
+    if not num_drafts:
         return {}
-    draft_tokens = sum(answer.num_draft_tokens for answer in answers)
-    accepted = sum(answer.num_accepted_tokens for answer in answers)
-    per_position = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0) / drafts
+    accepted = sum(num_accepted_per_pos)
     return {
-        "spec_decode_num_drafts": drafts,
-        "spec_decode_draft_tokens": draft_tokens,
+        "spec_decode_num_drafts": num_drafts,
+        "spec_decode_draft_tokens": num_draft_tokens,
         "spec_decode_accepted_tokens": accepted,
-        "spec_decode_acceptance_rate": 100 * accepted / draft_tokens,
-        "spec_decode_acceptance_length": acceptance_length(answers),
-        "spec_decode_per_position_acceptance_rates": per_position.tolist(),
-        "mean_acceptance_length": mean_acceptance_length(answers),
+        "spec_decode_acceptance_rate": 100 * accepted / num_draft_tokens,
+        "spec_decode_acceptance_length": 1 + accepted / num_drafts,
+        "spec_decode_per_position_acceptance_rates": [n / num_drafts for n in num_accepted_per_pos],
     }
 
 

@@ -1,10 +1,12 @@
 """Questions of benchmarks as prompts, with the target's own answers between the turns."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from peagle_jax.bench.served_model import ServedModel, ServerRequest
 from peagle_jax.bench.sets import Question
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
@@ -12,20 +14,24 @@ from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.requests import Request
 from peagle_jax.types import InputError, Model
 
+Messages = list[dict[str, str]]
+
 
 @dataclasses.dataclass(frozen=True)
 class BenchPrompt:
     """One turn of a question: everything that was said before it, and the turn.
 
     Attributes:
-      token_ids: of the prompt.
+      content: the prompt's token ids; messages for a server that encodes them itself.
       category: of the question.
       turn: 0 for the first.
+      name: of the question, for errors.
     """
 
-    token_ids: list[int]
+    content: list[Any]
     category: str
     turn: int
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,63 @@ def ask(
     Raises:
       InputError: there is no chat template, or a conversation becomes too long for the target.
     """
-    said: list[list[dict[str, str]]] = [[] for _ in questions]
+
+    def encode_to_fit(messages: Messages, where: str) -> list[int]:
+        token_ids = _encode(tokenizer, messages, where)
+        _check_length(target, token_ids, max_new_tokens, where)
+        return token_ids
+
+    def write(prompts: Sequence[BenchPrompt]) -> list[tuple[str, bool]]:
+        requests = [Request(prompt=p.content, max_new_tokens=max_new_tokens) for p in prompts]
+        answers = dict(Engine(target, max_batch=batch_size).run(requests))
+        return [
+            (
+                str(tokenizer.decode(answers[i].output_token_ids, skip_special_tokens=True)),
+                answers[i].finish_reason == "length",
+            )
+            for i in range(len(prompts))
+        ]
+
+    return _ask_turns(questions, encode_to_fit, write)
+
+
+def ask_server(
+    model: ServedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+) -> BenchPrompts:
+    """`ask` where a server has the target, which writes what stands between turns.
+
+    Args:
+      tokenizer: the target's, to send token ids; None to send messages, which the server encodes.
+
+    Raises:
+      InputError: there is no chat template, or the server refuses or does not answer.
+    """
+
+    def encode(messages: Messages, where: str) -> list[Any]:
+        return list(messages) if tokenizer is None else _encode(tokenizer, messages, where)
+
+    def write(prompts: Sequence[BenchPrompt]) -> list[tuple[str, bool]]:
+        requests = [ServerRequest(p.content, max_new_tokens, name=p.name) for p in prompts]
+        return [(answer.text, answer.is_cut) for answer in model.run(requests)]
+
+    return _ask_turns(questions, encode, write)
+
+
+def _ask_turns(
+    questions: Sequence[Question],
+    encode: Callable[[Messages, str], list[Any]],
+    write: Callable[[Sequence[BenchPrompt]], list[tuple[str, bool]]],
+) -> BenchPrompts:
+    """The prompts of questions.
+
+    Args:
+      encode: what was said, and the question's name, as a prompt.
+      write: prompts -> their answers, and whether each was cut by its limit.
+    """
+    said: list[Messages] = [[] for _ in questions]
     prompts: list[BenchPrompt] = []
     num_cut = 0
     last_turn = max(len(question.turns) for question in questions) - 1
@@ -69,30 +131,24 @@ def ask(
         asked = [i for i, question in enumerate(questions) if turn < len(question.turns)]
         of_turn = []
         for i in asked:
+            name = questions[i].name
             said[i].append({"role": "user", "content": questions[i].turns[turn]})
-            token_ids = _encode(tokenizer, said[i], questions[i].name)
-            _check_length(target, token_ids, max_new_tokens, questions[i].name)
-            of_turn.append(BenchPrompt(token_ids, questions[i].category, turn))
+            content = encode(said[i], name)
+            of_turn.append(BenchPrompt(content, questions[i].category, turn, name))
         prompts += of_turn
         goes_on = [
             (i, prompt)
             for i, prompt in zip(asked, of_turn, strict=True)
             if turn + 1 < len(questions[i].turns)
         ]
-        requests = [
-            Request(prompt=prompt.token_ids, max_new_tokens=max_new_tokens) for _, prompt in goes_on
-        ]
-        for place, answer in Engine(target, max_batch=batch_size).run(requests):
-            number = goes_on[place][0]
-            num_cut += answer.finish_reason == "length"
-            text = tokenizer.decode(answer.output_token_ids, skip_special_tokens=True)
-            said[number].append({"role": "assistant", "content": str(text)})
+        answers = write([prompt for _, prompt in goes_on]) if goes_on else []
+        for (i, _), (text, is_cut) in zip(goes_on, answers, strict=True):
+            num_cut += is_cut
+            said[i].append({"role": "assistant", "content": text})
     return BenchPrompts(prompts, num_cut)
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], where: str
-) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str) -> list[int]:
     """Through the chat template; without one a single turn is its text."""
     if tokenizer.chat_template or len(messages) > 1:
         return encode_turns(tokenizer, Conversation(tuple(messages)), where)

@@ -26,6 +26,8 @@ EAGLE1_ARCHITECTURE = "EagleLlamaForCausalLM"
 # The writers of these formats name the layer whose OUTPUT the head reads. In the others, as in
 # vLLM and speculators, an id names the layer whose INPUT it reads.
 COUNTS_OUTPUTS = ("automodel", "specforge")
+# What transformers' LlamaConfig and Qwen3Config mean by a rope_theta that is not there.
+DEFAULT_ROPE_THETA = 10000.0
 
 
 def detect_format(raw: Mapping) -> str:
@@ -152,7 +154,7 @@ def read_config(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=Rope.from_hf(shape.raw, head_dim, where),
+        rope=Rope.from_hf({"rope_theta": DEFAULT_ROPE_THETA, **shape.raw}, head_dim, where),
         norm_eps=float(shape.get_float("rms_norm_eps")),
         context=shape.get_int("max_position_embeddings"),
         target_dim=target_dim,
@@ -262,6 +264,9 @@ def _aux_layers(
 ) -> tuple[int, ...]:
     """The layers whose hidden states the head reads, in vLLM's numbering: id i is layer i's input.
 
+    They are in the order in which `fc` reads them. Engines collect hidden states as the target
+    computes them, whatever the order of the ids in a config; only our own format keeps an order.
+
     Raises:
       InputError: the two places of the ids disagree; no place has them and `target_layers` is
         not given; or `numbering` is given and there is nothing to number.
@@ -294,6 +299,7 @@ def _aux_layers(
         return (2, target_layers // 2, target_layers - 3)
     if numbering is None:
         numbering = "output" if checkpoint_format in COUNTS_OUTPUTS else "input"
+    ids = ids if checkpoint_format == "peagle_jax" else sorted(ids)
     return tuple(i + 1 for i in ids) if numbering == "output" else tuple(ids)
 
 

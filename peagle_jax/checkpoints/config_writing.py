@@ -150,6 +150,33 @@ def speculators_config(
     }
 
 
+def serving_notes(cfg: HeadConfig, target_context: int | None) -> list[str]:
+    """What else vLLM's options decide for a head, in sentences (read in vLLM 0.32 and 0.33).
+
+    Args:
+      cfg: the head.
+      target_context: max_position_embeddings of the target; None where it is not known.
+    """
+    notes = []
+    if cfg.parallel:
+        notes.append(
+            "vLLM 0.16 and later drafts in parallel, by its V1 model runner alone, which it then "
+            "chooses by itself: do not set VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    else:
+        notes.append("both model runners of vLLM, V1 and V2, serve such a head")
+    notes.append(
+        "at a temperature above 0 vLLM drafts the likeliest tokens; with "
+        '"draft_sample_method": "probabilistic" in this JSON drafts are sampled'
+    )
+    if target_context is not None and cfg.context < target_context:
+        notes.append(
+            f"vLLM drafts nothing in texts of more than {cfg.context} tokens, the head's "
+            f"max_position_embeddings; its target reads {target_context}"
+        )
+    return notes
+
+
 def serving_flags(cfg: HeadConfig, path: str, k: int, revision: str | None = None) -> str:
     """vLLM's `--speculative-config` as JSON; SageMaker's SM_VLLM_SPECULATIVE_CONFIG is the same.
 

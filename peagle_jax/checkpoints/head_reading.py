@@ -55,13 +55,9 @@ def read_head(
             next_step="remove one of the two from the safetensors",
         )
     fp8 = weights.dequantize(tensors, raw, folder)
-    tensors = {
-        name: t for name, t in fp8.tensors.items() if name not in param_mapping.VERIFIER_TENSORS
-    }
-    left_out = [
-        *fp8.left_out,
-        *(name for name in param_mapping.VERIFIER_TENSORS if name in fp8.tensors),
-    ]
+    unread = sorted(filter(param_mapping.is_left_out, fp8.tensors), reverse=True)
+    tensors = {name: t for name, t in fp8.tensors.items() if name not in unread}
+    left_out = [*fp8.left_out, *unread]
     _add_output_biases(tensors)
     config = config_reading.read_config(
         raw,
@@ -115,7 +111,7 @@ def to_model(
       dtype: of weights, and of activations on a GPU; on a CPU activations are float32. None keeps
         the head's.
       embedding: the target's [V D], for a head that shares it.
-      lm_head: the target's output matrix [V D], for an EAGLE-1 head that shares it.
+      lm_head: the target's output matrix [V D], for a head that shares it.
       fp8: all matrices in float8, `lm_head` too (it only drafts), and the rest in `dtype`.
 
     Raises:
@@ -135,7 +131,7 @@ def to_model(
         if lm_head is None:
             raise InputError(
                 head.source,
-                rule=f"an EAGLE-1 head needs {param_mapping.LM_HEAD}, or its target's",
+                rule=f"needs {param_mapping.LM_HEAD}, or its target's",
                 got="neither",
                 next_step="load it with its target: load_pair(target, head), or give --target",
             )

@@ -20,8 +20,8 @@ class HeadState:
       config: shape and options of the head.
       tensors: under speculators' names (`param_mapping.plain_name`), in torch's layout.
         `embed_tokens.weight` is absent where the head shares its target's embedding,
-        `lm_head.weight` where an EAGLE-1 head shares its target's output matrix, and `d2t` (int64)
-        is there only with a reduced draft vocabulary.
+        `lm_head.weight` where it shares its target's output matrix, and `d2t` (int64) is there only
+        with a reduced draft vocabulary.
       checkpoint_format: that the head was read from.
       source: where it came from, for errors and for the metadata of what is written.
       left_out: tensors of the source that say nothing about the head: an identity `d2t`, the
@@ -46,7 +46,8 @@ class HeadState:
 
     @property
     def shares_lm_head(self) -> bool:
-        return self.config.predicts_features and param_mapping.LM_HEAD not in self.tensors
+        is_whole = self.config.draft_vocab == self.config.vocab
+        return is_whole and param_mapping.LM_HEAD not in self.tensors
 
     @property
     def has_mixed_dtypes(self) -> bool:

@@ -15,6 +15,7 @@ from peagle_jax.checkpoints import (
     param_mapping,
 )
 from peagle_jax.checkpoints.head_state import HeadState
+from peagle_jax.checkpoints.param_mapping import VERIFIER_TENSORS, plain_name
 from peagle_jax.draft import draft_vocab
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.provenance import versions
@@ -212,6 +213,21 @@ def check_servable(head: HeadState, path: str | Path) -> None:
             got="one",
             next_step="peagle convert --to vllm first, which leaves it out",
         )
+    foreign = sorted(name for name in stored if plain_name(name) in VERIFIER_TENSORS)
+    if foreign and head.checkpoint_format == "vllm":
+        raise InputError(
+            path,
+            rule="vLLM refuses tensors that are the target's",
+            got=", ".join(foreign),
+            next_step="peagle convert --to vllm first, which leaves them out",
+        )
+    if absent := weights.absent_shards(weights.find_folder(path)):
+        raise InputError(
+            path,
+            rule=f"vLLM refuses a {weights.INDEX} that names files which are not there",
+            got=", ".join(absent),
+            next_step=f"delete {weights.INDEX}, because model.safetensors holds all tensors",
+        )
     k = head.config.num_depths or 1
     _refuse_inexpressible(head, path, head.checkpoint_format, k, np.float32, own_embedding=True)
 
@@ -350,6 +366,13 @@ def _refuse_inexpressible_in_speculators(
             rule="the speculators format has its own embedding",
             got="a shared one",
             next_step="give --target, or use --to vllm",
+        )
+    if head.shares_lm_head:
+        raise InputError(
+            path,
+            rule="the speculators format has its own lm_head",
+            got="a shared one",
+            next_step="use --to vllm",
         )
 
 

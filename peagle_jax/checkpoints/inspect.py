@@ -220,7 +220,7 @@ def _missing_tensors(config: HeadConfig, tensors: Mapping[str, weights.Tensor]) 
     """Tensors without which the head cannot be read."""
     missing = param_mapping.table(config).keys() - tensors.keys()
     missing -= {param_mapping.EMBEDDING}  # the target's is used
-    if config.predicts_features:
+    if config.draft_vocab == config.vocab:
         missing -= {param_mapping.LM_HEAD}  # likewise
     missing = {name for name in missing if not name.endswith("o_proj.bias")}  # read as zeros
     if "t2d" in tensors:  # one of the two tables is enough

@@ -30,6 +30,16 @@ LM_HEAD = "lm_head.weight"
 MARKOV = "markov_head."  # what the names of a Markov head's tensors begin with
 # The target's, which speculators has in memory while it trains and may have saved with the head.
 VERIFIER_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight")
+# What no head reads: frequencies that older writers saved, which the config gives; and a norm of
+# the target's hidden states in layers that do not read them, for which vLLM has a place.
+UNREAD = re.compile(
+    r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|layers\.[1-9]\d*\.hidden_norm\.weight"
+)
+
+
+def is_left_out(name: str) -> bool:
+    """Whether a tensor, by its plain name, says nothing about a head."""
+    return name in VERIFIER_TENSORS or UNREAD.fullmatch(name) is not None
 
 
 def plain_name(name: str) -> str:

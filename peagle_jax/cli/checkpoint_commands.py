@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+from pathlib import Path
 
 from peagle_jax.cli.arguments import command_line, parse_bytes
 from peagle_jax.cli.output import print_facts, say
@@ -67,10 +68,11 @@ def inspect(arguments: argparse.Namespace) -> int:
 def serve_config(arguments: argparse.Namespace) -> int:
     """Prints how another engine serves a head."""
     from peagle_jax import weights
-    from peagle_jax.checkpoints.config_writing import serving_flags
+    from peagle_jax.checkpoints.config_writing import serving_flags, serving_notes
     from peagle_jax.checkpoints.convert import read_serving
     from peagle_jax.checkpoints.head_writing import SERVED_FORMATS, check_servable
     from peagle_jax.checkpoints.inspect import ANY_LAYERS
+    from peagle_jax.checkpoints.other_engines import ENGINES, check_servable_by, notes
 
     # For a head that names no aux hidden state layers vLLM makes its own choice, and the flag is
     # the same however many layers the target has.
@@ -90,13 +92,32 @@ def serve_config(arguments: argparse.Namespace) -> int:
     if k < 1:
         raise InputError(arguments.dir, "K must be 1 or more", k, "give -k 1 or more")
     name, revision = weights.split_revision(arguments.dir)
-    flags = shlex.quote(serving_flags(head.config, name, k, revision))
-    if arguments.engine == "vllm":
-        target = shlex.quote(arguments.target or head.target or "TARGET")
-        if target == "TARGET":
-            advice = "the head names no target: put its folder or hub id in TARGET's place"
-            print(advice, file=sys.stderr)
-        say(f"vllm serve {target} --speculative-config {flags}")
+    target = arguments.target or head.target or "TARGET"
+    if arguments.engine in ENGINES:
+        check_servable_by(arguments.engine, head, arguments.dir)
+        line = ENGINES[arguments.engine](head.config, name, target, k)
+        advice = notes(arguments.engine, head.config, target)
     else:
-        say(f"SM_VLLM_SPECULATIVE_CONFIG={flags}")
+        flags = shlex.quote(serving_flags(head.config, name, k, revision))
+        line = f"vllm serve {shlex.quote(target)} --speculative-config {flags}"
+        if arguments.engine == "sagemaker":
+            line = f"SM_VLLM_SPECULATIVE_CONFIG={flags}"
+        advice = serving_notes(head.config, _context_of(arguments.target))
+    if target == "TARGET" and arguments.engine != "sagemaker":
+        advice = ["the head names no target: put its folder or hub id in TARGET's place", *advice]
+    for sentence in advice:
+        print(sentence, file=sys.stderr)
+    say(line)
     return 0
+
+
+def _context_of(target: str | None) -> int | None:
+    """max_position_embeddings of a target's folder; None where it is not here, or does not say."""
+    from peagle_jax import weights
+
+    config = Path(target or "") / "config.json"
+    if target is None or not config.exists():
+        return None
+    raw = weights.read_json(config)
+    context = (raw.get("text_config") or raw).get("max_position_embeddings")
+    return context if isinstance(context, int) else None

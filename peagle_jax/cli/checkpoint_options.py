@@ -89,9 +89,10 @@ def add_serve_config(parser: Parser) -> None:
     parser.add_argument("dir", metavar="DIR", help="the head's folder or Hugging Face id")
     parser.add_argument(
         "--engine",
-        choices=("vllm", "sagemaker"),
+        choices=("vllm", "sagemaker", "sglang", "tensorrt-llm"),
         required=True,
-        help="print a vllm command line, or an environment variable for SageMaker",
+        help="print a command line of vLLM or SGLang, an environment variable for SageMaker, or an "
+        "options file of TensorRT-LLM",
     )
     add_k(
         parser,

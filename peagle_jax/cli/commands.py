@@ -75,7 +75,7 @@ COMMANDS = {
     "bench": Command(
         "measures speed, acceptance and exactness of plain and speculative decoding",
         decode_options.add_bench,
-        "decode_commands",
+        "bench_commands",
     ),
     "plan": Command(
         "says from shapes alone how fast decoding will be on a device, and whether a head pays",
@@ -93,7 +93,7 @@ COMMANDS = {
         "checkpoint_commands",
     ),
     "serve-config": Command(
-        "prints how to serve a head with vLLM or SageMaker",
+        "prints how to serve a head with vLLM, SageMaker, SGLang or TensorRT-LLM",
         checkpoint_options.add_serve_config,
         "checkpoint_commands",
     ),

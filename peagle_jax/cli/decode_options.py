@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from peagle_jax.cli.parser import Parser, add_k, add_precision, add_target
+from peagle_jax.cli.parser import Parser, add_k, add_precision, add_server, add_target
+
+BENCH_KS = "1,3,5,7,11"
 
 
 def add_demo(parser: Parser) -> None:
@@ -182,13 +184,18 @@ def _number_or_auto(value: str) -> int | str:
 
 def add_bench(parser: Parser) -> None:
     """The options of `peagle bench`."""
-    add_target(parser)
+    add_target(parser, required=False)
     parser.add_argument(
         "--drafter",
         metavar="HEAD",
         action="append",
-        required=True,
+        default=[],
         help="a draft head; given twice, a P-EAGLE and an EAGLE-3 head are compared",
+    )
+    add_server(
+        parser,
+        "in the place of --drafter, measure what a server with OpenAI's API serves, such as vLLM; "
+        "with --target it is sent the token ids that would be decoded here, without it texts",
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -209,7 +216,7 @@ def add_bench(parser: Parser) -> None:
         type=int,
         help="of every set, the first N questions (default: all)",
     )
-    add_k(parser, default="1,3,5,7,11", help="numbers of tokens drafted in one step")
+    add_k(parser, default=BENCH_KS, help="numbers of tokens drafted in one step")
     parser.add_argument(
         "--batch-size",
         metavar="N",
@@ -229,7 +236,8 @@ def add_bench(parser: Parser) -> None:
         action="append",
         default=[],
         help="measure latency under load, too: R requests a second at random times, or inf for as "
-        "many at a time as --batch-size says (closed loop); may be given several times",
+        "many at a time as --batch-size says (closed loop, which a server is measured in without "
+        "this option); may be given several times",
     )
     parser.add_argument(
         "--synthetic-acceptance",
@@ -240,7 +248,11 @@ def add_bench(parser: Parser) -> None:
         "as peagle=63,38,23, whatever they are; once for every head. Rows and report say so",
     )
     parser.add_argument(
-        "--repeats", metavar="N", type=int, default=3, help="rounds; the table shows their medians"
+        "--repeats",
+        metavar="N",
+        type=int,
+        default=3,
+        help="rounds; the table shows their medians, and of a server every round",
     )
     add_precision(parser)
     parser.add_argument(
@@ -248,5 +260,5 @@ def add_bench(parser: Parser) -> None:
         metavar="DIR",
         type=Path,
         required=True,
-        help="folder for results.jsonl, report.html and its figures",
+        help="folder for results.jsonl, load.jsonl, report.html and its figures",
     )

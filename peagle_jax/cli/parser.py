@@ -76,10 +76,19 @@ def default_text(default: Any) -> str:
 # ---------------------------------------------------------------- options of several commands
 
 
-def add_target(parser: Parser, what: str = "the target") -> None:
-    """The target of a command that needs one."""
+def add_target(parser: Parser, what: str = "the target", *, required: bool = True) -> None:
+    """The target of a command."""
+    help = f"{what}: a folder or a Hugging Face id"
+    parser.add_argument("--target", metavar="MODEL", required=required, help=help)
+
+
+def add_server(parser: Parser, help: str) -> None:
+    """A server with OpenAI's API, and the name of a model there."""
+    parser.add_argument("--server", metavar="URL", help=help)
     parser.add_argument(
-        "--target", metavar="MODEL", required=True, help=f"{what}: a folder or a Hugging Face id"
+        "--server-model",
+        metavar="NAME",
+        help="the target's name there; without it the first that the server lists",
     )
 
 

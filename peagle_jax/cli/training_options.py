@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from peagle_jax.cli.parser import Parser, add_bad_rows, add_held_out, add_target
+from peagle_jax.cli.parser import Parser, add_bad_rows, add_held_out, add_server, add_target
 
 CORPUS = (
     "a JSONL or Parquet file, a folder, hf:NAME:SPLIT for a dataset of the hub, or installed, as "
@@ -129,16 +129,10 @@ def add_regenerate(parser: Parser) -> None:
         default="1/1",
         help="answer the I-th of N parts of the conversations, for N processes with an --out each",
     )
-    parser.add_argument(
-        "--server",
-        metavar="URL",
-        help="a server with OpenAI's chat completions, such as vLLM's, that writes in the target's "
+    add_server(
+        parser,
+        "a server with OpenAI's chat completions, such as vLLM's, that writes in the target's "
         "place; --target then gives the tokenizer",
-    )
-    parser.add_argument(
-        "--server-model",
-        metavar="NAME",
-        help="the target's name there; without it the first that the server lists",
     )
     parser.add_argument(
         "--out",

@@ -92,6 +92,16 @@ class Generation:
     error: str | None = None
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.output_token_ids)
+
+    @property
     def num_accepted_tokens(self) -> int:
         """Accepted drafts, over all steps and positions."""
         return sum(self.num_accepted_per_pos)
@@ -139,6 +149,11 @@ class Output:
     new_token_ids: list[int]
     answer: Generation | None
     time: float
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that no earlier output had."""
+        return len(self.new_token_ids)
 
 
 def check_request(

@@ -73,14 +73,17 @@ class Rope:
 
 def _read_spec(config: Mapping, where: str) -> dict[str, Any]:
     """The rotary embedding's keys with `rope_theta` and `rope_type` among them, and no nulls."""
-    spec = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(spec, Mapping):
+    both = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    spec = both[0] or both[1]
+    if not all(isinstance(one, Mapping) for one in both):
         raise InputError(
             where,
             rule="rope_parameters and rope_scaling must be objects",
-            got=repr(spec)[:80],
+            got=repr(both[1] if isinstance(both[0], Mapping) else both[0])[:80],
             next_step='write an object, for example "rope_parameters": {"rope_theta": 10000.0}',
         )
+    if both[0] and both[1]:
+        _check_same(both[0], both[1], where)
     spec = {key: value for key, value in spec.items() if value is not None}
     if "rope_theta" not in spec:
         if config.get("rope_theta") is None:
@@ -103,6 +106,29 @@ def _read_spec(config: Mapping, where: str) -> dict[str, Any]:
             next_step="use a checkpoint with one of these kinds, named once",
         )
     return spec
+
+
+def _check_same(parameters: Mapping, scaling: Mapping, where: str) -> None:
+    """Raises InputError where `rope_parameters` and `rope_scaling` ask for different rotations.
+
+    transformers and vLLM then take `rope_scaling`; older readers of `rope_parameters` do not.
+    """
+    asked = []
+    for one in (parameters, scaling):
+        kind = one.get("rope_type") or one.get("type") or "default"
+        values = {key: x for key, x in one.items() if x is not None and key != "type"}
+        asked.append(values | {"rope_type": kind})
+    shared_theta = {"rope_theta"} if all("rope_theta" in one for one in asked) else set()
+    keys = (asked[0].keys() | asked[1].keys()) - {"rope_theta"} | shared_theta
+    differing = sorted(key for key in keys if asked[0].get(key) != asked[1].get(key))
+    if differing:
+        key = "rope_type" if "rope_type" in differing else differing[0]
+        raise InputError(
+            where,
+            rule=f"rope_parameters and rope_scaling must say the same about {key}",
+            got=f"{asked[0].get(key)} and {asked[1].get(key)}",
+            next_step="delete the one that the model was not trained with; vLLM takes rope_scaling",
+        )
 
 
 def _check_rope(spec: Mapping, context: Any, head_dim: int, where: str) -> None:

@@ -6,10 +6,7 @@ batch need not be in step.
 
 import concurrent.futures
 import dataclasses
-import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,14 +16,13 @@ from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.requests import Request
+from peagle_jax.openai_server import OpenAIServer, item
 from peagle_jax.types import InputError, Model
 
 # GPT-OSS's channels: <|channel|>analysis<|message|>..<|end|><|start|>assistant<|channel|>final..
 CHANNEL = re.compile(
     r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|$)", re.DOTALL
 )
-TIMEOUT = 3600.0  # seconds that a server may take for an answer
-STATUS_OK = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,16 +171,14 @@ class ServerWriter:
       concurrency: requests at the same time.
 
     Raises:
-      InputError: the server does not answer.
+      InputError: the server does not answer, or does not list the model.
     """
 
     def __init__(self, url: str, model: str | None, max_new_tokens: int, concurrency: int) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        if not self._url.startswith(("http://", "https://")):
-            next_step = "write it as http://localhost:8000"
-            raise InputError("--server", "must be the URL of a server", url, next_step)
+        next_step = "look at the server's log; the same command goes on from what is written"
+        self._server = OpenAIServer(url, model, next_step)
+        self.model = self._server.model
         self._max_new_tokens = max_new_tokens
-        self.model = model or str(_item(self._ask("/models"), "data", 0, "id"))
         self._pool = concurrent.futures.ThreadPoolExecutor(concurrency)
         self._running: dict[concurrent.futures.Future[Answer], int] = {}
         self._num_submitted = 0
@@ -212,44 +206,11 @@ class ServerWriter:
         }
         if turn.conversation.tools:
             body["tools"] = list(turn.conversation.tools)
-        reply = self._ask("/chat/completions", body, turn.where)
-        choice = _item(reply, "choices", 0)
-        said = _item(choice, "message")
+        reply = self._server.ask("/chat/completions", body, turn.where)
+        choice = item(reply, "choices", 0)
+        said = item(choice, "message")
         kept = ("content", "reasoning_content", "reasoning", "tool_calls")
         message = {key: said[key] for key in kept if said.get(key)}
         message = {"role": "assistant", "content": "", **message}
         num_tokens = int((reply.get("usage") or {}).get("completion_tokens") or 0)
         return Answer(message, choice.get("finish_reason") != "length", (), (), num_tokens)
-
-    def _ask(self, path: str, body: Mapping | None = None, where: str = "") -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, data, headers)
-        got = ""
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            words = " ".join(error.read().decode(errors="replace").split())
-            got = f"{error.code}: {words[:200]}"
-        except (OSError, ValueError) as error:
-            got = str(getattr(error, "reason", error))
-        place = f"{self._url}{path}" + (f", {where}" if where else "")
-        next_step = "look at the server's log; the same command goes on from what is written"
-        raise InputError(place, "the server must answer", got, next_step)
-
-
-def _item(value: Any, *path: str | int) -> Any:
-    """An item within JSON that a server sent.
-
-    Raises:
-      InputError: there is none.
-    """
-    for key in path:
-        try:
-            value = value[key]
-        except (TypeError, KeyError, IndexError):
-            rule = f"the server's answer must have {'.'.join(map(str, path))}"
-            next_step = "use a server with OpenAI's chat completions"
-            raise InputError("--server", rule, json.dumps(value)[:60], next_step) from None
-    return value

@@ -21,6 +21,7 @@ from peagle_jax.weights.param_table import (
 )
 from peagle_jax.weights.reading import (
     INDEX,
+    absent_shards,
     open_folder,
     open_safetensors,
     read_json,
@@ -41,6 +42,7 @@ __all__ = [
     "LazyTensor",
     "ParamTable",
     "Tensor",
+    "absent_shards",
     "apply",
     "cast",
     "check_tensors",

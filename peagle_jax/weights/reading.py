@@ -272,6 +272,21 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
+def absent_shards(folder: Path) -> list[str]:
+    """Files that the index of a folder names and that are not there.
+
+    A whole `model.safetensors` beside the index is read all the same (`open_folder`).
+
+    Raises:
+      InputError: there is an index, and it is none.
+    """
+    if not (folder / INDEX).exists():
+        return []
+    return sorted(
+        file for file in set(_read_index(folder).values()) if not (folder / file).exists()
+    )
+
+
 def _read_index(folder: Path) -> dict[str, str]:
     """The checked index: tensor name -> file in this folder."""
     index = folder / INDEX

@@ -25,7 +25,9 @@ from peagle_jax.decode.requests import Generation, Output, Request
 from peagle_jax.types import InputError
 from tests import tiny
 
-REQUESTS = [Request(prompt=[i + 1, 5, 7], max_new_tokens=6, stop_ids=()) for i in range(5)]
+REQUESTS = [
+    Request(prompt=[i + 1, 5, 7], max_new_tokens=6, stop_ids=(), stream=True) for i in range(5)
+]
 
 
 class Clock:

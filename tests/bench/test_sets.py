@@ -192,7 +192,7 @@ def test_turns_hold_the_targets_own_answers(tokenizer):
     for number, turn in zip((0, 2, 3), questions[0].turns, strict=True):
         messages.append({"role": "user", "content": turn})
         want = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        prompt = asked.prompts[number].token_ids
+        prompt = asked.prompts[number].content
         assert prompt == tokenizer(want, add_special_tokens=False)["input_ids"]
         [answer] = generate(target, None, [prompt], max_new_tokens=5)
         said = tokenizer.decode(answer.output_token_ids, skip_special_tokens=True)
@@ -205,7 +205,7 @@ def test_without_a_template(tokenizer):
     plain.chat_template = None
     target = tiny.target(vocab=300, context=512)
     [prompt] = ask(target, plain, [Question("q", ("abc",), "x")], 5, 1).prompts
-    assert prompt.token_ids == plain("abc")["input_ids"]
+    assert prompt.content == plain("abc")["input_ids"]
     with pytest.raises(InputError, match="chat template"):
         ask(target, plain, [Question("q", ("abc", "def"), "x")], 5, 1)
 
