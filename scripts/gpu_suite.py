@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu import contact, numerics, speed, steps, timing, training  # noqa: E402
+from gpu import contact, libraries, numerics, speed, steps, timing, training  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -163,7 +163,7 @@ def expected(name: str) -> int:
     if name.startswith("small n"):
         return 20
     seconds = {"environment": 5, "launches": 20, "ceilings": 10, "drafting": 30}
-    seconds |= dict.fromkeys(("matmul", "mosaic matmul", "experts", "training"), 100)
+    seconds |= dict.fromkeys(("matmul", "mosaic matmul", "experts", "training", "losses"), 100)
     return seconds.get(name, 40)
 
 
@@ -204,7 +204,7 @@ def parts(tiny: bool, seed: int, rows: list[dict]) -> dict[str, Callable[[], Ite
     if not tiny:
         by_name |= {f"small numerics: {n}": check_small(p) for n, p in numerics.PARTS.items()}
     by_name |= {f"numerics: {name}": check(part) for name, part in numerics.PARTS.items()}
-    by_name |= {name: measure(part) for name, part in speed.PARTS.items()}
+    by_name |= {name: measure(part) for name, part in (speed.PARTS | libraries.PARTS).items()}
     by_name["drafting"] = draft(1, 3) if tiny else draft(1, 16)
     if not tiny:
         by_name["drafting, more K"] = draft(1, 3, 5, 7, 11)
@@ -291,6 +291,8 @@ def times_table(rows: list[dict]) -> Table:
                 f"{name} {us:.1f} ({floor[name]:.1f}; {ratios.get(name, float('nan')):.2f})"
                 for name, us in row["us"].items()
             ]
+            missing = row.get("not_run", {})
+            texts += [f"{name} does not run: {reason}" for name, reason in missing.items()]
         elif "ms" in row:
             texts = [
                 f"{name} {ms:.0f} ms and {row['temporary_gb'][name]:.1f} GB"

@@ -37,7 +37,9 @@ def test_dry_run(tmp_path, monkeypatch):
 
     out = tmp_path / "rows.jsonl"
     checks = ["numerics: products", "numerics: writes", "numerics: fusion"]
+    libraries = ["losses", "library attention", "library products", "library packed attention"]
     only = ["environment", "launches", "ceilings", *checks, "numerics: mosaic", "fusion", STEP]
+    only += libraries
     done = suite(out, "--tiny", "--minutes", "60", "--seed", "7", "--only", *only)
     assert done.returncode == 0, done.stderr[-3000:]
     first = rows(out)
@@ -61,6 +63,20 @@ def test_dry_run(tmp_path, monkeypatch):
     assert all(row["error"] > 0 or row["kernel"] == "cache_write" for row in numerics)
     times = next(row["us"] for row in first if row.get("part") == "fusion")
     assert set(times) == {"xla bf16", "triton bf16", "triton fp8"}
+    # without cuDNN its forms have a reason where the others have times
+    by_library = {row["part"]: row for row in first if row.get("part") in libraries}
+    assert set(by_library) == set(libraries)
+    for part in ("library attention", "library packed attention"):
+        row = by_library[part]
+        assert set(row["us"]) == {"xla", "reference", "triton"} and set(row["not_run"]) == {"cudnn"}
+        assert "cuDNN" in row["not_run"]["cudnn"]
+    ours = {"xla bf16", "xla fp8", "triton blocks"}
+    row = by_library["library products"]
+    assert set(row["us"]) | set(row["not_run"]) == ours | {"scaled_matmul fp8"}
+    assert ours <= set(row["us"])
+    row = by_library["losses"]
+    assert set(row["us"]) == {"xla, all logits", "chunks of 8"} and not row["not_run"]
+    assert "cudnn does not run: " in " ".join(done.stdout.split())
     steps = [row for row in first if row.get("part") == "steps"]
     assert [row["routing"] for row in steps] == ["even", "alike"]
     for row in steps:  # 3 steps of 2 rows that take 1 to 4 tokens each

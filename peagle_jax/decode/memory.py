@@ -1,26 +1,12 @@
 """Whether a target's KV cache fits the device's memory, checked before it is allocated."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from peagle_jax.free_memory import free_bytes
 from peagle_jax.types import CacheShape, InputError
-
-MEMINFO = Path("/proc/meminfo")
-CGROUP_V2 = Path("/sys/fs/cgroup")
-CGROUP_V1 = Path("/sys/fs/cgroup/memory")
-# a container's limit, its use, and its statistics, by version of cgroups
-CGROUPS = (
-    (CGROUP_V2 / "memory.max", CGROUP_V2 / "memory.current", CGROUP_V2 / "memory.stat"),
-    (
-        CGROUP_V1 / "memory.limit_in_bytes",
-        CGROUP_V1 / "memory.usage_in_bytes",
-        CGROUP_V1 / "memory.stat",
-    ),
-)
 
 
 def cache_bytes(
@@ -48,43 +34,6 @@ def cache_bytes(
         return vectors * (shape.head_dim * value_bytes + scale_bytes)
 
     return sum(map(group_bytes, shapes))
-
-
-def free_bytes() -> int | None:
-    """Bytes that can still be allocated on the default device; None where that is unknown.
-
-    For a CPU this is the machine's available memory, or what a container's limit leaves of it.
-    """
-    device = jax.local_devices()[0]
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    free = []
-    for line in _lines(MEMINFO):
-        if line.startswith("MemAvailable:"):
-            free.append(int(line.split()[1]) * 1024)
-    for limit_file, usage_file, statistics_file in CGROUPS:
-        limit, usage = _lines(limit_file), _lines(usage_file)
-        if limit and limit[0].isdigit() and usage:
-            # cached files count as used, but are given up when memory is needed
-            reclaimable = _cached_file_bytes(statistics_file)
-            free.append(int(limit[0]) - int(usage[0]) + reclaimable)
-    return min(free, default=None)
-
-
-def _cached_file_bytes(statistics_file: Path) -> int:
-    """Bytes of a container's memory that only cache files."""
-    names = ("inactive_file ", "active_file ")
-    lines = [line for line in _lines(statistics_file) if line.startswith(names)]
-    return sum(int(line.split()[1]) for line in lines)
-
-
-def _lines(path: Path) -> list[str]:
-    """A file's lines; none where it does not exist or may not be read."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def check_cache(

@@ -1,22 +1,18 @@
-"""What an output matrix over a large vocabulary is asked for, without its logits in memory.
+"""What decoding asks of an output matrix over a large vocabulary, without its logits in memory.
 
-That is argmax, the k largest with the log-sum-exp of all, and distillation losses. The logits of
-20,000 packed positions and 152,000 tokens are 12 GB in float32, twice (student and teacher), and
-once more for their gradient. Here tiles of them live in registers, and a few numbers a row remain
-of each.
+That is the argmax, and the k largest with the log-sum-exp of all. Tiles of logits live in
+registers, and a few numbers a row remain of each. Losses of training are computed by XLA, in chunks
+of rows (peagle_jax/train/loss.py): two products of a tile in one kernel read their operands from
+the L2 cache at 260 TFLOP/s at most, and XLA's own products are three times as fast.
 """
 
 import dataclasses
-import functools
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels.choose import choose, non_16bit_reason
-
-CHUNK = 8192  # tokens of the vocabulary whose gradient exists at one time, [P CHUNK]
 
 
 @jax.tree_util.register_dataclass
@@ -118,169 +114,3 @@ def argmax_logits(
     rows = x.reshape(-1, x.shape[-1])
     top = topk(rows, w, 1, scale, vocab_first=vocab_first, form="triton")
     return top.ids.reshape(x.shape[:-1])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DistillLoss:
-    """What separates a student's from a teacher's distribution over the same tokens, a row."""
-
-    kl: Float[Array, " P"]  # KL(teacher || student), nats
-    cross_entropy: Float[Array, " P"]  # of the teacher's argmax under the student, nats
-    student: Int[Array, " P"]  # the student's argmax
-    teacher: Int[Array, " P"]  # the teacher's argmax
-    student_lse: Float[Array, " P"]  # log-sum-exp of the student's logits
-    teacher_lse: Float[Array, " P"]
-
-
-def _both_logits(
-    x, w, teacher_x, teacher_w, cap: float | None
-) -> tuple[Float[Array, "P W"], Float[Array, "P W"]]:
-    """The student's and the teacher's logits in float32; the teacher's are capped by tanh."""
-    student = jnp.matmul(x, w, preferred_element_type=jnp.float32)
-    teacher = jnp.matmul(teacher_x, teacher_w, preferred_element_type=jnp.float32)
-    return student, teacher if cap is None else cap * jnp.tanh(teacher / cap)
-
-
-def distill_losses_reference(
-    x: Float[Array, "P D"],
-    w: Float[Array, "D W"],
-    teacher_x: Float[Array, "P E"],
-    teacher_w: Float[Array, "E W"],
-    cap: float | None,
-) -> DistillLoss:
-    """Computes both logits.
-
-    Args:
-      cap: squeezes the teacher's logits by tanh (Gemma); None leaves them.
-    """
-    student, teacher = _both_logits(x, w, teacher_x, teacher_w, cap)
-    lse, teacher_lse = (jax.nn.logsumexp(y, axis=-1) for y in (student, teacher))
-    best = jnp.argmax(teacher, axis=-1)
-    p = jnp.exp(teacher - teacher_lse[:, None])
-    kl = jnp.sum(p * (teacher - student), axis=-1) - teacher_lse + lse
-    at_best = jnp.take_along_axis(student, best[:, None], axis=1)[:, 0]
-    return DistillLoss(kl, lse - at_best, jnp.argmax(student, axis=-1), best, lse, teacher_lse)
-
-
-def logit_grads_reference(
-    x: Float[Array, "P D"],
-    w: Float[Array, "D W"],
-    teacher_x: Float[Array, "P E"],
-    teacher_w: Float[Array, "E W"],
-    cap: float | None,
-    losses: DistillLoss,
-    first: int,
-    kl: Float[Array, " P"],
-    cross_entropy: Float[Array, " P"],
-) -> Float[Array, "P W"]:
-    """Gradient of sum(kl * losses.kl + cross_entropy * losses.cross_entropy) in student logits.
-
-    It is in the dtype of `x`.
-
-    Args:
-      w, teacher_w: of the whole vocabulary, or of a stretch of it that begins with token `first`.
-      kl, cross_entropy: weight of each row's losses.
-    """
-    student, teacher = _both_logits(x, w, teacher_x, teacher_w, cap)
-    q = jnp.exp(student - losses.student_lse[:, None])
-    p = jnp.exp(teacher - losses.teacher_lse[:, None])
-    is_best = (first + jnp.arange(w.shape[1]))[None] == losses.teacher[:, None]
-    return (kl[:, None] * (q - p) + cross_entropy[:, None] * (q - is_best)).astype(x.dtype)
-
-
-def _distill_losses_triton(*args):
-    from peagle_jax.kernels import vocab_triton
-
-    return vocab_triton.distill_losses(*args)
-
-
-def _logit_grads_triton(*args):
-    from peagle_jax.kernels import vocab_triton
-
-    return vocab_triton.logit_grads(*args)
-
-
-# form -> (losses, gradient in the student's logits)
-DISTILL_LOSSES = {
-    "reference": (distill_losses_reference, logit_grads_reference),
-    "triton": (_distill_losses_triton, _logit_grads_triton),
-}
-
-
-def distill_losses(
-    x: Float[Array, "P D"],
-    w: Float[Array, "D W"],
-    teacher_x: Float[Array, "P E"],
-    teacher_w: Float[Array, "E W"],
-    cap: float | None = None,
-    form: str = "auto",
-) -> tuple[Float[Array, " P"], Float[Array, " P"], DistillLoss]:
-    """(KL, cross entropy, DistillLoss) of each row.
-
-    The first two are differentiable in `x` and `w`; everything in `DistillLoss` is a constant. The
-    gradient computes the logits again, CHUNK tokens of the vocabulary at a time. The teacher gets
-    no gradient.
-
-    Args:
-      x, w: the student's normed hidden states and output matrix.
-      teacher_x, teacher_w: the teacher's, over the same tokens.
-      cap: of the teacher's logits (Gemma).
-      form: a name of DISTILL_LOSSES, or "auto".
-
-    Raises:
-      InputError: the form does not exist or cannot run here.
-    """
-    form = choose(
-        "distillation losses", form, DISTILL_LOSSES, non_16bit_reason(x, w, teacher_x, teacher_w)
-    )
-    losses = cast(tuple, _losses(x, w, teacher_x, teacher_w, cap, form))
-    kl, cross_entropy, *_ = losses
-    return kl, cross_entropy, jax.lax.stop_gradient(DistillLoss(*losses))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _losses(x, w, teacher_x, teacher_w, cap, form) -> tuple:
-    compute_losses, _ = DISTILL_LOSSES[form]
-    losses = compute_losses(x, w, teacher_x, teacher_w, cap)
-    return tuple(getattr(losses, field.name) for field in dataclasses.fields(losses))
-
-
-def _forward(x, w, teacher_x, teacher_w, cap, form):
-    losses = _losses(x, w, teacher_x, teacher_w, cap, form)
-    return losses, (x, w, teacher_x, teacher_w, losses)
-
-
-def _backward(cap, form, residuals, cotangents):
-    x, w, teacher_x, teacher_w, losses = residuals
-    of_kl, of_cross_entropy = cotangents[:2]
-    _, logit_grads = DISTILL_LOSSES[form]
-    losses = DistillLoss(*losses)
-    W = w.shape[1]
-    dw, dx = [], jnp.zeros(x.shape, jnp.float32)
-    # The loop is unrolled: each product is the library's own, and XLA frees a chunk's gradient
-    # after its two products.
-    for first in range(0, W, CHUNK):
-        chunk = slice(first, min(W, first + CHUNK))
-        d = logit_grads(
-            x,
-            w[:, chunk],
-            teacher_x,
-            teacher_w[:, chunk],
-            cap,
-            losses,
-            first,
-            of_kl,
-            of_cross_entropy,
-        )
-        dx += jnp.matmul(d, w[:, chunk].T, preferred_element_type=jnp.float32)
-        dw.append(jnp.matmul(x.T, d, preferred_element_type=jnp.float32).astype(w.dtype))
-    return (
-        dx.astype(x.dtype),
-        jnp.concatenate(dw, axis=1),
-        jnp.zeros_like(teacher_x),
-        jnp.zeros_like(teacher_w),
-    )
-
-
-_losses.defvjp(_forward, _backward)

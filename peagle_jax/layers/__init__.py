@@ -20,6 +20,7 @@ from peagle_jax.layers.moe import GLU, Experts
 from peagle_jax.layers.products import (
     activation_dtype,
     attention_operands,
+    float32_product,
     full_precision,
     product,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "Rope",
     "activation_dtype",
     "attention_operands",
+    "float32_product",
     "full_precision",
     "gelu_tanh",
     "keep_path",

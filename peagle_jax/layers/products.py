@@ -58,6 +58,39 @@ def _matmul(x: Array, w: Array) -> Array:
     return jnp.matmul(x.astype(w.dtype), w, preferred_element_type=wider)
 
 
+def float32_product(x: Float[Array, "R K"], w: Float[Array, "K N"]) -> Float[Array, "R N"]:
+    """`x @ w` as `product` multiplies it, with a result in float32.
+
+    Sums of 16-bit operands are not rounded: logits of a loss keep what their products had.
+    """
+    is_narrow = x.dtype == w.dtype and x.dtype.itemsize == 2
+    return _with_wide_sums(x, w) if is_narrow else product(x, w)
+
+
+@jax.custom_vjp
+def _with_wide_sums(x: Float[Array, "R K"], w: Float[Array, "K N"]) -> Float[Array, "R N"]:
+    """A product of 16-bit operands in float32, whose gradients are products in 16 bits, too.
+
+    Autodiff would multiply the float32 gradient with a 16-bit factor, without tensor cores.
+    """
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+def _with_wide_sums_forward(x, w):
+    return _with_wide_sums(x, w), (x, w)
+
+
+def _with_wide_sums_backward(saved, dy):
+    x, w = saved
+    dy = dy.astype(w.dtype)
+    dx = jnp.matmul(dy, w.T, preferred_element_type=jnp.float32)
+    dw = jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_with_wide_sums.defvjp(_with_wide_sums_forward, _with_wide_sums_backward)
+
+
 @jax.custom_vjp
 def _narrowed(x: Float[Array, "R K"], w: Float[Array, "K N"]) -> Float[Array, "R N"]:
     """A float32 product of operands that are rounded to bfloat16, also in its gradients.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.bench.timing import median_seconds, verifying_seconds
-from peagle_jax.decode.memory import free_bytes
+from peagle_jax.free_memory import free_bytes
 from peagle_jax.layers import Rope
 from peagle_jax.provenance import device_name
 from peagle_jax.targets.qwen3 import Qwen3, Qwen3Config

@@ -302,7 +302,7 @@ def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) 
 
 
 def _runs_kernels(run: HeadRun, dtype: str) -> bool:
-    """Whether a GPU computes attention and losses with kernels: in 16 bits, on one device."""
+    """Whether a GPU computes attention with kernels: in 16 bits, on one device."""
     return dtype == "bfloat16" and run.mesh.data * run.mesh.fsdp * run.mesh.model == 1
 
 
@@ -310,9 +310,8 @@ def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     """Multiplications and additions of a step: products with matrices, and attention.
 
     A product costs 2 for each weight and element forward, and twice that backward. What is computed
-    again costs its forward once more. Without a kernel, logits and their gradients are computed
-    once, and the teacher's once for every position where these are no more than a chunk; the kernel
-    computes both again in the backward pass.
+    again costs its forward once more. Logits and their gradients are computed once, and the
+    teacher's once for every position where these are no more than a chunk.
     """
     n, rows = run.data.seq_len - 1, run.data.batch_size
     c, t = head.config, cast(TargetConfig, target.config)
@@ -323,11 +322,8 @@ def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     teacher = t.dim * c.draft_vocab
     elements = rows * packed
     flops = 2.0 * elements * layers * (2 + again)
-    if _runs_kernels(run, run.compute.dtype) and run.loss in loss.STREAMED:
-        flops += 2.0 * elements * (output * 4 + teacher * 2)
-    else:
-        learned_from = rows * n if rows * n <= loss.CHUNK else elements
-        flops += 2.0 * (elements * output * (2 + run.train_lm_head) + learned_from * teacher)
+    learned_from = rows * n if rows * n <= loss.CHUNK else elements
+    flops += 2.0 * (elements * output * (2 + run.train_lm_head) + learned_from * teacher)
     flops += 6.0 * rows * n * fusion
     # half of the keys, twice 2 for scores and values, and 2.5 times that backward
     flops += elements * n / 2 * 4 * c.heads * c.head_dim * c.layers * (2.5 + again)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from peagle_jax.free_memory import free_bytes
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights.tensors import FLOATING, Tensor, all_finite, apply, warn_not_finite
 
@@ -187,9 +188,11 @@ def load_params(
         device.
 
     Raises:
-      InputError: the tensors are not those of the model; see `check_tensors`.
+      InputError: the tensors are not those of the model (see `check_tensors`), or they do not fit
+        the device's memory. Nothing has been read then.
     """
     graph, expected = check_tensors(make, tensors, table, where)
+    _check_memory(expected, placement, where)
     reader = _ParamReader(tensors, table, where)
     filled = {}
     for path, param in expected.items():
@@ -207,6 +210,30 @@ def load_params(
             )
         reader.forget()
     return Model(config, graph, unflatten_params(filled))
+
+
+def _check_memory(
+    expected: Mapping[str, Any], placement: Placement | None, where: str | Path
+) -> None:
+    """Checks that what a device gets of all parameters fits its free memory.
+
+    Raises:
+      InputError: it does not.
+    """
+    wanted = 0
+    for path, param in expected.items():
+        shape = param.shape
+        if placement is not None:
+            shape = placement(path, param).shard_shape(shape)
+        wanted += math.prod(shape) * param.dtype.itemsize
+    free = free_bytes()
+    if free is not None and wanted > free:
+        raise InputError(
+            where,
+            rule="the weights must fit the device's memory",
+            got=f"{wanted / 1e9:.1f} GB wanted, {max(free, 0) / 1e9:.1f} GB free",
+            next_step="load them in fewer bits (--dtype bfloat16 or fp8), or on a larger device",
+        )
 
 
 class _ParamReader:

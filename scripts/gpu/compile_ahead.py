@@ -32,7 +32,9 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "generate"))
+ROOT = Path(__file__).parents[2]
+# this checkout's package, wherever the environment was made
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "generate")]
 
 import size_table  # noqa: E402
 import thunks  # noqa: E402

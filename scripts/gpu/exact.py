@@ -86,6 +86,22 @@ def attention_gradients(
     return out, (dq, dk, dv)
 
 
+def normed_and_rotated(
+    x: np.ndarray,
+    gain: np.ndarray,
+    positions: np.ndarray,
+    frequencies: np.ndarray,
+    eps: float,
+    scale: float,
+) -> np.ndarray:
+    """x [n N H] with a root mean square of 1, times the gain, rotated by positions [n]."""
+    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * gain
+    angle = to_float64(positions)[:, None, None] * to_float64(frequencies)
+    a, b = np.split(y, 2, axis=-1)
+    cos, sin = scale * np.cos(angle), scale * np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
 def distill_losses(
     x: np.ndarray,
     w: np.ndarray,

@@ -1,15 +1,17 @@
 """Triton kernels in Triton's interpreter, on NumPy memory, without torch and without a GPU.
 
-Every array stands between guards of NaN (0xff bytes): what a kernel reads outside shows in its
-result, and what it writes outside is found afterwards. Outputs begin as NaN, so that what a kernel
-forgets to write shows, too.
+Every array stands between guards of NaN (0xff bytes): what a kernel writes outside is found
+afterwards, and a read outside is an error. Outputs begin as NaN, so that what a kernel forgets to
+write shows, too.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import mmap
 import sys
 import threading
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +81,19 @@ def dot(builder, a, b, d, precision, imprecise):
 interpreter.InterpreterBuilder.create_dot = dot
 _load = interpreter.InterpreterBuilder.create_masked_load
 _addresses: list[np.ndarray] | None = None  # of every number that is read, while somebody asks
+_arrays: list["Guarded"] = []  # of the launch that is executed
 
 
 def load(builder, pointers, mask, *options):
-    """Reads, and notes from where."""
+    """Reads from one of the launch's arrays and no other memory, and notes from where."""
+    addresses = pointers.data[mask.data.astype(bool)].ravel()
+    if addresses.size and _arrays:
+        first, last = int(addresses.min()), int(addresses.max())
+        assert any(x.data_ptr() <= first and last < x.end() for x in _arrays), (
+            "a kernel reads outside its arrays"
+        )
     if _addresses is not None:
-        _addresses.append(pointers.data[mask.data.astype(bool)].ravel())
+        _addresses.append(addresses)
     return _load(builder, pointers, mask, *options)
 
 
@@ -108,6 +117,10 @@ class Guarded:
 
     def data_ptr(self):
         return self.array.ctypes.data
+
+    def end(self):
+        """The address behind the last number."""
+        return self.array.ctypes.data + self.array.nbytes
 
     def untyped_storage(self):
         return self
@@ -134,6 +147,16 @@ class Guarded:
         pass
 
 
+@contextlib.contextmanager
+def reads_only(*arrays: Guarded) -> Iterator[None]:
+    """Within this context a read of any other memory is an error."""
+    _arrays.extend(arrays)
+    try:
+        yield
+    finally:
+        _arrays.clear()
+
+
 def interpret(launch, made: list | None = None) -> tuple:
     """Executes a `Launch` on the spot; adds to `made` the arrays that it makes of the inputs."""
     assert isinstance(launch.kernel, InterpretedFunction), (
@@ -150,7 +173,7 @@ def interpret(launch, made: list | None = None) -> tuple:
         for o, x in enumerate(launch.outputs)
     ]
     new_outputs = [x for o, x in enumerate(outputs) if o not in changed]
-    with ONE_AT_A_TIME:
+    with ONE_AT_A_TIME, reads_only(*inputs, *outputs):
         launch.kernel[launch.grid](*inputs, *new_outputs, **launch.constants)
     assert all(x.is_intact() for x in inputs + outputs), (
         f"{launch.kernel.__name__} wrote outside its arrays"
@@ -228,7 +251,7 @@ def interpret_sparse(call, *inputs) -> tuple:
     for x in launch.inputs[len(inputs) :]:
         arrays.append(Guarded(x.shape, x.dtype, np.zeros(x.shape, x.dtype)))
     new_outputs = [Guarded(x.shape, x.dtype) for x in launch.new_outputs]
-    with ONE_AT_A_TIME:
+    with ONE_AT_A_TIME, reads_only(*arrays, *new_outputs):
         launch.kernel[launch.grid](*arrays, *new_outputs, **launch.constants)
     return tuple(jnp.asarray(x.array) for x in new_outputs)
 

@@ -14,6 +14,7 @@ from gpu import checking, exact
 from gpu.checking import error
 from gpu.exact import to_float64
 from gpu.numerics_attention import attentions, trainings, writes
+from gpu.numerics_layers import joint_products, losses, rotations, routers
 from peagle_jax.kernels import experts, fp8_matmul, fusion, vocab
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.layers.moe import (
@@ -141,40 +142,6 @@ def largest_logits(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
             yield checking.row("vocab topk", form, f"{text}, float8", *errors)
 
 
-def distill_losses(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
-    """KL alone; and both losses, weighted by row, with capped logits of the teacher.
-
-    Each with the gradients of their sums.
-    """
-    P, D, W = (20, 32, 200) if tiny else (300, 1024, 20000)
-    x, w, tx, tw = (
-        checking.random(rng, P, D),
-        checking.random(rng, D, W, scale=D**-0.5),
-        checking.random(rng, P, D),
-        checking.random(rng, D, W, scale=D**-0.5),
-    )
-    for cap in (None, 3.0):
-        kl_weight, hard_weight = np.ones(P), np.zeros(P)
-        text = f"{P} x {D} x {W}, with gradients"
-        if cap is not None:
-            kl_weight, hard_weight = rng.uniform(0.5, 2, P), rng.uniform(0.5, 2, P)
-            text += f", teacher capped at {cap}, cross entropy"
-        cotangents = jnp.asarray(kl_weight, jnp.float32), jnp.asarray(hard_weight, jnp.float32)
-        arrays = (to_float64(y) for y in (x, w, tx, tw))
-        want = exact.distill_losses(*arrays, cap, kl_weight, hard_weight)
-        for form in checking.forms("triton"):
-
-            def losses_and_grads(x, w, tx, tw, form=form, cap=cap, cotangents=cotangents):
-                def both_losses(x, w):
-                    return vocab.distill_losses(x, w, tx, tw, cap, form)[:2]
-
-                losses, vjp = jax.vjp(both_losses, x, w)
-                return *losses, *vjp(cotangents)
-
-            got = checking.run(losses_and_grads, x, w, tx, tw)
-            yield checking.row("distillation losses", form, text, *map(error, got, want))
-
-
 def mixtures(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
     """Mixtures of experts, by every form that a GPU may take; some pairs are another device's.
 
@@ -254,9 +221,12 @@ PARTS = {
     "attention": attentions,
     "experts": mixtures,
     "topk": largest_logits,
-    "distill_losses": distill_losses,
     "training": trainings,
     "writes": writes,
     "fusion": fusions,
+    "routing": routers,
+    "norm_rotate": rotations,
+    "joint": joint_products,
+    "losses": losses,
     "mosaic": mosaic_products,
 }

@@ -251,7 +251,7 @@ def trained(ceilings: dict, tiny: bool) -> Iterator[dict]:
 
 
 def output_matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """The argmax of decoding; KL with its gradients, of training."""
+    """The argmax of decoding."""
     row = Rows("vocab", ceilings)
     K, V = (64, 300) if tiny else (2048, 151936)
     for M in (3,) if tiny else (1, 8, 64, 256):
@@ -270,23 +270,6 @@ def output_matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
         yield row(
             f"argmax, {M} x {K} x {V}", *compare(forms, sets, passes=10), 2 * K * V, fp8_bytes=K * V
         )
-    P = 20 if tiny else 4096
-    x, w, tx, tw = (
-        normal(jax.random.key(i), *size, scale=K**-0.5)
-        for i, size in enumerate(((P, K), (K, V), (P, K), (K, V)))
-    )
-
-    def grads(form):
-        def loss(x, w, tx, tw):
-            return vocab.distill_losses(x, w, tx, tw, None, form)[0].sum()
-
-        return jax.grad(loss, (0, 1))
-
-    forms = {"xla": grads("reference")} | {name: grads(name) for name in available("triton")}
-    seconds = compare(forms, [(x, w, tx, tw)], rounds=3, passes=1)
-    yield row(
-        f"KL with gradients, {P} x {K} x {V}", *seconds, bytes_of((x, w, tx, tw)), 12 * P * K * V
-    )
 
 
 def argmax_plainly(x, w, values, scale):

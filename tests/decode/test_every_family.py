@@ -18,6 +18,7 @@ import families  # noqa: E402
 import tiny  # noqa: E402
 from test_lossless import Scripted  # noqa: E402
 
+from peagle_jax import free_memory  # noqa: E402
 from peagle_jax.decode import engine, memory  # noqa: E402
 from peagle_jax.decode.generate import generate  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
@@ -171,16 +172,16 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
 
 
 def test_free_bytes_heeds_a_container(tmp_path, monkeypatch):
-    assert memory.free_bytes() > 10**8
+    assert free_memory.free_bytes() > 10**8
     (tmp_path / "max").write_text("5000000\n")
     (tmp_path / "used").write_text("3000000\n")
     (tmp_path / "stat").write_text("anon 5\ninactive_file 1500000\nactive_file 500000\n")
     monkeypatch.setattr(
-        memory, "CGROUPS", [tuple(tmp_path / name for name in ("max", "used", "stat"))]
+        free_memory, "CGROUPS", [tuple(tmp_path / name for name in ("max", "used", "stat"))]
     )
-    assert memory.free_bytes() == 4_000_000
+    assert free_memory.free_bytes() == 4_000_000
     (tmp_path / "max").write_text("max\n")
-    assert memory.free_bytes() > 10**8
+    assert free_memory.free_bytes() > 10**8
 
 
 def test_bad_chunk():

@@ -9,7 +9,7 @@ jax-triton compiles each kernel to PTX on the way. It needs an environment of
 import json
 import re
 
-import compile_kernels
+import kernel_cases
 
 from peagle_jax.kernels.launch import H200, Launch, on_gpu, target_gpu
 
@@ -17,7 +17,7 @@ CALL = re.compile(r"custom_call @triton_kernel_call\w*\(")
 ALIAS = re.compile(r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)")
 
 
-def calls(case: compile_kernels.Case) -> list[dict]:
+def calls(case: kernel_cases.Case) -> list[dict]:
     """Each Triton call of a lowered case, in order.
 
     Returns:
@@ -44,7 +44,7 @@ def calls(case: compile_kernels.Case) -> list[dict]:
 
 
 def main() -> None:
-    print(json.dumps({name: calls(case) for name, case in compile_kernels.CASES.items()}))
+    print(json.dumps({name: calls(case) for name, case in kernel_cases.CASES.items()}))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_no_cache_is_copied():
 
 
 def test_training_step(tmp_path):
-    """Attention, fusion and losses are Triton's; scores and logits take no memory."""
+    """Attention is Triton's, and its scores take no memory; losses are a loop over chunks."""
     out = tmp_path / "rows.jsonl"
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
         "JAX_PLATFORMS": "cpu"
@@ -174,5 +174,5 @@ def test_training_step(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     with_kernels, without = (json.loads(line) for line in out.read_text().splitlines())
     assert with_kernels["kernels"] and not without["kernels"] and without["triton"] == 0
-    assert with_kernels["triton"] >= 4 * 3 + 2 and with_kernels["loops"] == 0
+    assert with_kernels["triton"] >= 4 * 3 and with_kernels["loops"] == 1
     assert with_kernels["temporary_bytes"] < without["temporary_bytes"]

@@ -49,17 +49,34 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("span", [64, 192])
+# in three splits, and in one
+SPLIT = dict(min_span=64, max_span=64, shares=3, max_unsplit=0)
+WHOLE = dict(max_unsplit=1000)
+
+
+@pytest.mark.parametrize("splits", [SPLIT, WHOLE], ids=["split", "whole"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_all_agree(rule, span):
+def test_all_agree(rule, splits):
     args = case()
     want = slow(*args, None, **rule)
-    got = attention_triton.attend(*args, None, **rule, start=interpret, span=span)
+    got = attention_triton.attend(*args, None, **rule, start=interpret, **splits)
     for y in (attention.reference(*args, None, **rule), got):
         assert np.abs(np.asarray(y) - want).max() < 1e-5
 
 
-@pytest.mark.parametrize("tiles", [{}, {"bs": 16, "span": 32}], ids=["one split", "two"])
+@pytest.mark.parametrize("splits", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_sinks_far_above_and_below_all_scores(splits):
+    """No exponential overflows: one head gives nothing, another what it gives without a sink."""
+    args = case()
+    rule = RULES["plain"] | {"sinks": jnp.asarray([300.0, -300, 0, 0, 300, 1])}
+    got = attention_triton.attend(*args, None, **rule, start=interpret, **splits)
+    assert np.abs(np.asarray(got) - slow(*args, None, **rule)).max() < 1e-5
+    assert not np.asarray(got)[:, :, 0].any()
+
+
+@pytest.mark.parametrize(
+    "tiles", [{}, SPLIT | {"bs": 16, "min_span": 16}], ids=["one split", "two"]
+)
 @pytest.mark.parametrize(
     "rule",
     [RULES["window"] | {"window": 30}, RULES["sinks"] | {"window": 9}],
@@ -108,7 +125,7 @@ def test_float8_with_scales():
     )
     scales = dict(k_scale=k_scale, v_scale=v_scale)
     args = q, k8, v8, positions, None
-    got = attention_triton.attend(*args, **rule, **scales, start=interpret, span=64)
+    got = attention_triton.attend(*args, **rule, **scales, start=interpret, **SPLIT)
     for y in (attention.reference(*args, **rule, **scales), got):
         assert np.abs(np.asarray(y) - want).max() < 1e-5
 
@@ -119,9 +136,9 @@ def test_bfloat16():
     q = q.astype(jnp.bfloat16)
     for rule in (RULES["plain"], RULES["window, sinks"]):
         want = slow(q, k, v, positions, None, **rule)
-        for span in (64, 192):
+        for splits in (SPLIT, WHOLE):
             got = attention_triton.attend(
-                q, k, v, positions, None, **rule, start=interpret, span=span
+                q, k, v, positions, None, **rule, start=interpret, **splits
             )
             off = np.abs(np.asarray(got, np.float64) - want).max()
             assert got.dtype == jnp.bfloat16 and off < 2**-7 * np.abs(want).max()
@@ -135,7 +152,7 @@ def test_caches_of_more_than_2_31_numbers():
     huge.array[:, :, :3] = k  # the values are the keys: one array of 17 GB is enough
 
     def attend(*args, start):
-        return attention_triton.attend(*args, None, **rule, start=start, span=S)
+        return attention_triton.attend(*args, None, **rule, start=start, max_unsplit=S)
 
     got, _ = interpret_sparse(attend, q, huge, huge, positions)
     assert np.abs(np.asarray(got) - slow(q, k, k, positions, None, **rule)).max() < 1e-5
@@ -147,7 +164,7 @@ def test_slots_that_nobody_sees_are_not_read():
     rule = RULES["window"]
 
     def attend(k, v):
-        return attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, span=64)
+        return attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, **SPLIT)
 
     slot, at = np.arange(k.shape[2])[None] // 64, np.asarray(positions)
     unseen = (slot > at[:, -1:] // 64) | (
@@ -158,18 +175,86 @@ def test_slots_that_nobody_sees_are_not_read():
     np.testing.assert_array_equal(np.asarray(attend(*nan)), np.asarray(attend(k, v)))
 
 
-def test_splits_begin_where_they_began_for_one_query():
-    """So that verifying groups its sums as plain decoding does.
+def parts_of(*args, **options):
+    """The log-sum-exps of all parts, [splits B T N]; -1e30 where nothing is seen."""
+    found = []
 
-    Splits follow from the batch and the cache, not from the queries.
+    def start(launch):
+        results = interpret(launch)
+        if launch.kernel is attention_triton.kernel:
+            found.append(results[1])
+        return results
+
+    attention_triton.attend(*args, start=start, **options)
+    return np.asarray(found[0])
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_every_length_is_read_whole(window):
+    """Rows of 1 to 130 tokens in 130 slots, in splits of 16 and 32: none has too few."""
+    S = 130
+    lengths = np.arange(1, S + 1)
+    q, k, v, positions = case(B=S, T=1, N=1, G=1, S=S, H=16, lengths=lengths)
+    rule = RULES["plain"] | {"window": window}
+    tiles = dict(bs=16, min_span=16, max_span=32, shares=3, max_unsplit=0)
+    got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, **tiles)
+    want = attention.reference(q, k, v, positions, None, **rule)
+    assert np.abs(np.asarray(got - want)).max() < 1e-5
+
+
+def test_tokens_that_are_far_apart_see_all_of_their_windows():
+    """Splits for a window's slots are few, and a block of any positions must fit into them."""
+    q, k, v, _ = case(B=3, T=2, N=2, G=1, S=2000, H=16)
+    # the last begins late within a split of 256 slots, and four of these would not reach its end
+    positions = jnp.asarray([[3, 1990], [700, 1500], [300, 1190]], jnp.int32)
+    rule = RULES["plain"] | {"window": 100}
+    tiles = dict(max_unsplit=0, shares=3)
+    parts = parts_of(q, k, v, positions, None, **rule, **tiles)
+    assert len(parts) == 4  # and not the 32 spans of 64 slots that the cache has
+    got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, **tiles)
+    assert np.abs(np.asarray(got) - slow(q, k, v, positions, None, **rule)).max() < 1e-5
+
+
+@pytest.mark.parametrize("length, at_least, at_most", [(1000, 60, 66), (4096, 99, 198)])
+def test_programs_follow_the_live_length_and_not_the_slots(length, at_least, at_most):
+    """At batch 1 about one program a multiprocessor (132) reads, though there are 32k slots.
+
+    Spans of 64 slots are not cut further, so 1,000 tokens of 4 heads make 64 programs.
     """
+    args = case(B=1, T=1, N=4, G=4, S=32_768, H=16, lengths=(length,))
+    parts = parts_of(*args, None, **RULES["plain"])
+    assert at_least <= (parts > -1e29).sum() <= at_most
+    assert len(parts) <= 50  # the grid has no more than 200 programs
+    got = attention_triton.attend(*args, None, **RULES["plain"], start=interpret)
+    assert np.abs(np.asarray(got) - slow(*args, None, **RULES["plain"])).max() < 1e-5
 
-    def span(tokens, batch):
-        tiles = attention_triton.tile_config(tokens, 8 * tokens, 4 * batch, 4096, 128, H200)
-        return tiles["span"]
 
-    assert len({span(tokens, 8) for tokens in (1, 8, 17, 64)}) == 1
-    assert [span(8, batch) for batch in (1, 8, 32)] == [128, 1024, 1024]
+def test_a_long_row_of_a_batch_is_read_by_many_programs():
+    """Spans have 1,024 slots at most: rows that are short leave their multiprocessors to it."""
+    lengths = (8000, *[100] * 7)
+    args = case(B=8, T=1, N=4, G=4, S=8192, H=16, lengths=lengths)
+    read = (parts_of(*args, None, **RULES["plain"]) > -1e29).sum(axis=(0, 2, 3))
+    assert read.tolist() == [4 * 8] + 7 * [4 * 2]
+
+
+@pytest.mark.parametrize(
+    "T, length, window, span",
+    [(2, 900, None, 256), (2, 3000, None, 512), (2, 2967, 600, 128), (64, 3039, 703, 256)],
+)
+def test_splits_begin_where_they_began_for_one_query(T, length, window, span):
+    """So that verifying groups its sums as plain decoding does: every part has the same sum.
+
+    The window of the last token begins in another tile of slots, but in the same split.
+    """
+    rule = RULES["plain"] | {"window": window}
+    q, k, v, positions = case(B=1, T=T, N=2, G=1, S=4096, H=16, lengths=(length,))
+    of_block = parts_of(q, k, v, positions, None, **rule, shares=6)
+    for t in (0, T - 1):
+        one = slice(t, t + 1)
+        alone = parts_of(q[:, one], k, v, positions[:, one], None, **rule, shares=6)
+        np.testing.assert_allclose(of_block[:, :, t], alone[:, :, 0], rtol=1e-5)
+        seen = length + t if window is None else window
+        assert abs((alone > -1e29).sum() / 2 - seen / span) < 2  # of two heads
 
 
 @pytest.mark.parametrize(
@@ -178,9 +263,25 @@ def test_splits_begin_where_they_began_for_one_query():
 def test_a_prompt_is_not_cut_into_many_parts(tokens, heads, slots):
     """Parts are float32: of 20,000 tokens and splits of 1,024 slots they would take 6.5 GB."""
     tiles = attention_triton.tile_config(tokens, tokens * heads // 4, 4, slots, 128, H200)
-    splits = -(-slots // tiles["span"])
+    splits = attention_triton.max_splits(slots, tiles, windowed=False)
     assert splits == 1 or splits * tokens * heads * 128 * 4 < 2 * 132 * tiles["bq"] * 128 * 4
-    assert splits * -(-tokens * heads // 4 // tiles["bq"]) * 4 >= 60 or tiles["span"] == 128
+    assert splits * -(-tokens * heads // 4 // tiles["bq"]) * 4 >= 60 or splits == slots // 64
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+def test_a_prompt_that_fills_the_gpu_has_nothing_to_merge(window):
+    """With a window, too, whose slots would begin and end within splits."""
+    launched = []
+
+    def start(launch):
+        launched.append(launch.kernel)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
+
+    q, k, v, positions = case(B=1, T=512, N=32, G=4, S=4096, H=16, lengths=(2000,))
+    attention_triton.attend(
+        q, k, v, positions, None, **RULES["plain"] | {"window": window}, start=start
+    )
+    assert launched == [attention_triton.kernel]
 
 
 @pytest.mark.parametrize("T", [1, 4])

@@ -98,8 +98,7 @@ def test_precision_is_never_taken_away(hopper, monkeypatch):
         packed_attention.attend(x, x, x, intervals, 1.0, form="auto")
         fusion.fuse([x[0, :, 0]], x[0, 0].T.repeat(1, 1), None, "none", 1.0, form="auto")
         vocab.topk(x[0, :, 0], x[0, 0].T, 1, form="auto")
-        vocab.distill_losses(x[0, :, 0], x[0, 0].T, x[0, :, 0], x[0, 0].T)
-    assert asked == ["reference"] * 5 + ["triton"] * 5
+    assert asked == ["reference"] * 4 + ["triton"] * 4
     attention.attend(b, swap(f), swap(f), at, None, form="auto", **rule)
     scale = jnp.ones((1, 2, 2))
     attention.attend(
@@ -113,7 +112,7 @@ def test_precision_is_never_taken_away(hopper, monkeypatch):
         v_scale=scale,
         **rule,
     )
-    assert asked[10:] == ["reference", "triton"]
+    assert asked[8:] == ["reference", "triton"]
 
 
 def test_what_kernels_were_not_made_for(hopper):

@@ -42,9 +42,8 @@ def test_all_of_them_on_all_three(rows):
     names = {row["kernel"] for row in rows}
     functions = {row["function"] for row in rows}
     assert {row["sm"] for row in rows} == set(FP8) and len(names) >= 20
-    vocab = {"topk_kernel", "distill_losses_kernel", "logit_grads_kernel"}
     packed = {"forward_kernel", "query_kernel", "key_kernel"}
-    assert functions == {"kernel", "joint_kernel", *SMALL} | vocab | packed
+    assert functions == {"kernel", "joint_kernel", "topk_kernel", *SMALL} | packed
     for name in names:
         assert {row["sm"] for row in rows if row["kernel"] == name} == set(FP8), name
 

@@ -3,6 +3,7 @@
 This runs before a GPU's time is spent on them.
 """
 
+import functools
 from pathlib import Path
 
 import jax
@@ -19,10 +20,12 @@ PARTS = {
     "attention": "attention",
     "experts": "experts",
     "topk": "vocab topk",
-    "distill_losses": "distillation losses",
     "writes": "cache_write",
     "training": "packed_attention",
     "fusion": "fusion",
+    "routing": "routing",
+    "norm_rotate": "norm_rotate",
+    "joint": "joint fp8_matmul",
 }
 
 
@@ -31,7 +34,7 @@ def test_kernels_are_right(part, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     from gpu import checking, numerics
 
-    assert set(numerics.PARTS) == {*PARTS, "mosaic"}
+    assert set(numerics.PARTS) == {*PARTS, "losses", "mosaic"}
     monkeypatch.setattr(checking, "DTYPE", jnp.bfloat16)
     monkeypatch.setattr(checking, "forms", lambda *names: ["reference", "triton"])
     jax.clear_caches()
@@ -43,6 +46,46 @@ def test_kernels_are_right(part, monkeypatch):
     assert all(row["right"] for row in rows), rows
     if part != "writes":  # which may be exact
         assert all(row["error"] > 0 for row in rows), rows
+
+
+def test_losses_are_right_and_a_wrong_one_is_noticed(monkeypatch):
+    """They have no kernel: the suite holds XLA's products on a GPU against float64."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    from gpu import numerics
+
+    from peagle_jax.train import loss
+
+    def right():
+        return [row["right"] for row in numerics.PARTS["losses"](np.random.default_rng(3), True)]
+
+    assert right() == [True, True]
+    without_cap = functools.partial(loss.Form, logit_cap=None)
+    monkeypatch.setattr(loss, "Form", lambda name, depths, cap: without_cap(name, depths))
+    assert right() == [False, True]
+    monkeypatch.setitem(loss.LOSSES, "cross_entropy", loss.total_variation)
+    assert right() == [False, False]
+
+
+def test_wrong_routing_is_noticed(monkeypatch):
+    """The second and third choice of each token exchanged; and weights without their norm."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    from gpu import numerics
+
+    from peagle_jax.kernels import routing
+
+    reference = routing.FORMS["reference"]
+
+    def with_other_experts(*args, **rule):
+        weights, ids = reference(*args, **rule)
+        return weights, ids[:, jnp.asarray([0, 2, 1])]
+
+    def without_norm(x, w, bias, k, *, normalized):
+        return reference(x, w, bias, k, normalized=False)
+
+    for wrong in (with_other_experts, without_norm):
+        monkeypatch.setitem(routing.FORMS, "reference", wrong)
+        rows = numerics.PARTS["routing"](np.random.default_rng(3), True)
+        assert not any(row["right"] for row in rows)
 
 
 def test_a_wrong_kernel_is_noticed(monkeypatch):

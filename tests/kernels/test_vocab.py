@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,65 +92,3 @@ def test_modules_ask_for_the_argmax(monkeypatch):
     for module, want in zip(modules, plain, strict=True):
         np.testing.assert_array_equal(module.argmax_logits(x), want)
     assert [options["vocab_first"] for options in asked] == [False, True, False, True]
-
-
-CAPS = [None, 3.5]
-
-
-def four(P=37, D=40, W=300, E=56):
-    x, w = rows(P, D, W)
-    tx, tw = rows(P, E, W, seed=9)
-    return x, w, tx, tw * 0.5
-
-
-@pytest.mark.parametrize("cap", CAPS)
-def test_distance(cap):
-    x, w, tx, tw = four()
-    s, t = (np.asarray(a, np.float64) @ np.asarray(b, np.float64) for a, b in ((x, w), (tx, tw)))
-    t = t if cap is None else cap * np.tanh(t / cap)
-
-    def log(y):
-        return y - np.log(np.exp(y).sum(1, keepdims=True))
-
-    kl = (np.exp(log(t)) * (log(t) - log(s))).sum(1)
-    for losses in (
-        vocab.distill_losses_reference(x, w, tx, tw, cap),
-        vocab_triton.distill_losses(x, w, tx, tw, cap, start=interpret),
-    ):
-        np.testing.assert_allclose(losses.kl, kl, rtol=1e-4, atol=1e-4)
-        np.testing.assert_array_equal(losses.teacher, t.argmax(1))
-        np.testing.assert_array_equal(losses.student, s.argmax(1))
-        np.testing.assert_allclose(
-            losses.cross_entropy,
-            -np.take_along_axis(log(s), t.argmax(1)[:, None], 1)[:, 0],
-            rtol=1e-4,
-            atol=1e-4,
-        )
-
-
-@pytest.mark.parametrize("cap", CAPS)
-def test_gradients(cap, monkeypatch):
-    """Of a weighted sum of both losses, by chunks: XLA's own, the reference's, Triton's."""
-    x, w, tx, tw = four()
-    weight = jnp.asarray(np.random.default_rng(1).uniform(0, 2, (2, len(x))), jnp.float32)
-
-    def plain(x, w):
-        losses = vocab.distill_losses_reference(x, w, tx, tw, cap)
-        return (weight[0] * losses.kl + weight[1] * losses.cross_entropy).sum()
-
-    def ours(x, w):
-        kl, cross_entropy, _ = vocab.distill_losses(x, w, tx, tw, cap, "reference")
-        return (weight[0] * kl + weight[1] * cross_entropy).sum()
-
-    want = jax.grad(plain, argnums=(0, 1))(x, w)
-    monkeypatch.setattr(vocab, "CHUNK", 128)
-    got = [jax.grad(ours, argnums=(0, 1))(x, w)]
-    triton = (
-        functools.partial(vocab_triton.distill_losses, start=interpret),
-        functools.partial(vocab_triton.logit_grads, start=interpret),
-    )
-    monkeypatch.setitem(vocab.DISTILL_LOSSES, "reference", triton)
-    got.append(jax.grad(ours, argnums=(0, 1))(x, w))
-    for grads in got:
-        for a, b in zip(grads, want, strict=True):
-            assert jnp.abs(a - b).max() / jnp.abs(b).max() < 1e-5

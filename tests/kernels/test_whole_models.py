@@ -27,7 +27,7 @@ from peagle_jax.kernels.launch import disable_kernels, interpret_kernels  # noqa
 from peagle_jax.layers import CachedAttention  # noqa: E402
 
 PROMPTS = [[7, 90, 2, 55, 13, 31], [60]]
-SLOTS = 144  # more than the 128 of one split, so that parts of attention are merged
+SLOTS = 272  # more than the 256 that one program reads, so that parts of attention are merged
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 COMMON = {
     "attention_triton.kernel",
@@ -120,7 +120,9 @@ def test_logits_are_the_references(case, most, started):
     target = loaded(case)
     logits, ids = forward(target, rings)
     head_kernels = {"fusion_triton.kernel", *JOINT}
-    assert started == COMMON | {"attention_triton.merge_kernel"} | kernels - head_kernels
+    # the first case has windows alone, whose few slots one program reads
+    merged = {"attention_triton.merge_kernel"} if rings else set()
+    assert started == COMMON | merged | kernels - head_kernels
     with disable_kernels():
         want, _ = forward(target, rings)
     apart = np.linalg.norm(logits - want, axis=-1) / np.linalg.norm(want, axis=-1)

@@ -9,7 +9,13 @@ from flax import nnx
 
 from peagle_jax.decode.generate import generate
 from peagle_jax.kernels import launch
-from peagle_jax.layers import Embedding, activation_dtype, product, products
+from peagle_jax.layers import (
+    Embedding,
+    activation_dtype,
+    float32_product,
+    product,
+    products,
+)
 
 
 def test_activations_are_float32_on_a_cpu_and_16_bit_on_a_gpu(monkeypatch):
@@ -43,6 +49,23 @@ def test_operands_are_rounded_and_sums_are_not(platform, rows, experts, monkeypa
 )
 def test_the_result_has_the_wider_dtype(x, w, want):
     assert product(jnp.ones((2, 3), x), jnp.ones((3, 4), w)).dtype == jnp.dtype(want)
+
+
+@pytest.mark.parametrize("x", ["bfloat16", "float16", "float32"])
+def test_logits_are_float32_whatever_is_multiplied(x):
+    """Sums of 16-bit operands are not rounded; gradients have the dtypes of the operands."""
+    rng = np.random.default_rng(1)
+    a, w = (jnp.asarray(rng.normal(size=shape), x) for shape in ((5, 70), (70, 11)))
+    want = np.asarray(a, np.float64) @ np.asarray(w, np.float64)
+    got, vjp = jax.vjp(float32_product, a, w)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    dy = rng.normal(size=got.shape)
+    exact = dy @ np.asarray(w, np.float64).T, np.asarray(a, np.float64).T @ dy
+    for grad, right in zip(vjp(jnp.asarray(dy, jnp.float32)), exact, strict=True):
+        assert grad.dtype == jnp.dtype(x)
+        off = np.linalg.norm(np.asarray(grad, np.float64) - right) / np.linalg.norm(right)
+        assert off < (1e-6 if x == "float32" else 0.005)
 
 
 def test_gradients_reach_operands_of_different_dtypes():
