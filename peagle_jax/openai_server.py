@@ -119,8 +119,6 @@ class OpenAIServer:
         return urllib.request.urlopen(request, timeout=TIMEOUT)
 
     def _refusal(self, path: str, where: str, error: Exception) -> InputError:
-        if isinstance(error, InputError):
-            return error
         got = str(getattr(error, "reason", None) or error or type(error).__name__)
         if isinstance(error, urllib.error.HTTPError):
             got = f"{error.code}: {_one_line(error.read())}"

@@ -32,16 +32,16 @@ def provenance(command: str | None = None) -> dict:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _git("rev-parse", "--short", "HEAD") or None,
         "dirty": bool(_git("status", "--porcelain", "--", *CODE)),
-        "command": _without_folders(command or " ".join(["peagle", *sys.argv[1:]])),
+        "command": without_folders(command or " ".join(["peagle", *sys.argv[1:]])),
         "device": device_name(),
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in PACKAGES},
     }
 
 
-def _without_folders(command: str) -> str:
-    """The command with every absolute path cut to its last name; URLs stay."""
-    return re.sub(r"(^|[ =,])/(?:[^\s/,]+/)*(?=[^\s/,])", r"\1", command)
+def without_folders(text: str) -> str:
+    """A text in which every absolute path is cut to its last name; URLs stay."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/,:;'\"]+/)*(?=[^\s/,])", "", text)
 
 
 def device_name() -> str:

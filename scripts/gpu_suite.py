@@ -35,7 +35,7 @@ from rich.table import Table  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import gpu, interpret_kernels, unavailable_reason  # noqa: E402
-from peagle_jax.provenance import CODE, provenance  # noqa: E402
+from peagle_jax.provenance import CODE, provenance, without_folders  # noqa: E402
 
 CONSOLE = Console(width=180, stderr=True)
 
@@ -117,7 +117,7 @@ def run_parts(args: argparse.Namespace) -> int:
 def suite_facts(tiny: bool) -> dict:
     """What every row of this call says of itself."""
     command = " ".join(["python scripts/gpu_suite.py", *sys.argv[1:]])
-    return provenance(contact.without_folders(command)) | {
+    return provenance(command) | {
         "suite": "tiny" if tiny else "whole",
         "triton": unavailable_reason("triton") or "yes",
         "code": fingerprint(),
@@ -131,7 +131,7 @@ def run_part(name: str, part: Callable, facts: dict, record: Path, rows: list[di
             rows.append(facts | {"unit": name} | row)
             write(record, rows[-1])
     except Exception as error:  # the other parts still have their turn
-        text = contact.without_folders(f"{type(error).__name__}: {error}")
+        text = without_folders(f"{type(error).__name__}: {error}")
         CONSOLE.print(f"[red]{name} failed[/red]: {text[:500]}")
         write(record, facts | {"failed": name, "error": text[:2000]})
         rows.append({"failed": name, "error": text[:300]})

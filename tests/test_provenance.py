@@ -38,3 +38,15 @@ def test_without_git_and_affinity(monkeypatch):
 )
 def test_folders_of_a_machine_are_not_recorded(command, recorded):
     assert provenance.provenance(command)["command"] == (recorded or command)
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("--xla_gpu_cuda_data_dir=/usr/local/cuda", "--xla_gpu_cuda_data_dir=cuda"),
+        ("OSError: '/a/b c/d.py' at 3 TB/s", "OSError: 'b c/d.py' at 3 TB/s"),
+        ("see https://host/a/b", "see https://host/a/b"),
+    ],
+)
+def test_nor_those_in_errors_and_flags(text, cut):
+    assert provenance.without_folders(text) == cut

@@ -19,6 +19,7 @@ import numpy as np
 
 from peagle_jax.bench.suite import Decoding, mean_acceptance_length
 from peagle_jax.decode.requests import Generation
+from peagle_jax.types import InputError
 
 CLOSED = float("inf")  # requests per second: as soon as there is a place
 PERCENTILE = 99
@@ -119,7 +120,7 @@ class Served:
     def per_token(self) -> float | None:
         """Time per output token after the first; None where there is none after it."""
         others = self.num_tokens - 1
-        return (self.whole - self.first) / others if others else None
+        return (self.whole - self.first) / others if others > 0 else None
 
     @property
     def gaps(self) -> list[float]:
@@ -195,12 +196,20 @@ def serve_case(decoding: Decoding, rate: float, seed: int) -> dict:
     Returns:
       As of `load_result`. Where even the last pass compiled something, COMPILED says how many
       programs: its times are too long then.
+
+    Raises:
+      InputError: a request failed.
     """
     known: set[tuple] = set()
     requests = [dataclasses.replace(request, stream=True) for request in decoding.requests]
     for number in range(1 + MAX_WARM_UPS):
         engine = decoding.engine()
         served = serve(engine, requests, rate, seed=seed)
+        for seen in served:
+            if seen.answer is not None and seen.answer.error is not None:
+                next_step = "look for NaN in the target's weights and the head's"
+                rule = "every request must be answered"
+                raise InputError("peagle bench", rule, seen.answer.error, next_step)
         compiled = engine.stats.programs - known
         known |= compiled
         if number and not compiled:

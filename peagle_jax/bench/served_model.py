@@ -157,7 +157,7 @@ class ServedModel:
             answer = self._receive(number, request)
         except InputError as error:
             answer = ServerAnswer(0, 0, failure=error)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is: without an end the client would wait for ever
             rule, next_step = "must answer as OpenAI's API says", "use another server"
             failure = InputError("--server", rule, f"{type(error).__name__}: {error}", next_step)
             answer = ServerAnswer(0, 0, failure=failure)
@@ -190,7 +190,9 @@ def _text_of(choice: Any) -> str | None:
     if "text" in choice:
         return choice["text"]
     delta = choice.get("delta") or {}
-    spoken = [delta[key] for key in ("reasoning_content", "reasoning", "content") if delta.get(key)]
+    # vLLM has sent the reasoning under both names in some versions
+    reasoning = delta.get("reasoning") or delta.get("reasoning_content")
+    spoken = [text for text in (reasoning, delta.get("content")) if text]
     if spoken or delta.get("tool_calls"):
         return "".join(map(str, spoken))
     return "" if "content" in delta and "role" not in delta else None

@@ -55,7 +55,7 @@ def read_head(
             next_step="remove one of the two from the safetensors",
         )
     fp8 = weights.dequantize(tensors, raw, folder)
-    unread = sorted(filter(param_mapping.is_left_out, fp8.tensors), reverse=True)
+    unread = sorted(filter(param_mapping.is_left_out, fp8.tensors))
     tensors = {name: t for name, t in fp8.tensors.items() if name not in unread}
     left_out = [*fp8.left_out, *unread]
     _add_output_biases(tensors)

@@ -15,7 +15,6 @@ from peagle_jax.checkpoints import (
     param_mapping,
 )
 from peagle_jax.checkpoints.head_state import HeadState
-from peagle_jax.checkpoints.param_mapping import VERIFIER_TENSORS, plain_name
 from peagle_jax.draft import draft_vocab
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.provenance import versions
@@ -213,7 +212,9 @@ def check_servable(head: HeadState, path: str | Path) -> None:
             got="one",
             next_step="peagle convert --to vllm first, which leaves it out",
         )
-    foreign = sorted(name for name in stored if plain_name(name) in VERIFIER_TENSORS)
+    foreign = sorted(
+        name for name in stored if param_mapping.plain_name(name) in param_mapping.VERIFIER_TENSORS
+    )
     if foreign and head.checkpoint_format == "vllm":
         raise InputError(
             path,

@@ -12,6 +12,7 @@ from pathlib import Path
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.types import InputError
+from peagle_jax.weights import split_revision
 
 NUM_AUX_LAYERS = 3  # that SGLang's `fc` reads
 # Keys of a HeadConfig -> what an engine that has no place for them would do. Both load a tensor
@@ -40,8 +41,17 @@ def check_servable_by(engine: str, head: HeadState, path: str | Path) -> None:
       path: its folder, for the error.
 
     Raises:
-      InputError: the engine would refuse the head, or draft wrongly with it.
+      InputError: the engine would refuse the head, or draft wrongly with it; or `path` is a
+        revision on the hub.
     """
+    name, revision = split_revision(str(path))
+    if revision is not None:
+        raise InputError(
+            path,
+            rule=f"a command for {ENGINE_NAMES[engine]} is written for a folder, or a whole hub id",
+            got=f"revision {revision}",
+            next_step=f"download that revision of {name}, and give its folder",
+        )
     cfg = head.config
     lacks = SGLANG_LACKS if engine == "sglang" else NEITHER
     found = [words for key, words in lacks.items() if getattr(cfg, key)]

@@ -79,6 +79,16 @@ def read_facts(path: str | Path) -> TargetFacts:
     )
 
 
+def context_of(folder: str | None) -> int | None:
+    """max_position_embeddings of a target; None where it is not on this disk, or does not say."""
+    config = Path(folder or "") / "config.json"
+    if folder is None or not config.is_file():
+        return None
+    raw = weights.read_json(config)
+    context = (raw.get("text_config") or raw).get("max_position_embeddings")
+    return context if isinstance(context, int) else None
+
+
 def load_embedding(path: str | Path) -> weights.Tensor:
     """A target's token embedding [V D] alone, of any family; it is read when it is used.
 

@@ -42,7 +42,9 @@ def _check_who_is_measured(arguments: argparse.Namespace) -> None:
         if arguments.target is None or not arguments.drafter:
             rule = "a target and a draft head are measured, or a server"
             next_step = "give --target MODEL and --drafter HEAD, or --server URL"
-            raise InputError("peagle bench", rule, "neither", next_step)
+            given = {"--target": arguments.target, "--drafter": arguments.drafter}
+            missing = " and ".join(option for option, value in given.items() if not value)
+            raise InputError("peagle bench", rule, f"no {missing}", next_step)
         return
     ours = {
         "--drafter": bool(arguments.drafter),
@@ -184,12 +186,15 @@ def _synthetic_rates(arguments: argparse.Namespace) -> dict[str, tuple[float, ..
 def _check_synthetic_rates(
     rates: Mapping[str, tuple[float, ...]], ks: Sequence[int], heads: Mapping[str, Model]
 ) -> None:
-    """Raises InputError where a head has no rates, or fewer than it drafts tokens."""
+    """Raises InputError where heads and rates are not of the same methods, or rates are too few."""
     for method in heads:
         count = len(rates.get(method, ()))
         if count < max(ks):
             rule = f"{method} drafts up to {max(ks)} tokens, and each position needs a rate"
             raise InputError(SYNTHETIC, rule, count, f"give {SYNTHETIC} {method}=63,38,23 and -k 3")
+    if strangers := sorted(rates.keys() - heads.keys()):
+        rule, next_step = "rates belong to heads that are measured", "give their heads, too"
+        raise InputError(SYNTHETIC, rule, ", ".join(strangers), next_step)
     say("acceptance is SYNTHETIC: drafts are accepted at the given rates, whatever they are")
 
 
@@ -229,8 +234,6 @@ def _bench_prompts(
         return standard_prompts(tokenizer, EXCERPTS), [], {}
     say(f"{len(questions)} questions; answers between turns are written by the target first")
     asked = ask(target, tokenizer, questions, arguments.max_new_tokens, batch_size)
-    if asked.num_cut:
-        say(f"{asked.num_cut} answers between turns were cut at {arguments.max_new_tokens} tokens")
     prompts = [prompt.content for prompt in asked.prompts]
     categories = [prompt.category for prompt in asked.prompts]
     return prompts, categories, _of_sets(arguments, questions, asked.num_cut)
@@ -239,7 +242,9 @@ def _bench_prompts(
 def _of_sets(
     arguments: argparse.Namespace, questions: "list[Question]", num_cut: int
 ) -> dict[str, object]:
-    """What rows say about the sets of --sets."""
+    """What rows say about the sets of --sets; answers that were cut are told, too."""
+    if num_cut:
+        say(f"{num_cut} answers between turns were cut at {arguments.max_new_tokens} tokens")
     return {
         "sets": [Path(name).name for name in arguments.sets.split(",")],
         "num_questions": len(questions),

@@ -4,7 +4,6 @@ import argparse
 import json
 import shlex
 import sys
-from pathlib import Path
 
 from peagle_jax.cli.arguments import command_line, parse_bytes
 from peagle_jax.cli.output import print_facts, say
@@ -73,6 +72,7 @@ def serve_config(arguments: argparse.Namespace) -> int:
     from peagle_jax.checkpoints.head_writing import SERVED_FORMATS, check_servable
     from peagle_jax.checkpoints.inspect import ANY_LAYERS
     from peagle_jax.checkpoints.other_engines import ENGINES, check_servable_by, notes
+    from peagle_jax.checkpoints.target_io import context_of
 
     # For a head that names no aux hidden state layers vLLM makes its own choice, and the flag is
     # the same however many layers the target has.
@@ -102,22 +102,10 @@ def serve_config(arguments: argparse.Namespace) -> int:
         line = f"vllm serve {shlex.quote(target)} --speculative-config {flags}"
         if arguments.engine == "sagemaker":
             line = f"SM_VLLM_SPECULATIVE_CONFIG={flags}"
-        advice = serving_notes(head.config, _context_of(arguments.target))
+        advice = serving_notes(head.config, context_of(arguments.target or head.target))
     if target == "TARGET" and arguments.engine != "sagemaker":
         advice = ["the head names no target: put its folder or hub id in TARGET's place", *advice]
     for sentence in advice:
         print(sentence, file=sys.stderr)
     say(line)
     return 0
-
-
-def _context_of(target: str | None) -> int | None:
-    """max_position_embeddings of a target's folder; None where it is not here, or does not say."""
-    from peagle_jax import weights
-
-    config = Path(target or "") / "config.json"
-    if target is None or not config.exists():
-        return None
-    raw = weights.read_json(config)
-    context = (raw.get("text_config") or raw).get("max_position_embeddings")
-    return context if isinstance(context, int) else None

@@ -317,8 +317,8 @@ class Engine:
     def _read_chunk(self) -> None:
         """Reads one chunk; after the last, the requests are rows of the batch."""
         assert self._prefill is not None
+        self.stats.num_chunks += 1
         try:
-            self.stats.num_chunks += 1
             next(self._prefill)
         except StopIteration as end:
             self._prefill = None
@@ -383,7 +383,7 @@ class Engine:
         return outputs
 
     def _output(self, i: int, row: Row, now: float) -> Output | None:
-        """What is new in one row since `now`; None for nothing."""
+        """What is new in one row; `now` is when the host had it. None for nothing."""
         numbers, request = self._batch.numbers(), row.request
         is_done = bool(numbers.done[i])
         if not (is_done or request.stream or request.stop or row.id in self._cancelled):

@@ -259,8 +259,8 @@ def tile_config(
     `shares` are the splits that a row is to have: of a block of decoding they follow from the batch
     alone. As spans are powers of two, a row has more than half as many. With three shares for two
     multiprocessors each of them has between three quarters of a program and one and a half, however
-    many slots the cache has. A prompt has no `max_span`: its parts then take a few megabytes,
-    where spans of 1,024 would take gigabytes.
+    many slots the cache has. The `max_span` of a prompt is no limit: its parts then take a few
+    megabytes, where spans of 1,024 would take gigabytes.
 
     Args:
       tokens: of a row.

@@ -31,11 +31,11 @@ def load_table(rows: Sequence[dict]) -> Table:
         ]
         k = "" if row["k"] is None else str(row["k"])
         place = [k, str(row["max_concurrency"]), str(row["request_rate"])]
-        table.add_row(name_of(row), *place, sent, *cells)
+        table.add_row(_name_of(row), *place, sent, *cells)
     return table
 
 
-def name_of(row: dict) -> str:
+def _name_of(row: dict) -> str:
     """What a row measured: a method of this package, or a served model."""
     if row.get("server"):
         return f"{row['engine']}: {row['model']}"

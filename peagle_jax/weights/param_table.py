@@ -232,7 +232,8 @@ def _check_memory(
             where,
             rule="the weights must fit the device's memory",
             got=f"{wanted / 1e9:.1f} GB wanted, {max(free, 0) / 1e9:.1f} GB free",
-            next_step="load them in fewer bits (--dtype bfloat16 or fp8), or on a larger device",
+            next_step="load them in fewer bits (--dtype bfloat16 or fp8; target_dtype in a "
+            "recipe), or on a larger device",
         )
 
 

@@ -21,6 +21,7 @@ from gpu.timing import ROUNDS
 from peagle_jax.bench.timing import median_seconds
 from peagle_jax.kernels.graphs import ENABLED, OPTIONS
 from peagle_jax.kernels.launch import Launch, gpu, on_gpu, unavailable_reason, untried_versions
+from peagle_jax.provenance import without_folders
 
 PACKAGES = (
     "jax",
@@ -89,11 +90,6 @@ def assemblers() -> dict[str, str]:
         version = re.search(r"cuda_(\d+(?:\.\d+)*)", text)
         found[name] = version[1] if version else text
     return found
-
-
-def without_folders(text: str) -> str:
-    """A text whose absolute paths are names only."""
-    return re.sub(r"(?<![\w.:/])/(?:[^\s/,:;'\"]+/)+", "", text)
 
 
 def first_line(*command: str, last: bool = False) -> str:

@@ -5,8 +5,9 @@
 #     scripts/gpu/first_contact.sh run OUT [OPTION ...]  there: the GPU suite; rows go to OUT/gpu.jsonl
 #     scripts/gpu/first_contact.sh keep OUT            here again: new rows go to results/gpu.jsonl
 # WHEELS is .wheels by default, and OUT may be an environment variable, too; KEPT is another file
-# than results/gpu.jsonl. Options are those of scripts/gpu_suite.py. Every row is written when it is known, and a further call goes on where the
-# last one stopped, also on another machine, if the rows of the first were kept.
+# than results/gpu.jsonl. Options are those of scripts/gpu_suite.py. Every row is written when it is
+# known, and a further call goes on where the last one stopped, also on another machine, if the rows
+# of the first were kept.
 set -euo pipefail
 usage="usage: scripts/gpu/first_contact.sh carry | run OUT [OPTION ...] | keep OUT"
 cd "$(dirname "$0")/../.."

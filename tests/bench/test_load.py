@@ -1,5 +1,6 @@
 """Latency under load: times against a scripted engine, and a real one in both loops."""
 
+import dataclasses
 import json
 import time
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from peagle_jax.bench.load import (
     serve,
     serve_case,
 )
+from peagle_jax.bench.served_model import ServerAnswer
 from peagle_jax.bench.suite import Decoding
 from peagle_jax.cli.arguments import parse_rates
 from peagle_jax.decode.engine import Engine
@@ -135,6 +137,31 @@ def test_passes_are_repeated_until_nothing_is_compiled(programs, num_passes, num
     assert any("compiled" in line for line in load_lines(result, "x")) == bool(num_compiled)
     # the times are those of the last pass
     assert result["median_ttft_ms"] == pytest.approx(1e3 * (1 + 10.0 ** (num_passes - 1)), rel=0.01)
+
+
+def test_a_failure_of_our_engine_is_said(monkeypatch):
+    whole = Scripted.step
+
+    def step(self):
+        error = "the target computed NaN or infinity"
+        return [
+            dataclasses.replace(
+                out, answer=out.answer and dataclasses.replace(out.answer, error=error)
+            )
+            for out in whole(self)
+        ]
+
+    monkeypatch.setattr(Scripted, "step", step)
+    with pytest.raises(InputError, match="NaN or infinity; look for NaN in the target's weights"):
+        serve_case(Passes(["", ""]), CLOSED, 0)
+
+
+def test_no_time_per_token_without_a_second_token():
+    """As a server may count none where it sent two empty pieces."""
+    nothing = ServerAnswer(3, 0)
+    assert Served(0.0, [(1.0, 1), (2.0, 1)], nothing).per_token is None
+    assert Served(0.0, [(1.0, 1), (2.0, 1)], ServerAnswer(3, 1)).per_token is None
+    assert Served(0.0, [(1.0, 1), (2.0, 1)], ServerAnswer(3, 3)).per_token == 0.5
 
 
 def test_result():

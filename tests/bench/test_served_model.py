@@ -60,16 +60,20 @@ class Server(http.server.BaseHTTPRequestHandler):
             server.num_running += 1
             server.most = max(server.most, server.num_running)
             number = len(server.bodies)
+        is_whole = False
         try:
-            self.send_answer(body, is_cut_off=number > server.dies_after)
+            is_whole = self.send_answer(body, is_cut_off=number > server.dies_after)
         finally:
+            # before the end mark: the client may send the next request as soon as it has that
             with server.lock:
                 server.num_running -= 1
+        if is_whole:
+            self.wfile.write(b"data: [DONE]\n\n")
 
     def send_answer(self, body, is_cut_off):
         if self.server.refusal:
             self.answer(self.server.refusal, 400)
-            return
+            return False
         self.send_response(200)
         self.end_headers()
         is_chat = "messages" in body
@@ -77,7 +81,9 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.send_piece({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for i in range(PIECES):
             if is_cut_off and i == 1:
-                return  # the connection is closed without a word
+                return False  # the connection is closed without a word
+            if i == 1:
+                self.server.goes_on.wait(timeout=30)
             time.sleep(self.server.pause)
             text = f"{i} "
             said = {"delta": {"content": text}} if is_chat else {"text": text}
@@ -89,7 +95,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.send_piece({"choices": [], "usage": usage})
         with self.server.lock:
             self.server.num_answered += 1
-        self.wfile.write(b"data: [DONE]\n\n")
+        return True
 
     def send_piece(self, content):
         self.wfile.write(b"data: " + json.dumps(content).encode() + b"\n\n")
@@ -110,6 +116,8 @@ def server():
         server.num_answered = server.num_running = server.most = 0
         server.has_metrics = server.has_usage = True
         server.refusal, server.dies_after = None, 10**6
+        server.goes_on = threading.Event()
+        server.goes_on.set()
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -160,8 +168,28 @@ def test_a_closed_loop(server):
         assert seen.first >= server.pause
         assert seen.whole >= PIECES * server.pause
         assert seen.per_token == pytest.approx((seen.whole - seen.first) / (TOKENS - 1))
-        assert all(gap >= 0.9 * server.pause for gap in seen.gaps)
     assert served[2].sent >= served[0].whole or served[2].sent >= served[1].whole
+
+
+def test_a_piece_is_news_before_the_next_is_sent(server):
+    server.goes_on.clear()
+    model = ServedModel(connect(server), 1)
+    begin = time.perf_counter()
+    model.add(requests(1)[0])
+    first = []
+    while not first:
+        first += model.step()
+    heard = time.perf_counter()
+    server.goes_on.set()
+    assert [piece.num_new_tokens for piece in first] == [1] and first[0].answer is None
+    others = []
+    while not others or others[-1].answer is None:
+        others += model.step()
+    assert [piece.num_new_tokens for piece in others] == [1] * (PIECES - 1) + [0]
+    assert begin + server.pause <= first[0].time <= heard
+    # the server paused again after it was allowed to go on
+    times = [piece.time for piece in others]
+    assert times == sorted(times) and times[0] >= heard + server.pause
 
 
 def test_the_role_that_begins_a_chat_is_no_token(server):
@@ -332,12 +360,29 @@ def test_an_error_within_the_stream(server, monkeypatch):
         ("data: 7\n\n", "must answer; got 7"),
         ("data: {\n\n", "must answer"),
         ("<html>", "breaks off"),
+        (
+            'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, '
+            '"completion_tokens": Infinity}}\n\ndata: [DONE]\n',
+            "OverflowError",
+        ),
     ],
 )
 def test_what_is_no_answer_is_a_line_and_no_hang(server, monkeypatch, reply, words):
     monkeypatch.setattr(Server, "send_answer", lambda self, *_, **__: self.answer(reply))
     with pytest.raises(InputError, match=words):
         ServedModel(connect(server), 1).run(requests(1))
+
+
+def test_reasoning_under_two_names_is_said_once(server, monkeypatch):
+    """As vLLM sent it for a while: `reasoning`, and the same words as `reasoning_content`."""
+    deltas = [{"reasoning": "so", "reasoning_content": "so"}, {"reasoning_content": " it"}]
+    deltas += [{"reasoning": " is"}, {"content": ": yes"}]
+    pieces = [{"choices": [{"delta": delta}]} for delta in deltas]
+    pieces.append({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 4}})
+    stream = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n"
+    monkeypatch.setattr(Server, "send_answer", lambda self, *_, **__: self.answer(stream))
+    (answer,) = ServedModel(connect(server), 1).run(requests(1))
+    assert answer.text == "so it is: yes"
 
 
 def test_a_server_that_does_not_count(server):
@@ -379,8 +424,14 @@ def test_mistakes_are_one_line(bench, options, words):
     ("options", "words"),
     [
         (["--server-model", "m", "--target", "t", "--drafter", "d"], "belongs to --server"),
-        (["--target", "t"], "give --target MODEL and --drafter HEAD, or --server URL"),
-        (["--drafter", "d"], "give --target MODEL and --drafter HEAD, or --server URL"),
+        (
+            ["--target", "t"],
+            "got no --drafter; give --target MODEL and --drafter HEAD, or --server URL",
+        ),
+        (
+            ["--drafter", "d"],
+            "got no --target; give --target MODEL and --drafter HEAD, or --server URL",
+        ),
     ],
 )
 def test_mistakes_without_a_server(capsys, tmp_path, options, words):

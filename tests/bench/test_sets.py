@@ -258,5 +258,9 @@ def test_synthetic_rates_for_every_head(tmp_path, capsys):
     assert code == 2 and "up to 3 tokens" in lines[0]
     code, lines = bench(capsys, tmp_path, "-k", "1", option, "eagle3=60")
     assert code == 2 and "peagle drafts" in lines[0]
+    code, lines = bench(
+        capsys, tmp_path, "-k", "1", option, "peagle=60", option, "eagle=50", option, "eagle3=50"
+    )
+    assert code == 2 and "got eagle, eagle3; give their heads, too" in lines[0]
     code, lines = bench(capsys, tmp_path, option, "peagle=10,20")
     assert code == 2 and "must not rise" in lines[0]

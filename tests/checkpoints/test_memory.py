@@ -51,7 +51,8 @@ def test_it_is_said_with_the_bytes_before_loading(folder, monkeypatch, nothing_i
     assert main(["generate", "--target", str(folder), "--prompt", "x"]) == 2
     assert capsys.readouterr().err == (
         f"peagle: {folder}: the weights must fit the device's memory; got 0.0 GB wanted, 0.0 GB "
-        "free; load them in fewer bits (--dtype bfloat16 or fp8), or on a larger device\n"
+        "free; load them in fewer bits (--dtype bfloat16 or fp8; target_dtype in a recipe), or on "
+        "a larger device\n"
     )
 
 

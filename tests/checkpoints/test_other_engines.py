@@ -47,6 +47,13 @@ def refusal(engine, folder):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_revision_is_not_dropped(engine, tmp_path):
+    head = read_head(write(tmp_path / "head"))
+    with pytest.raises(InputError, match="got revision abc; download that revision of org/head"):
+        check_servable_by(engine, head, "org/head@abc")
+
+
 def test_names_and_keys_are_those_that_sglang_reads(tmp_path):
     folder = write(tmp_path / "head")
     assert weights.open_folder(folder).keys() == SGLANG
