@@ -1,6 +1,5 @@
 """`peagle bench --server`: a served model, by the client that measures our own engine."""
 
-import http.server
 import json
 import threading
 import time
@@ -18,6 +17,7 @@ from peagle_jax.bench.served_model import (
 from peagle_jax.cli import main
 from peagle_jax.openai_server import OpenAIServer
 from peagle_jax.types import InputError
+from tests.http_server import Handler, serving
 
 COUNTERS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -31,11 +31,8 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {s
 PIECES, TOKENS = 3, 7  # of every answer
 
 
-class Server(http.server.BaseHTTPRequestHandler):
+class Server(Handler):
     """Answers in three pieces of seven tokens; every step drafts two, and accepts one or both."""
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         server = self.server
@@ -101,27 +98,26 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"data: " + json.dumps(content).encode() + b"\n\n")
         self.wfile.flush()
 
-    def answer(self, content, status=200):
-        data = content.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
 
 @pytest.fixture
 def server():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        server.bodies, server.lock, server.pause = [], threading.Lock(), 0.02
-        server.num_answered = server.num_running = server.most = 0
-        server.has_metrics = server.has_usage = True
-        server.refusal, server.dies_after = None, 10**6
-        server.goes_on = threading.Event()
-        server.goes_on.set()
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    goes_on = threading.Event()
+    goes_on.set()
+    with serving(
+        Server,
+        bodies=[],
+        lock=threading.Lock(),
+        pause=0.02,
+        num_answered=0,
+        num_running=0,
+        most=0,
+        has_metrics=True,
+        has_usage=True,
+        refusal=None,
+        dies_after=10**6,
+        goes_on=goes_on,
+    ) as server:
         yield server
-        server.shutdown()
 
 
 def connect(server, model=None):

@@ -1,8 +1,6 @@
 """Conversations whose answers the target writes anew, turn by turn: here, or on a server."""
 
-import http.server
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from peagle_jax.pipelines.answer_writers import message_of
 from peagle_jax.pipelines.regenerate import RegenerationOptions, regenerate
 from peagle_jax.types import InputError
 from tests import tiny
+from tests.http_server import Handler, serving
 
 TEMPERATURES = (1.3, 0.9)
 LIMIT, SEED = 5, 5
@@ -217,42 +216,31 @@ def test_channels_become_fields():
 # ---------------------------------------------------------------- a server
 
 
-class Server(http.server.BaseHTTPRequestHandler):
+class Server(Handler):
     """Says what it was told, in capitals; what begins with "long" it does not end."""
 
-    def log_message(self, *_):
-        pass
-
     def do_GET(self):
-        self.answer({"data": [{"id": "the-model"}]} if self.path == "/v1/models" else {})
+        models = {"data": [{"id": "the-model"}]}
+        self.answer(json.dumps(models if self.path == "/v1/models" else {}))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         last = body["messages"][-1]["content"]
         if last == "fail":
-            self.answer({"error": "no such\nthing"}, 400)
+            self.answer(json.dumps({"error": "no such\nthing"}), 400)
             return
         self.server.bodies.append(body)
         message = {"role": "assistant", "content": last.upper(), "reasoning_content": None}
         reason = "length" if last.startswith("long") else "stop"
         choice = {"message": message, "finish_reason": reason}
-        self.answer({"choices": [choice], "usage": {"completion_tokens": len(last)}})
-
-    def answer(self, content, status=200):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        usage = {"completion_tokens": len(last)}
+        self.answer(json.dumps({"choices": [choice], "usage": usage}))
 
 
 @pytest.fixture
 def server():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        server.bodies = []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Server, bodies=[]) as server:
         yield server
-        server.shutdown()
 
 
 def test_a_server_writes(place, tmp_path, server, capsys):
@@ -264,7 +252,7 @@ def test_a_server_writes(place, tmp_path, server, capsys):
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["regenerate", "--target", str(place / "target"), "--held-out", "0"]
     command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
-    command += ["--server", f"http://127.0.0.1:{server.server_port}", "--temperature", "0.4"]
+    command += ["--server", server.url, "--temperature", "0.4"]
     command += ["--max-new-tokens", "33", "--batch-size", "2"]
     assert main(command) == 0
     assert "a.jsonl: 2 rows, 15 tokens" in capsys.readouterr().out.replace("\n", " ")
