@@ -55,7 +55,8 @@ def read_head(
             next_step="remove one of the two from the safetensors",
         )
     fp8 = weights.dequantize(tensors, raw, folder)
-    unread = sorted(filter(param_mapping.is_left_out, fp8.tensors))
+    # in the order of VERIFIER_TENSORS, which written metadata has had from the beginning
+    unread = sorted(filter(param_mapping.is_left_out, fp8.tensors), reverse=True)
     tensors = {name: t for name, t in fp8.tensors.items() if name not in unread}
     left_out = [*fp8.left_out, *unread]
     _add_output_biases(tensors)
