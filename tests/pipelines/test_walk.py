@@ -170,7 +170,10 @@ def test_the_walk(place, monkeypatch, capfd):
         if wanted.dtype == np.float32:
             wanted = wanted.astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(np.asarray(served[name]), wanted, err_msg=name)
-    program, serve, model, flag, config = shlex.split(said["serve-config"][0])
+    line, *advice = said["serve-config"][0].splitlines()
+    # on stderr: what else of vLLM's options matters
+    assert advice and all(note.startswith(("vLLM ", "at a temperature ")) for note in advice)
+    program, serve, model, flag, config = shlex.split(line)
     assert [program, serve, model, flag] == ["vllm", "serve", "target", "--speculative-config"]
     assert json.loads(config) == {
         "method": "eagle3",
