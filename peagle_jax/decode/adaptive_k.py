@@ -39,9 +39,10 @@ FIRST_GUESS = 0.7
 GUESS_WEIGHT = 4.0
 # Tokens that the drafts of earlier engines count as, where there were more.
 RECALLED_TOKENS = 512
-# What drafting may lose against plain decoding: a share of all time, and plain steps beside it,
-# fewer where something is known of the drafts.
-MAX_LOSS, LOSS_ALLOWANCE, KNOWN_LOSS_ALLOWANCE = 0.015, 24.0, 8.0
+# What drafting may lose against plain decoding: a share of all time, and plain steps beside it.
+# With fewer, a head that is known to pay is given up after its first steps, which follow the prompt
+# and are worse than others.
+MAX_LOSS, LOSS_ALLOWANCE = 0.015, 24.0
 # Plain steps that it takes to begin drafting, and to end it.
 CHANGE_STEPS = 1.0
 # Plain steps that drafting may have gained before, and lose again.
@@ -150,12 +151,10 @@ class KChooser:
         self._seconds: Mapping[int, float] = {}
         # of all steps; and by how much those that drafted took longer than plain decoding
         self._total, self._lost = 0.0, 0.0
-        self._allowance = LOSS_ALLOWANCE  # plain steps
 
     def recall(self, tried: Sequence[float], accepted: Sequence[float]) -> None:
         """Begins with what another run has observed, the `counts` of its `survival`."""
         self.survival.recall(tried, accepted)
-        self._allowance = KNOWN_LOSS_ALLOWANCE
 
     def choose(self, seconds: Mapping[int, float]) -> int:
         """The number of drafts of the next step.
@@ -237,9 +236,7 @@ class KChooser:
         of_a_step = self._seconds[k] - plain
         if of_a_step <= 0:
             return LAST_STEPS  # no slower than plain decoding
-        # at least what one look takes: steps of a known head may be slow and yet the best
-        look = min(PROBE_STEPS * of_a_step / plain + CHANGE_STEPS, LOSS_ALLOWANCE)
-        budget = MAX_LOSS * self._total + max(self._allowance, look) * plain - self._lost
+        budget = MAX_LOSS * self._total + LOSS_ALLOWANCE * plain - self._lost
         return min(LAST_STEPS, int(budget / of_a_step))
 
 

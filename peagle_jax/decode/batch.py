@@ -131,8 +131,6 @@ class Batch:
         """Takes in requests whose prompts were read: the first rows of `new`."""
         self._numbers = None
         running = self.running
-        # of the first token alone, so that no token is lost
-        new = switching.fit_places(new, self._step_spec.num_places)
         if not running:
             self._state = new
             self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
@@ -159,10 +157,11 @@ class Batch:
             return
         self._make_room()
         assert self.spec.drafter is not None
+        if 0 < k < self.k or not self.k:
+            # of other steps the head may have more tokens to read than those with `k` pass to it
+            self._state = switching.change_k(self.spec.drafter, self.params[1], k, self.state)
+            self._numbers = None
         self._step_spec = self.spec.with_k(k)
-        arguments = self.spec.drafter, self.params[1], self._step_spec.num_places, self.state
-        self._state = switching.change_places(*arguments)
-        self._numbers = None
 
     def step_seconds(self, k: int) -> float:
         """Seconds of a step with `k` drafts, measured with the rows as they are; a first call
@@ -176,7 +175,6 @@ class Batch:
         state = self.state
         names = ("done", "tokens", "aux_hidden_states", "count")
         kept = {name: jnp.copy(getattr(state, name)) for name in names}
-        state = switching.fit_places(state, spec.num_places)
         all_done, count = jnp.ones_like(state.done), jnp.ones_like(state.count)
         self._state = dataclasses.replace(state, done=all_done, count=count)
         jax.block_until_ready(self._state)

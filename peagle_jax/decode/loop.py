@@ -35,7 +35,7 @@ from peagle_jax.decode.sampling import (
     sample,
     with_step_keys,
 )
-from peagle_jax.decode.switching import append_unread
+from peagle_jax.decode.switching import append_unread, pad
 from peagle_jax.decode.tree import num_tree_nodes, walk
 from peagle_jax.decode.verify import draw_accepted, verify_greedy, verify_sampled
 from peagle_jax.kernels.graphs import jit_with_loops
@@ -66,8 +66,8 @@ class DecodeSpec:
         vLLM's default). Both leave the target's distribution as it is.
       chunk: the most prompt tokens of one forward of the prefill; None for whole prompts.
       num_nodes: verify a tree of so many drafts; None for a chain of K.
-      lookback: where plain steps and steps with drafts alternate, as many of the newest tokens are
-        kept by the plain ones, for the drafter to read later; 0 where K never changes.
+      lookback: where K changes, a state has as many places for tokens that the drafter has not read,
+        at least K + 1, and plain steps keep the newest in them; 0 where K never changes.
       ring_cache_size: None gives every layer slots for all positions. A number gives layers with a
         sliding window ring caches, if a ring has fewer slots than that; it takes a `chunk`.
     """
@@ -105,7 +105,7 @@ class DecodeSpec:
     @property
     def num_places(self) -> int:
         """Places in `DecodeState.tokens`."""
-        return self.k + 1 if self.k else max(1, self.lookback)
+        return self.lookback or self.k + 1
 
     @property
     def num_ahead(self) -> int:
@@ -293,9 +293,9 @@ def propose(
     if sampling is not None and spec.sample_drafts:
         draft_sampling = with_step_keys(sampling, state.num_steps, KeyUse.DRAFT)
     draft = dataclasses.replace(state.draft, sampling=draft_sampling)
-    drafts, draft_logits, draft = spec.drafter.step(
-        draft_params, draft, state.tokens, state.aux_hidden_states, state.count
-    )
+    # with a K that changes there are more places than such steps leave tokens in
+    unread = state.tokens[:, : spec.k + 1], state.aux_hidden_states[:, : spec.k + 1]
+    drafts, draft_logits, draft = spec.drafter.step(draft_params, draft, *unread, state.count)
     return drafts, draft_logits, dataclasses.replace(draft, sampling=None)
 
 
@@ -338,10 +338,12 @@ def commit(
     emitted = emit(state, tokens, is_draft, accepted + 1, options, logprobs)
     is_read = jnp.arange(spec.k + 1)[None] <= accepted[:, None]
     failed = ~(is_finite(out.hidden) | ~is_read).all(axis=1)
-    unread = tokens, out.aux_hidden_states, accepted + 1
     keeps_unread = spec.lookback > 0 and not spec.k
     if keeps_unread:
         unread = append_unread(state, tokens, out.aux_hidden_states)
+    else:
+        places = spec.num_places
+        unread = pad(tokens, places), pad(out.aux_hidden_states, places), accepted + 1
     num_positions = state.num_accepted_per_pos.shape[1]
     new = dataclasses.replace(
         emitted,

@@ -238,7 +238,7 @@ def first_tokens(
             tokens = sample(keys, probabilities(logits, sampling))
         if options.logprobs:
             logprobs = logprobs_of(raw[:, None], tokens[:, None])
-    batch, num_places = len(tokens), spec.k + 1
+    batch, num_places = len(tokens), spec.num_places
 
     def pad_to_block(x: Array) -> Array:
         return jnp.pad(x[:, None], [(0, 0), (0, num_places - 1), *[(0, 0)] * (x.ndim - 1)])

@@ -1,10 +1,11 @@
 """What passes between steps with different numbers of drafts: the tokens that no head has read.
 
 A step leaves the tokens that it committed, with their aux hidden states, for the draft head to read
-in the next step: at most K + 1. Before steps with another K these are put into as many places as
-such steps have. Plain steps do not run the head; they keep the newest tokens instead. What is older
-the head never reads: its own cache then has no such token, as if the text had been shorter. Drafts
-may become worse by that. What is committed does not, because the target decides about every draft.
+in the next step: at most K + 1. The state has places for those of the largest K. Before steps with
+a smaller K, and after plain ones, the head reads what is too much. Plain steps do not run the head;
+they keep the newest tokens instead. What is older the head never reads: its own cache then has no
+such token, as if the text had been shorter. Drafts may become worse by that. What is committed does
+not, because the target decides about every draft.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.decode.drafters import Drafter
@@ -35,39 +37,46 @@ def append_unread(
     return new_tokens, new_states, state.count + 1
 
 
-def change_places(
-    drafter: Drafter, draft_params: Any, num_places: int, state: DecodeState
-) -> DecodeState:
-    """The state with `num_places` places for unread tokens.
+def change_k(drafter: Drafter, draft_params: Any, k: int, state: DecodeState) -> DecodeState:
+    """The state before steps with `k` drafts: at most k + 1 tokens are unread, the oldest first.
 
-    Where these may be too few, the draft head reads all unread tokens but the last.
+    Where a row has more, the draft head reads all of every row but the last.
+
+    Args:
+      drafter: whose K is the largest.
     """
     names = ("tokens", "aux_hidden_states", "count", "draft")
-    changed = _change_places(
-        drafter, num_places, draft_params, *(getattr(state, name) for name in names)
-    )
+    fields = (getattr(state, name) for name in names)
+    changed = _change_k(drafter, draft_params, np.int32(k), *fields)
     return dataclasses.replace(state, **dict(zip(names, changed, strict=True)))
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "num_places"), donate_argnames="draft")
-def _change_places(
+# K is no static argument: one program serves all changes.
+@functools.partial(jax.jit, static_argnames="drafter", donate_argnames="draft")
+def _change_k(
     drafter: Drafter,
-    num_places: int,
     draft_params: Any,
+    k: Int[Array, ""],
     tokens: Int[Array, "B R"],
     aux_hidden_states: Float[Array, "B R A"],
     count: Int[Array, " B"],
     draft: DraftState,
-) -> tuple[Int[Array, "B new"], Float[Array, "B new A"], Int[Array, " B"], DraftState]:
-    """The fields of a state that `change_places` changes."""
+) -> tuple[Int[Array, "B R"], Float[Array, "B R A"], Int[Array, " B"], DraftState]:
+    """The fields of a state that `change_k` changes."""
+    num_places = tokens.shape[1]
     tokens, aux_hidden_states, count = _sort_unread(tokens, aux_hidden_states, count)
-    if num_places < tokens.shape[1]:
+
+    def read_all_but_last(draft: DraftState) -> tuple[Array, Array, Array, DraftState]:
         draft = drafter.prefill(draft_params, draft, tokens, aux_hidden_states, count - 1)
         last = (count - 1)[:, None]
-        tokens = jnp.take_along_axis(tokens, last, axis=1)
-        aux_hidden_states = jnp.take_along_axis(aux_hidden_states, last[..., None], axis=1)
-        count = jnp.ones_like(count)
-    return _fit(tokens, num_places), _fit(aux_hidden_states, num_places), count, draft
+        newest = jnp.take_along_axis(tokens, last, axis=1)
+        its_states = jnp.take_along_axis(aux_hidden_states, last[..., None], axis=1)
+        return pad(newest, num_places), pad(its_states, num_places), jnp.ones_like(count), draft
+
+    def leave(draft: DraftState) -> tuple[Array, Array, Array, DraftState]:
+        return tokens, aux_hidden_states, count, draft
+
+    return jax.lax.cond(count.max() > k + 1, read_all_but_last, leave, draft)
 
 
 def _sort_unread(
@@ -82,15 +91,6 @@ def _sort_unread(
     return tokens, aux_hidden_states, jnp.minimum(count, num_places)
 
 
-def fit_places(state: DecodeState, num_places: int) -> DecodeState:
-    """The state with `num_places` places; no row may have more unread tokens."""
-    tokens, aux = _fit(state.tokens, num_places), _fit(state.aux_hidden_states, num_places)
-    return dataclasses.replace(state, tokens=tokens, aux_hidden_states=aux)
-
-
-def _fit(x: Array, num_places: int) -> Array:
-    """`x` with `num_places` entries along axis 1: the first ones, or zeros behind them."""
-    if x.shape[1] == num_places:
-        return x
-    x = x[:, :num_places]
+def pad(x: Array, num_places: int) -> Array:
+    """`x` with zeros after its entries along axis 1: `num_places` in all."""
     return jnp.pad(x, [(0, 0), (0, num_places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])

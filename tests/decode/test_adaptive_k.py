@@ -164,10 +164,8 @@ def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
 def test_what_drafting_may_lose_is_bounded(is_known):
     """On a text that makes every estimate wrong: easy while plain, hopeless as soon as drafted."""
     chooser = KChooser(7)
-    allowance = adaptive_k.LOSS_ALLOWANCE
     if is_known:
         chooser.recall([1e6] * 7, [1e6] * 7)
-        allowance = adaptive_k.KNOWN_LOSS_ALLOWANCE
     total = lost = 0.0
     begins = 0  # of drafting
     was_plain = True
@@ -182,7 +180,7 @@ def test_what_drafting_may_lose_is_bounded(is_known):
         lost += count * (SECONDS[k] - SECONDS[0]) if k else 0
         begins += k > 0 and was_plain
         was_plain = k == 0
-    budget = adaptive_k.MAX_LOSS * total + allowance
+    budget = adaptive_k.MAX_LOSS * total + adaptive_k.LOSS_ALLOWANCE
     # each beginning costs, too; and a look is never shorter than its first steps
     lost += adaptive_k.CHANGE_STEPS * begins
     assert 0.5 * adaptive_k.MAX_LOSS * total < lost
@@ -199,6 +197,24 @@ def test_a_known_head_may_draft_at_once():
         assert chooser.choose({0: 1.0, 7: 1.0}) in (0, 7)
 
 
+def test_first_steps_in_vain_do_not_end_drafting_that_is_known_to_pay():
+    """Steps right after a prompt accept less than later ones."""
+    batch_of_8 = {0: 1.0, 1: 1.7, 3: 2.15, 5: 2.58, 7: 2.84}
+    chooser = KChooser(7)
+    chooser.recall([400.0] * 7, [360.0] * 7)
+    for _ in range(2):
+        assert chooser.choose(batch_of_8) > 0
+        count = chooser.steps_left
+        # one token in two of each step
+        accepted = np.array([4 * count, *[0] * 6])
+        chooser.observe(count, 8 * count, accepted)
+    # a head that never does better is given up
+    for _ in range(8):
+        k = chooser.choose(batch_of_8)
+        chooser.observe(chooser.steps_left, 8 * chooser.steps_left if k else 0, np.zeros(7, int))
+    assert chooser.k == 0
+
+
 def test_no_more_steps_are_taken_at_once_than_may_be_lost():
     """Where drafting neither gains nor loses, the next choice comes before the budget is gone."""
     seconds = {0: 1.0, 3: 2.5}
@@ -209,7 +225,7 @@ def test_no_more_steps_are_taken_at_once_than_may_be_lost():
         chooser.survival.recall([1e6] * 3, [1e6] * 3)  # it does not learn that nothing is gained
         assert chooser.choose(seconds) == 3
         taken.append(count := chooser.steps_left)
-        budget = adaptive_k.MAX_LOSS * total + adaptive_k.KNOWN_LOSS_ALLOWANCE
+        budget = adaptive_k.MAX_LOSS * total + adaptive_k.LOSS_ALLOWANCE
         assert count <= max(adaptive_k.FIRST_STEPS, budget / (seconds[3] - seconds[0]))
         # 1.5 drafts of a step are accepted
         chooser.observe(count, 2 * count, np.array([count, count, count]))
@@ -292,6 +308,7 @@ def any_k(monkeypatch, tmp_path):
 @pytest.mark.parametrize("method, max_batch", [("peagle", 3), ("eagle3", 1), ("eagle", 2)])
 def test_greedy_text_is_plain_decodings(method, max_batch, any_k):
     engine = any_k(method, max_batch)
+    num_programs = switching._change_k._cache_size()
     requests = [
         Request(prompt=p, max_new_tokens=70 + i, stop_ids=()) for i, p in enumerate(PROMPTS)
     ]
@@ -307,6 +324,10 @@ def test_greedy_text_is_plain_decodings(method, max_batch, any_k):
     # plain steps are no drafts
     assert sum(a.num_drafts for a in answers.values()) < engine.stats.num_steps * max_batch
     assert any(a.num_accepted_tokens for a in answers.values())
+    # one program for a size of batch and caches serves all changes
+    sizes = {program[1:3] for program in engine.stats.programs if program[0] == "decode"}
+    assert switching._change_k._cache_size() - num_programs <= len(sizes)
+    assert engine.stats.steps_by_k.total() > 10 * len(sizes)
 
 
 @pytest.mark.parametrize("method", ["peagle", "eagle3", "eagle"])
@@ -326,10 +347,12 @@ def test_the_head_has_read_every_token_after_a_change(method):
 
     state = read(prompts, lengths)
     for k, num_steps in [(2, 2), (4, 1), (0, 5), (1, 3), (4, 2), (3, 2)]:
-        state = switching.change_places(spec.drafter, head.params, spec.with_k(k).num_places, state)
+        state = switching.change_k(spec.drafter, head.params, k, state)
         _, state = loop.decode(spec.with_k(k), *params, options, 9, num_steps, state)
         # what the next change would draft, beside the same from the text alone
-        ready = switching.change_places(spec.drafter, head.params, 2, jax.tree.map(jnp.copy, state))
+        ready = switching.change_k(spec.drafter, head.params, 1, jax.tree.map(jnp.copy, state))
+        num_unread = ready.count
+        assert num_unread.max() <= 2
         drafts, _, _ = loop.propose(spec.with_k(1), head.params, None, ready)
         for row in range(2):
             text = [
@@ -338,26 +361,24 @@ def test_the_head_has_read_every_token_after_a_change(method):
             ]
             fresh = read(np.array([text[:-1]] * 2, np.int32), np.full(2, len(text) - 1))
             assert fresh.tokens[0, 0] == text[-1]
-            want, _, _ = loop.propose(
-                spec.with_k(1), head.params, None, switching.fit_places(fresh, 2)
-            )
+            want, _, _ = loop.propose(spec.with_k(1), head.params, None, fresh)
             assert drafts[row, 0] == want[0, 0], (k, row)
-            assert ready.draft.cache.length[row] == len(text) - 2
+            assert ready.draft.cache.length[row] == len(text) - 1 - num_unread[row]
     # longer than the lookback: the oldest tokens are left out
     before = int(state.cache.length[0])
-    state = switching.change_places(spec.drafter, head.params, lookback, state)
     _, state = loop.decode(spec.with_k(0), *params, options, 9, 20, state)
     assert int(state.cache.length[0]) == before + 20
     assert state.count.min() > lookback
     ring = np.asarray(state.aux_hidden_states), np.asarray(state.count)
-    state = switching.change_places(spec.drafter, head.params, lookback, state)
+    state = switching.change_k(spec.drafter, head.params, lookback - 1, state)
     assert state.count.tolist() == [lookback] * 2
     for row in range(2):
         text = state.output[row, : state.emitted[row]].tolist()
         assert state.tokens[row].tolist() == text[-lookback:]
         in_order = np.roll(ring[0][row], -(ring[1][row] % lookback), axis=0)
         assert np.array_equal(state.aux_hidden_states[row], in_order)
-    state = switching.change_places(spec.drafter, head.params, 5, state)
+    state = switching.change_k(spec.drafter, head.params, 4, state)
+    assert state.count.tolist() == [1] * 2
     assert int(state.draft.cache.length[0]) < before + lookback
 
 
@@ -379,9 +400,8 @@ def test_sampled_text_keeps_the_targets_distribution():
         lengths = np.full(rows, prompts.shape[1])
         state = run_to_end(prefill(spec, 16, *params, prompts, lengths, options, chunk=2))
         for k in (0, 1, 0):
-            state = switching.change_places(
-                spec.drafter, head.params, spec.with_k(k).num_places, state
-            )
+            if k:
+                state = switching.change_k(spec.drafter, head.params, k, state)
             _, state = loop.decode(spec.with_k(k), *params, options, rows + 1, 1, state)
         assert state.done.all()
         index = np.asarray(state.output[:, :length]) @ test_sampling.V ** np.arange(length)[::-1]
