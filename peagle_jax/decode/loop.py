@@ -66,8 +66,8 @@ class DecodeSpec:
         vLLM's default). Both leave the target's distribution as it is.
       chunk: the most prompt tokens of one forward of the prefill; None for whole prompts.
       num_nodes: verify a tree of so many drafts; None for a chain of K.
-      lookback: where K changes, a state has as many places for tokens that the drafter has not read,
-        at least K + 1, and plain steps keep the newest in them; 0 where K never changes.
+      lookback: where K changes, a state has as many places for tokens that the drafter has not
+        read, at least K + 1, and plain steps keep the newest in them; 0 where K never changes.
       ring_cache_size: None gives every layer slots for all positions. A number gives layers with a
         sliding window ring caches, if a ring has fewer slots than that; it takes a `chunk`.
     """
