@@ -7,7 +7,7 @@ the host then launches at once.
 import dataclasses
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,18 @@ def compile_program(
             *Path(folder).glob("*thunk_sequence.txt"),
         ]
         return compiled, read(listings[0].read_text(encoding="utf-8"))
+
+
+def in_loops(thunks: Sequence[Thunk]) -> int:
+    """How many of a program's thunks are parts of its loops, and run once a round."""
+    count, loops = 0, []  # depths of the loops that a thunk stands in
+    for thunk in thunks:
+        while loops and thunk.depth <= loops[-1]:
+            loops.pop()
+        count += bool(loops)
+        if thunk.kind == "While":
+            loops.append(thunk.depth)
+    return count
 
 
 def read(listing: str) -> list[Thunk]:

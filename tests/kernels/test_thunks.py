@@ -42,6 +42,11 @@ def test_thunks_and_their_graphs():
     assert found == outside + inside
 
 
+def test_thunks_of_a_loop_end_with_it():
+    listed = thunks.read(LISTING + "008: kCopy [source | sink] kCopy\n")
+    assert len(listed) == 8 and thunks.in_loops(listed) == 5
+
+
 @pytest.mark.parametrize("name", ["triton_kernel_call", "triton_kernel_call_ffi"])
 def test_triton_calls_by_both_names(name):
     """jax-triton 0.3's and 0.4's."""
