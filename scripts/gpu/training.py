@@ -30,7 +30,7 @@ def measure(ceilings: dict, tiny: bool) -> Iterator[dict]:
 
 
 def sampled(n: int) -> tuple[np.ndarray, np.ndarray, CodSample]:
-    """Segment ids [1 n] and loss mask [1 n] of two documents, and what COD sampling takes of them."""
+    """Segment ids [1 n] and loss mask [1 n] of two documents, and their COD sample."""
     batch = Batch(
         np.ones((1, n + 1), np.int32),
         (np.arange(n + 1) > n // 2).astype(np.int32)[None],
