@@ -1,5 +1,6 @@
 """An NVIDIA GPU without an assembler: one line before anything is read, and no traceback later."""
 
+import functools
 import types
 from pathlib import Path
 
@@ -11,18 +12,22 @@ from peagle_jax import assembler
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.cli import main
 from peagle_jax.kernels import launch
+from peagle_jax.pipelines import devices
+from peagle_jax.train import pretrain
+from peagle_jax.train.config import load_run
 from peagle_jax.types import InputError
 from peagle_jax.weights import param_table
 
-# as XLA of jaxlib 0.11.2 says it; test_ahead_of_time.py has the real one
+RECIPE = Path(__file__).parents[1] / "configs" / "train" / "demo_target.yaml"
+# as XLA of jaxlib 0.11.2 says it; test_ahead_of_time.py asks XLA itself
 XLA_SAYS = (
     "UNAVAILABLE: No PTX compilation provider is available. Neither ptxas/nvlink nor nvjtlink is "
     "available. As a fallback you can enable JIT compilation in the CUDA driver via the flag"
 )
 LINE = (
-    "peagle: CUDA: XLA must find ptxas or nvJitLink, which make machine code for an NVIDIA GPU; "
-    "got neither; install both (pip install 'jax[cuda13]'), or put the bin folder of CUDA 13 into "
-    "PATH\n"
+    "peagle: CUDA: XLA must find ptxas, which makes machine code for an NVIDIA GPU; got none in "
+    "PATH, beside JAX or in /usr/local/cuda; install it (pip install 'jax[cuda13]'), or put the "
+    "bin folder of CUDA 13 into PATH\n"
 )
 
 
@@ -64,10 +69,9 @@ def test_where_it_is_found(bare, monkeypatch, folder, variable, value):
 
 
 @pytest.fixture
-def nvidia(monkeypatch):
-    """As if an NVIDIA GPU were here, for which XLA compiles what it compiles."""
-    client = types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
-    device = types.SimpleNamespace(platform="gpu", client=client, memory_stats=lambda: None)
+def gpu(monkeypatch):
+    """As if JAX saw a GPU."""
+    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: None)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assembler._compile_something.cache_clear()
     yield device
@@ -87,7 +91,7 @@ def compile_fails(monkeypatch):
     return asked
 
 
-def test_it_is_said_before_anything_is_read(nvidia, compile_fails, monkeypatch, tmp_path, capsys):
+def test_it_is_said_before_anything_is_read(gpu, compile_fails, monkeypatch, tmp_path, capsys):
     save_target(tiny.target(), tmp_path / "target")
 
     def read(*_):
@@ -99,16 +103,14 @@ def test_it_is_said_before_anything_is_read(nvidia, compile_fails, monkeypatch, 
     assert len(compile_fails) == 1
 
 
-def test_only_for_nvidia_gpus(nvidia, compile_fails):
-    nvidia.client.platform_version = "rocm 60000"
-    assembler.check_assembler()
-    nvidia.client.platform_version, nvidia.platform = "cuda 13000", "cpu"
+def test_a_cpu_needs_none(gpu, compile_fails):
+    gpu.platform = "cpu"
     assembler.check_assembler()
     assert not compile_fails
 
 
-def test_where_xla_compiles_it_is_asked_once(nvidia, monkeypatch):
-    """By nvJitLink, for example, wherever `ptxas` is."""
+def test_where_xla_compiles_it_is_asked_once(gpu, monkeypatch):
+    """It may look where we do not."""
     asked = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: asked.append(self))
     for _ in range(2):
@@ -116,7 +118,7 @@ def test_where_xla_compiles_it_is_asked_once(nvidia, monkeypatch):
     assert len(asked) == 1
 
 
-def test_another_failure_is_not_hidden(nvidia, monkeypatch):
+def test_another_failure_is_not_hidden(gpu, monkeypatch):
     def fail(self):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -160,6 +162,12 @@ def test_kernels_need_ptxas_whatever_xla_needs(hopper):
     assert launch.unavailable_reason("triton") is None
 
 
-def test_it_is_an_input_error(nvidia, compile_fails):
-    with pytest.raises(InputError, match="got neither"):
-        assembler.check_assembler()
+@pytest.mark.parametrize("start", ["measure_this_machine", "train_lm"])
+def test_what_loads_no_checkpoint_asks_too(gpu, compile_fails, start):
+    """A plan of this machine; a target from scratch, before its corpus is read."""
+    if start == "train_lm":
+        begin = functools.partial(pretrain.train_lm, load_run(RECIPE))
+    else:
+        begin = devices.measure_this_machine
+    with pytest.raises(InputError, match="got none in PATH"):
+        begin()
