@@ -167,7 +167,7 @@ def compile_program(lowered) -> dict:
     return counts(compiled.as_text()) | {
         "thunks": len(listed),
         "thunks_in_graphs": sum(thunk.graph is not None for thunk in listed),
-        "thunks_in_loops": thunks.in_loops(listed),
+        "thunks_in_loops": sum(thunk.in_loop for thunk in listed),
         "graphs": len(graphs),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }

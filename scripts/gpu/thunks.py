@@ -7,7 +7,7 @@ the host then launches at once.
 import dataclasses
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ class Thunk:
       kind: XLA's name of it, as `CustomKernel` or `While`.
       depth: spaces before it in XLA's listing; what stands within a thunk is deeper.
       graph: the number of the command buffer that holds it, from 0 on; None outside of all.
+      in_loop: whether it is a part of a loop, and runs once a round.
     """
 
     kind: str
     depth: int
     graph: int | None
+    in_loop: bool
 
 
 def compile_program(
@@ -50,18 +52,6 @@ def compile_program(
         return compiled, read(listings[0].read_text(encoding="utf-8"))
 
 
-def in_loops(thunks: Sequence[Thunk]) -> int:
-    """How many of a program's thunks are parts of its loops, and run once a round."""
-    count, loops = 0, []  # depths of the loops that a thunk stands in
-    for thunk in thunks:
-        while loops and thunk.depth <= loops[-1]:
-            loops.pop()
-        count += bool(loops)
-        if thunk.kind == "While":
-            loops.append(thunk.depth)
-    return count
-
-
 def read(listing: str) -> list[Thunk]:
     """The thunks of XLA's listing.
 
@@ -69,14 +59,19 @@ def read(listing: str) -> list[Thunk]:
     """
     thunks: list[Thunk] = []
     graph, inside, graph_depth = -1, False, 0
+    loops: list[int] = []  # depths of the loops around a line
     for line in listing.splitlines():
         if not (found := THUNK.match(line)):
             continue
         depth, kind = len(found[1]), found[2]
         if inside and depth <= graph_depth:
             inside = False
+        while loops and depth <= loops[-1]:
+            loops.pop()
         if kind == "CommandBuffer":
             graph, inside, graph_depth = graph + 1, True, depth
         else:
-            thunks.append(Thunk(kind, depth, graph if inside else None))
+            thunks.append(Thunk(kind, depth, graph if inside else None, bool(loops)))
+            if kind == "While":
+                loops.append(depth)
     return thunks

@@ -181,6 +181,14 @@ def test_training_step(tmp_path):
     assert with_kernels["temporary_bytes"] < without["temporary_bytes"]
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """The plugin has 400 MB; links to files end at a file system's border."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 WITHOUT_ASSEMBLER = """
 import sys
 import jax
@@ -206,7 +214,7 @@ def test_without_ptxas_there_is_one_line(tmp_path):
     nothing.mkdir()
     for package in Path(jax.__file__).parents[1].iterdir():
         if package.name == "jax_plugins":
-            shutil.copytree(package, site / package.name, copy_function=os.link)
+            shutil.copytree(package, site / package.name, copy_function=link_or_copy)
         elif not package.name.startswith("nvidia"):
             (site / package.name).symlink_to(package)
     command = [os.path.realpath(sys.executable), "-S", "-c", WITHOUT_ASSEMBLER]
@@ -224,6 +232,6 @@ def test_without_ptxas_there_is_one_line(tmp_path):
     }
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stdout.split() == ["None"], done.stderr[-3000:]
-    ours = [line for line in done.stderr.splitlines() if "peagle" in line]
+    ours = [line for line in done.stderr.splitlines() if line.startswith("peagle:")]
     assert len(ours) == 1 and ours[0].startswith("peagle: CUDA: XLA must find ptxas, which")
     assert "Traceback" not in done.stderr

@@ -43,8 +43,14 @@ def test_thunks_and_their_graphs():
 
 
 def test_thunks_of_a_loop_end_with_it():
-    listed = thunks.read(LISTING + "008: kCopy [source | sink] kCopy\n")
-    assert len(listed) == 8 and thunks.in_loops(listed) == 5
+    """Also where what follows stands in a graph, and so deeper than the loop."""
+    after = """\
+000: kCommandBuffer [source | sink]
+    008: kCopy [source | sink] kCopy
+"""
+    listed = thunks.read(LISTING + after)
+    assert [thunk.in_loop for thunk in listed] == 2 * [False] + 5 * [True] + [False]
+    assert listed[-1].graph == 2
 
 
 @pytest.mark.parametrize("name", ["triton_kernel_call", "triton_kernel_call_ffi"])
