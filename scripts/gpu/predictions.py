@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpu import steps, training  # noqa: E402
+from gpu.numerics_attention import chains  # noqa: E402
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
+from peagle_jax.kernels.launch import Launch, interpret_kernels  # noqa: E402
 from peagle_jax.weights import flatten_params  # noqa: E402
 
 COPY, BF16_FLOP = 4.3e12, 790e12  # a second, of an H200 (docs/kernels.md)
@@ -162,6 +164,11 @@ def launches_of(rows: Iterable[Mapping], program: str, rounds: int) -> int:
     return row["thunks"] + (rounds - 1) * row["thunks_in_loops"]
 
 
+def launch_nothing(launch: Launch) -> tuple:
+    """A launcher where nothing is launched."""
+    raise AssertionError("a size needs no launch")
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A step of batch 1: where tokens go, what it does, and tokens that it brings."""
@@ -183,7 +190,8 @@ def predicted_steps(rows: list[dict]) -> list[Step]:
         for routing in ("even", "alike") if k else ("even",):
             tokens = k + 1 if routing == "even" else 1
             experts = experts_of(c.experts, c.experts_per_token, tokens)
-            num_bytes = steps.floor_bytes(case, model, head, experts)
+            with interpret_kernels(launch_nothing):  # sizes as on a GPU
+                num_bytes = steps.floor_bytes(case, model, head, experts)
             rounds = k - 1 if method == "eagle3" else 1
             launches = launches_of(rows, f"{target}: {program}", rounds)
             chances = np.asarray(steps.chances(method, k)) if k else np.zeros(0)
@@ -222,14 +230,16 @@ def kernel_rows() -> list[list[str]]:
         xla = cached_attention(False, False, tokens, lengths, 8192)
         for fp8 in (False, True):
             ours = cached_attention(True, fp8, tokens, lengths, 8192)
-            name = f"attention, 8 rows of 4,096 tokens in 8,192 slots, {tokens} queries"
+            queries = "1 query" if tokens == 1 else f"{tokens} queries"
+            name = f"attention, 8 rows of 4,096 tokens in 8,192 slots, {queries}"
             rows.append((name + ", FP8" * fp8, ours, xla))
-    P, n = 20_480, 8192
-    pairs = P * n / 2
-    xla = packed_attention(False, P, n, pairs)
-    rows.append(
-        (f"training attention, {P:,} rows, {n:,} keys", packed_attention(True, P, n, pairs), xla)
-    )
+    rng = np.random.default_rng(0)
+    for n, P in ((2048, 5120), (8192, 20_480)):  # as scripts/gpu/speed.py draws them
+        intervals = chains(rng, n, P)
+        keys = np.maximum(np.asarray(intervals.last) - np.asarray(intervals.first) + 1, 0)
+        pairs = float(keys.sum() + np.asarray(intervals.chain_len).sum())
+        ours, xla = (packed_attention(kernel, P, n, pairs) for kernel in (True, False))
+        rows.append((f"training attention, {P:,} rows, {n:,} keys", ours, xla))
     V, D = 151_936, 2048
     argmax = Work(2 * D * V, launches=1)
     logits = Work(2 * D * V + 3 * 4 * 8 * V, launches=2)

@@ -103,7 +103,8 @@ def cases(tiny: bool) -> list[Case]:
 def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
     """(target, head), whose parameters are shapes.
 
-    Both are FP8, but GPT-OSS's experts are MXFP4. An EAGLE-3 head has one layer.
+    Both are FP8, as is the target's cache, but GPT-OSS's experts are MXFP4. An EAGLE-3 head has
+    one layer.
     """
     recipe, fp8 = RECIPES[case.target]
     hf = json.loads((ROOT / f"configs/targets/{case.target}.json").read_text())
@@ -129,9 +130,10 @@ def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
             packed=case.target == OSS,
             fp8=fp8,
         )
+    c = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
+    target = dataclasses.replace(target, config=c)
     if case.method == "none":
         return target, None
-    c = target.config
     config: HeadConfig = dataclasses.replace(
         head.config, aux_hidden_state_layers=c.aux_hidden_state_layers, dtype=c.dtype
     )
@@ -285,9 +287,7 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
     steps = 3 if tiny else STEPS
     cache_size = CONTEXT + (steps + 1) * (case.k + 1) + 8
     drafter = head and METHODS[case.method](head.graph, head.config, case.k)
-    config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
-    target = dataclasses.replace(target, config=config)
-    spec = DecodeSpec(target.graph, config, drafter, sample_drafts=False)
+    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=False)
     chance = chances(case.method, case.k) if head else jnp.zeros(0)
     run = run_steps(spec, chance, steps)
     # few draws were drawn: speeds are at the rates, not at the luck of these draws
