@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -75,7 +76,8 @@ def test_pairs_of_a_training_step_are_those_that_the_kernel_sees(predictions):
 
     n = 8192
     segment_ids, _, cod = training.sampled(n)
-    intervals = PrefixChain(cod.anchor, cod.depth, segment_ids, 8).intervals(None)
+    arrays = map(jnp.asarray, (cod.anchor, cod.depth, segment_ids))
+    intervals = PrefixChain(*arrays, 8).intervals(None)
     keys = np.maximum(np.asarray(intervals.last) - np.asarray(intervals.first) + 1, 0)
     pairs = float(keys.sum() + np.asarray(intervals.chain_len).sum())
     step = predictions.training_step(n)
