@@ -33,9 +33,11 @@ from gpu import contact, libraries, numerics, speed, steps, timing, training  # 
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from peagle_jax.assembler import check_assembler  # noqa: E402
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import gpu, interpret_kernels, unavailable_reason  # noqa: E402
 from peagle_jax.provenance import CODE, provenance, without_folders  # noqa: E402
+from peagle_jax.types import InputError  # noqa: E402
 
 CONSOLE = Console(width=180, stderr=True)
 
@@ -67,6 +69,11 @@ def main() -> int:
             f"gpu_suite: needs a GPU, and JAX runs on {jax.default_backend()}; --tiny is a dry run",
             file=sys.stderr,
         )
+        return 2
+    try:
+        check_assembler()
+    except InputError as error:
+        print(f"gpu_suite: {error}", file=sys.stderr)
         return 2
     with interpreted() if args.tiny else contextlib.nullcontext():
         return run_parts(args)

@@ -50,6 +50,26 @@ def test_nothing_is_installed_twice(tmp_path, python):
     assert "triton==3.6.0" in notes.read_text().removeprefix(installed)
 
 
+@pytest.mark.parametrize(
+    "kind, has, lacks",
+    [
+        ("newest", [".[cuda,kernels]"], ["plugin", "triton==3.6.0"]),
+        ("gpu-machine", ["jax[cuda13]==0.11.2 triton==3.6.0", "jax-triton==0.4.1"], ["plugin"]),
+        ("compiling", [".[kernels]", "plugin", "nvidia-cuda-nvcc"], ["cuda13]", "triton==3.6.0"]),
+        (
+            "compiling-gpu-machine",
+            ["jax==0.11.2 triton==3.6.0", "jax-triton==0.4.1", "plugin", "nvidia-cuda-nvcc"],
+            ["cuda13]", ".[kernels]"],
+        ),
+    ],
+)
+def test_what_each_kind_installs(tmp_path, python, kind, has, lacks):
+    notes = tmp_path / "notes"
+    assert install(tmp_path / "env", notes, kind, python).returncode == 0
+    installed = notes.read_text()
+    assert all(text in installed for text in has) and not any(text in installed for text in lacks)
+
+
 def test_an_environment_of_an_older_python_is_made_anew(tmp_path, python):
     env, notes = tmp_path / "env", tmp_path / "notes"
     (env / "bin").mkdir(parents=True)

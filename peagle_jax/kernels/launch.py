@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 
+from peagle_jax import assembler
+
 # (jax, jax-triton, triton) that every kernel was traced and compiled with. The second line is of
 # machines that come with a triton of their own (scripts/gpu/install_cuda.sh).
 TRIED_VERSIONS = (("0.11.2", "0.4.1", "3.9"), ("0.11.2", "0.4.1", "3.6"))
@@ -238,7 +240,11 @@ def _unavailable_reason(form: str, platform: str, target: Gpu | None) -> str | N
         bridge = importlib.metadata.version("jax-triton")
     except ImportError as error:  # PackageNotFoundError is one
         return f"{str(error).splitlines()[0]} (pip install 'peagle-jax[kernels]')"
-    return mismatch(jax.__version__, bridge)
+    if reason := mismatch(jax.__version__, bridge):
+        return reason
+    if target is None and assembler.find_ptxas() is None:
+        return f"they need ptxas, and neither PATH nor JAX's wheels have one ({assembler.INSTALL})"
+    return None
 
 
 def mismatch(jax_version: str, bridge_version: str) -> str | None:

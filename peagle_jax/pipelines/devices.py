@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from peagle_jax.assembler import check_assembler
 from peagle_jax.bench.timing import median_seconds, verifying_seconds
 from peagle_jax.free_memory import free_bytes
 from peagle_jax.layers import Rope
@@ -141,7 +142,11 @@ def measure_this_machine(repeats: int = 5) -> Device:
 
     Args:
       repeats: timed runs of each, of which the median counts.
+
+    Raises:
+      InputError: nothing can be compiled for the device.
     """
+    check_assembler()
     array = jnp.ones(READ_NUMBERS, jnp.float32)
     reading = median_seconds(functools.partial(jax.jit(jnp.sum), array), repeats)
     rates = {}

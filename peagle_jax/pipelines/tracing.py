@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.stages import Lowered
 from jax.typing import DTypeLike
 
-from peagle_jax.decode.drafters import ParallelDrafter
+from peagle_jax.decode.drafters import METHODS
 from peagle_jax.decode.engine import PREFILL_CHUNK
 from peagle_jax.decode.loop import DecodeSpec, step
 from peagle_jax.decode.memory import cache_bytes
@@ -136,22 +136,24 @@ def recipe(path: Path, targets: Path) -> tuple[HeadRun, Model, Model]:
 
 def lower(
     target: Model,
-    head: Model,
+    head: Model | None,
     k: int,
     *,
     prompt: int,
     cache_size: int,
+    method: str = "peagle",
     mesh: Mesh | None = None,
     device: Any = None,
 ) -> tuple[Lowered, Lowered]:
-    """Lowers prefill and one speculative step of a single row.
+    """Lowers prefill and one step of a single row.
 
     Args:
       target: from `abstract_target`.
-      head: from `abstract_head`.
-      k: tokens drafted in the step.
+      head: from `abstract_head`; None for plain decoding.
+      k: tokens drafted in the step; 0 without a head.
       prompt: tokens of the prompt.
       cache_size: positions of the cache.
+      method: how the head drafts, a name of `drafters.METHODS`.
       mesh: over which the parameters' shapes are laid out.
       device: a GPU that is only compiled for, which this machine need not have; in the place of a
         mesh.
@@ -159,7 +161,7 @@ def lower(
     Returns:
       (prefill, step), not compiled.
     """
-    drafter = ParallelDrafter(head.graph, head.config, k)
+    drafter = head and METHODS[method](head.graph, head.config, k)
     spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=False)
 
     def on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -170,7 +172,7 @@ def lower(
     def int_array(*shape: int) -> jax.ShapeDtypeStruct:
         return on_device(jax.ShapeDtypeStruct(shape, jnp.int32))
 
-    params, draft_params = jax.tree.map(on_device, (target.params, head.params))
+    params, draft_params = jax.tree.map(on_device, (target.params, head and head.params))
     prompts, lengths = int_array(1, prompt), int_array(1)
     limits = int_array(1), int_array(1, 1)  # the arrays of `RowOptions`
     structures = []  # of the state, noted when prefill is traced

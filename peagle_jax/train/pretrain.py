@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
+from peagle_jax.assembler import check_assembler
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.documents import BadRows
 from peagle_jax.layers import Decoder, Rope
@@ -71,9 +72,11 @@ def train_lm(run: LmRun, say: Callable[[str], None] = print) -> LmResult:
       The target's folder, its bits per byte on held-out texts, and the speed of its training.
 
     Raises:
-      InputError: the corpus cannot be read, or `run.out` cannot be used.
+      InputError: the corpus cannot be read, `run.out` cannot be used, or nothing can be compiled
+        for the device.
     """
     import_libraries(run.trackers)
+    check_assembler()
     with locked_run_folder(run):
         finished = read_result(run, LmResult, say)
         return _train(run, say) if finished is None else finished

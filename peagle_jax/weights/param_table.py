@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from peagle_jax.assembler import check_assembler
 from peagle_jax.free_memory import free_bytes
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights.tensors import FLOATING, Tensor, all_finite, apply, warn_not_finite
@@ -188,10 +189,11 @@ def load_params(
         device.
 
     Raises:
-      InputError: the tensors are not those of the model (see `check_tensors`), or they do not fit
-        the device's memory. Nothing has been read then.
+      InputError: the tensors are not those of the model (see `check_tensors`), they do not fit the
+        device's memory, or nothing can be compiled for it. Nothing has been read then.
     """
     graph, expected = check_tensors(make, tensors, table, where)
+    check_assembler()
     _check_memory(expected, placement, where)
     reader = _ParamReader(tensors, table, where)
     filled = {}

@@ -53,7 +53,7 @@ from peagle_jax.provenance import provenance  # noqa: E402
 from peagle_jax.train.cod import cod_sample  # noqa: E402
 from peagle_jax.train.hidden_states import TrainingRows, shifted  # noqa: E402
 from peagle_jax.train.peagle_loss import peagle_loss  # noqa: E402
-from peagle_jax.types import Batch, DraftState  # noqa: E402
+from peagle_jax.types import Batch, DraftState, Model  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 # target -> (recipe of its head, scales of its FP8 matrices)
@@ -61,7 +61,7 @@ TARGETS = {
     "qwen3-coder-30b-a3b-instruct": ("qwen3_coder_30b", "blocks"),
     "gpt-oss-20b": ("gpt_oss_20b", "rows"),
 }
-K, PROMPT, CACHE_SIZE, TOKENS = 7, 1024, 4096, 20_000
+K, EAGLE3_K, PROMPT, CACHE_SIZE, TOKENS = 7, 3, 1024, 4096, 20_000
 RANK = 256  # of the Markov head, as in DSpark's heads
 # jax-triton 0.3 called it triton_kernel_call
 TRITON = re.compile(r'custom_call_target="triton_kernel_call(_ffi)?"')
@@ -69,9 +69,9 @@ LAUNCH = re.compile(r" = \S.*? (fusion|custom-call|while|conditional|copy|sort)\
 
 
 def decoding(name: str, device) -> dict:
-    """{program: lowered} of a prompt of PROMPT tokens, and of a step.
+    """{program: lowered} of a prompt of PROMPT tokens, and of steps of each method.
 
-    Weights and cache are FP8, but GPT-OSS's experts are MXFP4.
+    Weights and cache are FP8, but GPT-OSS's experts are MXFP4. An EAGLE-3 head has one layer.
     """
     recipe, fp8 = TARGETS[name]
     run, _, head = tracing.recipe(ROOT / f"configs/train/{recipe}.yaml", ROOT / "configs/targets")
@@ -83,11 +83,22 @@ def decoding(name: str, device) -> dict:
     )
     config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
     target = dataclasses.replace(target, config=config)
-    head = tracing.abstract_head(dataclasses.replace(head.config, dtype=jnp.bfloat16), fp8=True)
-    prefill, step = tracing.lower(
-        target, head, K, prompt=PROMPT, cache_size=CACHE_SIZE, device=device
-    )
-    return {f"{name}: prompt of {PROMPT} tokens": prefill, f"{name}: a step, K = {K}": step}
+    config = dataclasses.replace(head.config, dtype=jnp.bfloat16)
+    head = tracing.abstract_head(config, fp8=True)
+    eagle3 = dict(layers=1, mask_token=None, num_depths=None, windows=(None,))
+    eagle3_head = tracing.abstract_head(dataclasses.replace(config, **eagle3), fp8=True)
+
+    def lower(method: str, head: Model | None, k: int):
+        sizes = dict(prompt=PROMPT, cache_size=CACHE_SIZE)
+        return tracing.lower(target, head, k, method=method, device=device, **sizes)
+
+    prefill, step = lower("peagle", head, K)
+    return {
+        f"{name}: prompt of {PROMPT} tokens": prefill,
+        f"{name}: a plain step": lower("peagle", None, 0)[1],
+        f"{name}: a step, K = {K}": step,
+        f"{name}: an EAGLE-3 step, K = {EAGLE3_K}": lower("eagle3", eagle3_head, EAGLE3_K)[1],
+    }
 
 
 def training(recipe: str, device) -> dict:
@@ -156,6 +167,7 @@ def compile_program(lowered) -> dict:
     return counts(compiled.as_text()) | {
         "thunks": len(listed),
         "thunks_in_graphs": sum(thunk.graph is not None for thunk in listed),
+        "thunks_in_loops": sum(thunk.in_loop for thunk in listed),
         "graphs": len(graphs),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }

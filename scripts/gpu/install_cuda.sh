@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Makes an environment for NVIDIA GPUs, which also compiles for them where there is none. It needs
 # Python 3.12 or 3.13.
-#     scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | compiling]
+#     scripts/gpu/install_cuda.sh ENV [KIND]
 #   newest        what `pip install -e ".[cuda,kernels]"` brings: triton 3.9; 6 GB
 #   gpu-machine   triton 3.6, as on a machine that has it for its torch; 6 GB
 #   compiling     as newest, but of CUDA only JAX's plugin and the assembler: programs are compiled,
 #                 and no GPU could run them; 2.5 GB
+#   compiling-gpu-machine  the same with the versions of gpu-machine
 # An environment that has all of this is left as it is; one of an older Python is made anew.
 set -euo pipefail
-usage="usage: scripts/gpu/install_cuda.sh ENV [newest | gpu-machine | compiling]"
+kinds="newest | gpu-machine | compiling | compiling-gpu-machine"
+usage="usage: scripts/gpu/install_cuda.sh ENV [$kinds]"
 env=${1:?$usage}
 kind=${2:-newest}
 cd "$(dirname "$0")/../.."
 case $kind in
-newest | gpu-machine | compiling) ;;
+newest | gpu-machine | compiling | compiling-gpu-machine) ;;
 *)
     echo "$usage" >&2
     exit 2
@@ -43,15 +45,19 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$made_from" ]; then
 fi
 rm -f "$stamp"
 tests=(pytest pytest-xdist beartype)
+# pip would refuse the pair: jax-triton asks for triton 3.7 (see `import_jax_triton`)
+install_of_gpu_machine() {
+    install -e . "$1" triton==3.6.0 absl-py "${tests[@]}"
+    install --no-deps jax-triton==0.4.1
+}
 case $kind in
 newest) install -e ".[cuda,kernels]" "${tests[@]}" ;;
-gpu-machine)
-    # pip would refuse the pair: jax-triton asks for triton 3.7 (see `import_jax_triton`)
-    install -e . "jax[cuda13]==0.11.2" triton==3.6.0 absl-py "${tests[@]}"
-    install --no-deps jax-triton==0.4.1
-    ;;
-compiling)
-    install -e ".[kernels]" "${tests[@]}"
+gpu-machine) install_of_gpu_machine "jax[cuda13]==0.11.2" ;;
+compiling) install -e ".[kernels]" "${tests[@]}" ;;
+compiling-gpu-machine) install_of_gpu_machine jax==0.11.2 ;;
+esac
+case $kind in
+compiling*)
     install --no-deps "jax-cuda13-plugin==$(version jaxlib)" "jax-cuda13-pjrt==$(version jaxlib)" \
         "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14"
     ;;

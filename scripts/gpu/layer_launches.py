@@ -14,7 +14,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # otherwise the plugin looks for 
 
 import argparse  # noqa: E402
 import collections  # noqa: E402
-import dataclasses  # noqa: E402
 import functools  # noqa: E402
 import json  # noqa: E402
 import sys  # noqa: E402
@@ -49,8 +48,7 @@ def step_thunks(name: str, layers: int, tokens: int) -> collections.Counter:
     device = size_table.cuda_device()
     with target_gpu(H200), jax.default_device(device):
         target, _ = steps.models(steps.Case(name, "none", 0, 1, layers), False)
-        config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
-        cache = jax.eval_shape(lambda: config.empty_cache(1, SLOTS))
+        cache = jax.eval_shape(lambda: target.config.empty_cache(1, SLOTS))
         leaves, tree = jax.tree.flatten(cache)
 
         def step(params, tokens, leaves):

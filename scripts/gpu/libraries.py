@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu.numerics_attention import chains
 from gpu.speed import Rows, attended, available, normal, product_by_blocks, product_in_bf16
-from gpu.timing import bytes_of, compare, rotation
+from gpu.timing import PASSES, ROUNDS, bytes_of, compare, rotation
 from peagle_jax.kernels import fp8_matmul, packed_attention
 from peagle_jax.train import loss
 
@@ -35,12 +35,29 @@ def runnable(forms: dict[str, Callable], operands: tuple) -> tuple[dict[str, Cal
     return {name: form for name, form in forms.items() if name not in reasons}, reasons
 
 
-def timed(row: Rows, shape: str, forms: dict[str, Callable], sets: list[tuple], *costs, **options):
-    """A row of the forms that run; `not_run` says why others do not."""
-    fp8_bytes = options.pop("fp8_bytes", None)
+def timed(
+    row: Rows,
+    shape: str,
+    forms: dict[str, Callable],
+    sets: list[tuple],
+    num_bytes: float,
+    flop: float,
+    *,
+    fp8_bytes: float | None = None,
+    rounds: int = ROUNDS,
+    passes: int = PASSES,
+) -> dict:
+    """A row of the forms that run; `not_run` says why others do not.
+
+    Args:
+      sets: of operands; see `timing.rotation`.
+      num_bytes, flop, fp8_bytes: what a form has to read and to compute; see `Rows`.
+      rounds: medians are of so many.
+      passes: over all sets in one round.
+    """
     forms, reasons = runnable(forms, sets[0])
-    (seconds,) = compare(forms, sets, **options)
-    return row(shape, seconds, *costs, fp8_bytes=fp8_bytes) | {"not_run": reasons}
+    (seconds,) = compare(forms, sets, rounds=rounds, passes=passes)
+    return row(shape, seconds, num_bytes, flop, fp8_bytes) | {"not_run": reasons}
 
 
 def cached(ceilings: dict, tiny: bool) -> Iterator[dict]:

@@ -24,6 +24,7 @@ from peagle_jax.bench.timing import drafting_seconds, median_seconds
 from peagle_jax.decode import loop
 from peagle_jax.decode.drafters import METHODS
 from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.decode.memory import cache_bytes
 from peagle_jax.decode.verify import verify_greedy
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.kernels import experts
@@ -31,7 +32,7 @@ from peagle_jax.kernels.graphs import OPTIONS
 from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import Rope, activation_dtype
 from peagle_jax.pipelines import tracing
-from peagle_jax.types import DecodeState, DraftState, KVGroup, Model, Params, RowOptions
+from peagle_jax.types import CacheShape, DecodeState, DraftState, Model, Params, RowOptions
 from peagle_jax.weights import flatten_params, unflatten_params
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +103,8 @@ def cases(tiny: bool) -> list[Case]:
 def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
     """(target, head), whose parameters are shapes.
 
-    Both are FP8, but GPT-OSS's experts are MXFP4. An EAGLE-3 head has one layer.
+    Both are FP8, as is the target's cache, but GPT-OSS's experts are MXFP4. An EAGLE-3 head has
+    one layer.
     """
     recipe, fp8 = RECIPES[case.target]
     hf = json.loads((ROOT / f"configs/targets/{case.target}.json").read_text())
@@ -119,8 +121,8 @@ def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(hf))
-        # kernels multiply 16 bits
-        dtype = jnp.bfloat16 if platform() == "gpu" else jnp.float32
+        # kernels multiply 16 bits; a dry run without them takes what a CPU multiplies
+        dtype = jnp.float32 if tiny and platform() != "gpu" else jnp.bfloat16
         target = tracing.abstract_target(
             path,
             dtype=dtype,
@@ -128,9 +130,10 @@ def models(case: Case, tiny: bool) -> tuple[Model, Model | None]:
             packed=case.target == OSS,
             fp8=fp8,
         )
+    c = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
+    target = dataclasses.replace(target, config=c)
     if case.method == "none":
         return target, None
-    c = target.config
     config: HeadConfig = dataclasses.replace(
         head.config, aux_hidden_state_layers=c.aux_hidden_state_layers, dtype=c.dtype
     )
@@ -284,9 +287,7 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
     steps = 3 if tiny else STEPS
     cache_size = CONTEXT + (steps + 1) * (case.k + 1) + 8
     drafter = head and METHODS[case.method](head.graph, head.config, case.k)
-    config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.float8_e4m3fn))
-    target = dataclasses.replace(target, config=config)
-    spec = DecodeSpec(target.graph, config, drafter, sample_drafts=False)
+    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=False)
     chance = chances(case.method, case.k) if head else jnp.zeros(0)
     run = run_steps(spec, chance, steps)
     # few draws were drawn: speeds are at the rates, not at the luck of these draws
@@ -303,7 +304,7 @@ def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
         seconds = median_seconds(run_once, 1 if tiny else 3) / steps
         emitted = float(run_once().sum()) / steps
         num_experts = experts_read(target, params, state)
-        floor = floor_bytes(case, target, head, state, num_experts) / ceilings["copy_bytes_per_s"]
+        floor = floor_bytes(case, target, head, num_experts) / ceilings["copy_bytes_per_s"]
         yield {
             "part": "steps",
             "case": case.name,
@@ -366,13 +367,14 @@ def experts_read(target: Model, params: Params, state: DecodeState) -> float:
     return sum(counts) / len(counts)
 
 
-def floor_bytes(
-    case: Case, target: Model, head: Model | None, state: DecodeState, num_experts: float
-) -> float:
+def floor_bytes(case: Case, target: Model, head: Model | None, num_experts: float) -> float:
     """Bytes that a step has to read.
 
-    These are the weights once, with `num_experts` experts a layer, and caches as far as they are
-    visible. An EAGLE-3 head is read once a draft token.
+    These are the weights once, with `num_experts` experts a layer, and caches as far as a token
+    after CONTEXT others sees them. An EAGLE-3 head is read once a draft token.
+
+    Args:
+      target, head: their parameters may be shapes.
     """
 
     def weights_of(model: Model) -> Iterator[tuple[str, int]]:
@@ -383,21 +385,19 @@ def floor_bytes(
 
     share = num_experts / target.config.experts
     total = sum(size * (share if ".experts." in path else 1) for path, size in weights_of(target))
-    shapes = target.config.cache_shapes()
-    for group, shape in zip(state.cache.groups, shapes, strict=True):
-        total += visible_bytes(group, shape.window)
+    c = target.config
+    for shape in c.cache_shapes():
+        visible = min(CONTEXT, shape.window or CONTEXT)
+        dtype = c.cache_dtype or activation_dtype(c.dtype)
+        total += cache_bytes([shape], case.batch, visible, dtype)
     if head:
+        c = head.config
         passes = 1 if case.method == "peagle" else case.k
         for path, size in weights_of(head):
             total += size * (1 if path.startswith("fusion") else passes)
-        total += passes * sum(visible_bytes(group, None) for group in state.draft.cache.groups)
+        layers = CacheShape(tuple(range(c.layers)), c.kv_heads, c.head_dim, None)
+        total += passes * cache_bytes([layers], case.batch, CONTEXT, activation_dtype(c.dtype))
     return total
-
-
-def visible_bytes(group: KVGroup, window: int | None) -> float:
-    """Bytes of keys and values that a token after CONTEXT others sees."""
-    arrays = *group.k, *group.v, *group.k_scale, *group.v_scale
-    return sum(x.nbytes / x.shape[2] * min(CONTEXT, window or CONTEXT) for x in arrays)
 
 
 def drafting(ceilings: dict, tiny: bool, ks: Sequence[int]) -> Iterator[dict]:

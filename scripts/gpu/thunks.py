@@ -22,11 +22,13 @@ class Thunk:
       kind: XLA's name of it, as `CustomKernel` or `While`.
       depth: spaces before it in XLA's listing; what stands within a thunk is deeper.
       graph: the number of the command buffer that holds it, from 0 on; None outside of all.
+      in_loop: whether it is a part of a loop, and runs once a round.
     """
 
     kind: str
     depth: int
     graph: int | None
+    in_loop: bool
 
 
 def compile_program(
@@ -57,14 +59,19 @@ def read(listing: str) -> list[Thunk]:
     """
     thunks: list[Thunk] = []
     graph, inside, graph_depth = -1, False, 0
+    loops: list[int] = []  # depths of the loops around a line
     for line in listing.splitlines():
         if not (found := THUNK.match(line)):
             continue
         depth, kind = len(found[1]), found[2]
         if inside and depth <= graph_depth:
             inside = False
+        while loops and depth <= loops[-1]:
+            loops.pop()
         if kind == "CommandBuffer":
             graph, inside, graph_depth = graph + 1, True, depth
         else:
-            thunks.append(Thunk(kind, depth, graph if inside else None))
+            thunks.append(Thunk(kind, depth, graph if inside else None, bool(loops)))
+            if kind == "While":
+                loops.append(depth)
     return thunks

@@ -17,7 +17,7 @@ from peagle_jax.kernels.launch import disable_kernels
 from peagle_jax.train.cod import CodConfig, cod_sample
 from peagle_jax.train.hidden_states import TrainingRows, shifted
 from peagle_jax.train.peagle_loss import peagle_loss
-from peagle_jax.types import Batch
+from peagle_jax.types import Batch, CodSample
 
 # as configs/train/qwen3_coder_30b.yaml
 COD = CodConfig(num_depths=8, down_sample_ratio=0.7, down_sample_ratio_min=0.2, max_anchors=None)
@@ -27,6 +27,17 @@ def measure(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """A row a context."""
     for n in (48,) if tiny else (8192, 20000):
         yield measure_context(n, tiny)
+
+
+def sampled(n: int) -> tuple[np.ndarray, np.ndarray, CodSample]:
+    """Segment ids [1 n] and loss mask [1 n] of two documents, and their COD sample."""
+    batch = Batch(
+        np.ones((1, n + 1), np.int32),
+        (np.arange(n + 1) > n // 2).astype(np.int32)[None],
+        np.ones((1, n + 1), bool),
+    )
+    segment_ids, loss_mask = shifted(batch)
+    return segment_ids, loss_mask, cod_sample(loss_mask, segment_ids, COD, [0, 0])
 
 
 def measure_context(n: int, tiny: bool) -> dict:
@@ -40,13 +51,8 @@ def measure_context(n: int, tiny: bool) -> dict:
     # of a head in training: no matrix of it is FP8
     abstract_head = steps.tracing.abstract_head(config)
     params = steps.filled(abstract_head.params, key)
-    batch = Batch(
-        np.ones((1, n + 1), np.int32),
-        (np.arange(n + 1) > n // 2).astype(np.int32)[None],
-        np.ones((1, n + 1), bool),
-    )
-    segment_ids, loss_mask = shifted(batch)
-    cod = jax.tree.map(jnp.asarray, cod_sample(loss_mask, segment_ids, COD, [0, 0]))
+    segment_ids, loss_mask, cod = sampled(n)
+    cod = jax.tree.map(jnp.asarray, cod)
 
     def normal(i, *shape):
         array = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16)

@@ -8,10 +8,13 @@ makes one, and runs what is not slow.
 import importlib.util
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -176,3 +179,59 @@ def test_training_step(tmp_path):
     assert with_kernels["kernels"] and not without["kernels"] and without["triton"] == 0
     assert with_kernels["triton"] >= 4 * 3 and with_kernels["loops"] == 1
     assert with_kernels["temporary_bytes"] < without["temporary_bytes"]
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """The plugin has 400 MB; links to files end at a file system's border."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+WITHOUT_ASSEMBLER = """
+import sys
+import jax
+import size_table
+from peagle_jax import assembler
+from peagle_jax.cli import main
+
+device = size_table.cuda_device()
+jax.config.update("jax_default_device", device)
+jax.local_devices = lambda: [device]
+print(assembler.find_ptxas())
+sys.exit(main(["generate", "--target", "peagle_jax/assets/target", "--prompt", "x"]))
+"""
+
+
+def test_without_ptxas_there_is_one_line(tmp_path):
+    """XLA itself says that it has none: on a machine that has JAX's plugin and no CUDA.
+
+    The plugin is a copy, beside which no wheel with `ptxas` lies; other packages are links.
+    """
+    site, nothing = tmp_path / "site", tmp_path / "nothing"
+    site.mkdir()
+    nothing.mkdir()
+    for package in Path(jax.__file__).parents[1].iterdir():
+        if package.name == "jax_plugins":
+            shutil.copytree(package, site / package.name, copy_function=link_or_copy)
+        elif not package.name.startswith("nvidia"):
+            (site / package.name).symlink_to(package)
+    command = [os.path.realpath(sys.executable), "-S", "-c", WITHOUT_ASSEMBLER]
+    if Path("/usr/local/cuda").exists():  # there XLA looks, whatever PATH is
+        shell = ["/usr/bin/unshare", "--map-root-user", "--mount", "/bin/sh", "-c"]
+        hide = shlex.join(["mount", "--bind", str(nothing), "/usr/local/cuda"])
+        if subprocess.run([*shell, hide], capture_output=True).returncode:
+            pytest.skip("CUDA is in /usr/local/cuda, and this user cannot hide it")
+        command = [*shell, f"{hide} && exec {shlex.join(command)}"]
+    hidden = ("TRITON_INTERPRET", "CUDA_ROOT", "CUDA_HOME")
+    env = {key: value for key, value in os.environ.items() if key not in hidden} | {
+        "JAX_PLATFORMS": "cpu",
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": os.pathsep.join((str(site), str(ROOT / "scripts" / "generate"))),
+    }
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and done.stdout.split() == ["None"], done.stderr[-3000:]
+    ours = [line for line in done.stderr.splitlines() if line.startswith("peagle:")]
+    assert len(ours) == 1 and ours[0].startswith("peagle: CUDA: XLA must find ptxas, which")
+    assert "Traceback" not in done.stderr

@@ -42,6 +42,17 @@ def test_thunks_and_their_graphs():
     assert found == outside + inside
 
 
+def test_thunks_of_a_loop_end_with_it():
+    """Also where what follows stands in a graph, and so deeper than the loop."""
+    after = """\
+000: kCommandBuffer [source | sink]
+    008: kCopy [source | sink] kCopy
+"""
+    listed = thunks.read(LISTING + after)
+    assert [thunk.in_loop for thunk in listed] == 2 * [False] + 5 * [True] + [False]
+    assert listed[-1].graph == 2
+
+
 @pytest.mark.parametrize("name", ["triton_kernel_call", "triton_kernel_call_ffi"])
 def test_triton_calls_by_both_names(name):
     """jax-triton 0.3's and 0.4's."""

@@ -1,0 +1,96 @@
+"""Floors and predictions of docs/kernels.md: what the command computes, by sums that hold."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def predictions():
+    """conftest.py has put scripts/ into the path."""
+    from gpu import predictions
+
+    return predictions
+
+
+@pytest.fixture(scope="module")
+def tables(predictions):
+    return predictions.tables()
+
+
+def numbers(table: str) -> list[list[str]]:
+    """The cells of a table's lines."""
+    lines = table.splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_is_as_computed(predictions, tables):
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert all(table in page for table in tables.values())
+    assert predictions.filled(page, tables) == page
+    old = predictions.filled(page, dict.fromkeys(tables, "| old |"))
+    assert old.count("| old |") == len(tables)
+    assert predictions.filled(old, tables) == page
+
+
+def test_a_plain_step_by_hand(predictions, tables):
+    """Qwen3-Coder's matrices of a token: 48 layers of attention and 8 experts, and its output."""
+    attention = 2048 * (4096 + 2 * 512) + 4096 * 2048
+    experts = 8 * 3 * 2048 * 768
+    router, output = 2 * 2048 * 128, 2 * 2048 * 151936  # bfloat16
+    cache = 1024 * 2 * 4 * (128 + 4)
+    num_bytes = 48 * (attention + experts + router + cache) + output
+    row = numbers(tables["steps"])[0]
+    assert row[0] == "qwen3-coder-30b-a3b-instruct, plain"
+    assert float(row[2]) == pytest.approx(num_bytes / 1e9, abs=0.06)
+    assert float(row[3]) == pytest.approx(1e3 * num_bytes / 4.3e12, rel=0.01)
+    # 14 launches a layer (results/layer_launches.jsonl), and few beside the layers
+    assert 48 * 14 <= int(row[4]) <= 48 * 14 + 30
+    assert float(row[5]) == pytest.approx(float(row[3]) + 1.5e-3 * int(row[4]), abs=0.01)
+
+
+def test_experts_that_tokens_choose(predictions):
+    assert predictions.experts_of(128, 8, 1) == pytest.approx(8)
+    rng = np.random.default_rng(0)
+    drawn = [len(np.unique([rng.permutation(32)[:4] for _ in range(8)])) for _ in range(2000)]
+    assert predictions.experts_of(32, 4, 8) == pytest.approx(np.mean(drawn), rel=0.01)
+
+
+def test_a_loop_is_launched_once_a_round(predictions):
+    row = {"program": "p", "kernels": True, "thunks": 100, "thunks_in_loops": 30}
+    other = row | {"kernels": False, "thunks": 7}
+    assert [predictions.launches_of([other, row], "p", rounds) for rounds in (1, 2)] == [100, 130]
+    with pytest.raises(KeyError, match="compile_ahead.py"):
+        predictions.launches_of([other], "p", 1)
+
+
+def test_pairs_of_a_training_step_are_those_that_the_kernel_sees(predictions):
+    """Counted as intervals, which scripts/gpu/speed.py takes, too."""
+    from gpu import training
+
+    from peagle_jax.train.attention import PrefixChain
+
+    n = 8192
+    segment_ids, _, cod = training.sampled(n)
+    arrays = map(jnp.asarray, (cod.anchor, cod.depth, segment_ids))
+    intervals = PrefixChain(*arrays, 8).intervals(None)
+    keys = np.maximum(np.asarray(intervals.last) - np.asarray(intervals.first) + 1, 0)
+    pairs = float(keys.sum() + np.asarray(intervals.chain_len).sum())
+    step = predictions.training_step(n)
+    assert step["rows"] == intervals.first.shape[1]
+    flop = 4 * 14 * pairs * 32 * 128  # 4 layers, 7 products of 2 FLOP
+    assert step["attention, kernel"] == pytest.approx(flop / 790e12, rel=1e-6)
+
+
+def test_a_kernel_never_loses_to_its_own_floor(predictions):
+    attention = predictions.cached_attention
+    ours, xla = (attention(kernel, False, 8, [1000, 3000], 4096) for kernel in (True, False))
+    assert ours.num_bytes == 2 * 4 * 4000 * 256 and ours.seconds > ours.floor
+    scores = 3 * 4 * 2 * 32 * 8 * 4096
+    assert xla.num_bytes == 2 * 4 * 256 * 2 * 4096 + scores
+    narrow = attention(True, True, 8, [1000, 3000], 4096)
+    assert narrow.num_bytes == 2 * 4 * 4000 * 132
