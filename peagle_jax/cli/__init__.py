@@ -15,6 +15,7 @@ from types import FrameType
 
 from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
 from peagle_jax.cli.parser import UsageError
+from peagle_jax.prompt_end import ends_promptly
 
 __all__ = ["COMMANDS", "main"]
 
@@ -38,16 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: after --help and --version.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    command = None
+    is_resuming = words[:1] and words[0] in RESUMING
+    advice = "; the same command goes on from what is saved" if is_resuming else ""
+    last_words = f"peagle: interrupted{advice}"
     try:
-        arguments = parse_arguments(words or ["--help"])
-        command = arguments.name
-        return _run(arguments)
+        # in a program of somebody else's, Ctrl-C is its own affair
+        with ends_promptly(last_words) if argv is None else contextlib.nullcontext():
+            return _run(parse_arguments(words or ["--help"]))
     except UsageError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        advice = "; the same command goes on from what is saved" if command in RESUMING else ""
-        print(f"peagle: interrupted{advice}", file=sys.stderr)
+        print(last_words, file=sys.stderr, flush=True)
+        if argv is None:
+            _leave()
         return 1
     except BrokenPipeError:
         _discard_stdout()
@@ -84,6 +88,21 @@ def _interrupted_by_sigterm(is_wanted: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+def _leave() -> None:
+    """Ends an interrupted program without Python's own end, which can crash.
+
+    Threads of XLA may be compiling still; and Python, which remembers KeyboardInterrupt in modules
+    that were being imported, would end by the signal and not with the exit code.
+    """
+    jax = sys.modules.get("jax")
+    distributed = getattr(jax, "distributed", None)
+    if distributed is not None and distributed.is_initialized():
+        return  # the end tells the other processes
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(1)
 
 
 def _refuse(error: ValueError) -> int:
