@@ -5,12 +5,14 @@ A head learns best from what its target writes, because that is what it will dra
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -346,7 +348,8 @@ def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Model:
 def _appendable(out: Path) -> Iterator[None]:
     """Makes the output file where it is not there, and takes it away if an error leaves it empty.
 
-    The folders that were made for it go with it.
+    The folders that were made for it go with it. Meanwhile no other process has it: two would write
+    their rows one over the other's. The lock is the operating system's, and ends with the process.
 
     Raises:
       InputError: it cannot be written.
@@ -355,12 +358,14 @@ def _appendable(out: Path) -> Iterator[None]:
     new_parents = [parent for parent in out.parents if not parent.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("a").close()
+        file = out.open("a")
     except OSError as error:
         rule, next_step = "the output file must be writable", "choose another place with --out"
         raise InputError(out, rule, error.strerror, next_step) from None
     try:
-        yield
+        with file:
+            _lock(file, out)
+            yield
     except BaseException:
         if is_new and out.exists() and out.stat().st_size == 0:
             out.unlink()
@@ -369,6 +374,17 @@ def _appendable(out: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # somebody else uses it
                     parent.rmdir()
         raise
+
+
+def _lock(file: IO[str], out: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        rule, got = "one process writes a file at a time", "another one at it"
+        next_step = "wait for it, or choose another file with --out"
+        raise InputError(out, rule, got, next_step) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:
@@ -414,8 +430,8 @@ def _lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
                 raise InputError(path, rule, value, next_step)
     else:
         write_atomically(path, json.dumps(about, indent=1) + "\n")
-    if unfinished:
-        write_atomically(out, "".join(line + "\n" for line in lines))
+    if unfinished:  # in its place, because the lock is the file's
+        os.truncate(out, out.stat().st_size - len(unfinished.encode()))
     return lines
 
 

@@ -4,6 +4,7 @@ They continue documents that are not held out, can be resumed, and are read back
 written.
 """
 
+import fcntl
 import json
 import shutil
 import tempfile
@@ -137,6 +138,16 @@ def test_a_longer_file_is_kept_and_a_shorter_one_goes_on(place, tmp_path):
     with pytest.raises(InputError, match="answers to other excerpts"):
         regenerate(place / "target", options(place, seed=5), long, lambda s: None)
     assert long.read_text() == before
+
+
+def test_two_at_a_time(place, tmp_path):
+    """Each would append its rows between the other's."""
+    out = tmp_path / "a.jsonl"
+    with out.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="one process writes a file at a time; got another"):
+            regenerate(place / "target", options(place), out, lambda line: None)
+    assert out.read_text() == ""
 
 
 @pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"a": 1}\n', "[1]\n"])
