@@ -261,6 +261,7 @@ def _write_run(src: str | Path, head: HeadState, dst: Path, options: ConversionO
     if head.shares_lm_head and options.target is not None:
         lm_head = target_io.load_lm_head(options.target)
     model = head_reading.to_model(head, dtype=options.dtype, embedding=embedding, lm_head=lm_head)
+    runs.check_room(dst, model.params)
     with weights.new_folder(dst) as work:
         runs.write_run(head, model, work)
 

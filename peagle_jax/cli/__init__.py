@@ -6,6 +6,7 @@ be used. A mistake of the user is one line on stderr.
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ __all__ = ["COMMANDS", "main"]
 
 # Commands that find what an interrupted one has finished, and do the rest.
 RESUMING = ("demo", "train", "regenerate", "extract")
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Commands that have temporary files while they run, as large as a corpus.
 WITH_TEMPORARY_FILES = ("regenerate", "extract")
 
@@ -45,17 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # in a program of somebody else's, Ctrl-C is its own affair
         with ends_promptly(last_words) if argv is None else contextlib.nullcontext():
-            return _run(parse_arguments(words or ["--help"]))
+            code = _run(parse_arguments(words or ["--help"]))
     except UsageError as error:
         return _refuse(error)
     except KeyboardInterrupt:
         print(last_words, file=sys.stderr, flush=True)
-        if argv is None:
-            _leave()
-        return 1
+        code = 1
     except BrokenPipeError:
         _discard_stdout()
         return 1
+    if code and argv is None:
+        _leave(code)
+    return code
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -71,6 +74,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return code
     except InputError as error:
         return _refuse(error)
+    except OSError as error:  # wherever it is noticed that a disk is full
+        if error.errno not in DISK_IS_FULL:
+            raise
+        where, next_step = error.filename or "the disk", "make room, and run this again"
+        return _refuse(InputError(where, "must have room", error.strerror, next_step))
 
 
 @contextlib.contextmanager
@@ -90,11 +98,12 @@ def _interrupted_by_sigterm(is_wanted: bool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def _leave() -> None:
-    """Ends an interrupted program without Python's own end, which can crash.
+def _leave(code: int) -> None:
+    """Ends a program that was interrupted or failed without Python's own end, which can crash.
 
-    Threads of XLA may be compiling still; and Python, which remembers KeyboardInterrupt in modules
-    that were being imported, would end by the signal and not with the exit code.
+    Threads of XLA may be compiling still, and those of a checkpoint that cannot be written call
+    what is gone. Python, which remembers KeyboardInterrupt in modules that were being imported,
+    would end by the signal and not with the exit code.
     """
     jax = sys.modules.get("jax")
     distributed = getattr(jax, "distributed", None)
@@ -102,7 +111,7 @@ def _leave() -> None:
         return  # the end tells the other processes
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _refuse(error: ValueError) -> int:
