@@ -18,6 +18,7 @@ SECONDS = 1.5  # in which the main thread can end the process itself, and remove
 EXIT_CODE = 1
 
 _num_postponed = 0
+_last_words = ""
 
 
 def postpone_end() -> None:
@@ -30,7 +31,20 @@ def postpone_end() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ends the process at once where a module is being imported, and else unwinds it.
+
+    An exception in the midst of the initialization of an extension in C++ can abort the process.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            _end()
+        frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def _end() -> None:
+    print(_last_words, file=sys.stderr, flush=True)
+    os._exit(EXIT_CODE)
 
 
 @contextlib.contextmanager
@@ -41,16 +55,18 @@ def ends_promptly(last_words: str) -> Iterator[None]:
     changes.
 
     Args:
-      last_words: printed on stderr where the process is ended from outside the main thread.
+      last_words: printed on stderr where the process is ended without an exception.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
+    global _last_words
+    _last_words = last_words
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     has_ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(reading, has_ended, last_words), daemon=True)
+    watch = threading.Thread(target=_watch, args=(reading, has_ended), daemon=True)
     watch.start()
     former_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, _interrupt)
@@ -65,7 +81,7 @@ def ends_promptly(last_words: str) -> Iterator[None]:
         os.close(reading)
 
 
-def _watch(reading: int, has_ended: threading.Event, last_words: str) -> None:
+def _watch(reading: int, has_ended: threading.Event) -> None:
     """Waits for signals; ends the process where one stays without effect."""
     num_due = _num_postponed
     while received := os.read(reading, 1):
@@ -77,5 +93,4 @@ def _watch(reading: int, has_ended: threading.Event, last_words: str) -> None:
         # another handler has not run yet, or it ends the process later
         is_ours = signal.getsignal(signal.SIGINT) is _interrupt
         if is_ours and _num_postponed < num_due:
-            print(last_words, file=sys.stderr, flush=True)
-            os._exit(EXIT_CODE)
+            _end()

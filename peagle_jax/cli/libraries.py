@@ -49,8 +49,10 @@ def _print_unraisable(failure: Any) -> None:
 
     Where one array cannot be written, Orbax raises that and closes its event loop. TensorStore
     calls the loop for every other array all the same, and cannot raise what it is answered.
+    Ctrl-C within a library's callback cannot be raised either; prompt_end.py then ends the process.
     """
-    if str(failure.exc_value) != "Event loop is closed":
+    is_interrupt = failure.exc_type is KeyboardInterrupt
+    if not is_interrupt and str(failure.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(failure)
 
 

@@ -348,8 +348,7 @@ def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Model:
 def _appendable(out: Path) -> Iterator[None]:
     """Makes the output file where it is not there, and takes it away if an error leaves it empty.
 
-    The folders that were made for it go with it. Meanwhile no other process has it: two would write
-    their rows one over the other's. The lock is the operating system's, and ends with the process.
+    New folders go with it. A lock keeps out other processes, whose rows would stand between these.
 
     Raises:
       InputError: it cannot be written.
@@ -380,9 +379,8 @@ def _lock(file: IO[str], out: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        rule, got = "one process writes a file at a time", "another one at it"
-        next_step = "wait for it, or choose another file with --out"
-        raise InputError(out, rule, got, next_step) from None
+        rule, next_step = "one process writes a file at a time", "wait, or choose another --out"
+        raise InputError(out, rule, "another one at it", next_step) from None
     except OSError:
         pass  # a file system without locks
 

@@ -93,11 +93,15 @@ def read(tensor: object) -> bytes:
 
 
 def same_benchmark(a: Path, b: Path) -> bool:
-    """Whether two benchmarks have the same files and accepted the same drafts."""
+    """Whether two benchmarks have the same files and accepted the same drafts.
+
+    Rows are appended to those of benchmarks before, also of killed ones.
+    """
     names = [sorted(p.name for p in folder.iterdir()) for folder in (a, b)]
-    keys = ("k", "num_drafts", "num_accepted_per_pos", "acceptance_length")
+    keys = ("method", "k", "batch_size", "num_drafts", "num_accepted_per_pos", "acceptance_length")
     rows = [
-        [{key: row.get(key) for key in keys} for row in json_lines(folder)] for folder in (a, b)
+        {json.dumps([row.get(key) for key in keys]) for row in json_lines(folder)}
+        for folder in (a, b)
     ]
     return names[0] == names[1] and rows[0] == rows[1]
 
