@@ -2,6 +2,7 @@
 # make test      a few minutes: every promise is touched; what a stranger should run
 # make test-all  every test that needs no peer
 # make test-peers  real vLLM, speculators, the Mosaic GPU interpreter, in environments of their own
+# make faults    kills, Ctrl-C and two at a time, for every command that writes: 20 minutes
 # make lint      style, formatting, types
 # All create their environment in .venv; no other step is needed.
 
@@ -11,9 +12,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
     $$p -c "$(KNOWN)" 2>/dev/null && echo $$p && break; done)
 BUDGET ?= small
 OUT ?= runs/demo-$(BUDGET)
+KILLS ?= 100
 PYTEST = .venv/bin/python -m pytest
 
-.PHONY: demo test test-all test-peers test-long lint
+.PHONY: demo test test-all test-peers test-long faults lint
 
 demo: .venv/ready
 	.venv/bin/peagle demo --out $(OUT) --budget $(BUDGET)
@@ -35,6 +37,9 @@ test-peers: .venv/ready-dev
 	    .venv-compiling/bin/python -m pytest -q tests/kernels/test_lowering.py \
 	        tests/kernels/test_ahead_of_time.py; \
 	else [ $$? = 2 ] && echo "SKIPPED: jax-triton 0.4 needs Python 3.12 or 3.13"; fi
+
+faults: .venv/ready-dev
+	.venv/bin/python scripts/measure/faults.py --kills $(KILLS)
 
 test-long: test-all test-peers
 

@@ -168,7 +168,14 @@ Prompt = list[int] | str | list[dict[str, str]]
 
 
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Reads the prompts of a JSONL file as token ids.
+    """`read_named_prompts` without the names."""
+    return [ids for _, ids in read_named_prompts(path, tokenizer)]
+
+
+def read_named_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerBase | None
+) -> list[tuple[str, list[int]]]:
+    """Reads the prompts of a JSONL file as token ids, each with its line as `FILE:NUMBER`.
 
     Args:
       path: its lines have `prompt_token_ids`, `prompt`, or `turns`; of turns the first one is
@@ -182,12 +189,12 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[
     prompts = []
     for where, prompt in read_plain_prompts(path):
         if isinstance(prompt, str):
-            prompts.append(encode_prompt(prompt, tokenizer, chat=False, where=where))
+            ids = encode_prompt(prompt, tokenizer, chat=False, where=where)
         elif prompt and isinstance(prompt[0], dict):
-            content = prompt[0]["content"]
-            prompts.append(encode_prompt(content, tokenizer, chat=True, where=where))
+            ids = encode_prompt(prompt[0]["content"], tokenizer, chat=True, where=where)
         else:
-            prompts.append(prompt)
+            ids = prompt
+        prompts.append((where, ids))
     return prompts
 
 

@@ -374,3 +374,24 @@ def test_the_example_of_the_engine_runs(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line[0] for line in lines) == ["0", "1", "2"]
     assert all(line.endswith(("stop", "length")) for line in lines)
+
+
+def test_the_faults_table_is_that_of_the_rows():
+    rows = {}
+    for line in (ROOT / "results" / "faults.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows[row["fault"]] = row  # the last of each
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    table = page.partition("<!-- faults table")[2].partition("<!-- end of faults table")[0]
+    assert table.count("\n| ") == len(rows) + 2
+    for name, row in rows.items():
+        is_equal = "NO" if row["problems"] else "yes"
+        cells = name, row["seconds"], len(row["moments"]), is_equal, row["commit"]
+        assert "| " + " | ".join(map(str, cells)) + " |" in table, name
+
+
+def test_the_mistakes_made_by_hand_are_those_of_the_rows():
+    script = runpy.run_path(str(ROOT / "scripts" / "generate" / "support_table.py"))
+    section = script["by_hand_section"](ROOT / "results" / "mutants_by_hand.jsonl")
+    assert (ROOT / "docs" / "mutations.md").read_text().endswith(section)
+    assert "| NO |" not in section

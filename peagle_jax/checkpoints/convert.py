@@ -10,6 +10,7 @@ import numpy as np
 from peagle_jax import weights
 from peagle_jax.checkpoints import head_reading, head_writing, runs, target_io
 from peagle_jax.checkpoints.head_state import HeadState
+from peagle_jax.checkpoints.pair import check_made_for
 from peagle_jax.checkpoints.param_mapping import EMBEDDING
 from peagle_jax.old_names import CONVERSION_OPTIONS, with_new_names
 from peagle_jax.types import InputError
@@ -235,6 +236,7 @@ def _open(src: str | Path, folder: Path, options: ConversionOptions) -> HeadStat
         )
     if target is None or options.target is None:
         return head
+    check_made_for(head.config, target, src)
     # A local folder by its whole path: vLLM looks the target up from wherever it is started.
     if Path(options.target).exists():
         name = str(Path(options.target).resolve())
@@ -259,6 +261,7 @@ def _write_run(src: str | Path, head: HeadState, dst: Path, options: ConversionO
     if head.shares_lm_head and options.target is not None:
         lm_head = target_io.load_lm_head(options.target)
     model = head_reading.to_model(head, dtype=options.dtype, embedding=embedding, lm_head=lm_head)
+    runs.check_room(dst, model.params)
     with weights.new_folder(dst) as work:
         runs.write_run(head, model, work)
 

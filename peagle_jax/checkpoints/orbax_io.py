@@ -5,6 +5,7 @@ The position in the data follows from the step.
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,8 @@ class Checkpoints:
             got = str(error).partition("\n")[0]
             last = f"step {max(kept):,} is kept" if kept else "no step was saved before"
             next_step = f"make room on the disk, and run this again ({last})"
+            for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
             rule = "a checkpoint must be written to the end"
             raise InputError(self.folder, rule, got, next_step) from None
 

@@ -17,7 +17,8 @@ from peagle_jax import weights
 from peagle_jax.checkpoints.head_reading import to_model
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.runs import open_head
-from peagle_jax.checkpoints.target_io import load_target, read_facts
+from peagle_jax.checkpoints.target_io import TargetFacts, load_target, read_facts
+from peagle_jax.draft.head import HeadConfig
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Decoder
 from peagle_jax.types import InputError, Model
 
@@ -58,7 +59,9 @@ def load_pair(
         target.
     """
     folder = weights.find_folder(target)
-    state = open_head(drafter, read_facts(folder).layers)
+    facts = read_facts(folder)
+    state = open_head(drafter, facts.layers)
+    check_made_for(state.config, facts, drafter)
     target_model = load_target(
         folder,
         aux_hidden_state_layers=state.config.aux_hidden_state_layers,
@@ -100,6 +103,7 @@ def load_drafter_for(target: Model, drafter: str | Path, *, fp8: bool = False) -
       InputError: the folder is missing or damaged, or the head does not fit the target.
     """
     state = open_head(drafter, target.config.layers)
+    check_made_for(state.config, _facts_of(target), drafter)
     layers = state.config.aux_hidden_state_layers
     # EAGLE-1 heads never read what other heads read, and are measured beside them
     reads_final = target.config.aux_hidden_state_layers == (FINAL_HIDDEN_STATE,)
@@ -120,16 +124,7 @@ def check_fit(target: Model, head: Model, where: str | Path = "drafter") -> None
       InputError: the widths or vocabularies differ, or the target does not give the aux hidden
         states that the head reads.
     """
-    other_target = "use the target that the head was trained on"
-    if head.config.target_dim != target.config.dim:
-        rule = f"the head must read aux hidden states of the target's width {target.config.dim}"
-        raise InputError(where, rule, head.config.target_dim, other_target)
-    if head.config.predicts_features and head.config.dim != target.config.dim:
-        rule = f"an EAGLE-1 head must have the target's width {target.config.dim}"
-        raise InputError(where, rule, head.config.dim, other_target)
-    if head.config.vocab != target.config.vocab:
-        rule = f"the head must have the target's vocabulary of {target.config.vocab} tokens"
-        raise InputError(where, rule, head.config.vocab, other_target)
+    check_made_for(head.config, _facts_of(target), where)
     head_layers = list(head.config.aux_hidden_state_layers)
     target_layers = list(target.config.aux_hidden_state_layers)
     if head_layers != target_layers:
@@ -139,6 +134,39 @@ def check_fit(target: Model, head: Model, where: str | Path = "drafter") -> None
             "aux_hidden_state_layers"
         )
         raise InputError(where, rule, target_layers, next_step)
+
+
+def check_made_for(head: HeadConfig, target: TargetFacts, where: str | Path) -> None:
+    """Checks that a head was made for a target, before the weights of either are read.
+
+    Args:
+      head: the head's configuration.
+      target: the target, as far as its config tells.
+      where: the head's folder, for the error.
+
+    Raises:
+      InputError: the widths or vocabularies differ, or the head reads layers that the target does
+        not have.
+    """
+    other_target = "use the target that the head was trained on"
+    if target.dim not in (None, head.target_dim):
+        rule = f"the head must read aux hidden states of the target's width {target.dim}"
+        raise InputError(where, rule, head.target_dim, other_target)
+    if head.predicts_features and target.dim not in (None, head.dim):
+        rule = f"an EAGLE-1 head must have the target's width {target.dim}"
+        raise InputError(where, rule, head.dim, other_target)
+    if target.vocab not in (None, head.vocab):
+        rule = f"the head must have the target's vocabulary of {target.vocab} tokens"
+        raise InputError(where, rule, head.vocab, other_target)
+    too_high = [layer for layer in head.aux_hidden_state_layers if layer > target.layers]
+    if too_high:
+        rule = f"the head must read hidden states of the target's layers 0..{target.layers}"
+        raise InputError(where, rule, too_high, other_target)
+
+
+def _facts_of(target: Model) -> TargetFacts:
+    config = target.config
+    return TargetFacts(layers=config.layers, dim=config.dim, vocab=config.vocab)
 
 
 def _head_of(target: Model, state: HeadState, drafter: str | Path, fp8: bool) -> Model:

@@ -6,6 +6,7 @@ they are states of, and `frozen`, the parameters that were not trained.
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ from peagle_jax.draft.markov import NO_MARKOV, check_rank
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, PAPER_DESIGN, TOKEN_DESIGNS
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
-from peagle_jax.types import InputError, Model
+from peagle_jax.types import InputError, Model, Params
 
 HEAD_FILE, FROZEN, RESULT_FILE = "head.json", "frozen", "result.json"
 HEAD_FILE_AGAIN = f"copy {HEAD_FILE} from a backup, or train again with another out:"
 SAVING_FAILED = "make room on the disk if it is full; otherwise change what the error names"
 ORIGIN_FIELDS = ("source", "left_out", "target", "target_architecture")  # of HeadState
+MARGIN = 1 << 16  # bytes of a checkpoint beside its arrays
 INT_KEYS = (
     "vocab",
     "draft_vocab",
@@ -262,6 +264,22 @@ def write_run_header(
         write_atomically(out / HEAD_FILE, head_json(head.config, origin))
     if frozen:
         _save(out / FROZEN, frozen)
+
+
+def check_room(out: Path, params: Params) -> None:
+    """Checks that the disk has room for parameters, before anything is written.
+
+    Where a disk is full half-way, the library that writes prints a traceback for each array.
+
+    Raises:
+      InputError: there is less.
+    """
+    needed = sum(x.nbytes for x in jax.tree.leaves(params)) + MARGIN
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        rule, got = f"{needed:,} bytes must be free to write the checkpoint", f"{free:,} bytes"
+        raise InputError(out, rule, got, "make room, or choose another disk")
 
 
 def write_run(head: HeadState, model: Model, out: Path) -> None:

@@ -55,15 +55,20 @@ class TargetFacts:
 
     Attributes:
       layers: how many there are.
-      architecture: for example "Qwen3ForCausalLM"; None where the config does not say.
+      architecture: for example "Qwen3ForCausalLM"; this and the next are None where the config does
+        not say.
+      dim: width of the hidden states.
+      vocab: how many tokens there are.
     """
 
     layers: int
-    architecture: str | None
+    architecture: str | None = None
+    dim: int | None = None
+    vocab: int | None = None
 
 
 def read_facts(path: str | Path) -> TargetFacts:
-    """Number of layers and architecture, from a target's config.json alone.
+    """Shape and architecture, from a target's config.json alone.
 
     Raises:
       InputError: there is none, or it is a draft head's.
@@ -75,7 +80,10 @@ def read_facts(path: str | Path) -> TargetFacts:
     text_fields = fields.child("text_config") if raw.get("text_config") else fields
     architectures = fields.get_strs("architectures", [])
     return TargetFacts(
-        text_fields.get_int("num_hidden_layers"), architectures[0] if architectures else None
+        text_fields.get_int("num_hidden_layers"),
+        architectures[0] if architectures else None,
+        text_fields.get_int("hidden_size", None),
+        text_fields.get_int("vocab_size", None),
     )
 
 

@@ -6,6 +6,7 @@ be used. A mistake of the user is one line on stderr.
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -15,11 +16,13 @@ from types import FrameType
 
 from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
 from peagle_jax.cli.parser import UsageError
+from peagle_jax.prompt_end import ends_promptly
 
 __all__ = ["COMMANDS", "main"]
 
 # Commands that find what an interrupted one has finished, and do the rest.
 RESUMING = ("demo", "train", "regenerate", "extract")
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Commands that have temporary files while they run, as large as a corpus.
 WITH_TEMPORARY_FILES = ("regenerate", "extract")
 
@@ -38,20 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: after --help and --version.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    command = None
+    is_resuming = words[:1] and words[0] in RESUMING
+    advice = "; the same command goes on from what is saved" if is_resuming else ""
+    last_words = f"peagle: interrupted{advice}"
     try:
-        arguments = parse_arguments(words or ["--help"])
-        command = arguments.name
-        return _run(arguments)
+        # in a program of somebody else's, Ctrl-C is its own affair
+        with ends_promptly(last_words) if argv is None else contextlib.nullcontext():
+            code = _run(parse_arguments(words or ["--help"]))
     except UsageError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        advice = "; the same command goes on from what is saved" if command in RESUMING else ""
-        print(f"peagle: interrupted{advice}", file=sys.stderr)
-        return 1
+        print(last_words, file=sys.stderr, flush=True)
+        code = 1
     except BrokenPipeError:
         _discard_stdout()
         return 1
+    if code and argv is None:
+        _leave(code)
+    return code
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -67,6 +74,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return code
     except InputError as error:
         return _refuse(error)
+    except OSError as error:  # wherever it is noticed that a disk is full
+        if error.errno not in DISK_IS_FULL:
+            raise
+        where, next_step = error.filename or "the disk", "make room, and run this again"
+        return _refuse(InputError(where, "must have room", error.strerror, next_step))
 
 
 @contextlib.contextmanager
@@ -84,6 +96,22 @@ def _interrupted_by_sigterm(is_wanted: bool) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+def _leave(code: int) -> None:
+    """Ends a program that was interrupted or failed without Python's own end, which can crash.
+
+    Threads of XLA may be compiling still, and those of a checkpoint that cannot be written call
+    what is gone. Python, which remembers KeyboardInterrupt in modules that were being imported,
+    would end by the signal and not with the exit code.
+    """
+    jax = sys.modules.get("jax")
+    distributed = getattr(jax, "distributed", None)
+    if distributed is not None and distributed.is_initialized():
+        return  # the end tells the other processes
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _refuse(error: ValueError) -> int:

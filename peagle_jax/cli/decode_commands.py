@@ -86,9 +86,11 @@ def generate(arguments: argparse.Namespace) -> int:
     if tokenizer is not None:
         text.check_vocabulary(tokenizer, target.config.vocab, arguments.target)
     if arguments.prompts is not None:
-        prompts = text.read_prompts(arguments.prompts, tokenizer)
+        named_prompts = text.read_named_prompts(arguments.prompts, tokenizer)
     else:
-        prompts = [text.encode_prompt(arguments.prompt, tokenizer, chat=False, where="--prompt")]
+        ids = text.encode_prompt(arguments.prompt, tokenizer, chat=False, where="--prompt")
+        named_prompts = [("--prompt", ids)]
+    names, prompts = zip(*named_prompts, strict=True)
     options = GenerationOptions(
         k=arguments.k,
         method=arguments.method,
@@ -114,7 +116,7 @@ def generate(arguments: argparse.Namespace) -> int:
         rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"
         raise InputError(arguments.target, f"--stream {rule}", "no tokenizer.json", next_step)
     on_text = _print_text if arguments.stream else None
-    rows = generate_rows(target, head, tokenizer, prompts, options, on_text)
+    rows = generate_rows(target, head, tokenizer, prompts, options, on_text, names)
     if arguments.out is not None:
         write_jsonl(arguments.out, rows)
     elif not arguments.stream:
@@ -123,7 +125,7 @@ def generate(arguments: argparse.Namespace) -> int:
     _print_acceptance_length(rows)
     failed = [i for i, row in enumerate(rows) if "error" in row]
     for i in failed:
-        print(f"peagle: prompt {i}: {rows[i]['error']}", file=sys.stderr)
+        print(f"peagle: {names[i]}: {rows[i]['error']}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -36,11 +36,24 @@ def configure_libraries() -> None:
     warnings.filterwarnings("ignore", module="orbax")
     warnings.filterwarnings("always", category=WeightsWarning)
     warnings.showwarning = _print_warning
+    sys.unraisablehook = _print_unraisable
     default_cache = Path.home() / ".cache" / "peagle_jax" / "xla"
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(default_cache))
     jax.config.update("jax_compilation_cache_dir", cache)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _print_unraisable(failure: Any) -> None:
+    """Stands in for `sys.unraisablehook`.
+
+    Where one array cannot be written, Orbax raises that and closes its event loop. TensorStore
+    calls the loop for every other array all the same, and cannot raise what it is answered.
+    Ctrl-C within a library's callback cannot be raised either; prompt_end.py then ends the process.
+    """
+    is_interrupt = failure.exc_type is KeyboardInterrupt
+    if not is_interrupt and str(failure.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(failure)
 
 
 def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -47,6 +47,7 @@ def generate_rows(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     on_text: Callable[[str], None] | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[dict]:
     """Decodes every prompt, up to `options.batch_size` at a time.
 
@@ -57,6 +58,7 @@ def generate_rows(
       prompts: token ids, at least one per prompt.
       on_text: is given the text of the answers as it is written, one after the other, each with a
         new line at its end; needs a tokenizer. None: there is a report of progress instead.
+      names: where each prompt comes from, for errors; None: "prompt 0" and so on.
 
     Returns:
       One row per prompt, in order. Its counters are named as vLLM names them. A row whose
@@ -70,19 +72,8 @@ def generate_rows(
         check_fit(target, head)
         drafter = make_drafter(head, options.k, options.method)
     k = drafter.k if drafter else 0
-    check_prompts(prompts, target.config, options.max_new_tokens, k, None)
-    engine = Engine(
-        target,
-        drafter,
-        head.params if head else None,
-        num_tree_nodes=options.num_tree_nodes,
-        adaptive_k=options.k == "auto",
-        max_batch=min(options.batch_size, len(prompts)),
-        prefill_chunk=options.prefill_chunk,
-        sliding_cache=options.sliding_cache,
-        sample_drafts=options.sample_drafts,
-        tokenizer=tokenizer,
-    )
+    if names is None:
+        names = [f"prompt {i}" for i in range(len(prompts))]
     requests = [
         Request(
             prompt=prompt,
@@ -102,8 +93,22 @@ def generate_rows(
         )
         for i, prompt in enumerate(prompts)
     ]
-    for i, request in enumerate(requests):  # before anything is decoded
-        check_request(f"prompt {i}", request, target.config, k, None)
+    # before anything is decoded, so that a late prompt takes no answers with it
+    for name, request in zip(names, requests, strict=True):
+        check_request(name, request, target.config, k, None)
+    check_prompts(prompts, target.config, options.max_new_tokens, k, None)  # whether there are any
+    engine = Engine(
+        target,
+        drafter,
+        head.params if head else None,
+        num_tree_nodes=options.num_tree_nodes,
+        adaptive_k=options.k == "auto",
+        max_batch=min(options.batch_size, len(prompts)),
+        prefill_chunk=options.prefill_chunk,
+        sliding_cache=options.sliding_cache,
+        sample_drafts=options.sample_drafts,
+        tokenizer=tokenizer,
+    )
     if on_text is not None:
         return [_row(_streamed(engine, request, tokenizer, on_text)) for request in requests]
     rows = {}

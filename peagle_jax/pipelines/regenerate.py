@@ -5,19 +5,21 @@ A head learns best from what its target writes, because that is what it will dra
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
 from peagle_jax.atomic_write import write_atomically
-from peagle_jax.checkpoints.target_io import load_target, target_hash
+from peagle_jax.checkpoints.target_io import context_of, load_target, target_hash
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.documents import BadRows, Document
@@ -105,6 +107,8 @@ def regenerate(
         rule = "a corpus of text needs the target's tokenizer"
         next_step = "copy tokenizer.json into the target's folder"
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
+    if options.server is None:
+        _check_context(target_folder, options, prompt_tokens=1)  # before a corpus is read
     # they are answered in any order, and need not fit into memory
     with _appendable(out), contextlib.ExitStack() as stack:
         try:
@@ -117,6 +121,16 @@ def regenerate(
             where = tempfile.gettempdir() if error.filename is None else error.filename
             raise InputError(where, rule, error.strerror or error, next_step) from None
         return _answer(target_folder, tokenizer, conversations, texts, options, out, say)
+
+
+def _check_context(target_folder: Path, options: RegenerationOptions, prompt_tokens: int) -> None:
+    """Raises InputError where no answer to a prompt of so many tokens fits the target's context."""
+    context = context_of(str(target_folder))
+    if context is not None and prompt_tokens + options.max_new_tokens > context:
+        rule = f"prompt + new tokens must fit the target's context of {context} tokens"
+        got = f"{prompt_tokens} + {options.max_new_tokens}"
+        next_step = f"use --max-new-tokens {max(1, context - prompt_tokens)} or less"
+        raise InputError("--max-new-tokens", rule, got, next_step)
 
 
 def _read_documents(
@@ -222,6 +236,7 @@ def _continue_excerpts(
     say: Callable[[str], None],
 ) -> Regenerated:
     total = options.num_samples or DEFAULT_EXCERPTS
+    _check_context(target_folder, options, options.prompt_tokens)
     target = _load_target(target_folder, tokenizer)
     chosen = _excerpts(tokenizer, texts, dataclasses.replace(options, num_samples=total))
     excerpts = [ids for _, ids in chosen]
@@ -333,23 +348,41 @@ def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Model:
 def _appendable(out: Path) -> Iterator[None]:
     """Makes the output file where it is not there, and takes it away if an error leaves it empty.
 
+    New folders go with it. A lock keeps out other processes, whose rows would stand between these.
+
     Raises:
       InputError: it cannot be written.
     """
     is_new = not out.exists()
+    new_parents = [parent for parent in out.parents if not parent.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("a").close()
+        file = out.open("a")
     except OSError as error:
         rule, next_step = "the output file must be writable", "choose another place with --out"
         raise InputError(out, rule, error.strerror, next_step) from None
     try:
-        yield
+        with file:
+            _lock(file, out)
+            yield
     except BaseException:
         if is_new and out.exists() and out.stat().st_size == 0:
             out.unlink()
             out.with_name(out.name + ABOUT).unlink(missing_ok=True)
+            for parent in new_parents:
+                with contextlib.suppress(OSError):  # somebody else uses it
+                    parent.rmdir()
         raise
+
+
+def _lock(file: IO[str], out: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        rule, next_step = "one process writes a file at a time", "wait, or choose another --out"
+        raise InputError(out, rule, "another one at it", next_step) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:
@@ -395,8 +428,8 @@ def _lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
                 raise InputError(path, rule, value, next_step)
     else:
         write_atomically(path, json.dumps(about, indent=1) + "\n")
-    if unfinished:
-        write_atomically(out, "".join(line + "\n" for line in lines))
+    if unfinished:  # in its place, because the lock is the file's
+        os.truncate(out, out.stat().st_size - len(unfinished.encode()))
     return lines
 
 

@@ -6,6 +6,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from peagle_jax.prompt_end import postpone_end
+
 
 class Interruption:
     """Context manager that turns the first SIGINT or SIGTERM into a request to stop.
@@ -42,6 +44,8 @@ class Interruption:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._received = number
+        if number == signal.SIGINT:
+            postpone_end()
         self._restore_handlers()
         print("stopping: this step is finished and saved first", file=sys.stderr, flush=True)
 

@@ -138,7 +138,8 @@ def fit(
             check_finite(out, *unchecked, checkpoints.latest(), rows_at)
 
     # a save that is under way when an error ends the loop is of a good step
-    with contextlib.ExitStack() as stack, Interruption() as interruption, log, progress:
+    interruption = Interruption()
+    with contextlib.ExitStack() as stack, log, progress:
         stack.callback(checkpoints.wait)
         while step < steps and not evaluations.is_over:
             # while the device is still busy with the step before
@@ -146,6 +147,10 @@ def fit(
             last_structure, batch_structure = batch_structure, jax.tree.structure(batch)
             step_began = time.perf_counter()
             state, metrics = update(state, batch, frozen_params)
+            if step == first_step:
+                # Until here, where minutes may be spent on compiling, there is nothing to save.
+                jax.block_until_ready(state)
+                stack.enter_context(interruption)
             step += 1
             check()  # of the step before, while the device is busy with this one
             unchecked = step, metrics

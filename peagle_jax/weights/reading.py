@@ -30,6 +30,9 @@ DOWNLOAD_AGAIN = "download it again, or save it again with the tool that wrote i
 INDEX_AGAIN = f"download {INDEX} again, or save the weights again with the tool that wrote them"
 SAVE_AS_SAFETENSORS = "load it where you trust it and save it with safetensors.torch.save_file"
 SURROGATES = re.compile("[\ud800-\udfff]")
+# What git leaves in the place of a large file where its extension for them is not installed:
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_json(path: Path, next_step: str | None = None) -> dict:
@@ -65,6 +68,8 @@ def parse_json(
       InputError: the bytes are no JSON object in UTF-8, or an object names a key twice.
     """
     parse_constant = _refuse_constant if strict_numbers else None
+    if content.startswith(GIT_LFS_POINTER):
+        raise _git_lfs_pointer(where)
     try:
         value = json.loads(
             content.decode("utf-8"),
@@ -77,6 +82,12 @@ def parse_json(
     if not isinstance(value, dict):
         raise InputError(where, f"{what} must be a JSON object", type(value).__name__, next_step)
     return value
+
+
+def _git_lfs_pointer(where: Path | str) -> InputError:
+    rule, got = "this file must have its contents", "a git-lfs pointer to them"
+    next_step = f"run git lfs pull --include {Path(where).name} in its repository, or download it"
+    return InputError(where, rule, got, next_step)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -112,8 +123,11 @@ def read_metadata(folder: Path) -> dict[str, str]:
     Raises:
       InputError: the folder holds no weights, or the file's header is damaged.
     """
-    files = [SINGLE] if (folder / SINGLE).exists() else sorted(set(_read_index(folder).values()))
-    _, _, metadata = _open(folder / files[0])
+    if _has_single_file(folder):
+        file = SINGLE
+    else:
+        file = min(_read_index(folder).values())
+    _, _, metadata = _open(folder / file)
     return {_printable(key): _printable(value) for key, value in metadata.items()}
 
 
@@ -160,7 +174,10 @@ def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:
 def _read_header(path: Path, size: int) -> bytes:
     """The bytes of the header of a file of `size` bytes."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        begin = file.read(len(GIT_LFS_POINTER))
+        if begin == GIT_LFS_POINTER:
+            raise _git_lfs_pointer(path)
+        length = int.from_bytes(begin[:8], "little")
         got = f"{length:,} bytes"
         if size < 8 or length > size - 8:
             raise InputError(
@@ -170,6 +187,7 @@ def _read_header(path: Path, size: int) -> bytes:
             raise InputError(
                 path, f"a header of at most {MAX_HEADER:,} bytes is read", got, DOWNLOAD_AGAIN
             )
+        file.seek(8)
         return file.read(length)
 
 
@@ -251,11 +269,11 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint folder, lazily: one file, or shards with an index.
 
     Raises:
-      InputError: a file is missing or damaged, the index and the shards disagree, or the index
-        leads out of the folder.
+      InputError: a file is missing or damaged, the index and the shards disagree, or a file lies
+        outside the folder.
     """
     folder = Path(folder)
-    if (folder / SINGLE).exists():
+    if _has_single_file(folder):
         return open_safetensors(folder / SINGLE)
     weight_map = _read_index(folder)
     shards = {file: open_safetensors(folder / file) for file in sorted(set(weight_map.values()))}
@@ -270,6 +288,21 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
             rule = f"must hold {name}, as the index says"
             raise InputError(folder / file, rule, "nothing", DOWNLOAD_AGAIN)
     return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def _has_single_file(folder: Path) -> bool:
+    """Whether the weights are one file, which no link may lead out of the folder.
+
+    Raises:
+      InputError: it is a link to elsewhere.
+    """
+    file = folder / SINGLE
+    if not file.exists():
+        return False
+    if not _is_inside(folder, file):
+        rule, got = "weights must lie in the folder itself", f"{SINGLE}, a link to elsewhere"
+        raise InputError(folder, rule, got, f"copy {SINGLE} into the folder")
+    return True
 
 
 def absent_shards(folder: Path) -> list[str]:

@@ -5,6 +5,8 @@ so that an error or a full disk leaves what lay there before.
 """
 
 import errno
+import fcntl
+import glob
 import json
 import mmap
 import os
@@ -43,6 +45,10 @@ WRITTEN_FILES = re.compile(
 )
 
 
+# In the names of the two kinds of temporary folders, behind that of the output.
+TEMPORARY, OLD = ".peagle-new.", ".peagle-old."
+
+
 def new_folder(path: Path | str) -> "FolderWriter":
     """A folder that appears whole or not at all: see FolderWriter."""
     return FolderWriter(Path(path))
@@ -51,12 +57,14 @@ def new_folder(path: Path | str) -> "FolderWriter":
 class FolderWriter:
     """Context manager that yields a temporary folder, which takes the place of `path` on success.
 
-    On failure nothing is left. An existing folder is replaced only if it holds nothing but files
-    that this package writes, and if the metadata of its weights say that this package wrote them.
+    On failure nothing is left. What a killed process has left is removed by the next one that
+    writes to the same path; two at a time are refused by a lock, which ends with its process. An
+    existing folder is replaced only if it holds nothing but files that this package writes, and if
+    the metadata of its weights say that this package wrote them.
 
     Raises:
-      InputError: `path` is a file or a folder of something else, is not writable, or the disk is
-        full.
+      InputError: `path` is a file or a folder of something else, is not writable, or another
+        process writes it; or the disk is full.
     """
 
     def __init__(self, path: Path):
@@ -67,8 +75,9 @@ class FolderWriter:
         try:
             self.created_parents = [p for p in self.path.parents if not p.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._clear_up()
             self._refuse_to_replace()
-            self.work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+            self.work = self._temporary_folder(TEMPORARY)
         except OSError as error:
             self._remove_parents()
             raise InputError(
@@ -78,7 +87,36 @@ class FolderWriter:
                 next_step="choose another place",
             ) from None
         self.work.chmod(0o755)
+        self._handle = os.open(self.work, os.O_RDONLY)
+        _lock(self._handle)
         return self.work
+
+    def _clear_up(self) -> None:
+        """Removes what killed processes have left; an output that one had moved away comes back.
+
+        Raises:
+          InputError: another process writes to the same path.
+        """
+        for left in self._left(TEMPORARY):
+            handle = os.open(left, os.O_RDONLY)
+            try:
+                if not _lock(handle):
+                    rule, got = "one process writes a folder at a time", "another one at it"
+                    next_step = "wait for it, or choose another name"
+                    raise InputError(self.path, rule, got, next_step)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
+        for left in self._left(OLD):
+            if (left / "was").exists() and not self.path.exists():
+                (left / "was").rename(self.path)
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _left(self, kind: str) -> list[Path]:
+        return list(self.path.parent.glob(f".{glob.escape(self.path.name)}{kind}*"))
+
+    def _temporary_folder(self, kind: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f".{self.path.name}{kind}", dir=self.path.parent))
 
     def _refuse_to_replace(self) -> None:
         """Raises an InputError if what lies at the path is not a checkpoint that peagle wrote."""
@@ -105,6 +143,12 @@ class FolderWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        try:
+            self._end(kind, error)
+        finally:
+            os.close(self._handle)  # and so gives the lock back
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if kind is None:
             try:
                 self._take_the_place()
@@ -127,7 +171,7 @@ class FolderWriter:
         if not self.path.exists():
             self.work.rename(self.path)
             return
-        old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.old.", dir=self.path.parent))
+        old = self._temporary_folder(OLD)
         try:
             self.path.rename(old / "was")
             try:
@@ -151,6 +195,17 @@ def _is_written_by_peagle(folder: Path) -> bool:
     except InputError:
         return False
     return "peagle_jax" in metadata.get("writer", "") or "peagle " in metadata.get("source", "")
+
+
+def _lock(handle: int) -> bool:
+    """Takes the operating system's lock of a folder; False where another process has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 OnBytes = Callable[[int, int], None]  # is told of the bytes written so far, and of all of them

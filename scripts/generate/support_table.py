@@ -160,6 +160,28 @@ def mutations_page(results: Mapping[str, bool]) -> str:
     for name, case in read_mutations().items():
         noticed = summarize(results, re.escape(f"test_parity_notices[{name}]"))
         lines.append(f"| {case} | {name} | {noticed.removesuffix(' (1)')} |")
+    return "\n".join(lines) + "\n" + by_hand_section(ROOT / "results/mutants_by_hand.jsonl")
+
+
+def by_hand_section(path: Path) -> str:
+    """What scripts/measure/mutants_by_hand.py found last of each mistake."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    last = {row["mistake"]: row for row in rows}
+    lines = [
+        "",
+        "# Mistakes made by hand",
+        "",
+        "Each was once made and noticed by no test of its place. It is made again in a copy of the",
+        "checkout by `.venv/bin/python scripts/measure/mutants_by_hand.py`, and the tests that are",
+        "named run ([rows](../results/mutants_by_hand.jsonl)).",
+        "",
+        "| mistake | file of peagle_jax/ | tests | noticed |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, row in last.items():
+        tests = ", ".join(test.replace("::", ": ") for test in row["tests"].split())
+        noticed = "yes" if row["noticed"] else "NO"
+        lines.append(f"| {name} | {row['file']} | {tests} | {noticed} |")
     return "\n".join(lines) + "\n"
 
 

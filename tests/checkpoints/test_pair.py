@@ -96,13 +96,26 @@ def test_a_further_head(folders):
     [
         ({"target_dim": 22}, "the target's width 24; got 22"),
         ({"vocab": 43, "draft_vocab": 43}, "vocabulary of 41 tokens; got 43"),
-        ({"aux_hidden_state_layers": (0, 1, 2, 9)}, r"must lie in 0\.\.4"),
+        (
+            {"aux_hidden_state_layers": (0, 1, 2, 9)},
+            r"the target's layers 0\.\.4; got \[9\]; use the target that the head was trained on",
+        ),
     ],
 )
 def test_a_head_of_another_target(changes, message, folders, tmp_path):
-    save_drafter(tiny.head(**changes), tmp_path / "other")
+    """Wherever the two meet, and before the weights of either are read."""
+    head, target = tmp_path / "other", tmp_path / "target"
+    save_drafter(tiny.head(**changes), head)
+    target.mkdir()
+    (target / "config.json").write_bytes((folders / "target" / "config.json").read_bytes())
     with pytest.raises(InputError, match=message):
-        peagle_jax.load_pair(folders / "target", tmp_path / "other")
+        peagle_jax.load_pair(target, head)
+    with pytest.raises(InputError, match=message):
+        load_drafter_for(tiny.target(), head)
+    for to in ("speculators", "vllm"):
+        with pytest.raises(InputError, match=message):
+            peagle_jax.convert(head, tmp_path / to, to=to, target=target)
+        assert not (tmp_path / to).exists()
 
 
 def test_layers_that_the_target_does_not_give(folders):

@@ -1,5 +1,6 @@
 """Every mistake is one line on stderr with exit code 2, and leaves nothing half-written."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ DECODING = {
     "no batch": (f"{ASK} --batch-size 0", ["--batch-size", "got 0"]),
     "prompt longer than the context": (
         "generate --target {target} --prompt '" + "x " * 200 + "'",
-        ["prompt 0", "300"],
+        ["--prompt: prompt + new tokens must fit", "300"],
     ),
     "K below 1": (f"{ASK} --drafter {{peagle}} -k 0", ["K", "got 0"]),
     "no new tokens": (f"{ASK} --max-new-tokens 0", ["max_new_tokens", "got 0"]),
@@ -63,6 +64,10 @@ PROMPT_FILES = {
     "prompts below a file": (f"{PROMPTS}/file/x", ["file/x", "readable"]),
     "empty prompt file": (f"{PROMPTS}/empty.jsonl", ["empty.jsonl", "at least one prompt"]),
     "not UTF-8": (f"{PROMPTS}/latin.jsonl", ["latin.jsonl", "UTF-8", "0xe9"]),
+    "a long prompt behind others": (
+        f"{PROMPTS}/late.jsonl --batch-size 1 --out {{tmp}}/answers.jsonl",
+        ["late.jsonl:4: prompt + new tokens must fit", "got 299 + 128; shorten the prompt"],
+    ),
     "no prompt file": (f"{PROMPTS}/no.jsonl", ["no.jsonl", "must exist"]),
 }
 BENCHES = {
@@ -111,6 +116,15 @@ TRAINING = {
         "regenerate --target {target} --out {tmp}/a.jsonl --num-samples 0",
         ["--num-samples", "got 0"],
     ),
+    "answers longer than the context": (
+        "regenerate --target {target} --out {tmp}/new/a.jsonl --max-new-tokens 5000",
+        ["--max-new-tokens: prompt", "context of 300", "got 1 + 5000", "--max-new-tokens 299"],
+    ),
+    "answers and excerpts longer than the context": (
+        "regenerate --target {target} --data {tmp}/code --out {tmp}/new/a.jsonl --held-out 0 "
+        "--prompt-tokens 200 --max-new-tokens 101",
+        ["--max-new-tokens", "got 200 + 101", "use --max-new-tokens 100 or less"],
+    ),
     "share of all documents": (
         "regenerate --target {target} --out {tmp}/a.jsonl --held-out 1",
         ["--held-out", "got 1"],
@@ -133,10 +147,14 @@ def places(folders, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     (tmp_path / "file").write_text("")
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": ["a"]}\n')
+    long = json.dumps({"prompt_token_ids": [9] * 299})
+    (tmp_path / "late.jsonl").write_text(f'{{"prompt": "def"}}\n\n{{"prompt": "x"}}\n{long}\n')
     (tmp_path / "turns.jsonl").write_text('{"turns": "hello"}\n')
     (tmp_path / "run.yaml").write_text("task: lm\nout: x\nspeed: 3\n")
     (tmp_path / "lacking.yaml").write_text("task: lm\nout: x\n")
     (tmp_path / "odd.yaml").write_text("task: chess\n")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "f.py").write_text("def f(x):\n    return x\n" * 50)
     target, cut = folders / "target", tmp_path / "cut"
     cut.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):

@@ -109,6 +109,20 @@ def test_every_length_of_rollback(case):
     assert (accepted > 0).all() and accepted.sum() < sum(a.num_draft_tokens for a in answers)
 
 
+def test_a_ring_holds_a_block_of_drafts():
+    """Chunks of a prompt are shorter here than the K + 1 positions that verifying writes."""
+    case, prompt, answer, k = "gpt_oss", PROMPTS[0], greedy("gpt_oss")[0], 6
+    table = np.zeros((1, 80), np.int32)
+    table[0, len(prompt) : len(prompt) + len(answer)] = answer
+    table[:, 1::3] = (table[:, 1::3] + 1) % families.V
+    options = {"prefill_chunk": 2, "sliding_cache": True, "stop_ids": ()}
+    drafter, params = Scripted(k), jnp.asarray(table)
+    ours = families.ours(case)
+    got = generate(ours, drafter, [prompt], max_new_tokens=NEW, draft_params=params, **options)
+    assert got[0].output_token_ids == answer[:NEW]
+    assert sum(got[0].num_accepted_per_pos) > 3
+
+
 def test_rings_are_small():
     target = families.ours("gpt_oss")
     cache = target.config.empty_cache(1, 640, block=8)

@@ -160,6 +160,24 @@ def test_stop_tokens(name):
     assert any(a.finish_reason == "stop" for a in answers)
 
 
+@pytest.mark.parametrize("row", range(len(PROMPTS)))
+def test_a_stop_token_past_the_limit(row):
+    """It stands in the accepted block, behind the last token that was asked for."""
+    text = truth()[row]
+    # where a token comes that has not come before, and is not the first of a block of six
+    past = next(i for i in range(8, NEW) if i % 6 != 1 and text[i] not in text[:i])
+    answers = generate(
+        tiny.target(),
+        Scripted(5),
+        PROMPTS,
+        max_new_tokens=past,
+        draft_params=jnp.asarray(script("right")),
+        stop_ids=[text[past]],
+    )
+    assert answers[row].output_token_ids == text[:past]
+    assert answers[row].finish_reason == "length"
+
+
 @pytest.mark.parametrize("new", [1, 2])
 def test_shortest_answers(new):
     answers = generate(

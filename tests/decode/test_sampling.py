@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from scipy import stats
+from scipy.special import softmax
 
 from peagle_jax.decode import drafters, loop
 from peagle_jax.decode.generate import make_drafter
@@ -229,6 +230,39 @@ def test_filters(top_k, top_p, num_kept):
     assert (p > 0).sum() == num_kept and set(np.flatnonzero(p)) == set(order[:num_kept])
     want = np.array([0.1, 0.4, 0.05, 0.25, 0.2]) * (p > 0)
     np.testing.assert_allclose(p, want / want.sum(), rtol=1e-5)
+
+
+def by_definition(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
+    """The probabilities in float64, token by token: temperature, min-p, top-k, top-p, as vLLM."""
+    p = softmax(logits.astype(np.float64) / temperature)
+    tokens = [t for t in np.argsort(-p, kind="stable") if p[t] >= min_p * p.max()]
+    if top_k:
+        tokens = tokens[:top_k]
+    total, before, kept = p[tokens].sum(), 0.0, []
+    for token in tokens:
+        if before / total >= top_p:
+            break
+        before += p[token]
+        kept.append(token)
+    result = np.zeros_like(p)
+    result[kept] = p[kept] / p[kept].sum()
+    return result
+
+
+def test_probabilities_by_their_definition():
+    """Which tokens are left depends on the order of temperature and filters."""
+    rng = np.random.default_rng(5)
+    rows, vocab = 60, 12
+    logits = rng.normal(0, 2, (rows, vocab)).astype(np.float32)
+    temperatures = rng.uniform(0.3, 2.5, rows)
+    top_ks, top_ps = rng.integers(0, vocab, rows), rng.uniform(0.2, 1, rows)
+    min_ps = rng.choice([0, 0.05, 0.3], rows)
+    given = temperatures.tolist(), top_ks.tolist(), top_ps.tolist()
+    sampling = sampling_params(rows, *given, range(rows), min_ps.tolist())
+    got = np.asarray(probabilities(jnp.asarray(logits), sampling))
+    want = np.stack(list(map(by_definition, logits, *given, min_ps)))
+    np.testing.assert_array_equal(got > 0, want > 0)
+    np.testing.assert_allclose(got, want, rtol=1e-5)  # float32 against float64
 
 
 def test_temperature_zero_is_greedy():

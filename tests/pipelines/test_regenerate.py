@@ -4,6 +4,7 @@ They continue documents that are not held out, can be resumed, and are read back
 written.
 """
 
+import fcntl
 import json
 import shutil
 import tempfile
@@ -139,6 +140,16 @@ def test_a_longer_file_is_kept_and_a_shorter_one_goes_on(place, tmp_path):
     assert long.read_text() == before
 
 
+def test_two_at_a_time(place, tmp_path):
+    """Each would append its rows between the other's."""
+    out = tmp_path / "a.jsonl"
+    with out.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="one process writes a file at a time; got another"):
+            regenerate(place / "target", options(place), out, lambda line: None)
+    assert out.read_text() == ""
+
+
 @pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"a": 1}\n', "[1]\n"])
 def test_a_file_of_something_else_is_left_alone(content, place, tmp_path):
     (tmp_path / "notes").write_text(content)
@@ -212,31 +223,48 @@ def test_refusals(place, tmp_path, capsys, flags, words):
         str(place / "corpus"),
         "--out",
         str(tmp_path / "a.jsonl"),
+        "--max-new-tokens",
+        "9",
     ]
     assert main([*base, *flags]) == 2
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["excerpts", "conversations", "bad row", "no disk"])
-def test_nothing_is_left_after_an_error(kind, place, tmp_path, monkeypatch):
-    """No folder of temporary files, and no empty file; what was there before stays."""
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("excerpts", "truncated"),
+        ("conversations", "truncated"),
+        ("bad row", "rows.jsonl:2"),
+        ("no disk", "must fit the folder for temporary files"),
+        ("too long", "must fit the target's context"),
+    ],
+)
+def test_nothing_is_left_after_an_error(kind, words, place, tmp_path, monkeypatch):
+    """No folder of temporary files, no empty file, no new folder; what was there before stays."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     source, out = str(place / "corpus"), tmp_path / "sub" / "a.jsonl"
-    if kind != "excerpts":
+    if kind not in ("excerpts", "too long"):
         source = str(tmp_path / "rows.jsonl")
         row = '{"turns": ["def f"]}\n'
         (tmp_path / "rows.jsonl").write_text(row + ('{"turns": 5}\n' if kind == "bad row" else ""))
     if kind == "no disk":
         monkeypatch.setattr(DocumentWriter, "add", no_room)
-    asked = options(place, source=source, held_out=0.0, max_new_tokens=10_000)
-    with pytest.raises(InputError):
-        regenerate(place / "target", asked, out, lambda line: None)
-    assert not list(temporary.iterdir()) and not list(out.parent.iterdir())
+    damaged = tmp_path / "damaged"  # noticed after the corpus was read
+    shutil.copytree(place / "target", damaged)
+    content = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(content[:-4])
+    limit = 10_000 if kind == "too long" else 9
+    asked = options(place, source=source, held_out=0.0, max_new_tokens=limit)
+    with pytest.raises(InputError, match=words):
+        regenerate(damaged, asked, out, lambda line: None)
+    assert not list(temporary.iterdir()) and not out.parent.exists()
+    out.parent.mkdir()
     out.write_text("")
     with pytest.raises(InputError):
-        regenerate(place / "target", asked, out, lambda line: None)
+        regenerate(damaged, asked, out, lambda line: None)
     assert out.name in [path.name for path in out.parent.iterdir()]
 
 

@@ -103,3 +103,20 @@ def test_documents_do_not_see_each_other():
 
     seen = np.abs(np.asarray(jax.grad(f)(v[:, :n]))).sum((2, 3))[0] > 0
     assert np.array_equal(seen, segment_ids[0] == 1)
+
+
+def test_sinks_take_their_share():
+    """GPT-OSS: one more logit for each head is in the softmax, and has no value."""
+    segment_ids, _, q, k, v, _ = inputs()
+    q, k, v = (np.asarray(x[:, :n], np.float64) for x in (q, k, v))
+    sinks = np.array([-1.0, 0.5, 2.0, 6.0])
+    rule = AttentionRule(None, H**-0.5, jnp.asarray(sinks, jnp.float32))
+    attend = PackedCausal(jnp.asarray(segment_ids))
+    got, _ = attend(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), None, rule)
+    for row, place in ((0, 0), (0, 20), (1, 22)):
+        first = np.flatnonzero(segment_ids[row] == segment_ids[row, place])[0]
+        for head in range(N):
+            keys, values = (x[row, first : place + 1, head * G // N] for x in (k, v))
+            scores = np.exp(keys @ q[row, place, head] * H**-0.5)
+            want = scores @ values / (scores.sum() + np.exp(sinks[head]))
+            np.testing.assert_allclose(got[row, place, head], want, atol=1e-5)

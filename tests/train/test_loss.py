@@ -68,6 +68,20 @@ def test_distill(rows, monkeypatch):
     np.testing.assert_allclose(by_depth["total"], np.bincount(depth, weight, K))
 
 
+def test_hits_have_the_weights_of_their_elements():
+    """A head that is right everywhere: elements outside of the loss mask are no hits."""
+    rng = np.random.default_rng(4)
+    P, D, W, K = 20, 6, 11, 3
+    hidden, kernel = rng.normal(size=(P, D)), rng.normal(size=(D, W))
+    hidden, kernel = jnp.asarray(hidden, jnp.float32), jnp.asarray(kernel, jnp.float32)
+    weight, depth = rng.integers(0, 2, P).astype(np.float32), rng.integers(0, K, P)
+    rows = jnp.arange(P), jnp.asarray(weight), jnp.asarray(depth)
+    _, counts = loss.distill(lambda h: h, kernel, hidden, kernel, hidden, *rows, K)
+    for name in ("correct", "total"):
+        np.testing.assert_array_equal(counts[name], np.bincount(depth, weight, K))
+    assert 0 < weight.sum() < P
+
+
 def test_distill_with_a_markov_head(monkeypatch):
     """The logits are the sum of two products, of hidden states and of codes."""
     monkeypatch.setattr(loss, "CHUNK", 8)

@@ -64,6 +64,18 @@ def test_cut_rows_are_those_of_before(seq_len, monkeypatch):
     np.testing.assert_array_equal(counts, np.bincount(want[0][want[2]], minlength=10_000))
 
 
+def test_every_epoch_has_an_order_of_its_own():
+    rows = pack(corpus(1), 16)
+    size = len(rows)
+    epochs = [rows.indices_at(size, 7, step) for step in range(3)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert rows.indices_at(size, 8, 0) != epochs[0]
+    # batches that are cut across the ends of epochs
+    stream = [i for step in range(9) for i in rows.indices_at(size // 3, 7, step)]
+    assert stream == sum(epochs, [])[: len(stream)]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_whole_documents(seed, monkeypatch):
     monkeypatch.setattr(data, "WINDOW", 40)

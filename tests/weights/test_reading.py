@@ -42,6 +42,7 @@ def test_an_empty_file_has_no_tensors(tmp_path):
     assert weights.open_folder(tmp_path) == {} and weights.read_metadata(tmp_path) == {}
 
 
+GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:5a\nsize 28000000\n"
 ONE_F32 = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 
 
@@ -101,6 +102,7 @@ ONE_F32 = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
         (container({"__metadata__": {"\udc00": "a"}}), "must name strings"),
         (container({"a": f32(0, 4) | {"\udc00": 1}}, b"\0" * 4), "a printable name and an object"),
         (b"PK\x03\x04" + b"\0" * 60, r"must fit|must begin"),
+        (GIT_LFS_POINTER, "got a git-lfs pointer to them; run git lfs pull --include model.saf"),
     ],
 )
 def test_damage(content, words, tmp_path):
@@ -109,6 +111,29 @@ def test_damage(content, words, tmp_path):
         weights.open_folder(tmp_path)
     message = str(error.value)
     assert "model.safetensors" in message and message.isprintable() and len(message) < 1500
+
+
+def test_a_pointer_in_the_place_of_json(tmp_path):
+    """Repositories may keep tokenizer.json and an index in git-lfs as well."""
+    (tmp_path / "model.safetensors.index.json").write_bytes(GIT_LFS_POINTER)
+    with pytest.raises(InputError, match="index.json: .*got a git-lfs pointer to them"):
+        weights.open_folder(tmp_path)
+
+
+def test_a_single_file_that_is_a_link(tmp_path):
+    """Within the folder it is followed; out of it, it is refused as a shard's is."""
+    outside, folder = tmp_path / "outside.safetensors", tmp_path / "checkpoint"
+    folder.mkdir()
+    for path in (outside, folder / "real.safetensors"):
+        save_file({"a": np.ones(3, np.float32)}, path, {"who": "me"})
+    link = folder / "model.safetensors"
+    link.symlink_to("real.safetensors")
+    assert weights.open_folder(folder).keys() == {"a"}
+    link.unlink()
+    link.symlink_to("../outside.safetensors")
+    for read in (weights.open_folder, weights.read_metadata):
+        with pytest.raises(InputError, match="model.safetensors, a link to elsewhere; copy model"):
+            read(folder)
 
 
 @pytest.mark.parametrize("length", [100_000_000, MAX_HEADER + 1])

@@ -295,6 +295,52 @@ def test_the_old_output_stays_if_the_new_cannot_take_its_place(tmp_path, monkeyp
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+WRITES_ON = """
+import sys, time
+from peagle_jax import weights
+with weights.new_folder(sys.argv[1]) as work:
+    (work / "config.json").write_text("half")
+    print(work, flush=True)
+    time.sleep(300)
+"""
+
+
+def test_two_at_a_time_and_what_a_killed_one_leaves(tmp_path):
+    """The second is refused while the first lives, and clears up behind it when it is killed."""
+    out, bystander = tmp_path / "out", tmp_path / ".out.settings"
+    bystander.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES_ON, str(out)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        left = Path(process.stdout.readline().strip())
+        with pytest.raises(InputError, match="one process writes a folder at a time; got another"):
+            weights.new_folder(out).__enter__()
+        assert left.is_dir() and not out.exists()
+    finally:
+        process.kill()
+        process.communicate()
+    assert left.is_dir()
+    with weights.new_folder(out) as work:
+        (work / "config.json").write_text("whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.settings", "out"]
+    assert (out / "config.json").read_text() == "whole"
+
+
+def test_an_output_that_a_killed_process_had_moved_away_comes_back(tmp_path):
+    """Killed between two renames: then neither the new output nor the old one has its name."""
+    out = tmp_path / "out"
+    with weights.new_folder(out) as work:
+        (work / "config.json").write_text("old")
+    away = tmp_path / ".out.peagle-old.abcd1234"
+    away.mkdir()
+    out.rename(away / "was")
+    with pytest.raises(RuntimeError), weights.new_folder(out):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "config.json").read_text() == "old"
+
+
 def test_a_transposed_matrix_is_written_by_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(tensors_module, "BLOCK", 256)
     matrix = np.arange(60 * 50, dtype=np.float32).reshape(50, 60)

@@ -1,0 +1,302 @@
+"""Is anything lost when a command that writes is killed at a random moment?
+
+    .venv/bin/python scripts/measure/faults.py [--kills 100] [--seed 0] [--demo]
+        [--work runs/faults] [--record results/faults.jsonl]
+
+Each command is run once to the end on tiny models, and once more in another folder, where it gets
+SIGKILL at random moments of the time that it takes; the last time it is left alone. What it has
+written must then be what the undisturbed run has written, and no other file may be there. Two of
+each command at once are refused, or end as one does. `--demo` adds the smoke demo, which takes
+minutes for each kill. Exit code 1 if anything differs.
+
+Runs of two processes: scripts/measure/kills.py.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "measure"))
+
+from kills import metrics, same_weights, write_models  # noqa: E402
+
+MAX_SECONDS = 900  # of one command
+# files whose bytes differ between two runs that are alike, because they hold times or random names
+TIMES = ("result.json", "origin.json", "lock", "metrics.jsonl", "checksums.json", "head.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One command that writes.
+
+    Attributes:
+      words: after `peagle`; they are run in a folder with the models as ../models.
+      out: the file or folder that it writes, there.
+      same: (out of the undisturbed run, out of the other) -> whether they are equal.
+    """
+
+    words: tuple[str, ...]
+    out: str
+    same: Callable[[Path, Path], bool]
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    """Whether two files, or all files of two folders, are equal."""
+    return contents(a) == contents(b)
+
+
+def contents(path: Path) -> dict[str, str]:
+    """Name -> hash of every file."""
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return {
+        str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in files
+        if p.name not in TIMES
+    }
+
+
+def same_run(a: Path, b: Path) -> bool:
+    """Whether two training runs have the same names, exported weights and metrics."""
+    names = [sorted(p.name for p in run.iterdir()) for run in (a, b)]
+    states = [sorted(p.name for p in (run / "checkpoints").iterdir()) for run in (a, b)]
+    is_equal = names[0] == names[1] and states[0] == states[1] and metrics(a) == metrics(b)
+    return is_equal and same_weights(a / "head", b / "head")
+
+
+def same_state(a: Path, b: Path) -> bool:
+    """Whether two converted training runs are of the same head; Orbax's own names are random."""
+    from peagle_jax.checkpoints.runs import open_run
+
+    names = [sorted(p.name for p in run.iterdir()) for run in (a, b)]
+    x, y = open_run(a).tensors, open_run(b).tensors
+    is_equal = names[0] == names[1] and x.keys() == y.keys()
+    return is_equal and all(read(x[name]) == read(y[name]) for name in x)
+
+
+def read(tensor: object) -> bytes:
+    import numpy as np
+
+    return np.asarray(tensor).tobytes()
+
+
+def same_benchmark(a: Path, b: Path) -> bool:
+    """Whether two benchmarks have the same files and accepted the same drafts.
+
+    Rows are appended to those of benchmarks before, also of killed ones.
+    """
+    names = [sorted(p.name for p in folder.iterdir()) for folder in (a, b)]
+    keys = ("method", "k", "batch_size", "num_drafts", "num_accepted_per_pos", "acceptance_length")
+    rows = [
+        {json.dumps([row.get(key) for key in keys]) for row in json_lines(folder)}
+        for folder in (a, b)
+    ]
+    return names[0] == names[1] and rows[0] == rows[1]
+
+
+def json_lines(folder: Path) -> list[dict]:
+    lines = [line for p in sorted(folder.glob("*.jsonl")) for line in p.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def same_demo(a: Path, b: Path) -> bool:
+    """Whether two demos have the same files, but for names that are random."""
+    return [top_names(a)] == [top_names(b)]
+
+
+def top_names(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.glob("*/*"))
+
+
+def cases(models: Path) -> dict[str, Case]:
+    """Every command that writes, on the models of `make_models`."""
+    target, head = "../models/lm/model", "../models/head/head"
+    corpus, prompts = "../models/corpus", "../models/prompts.jsonl"
+    text = ("--target", target, "--data", corpus, "--held-out", "0.1")
+    return {
+        "train": Case(("train", "../models/head.yaml", "--out", "out"), "out", same_run),
+        "extract": Case(
+            ("extract", *text, "--out", "out", "--seq-len", "48", "--rows-per-shard", "8"),
+            "out",
+            same_bytes,
+        ),
+        "regenerate": Case(
+            ("regenerate", *text, "--out", "out.jsonl", "--num-samples", "40")
+            + ("--max-new-tokens", "12", "--batch-size", "4"),
+            "out.jsonl",
+            same_bytes,
+        ),
+        "generate": Case(
+            ("generate", "--target", target, "--drafter", head, "--prompts", prompts)
+            + ("--max-new-tokens", "16", "--out", "out.jsonl"),
+            "out.jsonl",
+            same_bytes,
+        ),
+        "convert to vllm": Case(("convert", head, "out", "--to", "vllm"), "out", same_bytes),
+        "convert to orbax": Case(("convert", head, "out", "--to", "orbax"), "out", same_state),
+        "bench": Case(
+            ("bench", "--target", target, "--drafter", head, "--prompts", prompts, "-k", "2")
+            + ("--max-new-tokens", "8", "--repeats", "1", "--out", "out"),
+            "out",
+            same_benchmark,
+        ),
+    }
+
+
+DEMO = Case(("demo", "--budget", "smoke", "--out", "out"), "out", same_demo)
+
+
+def make_models(folder: Path) -> None:
+    """A target, a trained head, a corpus and prompts."""
+    from peagle_jax.cli import main
+
+    target, corpus, _ = write_models(folder)
+    recipe = {
+        "task": "peagle",
+        "target": str(target),
+        "out": str(folder / "head"),
+        "data": {"source": str(corpus), "held_out": 0.1, "seq_len": 48, "batch_size": 4},
+        "head": {"layers": 2},
+        "cod": {"num_depths": 3},
+        "optimizer": {"steps": 60, "peak_lr": 2e-3, "warmup": 2},
+        "eval": {"every": None},
+        "log_every": 1,
+        "save_every": 5,
+    }
+    (folder / "head.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    if code := main(["train", str(folder / "head.yaml")]):
+        raise SystemExit(code)
+    lines = [json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(12)]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def start(case: Case, folder: Path) -> subprocess.Popen:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "peagle_jax.cli", *case.words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_to_end(case: Case, folder: Path) -> tuple[float, int, str]:
+    """(seconds, exit code, what it said on stderr)."""
+    began = time.monotonic()
+    process = start(case, folder)
+    _, error = process.communicate(timeout=MAX_SECONDS)
+    return time.monotonic() - began, process.returncode, error
+
+
+def kill_at_random(case: Case, folder: Path, seconds: float, rng: random.Random) -> float | None:
+    """SIGKILL at a moment of the time that the command takes; when, or None if it had ended."""
+    moment = rng.uniform(0.02, 1) * seconds
+    process = start(case, folder)
+    try:
+        process.communicate(timeout=moment)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        return round(moment, 2)
+    return None
+
+
+def two_at_once(case: Case, folder: Path) -> str | None:
+    """Starts a command twice in one folder: one ends well; what is wrong with the other, if so."""
+    processes = [start(case, folder) for _ in range(2)]
+    said = [process.communicate(timeout=MAX_SECONDS)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    if 0 not in codes:
+        return f"both failed: {said}"
+    for code, error in zip(codes, said, strict=True):
+        if code not in (0, 2) or (code == 2 and error.count("\n") != 1):
+            return f"exit code {code}: {error[-600:]}"
+    return None
+
+
+def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
+    """Runs a command undisturbed, killed, and twice at once; what differs."""
+    rng = random.Random(f"{name} {seed}")
+    folders = {kind: work / name.replace(" ", "_") / kind for kind in ("whole", "killed", "twice")}
+    for folder in folders.values():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder.parent / "models").unlink(missing_ok=True)
+        (folder.parent / "models").symlink_to(work / "models")
+    run_to_end(case, folders["twice"])  # compiles
+    shutil.rmtree(folders["twice"])
+    folders["twice"].mkdir()
+    seconds, code, error = run_to_end(case, folders["whole"])
+    problems = [] if code == 0 else [f"undisturbed: {error[-600:]}"]
+    moments = [kill_at_random(case, folders["killed"], seconds, rng) for _ in range(kills)]
+    _, code, error = run_to_end(case, folders["killed"])
+    if code:
+        problems.append(f"after kills: {error[-600:]}")
+    elif not case.same(folders["whole"] / case.out, folders["killed"] / case.out):
+        problems.append("after kills: another result")
+    if problem := two_at_once(case, folders["twice"]):
+        problems.append(f"twice at once: {problem}")
+    elif not case.same(folders["whole"] / case.out, folders["twice"] / case.out):
+        problems.append("twice at once: another result")
+    names = {kind: sorted(p.name for p in folder.iterdir()) for kind, folder in folders.items()}
+    for kind in ("killed", "twice"):
+        if names[kind] != names["whole"]:
+            problems.append(f"{kind}: files {names[kind]}, not {names['whole']}")
+    return {
+        "fault": name,
+        "seconds": round(seconds, 1),
+        "moments": [moment for moment in moments if moment is not None],
+        "ended_before": moments.count(None),
+        "problems": problems,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100, help="over all commands (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("--only", nargs="+", metavar="COMMAND", help="as the rows name them")
+    parser.add_argument("--demo", action="store_true", help="also the smoke demo")
+    parser.add_argument("--work", type=Path, default=Path("runs/faults"))
+    parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
+    args = parser.parse_args()
+    from peagle_jax.provenance import provenance
+
+    work = args.work.absolute()
+    shutil.rmtree(work, ignore_errors=True)
+    make_models(work / "models")
+    judged = cases(work / "models") | ({"demo": DEMO} if args.demo else {})
+    if args.only:
+        judged = {name: judged[name] for name in args.only}
+    of_this = provenance(" ".join(["python scripts/measure/faults.py", *sys.argv[1:]]))
+    failed = 0
+    for i, (name, case) in enumerate(judged.items()):
+        kills = args.kills // len(judged) + (i < args.kills % len(judged))
+        row = {"name": "faults"} | of_this | judge(name, case, work, kills, args.seed)
+        failed += bool(row["problems"])
+        say = "; ".join(row["problems"]) or "the same result"
+        print(f"{name}: {len(row['moments'])} kills in {row['seconds']} s: {say}", flush=True)
+        if args.record is not None:
+            with args.record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Ctrl-C and a full disk, for the program: one line, an exit code, and nothing half-written."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = "import sys; from peagle_jax.cli import main; sys.exit(main())"
+# a call that neither holds Python's lock nor returns before it is done, as XLA's compiler
+STUCK = """
+import hashlib
+from peagle_jax.prompt_end import ends_promptly
+with ends_promptly("peagle: interrupted"):
+    print("begun", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
+"""
+SLOW_TO_END = """
+import time
+from peagle_jax.prompt_end import ends_promptly, postpone_end
+import signal
+def remember(number, frame):
+    postpone_end()
+    signal.signal(signal.SIGINT, former)
+with ends_promptly("peagle: interrupted"):
+    former = signal.signal(signal.SIGINT, remember)
+    print("begun", flush=True)
+    time.sleep(4)
+print("saved", flush=True)
+"""
+
+
+IGNORES = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from peagle_jax.prompt_end import ends_promptly
+with ends_promptly("peagle: interrupted"):
+    print("begun", flush=True)
+    time.sleep(2)
+print("done", flush=True)
+"""
+
+
+def start(*words, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def interrupt(process: subprocess.Popen) -> tuple[float, str, str]:
+    """(seconds until it had ended, stdout, stderr)."""
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    return time.monotonic() - began, out, err
+
+
+def test_a_call_that_cannot_be_interrupted():
+    process = start("-c", STUCK)
+    assert process.stdout.readline() == "begun\n"
+    seconds, _, err = interrupt(process)
+    assert (process.returncode, err) == (1, "peagle: interrupted\n")
+    assert seconds < 5  # 1.5 on a quiet machine
+
+
+def test_who_postpones_the_end_is_waited_for():
+    """As training, which saves its step first."""
+    process = start("-c", SLOW_TO_END)
+    assert process.stdout.readline() == "begun\n"
+    seconds, out, err = interrupt(process)
+    assert (process.returncode, out, err) == (0, "saved\n", "")
+    assert seconds > 2  # longer than an end that is not postponed
+
+
+def test_a_background_job_goes_on_ignoring_ctrl_c():
+    process = start("-c", IGNORES)
+    assert process.stdout.readline() == "begun\n"
+    _, out, err = interrupt(process)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("delay", [0.4, 1.5, 3.0])
+def test_a_program_that_is_interrupted(delay, folders, tmp_path):
+    """While it imports, reads models, or decodes; no traceback, and no half output."""
+    words = ["generate", "--target", folders / "target", "--drafter", folders / "peagle"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f"}\n' * 40_000)
+    words += ["--prompts", prompts, "--max-new-tokens", "200", "--out", tmp_path / "out.jsonl"]
+    process = start("-c", PROGRAM, *words)
+    time.sleep(delay)
+    seconds, _, err = interrupt(process)
+    assert process.returncode == 1 and err.splitlines()[-1] == "peagle: interrupted"
+    assert "Traceback" not in err and seconds < 5
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+RECIPE = """
+task: peagle
+target: {folders}/target
+out: {tmp}/run
+data: {{source: {tmp}/code, held_out: 0, seq_len: 32, batch_size: 2}}
+head: {{layers: 1}}
+cod: {{num_depths: 2}}
+optimizer: {{steps: 6, warmup: 1}}
+eval: {{every: null}}
+save_every: 2
+"""
+COMMANDS = {
+    "train": ("train {tmp}/recipe.yaml", 40_000, "must be written to the end"),
+    "convert": ("convert {folders}/peagle {tmp}/out --to orbax", 4_000, "must be written to the"),
+    "regenerate": (
+        "regenerate --target {folders}/target --data {tmp}/code --held-out 0 --num-samples 40 "
+        "--max-new-tokens 5 --prompt-tokens 8 --out {tmp}/out.jsonl",
+        2_000,
+        "must have room",
+    ),
+}
+
+
+@pytest.mark.parametrize("command, most, words", COMMANDS.values(), ids=COMMANDS)
+def test_a_disk_that_is_full(command, most, words, folders, tmp_path):
+    """No file may have more than so many bytes, and writing more fails as on a full disk."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "f.py").write_text("def f(x):\n    return x\n" * 40)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(folders=folders, tmp=tmp_path))
+
+    program = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({most}, {most})); {PROGRAM}"
+    line = command.format(folders=folders, tmp=tmp_path).split()
+    # the cache of compiled programs would say that it cannot be written
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    process = start("-c", program, *line, env=environment)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2 and err.count("\n") == 1 and words in err, err
+    left = [path.name for path in Path(tmp_path).rglob("*") if "tmp" in path.name]
+    assert not left and not (tmp_path / "out").exists()
