@@ -16,29 +16,43 @@ METHODS = {"plain": "plain decoding", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 COLORS = {"peagle_jax": "#0b6e4f", "vllm": "#8d99ae", "transformers": "#d9c27e"}
 
 
-def newest(path: Path, dtype: str = "bfloat16") -> list[dict]:
-    """The rows of the newest comparison in `dtype`; empty where there is no file or no such row."""
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
+def newest(path: Path, dtype: str = "bfloat16", *, compiled: bool = False) -> list[dict]:
+    """The rows of the newest comparison in `dtype`; empty where there is no file or no such row.
+
+    Args:
+      compiled: of a comparison in which vLLM ran with torch.compile, or of one where it did not.
+    """
+    rows = _comparisons(path, dtype, compiled)
     last = max((row["time"] for row in rows), default=None)
     return [row for row in rows if row["time"] == last]
 
 
 def newest_elsewhere(path: Path, dtype: str = "bfloat16") -> list[list[dict]]:
     """The rows of the newest comparison on every other device than that of `newest`."""
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
+    rows = _comparisons(path, dtype, compiled=False)
     last = {row["device"]: row["time"] for row in sorted(rows, key=lambda row: row["time"])}
     others = sorted(last, key=lambda device: last[device])[:-1]
     return [[r for r in rows if (r["device"], r["time"]) == (d, last[d])] for d in others]
 
 
-def ratios(rows: Sequence[dict]) -> str:
-    """A sentence with our speed over vLLM's for every method that was timed at every batch size."""
+def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
+    """All rows of such comparisons. Rows that do not say it have it in their command."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
+    option = "--vllm-compile"
+    return [r for r in rows if r.get("vllm_compiled", option in r["command"]) == compiled]
+
+
+def ratios(rows: Sequence[dict], where: str | None = None) -> str:
+    """A sentence to follow `caption`: our speed over vLLM's, at every batch size.
+
+    It leaves out methods that were not timed at all of them.
+
+    Args:
+      where: its first words; None for the device.
+    """
     speeds = {(r["batch_size"], r["engine"], r["method"]): r["tokens_per_second"] for r in rows}
     batches = sorted({row["batch_size"] for row in rows})
     parts = []
@@ -50,8 +64,8 @@ def ratios(rows: Sequence[dict]) -> str:
     sizes = " and ".join(map(str, batches))
     row = rows[0]
     return (
-        f"On {row['device']} (commit {row['commit']}, {row['time'][:10]}) our speed over vLLM's at "
-        f"batch {sizes} is: {', '.join(parts)}."
+        f"{where or 'On ' + row['device']} (commit {row['commit']}) it is, at batch {sizes}: "
+        f"{', '.join(parts)}."
     )
 
 
@@ -86,7 +100,7 @@ def caption(rows: Sequence[dict]) -> str:
     version = ".".join(row["engine_version"].split(".")[:2])
     return (
         f"Greedy tokens/s on {row['device']}, {row['dtype']}, commit {row['commit']}, "
-        f"{row['time'][:10]}, in turns with vLLM {version} (without a compiler) and transformers; "
+        f"{row['time'][:10]}, in turns with vLLM {version} (eager) and transformers; "
         "in brackets, our speed over vLLM's."
     )
 

@@ -3,9 +3,9 @@
     python scripts/generate/readme_table.py [--check]
 
 The first table is the newest comparison with vLLM and transformers (results/peers.jsonl), which is
-also drawn to docs/pictures/peers.png; below it stand the ratios on other devices. The second is the
-small demo (results/demo.jsonl): of every device the newest `make demo` counts, with its greedy
-rows. Each stands between two markers.
+also drawn to docs/pictures/peers.png; below it stand the ratios to vLLM with its compiler, and
+those on other devices. The second is the small demo (results/demo.jsonl): of every device the
+newest `make demo` counts, with its greedy rows. Each stands between two markers.
 `--check` writes nothing and exits with 1 if a table is not what the rows say.
 """
 
@@ -117,7 +117,10 @@ def peers_block() -> str:
     rows = peers.newest(path)
     header, *lines = peers.table(rows)
     table_lines = [_row(header), _row(["---"] * len(header)), *map(_row, lines)]
-    sentences = [peers.caption(rows), *map(peers.ratios, peers.newest_elsewhere(path))]
+    sentences = [peers.caption(rows)]
+    if compiled := peers.newest(path, compiled=True):
+        sentences.append(peers.ratios(compiled, "**Beside vLLM with torch.compile**"))
+    sentences += map(peers.ratios, peers.newest_elsewhere(path))
     caption = textwrap.wrap(" ".join(sentences), 100)
     return "\n".join([PEERS_BEGIN, *table_lines, "", *caption, PEERS_END])
 

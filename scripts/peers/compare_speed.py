@@ -148,6 +148,7 @@ def rows_of(
             seconds = engine.seconds[batch_size]
             rows.append(
                 {
+                    "vllm_compiled": args.vllm_compile,
                     "name": "peers",
                     "engine": engine.name,
                     "engine_version": engine.worker.version,

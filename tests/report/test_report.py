@@ -51,6 +51,7 @@ def peer_row(engine: str, method: str, batch_size: int, speed: float, **changes)
         "time": "2026-11-20T10:00:00Z",
         "commit": "abc1234",
         "device": "Some <CPU>, 2 cores",
+        "command": "compare_speed.py",
         "engine": engine,
         "engine_version": "0.32.1",
         "method": method,
@@ -109,10 +110,27 @@ def test_ratios_of_other_devices(tmp_path):
     (elsewhere,) = peers.newest_elsewhere(file)
     assert elsewhere == rows[12:]
     assert peers.ratios(rows[6:12]) == (
-        "On Old CPU (commit abc1234, 2026-11-17) our speed over vLLM's at batch 1 and 4 is: "
-        "plain decoding 2.50x and 1.50x."
+        "On Old CPU (commit abc1234) it is, at batch 1 and 4: plain decoding 2.50x and 1.50x."
     )
     assert peers.newest_elsewhere(tmp_path / "none") == []
+
+
+def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
+    when = "2026-11-27T10:00:00Z"
+    rows = [
+        peer_row("vllm", "plain", 1, 100.0),
+        peer_row("vllm", "plain", 1, 150.0, time=when, vllm_compiled=True),
+        peer_row("vllm", "plain", 1, 160.0, time=when, command="x.py --vllm-compile --rounds 5"),
+        peer_row("peagle_jax", "plain", 1, 200.0, time=when, vllm_compiled=True),
+        peer_row("vllm", "plain", 1, 90.0, device="Old CPU", time="2026-11-01T10:00:00Z"),
+    ]
+    file = tmp_path / "peers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert peers.newest(file) == rows[:1] and peers.newest_elsewhere(file) == [rows[4:]]
+    assert peers.newest(file, compiled=True) == rows[1:4]
+    assert peers.ratios([rows[1], rows[3]], "Compiled") == (
+        "Compiled (commit abc1234) it is, at batch 1: plain decoding 1.33x."
+    )
 
 
 def test_numbers_of_the_page_are_rounded(tmp_path):
