@@ -22,6 +22,7 @@ import sys  # noqa: E402
 from collections.abc import Iterable, Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,8 @@ from gpu import steps, training  # noqa: E402
 from gpu.numerics_attention import chains  # noqa: E402
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import Launch, interpret_kernels  # noqa: E402
+from peagle_jax.kernels.packed_attention import AttentionIntervals  # noqa: E402
+from peagle_jax.train.attention import PrefixChain  # noqa: E402
 from peagle_jax.weights import flatten_params  # noqa: E402
 
 COPY, BF16_FLOP = 4.3e12, 790e12  # a second, of an H200 (docs/kernels.md)
@@ -111,6 +114,14 @@ def packed_attention(kernel: bool, P: int, keys: int, pairs: float) -> Work:
     return Work(15 * 4.0 * P * keys * N, 8 * 2.0 * P * keys * N * H)
 
 
+def pairs_of(intervals: AttentionIntervals) -> float:
+    """Pairs of a query and a key that it sees."""
+    first, last, chain_len = (
+        np.asarray(x, np.float64) for x in (intervals.first, intervals.last, intervals.chain_len)
+    )
+    return float(np.maximum(last - first + 1, 0).sum() + chain_len.sum())
+
+
 def losses(P: int, D: int, V: int) -> tuple[float, float]:
     """Seconds of KL with gradients: (products, float32 logits that pass through memory).
 
@@ -131,11 +142,8 @@ def training_step(n: int) -> dict:
     c = head.config
     segment_ids, _, cod = training.sampled(n)
     P = n + cod.anchor.shape[1]
-    anchors, depths = cod.anchor[0][cod.real[0]], cod.depth[0][cod.real[0]]
-    # A row of depth 0 sees its document up to itself; one of depth d what its anchor sees, and its
-    # chain.
-    seen = np.arange(n) - np.searchsorted(segment_ids[0], segment_ids[0]) + 1
-    pairs = float(seen.sum() + seen[anchors].sum() + depths.sum())
+    arrays = map(jnp.asarray, (cod.anchor, cod.depth, segment_ids))
+    pairs = pairs_of(PrefixChain(*arrays, training.COD.num_depths).intervals(None))
     sizes = {path: math.prod(x.shape) for path, x in flatten_params(head.params)}
     layers = sum(size for path, size in sizes.items() if path.startswith("layers."))
     fusion = sum(size for path, size in sizes.items() if path.startswith("fusion."))
@@ -236,8 +244,7 @@ def kernel_rows() -> list[list[str]]:
     rng = np.random.default_rng(0)
     for n, P in ((2048, 5120), (8192, 20_480)):  # as scripts/gpu/speed.py draws them
         intervals = chains(rng, n, P)
-        keys = np.maximum(np.asarray(intervals.last) - np.asarray(intervals.first) + 1, 0)
-        pairs = float(keys.sum() + np.asarray(intervals.chain_len).sum())
+        pairs = pairs_of(intervals)
         ours, xla = (packed_attention(kernel, P, n, pairs) for kernel in (True, False))
         rows.append((f"training attention, {P:,} rows, {n:,} keys", ours, xla))
     V, D = 151_936, 2048

@@ -3,6 +3,7 @@
 They are built, sized, and lowered on 8 devices.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from peagle_jax.checkpoints.config_writing import vllm_config
 from peagle_jax.pipelines import tracing
@@ -137,3 +139,21 @@ def test_lowered_for_eight_devices(name, tmp_path):
         for line in (tmp_path / "sizes.md").read_text().splitlines()
         if line.startswith(f"| {name} ")
     )
+
+
+def test_steps_of_every_method_are_lowered():
+    """A head multiplies beside its target, and EAGLE-3's later drafts are a loop of forwards."""
+
+    def as_shapes(model):
+        return dataclasses.replace(model, params=jax.eval_shape(lambda: model.params))
+
+    target, head = as_shapes(tiny.target()), as_shapes(tiny.head())
+
+    def counts(head, k, method="peagle"):
+        sizes = dict(prompt=4, cache_size=32)
+        text = tracing.lower(target, head, k, method=method, **sizes)[1].as_text()
+        return text.count("stablehlo.dot_general"), text.count("stablehlo.while")
+
+    plain, peagle, eagle3 = counts(None, 0), counts(head, 3), counts(head, 3, "eagle3")
+    assert plain[0] < peagle[0] < eagle3[0]
+    assert plain[1] <= peagle[1] < eagle3[1]
