@@ -6,6 +6,7 @@ The position in the data follows from the step.
 import contextlib
 import functools
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,8 @@ from peagle_jax.checkpoints.checksums import check_checksums, write_checksums
 from peagle_jax.old_names import TRAINING_STATE_KEYS
 from peagle_jax.types import InputError
 from peagle_jax.weights import LazyTensor, flatten_params
+
+REMOVAL_TRIES, REMOVAL_PAUSE = 20, 0.1  # of an unfinished checkpoint; seconds between them
 
 STEP_ITEM = "default"  # Orbax's name of the tree within a step's folder
 
@@ -123,10 +126,19 @@ class Checkpoints:
             got = str(error).partition("\n")[0]
             last = f"step {max(kept):,} is kept" if kept else "no step was saved before"
             next_step = f"make room on the disk, and run this again ({last})"
-            for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            self._remove_unfinished()
             rule = "a checkpoint must be written to the end"
             raise InputError(self.folder, rule, got, next_step) from None
+
+    def _remove_unfinished(self) -> None:
+        """Removes a checkpoint that could not be written. Its threads may be creating files yet."""
+        for _ in range(REMOVAL_TRIES):
+            unfinished = list(self.folder.glob("*.orbax-checkpoint-tmp*"))
+            for path in unfinished:
+                shutil.rmtree(path, ignore_errors=True)
+            if not unfinished:
+                return
+            time.sleep(REMOVAL_PAUSE)
 
     def _add_checksums(self) -> None:
         """Begins to write the checksums of states that are on disk. One process does it for all."""

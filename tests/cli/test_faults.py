@@ -134,8 +134,9 @@ def test_a_disk_that_is_full(command, most, words, folders, tmp_path):
     program = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({most}, {most})); {PROGRAM}"
     line = command.format(folders=folders, tmp=tmp_path).split()
     # the cache of compiled programs would say that it cannot be written
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    process = start("-c", program, *line, env=environment)
+    # and files of bytecode, cut at the limit, would break every later import
+    unwritten = {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = start("-c", program, *line, env=os.environ | unwritten)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2 and err.count("\n") == 1 and words in err, err
     left = [path.name for path in Path(tmp_path).rglob("*") if "tmp" in path.name]

@@ -292,7 +292,7 @@ def test_a_server_that_refuses(place, tmp_path, server, capsys, prompt, path, wo
         (["--part", "x"], "--part: must be a part of all"),
         (["--server", "localhost:1"], "--server: must be the URL of a server"),
         (["--server", "http://127.0.0.1:1"], "the server must answer"),
-        (["--max-new-tokens", "96"], "--max-new-tokens: an answer must fit the target's context"),
+        (["--max-new-tokens", "96"], "--max-new-tokens: prompt + new tokens must fit the"),
     ],
 )
 def test_refusals(place, tmp_path, capsys, flags, words):
