@@ -2,7 +2,7 @@
 # make test      a few minutes: every promise is touched; what a stranger should run
 # make test-all  every test that needs no peer
 # make test-peers  real vLLM, speculators, the Mosaic GPU interpreter, in environments of their own
-# make faults    kills, Ctrl-C and two at a time, for every command that writes: 20 minutes
+# make faults    KILLS=100 kills, and two at a time, of every command that writes
 # make lint      style, formatting, types
 # All create their environment in .venv; no other step is needed.
 

@@ -1,13 +1,13 @@
 """The folder that `peagle extract` fills: whose it is, whether it fits the disk, who may write."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle_jax.file_lock import try_lock
 from peagle_jax.train.hidden_state_store import INDEX, HiddenStateIndex, read_index, write_index
 from peagle_jax.types import InputError
 
@@ -98,10 +98,6 @@ def locked_folder(out: Path, index: HiddenStateIndex) -> Iterator[None]:
 
 
 def _lock(handle: int, out: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(handle):
         rule, got = "one process fills a folder at a time", "another one at it"
-        raise InputError(out, rule, got, "wait for it, or choose another --out") from None
-    except OSError:
-        pass  # a file system without locks
+        raise InputError(out, rule, got, "wait for it, or choose another --out")

@@ -5,7 +5,6 @@ A head learns best from what its target writes, because that is what it will dra
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from peagle_jax.checkpoints.target_io import context_of, load_target, target_has
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.documents import BadRows, Document
+from peagle_jax.file_lock import try_lock
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
 from peagle_jax.pipelines.regenerate_conversations import rewrite
 from peagle_jax.progress import ProgressReport
@@ -376,13 +376,9 @@ def _appendable(out: Path) -> Iterator[None]:
 
 
 def _lock(file: IO[str], out: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        rule, next_step = "one process writes a file at a time", "wait, or choose another --out"
-        raise InputError(out, rule, "another one at it", next_step) from None
-    except OSError:
-        pass  # a file system without locks
+    if not try_lock(file):
+        rule, got = "one process writes a file at a time", "another one at it"
+        raise InputError(out, rule, got, "wait for it, or choose another --out")
 
 
 def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:

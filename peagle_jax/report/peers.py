@@ -64,7 +64,7 @@ def ratios(rows: Sequence[dict], where: str | None = None) -> str:
     sizes = " and ".join(map(str, batches))
     row = rows[0]
     return (
-        f"{where or 'On ' + row['device']} (commit {row['commit']}) it is, at batch {sizes}: "
+        f"{where or 'On ' + row['device']} (commit {row['commit']}) at batch {sizes}: "
         f"{', '.join(parts)}."
     )
 
@@ -100,7 +100,7 @@ def caption(rows: Sequence[dict]) -> str:
     version = ".".join(row["engine_version"].split(".")[:2])
     return (
         f"Greedy tokens/s on {row['device']}, {row['dtype']}, commit {row['commit']}, "
-        f"{row['time'][:10]}, in turns with vLLM {version} (eager) and transformers; "
+        f"{row['time'][:10]}, in turns with vLLM {version} (uncompiled) and transformers; "
         "in brackets, our speed over vLLM's."
     )
 

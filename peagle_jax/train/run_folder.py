@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle_jax.atomic_write import write_atomically
+from peagle_jax.file_lock import try_lock
 from peagle_jax.provenance import provenance
 from peagle_jax.train.config import Run, dump, load_run
 from peagle_jax.train.data import PackedRows
@@ -58,15 +58,11 @@ def locked_run_folder(run: Run) -> Iterator[None]:
     except OSError as error:
         raise _not_writable(Path(run.out), error) from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             file.seek(0)
             owner = file.read().strip() or "another process"
             next_step = "wait for it, end it, or set out to another folder"
-            raise InputError(run.out, "one run at a time", f"{owner} runs", next_step) from None
-        except OSError:
-            pass  # a file system without locks
+            raise InputError(run.out, "one run at a time", f"{owner} runs", next_step)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

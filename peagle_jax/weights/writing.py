@@ -5,7 +5,6 @@ so that an error or a full disk leaves what lay there before.
 """
 
 import errno
-import fcntl
 import glob
 import json
 import mmap
@@ -22,6 +21,7 @@ from types import TracebackType
 
 import numpy as np
 
+from peagle_jax.file_lock import try_lock
 from peagle_jax.types import InputError
 from peagle_jax.weights.reading import INDEX, SINGLE, read_metadata
 from peagle_jax.weights.tensors import (
@@ -88,7 +88,7 @@ class FolderWriter:
             ) from None
         self.work.chmod(0o755)
         self._handle = os.open(self.work, os.O_RDONLY)
-        _lock(self._handle)
+        try_lock(self._handle)
         return self.work
 
     def _clear_up(self) -> None:
@@ -100,7 +100,7 @@ class FolderWriter:
         for left in self._left(TEMPORARY):
             handle = os.open(left, os.O_RDONLY)
             try:
-                if not _lock(handle):
+                if not try_lock(handle):
                     rule, got = "one process writes a folder at a time", "another one at it"
                     next_step = "wait for it, or choose another name"
                     raise InputError(self.path, rule, got, next_step)
@@ -195,17 +195,6 @@ def _is_written_by_peagle(folder: Path) -> bool:
     except InputError:
         return False
     return "peagle_jax" in metadata.get("writer", "") or "peagle " in metadata.get("source", "")
-
-
-def _lock(handle: int) -> bool:
-    """Takes the operating system's lock of a folder; False where another process has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
 
 
 OnBytes = Callable[[int, int], None]  # is told of the bytes written so far, and of all of them

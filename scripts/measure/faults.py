@@ -282,6 +282,8 @@ def main() -> int:
     shutil.rmtree(work, ignore_errors=True)
     make_models(work / "models")
     judged = cases(work / "models") | ({"demo": DEMO} if args.demo else {})
+    if unknown := [name for name in args.only or () if name not in judged]:
+        parser.error(f"--only {unknown[0]!r}: use {', '.join(judged)}")
     if args.only:
         judged = {name: judged[name] for name in args.only}
     of_this = provenance(" ".join(["python scripts/measure/faults.py", *sys.argv[1:]]))

@@ -147,7 +147,7 @@ def main() -> int:
     args = parser.parse_args()
     from peagle_jax.provenance import provenance
 
-    of_this = provenance("python scripts/measure/mutants_by_hand.py")
+    of_this = provenance(" ".join(["python scripts/measure/mutants_by_hand.py", *sys.argv[1:]]))
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"

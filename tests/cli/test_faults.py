@@ -133,8 +133,8 @@ def test_a_disk_that_is_full(command, most, words, folders, tmp_path):
 
     program = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({most}, {most})); {PROGRAM}"
     line = command.format(folders=folders, tmp=tmp_path).split()
-    # the cache of compiled programs would say that it cannot be written
-    # and files of bytecode, cut at the limit, would break every later import
+    # The cache of compiled programs would say that it cannot be written. Files of bytecode would be
+    # cut at the limit, and break every later import.
     unwritten = {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONDONTWRITEBYTECODE": "1"}
     process = start("-c", program, *line, env=os.environ | unwritten)
     _, err = process.communicate(timeout=300)

@@ -110,7 +110,7 @@ def test_ratios_of_other_devices(tmp_path):
     (elsewhere,) = peers.newest_elsewhere(file)
     assert elsewhere == rows[12:]
     assert peers.ratios(rows[6:12]) == (
-        "On Old CPU (commit abc1234) it is, at batch 1 and 4: plain decoding 2.50x and 1.50x."
+        "On Old CPU (commit abc1234) at batch 1 and 4: plain decoding 2.50x and 1.50x."
     )
     assert peers.newest_elsewhere(tmp_path / "none") == []
 
@@ -129,7 +129,7 @@ def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
     assert peers.newest(file) == rows[:1] and peers.newest_elsewhere(file) == [rows[4:]]
     assert peers.newest(file, compiled=True) == rows[1:4]
     assert peers.ratios([rows[1], rows[3]], "Compiled") == (
-        "Compiled (commit abc1234) it is, at batch 1: plain decoding 1.33x."
+        "Compiled (commit abc1234) at batch 1: plain decoding 1.33x."
     )
 
 
