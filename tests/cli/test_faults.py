@@ -12,10 +12,17 @@ import pytest
 PROGRAM = "import sys; from peagle_jax.cli import main; sys.exit(main())"
 # a call that neither holds Python's lock nor returns before it is done, as XLA's compiler
 STUCK = """
-import hashlib
+import hashlib, threading, time
 from peagle_jax.prompt_end import ends_promptly
-with ends_promptly("peagle: interrupted"):
+def tell():
+    # only the call uses the processor for this long: a signal before the call, as on a busy
+    # machine, unwinds the program as any exception does
+    before = time.process_time()
+    while time.process_time() < before + 0.2:
+        time.sleep(0.01)
     print("begun", flush=True)
+with ends_promptly("peagle: interrupted"):
+    threading.Thread(target=tell, daemon=True).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
 """
 SLOW_TO_END = """
