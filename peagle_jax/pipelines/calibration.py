@@ -24,7 +24,7 @@ from peagle_jax.decode.confidence import confidence_logits
 from peagle_jax.decode.drafters import ParallelDrafter
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.loop import DecodeSpec, propose, step
-from peagle_jax.decode.prefill import prefill, run_to_end
+from peagle_jax.decode.prefill import num_positions, prefill, run_to_end
 from peagle_jax.decode.requests import Request, check_prompts
 from peagle_jax.draft.confidence import KINDS, Calibration, Scaling
 from peagle_jax.layers import full_precision
@@ -116,8 +116,10 @@ def _collect_batch(
     prompts = np.zeros((len(requests), lengths.max()), np.int32)
     for row, request in zip(prompts, requests, strict=True):
         row[: len(request.prompt)] = request.prompt
+    longest = int(lengths.max())
     # a row whose last step went past its limit is still verified beside the others
-    slots = int(lengths.max()) + requests[0].max_new_tokens + 2 * (spec.k + 1)
+    needed = longest + requests[0].max_new_tokens + 2 * (spec.k + 1)
+    slots = max(needed, num_positions(spec, longest))
     state = run_to_end(prefill(spec, slots, target.params, head.params, prompts, lengths, options))
     steps = []
     while not np.asarray(state.done).all():

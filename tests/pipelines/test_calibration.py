@@ -83,9 +83,8 @@ def test_confidences_of_the_first_step(markov_rank):
             embedded = np.asarray(draft.markov.w1.table[...])[previous]
             x = np.concatenate([x, embedded])
             scores = scores + embedded @ np.asarray(draft.markov.w2.kernel[...])
-        kernel, bias = (
-            np.asarray(p[...]) for p in (draft.confidence.kernel, draft.confidence.bias)
-        )
+        parts = draft.confidence.kernel, draft.confidence.bias
+        kernel, bias = (np.asarray(p[...]) for p in parts)
         wanted.append(float(x @ kernel[:, 0] + bias[0]))
         previous = int(scores.argmax())
     np.testing.assert_allclose(seen.logits[0], wanted, atol=2e-4)
@@ -122,9 +121,8 @@ def test_positions_are_fitted_by_the_steps_that_reach_them():
         assert scalings[i] == fit_position(seen.logits[reached, i], num_accepted[reached] > i)
     # fitted, the mean confidence of a position is the share that was accepted
     confidence = calibration.confidences(seen, scalings)
-    reached, accepted = (
-        f(seen) for f in (calibration.reached_positions, calibration.accepted_positions)
-    )
+    reached = calibration.reached_positions(seen)
+    accepted = calibration.accepted_positions(seen)
     for i in range(K):
         here = reached[:, i]
         assert abs(confidence[here, i].mean() - accepted[here, i].mean()) < 0.01
