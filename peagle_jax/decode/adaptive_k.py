@@ -2,9 +2,11 @@
 
 Tokens per second with K drafts are (1 + s_1 + ... + s_K) / seconds(K), where s_j is the chance that
 a step accepts its first j drafts. The seconds are measured (`step_times`), the chances estimated
-from earlier steps. The choice is made before a step drafts, so that it cannot depend on what the
-step draws: sampled output keeps the target's distribution. A rule that looks at the drafts of the
-step itself must be made with more care (DSpark, arXiv:2607.05147, appendix A).
+from earlier steps: from what these accepted or, with a calibrated confidence head
+(draft/confidence.py), from how likely it found their drafts. The choice is made before a step
+drafts, so that it cannot depend on what the step draws: sampled output keeps the target's
+distribution. A rule that looks at the drafts of the step itself must be made with more care
+(DSpark, arXiv:2607.05147, appendix A).
 
 Estimates can be wrong, and plain decoding tells nothing about drafts. What drafting may lose is
 therefore a budget: all steps that drafted, together, may have taken longer than plain decoding of
@@ -77,7 +79,11 @@ class Survival:
         self._accepted = np.zeros(k_max)
 
     def observe(
-        self, k: int, num_steps: int, num_drafts: int, accepted: Int[np.ndarray, " K"]
+        self,
+        k: int,
+        num_steps: int,
+        num_drafts: int,
+        accepted: Int[np.ndarray, " K"] | Float[np.ndarray, " K"],
     ) -> None:
         """Takes in steps that drafted `k` tokens; of later positions, as of all with 0, they say
         nothing.
@@ -85,7 +91,7 @@ class Survival:
         Args:
           num_steps: such steps of the batch.
           num_drafts: of all its rows.
-          accepted: in how many of these each position was accepted.
+          accepted: in how many of these each position was accepted, or was expected to be.
         """
         half_lives = np.full(self.k_max, num_steps / UNSEEN_HALF_LIFE)
         half_lives[:k] = num_steps / HALF_LIFE
@@ -173,7 +179,11 @@ class KChooser:
         return self.k
 
     def observe(
-        self, num_steps: int, num_drafts: int, num_accepted_per_pos: Int[np.ndarray, " K"]
+        self,
+        num_steps: int,
+        num_drafts: int,
+        num_accepted_per_pos: Int[np.ndarray, " K"],
+        num_expected_per_pos: Float[np.ndarray, " K"] | None = None,
     ) -> None:
         """Takes in steps with the chosen K.
 
@@ -181,11 +191,15 @@ class KChooser:
           num_steps: of the batch.
           num_drafts: steps that drafted, of all rows.
           num_accepted_per_pos: in how many of these each position was accepted.
+          num_expected_per_pos: in how many a calibrated confidence head expected it; None without
+            one. The chances of drafts are then estimated by it. What drafting has lost is counted
+            by what was accepted in any case.
         """
         self.steps_left -= num_steps
         self._plain_steps += 0 if self.k else num_steps
         k = self.k if num_drafts else 0
-        self.survival.observe(k, num_steps, num_drafts, num_accepted_per_pos)
+        seen = num_accepted_per_pos if num_expected_per_pos is None else num_expected_per_pos
+        self.survival.observe(k, num_steps, num_drafts, seen)
         seconds = self._seconds
         self._total += num_steps * seconds[self.k]
         if self.k and num_drafts:

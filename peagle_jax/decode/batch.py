@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from peagle_jax.decode import growth, loop, switching
+from peagle_jax.decode.confidence import has_confidence
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.penalties import penalties_of
 from peagle_jax.decode.requests import Request
@@ -56,6 +57,30 @@ class RowNumbers:
     num_drafts: Int[np.ndarray, " B"]
     num_draft_tokens: Int[np.ndarray, " B"]
     num_accepted_per_pos: Int[np.ndarray, "B K"]
+    num_expected_per_pos: Float[np.ndarray, "B K"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCounts:
+    """What became of the drafts of a batch, or of some of its steps.
+
+    Attributes:
+      num_drafts: steps that drafted, of all rows.
+      accepted: in how many of them the draft at each position was accepted.
+      expected: in how many it should have been, by a calibrated confidence head; None without one.
+    """
+
+    num_drafts: int
+    accepted: Int[np.ndarray, " K"]
+    expected: Float[np.ndarray, " K"] | None
+
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """Of the steps after an earlier count."""
+        expected = None
+        if self.expected is not None and before.expected is not None:
+            expected = np.maximum(self.expected - before.expected, 0)
+        num_drafts = self.num_drafts - before.num_drafts
+        return DraftCounts(num_drafts, self.accepted - before.accepted, expected)
 
 
 class Batch:
@@ -112,13 +137,18 @@ class Batch:
             state = self.state
             arrays = (state.done, state.failed, state.length, state.cache.length)
             counters = (state.num_drafts, state.num_draft_tokens, state.num_accepted_per_pos)
+            counters = (*counters, state.num_expected_per_pos)
             self._numbers = RowNumbers(*map(np.array, jax.device_get((*arrays, *counters))))
         return self._numbers
 
-    def drafts(self) -> tuple[int, Int[np.ndarray, " K"]]:
-        """Steps that drafted, of all rows; and in how many of them each position was accepted."""
+    def drafts(self) -> "DraftCounts":
+        """What became of the drafts of all rows so far."""
         numbers = self.numbers()
-        return int(numbers.num_drafts.sum()), numbers.num_accepted_per_pos.sum(axis=0)
+        return DraftCounts(
+            int(numbers.num_drafts.sum()),
+            numbers.num_accepted_per_pos.sum(axis=0),
+            numbers.num_expected_per_pos.sum(axis=0) if has_confidence(self.spec.drafter) else None,
+        )
 
     def tokens(self, row: int) -> tuple[list[int], list[bool], list[float]]:
         """The answer in a row so far, which of its tokens are accepted drafts, and logprobs."""

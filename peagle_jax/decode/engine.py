@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from peagle_jax.decode import growth
 from peagle_jax.decode.adaptive_k import KChooser, candidates
 from peagle_jax.decode.batch import Batch, Row, num_reserved, row_options, sampling_kind
-from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter, synthetic_rates
+from peagle_jax.decode.drafters import Drafter
+from peagle_jax.decode.engine_checks import check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
@@ -65,7 +66,7 @@ class Engine:
       num_tree_nodes: drafts of a tree that is verified at once, in the place of a chain of K: the
         likeliest paths by what a P-EAGLE head drafts at its K positions.
       adaptive_k: choose again and again how many tokens to draft, from 0 to the drafter's K, by
-        what was accepted and by the seconds of a step, which are measured first.
+        what was accepted, or a calibrated confidence head expected, and by a step's seconds.
       step_times: folder where these seconds are kept; None for ~/.cache/peagle_jax/step_times.
       max_batch: requests that are decoded together.
       cache_size: positions that a request may take, prompt + new tokens + K; None for as many as
@@ -79,7 +80,7 @@ class Engine:
     Raises:
       InputError: `max_batch`, `prefill_chunk`, `max_steps` or `num_tree_nodes` is below 1; a tree
         is asked for of a drafter that is not parallel, or that has synthetic rates; or an adaptive
-        K with a tree, or without a draft head.
+        K with a tree, without a draft head, or with a confidence head without calibration.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class Engine:
         max_steps: int | None = None,
         tokenizer: Detokenizer | None = None,
     ) -> None:
-        _check_at_least_1("max_batch", max_batch, 8)
-        _check_at_least_1("prefill_chunk", prefill_chunk, PREFILL_CHUNK)
-        _check_at_least_1("max_steps", max_steps, STEPS_PER_STOP_CHECK)
-        _check_at_least_1("num_tree_nodes", num_tree_nodes, 32)
-        _check_drafter(drafter, num_tree_nodes, adaptive_k)
+        check_at_least_1("max_batch", max_batch, 8)
+        check_at_least_1("prefill_chunk", prefill_chunk, PREFILL_CHUNK)
+        check_at_least_1("max_steps", max_steps, STEPS_PER_STOP_CHECK)
+        check_at_least_1("num_tree_nodes", num_tree_nodes, 32)
+        check_drafter(drafter, num_tree_nodes, adaptive_k)
         self.target, self.tokenizer = target, tokenizer
         self.max_batch, self.cache_size, self.max_steps = max_batch, cache_size, max_steps
         self.stats = EngineStats()
@@ -343,8 +344,8 @@ class Engine:
         k, program = self._batch.k, ("decode", *self._batch.shape)
         if self.chooser is not None:
             program = *program, k
-            num_drafts, accepted = self._batch.drafts()
-            self.chooser.observe(num_steps, num_drafts - before[0], accepted - before[1])
+            seen = self._batch.drafts().since(before)
+            self.chooser.observe(num_steps, seen.num_drafts, seen.accepted, seen.expected)
             # with neither larger caches nor a compilation in between
             is_typical = shape == self._batch.shape and program in self.stats.programs
             if is_typical and num_steps >= MIN_TIMED_STEPS:
@@ -421,30 +422,3 @@ class Engine:
             error="the target computed NaN or infinity" if reason == "error" else None,
         )
         return Output(row.id, new, answer, now)
-
-
-def _check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:
-    """Raises InputError where a drafter cannot do what is asked for."""
-    got = type(drafter).__name__ if drafter else "plain decoding"
-    if num_tree_nodes is not None and not isinstance(drafter, ParallelDrafter):
-        rule = "trees are made of what a P-EAGLE head drafts in parallel"
-        next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
-        raise InputError("num_tree_nodes", rule, got, next_step)
-    if num_tree_nodes is not None and synthetic_rates(drafter) is not None:
-        rule, next_step = "drafts at given rates are a chain", "leave out one of the two"
-        raise InputError("num_tree_nodes", rule, "a drafter with synthetic_rates", next_step)
-    if adaptive_k and not isinstance(drafter, tuple(METHODS.values())):
-        next_step = "give a draft head, or leave out adaptive_k"
-        raise InputError("adaptive_k", "K is chosen for a draft head", got, next_step)
-    if adaptive_k and num_tree_nodes is not None:
-        rule, next_step = "K is chosen for chains of drafts", "leave out one of the two"
-        raise InputError("adaptive_k", rule, f"a tree of {num_tree_nodes} nodes", next_step)
-    if adaptive_k and jax.process_count() > 1:
-        # each would choose by times of its own
-        rule, next_step = "K is chosen by one process", "give a number of drafts"
-        raise InputError("adaptive_k", rule, f"{jax.process_count()} processes", next_step)
-
-
-def _check_at_least_1(name: str, value: int | None, example: int) -> None:
-    if value is not None and value < 1:
-        raise InputError(name, "must be 1 or more", value, f"leave out {name}, or use {example}")

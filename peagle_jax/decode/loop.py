@@ -26,6 +26,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax.decode.confidence import count_expected
 from peagle_jax.decode.drafters import Drafter, ParallelDrafter, synthetic_rates
 from peagle_jax.decode.penalties import count_tokens, penalize
 from peagle_jax.decode.sampling import (
@@ -163,6 +164,7 @@ def replicate_results(state: DecodeState) -> DecodeState:
         return state
     answers = ("output", "is_draft", "logprobs", "length", "done", "failed")
     counters = ("num_drafts", "num_draft_tokens", "num_accepted_per_pos")
+    counters = (*counters, "num_expected_per_pos")
     replicated = {
         name: jax.lax.with_sharding_constraint(getattr(state, name), PartitionSpec())
         for name in (*answers, *counters)
@@ -211,7 +213,9 @@ def _chain_step(
     tokens = tokens.astype(jnp.int32)
     if (rates := synthetic_rates(spec.drafter)) is not None:
         accepted = draw_accepted(rates, accepted, state.num_steps, tokens)
-    return commit(spec, state, draft, cache, out, tokens, accepted, options, logprobs)
+    new = commit(spec, state, draft, cache, out, tokens, accepted, options, logprobs)
+    chooses = spec.drafter if spec.lookback else None  # where K changes
+    return count_expected(chooses, draft_params, state, drafts, sampling, new)
 
 
 def _tree_step(

@@ -262,6 +262,7 @@ def first_tokens(
         num_drafts=zero,
         num_draft_tokens=zero,
         num_accepted_per_pos=jnp.zeros((batch, spec.k), jnp.int32),
+        num_expected_per_pos=jnp.zeros((batch, spec.k), jnp.float32),
     )
     no_drafts = jnp.zeros((batch, num_places), bool)
     if logprobs is not None:

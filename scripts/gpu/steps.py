@@ -226,6 +226,7 @@ def initial_state(
         num_drafts=zero,
         num_draft_tokens=zero,
         num_accepted_per_pos=jnp.zeros((batch, K), jnp.int32),
+        num_expected_per_pos=jnp.zeros((batch, K), jnp.float32),
     )
 
 

@@ -1,0 +1,37 @@
+"""Checks of what an engine is asked for, before anything is computed."""
+
+import jax
+
+from peagle_jax.decode.confidence import check_calibrated
+from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter, synthetic_rates
+from peagle_jax.types import InputError
+
+
+def check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:
+    """Raises InputError where a drafter cannot do what is asked for."""
+    got = type(drafter).__name__ if drafter else "plain decoding"
+    if num_tree_nodes is not None and not isinstance(drafter, ParallelDrafter):
+        rule = "trees are made of what a P-EAGLE head drafts in parallel"
+        next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
+        raise InputError("num_tree_nodes", rule, got, next_step)
+    if num_tree_nodes is not None and synthetic_rates(drafter) is not None:
+        rule, next_step = "drafts at given rates are a chain", "leave out one of the two"
+        raise InputError("num_tree_nodes", rule, "a drafter with synthetic_rates", next_step)
+    if adaptive_k and not isinstance(drafter, tuple(METHODS.values())):
+        next_step = "give a draft head, or leave out adaptive_k"
+        raise InputError("adaptive_k", "K is chosen for a draft head", got, next_step)
+    if adaptive_k and num_tree_nodes is not None:
+        rule, next_step = "K is chosen for chains of drafts", "leave out one of the two"
+        raise InputError("adaptive_k", rule, f"a tree of {num_tree_nodes} nodes", next_step)
+    if adaptive_k:
+        check_calibrated(drafter)
+    if adaptive_k and jax.process_count() > 1:
+        # each would choose by times of its own
+        rule, next_step = "K is chosen by one process", "give a number of drafts"
+        raise InputError("adaptive_k", rule, f"{jax.process_count()} processes", next_step)
+
+
+def check_at_least_1(name: str, value: int | None, example: int) -> None:
+    """Raises InputError where an option is given and is below 1."""
+    if value is not None and value < 1:
+        raise InputError(name, "must be 1 or more", value, f"leave out {name}, or use {example}")
