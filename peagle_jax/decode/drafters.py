@@ -23,6 +23,7 @@ from peagle_jax.decode.tree import (
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import PlaceholderRow
+from peagle_jax.kernels import vocab
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
 
@@ -375,7 +376,7 @@ def _draft_tokens(
             return target_ids[head.argmax_logits(hidden)].astype(jnp.int32), None
 
         def argmax(draft_logits: Array, keys: None) -> tuple[Array, None]:
-            return target_ids[jnp.argmax(draft_logits, axis=-1)].astype(jnp.int32), None
+            return target_ids[vocab.argmax(draft_logits)].astype(jnp.int32), None
 
         return draft_in_turn(head, hidden, last, None, argmax)
     keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)

@@ -38,6 +38,7 @@ from peagle_jax.decode.sampling import (
 from peagle_jax.decode.switching import append_unread, pad
 from peagle_jax.decode.tree import num_tree_nodes, walk
 from peagle_jax.decode.verify import draw_accepted, verify_greedy, verify_sampled
+from peagle_jax.kernels import vocab
 from peagle_jax.kernels.graphs import jit_with_loops
 from peagle_jax.layers import CachedAttention, Decoder, keep_path
 from peagle_jax.targets.config import TargetConfig
@@ -202,7 +203,7 @@ def _chain_step(
             counts = count_tokens(state, drafts, logits.shape[-1])
             logits = penalize(logits, counts, options.penalties)
         if sampling is None:
-            tokens, accepted = verify_greedy(drafts, jnp.argmax(logits, axis=-1))
+            tokens, accepted = verify_greedy(drafts, vocab.argmax(logits))
         else:
             fresh = with_step_keys(sampling, state.num_steps, KeyUse.VERIFY)
             tokens, accepted = verify_sampled(drafts, draft_logits, logits, fresh)
@@ -273,7 +274,7 @@ def _choose_token(
         counts = count_tokens(state, drafts, logits.shape[-1])[:, -1:]
         logits = penalize(logits[:, None], counts, options.penalties)[:, 0]
     if options.sampling is None:
-        return jnp.argmax(logits, axis=-1)
+        return vocab.argmax(logits)
     fresh = with_step_keys(options.sampling, state.num_steps, KeyUse.VERIFY)
     keys = jax.vmap(lambda key: jax.random.fold_in(key, drafts.shape[1]))(fresh.key)
     return sample(keys, probabilities(logits, fresh))

@@ -27,6 +27,7 @@ from peagle_jax.decode.loop import (
 )
 from peagle_jax.decode.penalties import penalize
 from peagle_jax.decode.sampling import KeyUse, logprobs_of, probabilities, sample, step_keys
+from peagle_jax.kernels import vocab
 from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
 from peagle_jax.targets import sharding
 from peagle_jax.types import DecodeState, DraftState, KVCache, Params, RowOptions
@@ -232,7 +233,7 @@ def first_tokens(
             no_counts = jnp.zeros((len(logits), 1, logits.shape[1]), jnp.int32)
             logits = penalize(logits[:, None], no_counts, penalties)[:, 0]
         if sampling is None:
-            tokens = jnp.argmax(logits, axis=-1)
+            tokens = vocab.argmax(logits)
         else:
             keys = step_keys(sampling, 0, KeyUse.FIRST_TOKEN)
             tokens = sample(keys, probabilities(logits, sampling))
