@@ -1,8 +1,5 @@
 """What a confidence head says of the drafts of a step."""
 
-from typing import cast
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -28,20 +25,3 @@ def confidence_logits(
     last = jnp.take_along_axis(unread[0], (state.count - 1)[:, None], axis=1)
     previous = jnp.concatenate([last, drafts[:, :-1]], axis=1)
     return head.confidence_logits(head.final_norm(hidden), previous)
-
-
-def survival_chances(
-    drafter: ParallelDrafter, logits: Float[Array, "B K"], kind: str
-) -> Float[Array, "B K"]:
-    """The chance that a step accepts its first 1, 2, ..., K drafts.
-
-    Args:
-      drafter: of a head whose confidence head is calibrated.
-      logits: from `confidence_logits`.
-      kind: "greedy" or "sampled".
-    """
-    calibration = drafter.config.confidence_calibration
-    assert calibration is not None
-    scale, shift = cast(tuple, calibration.of_kind(kind, drafter.k))
-    confidence = jax.nn.sigmoid(scale[None] * logits + shift[None])
-    return jnp.cumprod(confidence, axis=1)

@@ -133,8 +133,7 @@ class MarkovConfig:
 class ConfidenceConfig:
     """A confidence head (draft/confidence.py): how likely a draft is accepted.
 
-    No gradient of it reaches other parameters. Before it can choose how many tokens to draft it
-    needs `peagle calibrate`.
+    No gradient of it reaches other parameters. `peagle calibrate` makes chances of what it says.
     """
 
     # Of the head in `init_from`, which stays as it is: only the confidence head is trained.
