@@ -25,6 +25,7 @@ from rich.table import Table
 
 from peagle_jax.bench import timing
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.draft.placeholders import PAPER_DESIGN
@@ -88,6 +89,7 @@ def make_head(target: Model, layers: int, parallel: bool) -> Model:
         norm_output=False,
         **PAPER_DESIGN,
         **NO_MARKOV,
+        **NO_CONFIDENCE,
         windows=(None,) * layers,
         dtype=t.dtype,
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.draft.placeholders import PAPER_DESIGN
@@ -92,6 +93,7 @@ def head_config(**changes) -> HeadConfig:
         norm_output=False,
         **PAPER_DESIGN,
         **NO_MARKOV,
+        **NO_CONFIDENCE,
         windows=(None, None),
         dtype=jnp.float32,
     )

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle_jax.draft.confidence import (
+    NO_CONFIDENCE,
+    calibration_from_json,
+    check_confidence,
+)
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV, check_rank
 from peagle_jax.draft.placeholders import PAPER_DESIGN
@@ -20,6 +25,7 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Of this package's own format, which holds what the others cannot: no other reader knows it.
 OWN_ARCHITECTURE = "PeagleJaxDraftHead"
+CALIBRATION = "confidence_calibration"
 # Whether a Markov head has a gate -> its kind, as in DSpark's configs.
 MARKOV_KINDS = {False: "vanilla", True: "gated"}
 EAGLE1_ARCHITECTURE = "EagleLlamaForCausalLM"
@@ -172,6 +178,7 @@ def read_config(
         norm_output=top.get_bool("norm_output", False),
         **PAPER_DESIGN,
         **_markov(top, draft_vocab, mask_token_id),
+        **_confidence(top, mask_token_id),
         dtype=np.float32,
         windows=(None,) * layers if checkpoint_format == "automodel" else _windows(shape, layers),
     )
@@ -359,6 +366,25 @@ def _markov(top: Fields, draft_vocab: int, mask_token: int | None) -> dict:
         rule = f"markov_head_type must be one of {', '.join(MARKOV_KINDS.values())}"
         raise InputError(top.where, rule, kind, "train a Markov head of one of these kinds")
     return {"markov_rank": rank, "markov_gated": kind == MARKOV_KINDS[True]}
+
+
+def _confidence(top: Fields, mask_token: int | None) -> dict:
+    """The fields of a `HeadConfig` about a confidence head, under DSpark's keys.
+
+    Raises:
+      InputError: it does not go together with the rest of the head, or its calibration is none.
+    """
+    confidence, raw = top.get_bool("enable_confidence_head", False), top.get(CALIBRATION, None)
+    again = "use the config.json that came with these weights"
+    calibration = calibration_from_json(raw, str(top.where), again)
+    where = f"{top.where}: enable_confidence_head"
+    check_confidence(confidence, calibration is not None, mask_token is not None, where)
+    if not confidence:
+        return NO_CONFIDENCE
+    has_markov = top.get_int("markov_rank", None) is not None
+    reason = "it reads the token before a draft where the head has a Markov head, and only there"
+    top.require("confidence_head_with_markov", has_markov, reason)
+    return {"confidence": True, "confidence_calibration": calibration}
 
 
 def _num_depths(top: Fields) -> int | None:

@@ -4,6 +4,7 @@ import json
 
 from peagle_jax.checkpoints.config_reading import (
     AUX_LAYER_IDS,
+    CALIBRATION,
     EAGLE1_ARCHITECTURE,
     MARKOV_KINDS,
     OWN_ARCHITECTURE,
@@ -95,14 +96,19 @@ def vllm_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
 
 
 def own_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
-    """config.json in the peagle_jax format: the vllm format's keys, and those of a Markov head.
+    """config.json in the peagle_jax format: the vllm format's keys, and those of further heads.
 
-    The architecture is one that no other reader knows: vLLM would leave the Markov head out.
+    The architecture is one that no other reader knows: vLLM would leave a Markov head out.
     """
     config = vllm_config(cfg, dtype, k) | {"architectures": [OWN_ARCHITECTURE]}
     if cfg.markov_rank is not None:
         config["markov_rank"] = cfg.markov_rank
         config["markov_head_type"] = MARKOV_KINDS[cfg.markov_gated]
+    if cfg.confidence:
+        config["enable_confidence_head"] = True
+        config["confidence_head_with_markov"] = cfg.markov_rank is not None
+    if cfg.confidence_calibration is not None:
+        config[CALIBRATION] = cfg.confidence_calibration.to_json()
     return config
 
 

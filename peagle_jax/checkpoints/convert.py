@@ -27,6 +27,7 @@ UNUSED_OPTIONS = {
         "aux_layer_numbering",
         "identity_d2t",
         "drop_markov",
+        "drop_confidence",
     ),
 }
 
@@ -49,6 +50,7 @@ class ConversionOptions:
     aux_layer_numbering: str | None = None
     identity_d2t: bool = False
     drop_markov: bool = False
+    drop_confidence: bool = False
     command: str | None = None
     on_bytes: Callable[[int, int], None] | None = None
 
@@ -89,6 +91,7 @@ def convert(
     aux_layer_numbering: str | None = None,
     identity_d2t: bool = False,
     drop_markov: bool = False,
+    drop_confidence: bool = False,
     command: str | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
     **former_names: Any,
@@ -119,6 +122,7 @@ def convert(
         folder.
       drop_markov: leaves out the Markov head, which vLLM and speculators have no place for; the
         drafts then are other ones (`head_writing.without_markov`).
+      drop_confidence: leaves out the confidence head, likewise; the drafts are the same.
       command: the command line, to be recorded with the result.
       on_bytes: called with the bytes written so far and the bytes of all tensors.
       **former_names: options under the names that they had formerly (old_names.py).
@@ -139,6 +143,7 @@ def convert(
         mask_token=mask_token,
         identity_d2t=identity_d2t,
         drop_markov=drop_markov,
+        drop_confidence=drop_confidence,
         command=command,
         on_bytes=on_bytes,
         **with_new_names(former_names, CONVERSION_OPTIONS, "convert"),
@@ -160,6 +165,8 @@ def convert(
         )
         return
     head = _open(src, folder, given)
+    if given.drop_confidence:
+        head = head_writing.without_confidence(head)
     if given.drop_markov:
         head = head_writing.without_markov(head)
     if to == "orbax":

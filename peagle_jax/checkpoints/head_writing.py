@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -16,6 +17,8 @@ from peagle_jax.checkpoints import (
 )
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.draft import draft_vocab
+from peagle_jax.draft.confidence import NO_CONFIDENCE
+from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.provenance import versions
 from peagle_jax.types import InputError, Model
@@ -59,7 +62,8 @@ def save_drafter(
     Args:
       head: a draft head.
       path: the folder to write.
-      checkpoint_format: "vllm" or "speculators"; or "peagle_jax", of a head with a Markov head.
+      checkpoint_format: "vllm" or "speculators"; or "peagle_jax", of a head with a Markov head
+        or a confidence head.
       dtype: of the floating-point tensors; None keeps the head's.
       target: name or path of the target, which the speculators format carries.
       target_architecture: of the target; the speculators format carries it too.
@@ -177,13 +181,48 @@ def without_markov(head: HeadState) -> HeadState:
             got="one without",
             next_step="remove --drop-markov from the command",
         )
-    dropped = [name for name in head.tensors if name.startswith(param_mapping.MARKOV)]
+    if head.config.confidence:
+        raise InputError(
+            "--drop-markov",
+            rule="a confidence head that reads the Markov head is nothing without it",
+            got="a head with both",
+            next_step="add --drop-confidence",
+        )
+    return _without(head, param_mapping.MARKOV, NO_MARKOV)
+
+
+def without_confidence(head: HeadState) -> HeadState:
+    """The head without its confidence head; its tensors' names are noted in `left_out`.
+
+    Every draft stays as it is.
+
+    Raises:
+      InputError: it has none.
+    """
+    if not head.config.confidence:
+        raise InputError(
+            "--drop-confidence",
+            rule="needs a head with a confidence head",
+            got="one without",
+            next_step="remove --drop-confidence from the command",
+        )
+    return _without(head, param_mapping.CONFIDENCE, NO_CONFIDENCE)
+
+
+def _without(head: HeadState, prefix: str, fields: Mapping[str, Any]) -> HeadState:
+    """The head without the tensors of a prefix, and with other fields of its configuration."""
+    dropped = [name for name in head.tensors if name.startswith(prefix)]
     return dataclasses.replace(
         head,
-        config=dataclasses.replace(head.config, **NO_MARKOV),
+        config=dataclasses.replace(head.config, **fields),
         tensors={name: t for name, t in head.tensors.items() if name not in dropped},
         left_out=(*head.left_out, *dropped),
     )
+
+
+def needs_own_format(cfg: HeadConfig) -> bool:
+    """Whether a head has what no format but our own has a place for."""
+    return cfg.markov_rank is not None or cfg.confidence
 
 
 def check_expressible(head: HeadState, path: str | Path, checkpoint_format: str = "vllm") -> None:
@@ -289,12 +328,20 @@ def _refuse_inexpressible(
             got=f"one of rank {cfg.markov_rank}",
             next_step="use --to peagle_jax, or --drop-markov to write the head without it",
         )
-    if cfg.markov_rank is None and checkpoint_format == "peagle_jax":
+    if cfg.confidence and checkpoint_format in SERVED_FORMATS:
+        raise InputError(
+            path,
+            rule="vLLM and speculators have no confidence head in P-EAGLE",
+            got="a head with one",
+            next_step="use --to peagle_jax, or --drop-confidence, which leaves every draft as it "
+            "is",
+        )
+    if not needs_own_format(cfg) and checkpoint_format == "peagle_jax":
         # every other reader would refuse the folder, which holds nothing that needs it
         raise InputError(
             path,
-            rule="our own format is for heads with a Markov head, which the others have no place "
-            "for",
+            rule="our own format is for heads with a Markov head or a confidence head, which the "
+            "others have no place for",
             got="one without",
             next_step="use --to vllm",
         )

@@ -59,6 +59,8 @@ LABELS: dict[str, str | None] = {
     "export_status": "placeholders for vLLM",
     "markov_rank": "Markov head, rank",
     "markov_gated": None,
+    "confidence": "confidence head",
+    "confidence_calibrated": None,
     "rope_type": "rope",
     "shares_embedding": "embedding",
     "num_fp8_matrices": "FP8 matrices",
@@ -263,6 +265,8 @@ def _head_facts(config: HeadConfig) -> dict[str, Any]:
         "export_status": export_placeholders.export_status(config),
         "markov_rank": config.markov_rank,
         "markov_gated": config.markov_gated,
+        "confidence": config.confidence,
+        "confidence_calibrated": config.confidence_calibration is not None,
         "sliding_windows": list(config.windows),
         "rope_type": json.loads(config.rope.source)["rope_type"],
     }
@@ -320,6 +324,11 @@ def _in_words(key: str, value: Any, facts: Mapping[str, Any]) -> str:
         return "the target's, shared" if value else "its own"
     if key == "markov_rank" and facts["markov_gated"]:
         return f"{value}, gated"
+    if key == "confidence":
+        if not value:
+            return "none"
+        is_calibrated = facts["confidence_calibrated"]
+        return "calibrated" if is_calibrated else "not calibrated (peagle calibrate)"
     if key == "placeholder_hidden":
         return f"{value}: {HIDDEN_DESIGNS[value].about}"
     if key == "placeholder_token":

@@ -61,13 +61,17 @@ peagle_jax alone reads this folder:
 peagle generate --target {target} --drafter {name} --prompt "..."
 ```
 
-vLLM and speculators read the head without its Markov head. DSpark (arXiv:2607.05147) reports more
-accepted drafts with one than without; `peagle bench` measures both for this head:
+{without}
 
 ```
-peagle convert {name} OUT --to vllm --drop-markov
+peagle convert {name} OUT --to vllm {flags}
 ```
 """
+WITHOUT_MARKOV = """\
+vLLM and speculators read the head without its Markov head. DSpark (arXiv:2607.05147) reports more
+accepted drafts with one than without; `peagle bench` measures both for this head:"""
+WITHOUT_CONFIDENCE = """\
+vLLM and speculators read the head without its confidence head. Its drafts are the same:"""
 BY_FOLDER_NAME = """
 or, since the folder names its target and K:
 
@@ -119,6 +123,10 @@ def head_card(
     if cfg.markov_rank is not None:
         gated = ", gated" if cfg.markov_gated else ""
         rows["Markov head (arXiv:2607.05147)"] = f"rank {cfg.markov_rank}{gated}"
+    if cfg.confidence:
+        is_calibrated = cfg.confidence_calibration is not None
+        calibrated = "calibrated" if is_calibrated else "not calibrated"
+        rows["confidence head (arXiv:2607.05147)"] = calibrated
     origin = {label: f"`{facts[key]}`" for key, label in ORIGIN_ROWS.items() if key in facts}
     article, kind, arxiv = KINDS[cfg.method]
     return CARD.format(
@@ -137,7 +145,12 @@ def _serving(cfg: HeadConfig, name: str, target: str, checkpoint_format: str, k:
     """How the folder is decoded with."""
     quoted = shlex.quote(name)
     if checkpoint_format == "peagle_jax":
-        return BY_PEAGLE.format(name=quoted, target=shlex.quote(target))
+        without = WITHOUT_CONFIDENCE if cfg.markov_rank is None else WITHOUT_MARKOV
+        dropped = ["--drop-markov"] if cfg.markov_rank is not None else []
+        dropped += ["--drop-confidence"] if cfg.confidence else []
+        return BY_PEAGLE.format(
+            name=quoted, target=shlex.quote(target), without=without, flags=" ".join(dropped)
+        )
     flags = shlex.quote(serving_flags(cfg, name, k or ASSUMED_K))
     names_target = checkpoint_format == "speculators" and target != NO_TARGET
     return BY_VLLM.format(

@@ -23,6 +23,7 @@ NEITHER = {
     "qk_norm": "norm queries and keys",
     "norm_before_residual": "take the residual after the norm",
     "markov_rank": "have a Markov head",
+    "confidence": "have a confidence head",
 }
 SGLANG_LACKS = NEITHER | {
     "attention_bias": "have biases in attention",

@@ -28,6 +28,7 @@ MASK_HIDDEN = ParamTransform("mask_hidden", _to_vector, _to_rank_3, fits=_is_vec
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 MARKOV = "markov_head."  # what the names of a Markov head's tensors begin with
+CONFIDENCE = "confidence_head."  # likewise of a confidence head
 # The target's, which speculators has in memory while it trains and may have saved with the head.
 VERIFIER_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight")
 # What no head reads: frequencies that older writers saved, which the config gives; and a norm of
@@ -67,6 +68,9 @@ def table(cfg: HeadConfig) -> ParamTable:
         names["d2t"] = ("d2t", IDENTITY)
     if cfg.markov_rank is not None:
         names |= _markov_names(cfg)
+    if cfg.confidence:  # under DSpark's names, as a Markov head
+        names[f"{CONFIDENCE}proj.weight"] = ("confidence.kernel", TRANSPOSE)
+        names[f"{CONFIDENCE}proj.bias"] = ("confidence.bias", IDENTITY)
     if cfg.norm_before_fc:
         names["input_norm.weight"] = ("fusion.input_norm.scale", IDENTITY)
     if cfg.fc_norm:

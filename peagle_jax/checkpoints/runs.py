@@ -20,10 +20,16 @@ from peagle_jax import weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints import param_mapping
 from peagle_jax.checkpoints.checksums import write_checksums
-from peagle_jax.checkpoints.config_reading import is_drafter
+from peagle_jax.checkpoints.config_reading import CALIBRATION, is_drafter
 from peagle_jax.checkpoints.head_reading import read_head, to_model
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.orbax_io import newest, open_tree
+from peagle_jax.draft.confidence import (
+    NO_CONFIDENCE,
+    Calibration,
+    calibration_from_json,
+    check_confidence,
+)
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV, check_rank
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, PAPER_DESIGN, TOKEN_DESIGNS
@@ -56,6 +62,7 @@ BOOL_KEYS = (
     "fc_norm",
     "norm_output",
     "markov_gated",
+    "confidence",
 )
 MOST_LAYERS = 10_000  # a damaged head.json must not make a model of any size
 
@@ -184,8 +191,10 @@ def config_from_json(path: Path) -> HeadConfig:
     """
     raw = with_new_names(weights.read_json(path, HEAD_FILE_AGAIN), HEAD_JSON_KEYS, str(path))
     raw.pop("origin", None)
-    # runs from before other designs and Markov heads do not name theirs
-    raw = {**PAPER_DESIGN, **NO_MARKOV, **raw}
+    # runs from before other designs, Markov and confidence heads do not name theirs
+    raw = {**PAPER_DESIGN, **NO_MARKOV, **NO_CONFIDENCE, **raw}
+    calibration = calibration_from_json(raw[CALIBRATION], str(path), HEAD_FILE_AGAIN)
+    raw[CALIBRATION] = calibration
     _check_values(raw, path)
     try:
         rope = dict(raw["rope"])
@@ -230,6 +239,8 @@ def _check_values(raw: Mapping, path: Path) -> None:
         fields.get_bool(key)
     rank, is_parallel = fields.get_int("markov_rank", None), raw.get("mask_token") is not None
     check_rank(rank, raw["draft_vocab"], is_parallel, f"{path}: markov_rank", HEAD_FILE_AGAIN)
+    is_calibrated = raw[CALIBRATION] is not None
+    check_confidence(raw["confidence"], is_calibrated, is_parallel, f"{path}: confidence")
     windows, aux_layers = fields.get("windows"), raw.get("aux_hidden_state_layers")
     if aux_layers != [FINAL_HIDDEN_STATE]:  # an EAGLE-1 head's
         aux_layers = fields.get_ints("aux_hidden_state_layers")
@@ -294,6 +305,8 @@ def head_json(config: HeadConfig, origin: Mapping[str, Any] | None = None) -> st
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     fields["rope"] = json.loads(config.rope.source) | {"max_position_embeddings": config.context}
     fields["dtype"] = np.dtype(config.dtype).name
+    if isinstance(fields[CALIBRATION], Calibration):
+        fields[CALIBRATION] = fields[CALIBRATION].to_json()
     if origin:
         fields["origin"] = dict(origin)
     return json.dumps(fields, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""`peagle convert`, `peagle inspect` and `peagle serve-config`: checkpoints on disk."""
+"""`peagle convert`, `calibrate`, `inspect` and `serve-config`: checkpoints on disk."""
 
 import argparse
 import json
@@ -38,6 +38,7 @@ def convert(arguments: argparse.Namespace) -> int:
             aux_layer_numbering=arguments.aux_layer_numbering,
             identity_d2t=arguments.identity_d2t,
             drop_markov=arguments.drop_markov,
+            drop_confidence=arguments.drop_confidence,
             command=command_line(arguments.argv),
             on_bytes=report_bytes,
         )
@@ -49,6 +50,31 @@ def convert(arguments: argparse.Namespace) -> int:
         )
     if arguments.to == "speculators" and read_serving(arguments.dst).target is None:
         say(f"it names no target, so vllm serve {arguments.dst} will not find one; give --target")
+    return 0
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Calibrates a head's confidence head."""
+    from peagle_jax import text, weights
+    from peagle_jax.checkpoints.runs import open_head
+    from peagle_jax.checkpoints.target_io import load_target
+    from peagle_jax.pipelines.calibration import calibrate_head
+
+    config = open_head(arguments.src).config
+    target = load_target(arguments.target, aux_hidden_state_layers=config.aux_hidden_state_layers)
+    tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
+    prompts = text.read_prompts(arguments.prompts, tokenizer)
+    facts = calibrate_head(
+        target,
+        arguments.src,
+        arguments.dst,
+        prompts,
+        k=arguments.k,
+        max_new_tokens=arguments.max_new_tokens,
+        command=command_line(arguments.argv),
+    )
+    print_facts(facts)
+    say(f"{arguments.src} -> {arguments.dst} (peagle_jax)")
     return 0
 
 

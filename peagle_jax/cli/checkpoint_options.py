@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from peagle_jax.cli.parser import Parser, add_k
+from peagle_jax.cli.parser import Parser, add_k, add_target
 
 
 def add_convert(parser: Parser) -> None:
@@ -65,10 +65,41 @@ def add_convert(parser: Parser) -> None:
         "is then chosen without the token before it (DSpark, arXiv:2607.05147: fewer are accepted)",
     )
     parser.add_argument(
+        "--drop-confidence",
+        action="store_true",
+        help="leave out the confidence head, for which vLLM and speculators have no place; drafts "
+        "stay as they are",
+    )
+    parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         help="split the weights into files of at most this size, as 5GB or 12MB; without it one "
         "file",
+    )
+
+
+def add_calibrate(parser: Parser) -> None:
+    """The options of `peagle calibrate`."""
+    parser.add_argument(
+        "src", metavar="SRC", help="a head with a confidence head: a folder, or a training run"
+    )
+    parser.add_argument("dst", metavar="DST", type=Path, help="the folder to write")
+    add_target(parser)
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="JSONL file as for `peagle generate`, of texts that the head was not trained on; 64 "
+        "or more",
+    )
+    add_k(
+        parser,
+        type=int,
+        help="tokens to draft in one step; without it what the head was trained for",
+    )
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=128, help="tokens of each answer"
     )
 
 

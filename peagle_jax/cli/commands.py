@@ -77,6 +77,11 @@ COMMANDS = {
         decode_options.add_bench,
         "bench_commands",
     ),
+    "calibrate": Command(
+        "fits the confidences of a draft head to what decoding accepts of its drafts",
+        checkpoint_options.add_calibrate,
+        "checkpoint_commands",
+    ),
     "plan": Command(
         "says from shapes alone how fast decoding will be on a device, and whether a head pays",
         plan_options.add_plan,

@@ -142,7 +142,7 @@ class ParallelDrafter(_HeadDrafter):
         aux_hidden_states: Float[Array, "B R A"],
         count: Int[Array, " B"],
     ) -> Proposal:
-        head, hidden, new_state = self._read(params, state, tokens, aux_hidden_states, count)
+        head, hidden, new_state = self.read(params, state, tokens, aux_hidden_states, count)
         last = _last_committed(tokens, count)
         drafts, draft_logits = _draft_tokens(head, hidden, last, state.sampling)
         return drafts, draft_logits, new_state
@@ -166,7 +166,7 @@ class ParallelDrafter(_HeadDrafter):
             width = tree_width(self.k, num_nodes, self.config.draft_vocab)
             token_ids, logprobs, new_state = self.likeliest(params, *inputs, width)
             return likeliest_tree(token_ids, logprobs, num_nodes), new_state
-        head, hidden, new_state = self._read(params, *inputs)
+        head, hidden, new_state = self.read(params, *inputs)
         assert head.markov is not None
         markov, normed, target_ids = head.markov, head.final_norm(hidden), head.target_ids()
         logits = head.lm_head(normed)
@@ -200,12 +200,12 @@ class ParallelDrafter(_HeadDrafter):
         Returns:
           Their ids in the target's vocabulary, their log-probabilities, and the new state.
         """
-        head, hidden, new_state = self._read(params, state, tokens, aux_hidden_states, count)
+        head, hidden, new_state = self.read(params, state, tokens, aux_hidden_states, count)
         logits = head.compute_logits(hidden).astype(jnp.float32)
         logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), width)
         return head.target_ids()[ids].astype(jnp.int32), logprobs, new_state
 
-    def _read(
+    def read(
         self,
         params: Params,
         state: DraftState,

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft import placeholders
+from peagle_jax.draft.confidence import Calibration, ConfidenceHead, check_confidence
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.draft.markov import MarkovHead, check_rank
 from peagle_jax.layers import (
@@ -69,6 +70,8 @@ class HeadConfig:
       markov_rank: rank of the bias that the previous token gives a draft's logits; None for a head
         without (`markov.MarkovHead`).
       markov_gated: the bias depends on the hidden state, too.
+      confidence: whether it has a confidence head (`confidence.ConfidenceHead`).
+      confidence_calibration: of that head; None where it has none, or was not calibrated.
       windows: sliding window of each layer, in tokens; None for full attention.
       dtype: of parameters and activations.
     """
@@ -98,12 +101,16 @@ class HeadConfig:
     norm_output: bool
     markov_rank: int | None
     markov_gated: bool
+    confidence: bool
+    confidence_calibration: Calibration | None
     windows: tuple[int | None, ...]
     dtype: DTypeLike
 
     def __post_init__(self) -> None:
         next_step = "set markov_rank to a number in that range, or to None"
         check_rank(self.markov_rank, self.draft_vocab, self.parallel, "markov_rank", next_step)
+        calibrated = self.confidence_calibration is not None
+        check_confidence(self.confidence, calibrated, self.parallel, "confidence")
 
     @property
     def parallel(self) -> bool:
@@ -223,7 +230,8 @@ class DraftHead(nnx.Module):
     draft vocabulary. Tensors are those of vLLM's llama_eagle3.py, or of its llama_eagle.py where
     `cfg.predicts_features`. Decoding and training give the head different attention
     (`types.Attend`). Where `cfg.markov_rank` is not None, `head.markov` has a bias for the logits,
-    which `compute_logits` leaves out: it depends on the tokens that are drafted.
+    which `compute_logits` leaves out: it depends on the tokens that are drafted. Where
+    `cfg.confidence`, `head.confidence` says how likely drafts are accepted.
 
     Args:
       cfg: shape and options.
@@ -282,6 +290,8 @@ class DraftHead(nnx.Module):
                 rngs=rngs,
             )
         self.markov = markov
+        width = cfg.dim + (cfg.markov_rank or 0)
+        self.confidence = ConfidenceHead(width, dtype=cfg.dtype) if cfg.confidence else None
 
     def __call__(
         self,
@@ -338,6 +348,21 @@ class DraftHead(nnx.Module):
     def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
         """The argmax of `compute_logits`, which a kernel may find without writing them."""
         return self.lm_head.argmax_logits(self.final_norm(hidden))
+
+    def confidence_logits(
+        self, normed: Float[Array, "*rows D"], previous: Int[Array, "*rows"]
+    ) -> Float[Array, "*rows"]:
+        """How likely drafts are accepted if those before them are, as logits without calibration.
+
+        Args:
+          normed: hidden states after the final norm.
+          previous: the token before each draft, of the target's vocabulary.
+        """
+        assert self.confidence is not None
+        if self.markov is None:
+            return self.confidence(normed)
+        embedded = self.markov.w1(previous).astype(normed.dtype)
+        return self.confidence(jnp.concatenate([normed, embedded], axis=-1))
 
     def feedback(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """What stands in the place of the fused hidden state in autoregressive drafting."""

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from peagle_jax import weights
 from peagle_jax.checkpoints.runs import open_head
+from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.pipelines.decoding_plan import EAGLE3, PEAGLE
@@ -117,6 +118,7 @@ def default_head(target: TargetConfig, method: str, layers: int) -> HeadConfig:
     has_experts = bool(getattr(target, "experts", None))
     return HeadConfig(
         **NO_MARKOV,
+        **NO_CONFIDENCE,
         vocab=target.vocab,
         draft_vocab=target.vocab,
         dim=target.dim,

@@ -21,8 +21,10 @@ from peagle_jax.train.loss import LOSSES
 from peagle_jax.train.peagle_loss import FeatureNoise
 from peagle_jax.train.recipe_sections import (
     ComputeConfig,
+    ConfidenceConfig,
     DataConfig,
     EvalConfig,
+    MarkovConfig,
     MeshConfig,
     OptimizerConfig,
 )
@@ -208,19 +210,6 @@ class PlaceholderConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MarkovConfig:
-    """A Markov head (draft/markov.py): the token before a draft gives its logits a bias."""
-
-    rank: int  # of the bias; DSpark's heads have 256
-    gated: bool = False  # the bias depends on the hidden state, too
-    # Of the head in `init_from`, which stays as it is: only the Markov head is trained.
-    train_alone: bool = False
-
-    def __post_init__(self) -> None:
-        check(self.rank >= 1, "rank", "must be 1 or more", self.rank, "use 256")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthStage:
     """Until step `until`, train only so many depths (P-EAGLE) or unrolled steps (EAGLE-3)."""
 
@@ -308,15 +297,24 @@ class PeagleRun(HeadRun):
     cod: CodConfig = CodConfig()
     placeholder: PlaceholderConfig = PlaceholderConfig()
     markov: MarkovConfig | None = None  # null: no Markov head
+    confidence: ConfidenceConfig | None = None  # null: no confidence head
     feature_noise: FeatureNoise = FeatureNoise()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        trains_alone = self.markov is not None and self.markov.train_alone
-        rule = "needs a trained head, which it leaves as it is"
-        next_step = "set init_from to that head's folder, or markov.train_alone: false"
-        has_head = not trains_alone or self.init_from is not None
-        check(has_head, "markov.train_alone", rule, "init_from: null", next_step)
+        for part in self.trained_alone:
+            key, rule = f"{part}.train_alone", "needs a trained head, which it leaves as it is"
+            next_step = f"set init_from to that head's folder, or {key}: false"
+            check(self.init_from is not None, key, rule, "init_from: null", next_step)
+
+    @property
+    def trained_alone(self) -> tuple[str, ...]:
+        """The parts that are trained on top of a head which stays as it is, by their sections.
+
+        A confidence head is trained beside them in any case, as nothing else depends on it.
+        """
+        parts = {"markov": self.markov, "confidence": self.confidence}
+        return tuple(name for name, part in parts.items() if part and part.train_alone)
 
     @property
     def num_depths(self) -> int:

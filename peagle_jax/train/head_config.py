@@ -33,9 +33,9 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         rule, got = "P-EAGLE needs a mask token", "a tokenizer without one"
         next_step = "set head.mask_token to an id that the tokenizer leaves unused"
         raise InputError(run.target, rule, got, next_step)
-    design, markov = PlaceholderConfig(), None
+    design, markov, confidence = PlaceholderConfig(), None, None
     if isinstance(run, PeagleRun):
-        design, markov = run.placeholder, run.markov
+        design, markov, confidence = run.placeholder, run.markov, run.confidence
     draft_vocab = _or_default(head.draft_vocab, target_config.vocab)
     if markov is not None:
         next_step = f"use {min(256, draft_vocab)}"
@@ -66,6 +66,8 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         norm_output=head.norm_output,
         markov_rank=None if markov is None else markov.rank,
         markov_gated=markov is not None and markov.gated,
+        confidence=confidence is not None,
+        confidence_calibration=None,
         windows=(head.sliding_window,) * head.layers,
         dtype=jnp.float32,
     )

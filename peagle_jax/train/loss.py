@@ -20,7 +20,8 @@ from peagle_jax.layers import float32_product, soft_cap
 CHUNK = 2048  # packed elements whose logits exist at one time
 MIN_OVERLAP, HYBRID_ETA = 1e-5, 3.0  # as in speculators 0.9
 
-# {"correct": elements whose argmax is the target's, "total": elements}, weighted, by depth
+# {"correct": elements whose argmax is the target's, "total": elements}, weighted, by depth; with a
+# confidence head also the sum of its losses, "confidence_loss"
 DepthCounts = dict[str, Float[Array, " K"]]
 
 
@@ -144,6 +145,7 @@ def distill(
     logit_cap: float | None = None,
     loss: str = "forward_kl",
     bias: MarkovBias | None = None,
+    confidence: Float[Array, " P"] | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's.
 
@@ -160,32 +162,58 @@ def distill(
       logit_cap: soft cap of the target's logits (Gemma).
       loss: a name of `LOSSES`.
       bias: of the head's logits; None for a head without a Markov head.
+      confidence: logits of a confidence head, which learn the share of an element's drafts that
+        sampling accepts; None for a head without one.
 
     Returns:
-      sum(weight * loss), and {"correct", "total"} by depth.
+      sum(weight * loss), and {"correct", "total"} by depth. With `confidence` the loss has its
+      binary cross-entropy (arXiv:2607.05147), and "confidence_loss" is that by depth.
     """
     inputs, matrices = (norm(hidden),), (lm_head_weight,)
     if bias is not None:
         code = bias.head.code(bias.previous, inputs[0]).astype(inputs[0].dtype)
         inputs, matrices = (*inputs, code), (*matrices, bias.head.w2.kernel[...])
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
-    form = Form(loss, num_depths, logit_cap)
+    form = Form(loss, num_depths, logit_cap, confidence is not None)
     rows = teacher_row, weight, depth
-    return _distill_chunks(form, inputs, matrices, teacher, rows)
+    total, counts, overlap = _distill_chunks(form, inputs, matrices, teacher, rows)
+    if confidence is None:
+        return total, counts
+    losses = weight * confidence_loss(confidence, jax.lax.stop_gradient(overlap))
+    by_depth = jnp.zeros(num_depths).at[depth].add(jax.lax.stop_gradient(losses))
+    return total + losses.sum(), counts | {"confidence_loss": by_depth}
+
+
+def confidence_loss(
+    logits: Float[Array, "*rows"], overlap: Float[Array, "*rows"]
+) -> Float[Array, "*rows"]:
+    """Binary cross-entropy of confidences with the share of drafts that sampling accepts, in nats.
+
+    -(a log c + (1 - a) log(1 - c)) of a confidence c = sigmoid(logit) and a share a. It is smallest
+    where c = a, and then the entropy of a.
+    """
+    return jax.nn.softplus(logits) - overlap * logits
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What of `distill` is no array, under the same names."""
+    """What of `distill` is no array, under the same names.
+
+    `wants_overlap` says whether the share of drafts that sampling accepts is wanted as well.
+    """
 
     loss: str
     num_depths: int
     logit_cap: float | None
+    wants_overlap: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _distill_chunks(form, inputs, matrices, teacher, rows):
-    """What `distill` returns, chunk by chunk of the elements.
+    """What `distill` returns without confidences, chunk by chunk of the elements.
+
+    The third result is the share of each element's drafts that sampling accepts, without a
+    gradient; None unless the form wants it.
 
     Where gradients are wanted, those of a chunk are computed together with its loss, so that no
     logits are kept for a backward pass, or computed again in one. The backward pass multiplies them
@@ -213,7 +241,7 @@ def _distill_chunks_forward(form, inputs, matrices, teacher, rows):
 
 
 def _distill_chunks_backward(form, saved, cotangents):
-    of_sum = cotangents[0]  # counts have no gradients
+    of_sum = cotangents[0]  # counts and overlaps have no gradients
     scaled = [
         tuple(
             None if grad is None else (grad.astype(jnp.float32) * of_sum).astype(like.dtype)
@@ -277,14 +305,18 @@ def _sums_and_grads(form, inputs, matrices, teacher, rows, wanted):
         is_correct = _at(student, probs.best) == student.max(axis=-1)
         counts = {"correct": by_depth(weight * is_correct, depth), "total": by_depth(weight, depth)}
         of_matrices = {i: grad.astype(jnp.float32) for i, grad in grads[1].items()}
-        return jax.tree.map(jnp.add, totals, (summed, counts, of_matrices)), grads[0]
+        overlap = _overlap(student, probs) if form.wants_overlap else None
+        return jax.tree.map(jnp.add, totals, (summed, counts, of_matrices)), (grads[0], overlap)
 
     nothing = {"correct": jnp.zeros(form.num_depths), "total": jnp.zeros(form.num_depths)}
     no_gradients = {i: jnp.zeros(matrices[i].shape) for i in wanted[1]}
     xs = jax.tree.map(split, (inputs, rows))
-    totals, of_inputs = jax.lax.scan(add_chunk, (jnp.zeros(()), nothing, no_gradients), xs)
+    totals, (of_inputs, overlap) = jax.lax.scan(
+        add_chunk, (jnp.zeros(()), nothing, no_gradients), xs
+    )
     summed, counts, of_matrices = totals
     whole = {i: x.reshape(chunks * size, -1)[:P] for i, x in of_inputs.items()}
     numbers = range(len(inputs))
     grads = tuple(map(whole.get, numbers)), tuple(map(of_matrices.get, numbers))
-    return (summed, counts), grads
+    overlap = None if overlap is None else overlap.reshape(-1)[:P]
+    return (summed, counts, overlap), grads

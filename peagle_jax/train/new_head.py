@@ -28,9 +28,14 @@ from peagle_jax.weights import flatten_params
 
 MEAN_TOKENS = 8192  # over which the mean aux hidden states are taken
 # May differ from those of a head that stays as it is: they are no part of its layers.
-NOT_OF_ITS_LAYERS = ("markov_rank", "markov_gated", "dtype", "num_depths", "context")
-ALONE = "markov.train_alone"
-NOT_ALONE = f"{ALONE}: false"
+NOT_OF_ITS_LAYERS = (
+    "confidence",
+    "confidence_calibration",
+    "dtype",
+    "num_depths",
+    "context",
+)
+MARKOV_FIELDS = ("markov_rank", "markov_gated")
 
 
 def new_head(
@@ -51,7 +56,7 @@ def new_head(
 
     Raises:
       InputError: the run's head does not fit the target, or the trained head cannot be read; or it
-        is to stay as it is (`markov.train_alone`), and the run's head is another one.
+        is to stay as it is (`run.trained_alone`), and the run's head is another one.
     """
     config = head_config(run, target, cast(int | None, tokenizer.mask_token_id))
     cap = getattr(target.config, "logit_cap", None)
@@ -80,8 +85,8 @@ def new_head(
         trained = head_reading.to_model(
             open_head(run.init_from), dtype=config.dtype, embedding=embedding, lm_head=output.T
         )
-        if isinstance(run, PeagleRun) and run.markov is not None and run.markov.train_alone:
-            _check_stays_whole(head, trained, run.init_from)
+        if isinstance(run, PeagleRun) and run.trained_alone:
+            _check_stays_whole(head, trained, run.init_from, run.trained_alone)
         head = init_from_head(head, trained, run.init_from)
     if config.parallel:
         # last, because placeholders begin from the head's embedding and fusion
@@ -104,8 +109,8 @@ def new_head(
     return head
 
 
-def _check_stays_whole(head: Model, trained: Model, where: str) -> None:
-    """Checks that the head with a Markov head to train is the trained head in all else.
+def _check_stays_whole(head: Model, trained: Model, where: str, parts: tuple[str, ...]) -> None:
+    """Checks that the head with parts to train alone is the trained head in all else.
 
     `init_from_head` takes over what fits, and the rest would be random and never trained.
 
@@ -113,14 +118,18 @@ def _check_stays_whole(head: Model, trained: Model, where: str) -> None:
       head: the new head.
       trained: the head that stays as it is.
       where: its folder, for errors.
+      parts: what is trained, "markov", "confidence" or both.
 
     Raises:
       InputError: the trained head does not draft in parallel, has another configuration, or lacks
         a parameter of the new head's shape.
     """
+    alone = f"{parts[0]}.train_alone"
+    not_alone = ", ".join(f"{part}.train_alone: false" for part in parts)
+    may_differ = (*NOT_OF_ITS_LAYERS, *(MARKOV_FIELDS if "markov" in parts else ()))
     if not trained.config.parallel:
         raise InputError(
-            ALONE,
+            alone,
             rule=f"the head in {where} must be a P-EAGLE head",
             got=f"one of task {trained.config.method}",
             next_step="set init_from to a P-EAGLE head",
@@ -128,23 +137,23 @@ def _check_stays_whole(head: Model, trained: Model, where: str) -> None:
     for field in dataclasses.fields(HeadConfig):
         name = field.name
         wanted, value = getattr(trained.config, name), getattr(head.config, name)
-        if name in NOT_OF_ITS_LAYERS or _meaning(wanted) == _meaning(value):
+        if name in may_differ or _meaning(wanted) == _meaning(value):
             continue
         key, as_wanted = _key_of(name), _shown(name, wanted)
         raise InputError(
             key or name,
-            rule=f"with {ALONE}: true it must be that of the head in {where}, {as_wanted}",
+            rule=f"with {alone}: true it must be that of the head in {where}, {as_wanted}",
             got=_shown(name, value),
-            next_step=f"set {key}: {as_wanted}, or {NOT_ALONE}" if key else f"set {NOT_ALONE}",
+            next_step=f"set {key}: {as_wanted}, or {not_alone}" if key else f"set {not_alone}",
         )
     old = {path: x.shape for path, x in flatten_params(trained.params)}
     for path, x in flatten_params(head.params):
-        if not path.startswith("markov.") and old.get(path) != x.shape:
+        if path.split(".")[0] not in (*parts, "confidence") and old.get(path) != x.shape:
             raise InputError(
-                ALONE,
+                alone,
                 rule=f"the head in {where} must have the parameter {path} of shape {x.shape}",
                 got=old.get(path, "none"),
-                next_step=f"set cod.num_depths: {trained.config.num_depths}, or {NOT_ALONE}",
+                next_step=f"set cod.num_depths: {trained.config.num_depths}, or {not_alone}",
             )
 
 
@@ -156,7 +165,7 @@ def _meaning(value: Any) -> Any:
 
 def _key_of(field: str) -> str | None:
     """The recipe's key that decides a field of HeadConfig; None where no single one does."""
-    if field.startswith("placeholder_"):
+    if field.startswith(("placeholder_", "markov_")):
         return field.replace("_", ".", 1)
     if field == "windows":
         return "head.sliding_window"

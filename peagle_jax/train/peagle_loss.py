@@ -96,7 +96,8 @@ def peagle_loss(
 
     Returns:
       The loss, and {"correct", "total"} by depth [K]: how often the head's argmax is the target's,
-      and of how many elements.
+      and of how many elements. With a confidence head the loss has its cross-entropy, which is
+      "confidence_loss" by depth; no other parameter has a gradient of it.
     """
     if num_depths > 1 and cod is None:
         raise ValueError("more than one depth needs a COD sample")
@@ -150,7 +151,7 @@ class Teacher:
       columns: of the output matrix, restricted to the draft vocabulary.
       hidden: final hidden states, one for each shifted position.
       tokens: of the shifted rows. That of a position is the one before what is predicted there,
-        which a Markov head reads: the true one, whatever the head would have drafted.
+        which Markov and confidence heads read: the true one, whatever would have been drafted.
     """
 
     columns: Float[Array, "E W"]
@@ -171,9 +172,12 @@ class Teacher:
         """As `loss.distill`, of rows that learn from their positions."""
         B, n = self.hidden.shape[:2]
         teacher_row = positions + n * jnp.arange(B)[:, None]
-        bias = None
+        bias = confidence = None
+        previous = jnp.take_along_axis(self.tokens, positions, axis=1)
+        if head.confidence is not None:
+            normed = head.final_norm(hidden)
+            confidence = _flatten_rows(head.confidence_logits(normed, previous))
         if head.markov is not None:
-            previous = jnp.take_along_axis(self.tokens, positions, axis=1)
             bias = MarkovBias(head.markov, _flatten_rows(previous))
         return distill(
             head.final_norm,
@@ -188,6 +192,7 @@ class Teacher:
             self.logit_cap,
             self.loss,
             bias,
+            confidence,
         )
 
 
@@ -258,7 +263,10 @@ def _partitioned(
     elements = (cod.anchor, cod.depth, cod.real, weight)
     parts = tuple(split(jnp.asarray(x)) for x in elements)
     zeros = jnp.zeros(teacher.num_depths)
-    nothing = jnp.zeros(()), {"correct": zeros, "total": zeros}
+    counts = {"correct": zeros, "total": zeros}
+    if masters.confidence is not None:
+        counts["confidence_loss"] = zeros
+    nothing = jnp.zeros(()), counts
     summed, _ = jax.lax.scan(add, nothing, parts)
     return summed
 

@@ -114,3 +114,27 @@ class EvalConfig:
         rule = "must be null where every is null: nothing is measured while the head trains"
         next_step = "set every, or patience: null"
         check(measures or self.patience is None, "patience", rule, self.patience, next_step)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MarkovConfig:
+    """A Markov head (draft/markov.py): the token before a draft gives its logits a bias."""
+
+    rank: int  # of the bias; DSpark's heads have 256
+    gated: bool = False  # the bias depends on the hidden state, too
+    # Of the head in `init_from`, which stays as it is: only the Markov head is trained.
+    train_alone: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 1, "rank", "must be 1 or more", self.rank, "use 256")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfidenceConfig:
+    """A confidence head (draft/confidence.py): how likely a draft is accepted.
+
+    No gradient of it reaches other parameters. `peagle calibrate` makes chances of what it says.
+    """
+
+    # Of the head in `init_from`, which stays as it is: only the confidence head is trained.
+    train_alone: bool = False

@@ -261,13 +261,13 @@ def _count(head: Model) -> int:
 def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) -> Path:
     """Writes `run.out`/head in vLLM's format, if that has a place for all that the head has.
 
-    A head with a Markov head is written in this package's own format.
+    A head with a Markov head or a confidence head is written in this package's own format.
 
     Returns:
       That folder; otherwise the run's own, which `peagle generate` and `peagle convert` read.
     """
     folder = Path(run.out) / "head"
-    checkpoint_format = "vllm" if head.config.markov_rank is None else "peagle_jax"
+    checkpoint_format = "peagle_jax" if head_writing.needs_own_format(head.config) else "vllm"
     try:
         head_writing.check_expressible(head_writing.from_model(head), folder, checkpoint_format)
     except InputError as error:
@@ -287,9 +287,10 @@ def _export(run: HeadRun, head: Model, step: int, say: Callable[[str], None]) ->
 
 def split_params(run: HeadRun, head: Model) -> tuple[Params, Params]:
     """(trained, frozen) parts of the head's parameters; `d2t`, a table of ids, is frozen."""
-    if isinstance(run, PeagleRun) and run.markov is not None and run.markov.train_alone:
-        others = {name: part for name, part in head.params.items() if name != "markov"}
-        return {"markov": head.params["markov"]}, others
+    if isinstance(run, PeagleRun) and run.trained_alone:
+        names = {*run.trained_alone, *(("confidence",) if run.confidence else ())}
+        others = {name: part for name, part in head.params.items() if name not in names}
+        return {name: head.params[name] for name in sorted(names)}, others
     frozen_names = {"d2t"}
     if not run.train_embedding:
         frozen_names.add("embed")
@@ -380,5 +381,12 @@ def head_denominators(batch: HeadBatch) -> jax.Array:
 
 
 def head_metrics(counts: DepthCounts) -> dict[str, jax.Array]:
-    """Of a step: by depth, how often the head's likeliest token is the target's."""
-    return {"accuracy": counts["correct"] / jnp.maximum(counts["total"], 1)}
+    """Of a step: by depth, how often the head's likeliest token is the target's.
+
+    And the mean loss of a confidence head, which the step's loss includes.
+    """
+    total = jnp.maximum(counts["total"], 1)
+    metrics = {"accuracy": counts["correct"] / total}
+    if "confidence_loss" in counts:
+        metrics["confidence_loss"] = counts["confidence_loss"] / total
+    return metrics

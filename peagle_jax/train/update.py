@@ -68,13 +68,14 @@ def muon_or_adamw(params: Params) -> Params:
     """Which optimizer makes a parameter's steps where a recipe asks for Muon.
 
     Muon is for matrices between hidden states. Tables of vectors (the embedding, placeholders, a
-    Markov head) and the output matrix are left to AdamW
+    Markov head), a confidence head's vector and the output matrix are left to AdamW
     (https://kellerjordan.github.io/posts/muon/).
     """
 
     def label(path: tuple, x: jax.Array) -> str:
         name = jax.tree_util.keystr(path[:1])
         is_table = name in ("['embed']", "['lm_head']", "['placeholder']", "['markov']")
+        is_table |= name == "['confidence']"
         return "muon" if x.ndim >= 2 and not is_table else "adamw"
 
     return jax.tree.map_with_path(label, params)

@@ -27,6 +27,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
+from peagle_jax.draft.confidence import NO_CONFIDENCE  # noqa: E402
 from peagle_jax.draft.head import HeadConfig  # noqa: E402
 from peagle_jax.draft.markov import NO_MARKOV  # noqa: E402
 from peagle_jax.draft.placeholders import PAPER_DESIGN  # noqa: E402
@@ -94,6 +95,7 @@ def head_config_of(target_name: str, config: TargetConfig) -> HeadConfig:
         norm_output=False,
         **PAPER_DESIGN,
         **NO_MARKOV,
+        **NO_CONFIDENCE,
         windows=(None,) * 4,
         dtype=jnp.bfloat16,
     )

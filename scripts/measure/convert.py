@@ -56,6 +56,7 @@ def make_head(folder: Path, size: int) -> None:
 
     from peagle_jax import weights
     from peagle_jax.checkpoints import config_writing, param_mapping
+    from peagle_jax.draft.confidence import NO_CONFIDENCE
     from peagle_jax.draft.head import DraftHead, HeadConfig
     from peagle_jax.draft.markov import NO_MARKOV
     from peagle_jax.draft.placeholders import PAPER_DESIGN
@@ -86,6 +87,7 @@ def make_head(folder: Path, size: int) -> None:
             norm_output=False,
             **PAPER_DESIGN,
             **NO_MARKOV,
+            **NO_CONFIDENCE,
             windows=(None,) * layers,
             dtype=np.dtype(ml_dtypes.bfloat16),
         )

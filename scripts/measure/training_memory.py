@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.draft.placeholders import PAPER_DESIGN
@@ -70,6 +71,7 @@ def small_head() -> Model:
         norm_output=False,
         **PAPER_DESIGN,
         **NO_MARKOV,
+        **NO_CONFIDENCE,
         windows=(None, None),
         dtype=jnp.float32,
     )

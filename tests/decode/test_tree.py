@@ -170,7 +170,7 @@ def test_a_trees_branches_have_scores_of_their_own():
 
     @jax.jit
     def run(params):
-        module, hidden, _ = drafter._read(params, *inputs)
+        module, hidden, _ = drafter.read(params, *inputs)
         normed = module.final_norm(hidden)
         every = jnp.broadcast_to(jnp.arange(41)[None, None], (2, k, 41))
         by_parent = jnp.broadcast_to(normed[:, :, None], (2, k, 41, normed.shape[-1]))
@@ -202,7 +202,7 @@ class Perfect:
         self.text, self.start, self.ranks = jnp.asarray(text), len(prompt), ranks
 
     def __call__(self, drafter, params, state, tokens, aux, count, width):
-        _, _, new = drafter._read(params, state, tokens, aux, count)
+        _, _, new = drafter.read(params, state, tokens, aux, count)
         # the position of the newest committed token, of which the text has those that follow
         last = new.cache.length - self.start
         ids = []

@@ -105,6 +105,7 @@ DEFAULTS = {
         },
         "placeholder": {"hidden": "shared", "token": "mask"},
         "markov": None,
+        "confidence": None,
         "feature_noise": {"noise": 0.0, "dropout": 0.0},
     },
     "eagle3": EVERY_HEAD
@@ -214,6 +215,7 @@ ALL_CHANGED = {
     },
     "placeholder": {"hidden": "per_depth", "token": "frozen"},
     "markov": {"rank": 7, "gated": True, "train_alone": True},
+    "confidence": {"train_alone": True},
     "feature_noise": {"noise": 0.5, "dropout": 0.25},
 }
 

@@ -49,11 +49,11 @@ def test_the_first_step_is_torchs(shape):
 
 def test_everything_else_takes_adamws_steps():
     shape = {"dim": 48, "heads": 6, "kv_heads": 3, "head_dim": 8}
-    head = tiny.head(**shape, placeholder_hidden="per_depth", markov_rank=4)
+    head = tiny.head(**shape, placeholder_hidden="per_depth", markov_rank=4, confidence=True)
     labels = dict(flatten_params(muon_or_adamw(head.params)))
     sizes = dict(flatten_params(head.params))
     with_muon = {path for path, label in labels.items() if label == "muon"}
-    tables = {"lm_head.kernel", "markov.w2.kernel"}
+    tables = {"lm_head.kernel", "markov.w2.kernel", "confidence.kernel"}
     assert with_muon == {path for path in sizes if path.endswith(".kernel")} - tables
     assert {"fusion.fc.kernel", "layers.0.mlp.down.kernel"} <= with_muon
 

@@ -143,6 +143,30 @@ def test_a_head_that_stays_as_it_is(init, rows, tmp_path):
     assert all(np.array_equal(taken[path], x) for path, x in stored.items())
 
 
+def test_a_confidence_head_on_a_head_with_a_markov_head(rows, tmp_path):
+    """Trained alone, it leaves the Markov head as it is, which must therefore be the same."""
+    trained = finished(num_depths=7, markov_rank=3)
+    write_run(from_model(trained), trained, tmp_path / "trained")
+    start = {"init_from": str(tmp_path / "trained"), "confidence": {"train_alone": True}}
+    params = begun(rows, "shared", markov={"rank": 3}, **start)
+    confidence = params.pop("confidence")
+    assert confidence["kernel"].shape == (trained.config.dim + 3, 1)
+    assert not any(np.asarray(x).any() for x in confidence.values())
+    taken, stored = (dict(weights.flatten_params(p)) for p in (params, trained.params))
+    assert taken.keys() == stored.keys()
+    assert all(np.array_equal(taken[path], x) for path, x in stored.items())
+    for markov, words in (
+        ({"rank": 4}, "markov.rank: with confidence.train_alone: true it must be that of .*, 3"),
+        (None, "got null; set markov.rank: 3, or confidence.train_alone: false"),
+        ({"rank": 3, "gated": True}, "markov.gated: .*, false; got true"),
+    ):
+        with pytest.raises(InputError, match=words):
+            begun(rows, "shared", markov=markov, **start)
+    both = start | {"markov": {"rank": 4, "train_alone": True}}
+    with pytest.raises(InputError, match="one of rank 3; set markov: {rank: 3, gated: false}"):
+        begun(rows, "shared", **both)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [

@@ -217,6 +217,11 @@ BAD = [
         {"markov": {"rank": 4, "train_alone": True}},
         "markov.train_alone: needs a trained head, which it leaves as it is; got init_from: null",
     ),
+    (
+        {"confidence": {"train_alone": True}},
+        "confidence.train_alone: needs a trained head, which it leaves as it is; got init_from: "
+        "null; set init_from to that head's folder, or confidence.train_alone: false",
+    ),
     ({"feature_noise": {"noise": -1.0}}, "feature_noise.noise: must be 0 or more; got -1.0"),
     ({"feature_noise": {"dropout": 1.0}}, "feature_noise.dropout: must lie in 0..1, below 1"),
     ({"cod": {"max_anchors": 0}}, "cod.max_anchors: must be 1 or more, or null; got 0"),
