@@ -428,7 +428,7 @@ class DecodeState:
       num_drafts: steps of these that drafted.
       num_draft_tokens: drafts that were verified.
       num_accepted_per_pos: in how many steps the draft at each of the K positions was accepted.
-      num_expected_per_pos: the sum of a calibrated confidence head's chances of that; or zeros.
+      num_expected_per_pos: by a calibrated confidence head; None without, or where K never changes.
     """
 
     cache: KVCache
@@ -447,4 +447,4 @@ class DecodeState:
     num_drafts: Int[Array, " B"]
     num_draft_tokens: Int[Array, " B"]
     num_accepted_per_pos: Int[Array, "B K"]
-    num_expected_per_pos: Float[Array, "B K"]
+    num_expected_per_pos: Float[Array, "B K"] | None = None

@@ -79,8 +79,11 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     target, heads = _load_heads(arguments)
     if synthetic:
         _check_synthetic_rates(synthetic, ks, heads)
-    prompts, categories, of_sets = _bench_prompts(arguments, questions, target, max(batch_sizes))
-    check_prompts(prompts, target.config, arguments.max_new_tokens, max(ks), None)
+    named_prompts, categories, of_sets = _bench_prompts(
+        arguments, questions, target, max(batch_sizes)
+    )
+    names, prompts = (list(x) for x in zip(*named_prompts, strict=True))
+    check_prompts(prompts, target.config, arguments.max_new_tokens, max(ks), None, names)
     rows = records.Records(arguments.out)
     label = {
         "name": "bench",
@@ -215,9 +218,9 @@ def _questions(arguments: argparse.Namespace) -> "list[Question]":
 
 def _bench_prompts(
     arguments: argparse.Namespace, questions: "list[Question]", target: Model, batch_size: int
-) -> tuple[list[list[int]], list[str], dict]:
-    """(prompts, their categories, keys for every row): of a file, of benchmark sets, or excerpts of
-    Python source that no demo trains on.
+) -> tuple[list[tuple[str, list[int]]], list[str], dict]:
+    """(prompts with their places, their categories, keys for every row): of a file, of benchmark
+    sets, or excerpts of Python source that no demo trains on.
     """
     from peagle_jax import text, weights
     from peagle_jax.bench.set_prompts import ask
@@ -225,16 +228,17 @@ def _bench_prompts(
 
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
     if arguments.prompts is not None:
-        return text.read_prompts(arguments.prompts, tokenizer), [], {}
+        return text.read_named_prompts(arguments.prompts, tokenizer), [], {}
     if tokenizer is None:
         rule = "a target without a tokenizer needs prompts as token ids"
         next_step = "give a JSONL file with prompt_token_ids"
         raise InputError("--prompts", rule, "none", next_step)
     if arguments.sets is None:
-        return standard_prompts(tokenizer, EXCERPTS), [], {}
+        excerpts = standard_prompts(tokenizer, EXCERPTS)
+        return [(f"excerpt {i}", excerpt) for i, excerpt in enumerate(excerpts)], [], {}
     say(f"{len(questions)} questions; answers between turns are written by the target first")
     asked = ask(target, tokenizer, questions, arguments.max_new_tokens, batch_size)
-    prompts = [prompt.content for prompt in asked.prompts]
+    prompts = [(prompt.name, prompt.content) for prompt in asked.prompts]
     categories = [prompt.category for prompt in asked.prompts]
     return prompts, categories, _of_sets(arguments, questions, asked.num_cut)
 
@@ -339,7 +343,7 @@ def _server_requests(
             rule, next_step = "must have a tokenizer", "copy tokenizer.json into this folder"
             raise InputError(arguments.target, rule, "none", next_step)
     if arguments.prompts is not None and tokenizer is not None:
-        prompts = [("", ids) for ids in text.read_prompts(arguments.prompts, tokenizer)]
+        prompts = text.read_named_prompts(arguments.prompts, tokenizer)
     elif arguments.prompts is not None:
         prompts = text.read_plain_prompts(arguments.prompts)
     elif questions:

@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from peagle_jax.decode import growth, loop, switching
-from peagle_jax.decode.confidence import has_confidence
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.penalties import penalties_of
 from peagle_jax.decode.requests import Request
@@ -57,7 +56,7 @@ class RowNumbers:
     num_drafts: Int[np.ndarray, " B"]
     num_draft_tokens: Int[np.ndarray, " B"]
     num_accepted_per_pos: Int[np.ndarray, "B K"]
-    num_expected_per_pos: Float[np.ndarray, "B K"]
+    num_expected_per_pos: Float[np.ndarray, "B K"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +137,18 @@ class Batch:
             arrays = (state.done, state.failed, state.length, state.cache.length)
             counters = (state.num_drafts, state.num_draft_tokens, state.num_accepted_per_pos)
             counters = (*counters, state.num_expected_per_pos)
-            self._numbers = RowNumbers(*map(np.array, jax.device_get((*arrays, *counters))))
+            on_host = jax.device_get((*arrays, *counters))
+            self._numbers = RowNumbers(*jax.tree.map(np.array, on_host))
         return self._numbers
 
-    def drafts(self) -> "DraftCounts":
+    def drafts(self) -> DraftCounts:
         """What became of the drafts of all rows so far."""
         numbers = self.numbers()
+        accepted, expected = numbers.num_accepted_per_pos, numbers.num_expected_per_pos
         return DraftCounts(
-            int(numbers.num_drafts.sum()),
-            numbers.num_accepted_per_pos.sum(axis=0),
-            numbers.num_expected_per_pos.sum(axis=0) if has_confidence(self.spec.drafter) else None,
+            num_drafts=int(numbers.num_drafts.sum()),
+            accepted=accepted.sum(axis=0),
+            expected=None if expected is None else expected.sum(axis=0),
         )
 
     def tokens(self, row: int) -> tuple[list[int], list[bool], list[float]]:

@@ -23,6 +23,7 @@ from peagle_jax.decode.tree import (
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholders import PlaceholderRow
+from peagle_jax.kernels import vocab
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
 
@@ -142,8 +143,8 @@ class ParallelDrafter(_HeadDrafter):
         count: Int[Array, " B"],
     ) -> Proposal:
         head, hidden, new_state = self.read(params, state, tokens, aux_hidden_states, count)
-        last = _last_committed(tokens, count)
-        drafts, draft_logits = _draft_tokens(head, hidden, last, state.sampling)
+        last = last_committed(tokens, count)
+        drafts, draft_logits = draft_tokens(head, hidden, last, state.sampling)
         return drafts, draft_logits, new_state
 
     def tree(
@@ -180,7 +181,7 @@ class ParallelDrafter(_HeadDrafter):
             logprobs, ids = jax.lax.top_k(logprobs, width)
             return target_ids[ids].astype(jnp.int32), logprobs
 
-        root = _last_committed(tokens, count)
+        root = last_committed(tokens, count)
         return conditioned_tree(root, continuations, self.k, num_nodes), new_state
 
     def likeliest(
@@ -286,15 +287,15 @@ class AutoregressiveDrafter(_HeadDrafter):
         start = _cache(state)
         hidden, cache = _forward(head, head.embed(tokens), head.fuse(aux_hidden_states), start)
         hidden = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
-        last = _last_committed(tokens, count)
-        ids, logits = _draft_tokens(head, hidden, last, _with_depth_keys(state.sampling, 0))
+        last = last_committed(tokens, count)
+        ids, logits = draft_tokens(head, hidden, last, _with_depth_keys(state.sampling, 0))
         cache = dataclasses.replace(cache, length=cache.length + count)
 
         def draft_next(carry, depth):
             last, hidden, cache = carry
             hidden, cache = _forward(head, head.embed(last), head.feedback(hidden), cache)
             sampling = _with_depth_keys(state.sampling, depth)
-            ids, logits = _draft_tokens(head, hidden, last[:, 0], sampling)
+            ids, logits = draft_tokens(head, hidden, last[:, 0], sampling)
             cache = dataclasses.replace(cache, length=cache.length + 1)
             return (ids, hidden, cache), (ids, logits)
 
@@ -349,12 +350,12 @@ def _advance(state: DraftState, cache: KVCache, count: Int[Array, " B"]) -> Draf
     return dataclasses.replace(state, cache=dataclasses.replace(cache, length=length))
 
 
-def _last_committed(tokens: Int[Array, "B R"], count: Int[Array, " B"]) -> Int[Array, " B"]:
+def last_committed(tokens: Int[Array, "B R"], count: Int[Array, " B"]) -> Int[Array, " B"]:
     """The newest of the tokens that a step reads, which the first draft follows."""
     return jnp.take_along_axis(tokens, (count - 1)[:, None], axis=1)[:, 0]
 
 
-def _draft_tokens(
+def draft_tokens(
     head: DraftHead,
     hidden: Float[Array, "B T D"],
     last: Int[Array, " B"],
@@ -375,7 +376,7 @@ def _draft_tokens(
             return target_ids[head.argmax_logits(hidden)].astype(jnp.int32), None
 
         def argmax(draft_logits: Array, keys: None) -> tuple[Array, None]:
-            return target_ids[jnp.argmax(draft_logits, axis=-1)].astype(jnp.int32), None
+            return target_ids[vocab.argmax(draft_logits)].astype(jnp.int32), None
 
         return draft_in_turn(head, hidden, last, None, argmax)
     keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)

@@ -71,7 +71,7 @@ def resize(state: DecodeState, slots: int, rows: Sequence[int], num_rows: int) -
     if draft.cache is not None:
         draft = dataclasses.replace(draft, cache=resize_cache(draft.cache, slots + k, index))
     per_row = {
-        field.name: same_slots(getattr(state, field.name))
+        field.name: jax.tree.map(same_slots, getattr(state, field.name))
         for field in dataclasses.fields(state)
         if field.name not in ("cache", "draft", "output", "is_draft", "logprobs")
     }

@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.decode.confidence import count_expected
+from peagle_jax.decode.confidence import Confident, count_expected, step_with_confidence
 from peagle_jax.decode.drafters import Drafter, ParallelDrafter, synthetic_rates
 from peagle_jax.decode.penalties import count_tokens, penalize
 from peagle_jax.decode.sampling import (
@@ -39,6 +39,7 @@ from peagle_jax.decode.sampling import (
 from peagle_jax.decode.switching import append_unread, pad
 from peagle_jax.decode.tree import num_tree_nodes, walk
 from peagle_jax.decode.verify import draw_accepted, verify_greedy, verify_sampled
+from peagle_jax.kernels import vocab
 from peagle_jax.kernels.graphs import jit_with_loops
 from peagle_jax.layers import CachedAttention, Decoder, keep_path
 from peagle_jax.targets.config import TargetConfig
@@ -163,11 +164,11 @@ def replicate_results(state: DecodeState) -> DecodeState:
     if jax.sharding.get_abstract_mesh().empty:
         return state
     answers = ("output", "is_draft", "logprobs", "length", "done", "failed")
-    counters = ("num_drafts", "num_draft_tokens", "num_accepted_per_pos")
-    counters = (*counters, "num_expected_per_pos")
+    counters = ("num_drafts", "num_draft_tokens", "num_accepted_per_pos", "num_expected_per_pos")
     replicated = {
         name: jax.lax.with_sharding_constraint(getattr(state, name), PartitionSpec())
         for name in (*answers, *counters)
+        if getattr(state, name) is not None
     }
     length = jax.lax.with_sharding_constraint(state.cache.length, PartitionSpec())
     cache = dataclasses.replace(state.cache, length=length)
@@ -192,7 +193,7 @@ def _chain_step(
 ) -> DecodeState:
     """A step with K drafts that follow each other."""
     sampling = options.sampling
-    drafts, draft_logits, draft = propose(spec, draft_params, sampling, state)
+    drafts, draft_logits, draft, confidence = propose(spec, draft_params, sampling, state)
     block = jnp.concatenate([_last_token(state), drafts], axis=1)
     out, cache = verify_forward(target, block, state.cache)
     logprobs = None
@@ -204,7 +205,7 @@ def _chain_step(
             counts = count_tokens(state, drafts, logits.shape[-1])
             logits = penalize(logits, counts, options.penalties)
         if sampling is None:
-            tokens, accepted = verify_greedy(drafts, jnp.argmax(logits, axis=-1))
+            tokens, accepted = verify_greedy(drafts, vocab.argmax(logits))
         else:
             fresh = with_step_keys(sampling, state.num_steps, KeyUse.VERIFY)
             tokens, accepted = verify_sampled(drafts, draft_logits, logits, fresh)
@@ -214,8 +215,7 @@ def _chain_step(
     if (rates := synthetic_rates(spec.drafter)) is not None:
         accepted = draw_accepted(rates, accepted, state.num_steps, tokens)
     new = commit(spec, state, draft, cache, out, tokens, accepted, options, logprobs)
-    chooses = spec.drafter if spec.lookback else None  # where K changes
-    return count_expected(chooses, draft_params, state, drafts, sampling, new)
+    return count_expected(spec.drafter, state, confidence, sampling, new)
 
 
 def _tree_step(
@@ -277,7 +277,7 @@ def _choose_token(
         counts = count_tokens(state, drafts, logits.shape[-1])[:, -1:]
         logits = penalize(logits[:, None], counts, options.penalties)[:, 0]
     if options.sampling is None:
-        return jnp.argmax(logits, axis=-1)
+        return vocab.argmax(logits)
     fresh = with_step_keys(options.sampling, state.num_steps, KeyUse.VERIFY)
     keys = jax.vmap(lambda key: jax.random.fold_in(key, drafts.shape[1]))(fresh.key)
     return sample(keys, probabilities(logits, fresh))
@@ -285,22 +285,25 @@ def _choose_token(
 
 def propose(
     spec: DecodeSpec, draft_params: Any, sampling: SamplingParams | None, state: DecodeState
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, DraftState]:
+) -> Confident:
     """Drafts K tokens per row, none in plain decoding.
 
     Returns:
-      The drafts; the logits that they were sampled from, or None; and the drafter's state.
+      The drafts; the logits that they were sampled from, or None; the drafter's state; and the
+      logits of a confidence head, or None.
     """
     if not spec.drafter:
-        return state.tokens[:, :0], None, state.draft
+        return state.tokens[:, :0], None, state.draft, None
     draft_sampling = None
     if sampling is not None and spec.sample_drafts:
         draft_sampling = with_step_keys(sampling, state.num_steps, KeyUse.DRAFT)
     draft = dataclasses.replace(state.draft, sampling=draft_sampling)
     # with a K that changes there are more places than such steps leave tokens in
     unread = state.tokens[:, : spec.k + 1], state.aux_hidden_states[:, : spec.k + 1]
-    drafts, draft_logits, draft = spec.drafter.step(draft_params, draft, *unread, state.count)
-    return drafts, draft_logits, dataclasses.replace(draft, sampling=None)
+    drafts, draft_logits, draft, confidence = step_with_confidence(
+        spec.drafter, draft_params, draft, *unread, state.count
+    )
+    return drafts, draft_logits, dataclasses.replace(draft, sampling=None), confidence
 
 
 def verify_forward(
@@ -388,7 +391,7 @@ def _freeze_done_rows(old: DecodeState, new: DecodeState, keeps_unread: bool) ->
     draft = new.draft
     if draft.cache is not None and old.draft.cache is not None:
         draft = dataclasses.replace(draft, cache=with_frozen_length(draft.cache, old.draft.cache))
-    written = {"cache", "draft", "output", "is_draft", "logprobs"}
+    written = {"cache", "draft", "output", "is_draft", "logprobs", "num_expected_per_pos"}
     if keeps_unread:
         written |= {"tokens", "aux_hidden_states"}
     names = {field.name for field in dataclasses.fields(new)} - written

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.decode import growth
+from peagle_jax.decode.confidence import has_confidence
 from peagle_jax.decode.loop import (
     DecodeSpec,
     emit,
@@ -27,6 +28,7 @@ from peagle_jax.decode.loop import (
 )
 from peagle_jax.decode.penalties import penalize
 from peagle_jax.decode.sampling import KeyUse, logprobs_of, probabilities, sample, step_keys
+from peagle_jax.kernels import vocab
 from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
 from peagle_jax.targets import sharding
 from peagle_jax.types import DecodeState, DraftState, KVCache, Params, RowOptions
@@ -232,7 +234,7 @@ def first_tokens(
             no_counts = jnp.zeros((len(logits), 1, logits.shape[1]), jnp.int32)
             logits = penalize(logits[:, None], no_counts, penalties)[:, 0]
         if sampling is None:
-            tokens = jnp.argmax(logits, axis=-1)
+            tokens = vocab.argmax(logits)
         else:
             keys = step_keys(sampling, 0, KeyUse.FIRST_TOKEN)
             tokens = sample(keys, probabilities(logits, sampling))
@@ -245,6 +247,8 @@ def first_tokens(
 
     zero = jnp.zeros(batch, jnp.int32)
     failed = ~is_finite(hidden)
+    counts_expected = spec.lookback > 0 and has_confidence(spec.drafter)
+    expected = jnp.zeros((batch, spec.k), jnp.float32) if counts_expected else None
     new = DecodeState(
         cache=cache,
         draft=draft,
@@ -262,7 +266,7 @@ def first_tokens(
         num_drafts=zero,
         num_draft_tokens=zero,
         num_accepted_per_pos=jnp.zeros((batch, spec.k), jnp.int32),
-        num_expected_per_pos=jnp.zeros((batch, spec.k), jnp.float32),
+        num_expected_per_pos=expected,
     )
     no_drafts = jnp.zeros((batch, num_places), bool)
     if logprobs is not None:

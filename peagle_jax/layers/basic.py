@@ -49,7 +49,7 @@ class Linear(nnx.Module):
     def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
         """The argmax of each row of the product."""
         ids = vocab.argmax_logits(x, self.kernel[...]) if self.bias is None else None
-        return jnp.argmax(self(x), axis=-1) if ids is None else ids
+        return vocab.argmax(self(x)) if ids is None else ids
 
 
 def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:

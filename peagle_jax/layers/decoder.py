@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
             ids = vocab.argmax_logits(hidden, self.embed.table[...], vocab_first=True)
         else:
             ids = vocab.argmax_logits(hidden, self.lm_head.kernel[...])
-        return jnp.argmax(self.compute_logits(hidden), axis=-1) if ids is None else ids
+        return vocab.argmax(self.compute_logits(hidden)) if ids is None else ids
 
     def lm_head_weight(self) -> Float[Array, "D V"]:
         """The output matrix; the embedding's transpose where they are tied."""

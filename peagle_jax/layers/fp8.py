@@ -48,7 +48,7 @@ class Fp8Linear(nnx.Module):
         ids = None
         if self.bias is None and self.scale.ndim == 1:
             ids = vocab.argmax_logits(x, self.values[...], self.scale[...], vocab_first=True)
-        return jnp.argmax(self(x), axis=-1) if ids is None else ids
+        return vocab.argmax(self(x)) if ids is None else ids
 
 
 def _fp8_layer(layer: Linear | ExpertLinear, blocks: bool) -> Fp8Linear | Fp8ExpertLinear:

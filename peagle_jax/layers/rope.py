@@ -67,8 +67,10 @@ class Rope:
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
         cos = (self.scale * jnp.cos(angle)).astype(x.dtype)
         sin = (self.scale * jnp.sin(angle)).astype(x.dtype)
-        a, b = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        # Tables as wide as a head, which XLA computes once for all heads and layers. From the
+        # halves of x, cos and sin it makes one loop, with a cosine for each number of x (LOG.md).
+        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+        return x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin
 
 
 def _read_spec(config: Mapping, where: str) -> dict[str, Any]:

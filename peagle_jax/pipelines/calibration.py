@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +20,6 @@ from peagle_jax.checkpoints import head_writing
 from peagle_jax.checkpoints.pair import load_drafter_for
 from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.decode.batch import Row, row_options
-from peagle_jax.decode.confidence import confidence_logits
-from peagle_jax.decode.drafters import ParallelDrafter
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.loop import DecodeSpec, propose, step
 from peagle_jax.decode.prefill import num_positions, prefill, run_to_end
@@ -85,8 +83,7 @@ def collect(
     """
     check_has_confidence(head)
     check_prompts(prompts, target.config, max_new_tokens, k, None)
-    drafter = cast(ParallelDrafter, make_drafter(head, k))
-    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=True)
+    spec = DecodeSpec(target.graph, target.config, make_drafter(head, k), sample_drafts=True)
     parts = []
     for first in range(0, len(prompts), batch_size):
         numbers = range(first, min(first + batch_size, len(prompts)))
@@ -139,9 +136,8 @@ def _observed_step(
     state: DecodeState,
 ) -> tuple[DecodeState, Float[Array, "B K"], Int[Array, " B"], Bool[Array, " B"]]:
     """A step; the logits of its confidences, what it accepted, and which rows it was taken for."""
-    drafts, _, _ = propose(spec, draft_params, options.sampling, state)
-    drafter = cast(ParallelDrafter, spec.drafter)
-    logits = confidence_logits(drafter, draft_params, state, drafts)
+    *_, logits = propose(spec, draft_params, options.sampling, state)
+    assert logits is not None
     new = step(spec, target_params, draft_params, options, state)
     accepted = new.num_accepted_per_pos - state.num_accepted_per_pos
     return new, logits, accepted.sum(axis=1), ~state.done

@@ -226,7 +226,6 @@ def initial_state(
         num_drafts=zero,
         num_draft_tokens=zero,
         num_accepted_per_pos=jnp.zeros((batch, K), jnp.int32),
-        num_expected_per_pos=jnp.zeros((batch, K), jnp.float32),
     )
 
 
@@ -258,7 +257,7 @@ def run_steps(spec: DecodeSpec, chance: jax.Array, steps: int) -> Callable:
             i, key, state = carry
             key, luck_key, token_key = jax.random.split(key, 3)
             module = nnx.merge(spec.target, params)
-            drafts, _, draft = loop.propose(spec, draft_params, None, state)
+            drafts, _, draft, _ = loop.propose(spec, draft_params, None, state)
             # A random head repeats one token, which would touch few experts. Other tokens are
             # verified in the drafts' place, and wait for the drafts.
             block = jax.random.randint(token_key, state.tokens.shape, 0, spec.target_config.vocab)

@@ -6,6 +6,10 @@
 Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
 at temperature 1, where drafting does not pay; and random tokens at temperature 2. Every decoder
 decodes all prompts in each round, with a new engine: 8 prompts one by one, 48 in a batch of 8.
+Answers have drawn lengths, half of `--max-new-tokens` to one and a half, the same for all: of equal
+lengths plain decoding would keep all rows of a batch as long as each other, and so its caches
+small, as no server's requests do.
+
 Speeds are compared within a round. Before, every program is compiled, and an adaptive engine
 decodes other prompts of the kind, twice, so that step times are measured, changes of K compiled and
 something is known of the drafts, as in every run but a user's first.
@@ -48,6 +52,12 @@ def prompts_and_temperatures(target, num_prompts: int) -> dict[str, tuple[list, 
         "source code, temperature 1": (code, 1.0),
         "random tokens, temperature 2": (random, 2.0),
     }
+
+
+def answer_lengths(count: int, mean: int) -> list[int]:
+    """New tokens of each request, drawn from mean / 2 to 3 mean / 2, the same in every run."""
+    rng = np.random.default_rng(20261125)
+    return rng.integers(mean // 2, 3 * mean // 2 + 1, count).tolist()
 
 
 class Always(KChooser):
@@ -99,15 +109,16 @@ class Decoder:
             self._watch(engine)
         if always is not None:
             engine.chooser = Always(max(self.args.ks), always)
+        lengths = answer_lengths(len(prompts), self.args.max_new_tokens)
         requests = [
             Request(
                 prompt=prompt,
-                max_new_tokens=self.args.max_new_tokens,
+                max_new_tokens=length,
                 temperature=temperature,
                 seed=seed,
                 stop_ids=(),
             )
-            for seed, prompt in enumerate(prompts)
+            for seed, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
         start = time.perf_counter()
         num_tokens = sum(len(answer.output_token_ids) for _, answer in engine.run(requests))
@@ -155,7 +166,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="mean of the drawn limits")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     parser.add_argument("--picture", type=Path, help="draw speeds over plain decoding to this PNG")
@@ -224,6 +235,7 @@ def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:
             "k": decoder.k,
             "num_prompts": num_prompts(args, decoder.batch_size),
             "max_new_tokens": args.max_new_tokens,
+            "lengths_are_drawn": True,
             "tokens_per_second": 1 / statistics.median(decoder.seconds),
             "over_plain": ratio(decoder, plain),
             "over_best_fixed": ratio(decoder, best),

@@ -136,6 +136,12 @@ def test_rows_that_cannot_be_asked(rows, words, tmp_path, capsys):
     assert code == 2 and len(lines) == 1 and all(word in lines[0] for word in words)
 
 
+def test_a_prompt_that_does_not_fit_is_named_by_its_line(tmp_path, capsys):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "x"}, {"prompt": "x " * 5000}])
+    code, lines = bench(capsys, tmp_path, "--prompts", path)
+    assert code == 2 and len(lines) == 1 and "p.jsonl:2: prompt" in lines[0]
+
+
 def test_mistakes(tmp_path, capsys):
     code, lines = bench(capsys, tmp_path, "--sets", tmp_path / "absent.jsonl")
     assert code == 2 and "absent.jsonl" in lines[0]

@@ -97,7 +97,7 @@ def test_the_head_has_read_every_token_after_a_change(method):
         ready = switching.change_k(spec.drafter, head.params, 1, jax.tree.map(jnp.copy, state))
         num_unread = ready.count
         assert num_unread.max() <= 2
-        drafts, _, _ = loop.propose(spec.with_k(1), head.params, None, ready)
+        drafts, *_ = loop.propose(spec.with_k(1), head.params, None, ready)
         for row in range(2):
             text = [
                 *prompts[row, : lengths[row]],
@@ -105,7 +105,7 @@ def test_the_head_has_read_every_token_after_a_change(method):
             ]
             fresh = read(np.array([text[:-1]] * 2, np.int32), np.full(2, len(text) - 1))
             assert fresh.tokens[0, 0] == text[-1]
-            want, _, _ = loop.propose(spec.with_k(1), head.params, None, fresh)
+            want, *_ = loop.propose(spec.with_k(1), head.params, None, fresh)
             assert drafts[row, 0] == want[0, 0], (k, row)
             assert ready.draft.cache.length[row] == len(text) - 1 - num_unread[row]
     # longer than the lookback: the oldest tokens are left out

@@ -1,6 +1,7 @@
 """A confidence head that chooses K: what it expects, what the chooser makes of it, and refusals."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,14 @@ import tiny
 from pipelines.test_calibration import NEW, PROMPTS, agreeing_pair
 from scipy import special
 
+from peagle_jax.decode import loop
 from peagle_jax.decode.adaptive_k import KChooser
+from peagle_jax.decode.batch import Row, row_options
 from peagle_jax.decode.confidence import has_confidence, survival_chances
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.decode.prefill import num_positions, prefill, run_to_end
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.draft.confidence import Calibration
@@ -45,6 +50,9 @@ def test_what_a_step_is_expected_to_accept():
     mixed = sampling_params(2, [0.0, 0.9], 0, 1.0, [1, 2])
     found = survival_chances(drafter, given, mixed)
     np.testing.assert_allclose(found, [greedy[0], sampled[1]], rtol=1e-5)
+    damaged = given.at[:, 1].set(jnp.nan)
+    found = survival_chances(drafter, damaged, None)
+    np.testing.assert_allclose(found, np.where([True, False, False], greedy, 0), rtol=1e-5)
     rates = dataclasses.replace(drafter, synthetic_rates=(0.5,) * K)
     others = make_drafter(tiny.head(), K), make_drafter(tiny.head(confidence=True), K), None
     assert has_confidence(drafter) and not any(map(has_confidence, (rates, *others)))
@@ -109,27 +117,45 @@ def test_without_calibration_it_chooses_nothing(tmp_path):
     with pytest.raises(InputError, match=words):
         Engine(tiny.target(5), drafter, head.params, adaptive_k=True)
     with pytest.raises(InputError, match=words):
-        generate(tiny.target(5), head, [[1]], k="auto")
+        generate(tiny.target(5), head, [[1]], k="auto", max_new_tokens=8)
     Engine(tiny.target(5), drafter, head.params)  # nobody asks it
     one_by_one = make_drafter(head, K, "eagle3")  # nor does this way of drafting
     Engine(tiny.target(5), one_by_one, head.params, adaptive_k=True, step_times=tmp_path)
 
 
-def test_the_head_runs_once_for_drafts_and_confidences():
-    """XLA merges what both compute: a step costs hardly more operations."""
-    from peagle_jax.decode import loop
-    from peagle_jax.decode.batch import Row, row_options
-    from peagle_jax.decode.loop import DecodeSpec
-    from peagle_jax.decode.prefill import prefill, run_to_end
-
+@pytest.mark.parametrize("markov_rank", [None, 4])
+def test_the_head_runs_once_for_drafts_and_confidences(markov_rank):
+    """A step with confidences costs hardly more operations than one that nobody asks for them."""
     flops = {}
-    for name, (target, head) in {"with": calibrated(4), "without": agreeing_pair(4)}.items():
-        drafter = make_drafter(head, K)
-        spec = DecodeSpec(target.graph, target.config, drafter, True, lookback=K + 1)
-        options = row_options([Row(0, Request(prompt=[1, 2]), ())], 41)
-        prompts, lengths = np.array([[1, 2]], np.int32), np.array([2], np.int32)
-        params = target.params, head.params
-        state = run_to_end(prefill(spec, 32, *params, prompts, lengths, options))
-        step = jax.jit(loop.step, static_argnums=0).lower(spec, *params, options, state)
-        flops[name] = step.compile().cost_analysis()["flops"]
-    assert flops["without"] < flops["with"] < 1.05 * flops["without"]
+    for name, pair in {"with": calibrated(markov_rank), "not": agreeing_pair(markov_rank)}.items():
+        spec, params, options, state = first_state(*pair, lookback=K + 1)
+        leaves, tree = jax.tree.flatten((*params, options, state))
+        step = jax.jit(functools.partial(step_of_leaves, spec, tree))
+        flops[name] = step.lower(leaves).compile().cost_analysis()["flops"]
+    assert flops["not"] < flops["with"] < 1.05 * flops["not"]
+
+
+def step_of_leaves(spec, tree, leaves):
+    return loop.step(spec, *jax.tree.unflatten(tree, leaves))
+
+
+def test_nobody_else_carries_a_count():
+    """The state has one where a calibrated confidence head is asked to choose K."""
+    assert first_state(*calibrated(), lookback=K + 1)[-1].num_expected_per_pos.shape == (1, K)
+    for pair, lookback in (
+        (calibrated(), 0),
+        (agreeing_pair(), K + 1),
+        ((tiny.target(5), tiny.head()), K + 1),
+    ):
+        assert first_state(*pair, lookback)[-1].num_expected_per_pos is None
+
+
+def first_state(target, head, lookback):
+    """The arguments of a first step."""
+    drafter = make_drafter(head, K)
+    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=True, lookback=lookback)
+    options = row_options([Row(0, Request(prompt=[1, 2]), ())], 41)
+    prompts, lengths = np.array([[1, 2]], np.int32), np.array([2], np.int32)
+    params, slots = (target.params, head.params), num_positions(spec, 2)
+    state = run_to_end(prefill(spec, slots, *params, prompts, lengths, options))
+    return spec, params, options, state

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,3 +93,23 @@ def test_modules_ask_for_the_argmax(monkeypatch):
     for module, want in zip(modules, plain, strict=True):
         np.testing.assert_array_equal(module.argmax_logits(x), want)
     assert [options["vocab_first"] for options in asked] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 512), (5, 192), (2, 64), (4, 100)])
+def test_argmax_is_the_first_of_the_largest(shape):
+    """numpy's: also with ties in one block and in several, and with infinities."""
+    rng = np.random.default_rng(7)
+    logits = rng.integers(-90, 90, (*shape[:-2], shape[-2] + 20, shape[-1])).astype(np.float32)
+    flat = logits.reshape(-1, shape[-1])
+    flat[0], flat[1, -1] = -np.inf, np.inf
+    np.testing.assert_array_equal(jax.jit(vocab.argmax)(logits), logits.argmax(axis=-1))
+    flat[2, ::3] = np.nan  # any token, but one of the vocabulary
+    ids = np.asarray(jax.jit(vocab.argmax)(logits))
+    assert (ids >= 0).all() and (ids < shape[-1]).all()
+
+
+def test_a_cpu_searches_long_rows_by_blocks():
+    """Without an argmax of XLA over the whole row, which takes seven times as long."""
+    logits = jax.ShapeDtypeStruct((2, 512), jnp.float32)
+    lowered = jax.jit(vocab.argmax).lower(logits).as_text()
+    assert "tensor<2x8x64xf32>" in lowered and "tensor<2x512xi32>" not in lowered

@@ -16,6 +16,7 @@ from peagle_jax.layers import (
     product,
     products,
 )
+from peagle_jax.layers.rope import Rope
 
 
 def test_activations_are_float32_on_a_cpu_and_16_bit_on_a_gpu(monkeypatch):
@@ -130,3 +131,16 @@ def test_a_bfloat16_model_decodes_alike_with_and_without_drafts():
     plain = generate(target, None, prompts, max_new_tokens=20)
     drafted = generate(target, head, prompts, k=4, max_new_tokens=20)
     assert [a.output_token_ids for a in plain] == [a.output_token_ids for a in drafted]
+
+
+def test_cosines_are_computed_once_for_all_heads_and_layers():
+    """XLA would fuse them with what is rotated, and compute them for each head of each layer."""
+    rope = Rope(tuple(0.5**i for i in range(4)))
+
+    def rotate_all(layers, positions):
+        return [rope(x, positions).swapaxes(1, 2) for x in layers]
+
+    layers = [jnp.full((2, 5, 6, 8), i + 0.5) for i in range(3)]
+    positions = jnp.arange(10).reshape(2, 5) + 3
+    program = jax.jit(rotate_all).lower(layers, positions).compile().as_text()
+    assert program.count(" cosine(") == 1 and program.count(" sine(") == 1
