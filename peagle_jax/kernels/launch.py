@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from peagle_jax import assembler
 
@@ -98,18 +99,19 @@ def import_jax_triton() -> Any:
     import jax_triton  # pyright: ignore[reportMissingImports]
     from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
-    call, rules = triton_lib.triton_kernel_call_p, triton_lib.pe.dce_rules
-    rules[call] = with_any_arguments(rules[call])
+    call, rules = triton_lib.triton_kernel_call_p, partial_eval.dce_rules
+    if call in rules:
+        rules[call] = with_any_arguments(rules[call])
     return jax_triton
 
 
 def with_any_arguments(rule: Callable) -> Callable:
     """A rule for dead code that jax 0.11 and jax 0.12 can call.
 
-    Since 0.12 jax puts between a rule's two arguments a third, which says whose references to
-    mutable arrays are read later (`DCERule` of jax._src.interpreters.partial_eval), so that writes
-    that nobody reads can be removed. jax-triton 0.4.1's rule lacks it. Leaving it out is safe: that
-    rule removes no call and no operand, whatever its arguments.
+    Since 0.12 jax puts a third argument between a rule's two (`DCERule` of
+    jax._src.interpreters.partial_eval). It says which operands are read later, so that writes to
+    mutable arrays that nobody reads can be removed. jax-triton 0.4.1's rule lacks it. Leaving it
+    out is safe: that rule removes no call and no operand, whatever its arguments.
 
     Args:
       rule: of jax-triton. One that does not take exactly two arguments is returned as it is.

@@ -137,6 +137,19 @@ def test_one_graph_holds_the_decoding_loop():
     assert len(with_options) == len(by_default)
 
 
+LAYER = """
+import layer_launches
+from gpu import steps
+
+print(sum(layer_launches.layer_thunks(steps.QWEN, 3, 1).values()))
+"""
+
+
+def test_a_layer_has_at_most_14_launches():
+    """A plain step of Qwen3-Coder at its published size; docs/kernels.md says which they are."""
+    assert 8 < int(run_script(LAYER)) <= 14
+
+
 def run_script(text: str, *folders: str) -> str:
     """What a script prints, in a process whose kernels are not interpreted."""
     path = ("tests", "scripts/generate", "scripts/gpu", *folders)

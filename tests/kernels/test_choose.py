@@ -188,7 +188,9 @@ def test_a_rule_that_knows_the_third_argument_is_left_alone():
         ),
     ],
 )
-def test_versions_that_nobody_tried_are_named_once(caplog, monkeypatch, jax_version, triton, warning):
+def test_versions_that_nobody_tried_are_named_once(
+    caplog, monkeypatch, jax_version, triton, warning
+):
     monkeypatch.setattr(choose, "unavailable_reason", lambda form: None)
     monkeypatch.setattr(launch, "platform", lambda: "gpu")
     monkeypatch.setattr(choose, "_reported", set())
