@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +177,8 @@ def distill(
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
     form = Form(loss, num_depths, logit_cap, confidence is not None)
     rows = teacher_row, weight, depth
-    total, counts, overlap = _distill_chunks(form, inputs, matrices, teacher, rows)
+    results = cast(Any, _distill_chunks(form, inputs, matrices, teacher, rows))
+    total, counts, overlap = results
     if confidence is None:
         return total, counts
     losses = weight * confidence_loss(confidence, jax.lax.stop_gradient(overlap))
