@@ -192,7 +192,8 @@ def confidence_loss(
     """Binary cross-entropy of confidences with the share of drafts that sampling accepts, in nats.
 
     -(a log c + (1 - a) log(1 - c)) of a confidence c = sigmoid(logit) and a share a. It is smallest
-    where c = a, and then the entropy of a.
+    where c = a, and then the entropy of a. With a reduced draft vocabulary the share is that of the
+    target's distribution over this vocabulary alone, and so too large; calibration corrects it.
     """
     return jax.nn.softplus(logits) - overlap * logits
 
