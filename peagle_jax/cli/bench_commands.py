@@ -82,7 +82,8 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     named_prompts, categories, of_sets = _bench_prompts(
         arguments, questions, target, max(batch_sizes)
     )
-    names, prompts = (list(x) for x in zip(*named_prompts, strict=True))
+    names = [name for name, _ in named_prompts]
+    prompts = [prompt for _, prompt in named_prompts]
     check_prompts(prompts, target.config, arguments.max_new_tokens, max(ks), None, names)
     rows = records.Records(arguments.out)
     label = {
@@ -235,7 +236,7 @@ def _bench_prompts(
         raise InputError("--prompts", rule, "none", next_step)
     if arguments.sets is None:
         excerpts = standard_prompts(tokenizer, EXCERPTS)
-        return [(f"excerpt {i}", excerpt) for i, excerpt in enumerate(excerpts)], [], {}
+        return [(f"excerpt {i}", excerpt) for i, excerpt in enumerate(excerpts, 1)], [], {}
     say(f"{len(questions)} questions; answers between turns are written by the target first")
     asked = ask(target, tokenizer, questions, arguments.max_new_tokens, batch_size)
     prompts = [(prompt.name, prompt.content) for prompt in asked.prompts]

@@ -58,17 +58,19 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from peagle_jax import text, weights
     from peagle_jax.checkpoints.runs import open_head
     from peagle_jax.checkpoints.target_io import load_target
-    from peagle_jax.pipelines.calibration import calibrate_head
+    from peagle_jax.pipelines.calibration import calibrate_head, check_has_confidence
 
     config = open_head(arguments.src).config
+    check_has_confidence(config, arguments.src)  # before minutes of loading
     target = load_target(arguments.target, aux_hidden_state_layers=config.aux_hidden_state_layers)
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
-    prompts = text.read_prompts(arguments.prompts, tokenizer)
+    named_prompts = text.read_named_prompts(arguments.prompts, tokenizer)
     facts = calibrate_head(
         target,
         arguments.src,
         arguments.dst,
-        prompts,
+        [prompt for _, prompt in named_prompts],
+        names=[name for name, _ in named_prompts],
         k=arguments.k,
         max_new_tokens=arguments.max_new_tokens,
         command=command_line(arguments.argv),

@@ -31,7 +31,7 @@ from peagle_jax.types import InputError
 # The fields of a `HeadConfig` without such a head.
 NO_CONFIDENCE: dict[str, Any] = {"confidence": False, "confidence_calibration": None}
 KINDS = ("greedy", "sampled")
-# Logits of a scale or a shift beyond this are those of a damaged file.
+# A larger scale or shift is one of a damaged file.
 LARGEST = 1e4
 
 # scale and shift of the logits of every position

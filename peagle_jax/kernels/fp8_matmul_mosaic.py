@@ -18,6 +18,9 @@ from peagle_jax.kernels.launch import gpu
 
 TILE_K = 128  # bytes of a swizzled row
 MAX_M = 256  # of wgmma's short axis
+# With tiles of 128 outputs a thread has as many registers of sums as there are tokens, and 255 at
+# most: above this ptxas spilled 32 bytes (200 tokens) to 1,208 (256).
+MAX_M_OF_WIDE_TILES = 192
 
 
 def unsupported(M: int, N: int, K: int, by_row: bool) -> str | None:
@@ -39,7 +42,7 @@ def unsupported(M: int, N: int, K: int, by_row: bool) -> str | None:
 
 def tile_config(M: int, N: int, K: int) -> dict[str, int]:
     """As in `fp8_matmul_triton`: splits until all multiprocessors work, as many stages as fit."""
-    tile_n = 128 if N % 128 == 0 and M > 64 else 64
+    tile_n = 128 if N % 128 == 0 and 64 < M <= MAX_M_OF_WIDE_TILES else 64
     splits = 1
     while (
         N // tile_n * splits < gpu().num_sms

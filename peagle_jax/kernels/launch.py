@@ -13,18 +13,24 @@ import contextvars
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from peagle_jax import assembler
 
-# (jax, jax-triton, triton) that every kernel was traced and compiled with. The second line is of
-# machines that come with a triton of their own (scripts/gpu/install_cuda.sh).
-TRIED_VERSIONS = (("0.11.2", "0.4.1", "3.9"), ("0.11.2", "0.4.1", "3.6"))
+# (jax, jax-triton, triton) that every kernel was traced and compiled with: the newest, the former
+# ones, and those of machines that come with a triton of their own (scripts/gpu/install_cuda.sh).
+TRIED_VERSIONS = (
+    ("0.12.0.1", "0.4.1", "3.9"),
+    ("0.11.2", "0.4.1", "3.9"),
+    ("0.11.2", "0.4.1", "3.6"),
+)
 # 10 * major + minor of the PTX that Triton writes. By default it writes the newest version that its
 # own assembler reads, 9.4 for Triton 3.9, and XLA's may be older: every CUDA 13 reads 9.0.
 PTX_VERSION = 90
@@ -91,8 +97,32 @@ def import_jax_triton() -> Any:
         # 3.6 lacks it, and nobody reads it but TMA descriptors in TF32, which no kernel here has.
         driver.TMA_TF32 = 0  # pyright: ignore[reportAttributeAccessIssue]
     import jax_triton  # pyright: ignore[reportMissingImports]
+    from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
+    call, rules = triton_lib.triton_kernel_call_p, partial_eval.dce_rules
+    if call in rules:
+        rules[call] = with_any_arguments(rules[call])
     return jax_triton
+
+
+def with_any_arguments(rule: Callable) -> Callable:
+    """A rule for dead code that jax 0.11 and jax 0.12 can call.
+
+    Since 0.12 jax puts a third argument between a rule's two (`DCERule` of
+    jax._src.interpreters.partial_eval). It says which operands are read later, so that writes to
+    mutable arrays that nobody reads can be removed. jax-triton 0.4.1's rule lacks it. Leaving it
+    out is safe: that rule removes no call and no operand, whatever its arguments.
+
+    Args:
+      rule: of jax-triton. One that does not take exactly two arguments is returned as it is.
+    """
+    if len(inspect.signature(rule).parameters) != 2:
+        return rule
+
+    def rule_of_two(*arguments: Any) -> Any:
+        return rule(arguments[0], arguments[-1])
+
+    return rule_of_two
 
 
 def untried_versions() -> str | None:
@@ -236,29 +266,22 @@ def _unavailable_reason(form: str, platform: str, target: Gpu | None) -> str | N
     if sys.version_info < (3, 12):
         return "they need jax-triton 0.4, and so Python 3.12"
     try:
+        if reason := too_old(importlib.metadata.version("jax-triton")):
+            return reason
         import_jax_triton()
-        bridge = importlib.metadata.version("jax-triton")
     except ImportError as error:  # PackageNotFoundError is one
         return f"{str(error).splitlines()[0]} (pip install 'peagle-jax[kernels]')"
-    if reason := mismatch(jax.__version__, bridge):
-        return reason
     if target is None and assembler.find_ptxas() is None:
         return f"they need ptxas, and neither PATH nor JAX's wheels have one ({assembler.INSTALL})"
     return None
 
 
-def mismatch(jax_version: str, bridge_version: str) -> str | None:
-    """Why a jax-triton fails at the first kernel that is traced; None where it does not."""
-    jax_series, bridge_series = (
-        tuple(map(int, version.split(".")[:2])) for version in (jax_version, bridge_version)
-    )
-    if bridge_series < (0, 4):
-        # it gives outputs that are changed inputs parameters of their own
-        return f"they need jax-triton 0.4, and this is {bridge_version}"
-    if bridge_series == (0, 4) and jax_series >= (0, 12):
-        # its rule for dead code has two arguments, where jax 0.12 hands over three
-        return f"jax-triton {bridge_version} needs jax 0.11, and this is {jax_version}"
-    return None
+def too_old(version: str) -> str | None:
+    """Why kernels cannot be traced with this version of jax-triton; None where they can."""
+    if tuple(map(int, version.split(".")[:2])) >= (0, 4):
+        return None
+    # it gives outputs that are changed inputs parameters of their own
+    return f"they need jax-triton 0.4, and this is {version}"
 
 
 def platform() -> str:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 from peagle_jax.kernels.launch import platform
 
-# Logits of a block in `argmax`. Vocabularies are multiples of 64.
+# Logits of a block in `argmax`. Vocabularies that are no multiple of it are searched as XLA does.
 BLOCK = 64
 
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax import weights
 from peagle_jax.checkpoints import head_writing
 from peagle_jax.checkpoints.pair import load_drafter_for
 from peagle_jax.checkpoints.runs import open_head
@@ -25,13 +26,15 @@ from peagle_jax.decode.loop import DecodeSpec, propose, step
 from peagle_jax.decode.prefill import num_positions, prefill, run_to_end
 from peagle_jax.decode.requests import Request, check_prompts
 from peagle_jax.draft.confidence import KINDS, Calibration, Scaling
+from peagle_jax.draft.head import HeadConfig
 from peagle_jax.layers import full_precision
 from peagle_jax.types import DecodeState, InputError, Model, Params, RowOptions
 
 TEMPERATURE = {"greedy": 0.0, "sampled": 1.0}
 # Weight of the logits as they are against a position's outcomes, where these are few.
 RIDGE = 1.0
-MOST_ROUNDS = 50  # of Newton's method, which takes about six
+MOST_ROUNDS = 100  # of Newton's method, which takes about six
+LEAST_STEP = 1e-10  # of a round, as a share of Newton's own
 NUM_BINS = 15  # of confidences, of equal width
 
 
@@ -65,6 +68,7 @@ def collect(
     max_new_tokens: int,
     batch_size: int = 32,
     seed: int = 0,
+    names: Sequence[str] | None = None,
 ) -> Outcomes:
     """Decodes prompts with a head, step by step.
 
@@ -74,15 +78,16 @@ def collect(
       prompts: token ids.
       k: drafts of a step.
       kind: "greedy", or "sampled" at temperature 1.
-      max_new_tokens: of every answer, whatever its tokens are.
+      max_new_tokens: limit of every answer, which ends with the target's stop tokens, too.
       batch_size: prompts that are decoded together.
       seed: of the first prompt's samples; the next has the next one.
+      names: where each prompt comes from, for errors.
 
     Raises:
       InputError: the head has no confidence head, or a prompt does not fit the target.
     """
-    check_has_confidence(head)
-    check_prompts(prompts, target.config, max_new_tokens, k, None)
+    check_has_confidence(head.config, "the head")
+    check_prompts(prompts, target.config, max_new_tokens, k, None, names)
     spec = DecodeSpec(target.graph, target.config, make_drafter(head, k), sample_drafts=True)
     parts = []
     for first in range(0, len(prompts), batch_size):
@@ -107,7 +112,8 @@ def _collect_batch(
     spec: DecodeSpec, target: Model, head: Model, requests: Sequence[Request]
 ) -> Outcomes:
     """The steps of requests that are decoded together."""
-    rows = [Row(i, request, ()) for i, request in enumerate(requests)]
+    stop_ids = tuple(target.config.stop_ids)  # as users' requests end
+    rows = [Row(i, request, stop_ids) for i, request in enumerate(requests)]
     options = row_options(rows, target.config.vocab)
     lengths = np.array([len(request.prompt) for request in requests], np.int32)
     prompts = np.zeros((len(requests), lengths.max()), np.int32)
@@ -143,12 +149,16 @@ def _observed_step(
     return new, logits, accepted.sum(axis=1), ~state.done
 
 
-def check_has_confidence(head: Model) -> None:
-    """Raises InputError unless a head has a confidence head."""
-    if not head.config.confidence:
-        rule, got = "needs a head with a confidence head", "one without"
+def check_has_confidence(config: HeadConfig, where: object) -> None:
+    """Raises InputError unless a head has a confidence head.
+
+    Args:
+      where: the head's folder, for the error.
+    """
+    if not config.confidence:
+        rule, got = "a calibration needs a head with a confidence head", "one without"
         next_step = "train one: confidence: {train_alone: true} and init_from in a recipe"
-        raise InputError("calibrate", rule, got, next_step)
+        raise InputError(where, rule, got, next_step)
 
 
 # ---------------------------------------------------------------- fitting
@@ -165,17 +175,27 @@ def fit_position(
     """The scale and the shift with the least cross-entropy, by Newton's method.
 
     RIDGE / 2 times their squared distance from 1 and 0 is added: a position that was never reached
-    keeps its logits.
+    keeps its logits. Of logits that are far too sure Newton's own steps lead away from the least
+    loss, so that a step is halved until it lowers the loss (Armijo's rule).
     """
     x = np.stack([logits.astype(np.float64), np.ones(len(logits))], axis=1)
     start = found = np.array([1.0, 0.0])
+
+    def loss(pair: np.ndarray) -> float:
+        scaled = x @ pair
+        entropy = (np.logaddexp(0, scaled) - accepted * scaled).sum()
+        return float(entropy + RIDGE / 2 * ((pair - start) ** 2).sum())
+
     for _ in range(MOST_ROUNDS):
         confidence = sigmoid(x @ found)
         gradient = x.T @ (confidence - accepted) + RIDGE * (found - start)
         curvature = (x.T * (confidence * (1 - confidence))) @ x + RIDGE * np.eye(2)
         change = np.linalg.solve(curvature, gradient)
-        found = found - change
-        if np.abs(change).max() < 1e-9:
+        size, before, slope = 1.0, loss(found), float(gradient @ change)
+        while size > LEAST_STEP and loss(found - size * change) > before - 1e-4 * size * slope:
+            size /= 2
+        found = found - size * change
+        if np.abs(size * change).max() < 1e-9:
             break
     return float(found[0]), float(found[1])
 
@@ -218,6 +238,7 @@ def calibrate_head(
     *,
     k: int | None,
     max_new_tokens: int,
+    names: Sequence[str] | None = None,
     command: str | None = None,
 ) -> dict[str, Any]:
     """Writes a head's folder again, with the calibration of its confidence head.
@@ -228,7 +249,8 @@ def calibrate_head(
       out: the folder to write.
       prompts: token ids of texts that the head was not trained on.
       k: drafts of a step; None for the K that the head was trained for.
-      max_new_tokens: of every answer.
+      max_new_tokens: limit of every answer.
+      names: where each prompt comes from, for errors.
       command: the command line, to be recorded.
 
     Returns:
@@ -236,23 +258,28 @@ def calibrate_head(
       prompts; on others it is larger.
 
     Raises:
-      InputError: the head has no confidence head or cannot be read, or a prompt does not fit.
+      InputError: the head has no confidence head or cannot be read, `out` cannot be written, or a
+        prompt does not fit.
     """
+    state = open_head(path)
+    check_has_confidence(state.config, path)
+    head_writing.check_expressible(state, path, "peagle_jax")
+    weights.check_output(out)
     head = load_drafter_for(target, path)
-    check_has_confidence(head)
-    k = k or head.config.num_depths
+    k = head.config.num_depths if k is None else k
     if k is None:
         rule = "the folder does not say which K the head was trained for"
         raise InputError(path, rule, "none", "give it with -k, for example -k 7")
     scalings, facts = {}, {}
     for kind in KINDS:
-        seen = collect(target, head, prompts, k=k, kind=kind, max_new_tokens=max_new_tokens)
+        seen = collect(
+            target, head, prompts, k=k, kind=kind, max_new_tokens=max_new_tokens, names=names
+        )
         scalings[kind] = fit(seen)
         before, after = (pooled_error(seen, s) for s in (None, scalings[kind]))
         facts[f"{kind}: steps"] = len(seen.num_accepted)
         facts[f"{kind}: calibration error before"] = round(before, 4)
         facts[f"{kind}: calibration error after"] = round(after, 4)
-    state = open_head(path)
     config = dataclasses.replace(state.config, confidence_calibration=Calibration(**scalings))
     head_writing.write_head(
         dataclasses.replace(state, config=config),

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +177,8 @@ def distill(
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
     form = Form(loss, num_depths, logit_cap, confidence is not None)
     rows = teacher_row, weight, depth
-    total, counts, overlap = _distill_chunks(form, inputs, matrices, teacher, rows)
+    results = cast(Any, _distill_chunks(form, inputs, matrices, teacher, rows))
+    total, counts, overlap = results
     if confidence is None:
         return total, counts
     losses = weight * confidence_loss(confidence, jax.lax.stop_gradient(overlap))
@@ -190,7 +192,8 @@ def confidence_loss(
     """Binary cross-entropy of confidences with the share of drafts that sampling accepts, in nats.
 
     -(a log c + (1 - a) log(1 - c)) of a confidence c = sigmoid(logit) and a share a. It is smallest
-    where c = a, and then the entropy of a.
+    where c = a, and then the entropy of a. With a reduced draft vocabulary the share is that of the
+    target's distribution over this vocabulary alone, and so too large; calibration corrects it.
     """
     return jax.nn.softplus(logits) - overlap * logits
 

@@ -85,6 +85,14 @@ def new_head(
         trained = head_reading.to_model(
             open_head(run.init_from), dtype=config.dtype, embedding=embedding, lm_head=output.T
         )
+        if trained.config.confidence and not config.confidence:
+            raise InputError(
+                run.init_from,
+                rule="its confidence head must not be lost unseen",
+                got="a recipe without confidence",
+                next_step="set confidence: {train_alone: false}, or leave it out of the folder by "
+                "peagle convert --to peagle_jax --drop-confidence",
+            )
         if isinstance(run, PeagleRun) and run.trained_alone:
             _check_stays_whole(head, trained, run.init_from, run.trained_alone)
         head = init_from_head(head, trained, run.init_from)

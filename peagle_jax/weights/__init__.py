@@ -28,7 +28,12 @@ from peagle_jax.weights.reading import (
     read_metadata,
 )
 from peagle_jax.weights.tensors import FLOATING, LazyTensor, Tensor, apply, cast
-from peagle_jax.weights.writing import new_folder, write_folder, write_safetensors
+from peagle_jax.weights.writing import (
+    check_output,
+    new_folder,
+    write_folder,
+    write_safetensors,
+)
 
 __all__ = [
     "TRANSPOSE_EXPERTS",
@@ -54,6 +59,7 @@ __all__ = [
     "load_params",
     "mxfp4",
     "unflatten_params",
+    "check_output",
     "new_folder",
     "open_folder",
     "open_safetensors",

@@ -4,6 +4,7 @@ A folder appears whole or not at all: it is written beside its final place and r
 so that an error or a full disk leaves what lay there before.
 """
 
+import contextlib
 import errno
 import glob
 import json
@@ -52,6 +53,16 @@ TEMPORARY, OLD = ".peagle-new.", ".peagle-old."
 def new_folder(path: Path | str) -> "FolderWriter":
     """A folder that appears whole or not at all: see FolderWriter."""
     return FolderWriter(Path(path))
+
+
+class _OnlyTried(Exception):
+    """Ends a folder that nobody wanted to write."""
+
+
+def check_output(path: Path | str) -> None:
+    """Raises InputError where `new_folder` would, before long work; writes nothing."""
+    with contextlib.suppress(_OnlyTried), new_folder(path):
+        raise _OnlyTried
 
 
 class FolderWriter:

@@ -77,9 +77,9 @@ def test_the_engine_counts_what_its_head_expects(markov_rank, tmp_path, monkeypa
     )
     engine.chooser.steps_left = 10**6
     monkeypatch.setattr(engine._step_times, "get", lambda ks, *_: dict.fromkeys(ks, 1.0))
-    requests = [Request(prompt=p, max_new_tokens=NEW, stop_ids=()) for p in PROMPTS]
+    requests = [Request(prompt=p, max_new_tokens=NEW) for p in PROMPTS]
     answers = dict(engine.run(requests))
-    plain = generate(target, None, PROMPTS, max_new_tokens=NEW, stop_ids=())
+    plain = generate(target, None, PROMPTS, max_new_tokens=NEW)
     assert [answers[i].output_token_ids for i in range(3)] == [a.output_token_ids for a in plain]
     num_drafts, accepted, expected = (sum(x) for x in zip(*observed, strict=True))
     assert num_drafts == len(seen.num_accepted)

@@ -25,7 +25,9 @@ from peagle_jax.kernels import fp8_matmul_mosaic
 
 @pytest.mark.parametrize("tiles", [{}, {"splits": 2}, {"stages": 2}, {"tile_n": 128}], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 128, 1024), (8, 256, 512), (21, 384, 512), (130, 128, 512)], ids=str
+    "shape",
+    [(1, 128, 1024), (8, 256, 512), (21, 384, 512), (130, 128, 512), (200, 128, 512)],
+    ids=str,
 )
 def test_is_the_product(shape, tiles):
     M, N, K = shape

@@ -1,6 +1,8 @@
 """Calibration of a confidence head: what decoding accepted, what is fitted to it, and its error."""
 
+import dataclasses
 import functools
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from scipy import optimize, special
 
 from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.runs import load_drafter
+from peagle_jax.checkpoints.target_io import save_target
+from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
 from peagle_jax.pipelines import calibration
 from peagle_jax.pipelines.calibration import Outcomes, calibration_error, fit_position
@@ -91,20 +95,39 @@ def test_confidences_of_the_first_step(markov_rank):
     assert np.ptp(wanted) > 0.1
 
 
-def test_the_scale_and_the_shift_are_those_with_the_least_cross_entropy():
+@pytest.mark.parametrize("steps", [50, 3000])
+@pytest.mark.parametrize("true", [(0.5, -1.0), (0.25, -0.5), (0.33, 0.0), (1.0, -3.0), (3.0, 1.0)])
+def test_the_scale_and_the_shift_are_those_with_the_least_cross_entropy(true, steps):
+    """Also of logits that are too sure, by four times: there Newton's own steps lead away."""
     rng = np.random.default_rng(2)
-    logits = rng.normal(0, 2, 3000)
-    accepted = rng.random(3000) < special.expit(0.5 * logits - 1)
+    logits = rng.normal(0, 2 / true[0], steps)
+    accepted = rng.random(steps) < special.expit(true[0] * logits + true[1])
 
     def loss(pair):
         scaled = pair[0] * logits + pair[1]
         ridge = 0.5 * ((pair[0] - 1) ** 2 + pair[1] ** 2)
         return (np.logaddexp(0, scaled) - accepted * scaled).sum() + ridge
 
-    wanted = optimize.minimize(loss, [0.0, 0.0], tol=1e-12).x
+    wanted = optimize.minimize(loss, true, tol=1e-12).x
     found = fit_position(logits, accepted)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
-    assert abs(found[0] - 0.5) < 0.1 and abs(found[1] + 1) < 0.2
+    if steps == 3000:
+        np.testing.assert_allclose(found, true, atol=0.25)
+
+
+def test_answers_end_as_users_requests_do():
+    """With a stop token, and not at the limit behind it."""
+    target, head = agreeing_pair()
+    whole = generate(target, None, [PROMPTS[0]], max_new_tokens=NEW, stop_ids=())[0]
+    stop = whole.output_token_ids[NEW // 2]
+    config = dataclasses.replace(target.config, stop_ids=(stop,))
+    target = Model(config, target.graph, target.params)
+    seen = calibration.collect(target, head, [PROMPTS[0]], k=K, kind="greedy", max_new_tokens=NEW)
+    [answer] = generate(target, head, [PROMPTS[0]], k=K, max_new_tokens=NEW)
+    assert answer.finish_reason == "stop" and len(seen.num_accepted) == answer.num_drafts
+
+
+def test_scale_and_shift_of_too_few_steps():
     # all the same, and none at all
     scale, shift = fit_position(np.ones(50), np.ones(50, bool))
     assert np.isfinite([scale, shift]).all() and special.expit(scale + shift) > 0.9
@@ -154,8 +177,44 @@ def test_the_command_writes_a_calibrated_head(tmp_path):
         after = facts[f"{kind}: calibration error after"]
         assert after < facts[f"{kind}: calibration error before"]
     save_drafter(tiny.head(), tmp_path / "plain")
-    with pytest.raises(InputError, match="needs a head with a confidence head; got one without"):
+    with pytest.raises(
+        InputError, match="plain: a calibration needs a head with a confidence head; got"
+    ):
         calibration.calibrate_head(
             target, tmp_path / "plain", tmp_path / "c", PROMPTS, k=K, max_new_tokens=NEW
         )
     assert not (tmp_path / "c").exists()
+
+
+def test_the_command(tmp_path, capsys):
+    """Prints the errors and writes the folder; mistakes come before anything is decoded."""
+    target, head = agreeing_pair()
+    save_target(target, tmp_path / "target")
+    save_drafter(head, tmp_path / "a", "peagle_jax")
+    save_drafter(tiny.head(), tmp_path / "plain")
+    lines = [json.dumps({"prompt_token_ids": prompt}) for prompt in PROMPTS]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    (tmp_path / "long.jsonl").write_text(
+        "\n".join([*lines, json.dumps({"prompt_token_ids": [99]})])
+    )
+    (tmp_path / "file").write_text("mine")
+
+    def calibrate(src, dst, prompts="p.jsonl", *options):
+        words = ["calibrate", tmp_path / src, tmp_path / dst, "--target", tmp_path / "target"]
+        words += ["--prompts", tmp_path / prompts, "--max-new-tokens", NEW, *options]
+        code = main([str(word) for word in words])
+        return code, capsys.readouterr()
+
+    code, said = calibrate("a", "b", "p.jsonl", "-k", K)
+    assert code == 0 and "greedy: calibration error after" in said.out
+    assert load_drafter(tmp_path / "b").config.confidence_calibration is not None
+    for arguments, words in (
+        (("plain", "c"), "plain: a calibration needs"),
+        (("a", "file", "p.jsonl", "-k", K), "file"),
+        (("a", "c", "long.jsonl", "-k", K), "long.jsonl:4"),
+        (("a", "c", "p.jsonl", "-k", 0), "must be"),
+    ):
+        code, said = calibrate(*arguments)
+        [line] = said.err.strip().splitlines()
+        assert code == 2 and words in line
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "c").exists()

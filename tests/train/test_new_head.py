@@ -167,6 +167,17 @@ def test_a_confidence_head_on_a_head_with_a_markov_head(rows, tmp_path):
         begun(rows, "shared", **both)
 
 
+def test_a_confidence_head_is_not_lost_unseen(rows, tmp_path):
+    trained = finished(num_depths=7, confidence=True)
+    write_run(from_model(trained), trained, tmp_path / "trained")
+    with pytest.raises(InputError, match="trained: its confidence head must not be lost"):
+        begun(rows, "shared", init_from=str(tmp_path / "trained"))
+    kept = begun(
+        rows, "shared", init_from=str(tmp_path / "trained"), confidence={"train_alone": False}
+    )
+    assert kept["confidence"]["kernel"].shape == (trained.config.dim, 1)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
