@@ -117,6 +117,7 @@ def cache_sizes(chunk: int, width: int, slots: int) -> list[int]:
       width: tokens of the longest prompt.
       slots: of the caches at the end.
     """
+    assert slots >= -(-width // chunk) * chunk, "see num_positions"
     sizes, size = [], min(FIRST_SLOTS, slots)
     for start in range(0, width, chunk):
         while size < start + chunk:
