@@ -40,6 +40,7 @@ FORMER = {
         {"--k 3": "-k 3", "--tap-numbering output": "--aux-layer-numbering output"},
     ),
     "serve-config": ("A --engine vllm", {"--k 3": "-k 3"}),
+    "calibrate": ("A B --target T --prompts P", {"--k 3": "-k 3"}),
 }
 
 
