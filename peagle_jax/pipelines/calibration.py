@@ -104,8 +104,8 @@ def collect(
         with full_precision(target):
             part = _collect_batch(spec, target, head, requests)
         parts.append(dataclasses.replace(part, prompt=part.prompt + first))
-    names = [field.name for field in dataclasses.fields(Outcomes)]
-    return Outcomes(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    arrays = [field.name for field in dataclasses.fields(Outcomes)]
+    return Outcomes(*(np.concatenate([getattr(part, name) for part in parts]) for name in arrays))
 
 
 def _collect_batch(
