@@ -40,15 +40,33 @@ def _row_flops(run: HeadRun, num_depths: int) -> float:
     logit_products = 2 + 2 + 1 + run.train_lm_head
     logits = num_elements * logit_products * head.dim * head.draft_vocab
     fusion = 2 * num_positions * _fusion_size(head)
-    return 2 * (3 * (num_elements * layers + scores) + fusion + logits)
+    # of a Markov head the logits twice, and the backward pass to its weights and its code
+    markov = num_elements * (4 * _markov_output_size(run) + 3 * _markov_gate_size(run))
+    return 2 * (3 * (num_elements * layers + scores) + fusion + logits + markov)
 
 
 def num_parameters(run: HeadRun) -> int:
-    """Parameters of a head, about: norms are not counted."""
+    """Parameters of a head, about: norms, biases and placeholders are not counted."""
     head = run.head
     first_layer = _layer_size(head, 2 * head.dim)
     layers = first_layer + (head.layers - 1) * _layer_size(head, head.dim)
-    return layers + _fusion_size(head) + 2 * head.dim * head.draft_vocab
+    # the embedding of a Markov head is as large as its output, where the vocabulary is not reduced
+    markov = 2 * _markov_output_size(run) + _markov_gate_size(run)
+    return layers + _fusion_size(head) + 2 * head.dim * head.draft_vocab + markov
+
+
+def _markov_output_size(run: HeadRun) -> int:
+    """Weights of the matrix that makes a Markov head's bias; 0 without such a head."""
+    if not isinstance(run, PeagleRun) or run.markov is None:
+        return 0
+    return run.markov.rank * run.head.draft_vocab
+
+
+def _markov_gate_size(run: HeadRun) -> int:
+    """Weights of a Markov head's gate; 0 without one."""
+    if not isinstance(run, PeagleRun) or run.markov is None or not run.markov.gated:
+        return 0
+    return (run.head.dim + run.markov.rank) * run.markov.rank
 
 
 def _layer_size(head: HeadShape, input_dim: int) -> int:

@@ -12,20 +12,23 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One decoding of all prompts with the trained head. None stands for the budget's value.
+    """One measurement of the trained head on all prompts. None stands for the budget's value.
 
     Attributes:
       k: tokens drafted in one step.
       temperature: 0 decodes greedily.
       sample_drafts: with a temperature, drafts are sampled too. Otherwise they are argmaxes, which
         is vLLM's default.
+      on_text: nothing is decoded with the head; its expected acceptance is computed along what the
+        target writes without it (text_acceptance.py).
       prompt_tokens: length of each prompt.
       max_new_tokens: tokens written after each prompt.
     """
 
     k: int | None = None
-    temperature: float = 0.0
-    sample_drafts: bool = False
+    temperature: float | None = None
+    sample_drafts: bool | None = None
+    on_text: bool | None = None
     prompt_tokens: int | None = None
     max_new_tokens: int | None = None
 
@@ -34,6 +37,9 @@ class Measurement:
         return dataclasses.replace(
             self,
             k=_or_default(self.k, budget.k),
+            temperature=_or_default(self.temperature, budget.temperature),
+            sample_drafts=_or_default(self.sample_drafts, budget.sample_drafts),
+            on_text=_or_default(self.on_text, budget.on_text),
             prompt_tokens=_or_default(self.prompt_tokens, budget.answers.prompt_tokens),
             max_new_tokens=_or_default(self.max_new_tokens, budget.max_new_tokens),
         )

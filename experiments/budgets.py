@@ -38,6 +38,9 @@ class Budget:
     lm_peak_lr: float
     answers: AnswerOptions
     num_prompts: int  # of each kind of text
+    temperature: float  # of measurements that name none
+    sample_drafts: bool  # likewise
+    on_text: bool  # likewise
     max_new_tokens: int
     k: int  # depths in training, and tokens drafted in a step
     layers: int
@@ -51,6 +54,36 @@ class Budget:
     num_speed_prompts: int  # decoded one at a time, for tokens per second
     repeats: int
 
+
+SMALL = Budget(
+    minutes=4,
+    measured_on="one core of an AMD EPYC",
+    chars=1_700_000,
+    model=lm_shape(1024, 6, 128, 384, 4, 2, 32, 1024),
+    lm_steps=2400,
+    lm_batch_size=8,
+    lm_seq_len=256,
+    lm_peak_lr=4e-3,
+    answers=AnswerOptions(
+        num_samples=4096, prompt_tokens=32, max_new_tokens=96, temperatures=(0.0,)
+    ),
+    num_prompts=40,
+    temperature=0.0,
+    sample_drafts=False,
+    on_text=False,
+    max_new_tokens=64,
+    k=5,
+    layers=2,
+    aux_hidden_state_layers=(1, 4, 5),
+    seq_len=128,
+    hidden_states_dtype="float32",
+    stage_minutes=20,
+    batch_size=2,
+    steps=2400,
+    peak_lr=3e-3,
+    num_speed_prompts=6,
+    repeats=3,
+)
 
 BUDGETS = {
     "smoke": Budget(
@@ -66,6 +99,9 @@ BUDGETS = {
             num_samples=96, prompt_tokens=16, max_new_tokens=48, temperatures=(0.0,)
         ),
         num_prompts=2,
+        temperature=0.0,
+        sample_drafts=False,
+        on_text=False,
         max_new_tokens=16,
         k=3,
         layers=1,
@@ -79,31 +115,19 @@ BUDGETS = {
         num_speed_prompts=1,
         repeats=1,
     ),
-    "small": Budget(
-        minutes=4,
-        measured_on="one core of an AMD EPYC",
-        chars=1_700_000,
-        model=lm_shape(1024, 6, 128, 384, 4, 2, 32, 1024),
-        lm_steps=2400,
-        lm_batch_size=8,
-        lm_seq_len=256,
-        lm_peak_lr=4e-3,
-        answers=AnswerOptions(
-            num_samples=4096, prompt_tokens=32, max_new_tokens=96, temperatures=(0.0,)
-        ),
-        num_prompts=40,
-        max_new_tokens=64,
-        k=5,
-        layers=2,
-        aux_hidden_state_layers=(1, 4, 5),
-        seq_len=128,
-        hidden_states_dtype="float32",
-        stage_minutes=20,
-        batch_size=2,
-        steps=2400,
-        peak_lr=3e-3,
-        num_speed_prompts=6,
-        repeats=3,
+    "small": SMALL,
+    # small's target and text, sampled: it hardly repeats itself, as greedy text of a weak target
+    # does. Acceptance is computed along the text, so that no draws of it add to the noise.
+    "sampled": dataclasses.replace(
+        SMALL,
+        minutes=5,
+        measured_on="one of 2 cores of an Intel Xeon",
+        answers=dataclasses.replace(SMALL.answers, temperatures=(0.7,)),
+        temperature=0.7,
+        sample_drafts=True,
+        on_text=True,
+        max_new_tokens=96,
+        k=7,
     ),
     "full": Budget(
         minutes=20,
@@ -118,6 +142,9 @@ BUDGETS = {
             num_samples=8192, prompt_tokens=64, max_new_tokens=448, temperatures=(0.0,)
         ),
         num_prompts=32,
+        temperature=0.0,
+        sample_drafts=False,
+        on_text=False,
         max_new_tokens=256,
         k=8,
         layers=4,

@@ -238,6 +238,8 @@ def _measured(findings: Findings) -> str:
         return ", ".join(f"{number:g}" for number in numbers)
 
     sampling = ["greedy" if t == 0 else f"temperature {t:g}" for t in values("temperature")]
+    if any(measurement.get("on_text") for measurement in first):
+        sampling.append("expected along the target's text")
     num_prompts = sorted({len(measurement["prompts"]) for measurement in first})
     seeds = sorted({row["seed"] for row in findings.rows})
     return (

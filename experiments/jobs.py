@@ -12,6 +12,7 @@ from experiments.code_keys import code_key
 from experiments.stages import hidden_states
 from experiments.stages.answers import answers_stage
 from experiments.stages.cache import Stage
+from experiments.stages.continuations import continuations_stage
 from experiments.stages.hidden_states import hidden_states_stage
 from experiments.stages.prompts import prompts_stage
 from experiments.stages.target import target_stage
@@ -51,10 +52,19 @@ class Job:
         return [m.with_defaults(self.budget) for m in self.variant.measurements]
 
     def stages(self) -> list[Stage]:
-        """What must be made before it runs: its hidden states, then its prompts."""
+        """What must be made before it runs: its hidden states, then its prompts and texts."""
         lengths = {m.prompt_tokens for m in self.measurements()}
         lengths.add(self.budget.answers.prompt_tokens)
-        return [self._hidden_states(), *(prompts_stage(self.budget, n) for n in sorted(lengths))]
+        prompts = [prompts_stage(self.budget, n) for n in sorted(lengths)]
+        texts = {text.key: text for m in self.measurements() if (text := self.text_of(m))}
+        return [self._hidden_states(), *prompts, *texts.values()]
+
+    def text_of(self, measurement: Measurement) -> Stage | None:
+        """The texts along which a measurement without None is computed; None if it decodes."""
+        if not measurement.on_text:
+            return None
+        m = measurement
+        return continuations_stage(self.budget, m.prompt_tokens, m.max_new_tokens, m.temperature)
 
     def _hidden_states(self) -> Stage:
         return hidden_states_stage(self.budget, self.answers, self.plain_run().data.seq_len)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.base import Measurement
+from experiments.text_acceptance import expected_acceptance
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.suite import repeated_share, run_suite
 from peagle_jax.decode.generate import generate
-from peagle_jax.decode.requests import Generation, acceptance_length
 from peagle_jax.types import Model
 
 Prompt = dict  # a row of the prompts stage: kind, prompt_token_ids
+Text = dict  # a row of the continuations stage: those, and output_token_ids
 
 
 def measure(
@@ -51,27 +52,57 @@ def measure(
         texts, plain_texts = ([a.output_token_ids for a in some] for some in (answers, plain))
         comparison = compare(target, ids, texts, plain_texts)
         exact = {name: getattr(comparison, name) for name in exact}
-    return _row_of(measurement, prompts, answers), exact
-
-
-def _row_of(
-    measurement: Measurement, prompts: Sequence[Prompt], answers: Sequence[Generation]
-) -> dict:
     counts = [
         {"num_drafts": a.num_drafts, "num_accepted_per_pos": a.num_accepted_per_pos}
         for a in answers
     ]
+    return _row_of(measurement, prompts, counts, [a.output_token_ids for a in answers]), exact
+
+
+def measure_on_text(
+    target: Model, head: Model, texts: Sequence[Text], measurement: Measurement
+) -> dict:
+    """Expected acceptance of a head along what the target wrote without it.
+
+    Args:
+      texts: of the measurement's lengths and temperature.
+      measurement: without None.
+
+    Returns:
+      The measurement's part of a row.
+    """
+    written = [[*text["prompt_token_ids"], *text["output_token_ids"]] for text in texts]
+    assert measurement.k is not None and measurement.prompt_tokens is not None
+    counts = expected_acceptance(
+        target,
+        head,
+        written,
+        measurement.prompt_tokens,
+        measurement.k,
+        measurement.temperature or 0.0,
+        bool(measurement.sample_drafts),
+    )
+    return _row_of(measurement, texts, counts, [text["output_token_ids"] for text in texts])
+
+
+def _row_of(
+    measurement: Measurement,
+    prompts: Sequence[Prompt],
+    counts: Sequence[dict],
+    outputs: Sequence[Sequence[int]],
+) -> dict:
     num_drafts = sum(count["num_drafts"] for count in counts)
     num_accepted = np.sum([count["num_accepted_per_pos"] for count in counts], axis=0)
+    lengths = [1 + sum(c["num_accepted_per_pos"]) / c["num_drafts"] for c in counts]
     by_prompt = [
         {"kind": prompt["kind"], **count} for prompt, count in zip(prompts, counts, strict=True)
     ]
     return dataclasses.asdict(measurement) | {
         "prompts": by_prompt,
-        "acceptance_length": acceptance_length(answers),
-        "mean_acceptance_length": float(np.mean([a.acceptance_length for a in answers])),
+        "acceptance_length": float(1 + num_accepted.sum() / num_drafts),
+        "mean_acceptance_length": float(np.mean(lengths)),
         "accepted_per_position": np.round(num_accepted / num_drafts, 5).tolist(),
-        "repeated_4grams": repeated_share([a.output_token_ids for a in answers]),
+        "repeated_4grams": repeated_share(outputs),
     }
 
 

@@ -13,6 +13,7 @@ from experiments.questions import (
     losses,
     regularization,
     sampling,
+    sequential_head,
     speculation_depth,
     token_designs,
     warm_start,
@@ -34,6 +35,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         data_amount,
         warm_start,
         against_eagle3,
+        sequential_head,
         sampling,
     )
 }

@@ -42,7 +42,7 @@ NEEDED_MEASUREMENT = {
     "max_new_tokens": int,
     "prompts": list,
 }
-NEEDED_PROMPT = {"kind": str, "num_drafts": int, "num_accepted_per_pos": list}
+NEEDED_PROMPT = {"kind": str, "num_drafts": NUMBER, "num_accepted_per_pos": list}
 NAME = re.compile(r"\w[\w.-]*")  # it becomes a file's name and a place in the page
 
 
@@ -143,7 +143,8 @@ def _measurement_problem(measurement: Any, where: str) -> str | None:
         if kind not in KINDS:
             return f"{place}.kind must be one of {', '.join(KINDS)}, it is {kind[:80]!r}"
         accepted = prompt["num_accepted_per_pos"]
-        in_range = all(isinstance(a, int) and 0 <= a <= num_drafts for a in accepted)
+        most = num_drafts * (1 + 1e-6)  # expected numbers were rounded
+        in_range = all(isinstance(a, NUMBER) and 0 <= a <= most for a in accepted)
         if len(accepted) != k or not in_range:
             rule = f"must be {k} counts of at most {num_drafts} each"
             return f"{place}.num_accepted_per_pos {rule}"

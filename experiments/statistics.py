@@ -41,6 +41,8 @@ Row = Mapping  # one finished run, as experiments/rows.py gives it
 class Counts:
     """What a variant's runs counted: R runs (one per seed), P prompts, K positions.
 
+    Expected numbers, of measurements on text, are no integers.
+
     Attributes:
       seeds: of the runs.
       kinds: of the prompts, in their order.
@@ -48,8 +50,8 @@ class Counts:
 
     seeds: tuple[int, ...]
     kinds: tuple[str, ...]
-    num_drafts: Int[np.ndarray, "R P"]
-    num_accepted: Int[np.ndarray, "R P K"]
+    num_drafts: Float[np.ndarray, "R P"]
+    num_accepted: Float[np.ndarray, "R P K"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,7 @@ def counts(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
     runs = [row["measurements"][measurement] for row in rows]
     _check_measured_alike(runs)
     prompts = [[prompt for prompt in run["prompts"] if prompt["kind"] in kinds] for run in runs]
-    num_drafts = np.array([[prompt["num_drafts"] for prompt in run] for run in prompts], int)
+    num_drafts = np.array([[prompt["num_drafts"] for prompt in run] for run in prompts], float)
     if (num_drafts.sum(1) == 0).any():
         raise ValueError(
             f"an acceptance length needs drafts; got none on {', '.join(kinds)} in one run or "
@@ -121,7 +123,7 @@ def counts(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
         )
     num_accepted = [[prompt["num_accepted_per_pos"] for prompt in run] for run in prompts]
     kinds_read = tuple(prompt["kind"] for prompt in prompts[0])
-    return Counts(seeds, kinds_read, num_drafts, np.array(num_accepted, int))
+    return Counts(seeds, kinds_read, num_drafts, np.array(num_accepted, float))
 
 
 def _check_measured_alike(runs: Sequence[Mapping]) -> None:
@@ -266,8 +268,7 @@ def _pooled(
     prompts: Int[np.ndarray, "draws P"] | None = None,
 ) -> np.ndarray:
     """Pooled acceptance length: a scalar of the data, or a value for each draw."""
-    # in floats, because matrix products of integers are slow
-    accepted, drafts = total.num_accepted.sum(2).astype(float), total.num_drafts.astype(float)
+    accepted, drafts = total.num_accepted.sum(2), total.num_drafts
     if seeds is None or prompts is None:
         return 1 + accepted.sum() / drafts.sum()
     sum_accepted, sum_drafts = (

@@ -194,6 +194,8 @@ def _column(measurement: Mapping) -> tuple:
     sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     if measurement.get("sample_drafts"):
         sampling += ", sampled drafts"
+    if measurement.get("on_text"):
+        sampling += ", expected"
     title = f"K = {k}, {sampling}, {new_tokens} after {prompt_tokens} tokens"
     return k, temperature, new_tokens, prompt_tokens, title
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.arithmetic import training_flops
 from experiments.jobs import Job
-from experiments.measure import measure, measure_speed
+from experiments.measure import measure, measure_on_text, measure_speed
 from experiments.rows import rounded
 from experiments.stages.prompts import prompts_stage
 from peagle_jax import corpus
@@ -119,9 +119,15 @@ def _prompts(job: Job, cache: Path, num_tokens: int) -> list[dict]:
 def _measurements(
     job: Job, cache: Path, target: Model, head: Model
 ) -> tuple[list[dict], dict[str, int]]:
-    """Every decoding, and how all greedy ones together compare with plain decoding."""
+    """Every measurement, and how all greedy decodings together compare with plain decoding."""
     measured, exact = [], {"same": 0, "near_ties": 0, "different": 0}
     for measurement in job.measurements():
+        if (stage := job.text_of(measurement)) is not None:
+            path = stage.folder(cache) / "continuations.jsonl"
+            texts = [row for _, row in corpus.read_jsonl(path)]
+            numbers = measure_on_text(target, head, texts, measurement)
+            measured.append(numbers | {"prompts_stage": stage.key})
+            continue
         prompts = _prompts(job, cache, measurement.prompt_tokens)
         numbers, counts = measure(target, head, prompts, measurement, job.variant.method)
         stage = prompts_stage(job.budget, measurement.prompt_tokens)
@@ -131,9 +137,9 @@ def _measurements(
 
 
 def _speed(job: Job, cache: Path, target: Model, head: Model) -> dict | None:
-    """Of the first measurement, on a few prompts; None for a variant that samples."""
+    """Of the first measurement, on a few prompts; None for one that samples or decodes nothing."""
     first = job.measurements()[0]
-    if first.temperature:
+    if first.temperature or first.on_text:
         return None
     prompts = _prompts(job, cache, first.prompt_tokens)
     chosen = prompts[:: max(1, len(prompts) // job.budget.num_speed_prompts)]

@@ -6,6 +6,7 @@ rows of step 0 up to itself, and to itself at steps 1 .. j.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -86,14 +87,9 @@ def eagle3_loss(
     recompute = compute is not None and compute.recompute == "layers"
     head, rows = in_compute_dtype(head, compute), rows_in_compute_dtype(rows, compute)
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
-    fused, state = head.fuse(rows.aux_hidden_states), {}
     summed, correct, total = jnp.zeros(()), [], []
     columns = teacher_columns(head, lm_head_weight)
-    for step in range(steps):
-        embeddings = head.embed(_ahead(rows.tokens, step, 0))
-        attend = Unrolled(rows.segment_ids, step)
-        hidden, state = head(embeddings, fused, here + step, attend, state, recompute=recompute)
-        fused = head.feedback(hidden)
+    for step, hidden in enumerate(unrolled_hidden(head, rows, steps, recompute)):
         weight = positions_in_loss(rows.loss_mask, rows.segment_ids, step).astype(jnp.float32)
         teacher_row = jnp.minimum(here + step, n - 1) + n * jnp.arange(B)[:, None]
         step_loss, counts = distill(
@@ -114,6 +110,28 @@ def eagle3_loss(
         correct.append(counts["correct"])
         total.append(counts["total"])
     return summed, {"correct": jnp.concatenate(correct), "total": jnp.concatenate(total)}
+
+
+def unrolled_hidden(
+    head: DraftHead, rows: TrainingRows, steps: int, recompute: bool = False
+) -> Iterator[Float[Array, "B n D"]]:
+    """The head's residual stream of all rows, step by step, as it drafts the rows' own tokens.
+
+    Args:
+      head: the draft head.
+      rows: shifted rows.
+      steps: how often the head is unrolled.
+      recompute: as `DraftHead` takes it.
+    """
+    B, n = rows.tokens.shape
+    here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
+    fused, state = head.fuse(rows.aux_hidden_states), {}
+    for step in range(steps):
+        embeddings = head.embed(_ahead(rows.tokens, step, 0))
+        attend = Unrolled(rows.segment_ids, step)
+        hidden, state = head(embeddings, fused, here + step, attend, state, recompute=recompute)
+        fused = head.feedback(hidden)
+        yield hidden
 
 
 def positions_in_loss(

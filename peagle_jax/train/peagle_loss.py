@@ -131,16 +131,46 @@ def peagle_loss(
             )
             total, by_depth = jax.tree.map(jnp.add, (total, by_depth), of_cod)
         return total / denominator, by_depth
+    attended = embeddings, fused, rows.segment_ids
+    hidden, positions = packed_hidden(head, *attended, cod, num_depths, recompute)
+    depth = jnp.concatenate([zeros, jnp.asarray(cod.depth)], axis=1)
+    total, by_depth = teacher.distill(head, hidden, positions, weight, depth)
+    return total / denominator, by_depth
+
+
+def packed_hidden(
+    head: DraftHead,
+    embeddings: Float[Array, "B n D"],
+    fused: Float[Array, "B n D"],
+    segment_ids: Int[Array, "B n"],
+    cod: CodSample,
+    num_depths: int,
+    recompute: bool = False,
+) -> tuple[Float[Array, "B P D"], Int[Array, "B P"]]:
+    """The head's residual stream of the depth-0 rows and of the elements behind them.
+
+    Args:
+      head: the draft head.
+      embeddings: of the tokens of the depth-0 rows.
+      fused: their fused hidden states.
+      segment_ids: their documents.
+      cod: the elements of depth 1 and more, P - n of them.
+      num_depths: K.
+      recompute: as `DraftHead` takes it.
+
+    Returns:
+      The residual stream, and the positions of the rows.
+    """
+    B, n = segment_ids.shape
     mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused)
     embeddings = jnp.concatenate([embeddings, mask_embeddings], axis=1)
     fused = jnp.concatenate([fused, mask_fused], axis=1)
-    anchor, cod_depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
-    positions = jnp.concatenate([here, anchor + cod_depth], axis=1)
-    attend = PrefixChain(anchor, cod_depth, rows.segment_ids, num_depths)
+    anchor, depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
+    here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
+    positions = jnp.concatenate([here, anchor + depth], axis=1)
+    attend = PrefixChain(anchor, depth, segment_ids, num_depths)
     hidden, _ = head(embeddings, fused, positions, attend, None, recompute=recompute)
-    depth = jnp.concatenate([zeros, cod_depth], axis=1)
-    total, by_depth = teacher.distill(head, hidden, positions, weight, depth)
-    return total / denominator, by_depth
+    return hidden, positions
 
 
 @dataclasses.dataclass(frozen=True)

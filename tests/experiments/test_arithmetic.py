@@ -11,6 +11,7 @@ from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.config import DepthStage, PeagleRun
+from peagle_jax.train.recipe_sections import MarkovConfig
 
 
 def tiny_run(num_depths: int = 2, layers: int = 2, **changes) -> PeagleRun:
@@ -65,6 +66,15 @@ def test_flops_by_hand():
     assert training_flops(eagle3) == 3 * 2 * (
         4 * products(10, 10) + 6 * products(20, 10)
     )  # every row again at every depth
+
+
+def test_a_markov_head_by_hand():
+    """Its bias, 5 x 32, twice forward and twice backward; a gate, 13 x 5, once and twice."""
+    of_bias, of_gate = 4 * 5 * 32, 3 * (8 + 5) * 5
+    for gated, size in ((False, of_bias), (True, of_bias + of_gate)):
+        more = training_flops(tiny_run(markov=MarkovConfig(rank=5, gated=gated)))
+        rows = 3 * (4 * 10 + 6 * 14)
+        assert more - training_flops(tiny_run()) == 2 * rows * size
 
 
 def test_what_costs_more():

@@ -31,20 +31,28 @@ BASE = {
     "warm_start": ["target's last layer"],
     "against_eagle3": ["P-EAGLE"],
     "sampling": ["0", "0.5", "1"],
+    "sequential_head": ["P-EAGLE"],
 }
 BASE_OF = {
     "smoke": {**BASE, "head_layers": ["1"], "speculation_depth": ["K 3"]},
     "small": {**BASE, "head_layers": ["2"], "speculation_depth": ["K 5", "trained 5 drafts 8"]},
+    "sampled": {**BASE, "head_layers": ["2"], "speculation_depth": []},
     "full": {**BASE, "head_layers": ["4"], "speculation_depth": ["K 8"]},
 }
 # The same head measured in the same way: EAGLE-3 has one layer, and so has the smoke budget's
 # parallel head.
-EQUAL = {"smoke": [("EAGLE-3", "EAGLE-3 of equal parameters")], "small": [], "full": []}
+EQUAL = {
+    "smoke": [("EAGLE-3", "EAGLE-3 of equal parameters")],
+    "small": [],
+    "sampled": [],
+    "full": [],
+}
 # (experiment, budget) whose reference is not the base, and what is then said of it
 REFERENCE_CHANGES = {
     ("head_layers", "smoke"): ["head.layers: 1 -> 2"],
     ("head_layers", "full"): ["head.layers: 4 -> 2"],
     ("speculation_depth", "full"): ["cod.num_depths: 8 -> 5"],
+    ("speculation_depth", "sampled"): ["cod.num_depths: 7 -> 5"],
 }
 
 
@@ -54,7 +62,7 @@ def jobs(budget: str, seed: int = 0) -> list[Job]:
 
 def test_every_question_is_in_the_registry_with_command_expectation_and_result():
     modules = [value for value in vars(registry).values() if hasattr(value, "EXPERIMENT")]
-    assert len(modules) == len(EXPERIMENTS) == 14  # two of one name would be one
+    assert len(modules) == len(EXPERIMENTS) == 15  # two of one name would be one
     for module in modules:
         e = module.EXPERIMENT
         assert module.__name__ == f"experiments.questions.{e.name}" and NAME.fullmatch(e.name)
@@ -81,7 +89,11 @@ def test_what_an_experiment_refuses():
 def test_every_run_is_valid_and_its_hidden_states_are_stored(budget):
     for job in jobs(budget):
         run = job.plain_run()  # its dataclasses check themselves
-        hidden_states, *prompts = job.stages()
+        hidden_states, *others = job.stages()
+        prompts = [stage for stage in others if stage.name == "prompts"]
+        texts = [stage for stage in others if stage.name == "continuations"]
+        on_text = {(m.max_new_tokens, m.temperature) for m in job.measurements() if m.on_text}
+        assert {tuple(stage.config.values()) for stage in texts} == on_text, job.name
         stored = set(hidden_states.config["aux_hidden_state_layers"])
         assert set(run.head.aux_hidden_state_layers) <= stored, job.name
         assert hidden_states.config["seq_len"] == run.data.seq_len, job.name
@@ -91,7 +103,7 @@ def test_every_run_is_valid_and_its_hidden_states_are_stored(budget):
         lengths.add(job.budget.answers.prompt_tokens)
         assert {stage.config["num_tokens"] for stage in prompts} == lengths
         for m in job.measurements():
-            assert None not in (m.k, m.prompt_tokens, m.max_new_tokens)
+            assert None not in dataclasses.asdict(m).values()
             assert m.prompt_tokens + m.max_new_tokens + m.k < job.budget.model.context
         assert run.data.seq_len <= job.budget.model.context
         assert job.answers.num_samples >= run.data.batch_size
@@ -265,7 +277,19 @@ def test_with_depths(num_depths):
 def test_a_measurement_takes_from_the_budget_what_it_does_not_say():
     budget = BUDGETS["smoke"]
     assert Measurement().with_defaults(budget) == Measurement(
-        k=3, temperature=0.0, prompt_tokens=16, max_new_tokens=16
+        k=3,
+        temperature=0.0,
+        sample_drafts=False,
+        on_text=False,
+        prompt_tokens=16,
+        max_new_tokens=16,
     )
-    complete = Measurement(k=1, temperature=0.7, prompt_tokens=0, max_new_tokens=5)
+    complete = Measurement(
+        k=1,
+        temperature=0.7,
+        sample_drafts=True,
+        on_text=True,
+        prompt_tokens=0,
+        max_new_tokens=5,
+    )
     assert complete.with_defaults(budget) == complete

@@ -1,0 +1,43 @@
+"""Does a bias from the token before repair the late positions of a parallel head?
+
+    python -m experiments.run sequential_head --seeds 3 --budget sampled
+
+`Markov head` adds a bias of rank 32 to the logits of every draft, which depends on the draft before
+it (DSpark, arXiv:2607.05147). `gated` multiplies it by what the hidden state says. Both are
+trained with the head, for as many steps.
+Expects: late positions gain, because their placeholders do not know the drafts before them; the
+first gains nothing.
+Result: not run yet.
+"""
+
+import dataclasses
+
+from experiments.base import Experiment, Variant
+from peagle_jax.train.config import PeagleRun
+from peagle_jax.train.recipe_sections import MarkovConfig
+
+RANK = 32
+
+
+def with_markov(*, gated: bool) -> Variant:
+    def run(base: PeagleRun) -> PeagleRun:
+        return dataclasses.replace(base, markov=MarkovConfig(rank=RANK, gated=gated))
+
+    return Variant(run=run)
+
+
+EXPERIMENT = Experiment(
+    name="sequential_head",
+    question="Does a bias from the token before repair the late positions of a parallel head?",
+    expects="Late positions gain, the first gains nothing.",
+    axis="head",
+    kind="bars",
+    reference="P-EAGLE",
+    variants={
+        "P-EAGLE": Variant(),
+        "with a Markov head": with_markov(gated=False),
+        "with a gated Markov head": with_markov(gated=True),
+    },
+    paper="DSpark's heads draft a block in parallel and add a bias of rank 256 from the token "
+    "before (arXiv:2607.05147). Nobody has published it for P-EAGLE.",
+)
