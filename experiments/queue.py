@@ -20,6 +20,7 @@ from types import FrameType
 from experiments.folders import ROOT
 from experiments.jobs import Job
 from peagle_jax.atomic_write import write_atomically
+from peagle_jax.file_lock import lock_while_alive
 from peagle_jax.types import InputError
 
 
@@ -65,7 +66,7 @@ class Queue:
       minutes: no job begins after so many; None for no limit.
 
     Raises:
-      InputError: a folder cannot be written.
+      InputError: a folder cannot be written, or another command fills the cache.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Queue:
         try:
             results.mkdir(parents=True, exist_ok=True)
             (cache / "jobs").mkdir(parents=True, exist_ok=True)
+            is_mine = lock_while_alive(self, cache)
         except OSError as error:
             raise InputError(
                 error.filename,
@@ -97,6 +99,9 @@ class Queue:
                 got=error.strerror,
                 next_step="name other folders with --results and --cache",
             ) from None
+        if not is_mine:
+            rule, got = "one command fills a cache at a time", "another one at it"
+            raise InputError(cache, rule, got, "wait for it, or name another folder with --cache")
 
     @property
     def is_late(self) -> bool:

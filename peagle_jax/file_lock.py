@@ -1,6 +1,9 @@
 """A lock on a file or folder, which the operating system ends with its process."""
 
 import fcntl
+import os
+import weakref
+from pathlib import Path
 from typing import IO
 
 
@@ -18,4 +21,21 @@ def try_lock(file: int | IO[str]) -> bool:
         return False
     except OSError:
         pass
+    return True
+
+
+def lock_while_alive(owner: object, path: Path) -> bool:
+    """Takes the lock for as long as `owner` lives; False where another process, or owner, has it.
+
+    Args:
+      path: a file or folder that exists.
+
+    Raises:
+      OSError: it cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    if not try_lock(handle):
+        os.close(handle)
+        return False
+    weakref.finalize(owner, os.close, handle)
     return True

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from peagle_jax.corpus import read_jsonl
+from peagle_jax.file_lock import lock_while_alive
 from peagle_jax.old_names import RESULT_ROW_KEYS, with_new_names
 from peagle_jax.types import InputError
 
@@ -32,12 +33,14 @@ COLUMNS = (
 class Records:
     """results.jsonl in a folder: one result row per line. Lines are appended and never edited.
 
+    The file is locked for as long as the object lives, so that rows of two commands do not mix.
+
     Args:
       out: the folder.
       name: of the file.
 
     Raises:
-      InputError: the folder cannot be made or written to.
+      InputError: the folder cannot be made or written to, or another command adds rows.
     """
 
     def __init__(self, out: Path, name: str = "results.jsonl") -> None:
@@ -45,9 +48,13 @@ class Records:
         try:
             out.mkdir(parents=True, exist_ok=True)
             self.path.touch()
+            is_mine = lock_while_alive(self, self.path)
         except OSError as error:
             rule, next_step = "the output folder must be writable", "choose another with --out"
             raise InputError(out, rule, error.strerror, next_step) from None
+        if not is_mine:
+            rule, got = "one command adds rows at a time", "another one at it"
+            raise InputError(self.path, rule, got, "wait for it, or choose another --out")
 
     def add(self, record: dict) -> None:
         """Appends a row."""

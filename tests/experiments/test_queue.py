@@ -14,6 +14,7 @@ from experiments import queue
 from experiments.jobs import Job
 from experiments.queue import Queue
 from experiments.registry import EXPERIMENTS
+from peagle_jax.types import InputError
 
 WORKER = """
 import json, os, sys, time
@@ -171,6 +172,7 @@ def test_what_ended_after_its_parent_did_is_kept(line, tmp_path):
         q.step()
     out = q.running[0].out
     until(out.exists)  # nobody collects it
+    del q  # with its lock, as if its process had ended
     again = line(("sampling", "0", 0))
     assert (
         finish(again)
@@ -179,6 +181,7 @@ def test_what_ended_after_its_parent_did_is_kept(line, tmp_path):
         and not out.exists()
     )
     out.write_text("{torn")
+    del again
     third = line(("sampling", "0", 0))
     assert finish(third) and len(third.begun) == 2
 
@@ -192,6 +195,7 @@ def test_runs_that_are_equal_under_a_budget_keep_their_names(line):
     first = line(("against_eagle3", "EAGLE-3", 0))
     first.step()
     until(first.running[0].out.exists)
+    del first
     assert (
         finish(line(("against_eagle3", "EAGLE-3 of equal parameters", 0)))[0]["variant"]
         == "EAGLE-3 of equal parameters"
@@ -255,3 +259,11 @@ def test_ctrl_c_while_a_worker_begins_waits_until_it_is_known(line, monkeypatch)
         running.process.returncode == -signal.SIGTERM
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
+
+
+def test_a_second_queue_on_a_cache_is_refused(line):
+    first = line(("sampling", "0", 0))
+    with pytest.raises(InputError, match=r"cache: one command fills a cache at a time"):
+        line(("sampling", "0", 0))
+    del first
+    line(("sampling", "0", 0))

@@ -264,6 +264,8 @@ def test_rows_are_read_under_former_names(tmp_path):
     old_names = {"batch_size": "batch", "num_prompts": "prompts", "max_new_tokens": "new_tokens"}
     old = {old_names.get(key, key): value for key, value in new.items()}
     file = Records(tmp_path)
+    with pytest.raises(InputError, match=r"results.jsonl: one command adds rows at a time"):
+        Records(tmp_path)
     file.add(new)
     with file.path.open("a") as out:
         out.write(json.dumps(old) + "\n")
