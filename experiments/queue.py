@@ -33,7 +33,7 @@ class Running:
       out: the file that its row is written to.
       log: what it prints.
       head: the folder of the head that it trains.
-      started_at: in seconds, as `time.time` counts them.
+      started_at: in seconds, as `time.monotonic` counts them.
     """
 
     job: Job
@@ -82,7 +82,7 @@ class Queue:
         self.cache = cache
         self.results = results
         self.command = command
-        self.deadline = None if minutes is None else time.time() + 60 * minutes
+        self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.free_cores = _cores(max_running)
         self.running: list[Running] = []
         self.rows: list[dict] = []
@@ -106,7 +106,7 @@ class Queue:
     @property
     def is_late(self) -> bool:
         """Whether no job may begin any more."""
-        return self.deadline is not None and time.time() >= self.deadline
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     def step(self) -> bool:
         """Collects what ended and begins what can begin.
@@ -183,7 +183,7 @@ class Queue:
                 env=self._environment(),
             )
             head = job.head_folder(self.cache)
-            self.running.append(Running(job, process, core, out, log, head, time.time()))
+            self.running.append(Running(job, process, core, out, log, head, time.monotonic()))
 
     def _environment(self) -> dict[str, str]:
         """Of a job's process: this one's, with a compilation cache where it names none."""

@@ -51,7 +51,7 @@ def _live_table(queue: Queue) -> Table:
         job, last = running.job, running.last_logged()
         step = f"{last.get('step', 0)} / {job.plain_run().optimizer.steps}"
         loss = f"{last.get('loss', float('nan')):.3f}"
-        minutes = f"{(time.time() - running.started_at) / 60:.1f}"
+        minutes = f"{(time.monotonic() - running.started_at) / 60:.1f}"
         table.add_row(job.experiment.name, job.name, str(job.seed), step, loss, minutes)
     for row in queue.rows[-SHOWN_ROWS:]:
         length = f"length {row['measurements'][0]['acceptance_length']:.3f}"

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def main() -> int:
     parser.add_argument(
         "--seed",
         type=int,
-        default=time.time_ns() % 2**32,
+        default=secrets.randbits(32),
         help="of the numerics' operands; fresh by default",
     )
     parser.add_argument("--tiny", action="store_true", help="a dry run at small sizes")
