@@ -26,6 +26,7 @@ from peagle_jax.train.mesh import any_process, is_first_process, put, put_rows, 
 from peagle_jax.train.metrics_log import MetricsLog, TrainingClock
 from peagle_jax.train.run_folder import init_run_dir
 from peagle_jax.train.settings import plain
+from peagle_jax.train.step_memory import check_fits
 from peagle_jax.train.trackers import Trackers
 from peagle_jax.train.update import Layout, Objective, make_optimizer, make_update
 from peagle_jax.types import Params
@@ -102,8 +103,9 @@ def fit(
       mesh: over which parameters are spread, and the rows of a batch will be; None: one device.
 
     Raises:
-      InputError: `run.out` has checkpoints of another configuration, or cannot be written; or the
-        loss or the gradients of a step are not finite. What such a step made is not saved.
+      InputError: `run.out` has checkpoints of another configuration, or cannot be written; or a
+        step does not fit the memory; or its loss or gradients are not finite. What such a step made
+        is not saved.
       KeyboardInterrupt: after Ctrl-C. The last finished step is saved.
     """
     out, steps = Path(run.out), run.optimizer.steps
@@ -111,7 +113,7 @@ def fit(
     checkpoints = Checkpoints(out / "checkpoints", run.keep_checkpoints)
     optimizer = make_optimizer(run.optimizer)
     state = _first_state(params, optimizer, mesh)
-    update = _compiled_update(run, objective, optimizer, state, frozen_params, mesh)
+    update = _jitted_update(run, objective, optimizer, state, frozen_params, mesh)
     if (latest := checkpoints.latest()) is not None:
         state = checkpoints.restore(latest, state)
     first_step = step = int(state["step"])
@@ -128,7 +130,7 @@ def fit(
     if keeps_best:
         checkpoints.protected = evaluations.best_step
     tokens = 0
-    batch_structure = jax.tree.structure(None)  # of no batch
+    batch_form = program = None  # of no batch
     progress = ProgressReport(f"train {run.task}", steps, first_step, "steps")
     agree_every = 1 if jax.process_count() == 1 else AGREE_EVERY
     unchecked: tuple[int, dict] | None = None  # the step before, and its metrics
@@ -144,9 +146,13 @@ def fit(
         while step < steps and not evaluations.is_over:
             # while the device is still busy with the step before
             batch = put_rows(batch_at(step), mesh)
-            last_structure, batch_structure = batch_structure, jax.tree.structure(batch)
+            leaves, structure = jax.tree.flatten(batch)
+            last_form, batch_form = batch_form, (structure, [(x.shape, x.dtype) for x in leaves])
             step_began = time.perf_counter()
-            state, metrics = update(state, batch, frozen_params)
+            if program is None or batch_form != last_form:
+                program = update.lower(state, leaves, frozen_params, structure).compile()
+                check_fits(program, run)
+            state, metrics = program(state, leaves, frozen_params)
             if step == first_step:
                 # Until here, where minutes may be spent on compiling, there is nothing to save.
                 jax.block_until_ready(state)
@@ -154,7 +160,7 @@ def fit(
             step += 1
             check()  # of the step before, while the device is busy with this one
             unchecked = step, metrics
-            if batch_structure != last_structure:
+            if batch_form != last_form:
                 # This step was compiled: it is the session's first, or the first of more depths.
                 # Its time is left out of the speed, and so are its tokens.
                 jax.block_until_ready(state)
@@ -229,22 +235,30 @@ def _first_state(
     return {"params": params, "opt": opt, "step": put(state["step"], everywhere)}
 
 
-def _compiled_update(
+def _jitted_update(
     run: Run,
     objective: Objective,
     optimizer: optax.GradientTransformation,
     state: dict,
     frozen_params: Any,
     mesh: Mesh | None,
-) -> Callable[[dict, Any, Any], tuple[dict, dict]]:
-    """`make_update`, to be compiled. On a mesh every array of the state stays where it is."""
-    if mesh is None:
-        update = make_update(objective, optimizer, run.gradient_accumulation)
-        return jax.jit(update, donate_argnums=0)
-    layout = Layout(shardings_of(state["params"]), shardings_of(frozen_params))
+) -> Any:
+    """`make_update`, jitted, of a batch's leaves and its structure.
+
+    On a mesh every array of the state stays where it is.
+    """
+    layout = placed = None
+    if mesh is not None:
+        layout = Layout(shardings_of(state["params"]), shardings_of(frozen_params))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        placed = (shardings_of(state), everywhere)
     update = make_update(objective, optimizer, run.gradient_accumulation, layout)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(update, donate_argnums=0, out_shardings=(shardings_of(state), everywhere))
+
+    # leaves, because what describes a lowered program would fill the batch's class with no arrays
+    def update_of_leaves(state: dict, leaves: list, frozen_params: Any, structure: Any) -> tuple:
+        return update(state, jax.tree.unflatten(structure, leaves), frozen_params)
+
+    return jax.jit(update_of_leaves, static_argnums=3, donate_argnums=0, out_shardings=placed)
 
 
 def _to_json(metrics: dict) -> dict:
