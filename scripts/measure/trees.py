@@ -1,14 +1,16 @@
 """Acceptance length of trees of drafts against their budget, beside chains.
 
     .venv/bin/python scripts/measure/trees.py [--budgets 4 8 16 32 64] [--temperatures 0 1] \\
-        [--drafters peagle_jax/assets/peagle runs/assets/markov/head] \\
+        [--drafters peagle_jax/assets/peagle runs/assets/markov/head] [--names base markov] \\
+        [--target peagle_jax/assets/target] [--prompts PROMPTS.jsonl] \\
         [--record results/trees.jsonl] [--picture docs/pictures/trees.png]
 
-A P-EAGLE head, the packaged one if none is named, drafts for excerpts of held-out Python source:
-chains of K tokens, and trees of N nodes made of the same K = 7 positions. The trees of a head with
-a Markov head are conditioned on parents; those of others are made of the positions' marginals. All
-drafters decode the same prompts, and gains are over the first drafter's chain of 7. Seconds are of
-single runs and include compilation: what a step verifies is compared, and no speed.
+A P-EAGLE head, the packaged one if none is named, drafts for excerpts of held-out Python source,
+or after the `prompt_token_ids` of a file's rows: chains of K tokens, and trees of N nodes made of
+the same K = 7 positions. The trees of a head with a Markov head are conditioned on parents; those
+of others are made of the positions' marginals. All drafters decode the same prompts, and gains are
+over the first drafter's chain of 7. Seconds are of single runs and include compilation: what a
+step verifies is compared, and no speed.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from rich.table import Table
 
 from peagle_jax import Engine, Request, acceptance_length, load_pair, text
 from peagle_jax.checkpoints.pair import load_drafter_for
+from peagle_jax.corpus import read_jsonl
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
@@ -41,6 +44,9 @@ def main() -> None:
     parser.add_argument("--chains", nargs="*", type=int, default=[1, 3, 5, 7, 11])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--drafters", nargs="+", type=Path, default=[ASSETS / "peagle"])
+    parser.add_argument("--names", nargs="+", help="of the drafters in rows (their folders')")
+    parser.add_argument("--target", type=Path, default=ASSETS / "target")
+    parser.add_argument("--prompts", type=Path, help="rows with prompt_token_ids (source code)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -48,10 +54,13 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     parser.add_argument("--picture", type=Path, help="draw the first temperature to this PNG")
     args = parser.parse_args()
-    target, head = load_pair(ASSETS / "target", args.drafters[0], dtype=jnp.dtype(args.dtype))
-    heads = {short_name(args.drafters[0]): head}
-    heads |= {short_name(path): load_drafter_for(target, path) for path in args.drafters[1:]}
-    prompts = standard_prompts(text.load_tokenizer(ASSETS / "target"), args.num_prompts)
+    names = args.names or [short_name(path) for path in args.drafters]
+    if len(names) != len(args.drafters) or len(set(names)) < len(names):
+        parser.error(f"--names: every drafter needs a name of its own; got {', '.join(names)}")
+    target, head = load_pair(args.target, args.drafters[0], dtype=jnp.dtype(args.dtype))
+    others = [load_drafter_for(target, path) for path in args.drafters[1:]]
+    heads = dict(zip(names, [head, *others], strict=True))
+    prompts = read_prompts(args.prompts, args.target, args.num_prompts)
     cases = [(k, None) for k in args.chains] + [(DEPTH, n) for n in args.budgets]
     rows = []
     total = len(args.temperatures) * len(heads) * len(cases)
@@ -102,6 +111,14 @@ def main() -> None:
         origin = provenance(" ".join(["python scripts/measure/trees.py", *sys.argv[1:]]))
         with args.record.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+
+
+def read_prompts(path: Path | None, target: Path, count: int) -> list[list[int]]:
+    """So many prompts, spread over the rows of a file; without one, of held-out source."""
+    if path is None:
+        return standard_prompts(text.load_tokenizer(target), count)
+    rows = [row["prompt_token_ids"] for _, row in read_jsonl(path)]
+    return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))]
 
 
 def short_name(path: Path) -> str:
