@@ -78,6 +78,7 @@ def base_run(budget: Budget, seed: int) -> PeagleRun:
         cod=cod,
         placeholder=PlaceholderConfig(hidden="shared", token="mask"),
         feature_noise=FeatureNoise(noise=0.0, dropout=0.0),
+        depth_weights=None,
         data=data,
         optimizer=optimizer,
         eval=EvalConfig(every=None, prompts=None, num_prompts=1, max_new_tokens=8),

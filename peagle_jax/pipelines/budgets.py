@@ -240,6 +240,7 @@ def peagle_run(
         ),
         placeholder=PlaceholderConfig(hidden="shared", token="mask"),
         feature_noise=FeatureNoise(noise=0.0, dropout=0.0),
+        depth_weights=None,
         train_embedding=True,
         **_head_recipe(models, target, out, seed, size),
     )

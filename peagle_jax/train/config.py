@@ -27,6 +27,7 @@ from peagle_jax.train.recipe_sections import (
     MarkovConfig,
     MeshConfig,
     OptimizerConfig,
+    TttConfig,
 )
 from peagle_jax.train.settings import build, check, plain
 from peagle_jax.train.trackers import TRACKERS
@@ -180,18 +181,6 @@ class HeadShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TttConfig:
-    """Test-time training of EAGLE-3 heads (arXiv:2503.01840)."""
-
-    steps: int = 6  # the head is unrolled so often; K in training
-    decay: float = 1.0  # unrolled step j counts decay**j in the loss
-
-    def __post_init__(self) -> None:
-        check(self.steps >= 1, "steps", "must be 1 or more", self.steps, "use 6")
-        check(self.decay > 0, "decay", "must be above 0", self.decay, "use 1.0")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceholderConfig:
     """What a placeholder row contains: designs of draft/placeholders.py, which explains them.
 
@@ -299,13 +288,26 @@ class PeagleRun(HeadRun):
     markov: MarkovConfig | None = None  # null: no Markov head
     confidence: ConfidenceConfig | None = None  # null: no confidence head
     feature_noise: FeatureNoise = FeatureNoise()
+    # Of each depth's elements in the loss, num_depths of them; null: 1 for all.
+    depth_weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_depth_weights()
         for part in self.trained_alone:
             key, rule = f"{part}.train_alone", "needs a trained head, which it leaves as it is"
             next_step = f"set init_from to that head's folder, or {key}: false"
             check(self.init_from is not None, key, rule, "init_from: null", next_step)
+
+    def _check_depth_weights(self) -> None:
+        weights, key = self.depth_weights, "depth_weights"
+        if weights is None:
+            return
+        count, next_step = self.cod.num_depths, "use null for 1 at every depth"
+        rule = f"must be {count} numbers, one for each depth (cod.num_depths)"
+        check(len(weights) == count, key, rule, f"{len(weights)} of them", next_step)
+        valid = all(0 <= w < float("inf") for w in weights) and weights[0] > 0
+        check(valid, key, "must be 0 or more, and the first above 0", list(weights), next_step)
 
     @property
     def trained_alone(self) -> tuple[str, ...]:

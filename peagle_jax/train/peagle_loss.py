@@ -5,6 +5,7 @@ are packed behind each other and go through the head in one forward.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,33 @@ def elements_in_loss(
     return jnp.concatenate([loss_mask, of_cod], axis=1)
 
 
+def element_weights(
+    loss_mask: Bool[Array, "B n"],
+    cod: CodSample | None,
+    num_depths: int,
+    depth_weights: Sequence[float] | None = None,
+) -> Float[Array, "B P"]:
+    """The weight of each element in the loss: 0 outside of it, otherwise that of its depth.
+
+    Args:
+      depth_weights: of depth 0, 1, .., at least `num_depths` of them; None: 1 for all.
+    """
+    in_loss = elements_in_loss(loss_mask, cod, num_depths).astype(jnp.float32)
+    if depth_weights is None:
+        return in_loss
+    of_depth = jnp.array(depth_weights[:num_depths], jnp.float32)
+    depth = jnp.zeros(loss_mask.shape, jnp.int32)
+    if num_depths > 1 and cod is not None:
+        depth = jnp.concatenate([depth, jnp.asarray(cod.depth)], axis=1)
+    return in_loss * of_depth[depth]
+
+
+def sum_of_weights(weights: Float[Array, "*shape"]) -> Float[Array, ""]:
+    """What a weighted sum is divided by; 1 where nothing has a weight."""
+    total = weights.sum()
+    return jnp.where(total > 0, total, 1.0)
+
+
 def peagle_loss(
     head: DraftHead,
     rows: TrainingRows,
@@ -74,8 +102,9 @@ def peagle_loss(
     denominator: Float[Array, ""] | None = None,
     compute: ComputeConfig | None = None,
     partitions: int = 1,
+    depth_weights: Sequence[float] | None = None,
 ) -> tuple[Float[Array, ""], DepthCounts]:
-    """Mean loss over the elements of all depths, with one denominator for the batch.
+    """Weighted mean of the losses of the elements of all depths, with one denominator.
 
     Args:
       head: the draft head.
@@ -87,17 +116,19 @@ def peagle_loss(
       loss: a name of `loss.LOSSES`.
       feature_noise: noise on the aux hidden states; None: none.
       keys: PRNG keys for that noise, one for each row.
-      denominator: what the sum is divided by, where these rows are a part of a batch: the number
-        of its elements in the loss; None: theirs.
+      denominator: what the sum is divided by, where these rows are a part of a batch: the weights
+        of its elements; None: theirs.
       compute: how; None: in the head's dtype, and nothing twice.
       partitions: S; `cod` then has S stretches of as many elements, and no chain in two of them.
         They are computed one after another, and their gradients add up. They share the depth-0
         rows, which are computed once: no placeholder is attended to by another chain.
+      depth_weights: of each depth's elements in the mean; None: 1 for all.
 
     Returns:
       The loss, and {"correct", "total"} by depth [K]: how often the head's argmax is the target's,
       and of how many elements. With a confidence head the loss has its cross-entropy, which is
-      "confidence_loss" by depth; no other parameter has a gradient of it.
+      "confidence_loss" by depth; no other parameter has a gradient of it. Depths whose weight is 0
+      are not counted.
     """
     if num_depths > 1 and cod is None:
         raise ValueError("more than one depth needs a COD sample")
@@ -106,9 +137,9 @@ def peagle_loss(
     masters, head = head, in_compute_dtype(head, compute)
     rows = rows_in_compute_dtype(rows, compute)
     recompute = compute is not None and compute.recompute == "layers"
-    weight = elements_in_loss(rows.loss_mask, cod, num_depths).astype(jnp.float32)
+    weight = element_weights(rows.loss_mask, cod, num_depths, depth_weights)
     if denominator is None:
-        denominator = jnp.maximum(weight.sum(), 1)
+        denominator = sum_of_weights(weight)
     embeddings = head.embed(rows.tokens)
     fused = _noisy_fused(head, rows, feature_noise, keys)
     teacher = Teacher(
@@ -130,12 +161,20 @@ def peagle_loss(
                 masters, cod, weight[:, n:], depth0, teacher, partitions, recompute, compute
             )
             total, by_depth = jax.tree.map(jnp.add, (total, by_depth), of_cod)
-        return total / denominator, by_depth
+        return total / denominator, _unweighted(by_depth, depth_weights)
     attended = embeddings, fused, rows.segment_ids
     hidden, positions = packed_hidden(head, *attended, cod, num_depths, recompute)
     depth = jnp.concatenate([zeros, jnp.asarray(cod.depth)], axis=1)
     total, by_depth = teacher.distill(head, hidden, positions, weight, depth)
-    return total / denominator, by_depth
+    return total / denominator, _unweighted(by_depth, depth_weights)
+
+
+def _unweighted(counts: DepthCounts, depth_weights: Sequence[float] | None) -> DepthCounts:
+    """Counts of elements, from sums of their weights."""
+    if depth_weights is None:
+        return counts
+    weights = jnp.array(depth_weights[: len(counts["total"])], jnp.float32)
+    return {name: x / jnp.where(weights > 0, weights, 1.0) for name, x in counts.items()}
 
 
 def packed_hidden(

@@ -117,6 +117,18 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TttConfig:
+    """Test-time training of EAGLE-3 heads (arXiv:2503.01840)."""
+
+    steps: int = 6  # the head is unrolled so often; K in training
+    decay: float = 1.0  # unrolled step j counts decay**j in the loss
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 1, "steps", "must be 1 or more", self.steps, "use 6")
+        check(self.decay > 0, "decay", "must be above 0", self.decay, "use 1.0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MarkovConfig:
     """A Markov head (draft/markov.py): the token before a draft gives its logits a bias."""
 

@@ -37,7 +37,7 @@ from peagle_jax.train.mesh import (
     wait_for_all,
 )
 from peagle_jax.train.new_head import new_head
-from peagle_jax.train.peagle_loss import elements_in_loss, peagle_loss
+from peagle_jax.train.peagle_loss import element_weights, peagle_loss, sum_of_weights
 from peagle_jax.train.run_folder import (
     check_same_data,
     has_checkpoints,
@@ -157,7 +157,8 @@ def _train(
         return evaluate(with_params(params)) if step % every == 0 or is_last else None
 
     loss = functools.partial(head_loss, run, target, head)
-    objective = Objective(loss, head_denominators, head_metrics)
+    denominators = functools.partial(head_denominators, run)
+    objective = Objective(loss, denominators, head_metrics)
     frozen_params = target.params, frozen
     rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
     evaluation = Evaluation(evaluate_at, run.eval.keep == "best", run.eval.patience)
@@ -343,6 +344,7 @@ def head_loss(
             denominators,
             run.compute,
             run.cod.partitions,
+            run.depth_weights,
         )
     if isinstance(run, EagleRun):
         return eagle_loss(
@@ -369,14 +371,14 @@ def head_loss(
     )
 
 
-def head_denominators(batch: HeadBatch) -> jax.Array:
-    """What sums are divided by: a batch's elements (P-EAGLE), or positions by step (EAGLE)."""
+def head_denominators(run: HeadRun, batch: HeadBatch) -> jax.Array:
+    """What sums are divided by: weights of a batch's elements (P-EAGLE), or positions by step."""
     loss_mask, segment_ids = jnp.asarray(batch.loss_mask), jnp.asarray(batch.segment_ids)
-    if batch.cod is not None:
-        count = elements_in_loss(loss_mask, batch.cod, batch.num_depths).sum()
-    else:
-        steps = range(batch.num_depths)
-        count = jnp.stack([positions_in_loss(loss_mask, segment_ids, s).sum() for s in steps])
+    if isinstance(run, PeagleRun):
+        weights = run.depth_weights
+        return sum_of_weights(element_weights(loss_mask, batch.cod, batch.num_depths, weights))
+    steps = range(batch.num_depths)
+    count = jnp.stack([positions_in_loss(loss_mask, segment_ids, s).sum() for s in steps])
     return jnp.maximum(count.astype(jnp.float32), 1)
 
 

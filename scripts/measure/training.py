@@ -120,9 +120,11 @@ class Step:
             self.run.loss,
         )
         positions, depth = rest
-        weight = peagle.elements_in_loss(rows.loss_mask, self.batch.cod, self.batch.num_depths)
-        weight = weight.astype(jnp.float32)
-        return teacher.distill(head, hidden, positions, weight, depth)[0] / weight.sum()
+        weight = peagle.element_weights(
+            rows.loss_mask, self.batch.cod, self.batch.num_depths, self.run.depth_weights
+        )
+        summed = teacher.distill(head, hidden, positions, weight, depth)[0]
+        return summed / peagle.sum_of_weights(weight)
 
 
 def part_seconds(step: Step, repeats: int) -> dict[str, float]:
@@ -163,7 +165,9 @@ def part_seconds(step: Step, repeats: int) -> dict[str, float]:
     grads = jax.tree.map(jnp.ones_like, trained)
     seconds["optimizer"] = _updating_seconds(make_update(no_loss, optimizer), state, grads, repeats)
     objective = Objective(
-        functools.partial(head_loss, run, target, head), head_denominators, head_metrics
+        functools.partial(head_loss, run, target, head),
+        functools.partial(head_denominators, run),
+        head_metrics,
     )
     update = make_update(objective, optimizer)
     seconds["step"] = _updating_seconds(update, state, batch, repeats, (target.params, frozen))

@@ -48,7 +48,9 @@ def start(job: dict):
         """The jitted step, of heads that differ in nothing but their numbers."""
         target, head = load_pair(run.target, job["heads"][0])
         objective = Objective(
-            functools.partial(head_loss, run, target, head), head_denominators, head_metrics
+            functools.partial(head_loss, run, target, head),
+            functools.partial(head_denominators, run),
+            head_metrics,
         )
         schedule = dataclasses.replace(run.optimizer, steps=schedule_steps, warmup=warmup)
         optimizer = make_optimizer(schedule)

@@ -32,6 +32,7 @@ BASE = {
     "against_eagle3": ["P-EAGLE"],
     "sampling": ["0", "0.5", "1"],
     "sequential_head": ["P-EAGLE"],
+    "depth_weights": ["equal"],
 }
 BASE_OF = {
     "smoke": {**BASE, "head_layers": ["1"], "speculation_depth": ["K 3"]},
@@ -62,7 +63,7 @@ def jobs(budget: str, seed: int = 0) -> list[Job]:
 
 def test_every_question_is_in_the_registry_with_command_expectation_and_result():
     modules = [value for value in vars(registry).values() if hasattr(value, "EXPERIMENT")]
-    assert len(modules) == len(EXPERIMENTS) == 15  # two of one name would be one
+    assert len(modules) == len(EXPERIMENTS) == 16  # two of one name would be one
     for module in modules:
         e = module.EXPERIMENT
         assert module.__name__ == f"experiments.questions.{e.name}" and NAME.fullmatch(e.name)

@@ -107,6 +107,7 @@ DEFAULTS = {
         "markov": None,
         "confidence": None,
         "feature_noise": {"noise": 0.0, "dropout": 0.0},
+        "depth_weights": None,
     },
     "eagle3": EVERY_HEAD
     | {
@@ -217,6 +218,7 @@ ALL_CHANGED = {
     "markov": {"rank": 7, "gated": True, "train_alone": True},
     "confidence": {"train_alone": True},
     "feature_noise": {"noise": 0.5, "dropout": 0.25},
+    "depth_weights": [1.0, 0.75, 0.5, 0.25, 2.0],
 }
 
 

@@ -30,6 +30,8 @@ def recipe(task: str, name: str, corpus, target, folder: Path, **changes) -> Pat
     raw.setdefault("eval", {}).update({"every": 4, "num_prompts": 2, "max_new_tokens": 6})
     if task == "lm":
         del raw["eval"]
+    if task == "peagle":
+        raw["depth_weights"] = [1.0 + 0.3 * (-1) ** d for d in range(raw["cod"]["num_depths"])]
     return test_runs.write(folder / f"{name}.yaml", raw)
 
 
