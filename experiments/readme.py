@@ -17,7 +17,14 @@ from experiments.base import Experiment
 from experiments.figures import draw
 from experiments.findings import Findings, find
 from experiments.rows import latest, read_rows
-from experiments.tables import Table, main_table, markdown, other_measurements, overview
+from experiments.tables import (
+    Table,
+    conditional,
+    main_table,
+    markdown,
+    other_measurements,
+    overview,
+)
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
 
@@ -69,6 +76,10 @@ def _section(findings: Findings, pictures: Path) -> str:
             parts.append(textwrap.fill(caption, COLUMNS, break_long_words=False))
     parts += [f"> {note}" for note in findings.notes]
     parts.append(markdown(narrow(main_table(findings))))
+    positions = conditional(findings)
+    if len(positions[0]) > 2:
+        parts += ["Accepted where all drafts before were, by position, in percent:"]
+        parts.append(markdown(positions))
     others = other_measurements(findings)
     if len(others[0]) > 1:
         parts += ["Acceptance length, other measurements:", markdown(others)]

@@ -22,6 +22,7 @@ from experiments.tables import (
     VERDICTS,
     Table,
     by_position,
+    conditional,
     main_table,
     markdown,
     markdown_text,
@@ -55,6 +56,7 @@ ABOUT_VERDICTS = (
 BY_POSITION = (
     "Accepted at each position against the reference, percentage points of all drafts (95 %)"
 )
+CONDITIONAL = "Accepted where all drafts before were, by position, %"
 
 
 def build(
@@ -125,6 +127,7 @@ def _section_tables(findings: Findings) -> list[tuple[str, Table]]:
     tables = [
         ("", main_table(findings)),
         (BY_POSITION, by_position(findings)),
+        (CONDITIONAL, conditional(findings)),
         ("Acceptance length, other measurements", other_measurements(findings)),
         ("Training", training_table(findings)),
     ]

@@ -140,6 +140,20 @@ def by_position(findings: Findings) -> Table:
     return table
 
 
+def conditional(findings: Findings) -> Table:
+    """Of the drafts behind accepted ones, the share that was accepted, in percent, by position."""
+    width = max((len(variant.positions) for variant in findings.variants), default=0)
+    table = [[findings.experiment.axis, *(str(position + 1) for position in range(width))]]
+    for variant in findings.variants:
+        before = (1.0, *variant.positions)
+        cells = [
+            f"{100 * share / reached:.0f}" if reached else ""
+            for share, reached in zip(variant.positions, before, strict=False)
+        ]
+        table.append([variant.name, *cells, *([""] * (width - len(cells)))])
+    return table
+
+
 def _share_difference(comparison: Comparison) -> str:
     """In percentage points, and a verdict that is not "within noise"."""
     low, high = (f"{100 * bound:+.1f}" for bound in (comparison.low, comparison.high))

@@ -394,3 +394,16 @@ def test_the_readme_shows_other_measurements(tmp_path):
         "| design | K = 7, greedy, 65 after 33 tokens "
         "| K = 7, greedy, sampled drafts, 65 after 33 tokens |" in after
     )
+
+
+def test_conditional_acceptance():
+    """Of the drafts at a position, only those count whose predecessors were accepted."""
+    (row,) = runs("hidden", {"shared": 0.4}, seeds=1)
+    for i, prompt in enumerate(row["measurements"][0]["prompts"]):
+        prompt |= {
+            "num_drafts": 10,
+            "num_accepted_per_pos": [8, 6, 3, 0] if i % 2 else [4, 2, 0, 0],
+        }
+    table = tables.conditional(find("hidden", [row], IDENTITY))
+    assert table[0][1:] == ["1", "2", "3", "4"]
+    assert table[1:] == [["shared", "60", "67", "38", "0"]]
