@@ -218,10 +218,11 @@ def serve_case(decoding: Decoding, rate: float, seed: int) -> dict:
     return result | ({COMPILED: len(compiled)} if compiled else {})
 
 
-def load_result(served: Sequence[Served], concurrency: int, rate: float) -> dict:
+def load_result(served: Sequence[Served], concurrency: int | None, rate: float) -> dict:
     """What `vllm bench serve --save-result` writes, of what was served.
 
-    Percentages are of 100, as there; a rate of `inf` is a closed loop.
+    Percentages are of 100, as there; a rate of `inf` is a closed loop. A concurrency of None says
+    that the client set no limit.
     """
     done = [seen for seen in served if is_done(seen)]
     answers = [seen.answer for seen in done if seen.answer is not None]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from peagle_jax.bench.load import acceptance_counters, is_done, load_result, serve
+from peagle_jax.bench.load import CLOSED, acceptance_counters, is_done, load_result, serve
 from peagle_jax.openai_server import OpenAIServer, item
 from peagle_jax.text import Prompt
 from peagle_jax.types import InputError
@@ -232,7 +232,8 @@ def measure(
             "--server", "must answer with a token", "only empty answers", next_step
         )
         return {}, failure or nothing
-    result = load_result(served, model.max_batch, rate) | {"k": None}
+    concurrency = model.max_batch if rate == CLOSED else None
+    result = load_result(served, concurrency, rate) | {"k": None}
     after = None if failure or before is None else settled_counters(server)
     if before is not None and after is not None:
         result |= after.since(before)

@@ -291,7 +291,8 @@ def _bench_server(arguments: argparse.Namespace) -> int:
         model = ServedModel(server, batch_size)
         some = [requests[i % len(requests)] for i in range(max(len(requests), batch_size))]
         model.run(some[:batch_size])  # a server that was started just now is slow at first
-        for rate in rates:
+        # how many requests an open loop has under way, --batch-size does not say: once is enough
+        for rate in rates if batch_size == batch_sizes[-1] else [r for r in rates if r == CLOSED]:
             for number in range(arguments.repeats):
                 result, failure = measure(server, model, some, rate, label["seed"])
                 if result:

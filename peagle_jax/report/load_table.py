@@ -29,8 +29,10 @@ def load_table(rows: Sequence[dict]) -> Table:
         cells = [
             format(row[key], form) if row.get(key) is not None else "" for _, key, form in COLUMNS
         ]
-        k = "" if row["k"] is None else str(row["k"])
-        place = [k, str(row["max_concurrency"]), str(row["request_rate"])]
+        place = [
+            "" if row[key] is None else str(row[key])
+            for key in ("k", "max_concurrency", "request_rate")
+        ]
         table.add_row(_name_of(row), *place, sent, *cells)
     return table
 

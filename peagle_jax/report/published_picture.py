@@ -88,8 +88,21 @@ def panels(tables: Mapping[str, PublishedTable], ours: Mapping[str, Sequence[dic
             "P-EAGLE over EAGLE-3, both with K = 11",
             "sequences decoded together",
             "times EAGLE-3",
-            [*_published_ratios(tables["aws_qwen3_coder"]), *_our_ratios(ours, 11)],
+            [*_published_ratios(tables), *_our_ratios(ours, 11)],
             is_log=True,
+        ),
+        Panel(
+            "P-EAGLE over EAGLE-3, each with its best K",
+            "sequences decoded together",
+            "times EAGLE-3",
+            [*_published_best(tables), *_our_best(ours)],
+            is_log=True,
+        ),
+        Panel(
+            "P-EAGLE over EAGLE-3 with its best K, by K; published: HumanEval",
+            "K, tokens that P-EAGLE drafts per step",
+            "times EAGLE-3",
+            [*_published_by_k(tables, "HumanEval"), *_our_by_k(ours)],
         ),
     ]
 
@@ -174,15 +187,87 @@ def _our_lines(ours: Mapping[str, Sequence[dict]], batch_size: int, key: str) ->
     return lines
 
 
-def _published_ratios(table: PublishedTable) -> list[Line]:
+def _published_ratios(tables: Mapping[str, PublishedTable]) -> list[Line]:
+    """Against EAGLE-3 with the same K, by concurrency."""
     lines = []
-    for texts in dict.fromkeys(row.get("texts") for row in table.rows if "over_eagle3" in row):
-        points = [
-            (row["concurrency"], row["over_eagle3"])
-            for row in table.rows
-            if row.get("texts") == texts and "over_eagle3" in row
-        ]
-        lines.append(Line(f"{table.facts['target']}, {texts}", "peagle", points))
+    for table in tables.values():
+        for texts in dict.fromkeys(row.get("texts") for row in table.rows if "over_eagle3" in row):
+            points = [
+                (row["concurrency"], row["over_eagle3"])
+                for row in table.rows
+                if row.get("texts") == texts and "over_eagle3" in row
+            ]
+            lines.append(Line(f"{table.facts['target']}, {texts}", "peagle", points))
+    return lines
+
+
+def _over_best(table: PublishedTable) -> dict[tuple[str, int], list[tuple[int, float]]]:
+    """(K, ratio to EAGLE-3 with its best K) by texts and concurrency."""
+    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for row in table.rows:
+        if "over_best_eagle3" in row:
+            key = row.get("texts", table.facts["texts"].split(", ")[0]), row["concurrency"]
+            found.setdefault(key, []).append((row["k"], row["over_best_eagle3"]))
+    return found
+
+
+def _published_best(tables: Mapping[str, PublishedTable]) -> list[Line]:
+    """By concurrency, of tables that have P-EAGLE with its best K only."""
+    lines = []
+    for table in tables.values():
+        found = _over_best(table)
+        if any(len(by_k) > 1 for by_k in found.values()):
+            continue
+        for texts in dict.fromkeys(texts for texts, _ in found):
+            points = [(c, by_k[0][1]) for (of, c), by_k in found.items() if of == texts]
+            lines.append(Line(f"{table.facts['target']}, {texts}", "peagle", sorted(points)))
+    return lines
+
+
+def _published_by_k(tables: Mapping[str, PublishedTable], texts: str) -> list[Line]:
+    """By K, of tables that have several for one concurrency."""
+    return [
+        Line(f"{table.facts['target']}, {concurrency} sequences", "peagle", sorted(by_k))
+        for table in tables.values()
+        for (of, concurrency), by_k in _over_best(table).items()
+        if of == texts and len(by_k) > 1
+    ]
+
+
+def _our_speeds(rows: Sequence[dict], method: str, batch_size: int) -> dict[int, float]:
+    """Tokens per second by K."""
+    return {
+        row["k"]: row["tokens_per_second"]
+        for row in rows
+        if row["method"] == method and row["batch_size"] == batch_size
+    }
+
+
+def _our_by_k(ours: Mapping[str, Sequence[dict]]) -> list[Line]:
+    """As `_published_by_k`, for every batch size."""
+    lines = []
+    for machine, rows in ours.items():
+        for size in dict.fromkeys(row["batch_size"] for row in rows):
+            peagle, eagle3 = (_our_speeds(rows, name, size) for name in ("peagle", "eagle3"))
+            if peagle and eagle3:
+                best = max(eagle3.values())
+                points = [(k, speed / best) for k, speed in sorted(peagle.items())]
+                what = "1 sequence" if size == 1 else f"{size} sequences"
+                lines.append(Line(f"ours, {machine}, {what}", "peagle", points, is_ours=True))
+    return lines
+
+
+def _our_best(ours: Mapping[str, Sequence[dict]]) -> list[Line]:
+    """As `_published_best`."""
+    lines = []
+    for machine, rows in ours.items():
+        points = []
+        for size in sorted({row["batch_size"] for row in rows}):
+            peagle, eagle3 = (_our_speeds(rows, name, size) for name in ("peagle", "eagle3"))
+            if peagle and eagle3:
+                points.append((size, max(peagle.values()) / max(eagle3.values())))
+        if points:
+            lines.append(Line(f"ours, {machine}", "peagle", points, is_ours=True))
     return lines
 
 

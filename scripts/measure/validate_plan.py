@@ -193,6 +193,12 @@ def published_steps(table: PublishedTable, methods: Sequence[str]) -> list[Step]
     return steps
 
 
+# the tables of P-EAGLE's paper, which have an acceptance length at K = 5, and their targets
+PAPER = {
+    "paper_gpt_oss_20b": "GPT-OSS-20B",
+    "paper_gpt_oss_120b": "GPT-OSS-120B",
+    "paper_qwen3_coder": "Qwen3-Coder-30B-A3B",
+}
 NO_OVERHEAD = {"layer_seconds": 0.0, "pass_seconds": 0.0}
 
 
@@ -210,6 +216,7 @@ def published_groups() -> list[Group]:
         ("aws_qwen3_coder", "plain", ("none",), ()),
         ("sglang_h200", "plain", ("none",), ()),
         ("vllm_62258", "plain", ("none",), ()),
+        *((name, f"{of}, K = 5", ("eagle3", "peagle"), engine) for name, of in PAPER.items()),
     ]
     return [
         Group(

@@ -194,6 +194,7 @@ def check_decoding(cases: list[Case], env: Path) -> list[dict]:
     for case, head, theirs in zip(cases, heads, answers_of_vllm(env, jobs), strict=True):
         row = {
             "peer": "vllm",
+            "peer_version": theirs["version"],
             "head": case.head,
             "checkpoint_format": case.checkpoint_format,
             "route": case.route,

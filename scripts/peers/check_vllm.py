@@ -122,6 +122,7 @@ def check(
         rows.append(
             {
                 "name": "vllm_agreement",
+                "peer_version": theirs["version"],
                 "drafter": folder.name,
                 "k": k,
                 "num_prompts": len(prompts),

@@ -232,6 +232,8 @@ HEADS: dict[str, tuple[str, tuple[Change, ...]]] = {
     "bias": ("peagle", (bias,)),
     "llama_bias": ("peagle", (llama, bias)),
     "norm_before_residual": ("peagle", (norm_before_residual,)),
+    # norms of q and k come after the biases, and the residual before both
+    "bias_norm_before_residual": ("peagle", (bias, norm_before_residual)),
     "norm_before_fc": ("peagle", (norm_before_fc,)),
     "fc_norm_output": ("peagle", (fc_norm, norm_output)),
     "window": ("peagle", (window,)),
@@ -249,6 +251,7 @@ HEADS: dict[str, tuple[str, tuple[Change, ...]]] = {
     "eagle3_llama": ("eagle3", (llama, reduced)),
     "eagle3_options": ("eagle3", (norm_before_residual, fc_norm, norm_output)),
     "eagle3_bias_window": ("eagle3", (bias, window)),
+    "eagle3_bias_norm_before_residual": ("eagle3", (bias, norm_before_residual)),
 }
 
 

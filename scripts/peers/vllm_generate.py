@@ -6,7 +6,7 @@ JOBS: a list of {"target", "drafter" or null, "k", "parallel", "method" ("eagle3
   "prompts": [[ids]], "max_new_tokens", "alone"}. With `alone`, vLLM gets nothing but the drafter's
   folder, as in `vllm serve FOLDER`, and finds target, method and K in it.
 OUT: a line for each job, as soon as it is done: {"outputs", "num_drafts", "num_draft_tokens",
-  "num_accepted_tokens", "num_accepted_per_pos", "seconds"}, or {"error"}.
+  "num_accepted_tokens", "num_accepted_per_pos", "seconds"}, or {"error"}; and "version", vLLM's.
 
 One process does all jobs: importing vLLM takes longer than a job.
 """
@@ -22,7 +22,10 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# vLLM knows a CPU build by its version; that of VLLM_PYTHON (install_vllm.sh) does not say "cpu"
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
+import vllm  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
@@ -95,7 +98,7 @@ def main(jobs_file: str, out_file: str) -> None:
                 # a head that vLLM refuses is a result, not the end of the other jobs
                 traceback.print_exc()
                 result = {"error": f"{type(error).__name__}: {error}"}
-            out.write(json.dumps(result) + "\n")
+            out.write(json.dumps(result | {"version": vllm.__version__}) + "\n")
             out.flush()
             gc.collect()
             cleanup_dist_env_and_memory()

@@ -274,6 +274,16 @@ def test_token_ids_are_those_that_would_be_decoded_here(server, target, bench, t
     assert "vllm 0.32.0: the-model" in out and "2/2" in out and "2.33" in out
 
 
+def test_an_open_loop_has_no_concurrency_and_is_measured_once(server, bench, tmp_path):
+    path = prompts_file(tmp_path, {"prompt": "a"}, {"prompt": "b"})
+    rates = ("--request-rate", "inf", "--request-rate", "50")
+    code, rows, out, err = bench("--prompts", path, "--batch-size", "1,2", *rates)
+    assert code == 0, err
+    measured = [(row["max_concurrency"], row["request_rate"]) for row in rows]
+    assert measured == [(1, "inf"), (2, "inf"), (None, 50.0)]
+    assert all(row["completed"] == 2 for row in rows) and "None" not in out
+
+
 def test_without_a_target_texts_and_chats_are_sent(server, bench, tmp_path):
     path = prompts_file(tmp_path, {"prompt": "def f"}, {"turns": ["hi", "you"]}, {"prompt": "x"})
     options = ("--prompts", path, "--server-model", "another", "--ignore-eos", "--repeats", 2)

@@ -135,6 +135,8 @@ def test_plans_against_measured_steps():
     assert counts["vLLM pull request 32628", 24] == 24
     assert counts["vLLM pull request 16035", 3] == 3
     assert counts["vLLM pull request 32887", 2] == 2
+    paper = [good for (name, _), good in counts.items() if "arXiv:2602.01469" in name]
+    assert len(paper) == 3 and sum(paper) >= 34
     own = validate.own_groups()  # of whatever was measured here last
     assert len(own) > 3 and all(len(group.steps) > 3 for group in own)
     recorded = [
