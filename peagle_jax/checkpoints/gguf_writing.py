@@ -16,7 +16,6 @@ import numpy as np
 from peagle_jax import weights
 from peagle_jax.checkpoints import param_mapping
 from peagle_jax.checkpoints.head_state import HeadState
-from peagle_jax.draft.head import HeadConfig
 from peagle_jax.layers import Rope
 from peagle_jax.provenance import versions
 from peagle_jax.types import InputError

@@ -260,6 +260,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         if "error" in theirs:
             raise SystemExit(f"llama.cpp failed on {case.name}: {theirs['error']}")
         rows.append(check(case, target, theirs, prompts, args.k))
+        print(f"{case.name}: {'agrees' if rows[-1]['agrees'] else 'DIFFERS'}", flush=True)
     if not args.drafter and REFUSED in names:
         rows.append(check_refused(args.llama_cpp, job, args.out))
     return rows

@@ -60,9 +60,7 @@ def test_losses_are_right_and_a_wrong_one_is_noticed(monkeypatch):
 
     assert right() == [True, True]
     whole = loss.Form
-    monkeypatch.setattr(
-        loss, "Form", lambda *form: dataclasses.replace(whole(*form), logit_cap=None)
-    )
+    monkeypatch.setattr(loss, "Form", lambda *form: dataclasses.replace(whole(*form), logit_cap=None))
     assert right() == [False, True]
     monkeypatch.setitem(loss.LOSSES, "cross_entropy", loss.total_variation)
     assert right() == [False, False]
