@@ -23,7 +23,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -238,8 +238,8 @@ def show(rows: Sequence[dict]) -> None:
     Console(width=110).print("ours / llama.cpp's", table)
 
 
-def run(args: argparse.Namespace) -> list[dict]:
-    """The result rows of all heads."""
+def run(args: argparse.Namespace) -> Iterator[dict]:
+    """The result rows of all heads, each as soon as it is there."""
     args.out.mkdir(parents=True, exist_ok=True)
     target_file = args.target_gguf or args.out / "target.gguf"
     if args.target_gguf is None:
@@ -252,18 +252,15 @@ def run(args: argparse.Namespace) -> list[dict]:
     prompts = standard_prompts(text.load_tokenizer(args.target), args.num_prompts)
     job = {"target": str(target_file), "k": args.k, "prompts": prompts}
     job["max_new_tokens"] = args.max_new_tokens
-    rows = []
     for case in cases:
         layers = case.head.config.aux_hidden_state_layers
         target = load_target(args.target, aux_hidden_state_layers=layers, dtype=np.float32)
         theirs = answer_of_llama_cpp(args.llama_cpp, job | {"drafter": str(case.file)}, args.out)
         if "error" in theirs:
             raise SystemExit(f"llama.cpp failed on {case.name}: {theirs['error']}")
-        rows.append(check(case, target, theirs, prompts, args.k))
-        print(f"{case.name}: {'agrees' if rows[-1]['agrees'] else 'DIFFERS'}", flush=True)
+        yield check(case, target, theirs, prompts, args.k)
     if not args.drafter and REFUSED in names:
-        rows.append(check_refused(args.llama_cpp, job, args.out))
-    return rows
+        yield check_refused(args.llama_cpp, job, args.out)
 
 
 def main() -> int:
@@ -288,16 +285,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/llama_cpp"))
     parser.add_argument("--record", type=Path, help="append a row for each head")
     args = parser.parse_args()
+    origin = provenance("python scripts/peers/check_llama_cpp.py " + " ".join(sys.argv[1:]))
+    rows = []
     try:
-        rows = run(args)
+        for row in run(args):
+            rows.append(row)
+            print(f"{row['drafter']}: {'agrees' if row['agrees'] else 'DIFFERS'}", flush=True)
+            if args.record:
+                with args.record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(origin | row) + "\n")
     except InputError as error:
         print(f"check_llama_cpp: {error}", file=sys.stderr)
         return 2
     show(rows)
-    if args.record:
-        origin = provenance("python scripts/peers/check_llama_cpp.py " + " ".join(sys.argv[1:]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
     return 0 if rows and all(row["agrees"] for row in rows) else 1
 
 
