@@ -83,6 +83,8 @@ class FolderWriter:
         process writes it; or the disk is full.
     """
 
+    kind = "folder"  # what error messages call the output
+
     def __init__(self, path: Path):
         self.path = path.resolve()
 
@@ -98,7 +100,7 @@ class FolderWriter:
             self._remove_parents()
             raise InputError(
                 self.path,
-                rule="the output folder must be writable",
+                rule=f"the output {self.kind} must be writable",
                 got=error.strerror,
                 next_step="choose another place",
             ) from None
@@ -117,7 +119,7 @@ class FolderWriter:
             handle = os.open(left, os.O_RDONLY)
             try:
                 if not try_lock(handle):
-                    rule, got = "one process writes a folder at a time", "another one at it"
+                    rule, got = f"one process writes a {self.kind} at a time", "another one at it"
                     next_step = "wait for it, or choose another name"
                     raise InputError(self.path, rule, got, next_step)
                 shutil.rmtree(left, ignore_errors=True)
@@ -215,6 +217,8 @@ class FileWriter(FolderWriter):
     Raises:
       InputError: as of a folder, or `path` is a folder, or a file that is not replaced.
     """
+
+    kind = "file"
 
     def __init__(self, path: Path, is_replaced: Callable[[Path], bool]):
         super().__init__(path)

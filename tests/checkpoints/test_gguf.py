@@ -351,7 +351,7 @@ def test_one_process_at_a_time_and_none_from_before(tmp_path):
     folder, file = written(tmp_path)
     with weights.new_file(file, lambda path: True) as temporary:
         temporary.write_text("half")
-        with pytest.raises(InputError, match="one process writes a folder at a time"):
+        with pytest.raises(InputError, match="one process writes a file at a time"):
             convert(folder, file, to="gguf")
         temporary.write_text("whole")
     assert file.read_text() == "whole"
