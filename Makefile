@@ -1,7 +1,8 @@
 # make demo      the main job on this machine's own Python source
 # make test      a few minutes: every promise is touched; what a stranger should run
 # make test-all  every test that needs no peer
-# make test-peers  real vLLM, speculators, the Mosaic GPU interpreter, in environments of their own
+# make test-peers  real vLLM, speculators, llama.cpp, the Mosaic GPU interpreter, each in its own
+#                  environment
 # make faults    KILLS=100 kills, and two at a time, of every command that writes
 # make lint      style, formatting, types
 # All create their environment in .venv; no other step is needed.
@@ -29,6 +30,7 @@ test-all: .venv/ready-dev
 test-peers: .venv/ready-dev
 	scripts/peers/install_vllm.sh .venv-vllm
 	scripts/peers/install_speculators.sh .venv-speculators
+	scripts/peers/install_llama_cpp.sh .venv-llama-cpp
 	$(PYTEST) -m peer
 	if scripts/gpu/install_mosaic.sh .venv-mosaic; then \
 	    .venv-mosaic/bin/python -m pytest -q tests/kernels/test_fp8_matmul_mosaic.py; \

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from peagle_jax import weights
-from peagle_jax.checkpoints import head_reading, head_writing, runs, target_io
+from peagle_jax.checkpoints import gguf_writing, head_reading, head_writing, runs, target_io
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.pair import check_made_for
 from peagle_jax.checkpoints.param_mapping import EMBEDDING
@@ -19,6 +19,7 @@ from peagle_jax.types import InputError
 UNUSED_OPTIONS = {
     "orbax": ("k", "max_shard_bytes", "share_embedding", "identity_d2t"),
     "speculators": ("share_embedding",),
+    "gguf": ("k", "max_shard_bytes", "mask_token", "identity_d2t"),
     "hf": (
         "k",
         "target",
@@ -104,9 +105,10 @@ def convert(
 
     Args:
       src: a draft head's or a target's folder, a Hugging Face hub id, or a training run.
-      dst: the folder to write.
-      to: "vllm", "speculators" or "peagle_jax" (a draft head's folder), "orbax" (what a training
-        run saves), or "hf" (a target's folder).
+      dst: the folder to write, or the file with `to="gguf"`.
+      to: "vllm", "speculators" or "peagle_jax" (a draft head's folder), "gguf" (a file, with which
+        llama.cpp drafts; needs the library gguf), "orbax" (what a training run saves), or "hf" (a
+        target's folder).
       k: K, tokens to draft in one step, where the format carries it; None keeps what the source
         says.
       dtype: of the floating-point tensors, for example "bfloat16"; None keeps them.
@@ -114,7 +116,8 @@ def convert(
         embedding or does not name its aux hidden state layers, and by the speculators format,
         which names its target.
       max_shard_bytes: splits safetensors into files of at most so many bytes; None writes one.
-      share_embedding: leaves out the head's embedding, which must be the target's (vllm format).
+      share_embedding: leaves out the head's embedding, which must be the target's (vllm and
+        gguf formats).
       mask_token: id of the mask token, for a head whose config does not name it.
       aux_layer_numbering: "input" or "output", what the source's aux hidden state layer ids name
         of a layer; None takes what writers of its format mean.
@@ -177,6 +180,16 @@ def convert(
     if given.share_embedding:
         assert given.target is not None  # ConversionOptions refuses it otherwise
         _check_embedding_is_targets(src, head, given.target)
+    if to == "gguf":
+        gguf_writing.write_gguf(
+            head,
+            dst,
+            dtype=given.dtype,
+            metadata=metadata,
+            own_embedding=not given.share_embedding,
+            on_bytes=given.on_bytes,
+        )
+        return
     head_writing.write_head(
         head,
         dst,

@@ -48,6 +48,12 @@ def convert(arguments: argparse.Namespace) -> int:
             "without its Markov head the head drafts every token without the one before it. DSpark "
             "(arXiv:2607.05147) reports fewer accepted drafts so; peagle bench measures both"
         )
+    if arguments.to == "gguf":
+        file = shlex.quote(str(arguments.dst))
+        say(
+            f"llama-server --model TARGET.gguf --model-draft {file} --spec-type draft-eagle3 "
+            "--spec-draft-n-max 4"
+        )
     if arguments.to == "speculators" and read_serving(arguments.dst).target is None:
         say(f"it names no target, so vllm serve {arguments.dst} will not find one; give --target")
     return 0

@@ -10,12 +10,14 @@ def add_convert(parser: Parser) -> None:
     parser.add_argument(
         "src", metavar="SRC", help="a head's folder, a training run, a target, or a hub id"
     )
-    parser.add_argument("dst", metavar="DST", type=Path, help="the folder to write")
+    parser.add_argument(
+        "dst", metavar="DST", type=Path, help="the folder to write; a file with --to gguf"
+    )
     parser.add_argument(
         "--to",
-        choices=("vllm", "speculators", "peagle_jax", "orbax", "hf"),
+        choices=("vllm", "speculators", "peagle_jax", "gguf", "orbax", "hf"),
         required=True,
-        help="format of a head (vllm, speculators, peagle_jax, orbax) or of a target (hf)",
+        help="format of a head (vllm, speculators, peagle_jax, gguf, orbax) or of a target (hf)",
     )
     add_k(
         parser,
@@ -37,7 +39,7 @@ def add_convert(parser: Parser) -> None:
     parser.add_argument(
         "--share-embedding",
         action="store_true",
-        help="leave out an embedding that equals the target's; vLLM then shares it",
+        help="leave out an embedding that equals the target's, which vLLM and llama.cpp then share",
     )
     parser.add_argument(
         "--mask-token",

@@ -27,9 +27,18 @@ from peagle_jax.weights.reading import (
     read_json,
     read_metadata,
 )
-from peagle_jax.weights.tensors import FLOATING, LazyTensor, Tensor, apply, cast
+from peagle_jax.weights.tensors import (
+    FLOATING,
+    LazyTensor,
+    Tensor,
+    all_finite,
+    apply,
+    cast,
+    warn_not_finite,
+)
 from peagle_jax.weights.writing import (
     check_output,
+    new_file,
     new_folder,
     write_folder,
     write_safetensors,
@@ -48,6 +57,7 @@ __all__ = [
     "ParamTable",
     "Tensor",
     "absent_shards",
+    "all_finite",
     "apply",
     "cast",
     "check_tensors",
@@ -60,12 +70,14 @@ __all__ = [
     "mxfp4",
     "unflatten_params",
     "check_output",
+    "new_file",
     "new_folder",
     "open_folder",
     "open_safetensors",
     "read_json",
     "read_metadata",
     "split_revision",
+    "warn_not_finite",
     "write_folder",
     "write_safetensors",
 ]

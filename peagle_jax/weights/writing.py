@@ -55,6 +55,11 @@ def new_folder(path: Path | str) -> "FolderWriter":
     return FolderWriter(Path(path))
 
 
+def new_file(path: Path | str, is_replaced: Callable[[Path], bool]) -> "FileWriter":
+    """A file that appears whole or not at all: see FileWriter."""
+    return FileWriter(Path(path), is_replaced)
+
+
 class _OnlyTried(Exception):
     """Ends a folder that nobody wanted to write."""
 
@@ -78,6 +83,8 @@ class FolderWriter:
         process writes it; or the disk is full.
     """
 
+    kind = "folder"  # what error messages call the output
+
     def __init__(self, path: Path):
         self.path = path.resolve()
 
@@ -93,7 +100,7 @@ class FolderWriter:
             self._remove_parents()
             raise InputError(
                 self.path,
-                rule="the output folder must be writable",
+                rule=f"the output {self.kind} must be writable",
                 got=error.strerror,
                 next_step="choose another place",
             ) from None
@@ -112,7 +119,7 @@ class FolderWriter:
             handle = os.open(left, os.O_RDONLY)
             try:
                 if not try_lock(handle):
-                    rule, got = "one process writes a folder at a time", "another one at it"
+                    rule, got = f"one process writes a {self.kind} at a time", "another one at it"
                     next_step = "wait for it, or choose another name"
                     raise InputError(self.path, rule, got, next_step)
                 shutil.rmtree(left, ignore_errors=True)
@@ -197,6 +204,42 @@ class FolderWriter:
         for folder in self.created_parents:
             if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
+
+
+class FileWriter(FolderWriter):
+    """The same for one file: yields the path of a temporary one, which takes the place of `path`.
+
+    The temporary file lies in a folder of its own beside `path`, which has the lock.
+
+    Args:
+      is_replaced: whether a file that is there may be replaced.
+
+    Raises:
+      InputError: as of a folder, or `path` is a folder, or a file that is not replaced.
+    """
+
+    kind = "file"
+
+    def __init__(self, path: Path, is_replaced: Callable[[Path], bool]):
+        super().__init__(path)
+        self.is_replaced = is_replaced
+
+    def __enter__(self) -> Path:
+        return super().__enter__() / self.path.name
+
+    def _refuse_to_replace(self) -> None:
+        """Raises an InputError if a folder lies at the path, or a file of somebody else's."""
+        if self.path.is_dir():
+            raise InputError(
+                self.path, "the output must be a file", "a folder", "choose another name"
+            )
+        if self.path.exists() and not self.is_replaced(self.path):
+            rule = "only a file that peagle wrote is replaced"
+            raise InputError(self.path, rule, "one of somebody else's", "choose another name")
+
+    def _take_the_place(self) -> None:
+        (self.work / self.path.name).replace(self.path)
+        shutil.rmtree(self.work, ignore_errors=True)
 
 
 def _is_written_by_peagle(folder: Path) -> bool:

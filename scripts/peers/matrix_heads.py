@@ -8,7 +8,7 @@ read); the others disturb it mildly. All of them get some noise, so that no two 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -257,7 +257,11 @@ HEADS: dict[str, tuple[str, tuple[Change, ...]]] = {
 
 def make(name: str) -> Model:
     """The head `name`, float32."""
-    packaged, changes = HEADS[name]
+    return change(name, *HEADS[name])
+
+
+def change(name: str, packaged: str, changes: Sequence[Change]) -> Model:
+    """A packaged head with changes, float32; `name` gives the seed of its noise."""
     base, rms = _base(packaged)
     rng = np.random.default_rng(sum(map(ord, name)))
     params = {
@@ -265,8 +269,8 @@ def make(name: str) -> Model:
         for path, x in weights.flatten_params(base.params)
     }
     d = Draft(base.config, params, rms)
-    for change in changes:
-        change(d, rng)
+    for one in changes:
+        one(d, rng)
     for path, x in d.params.items():
         if path not in ("d2t", "embed.table") and x.size:
             d.params[path] = x * (1 + 0.01 * rng.normal(size=x.shape))
