@@ -18,7 +18,7 @@ from experiments.rows import rounded
 from experiments.stages.prompts import prompts_stage
 from peagle_jax import corpus
 from peagle_jax.atomic_write import write_atomically
-from peagle_jax.checkpoints import export_placeholders
+from peagle_jax.checkpoints import export_placeholders, head_writing
 from peagle_jax.checkpoints.runs import read_run
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.draft.head import HeadConfig
@@ -87,6 +87,8 @@ def _export_status(run: HeadRun, config: HeadConfig) -> str:
 
     Only the export itself can tell that a fusion does not reach the placeholder's vector.
     """
+    if head_writing.needs_own_format(config):
+        return "refused: vLLM has no Markov head and no confidence head"
     status = export_placeholders.export_status(config)
     was_exported = (Path(run.out) / "head" / "config.json").exists()
     if was_exported or status.startswith("refused"):

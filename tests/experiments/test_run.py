@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import tiny
 from waiting import lines, until
 
 from experiments import report, run, work
@@ -383,3 +384,9 @@ def test_training_speed_where_nothing_was_timed(tmp_path):
     assert work.training_speed(plain, last) == 321.5
     result.write_text(json.dumps({"tokens_per_second": None}))
     assert work.training_speed(plain, last) == 2 * 64 * 16 / 4
+
+
+def test_a_head_that_vllm_has_no_place_for_is_not_called_exported():
+    run = Job(EXPERIMENTS["sequential_head"], "with a Markov head", 0, "smoke").plain_run()
+    status = work._export_status(run, tiny.head(markov_rank=3).config)
+    assert status == "refused: vLLM has no Markov head and no confidence head"
