@@ -4,7 +4,7 @@
 
 `Markov head` adds a bias of rank 32 to the logits of every draft, which depends on the draft before
 it (DSpark, arXiv:2607.05147). `gated` multiplies it by what the hidden state says. Both are
-trained with the head, for as many steps.
+trained with the head, for as many steps. The second measurement is of greedy decoding.
 Expects: late positions gain, because their placeholders do not know the drafts before them; the
 first gains nothing.
 Result: not run yet.
@@ -12,18 +12,19 @@ Result: not run yet.
 
 import dataclasses
 
-from experiments.base import Experiment, Variant
+from experiments.base import Experiment, Measurement, Variant
 from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.recipe_sections import MarkovConfig
 
 RANK = 32
+SAMPLED_AND_GREEDY = (Measurement(), Measurement(temperature=0.0))
 
 
 def with_markov(*, gated: bool) -> Variant:
     def run(base: PeagleRun) -> PeagleRun:
         return dataclasses.replace(base, markov=MarkovConfig(rank=RANK, gated=gated))
 
-    return Variant(run=run)
+    return Variant(run=run, measurements=SAMPLED_AND_GREEDY)
 
 
 EXPERIMENT = Experiment(
@@ -34,7 +35,7 @@ EXPERIMENT = Experiment(
     kind="bars",
     reference="P-EAGLE",
     variants={
-        "P-EAGLE": Variant(),
+        "P-EAGLE": Variant(measurements=SAMPLED_AND_GREEDY),
         "with a Markov head": with_markov(gated=False),
         "with a gated Markov head": with_markov(gated=True),
     },
