@@ -206,7 +206,7 @@ def _column(measurement: Mapping) -> tuple:
     k, temperature = measurement["k"], measurement["temperature"]
     new_tokens, prompt_tokens = measurement["max_new_tokens"], measurement["prompt_tokens"]
     sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    if measurement.get("sample_drafts"):
+    if temperature and measurement.get("sample_drafts"):
         sampling += ", sampled drafts"
     if measurement.get("on_text"):
         sampling += ", expected"

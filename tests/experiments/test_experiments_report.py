@@ -387,12 +387,12 @@ def test_the_readme_shows_other_measurements(tmp_path):
     path.write_text("<!-- hidden: y -->\n<!-- end -->\n")
     rows = runs("hidden", {"shared": 0.4, "good": 0.6}, more_k=(7,))
     for row in rows:
-        row["measurements"][1]["sample_drafts"] = row["variant"] == "good"
+        row["measurements"][1] |= {"temperature": 0.5, "sample_drafts": row["variant"] == "good"}
     readme.fill(path, rows, {"hidden": IDENTITY})
     after = path.read_text().split("Acceptance length, other measurements:")[1]
     assert (
-        "| design | K = 7, greedy, 65 after 33 tokens "
-        "| K = 7, greedy, sampled drafts, 65 after 33 tokens |" in after
+        "| design | K = 7, temperature 0.5, 65 after 33 tokens "
+        "| K = 7, temperature 0.5, sampled drafts, 65 after 33 tokens |" in after
     )
 
 
