@@ -7,7 +7,8 @@ it (DSpark, arXiv:2607.05147). `gated` multiplies it by what the hidden state sa
 trained with the head, for as many steps. The second measurement is of greedy decoding.
 Expects: late positions gain, because their placeholders do not know the drafts before them; the
 first gains nothing.
-Result: not run yet.
+Result: bded1c3, 2026-11-25, 3 seeds, budget sampled: 2.38 without, 2.95 with, 2.96 gated. The first
+position loses a point, the second gains 12. docs/late_positions.md has more.
 """
 
 import dataclasses
