@@ -49,7 +49,9 @@ class Job:
         return self.variant.run(base_run(self.budget, self.seed))
 
     def measurements(self) -> list[Measurement]:
-        return [m.with_defaults(self.budget) for m in self.variant.measurements]
+        """Without None. Two that are the same with this budget's values are one."""
+        complete = (m.with_defaults(self.budget) for m in self.variant.measurements)
+        return list(dict.fromkeys(complete))
 
     def stages(self) -> list[Stage]:
         """What must be made before it runs: its hidden states, then its prompts and texts."""
@@ -61,9 +63,12 @@ class Job:
 
     def text_of(self, measurement: Measurement) -> Stage | None:
         """The texts along which a measurement without None is computed; None if it decodes."""
-        if not measurement.on_text:
-            return None
         m = measurement
+        if not m.on_text:
+            return None
+        if m.max_new_tokens <= m.k:
+            rule = f"{self.experiment.name}, {self.name}: texts must be longer than K = {m.k}"
+            raise ValueError(f"{rule}; got {m.max_new_tokens} new tokens; measure longer ones")
         return continuations_stage(self.budget, m.prompt_tokens, m.max_new_tokens, m.temperature)
 
     def _hidden_states(self) -> Stage:

@@ -91,7 +91,8 @@ def _chances(target_graph, head_graph, form, target_params, head_params, texts):
         q = jnp.sum(jax.nn.softmax(logits / temperature) * is_written, axis=-1)
         of_target = jax.nn.softmax(target.compute_logits(rows.teacher_hidden) / temperature)
         p = jnp.take_along_axis(of_target[:, :-1], rows.tokens[:, 1:, None], axis=-1)[..., 0]
-        chance = jnp.minimum(1.0, q / jnp.take_along_axis(p, here, axis=1))
+        p = jnp.take_along_axis(p, here, axis=1)
+        chance = jnp.where(q >= p, 1.0, q / jnp.maximum(p, jnp.finfo(p.dtype).tiny))
     else:
         is_argmax = jnp.take_along_axis(is_written, logits.argmax(-1)[..., None], axis=-1)[..., 0]
         chance = is_argmax.astype(jnp.float32)

@@ -33,7 +33,8 @@ def lock_while_alive(owner: object, path: Path) -> bool:
     Raises:
       OSError: it cannot be opened.
     """
-    handle = os.open(path, os.O_RDONLY)
+    # over NFS a file must be open for writing, and a folder cannot be
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     if not try_lock(handle):
         os.close(handle)
         return False

@@ -14,7 +14,7 @@ from experiments.base import Experiment, Measurement, Variant
 
 
 def at_temperature(temperature: float) -> Variant:
-    measurements = [Measurement(temperature=temperature)]
+    measurements = [Measurement(temperature=temperature, sample_drafts=False)]
     if temperature:
         measurements.append(Measurement(temperature=temperature, sample_drafts=True))
     return Variant(measurements=tuple(measurements), x=temperature)

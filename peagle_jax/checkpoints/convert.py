@@ -58,7 +58,7 @@ class ConversionOptions:
     def __post_init__(self):
         for name in UNUSED_OPTIONS.get(self.to, ()):
             value = getattr(self, name)
-            if value not in (None, False):
+            if value is not None and value is not False:
                 raise InputError(
                     _flag(name),
                     rule=f"--to {self.to} has no use for it",

@@ -95,6 +95,9 @@ def write_gguf(
         _write_tensors(gguf, writer, tensors, on_bytes)
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 def check_llama_cpp(head: HeadState, path: str | Path, dtype: str | None) -> None:
     """Checks that llama.cpp has a place for everything in a head.
 
@@ -113,13 +116,18 @@ def check_llama_cpp(head: HeadState, path: str | Path, dtype: str | None) -> Non
     if len(cfg.aux_hidden_state_layers) != NUM_AUX_LAYERS and not cfg.predicts_features:
         found.append(f"read {len(cfg.aux_hidden_state_layers)} aux hidden states")
     if found:
+        own = {"--drop-markov": cfg.markov_rank is not None, "--drop-confidence": cfg.confidence}
+        flags = "".join(f" {flag}" for flag, is_needed in own.items() if is_needed)
         raise InputError(
             path,
             rule="llama.cpp drafts with EAGLE-3 heads of one Llama layer that reads 3 aux hidden "
             "states",
             got="a head that would " + ", and ".join(found),
-            next_step="serve it with vLLM: peagle convert --to vllm",
+            next_step=f"serve it with vLLM: peagle convert --to vllm{flags}",
         )
+    if dtype not in (None, *DTYPES):
+        rule = "a GGUF file of a head has one of the dtypes " + ", ".join(DTYPES)
+        raise InputError(path, rule, dtype, "give --dtype bfloat16 or float32")
     if head.quantized and dtype is None:
         raise InputError(
             path,

@@ -1,4 +1,4 @@
-"""Whether a training step fits the memory, checked when it is compiled and before it runs."""
+"""Whether a training step fits the memory, asked when it is compiled and before it runs."""
 
 import jax
 
@@ -7,28 +7,36 @@ from peagle_jax.train.config import Run
 from peagle_jax.types import InputError
 
 
-def check_fits(program: jax.stages.Compiled, run: Run) -> None:
-    """Checks a compiled step against what is free beside the parameters, which exist already.
+def lacks_memory(program: jax.stages.Compiled) -> bool:
+    """Whether a compiled step takes more than is free here beside its inputs.
+
+    Parameters and optimizer exist already, and a batch is small beside them. Where it is unknown
+    what is free, everything fits. Devices that share one memory are not added up.
 
     Args:
-      program: whose inputs are on the device, and whose state is donated.
-      run: whose step it is.
-
-    Raises:
-      InputError: the device has less memory free than the step takes besides its inputs. Where
-        that is unknown nothing is checked.
+      program: of a step whose state is donated.
     """
-    analysis, free = program.memory_analysis(), free_bytes()
-    if analysis is None or free is None:
-        return
-    # what it returns lies in the donated state, but for a few metrics
+    free = free_bytes()
+    return free is not None and _needed_bytes(program) > free
+
+
+def does_not_fit(program: jax.stages.Compiled, run: Run) -> InputError:
+    """The error of a step that does not fit, here or in another process."""
+    free = free_bytes()
+    rule = f"a training step takes {_gigabytes(_needed_bytes(program))} beside parameters"
+    got = "an unknown size" if free is None else f"{_gigabytes(free)}"
+    ways = "raise gradient_accumulation, or lower data.batch_size or data.seq_len"
+    next_step = f"{ways}; peagle train --dry-run says what a step takes"
+    return InputError(run.out, f"{rule} and optimizer, in every process", f"{got} free", next_step)
+
+
+def _needed_bytes(program: jax.stages.Compiled) -> int:
+    """What a step takes while it runs, and what it returns beside the donated state."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return 0
     returned = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    needed = analysis.temp_size_in_bytes + max(returned, 0)
-    if needed > free:
-        rule = f"a training step takes {_gigabytes(needed)} beside parameters and optimizer"
-        ways = "raise gradient_accumulation, or lower data.batch_size or data.seq_len"
-        next_step = f"{ways}; peagle train --dry-run says what a step takes"
-        raise InputError(run.out, rule, f"{_gigabytes(free)} free", next_step)
+    return analysis.temp_size_in_bytes + max(returned, 0)
 
 
 def _gigabytes(size: int) -> str:

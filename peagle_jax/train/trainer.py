@@ -26,7 +26,7 @@ from peagle_jax.train.mesh import any_process, is_first_process, put, put_rows, 
 from peagle_jax.train.metrics_log import MetricsLog, TrainingClock
 from peagle_jax.train.run_folder import init_run_dir
 from peagle_jax.train.settings import plain
-from peagle_jax.train.step_memory import check_fits
+from peagle_jax.train.step_memory import does_not_fit, lacks_memory
 from peagle_jax.train.trackers import Trackers
 from peagle_jax.train.update import Layout, Objective, make_optimizer, make_update
 from peagle_jax.types import Params
@@ -104,8 +104,8 @@ def fit(
 
     Raises:
       InputError: `run.out` has checkpoints of another configuration, or cannot be written; or a
-        step does not fit the memory; or its loss or gradients are not finite. What such a step made
-        is not saved.
+        step does not fit the memory, and those before it are saved; or its loss or gradients are
+        not finite. What such a step made is not saved.
       KeyboardInterrupt: after Ctrl-C. The last finished step is saved.
     """
     out, steps = Path(run.out), run.optimizer.steps
@@ -130,7 +130,7 @@ def fit(
     if keeps_best:
         checkpoints.protected = evaluations.best_step
     tokens = 0
-    batch_form = program = None  # of no batch
+    programs: dict[tuple, jax.stages.Compiled] = {}  # by the form of a batch
     progress = ProgressReport(f"train {run.task}", steps, first_step, "steps")
     agree_every = 1 if jax.process_count() == 1 else AGREE_EVERY
     unchecked: tuple[int, dict] | None = None  # the step before, and its metrics
@@ -147,12 +147,18 @@ def fit(
             # while the device is still busy with the step before
             batch = put_rows(batch_at(step), mesh)
             leaves, structure = jax.tree.flatten(batch)
-            last_form, batch_form = batch_form, (structure, [(x.shape, x.dtype) for x in leaves])
-            step_began = time.perf_counter()
-            if program is None or batch_form != last_form:
+            form = structure, tuple((x.shape, x.dtype) for x in leaves)
+            step_began, is_new = time.perf_counter(), form not in programs
+            if is_new:
                 program = update.lower(state, leaves, frozen_params, structure).compile()
-                check_fits(program, run)
-            state, metrics = program(state, leaves, frozen_params)
+                programs[form] = program
+                jax.block_until_ready(state)  # what the step before took is free again
+                if any_process(lacks_memory(program)):
+                    check()
+                    if step > first_step and step != checkpoints.latest():
+                        checkpoints.save(step, state)
+                    raise does_not_fit(program, run)
+            state, metrics = programs[form](state, leaves, frozen_params)
             if step == first_step:
                 # Until here, where minutes may be spent on compiling, there is nothing to save.
                 jax.block_until_ready(state)
@@ -160,7 +166,7 @@ def fit(
             step += 1
             check()  # of the step before, while the device is busy with this one
             unchecked = step, metrics
-            if batch_form != last_form:
+            if is_new:
                 # This step was compiled: it is the session's first, or the first of more depths.
                 # Its time is left out of the speed, and so are its tokens.
                 jax.block_until_ready(state)

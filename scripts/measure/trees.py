@@ -118,7 +118,8 @@ def read_prompts(path: Path | None, target: Path, count: int) -> list[list[int]]
     if path is None:
         return standard_prompts(text.load_tokenizer(target), count)
     rows = [row["prompt_token_ids"] for _, row in read_jsonl(path)]
-    return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))]
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def short_name(path: Path) -> str:

@@ -12,8 +12,8 @@ llama.cpp knows (`CASES`). The packaged head itself norms queries and keys, for 
 no place: `peagle convert --to gguf` refuses it, and the check shows that llama.cpp would, too.
 
 Ours and llama.cpp's counters differ in one rule, which `counted_as_llama_cpp` applies to ours: at
-the end of an answer llama.cpp drafts no more tokens than may still be written. A head in bfloat16
-agrees in text alone, because llama.cpp then rounds activations to bfloat16, too.
+the end of an answer llama.cpp drafts no more tokens than may still be written. Of a head
+in bfloat16 only the text must agree, because llama.cpp rounds activations to bfloat16, too.
 Exit code 0: all agree. 1: something differs. 2: bad arguments.
 """
 

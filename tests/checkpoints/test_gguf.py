@@ -257,8 +257,14 @@ def test_share_embedding_leaves_out_the_targets_alone(tmp_path):
         ({"attention_bias": True}, "biases in attention"),
         ({"fc_norm": True}, "norm each aux hidden state"),
         ({"norm_output": True}, "hand on normed hidden states"),
-        ({"mask_token": 5, "markov_rank": 2}, "have a Markov head"),
-        ({"mask_token": 5, "confidence": True}, "have a confidence head"),
+        (
+            {"mask_token": 5, "markov_rank": 2},
+            "have a Markov head; serve it with vLLM: peagle convert --to vllm --drop-markov",
+        ),
+        (
+            {"mask_token": 5, "confidence": True},
+            "have a confidence head; serve it with vLLM: peagle convert --to vllm --drop-confid",
+        ),
         ({"layers": 2, "windows": (None, None)}, "have 2 layers"),
         ({"windows": (8,)}, "have sliding windows"),
         ({"aux_hidden_state_layers": (1, 2)}, "read 2 aux hidden states"),
@@ -266,7 +272,7 @@ def test_share_embedding_leaves_out_the_targets_alone(tmp_path):
 )
 def test_what_llama_cpp_has_no_place_for(changes, words, tmp_path):
     message = refusal(tmp_path, **changes)
-    assert words in message and message.endswith("peagle convert --to vllm")
+    assert words in message and "; serve it with vLLM: peagle convert --to vllm" in message
 
 
 def test_an_fp8_head_needs_a_dtype(tmp_path):
