@@ -6,7 +6,9 @@ Every head is measured greedily (the table) and at temperature 1 (the other meas
 Expects: for greedy decoding, cross entropy of the argmax is best or equal to KL. Total variation
 alone learns late positions slowly, since its gradient vanishes where little is accepted. The
 hybrids lie between. At temperature 1, KL and the acceptance losses are better.
-Result: not run yet.
+Result: bded1c3, 2026-11-25, 3 seeds, budget sampled: forward KL 2.38, KL and total variation 2.34,
+negative log acceptance 2.26, cross entropy 2.14, total variation 2.02 (temperature 0.7).
+docs/late_positions.md has more.
 """
 
 import dataclasses
