@@ -15,6 +15,7 @@ import numpy as np
 
 from peagle_jax import weights
 from peagle_jax.checkpoints import param_mapping
+from peagle_jax.checkpoints.head_reading import short_name
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.layers import Rope
 from peagle_jax.provenance import versions
@@ -203,7 +204,7 @@ def _add_keys(writer: Any, head: HeadState, metadata: Mapping[str, str]) -> None
     writer.add_name(head.source)
     if head.target is not None:
         writer.add_base_model_count(1)
-        writer.add_base_model_name(0, head.target)
+        writer.add_base_model_name(0, short_name(head.target))
     writer.add_string(WRITER, versions())
     if "command" in metadata:
         writer.add_string("peagle_jax.command", metadata["command"])

@@ -307,7 +307,7 @@ class PeagleRun(HeadRun):
         rule = f"must be {count} numbers, one for each depth (cod.num_depths)"
         check(len(weights) == count, key, rule, f"{len(weights)} of them", next_step)
         valid = all(0 <= w < float("inf") for w in weights) and weights[0] > 0
-        check(valid, key, "must be 0 or more, and the first above 0", list(weights), next_step)
+        check(valid, key, "must be finite, 0 or more, the first above 0", list(weights), next_step)
 
     @property
     def trained_alone(self) -> tuple[str, ...]:

@@ -135,6 +135,16 @@ def test_keys_are_those_that_llama_cpp_reads(tmp_path):
     assert "peagle_jax" in keys["peagle_jax.writer"]
 
 
+def test_a_file_does_not_say_where_its_target_lies(tmp_path):
+    folder, file = tmp_path / "head", tmp_path / "head.gguf"
+    target = tmp_path / "somebody" / "the-target"
+    target.mkdir(parents=True)
+    save_drafter(tiny.head(**ONE), folder, k=4, target=str(target))
+    convert(folder, file, to="gguf")
+    assert read(file)[0]["general.base_model.0.name"] == "the-target"
+    assert b"somebody" not in file.read_bytes()
+
+
 def test_neighbors_rotate_as_halves_did(tmp_path):
     """Scores of queries and keys, with llama.cpp's rotation of its file and ours of the folder."""
     folder, file = written(tmp_path)

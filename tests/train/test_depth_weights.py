@@ -106,9 +106,9 @@ def test_a_part_of_a_batch_is_divided_by_the_weights_of_all():
             [1.0, 0.5],
             "depth_weights: must be 3 numbers, one for each depth (cod.num_depths); got 2",
         ),
-        ([0.0, 1.0, 1.0], "depth_weights: must be 0 or more, and the first above 0"),
-        ([1.0, -1.0, 1.0], "depth_weights: must be 0 or more"),
-        ([1.0, float("inf"), 1.0], "depth_weights: must be 0 or more"),
+        ([0.0, 1.0, 1.0], "depth_weights: must be finite, 0 or more, the first above 0"),
+        ([1.0, -1.0, 1.0], "depth_weights: must be finite, 0 or more"),
+        ([1.0, float("inf"), 1.0], "depth_weights: must be finite, 0 or more"),
     ],
 )
 def test_what_is_refused(weights, words):
