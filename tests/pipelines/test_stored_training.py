@@ -193,6 +193,9 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
     run = build(
         TASKS[task], config(place, place / "never", task, hidden_states_dir=str(features)), "test"
     )
+    if task == "peagle":
+        weights = tuple(0.5 + depth for depth in range(run.num_depths))
+        run = dataclasses.replace(run, depth_weights=weights)
     rows, target = (
         rows_of(place, tokenizer),
         load_target(place / "target", aux_hidden_state_layers=(1, 3)),
@@ -217,9 +220,11 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
         assert "kl_and_total_variation" in args and (
             run.feature_noise in args if task == "peagle" else 0.8 in args
         )
+        assert task != "peagle" or args[-1] == weights
     if task == "peagle":
         # a key for each row of each step
-        keys = [tuple(key) for _, args in calls for key in jax.random.key_data(args[-4]).tolist()]
+        *_, keys_of_rows, _, _, _, _ = zip(*(args for _, args in calls), strict=True)
+        keys = [tuple(key) for rows in keys_of_rows for key in jax.random.key_data(rows).tolist()]
         assert len(set(keys)) == len(keys) > 2
 
 
