@@ -112,7 +112,7 @@ def test_sampled_acceptance_is_that_of_decoding_on_average(name, sample_drafts):
     for position in range(K):
         (mean, error), (drawn_mean, drawn_error) = ours[position], theirs[position]
         assert abs(mean - drawn_mean) < 4 * np.hypot(error, drawn_error)
-    assert ours[1][0] > 0.01, "nothing was accepted, so that nothing was shown"
+    assert ours[0][0] > 0.03, "nothing was accepted, so that nothing was shown"
     if sample_drafts:
         assert ours[0][1] < theirs[0][1], "computed numbers must be less noisy than drawn ones"
 
