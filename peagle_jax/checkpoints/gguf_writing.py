@@ -24,6 +24,7 @@ from peagle_jax.weights import Tensor
 
 ARCHITECTURE = "eagle3"
 WRITER = "peagle_jax.writer"  # key by which a file of ours is known, so that it may be replaced
+DTYPES = ("float32", "bfloat16", "float16")  # of matrices
 NUM_AUX_LAYERS = 3  # "EAGLE3 requires exactly 3 entries in 'extract_layers'"
 TENSORS = {
     "embed_tokens.weight": "token_embd.weight",
@@ -96,9 +97,6 @@ def write_gguf(
         _write_tensors(gguf, writer, tensors, on_bytes)
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-
 def check_llama_cpp(head: HeadState, path: str | Path, dtype: str | None) -> None:
     """Checks that llama.cpp has a place for everything in a head.
 
@@ -129,13 +127,7 @@ def check_llama_cpp(head: HeadState, path: str | Path, dtype: str | None) -> Non
     if dtype not in (None, *DTYPES):
         rule = "a GGUF file of a head has one of the dtypes " + ", ".join(DTYPES)
         raise InputError(path, rule, dtype, "give --dtype bfloat16 or float32")
-    if head.quantized and dtype is None:
-        raise InputError(
-            path,
-            rule="an FP8 head is written in a dtype of your choice",
-            got="none",
-            next_step="give --dtype bfloat16 or float32",
-        )
+    head.check_written_dtype(path, dtype)
 
 
 def import_gguf(where: str | Path) -> ModuleType:

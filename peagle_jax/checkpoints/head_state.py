@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from peagle_jax import weights
 from peagle_jax.checkpoints import param_mapping
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.types import InputError
 from peagle_jax.weights import Tensor
 
 
@@ -53,6 +56,24 @@ class HeadState:
     def has_mixed_dtypes(self) -> bool:
         """Whether the floating-point tensors are of several dtypes."""
         return len({t.dtype for t in self.tensors.values() if t.dtype in weights.FLOATING}) > 1
+
+    def check_written_dtype(self, path: str | Path, dtype: DTypeLike | None) -> None:
+        """Checks that a head which was FP8 is not written in float32 without being asked.
+
+        Args:
+          path: of what is written, for the error.
+          dtype: that was asked for; None for none.
+
+        Raises:
+          InputError: it is such a head, and none was.
+        """
+        if self.quantized and dtype is None:
+            raise InputError(
+                path,
+                rule="an FP8 head is written in a dtype of your choice",
+                got="none",
+                next_step="give --dtype bfloat16 or float32",
+            )
 
     def check(self) -> None:
         """Checks names, shapes and kinds of all tensors against the config; reads no weights.

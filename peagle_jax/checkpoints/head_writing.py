@@ -371,13 +371,7 @@ def _refuse_inexpressible(
             got=cfg.windows,
             next_step="train a head whose layers have the same window",
         )
-    if head.quantized and dtype is None:
-        raise InputError(
-            path,
-            rule="an FP8 head is written in a dtype of your choice",
-            got="none",
-            next_step="give --dtype bfloat16 or float32",
-        )
+    head.check_written_dtype(path, dtype)
     if not cfg.qk_norm and cfg.dim % cfg.heads:
         raise InputError(
             path,

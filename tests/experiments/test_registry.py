@@ -294,3 +294,16 @@ def test_a_measurement_takes_from_the_budget_what_it_does_not_say():
         max_new_tokens=5,
     )
     assert complete.with_defaults(budget) == complete
+
+
+def test_measurements_on_text():
+    """Equal ones are one; texts end after the drafts of a step; drafts are argmaxes where said."""
+    sampling = Job(EXPERIMENTS["sampling"], "0.5", 0, "sampled")
+    assert [m.sample_drafts for m in sampling.measurements()] == [False, True]
+    assert len(Job(EXPERIMENTS["sequential_head"], "P-EAGLE", 0, "sampled").measurements()) == 2
+    assert len(Job(EXPERIMENTS["sequential_head"], "P-EAGLE", 0, "small").measurements()) == 1
+    (first, *_) = sampling.measurements()
+    assert sampling.text_of(dataclasses.replace(first, on_text=False)) is None
+    assert sampling.text_of(dataclasses.replace(first, max_new_tokens=8)) is not None
+    with pytest.raises(ValueError, match="must be longer than K = 7; got 7 new tokens"):
+        sampling.text_of(dataclasses.replace(first, max_new_tokens=7))

@@ -28,6 +28,8 @@ def test_two_processes_with_shards_and_accumulation(tmp_path, capsys):
     assert row["shards"] >= 3 and row["processes"] == 2 and row["kills"] == 2
     # A run that is killed while it starts has dropped what was logged behind its checkpoint.
     assert all(0 < moment["step"] < 60 for moment in row["moments"]), row["moments"]
+    assert all(moment["step"] >= moment["asked"] for moment in row["moments"]), row["moments"]
+    assert {moment["asked"] > 0 for moment in row["moments"]} == {True, False}, row["moments"]
     # the comparison is of something
     head, other = tmp_path / "killed" / "head", tmp_path / "other"
     assert script["same_weights"](head, tmp_path / "whole" / "head")
