@@ -10,7 +10,7 @@ from peagle_jax.bench.served_model import ServedModel, ServerRequest
 from peagle_jax.bench.sets import Question
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
-from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
 from peagle_jax.types import InputError, Model
 
@@ -75,7 +75,7 @@ def ask(
 
     def write(prompts: Sequence[BenchPrompt]) -> list[tuple[str, bool]]:
         requests = [Request(prompt=p.content, max_new_tokens=max_new_tokens) for p in prompts]
-        answers = dict(Engine(target, max_batch=batch_size).run(requests))
+        answers = dict(make_engine(target, max_batch=batch_size).run(requests))
         return [
             (
                 str(tokenizer.decode(answers[i].output_token_ids, skip_special_tokens=True)),

@@ -16,8 +16,9 @@ import numpy as np
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.timing import drafting_seconds, verifying_seconds
 from peagle_jax.checkpoints.pair import with_aux_layers
-from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, acceptance_length
 from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
@@ -128,17 +129,22 @@ class Decoding:
         self.seconds: list[float] = []
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
-        self.num_steps = 0
+        self.num_threads, self.num_steps = 1, 0.0
 
-    def engine(self) -> Engine:
+    def engine(self) -> BaseEngine:
         """A new one, with nothing to do yet."""
-        return Engine(
+        return make_engine(
             self.target,
             self.drafter,
             self.head.params if self.head else None,
             max_batch=self.case.batch_size,
             prefill_chunk=None,
         )
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a program. Engines side by side share those of the batch."""
+        return -(-self.case.batch_size // self.num_threads)
 
     def run(self, *, timed: bool) -> None:
         """One round. The answers of an earlier round are replaced; they are the same."""
@@ -147,7 +153,9 @@ class Decoding:
         answers = dict(engine.run(self.requests))
         seconds = time.perf_counter() - start
         self.answers = [answers[i] for i in range(len(self.requests))]
-        self.num_steps = engine.stats.num_steps
+        self.num_threads = engine.stats.num_threads
+        # of all rows: each engine takes steps of its own part
+        self.num_steps = engine.stats.num_steps / self.num_threads
         if timed:
             self.seconds.append(seconds)
             self.prompt_seconds.append(engine.stats.prefill_seconds)
@@ -155,8 +163,8 @@ class Decoding:
     def record(self) -> dict:
         """The result row, without provenance and comparisons.
 
-        `seconds` are of whole calls with their prompts, one number per round; `step_seconds` are
-        without the prompts.
+        `seconds` are of whole calls with their prompts, one number per round; `step_seconds`, in
+        which all rows of the batch take a step, are without the prompts.
         """
         answers = self.answers
         num_drafts = sum(answer.num_drafts for answer in answers)
@@ -172,6 +180,7 @@ class Decoding:
             "max_new_tokens": self.max_new_tokens,
             "num_tokens": num_tokens,
             "num_steps": self.num_steps,
+            "num_threads": self.num_threads,
             "seconds": self.seconds,
             "tokens_per_second": num_tokens / seconds,
             "prompt_seconds": prompt_seconds,
@@ -353,7 +362,7 @@ def _group_records(
                 verify_seconds[k] = verifying_seconds(
                     target,
                     k,
-                    batch=decoding.case.batch_size,
+                    batch=decoding.rows_at_once,
                     context=context,
                     repeats=repeats,
                 )
@@ -380,7 +389,7 @@ def _draft_seconds(decoding: Decoding, context: int, repeats: int) -> float:
         return 0.0
     drafter = make_drafter(decoding.head, decoding.case.k, decoding.case.method)
     return drafting_seconds(
-        decoding.head, drafter, batch=decoding.case.batch_size, context=context, repeats=repeats
+        decoding.head, drafter, batch=decoding.rows_at_once, context=context, repeats=repeats
     )
 
 

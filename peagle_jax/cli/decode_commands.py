@@ -81,6 +81,8 @@ def generate(arguments: argparse.Namespace) -> int:
             rule, next_step = "prints to the terminal", "leave out --out or --stream"
             raise InputError("--stream", rule, f"--out {arguments.out}", next_step)
     check_at_least("--batch-size", arguments.batch_size, 1)
+    if arguments.threads is not None:
+        check_at_least("--threads", arguments.threads, 1)
     target, head = _load_models(arguments)
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
     if tokenizer is not None:
@@ -111,6 +113,7 @@ def generate(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         prefill_chunk=arguments.prefill_chunk,
         sliding_cache=arguments.sliding_cache,
+        num_threads=arguments.threads,
     )
     if arguments.stream and tokenizer is None:
         rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"

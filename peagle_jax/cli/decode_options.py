@@ -152,6 +152,13 @@ def add_generate(parser: Parser) -> None:
         help="prompts decoded together; others begin as soon as one is done",
     )
     parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=int,
+        help="threads that decode at the same time, each a part of the batch; without it one for "
+        "each core of a CPU, up to four, where the weights are small enough for that to pay",
+    )
+    parser.add_argument(
         "--prefill-chunk",
         metavar="N",
         type=int,

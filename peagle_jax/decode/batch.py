@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from peagle_jax.decode import growth, loop, switching
+from peagle_jax.decode.first_call import first_call
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.penalties import penalties_of
-from peagle_jax.decode.requests import Request
+from peagle_jax.decode.requests import Output, Request, failed_answer
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.types import DecodeState, Params, RowOptions
 
@@ -43,6 +44,12 @@ class Row:
     stop_ids: tuple[int, ...]
     num_reported: int = 0
     num_checked: int = 0
+
+
+def cancelled_output(row: Row) -> Output:
+    """The output of a request that was cancelled before its prompt was read."""
+    answer = failed_answer(row.request, None, "cancelled")
+    return Output(row.id, [], answer, time.perf_counter())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +226,8 @@ class Batch:
         """Takes steps until so many rows are done, and returns how many."""
         limits = np.int32(until_done), np.int32(max_steps)
         arguments = (*self.params, self._options, *limits, self.state)
-        num_steps, self._state = loop.decode(spec, *arguments)
+        with first_call(spec, self.shape):
+            num_steps, self._state = loop.decode(spec, *arguments)
         self._numbers = None
         return num_steps
 

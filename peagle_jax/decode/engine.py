@@ -16,7 +16,7 @@ import collections
 import contextlib
 import itertools
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from peagle_jax.decode import growth
 from peagle_jax.decode.adaptive_k import KChooser, candidates
-from peagle_jax.decode.batch import Batch, Row, num_reserved, row_options, sampling_kind
+from peagle_jax.decode.base_engine import BaseEngine
+from peagle_jax.decode.batch import (
+    Batch,
+    Row,
+    cancelled_output,
+    num_reserved,
+    row_options,
+    sampling_kind,
+)
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.engine_checks import check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
+from peagle_jax.decode.first_call import first_call
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
 from peagle_jax.decode.prefill import cache_sizes, chunk_size, num_positions, prefill
-from peagle_jax.decode.requests import Generation, Output, Request, check_request, failed_answer
+from peagle_jax.decode.requests import Generation, Output, Request, check_request
 from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, find_stop
 from peagle_jax.decode.switching import LOOKBACK
@@ -52,7 +61,7 @@ MIN_TIMED_STEPS = 4
 NO_LIMIT = 2**31 - 1  # steps
 
 
-class Engine:
+class Engine(BaseEngine):
     """Decodes requests, up to `max_batch` at a time. Drafting does not change the target's output.
 
     The tokens of a request depend on the request, and not on what is decoded beside it: in float32
@@ -76,6 +85,8 @@ class Engine:
       sample_drafts: at a temperature above 0, sample the drafts or draft argmaxes.
       max_steps: decoding steps before `step` returns; None: until a request is done.
       tokenizer: the target's, for stop strings and for answers as text.
+      num_threads: engines that decode at the same time, this one included: a step's seconds, which
+        `adaptive_k` keeps, depend on it. `make_engine` makes such engines.
 
     Raises:
       InputError: `max_batch`, `prefill_chunk`, `max_steps` or `num_tree_nodes` is below 1; a tree
@@ -99,6 +110,7 @@ class Engine:
         sample_drafts: bool = True,
         max_steps: int | None = None,
         tokenizer: Detokenizer | None = None,
+        num_threads: int = 1,
     ) -> None:
         check_at_least_1("max_batch", max_batch, 8)
         check_at_least_1("prefill_chunk", prefill_chunk, PREFILL_CHUNK)
@@ -107,7 +119,7 @@ class Engine:
         check_drafter(drafter, num_tree_nodes, adaptive_k)
         self.target, self.tokenizer = target, tokenizer
         self.max_batch, self.cache_size, self.max_steps = max_batch, cache_size, max_steps
-        self.stats = EngineStats()
+        self._stats = EngineStats()
         self.spec = DecodeSpec(
             target=target.graph,
             target_config=target.config,
@@ -126,26 +138,26 @@ class Engine:
         self._batch = Batch(self.spec, target.params, draft_params, max_batch)
         self.chooser = KChooser(self.spec.k) if adaptive_k else None
         if adaptive_k:
-            self._step_times = open_step_times(self.spec, self._batch.params, step_times)
+            about = self.spec, self._batch.params
+            self._step_times = open_step_times(*about, step_times, num_threads)
             self._sampling: str | None = None  # how rows sampled when K was last chosen
         self._waiting: collections.deque[Row] = collections.deque()
         self._cancelled: set[int] = set()
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
+        self._prefill_program: tuple = ()
         self._new_ids = itertools.count()
 
     # ------------------------------------------------------------ requests
 
     def add(self, request: Request) -> int:
-        """Takes a request in. It may be called from any thread, also while `step` runs.
+        row = self.check(request)
+        self.enqueue(row)
+        return row.id
 
-        Returns:
-          The request's number, which its outputs have.
-
-        Raises:
-          InputError: the target cannot serve it. Other requests are not touched.
-        """
+    def check(self, request: Request) -> Row:
+        """The row of a request that can be served. InputError as of `add`."""
         number = next(self._new_ids)
         where = request.name or f"request {number}"
         check_request(where, request, self.target.config, self.spec.k, self.cache_size)
@@ -156,69 +168,43 @@ class Engine:
         row = Row(number, request, tuple(stop_ids))
         positions = num_reserved(request, self.spec)
         check_cache(*self._cache_arguments(1, positions), held=self._held_bytes())
+        return row
+
+    def enqueue(self, row: Row) -> None:
+        """Takes in a row that `check` made, of this engine or of one like it."""
         self._waiting.append(row)
-        return number
 
     def check_memory(self, requests: Sequence[Request]) -> None:
-        """Checks that requests can all be decoded at once.
-
-        Raises:
-          InputError: their caches would not fit the memory.
-        """
         positions = max(num_reserved(request, self.spec) for request in requests)
         check_cache(*self._cache_arguments(len(requests), positions), held=self._held_bytes())
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request. The next `step` returns its answer so far.
-
-        It may be called from any thread. A request that is done, or unknown, is left alone.
-        """
         self._cancelled.add(request_id)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not had its last output."""
         return bool(self._waiting or self._entering or self._batch.running)
 
     @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def num_running(self) -> int:
-        """Requests that are being decoded."""
         return len(self._batch.running)
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Generation]]:
-        """Answers any number of requests, each as soon as it is done.
+    @property
+    def num_taken(self) -> int:
+        """Requests that have a row, or will have one next."""
+        return len(self._waiting) + len(self._entering) + self.num_running
 
-        Requests are drawn as places become free, so that they need not fit the memory together. One
-        that cannot be served is answered with the finish reason "error"; the others go on.
-
-        Yields:
-          The request's place in `requests`, and its answer.
-        """
-        coming = enumerate(requests)
-        all_drawn = False
-        places: dict[int, int] = {}
-        while not all_drawn or self.has_work:
-            while not all_drawn and len(self._waiting) < self.max_batch:
-                place, request = next(coming, (-1, None))
-                if request is None:
-                    all_drawn = True
-                    break
-                try:
-                    places[self.add(request)] = place
-                except InputError as error:
-                    yield place, failed_answer(request, str(error))
-            for output in self.step():
-                if output.answer is not None and output.request_id in places:
-                    yield places.pop(output.request_id), output.answer
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
 
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[Output]:
-        """Reads a chunk of waiting prompts, and decodes until a row is done.
-
-        Returns:
-          What is new: answers that are done, and tokens of requests that stream.
-        """
         outputs = self._leave_queue()
         with self._on_devices():
             if self._prefill is None:
@@ -226,14 +212,14 @@ class Engine:
             if self._prefill is not None:
                 start = time.perf_counter()
                 self._read_chunk()
-                self.stats.prefill_seconds += time.perf_counter() - start
+                self._stats.prefill_seconds += time.perf_counter() - start
                 outputs += self._collect()
             if self._batch.running:
                 if self.chooser is not None:
                     self._choose_k(self.chooser)
                 start = time.perf_counter()
                 self._decode()
-                self.stats.decode_seconds += time.perf_counter() - start
+                self._stats.decode_seconds += time.perf_counter() - start
                 outputs += self._collect()
             if not self._batch.running or (not self._waiting and self._prefill is None):
                 self._batch.shrink()
@@ -255,8 +241,7 @@ class Engine:
         for row in [row for row in self._waiting if row.id in self._cancelled]:
             self._waiting.remove(row)
             self._cancelled.discard(row.id)
-            answer = failed_answer(row.request, None, "cancelled")
-            outputs.append(Output(row.id, [], answer, time.perf_counter()))
+            outputs.append(cancelled_output(row))
         return outputs
 
     def _forget_cancelled(self) -> None:
@@ -285,8 +270,9 @@ class Engine:
         slots = growth.num_slots(needed, max(num_reserved(r.request, self.spec) for r in group))
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         chunk, kind = chunk_size(self.spec, longest), sampling_kind(options)
-        for size in cache_sizes(chunk, longest, slots):
-            self.stats.programs.add(("prefill", num_rows, size, chunk, kind))
+        sizes = cache_sizes(chunk, longest, slots)
+        self._prefill_program = num_rows, chunk, kind, *sizes
+        self._stats.programs |= {("prefill", num_rows, size, chunk, kind) for size in sizes}
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
     def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:
@@ -318,9 +304,10 @@ class Engine:
     def _read_chunk(self) -> None:
         """Reads one chunk; after the last, the requests are rows of the batch."""
         assert self._prefill is not None
-        self.stats.num_chunks += 1
+        self._stats.num_chunks += 1
         try:
-            next(self._prefill)
+            with first_call(self.spec, "prefill", self._prefill_program):
+                next(self._prefill)
         except StopIteration as end:
             self._prefill = None
             self._batch.insert(self._entering, jax.block_until_ready(end.value))
@@ -347,12 +334,12 @@ class Engine:
             seen = self._batch.drafts().since(before)
             self.chooser.observe(num_steps, seen.num_drafts, seen.accepted, seen.expected)
             # with neither larger caches nor a compilation in between
-            is_typical = shape == self._batch.shape and program in self.stats.programs
+            is_typical = shape == self._batch.shape and program in self._stats.programs
             if is_typical and num_steps >= MIN_TIMED_STEPS:
                 self._step_times.observe(k, *shape, seconds / num_steps)
-        self.stats.num_steps += num_steps
-        self.stats.steps_by_k[k] += num_steps
-        self.stats.programs.add(program)
+        self._stats.num_steps += num_steps
+        self._stats.steps_by_k[k] += num_steps
+        self._stats.programs.add(program)
 
     def _choose_k(self, chooser: KChooser) -> None:
         """Lets the batch draft as many tokens as pay."""
@@ -362,7 +349,7 @@ class Engine:
         if self._sampling is None:
             self._step_times.recall_drafts(self._batch.shape[-1], chooser)
         self._sampling = self._batch.shape[-1]
-        self.stats.measure_seconds += time.perf_counter() - start
+        self._stats.measure_seconds += time.perf_counter() - start
         self._batch.change_k(chooser.choose(seconds))
 
     def _collect(self) -> list[Output]:

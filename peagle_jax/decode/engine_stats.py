@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import statistics
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass
@@ -17,6 +19,8 @@ class EngineStats:
       measure_seconds: wall seconds of measuring steps, for `adaptive_k`.
       programs: shapes that were computed, of which each is compiled once in a process: "prefill",
         rows, slots, tokens of a chunk; and "decode", rows, slots, how the rows sample.
+      num_threads: engines that did it at the same time, each with a part of the rows. Their steps
+        are added up; seconds are on average.
     """
 
     num_steps: int = 0
@@ -26,3 +30,18 @@ class EngineStats:
     decode_seconds: float = 0.0
     measure_seconds: float = 0.0
     programs: set[tuple] = dataclasses.field(default_factory=set)
+    num_threads: int = 1
+
+    @classmethod
+    def of_all(cls, parts: Sequence["EngineStats"]) -> "EngineStats":
+        """What engines did that decode at the same time."""
+        return cls(
+            num_steps=sum(part.num_steps for part in parts),
+            steps_by_k=sum((part.steps_by_k for part in parts), collections.Counter()),
+            num_chunks=sum(part.num_chunks for part in parts),
+            prefill_seconds=statistics.fmean(part.prefill_seconds for part in parts),
+            decode_seconds=statistics.fmean(part.decode_seconds for part in parts),
+            measure_seconds=statistics.fmean(part.measure_seconds for part in parts),
+            programs=set().union(*(part.programs for part in parts)),
+            num_threads=len(parts),
+        )

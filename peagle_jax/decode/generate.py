@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.drafters import METHODS, Drafter
-from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.types import InputError, Model
 
@@ -37,6 +37,7 @@ def generate(
     draft_params: Any = None,
     prefill_chunk: int | None = None,
     sliding_cache: bool = False,
+    num_threads: int | None = None,
 ) -> list[Generation]:
     """Continues every prompt, all in one batch. Drafting does not change the target's output.
 
@@ -67,13 +68,16 @@ def generate(
         `sliding_cache`.
       sliding_cache: give layers with a sliding window a ring cache of window + chunk positions.
         The answers are the same, from less memory.
+      num_threads: threads that decode at the same time, each a part of the prompts. None: one for
+        each core of a CPU, up to four, where the weights are small enough for that to pay.
 
     Returns:
       One answer for each prompt, in the order of the prompts.
 
     Raises:
       InputError: a prompt is empty, has an unknown token, or does not fit the target's context,
-        the cache or the memory; a sampling option, `k` or `prefill_chunk` is out of range; the
+        the cache or the memory; a sampling option, `k`, `prefill_chunk` or `num_threads` is out of
+        range; the
         head was made for another target or cannot draft by `method`.
     """
     if isinstance(drafter, Model):
@@ -95,13 +99,14 @@ def generate(
         )
         for prompt, row_seed in zip(prompts, seeds, strict=True)
     ]
-    engine = Engine(
+    engine = make_engine(
         target,
         drafter,
         draft_params,
         num_tree_nodes=num_tree_nodes,
         adaptive_k=k == "auto",
         max_batch=len(prompts),
+        num_threads=num_threads,
         cache_size=cache_size,
         prefill_chunk=prefill_chunk,
         sliding_cache=sliding_cache,

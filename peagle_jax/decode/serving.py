@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from peagle_jax.decode.engine import STEPS_PER_STOP_CHECK, Engine
+from peagle_jax.decode.base_engine import BaseEngine
+from peagle_jax.decode.engine import STEPS_PER_STOP_CHECK
 from peagle_jax.decode.requests import Output, Request
 
 
@@ -24,7 +25,7 @@ class AsyncEngine:
         that come in do not wait long.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: BaseEngine) -> None:
         engine.max_steps = engine.max_steps or STEPS_PER_STOP_CHECK
         self._engine = engine
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "peagle-engine")

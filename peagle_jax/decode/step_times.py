@@ -43,11 +43,12 @@ def default_folder() -> Path:
     return Path(cache) / "peagle_jax" / "step_times"
 
 
-def what_times_depend_on(spec: DecodeSpec, params: Any) -> dict[str, str]:
-    """The machine, the versions, both models and the way of drafting.
+def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dict[str, str]:
+    """The machine, the versions, both models, the way of drafting and what runs beside it.
 
     Args:
       params: of the target and of the drafter. Only their shapes and dtypes count.
+      num_threads: engines that decode at the same time.
     """
     shapes = jax.tree.leaves(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", params))
     config = spec.target_config
@@ -56,18 +57,22 @@ def what_times_depend_on(spec: DecodeSpec, params: Any) -> dict[str, str]:
         "versions": versions(),
         "target": f"{type(config).__name__}, cache {jnp.dtype(config.kv_cache_dtype)}",
         "drafter": f"{type(spec.drafter).__name__}, K = {spec.k}",
+        "threads": str(num_threads),
         "arrays": hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:20],
     }
 
 
-def open_step_times(spec: DecodeSpec, params: tuple[Any, Any], folder: Path | None) -> "StepTimes":
+def open_step_times(
+    spec: DecodeSpec, params: tuple[Any, Any], folder: Path | None, num_threads: int = 1
+) -> "StepTimes":
     """What is kept of a way of decoding.
 
     Args:
       params: of the target and of the drafter.
       folder: where files are; None for the default one.
+      num_threads: engines that decode at the same time.
     """
-    about = what_times_depend_on(spec, params)
+    about = what_times_depend_on(spec, params, num_threads)
     return StepTimes(about, folder or default_folder(), head_digest(params[1]))
 
 

@@ -91,7 +91,25 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         table = self.table[...]
-        return table[tokens].astype(activation_dtype(table.dtype))
+        return _rows(table, tokens).astype(activation_dtype(table.dtype))
+
+
+@jax.custom_jvp
+def _rows(table: Float[Array, "V D"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """`table[tokens]`. XLA reads rows of a bfloat16 table on a CPU after it has converted all of it
+    to float32, which is kept through the decoding loop: twice the table's memory. It reads rows of
+    integers as they are.
+    """
+    if table.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+        return table[tokens]
+    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits[tokens], jnp.bfloat16)
+
+
+@_rows.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple:
+    (table, tokens), (d_table, _) = primals, tangents
+    return _rows(table, tokens), d_table[tokens]
 
 
 class MLP(nnx.Module):

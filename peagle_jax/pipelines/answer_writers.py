@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
-from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
 from peagle_jax.openai_server import OpenAIServer, item
 from peagle_jax.types import InputError, Model
@@ -100,7 +100,7 @@ class EngineWriter:
             next_step = f"use less than {self._context}"
             raise InputError("--max-new-tokens", rule, max_new_tokens, next_step)
         self._tokenizer, self._max_new_tokens = tokenizer, max_new_tokens
-        self._engine = Engine(target, max_batch=batch_size)
+        self._engine = make_engine(target, max_batch=batch_size)
         self._where: dict[int, str] = {}
 
     def submit(self, turn: Turn) -> int | None:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
-from peagle_jax.decode.engine import PREFILL_CHUNK, Engine
+from peagle_jax.decode.base_engine import BaseEngine
+from peagle_jax.decode.engine import PREFILL_CHUNK
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts, check_request
 from peagle_jax.progress import ProgressReport
 from peagle_jax.types import Model
@@ -38,6 +40,7 @@ class GenerationOptions:
     batch_size: int = 8  # prompts decoded together; others wait until one is done
     prefill_chunk: int | None = PREFILL_CHUNK  # prompt tokens in one forward; None: all of them
     sliding_cache: bool = False  # ring caches for layers with a sliding window
+    num_threads: int | None = None  # that decode parts of a batch; None: what pays
 
 
 def generate_rows(
@@ -97,13 +100,14 @@ def generate_rows(
     for name, request in zip(names, requests, strict=True):
         check_request(name, request, target.config, k, None)
     check_prompts(prompts, target.config, options.max_new_tokens, k, None)  # whether there are any
-    engine = Engine(
+    engine = make_engine(
         target,
         drafter,
         head.params if head else None,
         num_tree_nodes=options.num_tree_nodes,
         adaptive_k=options.k == "auto",
-        max_batch=min(options.batch_size, len(prompts)),
+        max_batch=1 if on_text is not None else min(options.batch_size, len(prompts)),
+        num_threads=options.num_threads,
         prefill_chunk=options.prefill_chunk,
         sliding_cache=options.sliding_cache,
         sample_drafts=options.sample_drafts,
@@ -120,7 +124,7 @@ def generate_rows(
 
 
 def _streamed(
-    engine: Engine, request: Request, tokenizer: Any, on_text: Callable[[str], None]
+    engine: BaseEngine, request: Request, tokenizer: Any, on_text: Callable[[str], None]
 ) -> Generation:
     """One answer, whose text is handed on as far as later tokens cannot change it."""
     # the beginning of a stop string is not part of the answer if the rest follows

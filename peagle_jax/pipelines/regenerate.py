@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from peagle_jax import corpus, text
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.target_io import context_of, load_target, target_hash
-from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.file_lock import try_lock
@@ -262,7 +262,7 @@ def _continue_excerpts(
         )
         for i in range(done, total)
     )
-    engine = Engine(target, max_batch=options.batch_size)
+    engine = make_engine(target, max_batch=options.batch_size)
     progress = ProgressReport("regenerate", total, done, "answers")
     with progress, out.open("a", encoding="utf-8") as file:
         for answer in _in_order(engine.run(requests)):

@@ -101,6 +101,7 @@ def test_growth_in_prefill_does_not_change_the_text(method, kind, monkeypatch):
             max_new_tokens=11,
             prefill_chunk=8,
             sliding_cache=kind == "window",
+            num_threads=1,
         )
 
     grown = answers(16)

@@ -1,0 +1,100 @@
+"""What all engines can do: take requests in, take steps, and answer any number of requests."""
+
+import abc
+from collections.abc import Iterable, Iterator, Sequence
+
+from peagle_jax.decode.engine_stats import EngineStats
+from peagle_jax.decode.requests import Generation, Output, Request, failed_answer
+from peagle_jax.types import InputError
+
+
+class BaseEngine(abc.ABC):
+    """Decodes requests, up to `max_batch` at a time.
+
+    Attributes:
+      max_batch: requests that are decoded together.
+      max_steps: decoding steps before `step` returns; None: until a request is done.
+    """
+
+    max_batch: int
+    max_steps: int | None
+
+    @abc.abstractmethod
+    def add(self, request: Request) -> int:
+        """Takes a request in. It may be called from any thread, also while `step` runs.
+
+        Returns:
+          The request's number, which its outputs have.
+
+        Raises:
+          InputError: the target cannot serve it. Other requests are not touched.
+        """
+
+    @abc.abstractmethod
+    def cancel(self, request_id: int) -> None:
+        """Ends a request. One of the next `step` returns its answer so far.
+
+        It may be called from any thread. A request that is done, or unknown, is left alone.
+        """
+
+    @abc.abstractmethod
+    def check_memory(self, requests: Sequence[Request]) -> None:
+        """Checks that requests can all be decoded at once.
+
+        Raises:
+          InputError: their caches would not fit the memory.
+        """
+
+    @property
+    @abc.abstractmethod
+    def has_work(self) -> bool:
+        """Whether a request has not had its last output."""
+
+    @property
+    @abc.abstractmethod
+    def num_waiting(self) -> int:
+        """Requests whose prompts nobody reads yet."""
+
+    @property
+    @abc.abstractmethod
+    def num_running(self) -> int:
+        """Requests that are being decoded."""
+
+    @property
+    @abc.abstractmethod
+    def stats(self) -> EngineStats:
+        """What was done so far."""
+
+    @abc.abstractmethod
+    def step(self) -> list[Output]:
+        """Reads a chunk of waiting prompts, and decodes until a request is done.
+
+        Returns:
+          What is new: answers that are done, and tokens of requests that stream.
+        """
+
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Generation]]:
+        """Answers any number of requests, each as soon as it is done.
+
+        Requests are drawn as places become free, so that they need not fit the memory together. One
+        that cannot be served is answered with the finish reason "error"; the others go on.
+
+        Yields:
+          The request's place in `requests`, and its answer.
+        """
+        coming = enumerate(requests)
+        all_drawn = False
+        places: dict[int, int] = {}
+        while not all_drawn or self.has_work:
+            while not all_drawn and self.num_waiting < self.max_batch:
+                place, request = next(coming, (-1, None))
+                if request is None:
+                    all_drawn = True
+                    break
+                try:
+                    places[self.add(request)] = place
+                except InputError as error:
+                    yield place, failed_answer(request, str(error))
+            for output in self.step():
+                if output.answer is not None and output.request_id in places:
+                    yield places.pop(output.request_id), output.answer

@@ -1,0 +1,225 @@
+"""Engines that decode at the same time, each in a thread of its own and with a part of the rows.
+
+    engine = make_engine(target, make_drafter(head, 5), head.params, max_batch=8)
+
+XLA spreads an operation over the processor's cores. Where weights fit the cores' caches, operations
+take some 0.1 ms, and handing half of each to another core and waiting for it costs as much as it
+saves: a step of 8 rows takes two cores 10.7 ms and one core 11.7. Two engines of 4 rows, each with
+an operation of its own at any time, take 7.2 ms each (LOG.md, "one engine for each core"). Where
+weights come from memory, each engine reads all of them, and one engine is faster.
+
+The tokens of a request do not depend on the rows beside it, and so not on the number of engines.
+"""
+
+import collections
+import concurrent.futures
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, cast
+
+import jax
+
+from peagle_jax.decode.base_engine import BaseEngine
+from peagle_jax.decode.batch import Row, cancelled_output
+from peagle_jax.decode.drafters import METHODS, Drafter
+from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.engine_checks import check_at_least_1
+from peagle_jax.decode.engine_stats import EngineStats
+from peagle_jax.decode.requests import Output, Request
+from peagle_jax.decode.stop_strings import Detokenizer
+from peagle_jax.targets.sharding import mesh_of
+from peagle_jax.types import Model
+
+# With larger weights one engine is faster. Of 58 MB one and two take the same time with 8 rows, and
+# of 400 MB two take 1.5 times as long (LOG.md, "one engine for each core").
+MOST_WEIGHT_BYTES = 64 << 20
+# Measured with two cores. More than four engines would each have few rows.
+MOST_THREADS = 4
+# Steps of an engine before `ParallelEngine.step` may hand it other requests, so that a process that
+# is interrupted does not wait for long answers.
+MOST_STEPS = 64
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of `Engine`, which says what they mean."""
+
+    num_tree_nodes: int | None
+    adaptive_k: bool
+    step_times: Path | None
+    cache_size: int | None
+    prefill_chunk: int | None
+    sliding_cache: bool
+    sample_drafts: bool
+    max_steps: int | None
+    tokenizer: Detokenizer | None
+
+
+def make_engine(
+    target: Model,
+    drafter: Drafter | None = None,
+    draft_params: Any = None,
+    *,
+    max_batch: int = 8,
+    num_threads: int | None = None,
+    **options: Unpack[EngineOptions],
+) -> BaseEngine:
+    """The engine, or engines side by side, that decode `max_batch` requests together fastest.
+
+    Args:
+      target, drafter, draft_params, max_batch, options: as of `Engine`.
+      num_threads: engines that share the rows; None for `default_threads`.
+
+    Raises:
+      InputError: as `Engine`; or `num_threads` is below 1.
+    """
+    check_at_least_1("max_batch", max_batch, 8)
+    check_at_least_1("num_threads", num_threads, 1)
+    if num_threads is None:
+        num_threads = default_threads(target, drafter, draft_params, max_batch)
+    num_threads = min(num_threads, max_batch)
+    models = target, drafter, draft_params
+    if num_threads == 1:
+        return Engine(*models, max_batch=max_batch, **options)
+    rows = [len(range(i, max_batch, num_threads)) for i in range(num_threads)]
+    engines = [Engine(*models, max_batch=n, num_threads=num_threads, **options) for n in rows]
+    return ParallelEngine(engines)
+
+
+def default_threads(
+    target: Model, drafter: Drafter | None, draft_params: Any, max_batch: int
+) -> int:
+    """How many engines to use: one for each core where that pays, else one."""
+    if jax.default_backend() != "cpu" or mesh_of(target.params) is not None:
+        return 1
+    if drafter is not None and not isinstance(drafter, tuple(METHODS.values())):
+        return 1  # somebody else's, which may not expect it
+    arrays = jax.tree.leaves((target.params, draft_params))
+    if sum(x.nbytes for x in arrays if hasattr(x, "nbytes")) > MOST_WEIGHT_BYTES:
+        return 1
+    return max(1, min(num_cores(), max_batch, MOST_THREADS))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class ParallelEngine(BaseEngine):
+    """Engines over the same models, each in a thread of its own, as one.
+
+    A request goes to an engine when that has a free row, so that none waits while another has
+    nothing to do.
+
+    Args:
+      engines: which nobody else uses; equal but for `max_batch`.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        self.max_batch = sum(engine.max_batch for engine in engines)
+        self._max_steps: int | None = None
+        self.max_steps = engines[0].max_steps
+        # requests that no engine has yet; and which engine has a request. Other threads add and
+        # cancel requests, so that a lock is held where one passes from here to an engine.
+        self._waiting: collections.deque[Row] = collections.deque()
+        self._engine_of: dict[int, Engine] = {}
+        self._cancelled: list[Output] = []
+        self._lock = threading.Lock()
+        # the steps that are under way, by engine
+        self._running: dict[concurrent.futures.Future[list[Output]], Engine] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(len(engines), "peagle-decode")
+
+    @property
+    def max_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int | None) -> None:
+        self._max_steps = value
+        for engine in self.engines:
+            engine.max_steps = min(value or MOST_STEPS, MOST_STEPS)
+
+    # ------------------------------------------------------------ requests
+
+    def add(self, request: Request) -> int:
+        row = self.engines[0].check(request)  # which counts the requests of all
+        self._waiting.append(row)
+        return row.id
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            if engine := self._engine_of.get(request_id):
+                engine.cancel(request_id)
+            for row in [row for row in self._waiting if row.id == request_id]:
+                self._waiting.remove(row)
+                self._cancelled.append(cancelled_output(row))
+
+    def check_memory(self, requests: Sequence[Request]) -> None:
+        self.engines[0].check_memory(requests)
+
+    @property
+    def has_work(self) -> bool:
+        here = self._waiting or self._running or self._cancelled
+        return bool(here or any(engine.has_work for engine in self.engines))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + sum(engine.num_waiting for engine in self.engines)
+
+    @property
+    def num_running(self) -> int:
+        return sum(engine.num_running for engine in self.engines)
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats.of_all([engine.stats for engine in self.engines])
+
+    # ------------------------------------------------------------ a step
+
+    def step(self) -> list[Output]:
+        under_way = self._running.values()
+        idle = [engine for engine in self.engines if engine not in under_way]
+        with self._lock:
+            outputs, self._cancelled = self._cancelled, []
+            self._hand_out(idle)
+        device = cast(Any, jax.config).jax_default_device  # may be set for this thread alone
+        for engine in idle:
+            if engine.has_work:
+                self._running[self._threads.submit(_step_on, device, engine)] = engine
+        if outputs or not self._running:
+            return outputs
+        done = concurrent.futures.wait(self._running, return_when="FIRST_COMPLETED").done
+        failed = [future for future in done if future.exception()]
+        for future in done.difference(failed):
+            del self._running[future]
+            outputs += future.result()
+        if failed and not outputs:  # else the next call raises
+            del self._running[failed[0]]
+            failed[0].result()
+        with self._lock:
+            for output in outputs:
+                if output.answer is not None:
+                    self._engine_of.pop(output.request_id, None)
+        return outputs
+
+    def _hand_out(self, idle: Sequence[Engine]) -> None:
+        """Gives requests that wait to engines with free rows, to the emptiest first."""
+        free = {engine: engine.max_batch - engine.num_taken for engine in idle}
+        while self._waiting and free:
+            engine = max(free, key=lambda engine: free[engine])
+            if free[engine] < 1:
+                return
+            row = self._waiting.popleft()
+            self._engine_of[row.id] = engine
+            engine.enqueue(row)
+            free[engine] -= 1
+
+
+def _step_on(device: Any, engine: Engine) -> list[Output]:
+    """A step of an engine in a thread of its own, on the calling thread's default device."""
+    with jax.default_device(device):
+        return engine.step()
