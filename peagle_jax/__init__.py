@@ -34,7 +34,8 @@ Decoding:
   Generation         one answer, with the counters of speculative decoding
   acceptance_length  tokens per forward of the target, over several answers
   make_drafter       a drafter that runs a draft head, for an engine
-  Engine             decodes requests that come and go: continuous batching, streaming
+  make_engine        decodes requests that come and go: one engine, or one for each core
+  Engine             continuous batching and streaming, in one thread
   AsyncEngine        the same for asyncio
   Request            what an engine is asked
   Output             what an engine answers, whole or in parts
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from peagle_jax.decode.drafters import Drafter
     from peagle_jax.decode.engine import Engine
     from peagle_jax.decode.generate import generate, make_drafter
+    from peagle_jax.decode.parallel_engine import make_engine
     from peagle_jax.decode.requests import Generation, Output, Request, acceptance_length
     from peagle_jax.decode.serving import AsyncEngine
     from peagle_jax.draft.head import DraftHead, HeadConfig
@@ -98,6 +100,7 @@ _MODULES = {
     "load_run": "train.config",
     "load_target": "checkpoints.target_io",
     "make_drafter": "decode.generate",
+    "make_engine": "decode.parallel_engine",
     "save_drafter": "checkpoints.head_writing",
     "save_target": "checkpoints.target_io",
     "train_head": "pipelines.train_head",
@@ -124,6 +127,7 @@ __all__ = [  # type checkers read only a list that is written out
     "load_run",
     "load_target",
     "make_drafter",
+    "make_engine",
     "save_drafter",
     "save_target",
     "train_head",

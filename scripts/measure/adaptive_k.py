@@ -31,9 +31,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from peagle_jax import Engine, Request, load_pair, text
+from peagle_jax import Engine, Request, load_pair, make_engine, text
 from peagle_jax.decode.adaptive_k import LAST_STEPS, KChooser, candidates
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.parallel_engine import ParallelEngine
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
@@ -95,7 +96,7 @@ class Decoder:
     ) -> None:
         """One round; an adaptive engine can be made to draft `always` as many tokens."""
         target, head = self.models
-        engine = Engine(
+        engine = make_engine(
             target,
             make_drafter(head, max(self.args.ks) if self.k == "auto" else self.k, self.args.method)
             if self.k
@@ -105,10 +106,11 @@ class Decoder:
             step_times=self.step_times,
             max_batch=self.batch_size,
         )
-        if self.k == "auto" and timed:
-            self._watch(engine)
-        if always is not None:
-            engine.chooser = Always(max(self.args.ks), always)
+        for one in engine.engines if isinstance(engine, ParallelEngine) else [engine]:
+            if self.k == "auto" and timed:
+                self._watch(one)
+            if always is not None:
+                one.chooser = Always(max(self.args.ks), always)
         lengths = answer_lengths(len(prompts), self.args.max_new_tokens)
         requests = [
             Request(

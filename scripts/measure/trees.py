@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from peagle_jax import Engine, Request, acceptance_length, load_pair, text
+from peagle_jax import Request, acceptance_length, load_pair, make_engine, text
 from peagle_jax.checkpoints.pair import load_drafter_for
 from peagle_jax.corpus import read_jsonl
 from peagle_jax.decode.generate import make_drafter
@@ -67,7 +67,7 @@ def main() -> None:
     with ProgressReport("trees", total, unit="cases") as progress:
         for temperature, (name, head) in itertools.product(args.temperatures, heads.items()):
             for k, num_nodes in cases:
-                engine = Engine(
+                engine = make_engine(
                     target,
                     make_drafter(head, k),
                     head.params,
