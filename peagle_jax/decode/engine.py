@@ -149,6 +149,11 @@ class Engine(BaseEngine):
         self._prefill_program: tuple = ()
         self._new_ids = itertools.count()
 
+    def share_step_times(self, other: "Engine") -> None:
+        """Chooses K by the times of another engine, so that each is measured once."""
+        if self.chooser is not None:
+            self._step_times = other._step_times
+
     # ------------------------------------------------------------ requests
 
     def add(self, request: Request) -> int:

@@ -120,6 +120,8 @@ class ParallelEngine(BaseEngine):
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
+        for engine in engines[1:]:
+            engine.share_step_times(engines[0])
         self.max_batch = sum(engine.max_batch for engine in engines)
         self._max_steps: int | None = None
         self.max_steps = engines[0].max_steps

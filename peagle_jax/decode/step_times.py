@@ -12,6 +12,7 @@ A file that cannot be read is measured anew; one may be deleted at any time.
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -109,6 +110,7 @@ class StepTimes:
         self._seconds: dict[str, dict[int, float]] = {}
         self._drafts: dict[str, tuple[list[float], list[float]]] = {}
         self._next_write = 0.0
+        self._measuring = threading.Lock()  # engines in several threads share the times
         self._read()
 
     def get(
@@ -129,14 +131,14 @@ class StepTimes:
           measure: gives the seconds of a step with a number of drafts.
         """
         name = _name(num_rows, slots, sampling)
-        if set(self._seconds.get(name, ())) != set(ks):
-            for k in ks:
-                measure(k)  # may be compiled
-            rounds = [[measure(k) for k in ks] for _ in range(ROUNDS)]
-            self._take(
-                name, slots, dict(zip(ks, map(list, zip(*rounds, strict=True)), strict=True))
-            )
-            self._write()
+        with self._measuring:
+            if set(self._seconds.get(name, ())) != set(ks):
+                for k in ks:
+                    measure(k)  # may be compiled
+                rounds = [[measure(k) for k in ks] for _ in range(ROUNDS)]
+                by_k = dict(zip(ks, map(list, zip(*rounds, strict=True)), strict=True))
+                self._take(name, slots, by_k)
+                self._write()
         return self._seconds[name]
 
     def observe(self, k: int, num_rows: int, slots: int, sampling: str, seconds: float) -> None:

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from peagle_jax.decode import first_call, parallel_engine
+from peagle_jax.decode.batch import Batch
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.parallel_engine import (
@@ -21,6 +22,7 @@ from peagle_jax.decode.parallel_engine import (
 )
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.serving import AsyncEngine
+from peagle_jax.decode.step_times import ROUNDS
 from peagle_jax.types import InputError
 
 CONTEXT = {"context": 640}
@@ -173,6 +175,26 @@ def test_an_error_in_a_thread_is_raised_after_what_others_have_done(monkeypatch)
         for place, _ in several.run([Request(prompt=[3], max_new_tokens=4) for _ in range(2)]):
             answered.append(place)
     assert answered == [0]
+
+
+def test_step_times_are_measured_once(tmp_path, monkeypatch):
+    """Engines that choose K share what they measure; texts do not depend on K."""
+    measured = []
+    step_seconds = Batch.step_seconds
+
+    def noting(self, k):
+        measured.append((len(self.rows), self.slots, k))
+        return step_seconds(self, k)
+
+    monkeypatch.setattr(Batch, "step_seconds", noting)
+    several = engine(max_batch=2, adaptive_k=True, step_times=tmp_path)
+    wanted = [Request(prompt=[3, i], max_new_tokens=30, stop_ids=()) for i in range(2)]
+    answers = texts(several.run(wanted))
+    assert answers == texts(engine(1).run(wanted))
+    of_each_k = {k: sum(k == other for *_, other in measured) for *_, k in measured}
+    assert set(of_each_k) == {0, 1, 3} and set(of_each_k.values()) == {1 + ROUNDS}
+    one = next(tmp_path.glob("*.json")).read_text()
+    assert '"threads": "2"' in one
 
 
 def test_nothing_half_done_is_long():

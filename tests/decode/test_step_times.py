@@ -79,7 +79,7 @@ def test_engines_hand_on_what_was_accepted(tmp_path, monkeypatch):
 def test_times_are_kept_by_machine_and_models(tmp_path):
     target, head = tiny.target(), tiny.head()
     spec = Engine(target, make_drafter(head, 3), head.params, adaptive_k=True).spec
-    about = what_times_depend_on(spec, (target.params, head.params))
+    about = what_times_depend_on(spec, (target.params, head.params), 1)
     calls = []
 
     def measure(k):
@@ -102,9 +102,11 @@ def test_times_are_kept_by_machine_and_models(tmp_path):
     assert len(calls) == 4 * 27
     # what a file says of other models does not count, nor does a damaged file
     other = tiny.head(dim=40)
-    changed = what_times_depend_on(spec, (target.params, other.params))
+    changed = what_times_depend_on(spec, (target.params, other.params), 1)
     assert changed != about and changed["device"] == about["device"]
     assert not StepTimes(changed, tmp_path / "new")._seconds
+    beside = what_times_depend_on(spec, (target.params, head.params), 2)
+    assert not StepTimes(beside, tmp_path / "new")._seconds
     (file,) = (tmp_path / "new").iterdir()
     content = json.loads(file.read_text())
     assert content["about"] == about and "2 rows, 256 slots, greedy" in content["taken"]
