@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import vocab
+from peagle_jax.kernels.launch import platform
 from peagle_jax.layers.products import activation_dtype, product
 
 
@@ -100,7 +101,7 @@ def _rows(table: Float[Array, "V D"], tokens: Int[Array, "*rows"]) -> Float[Arra
     to float32, which is kept through the decoding loop: twice the table's memory. It reads rows of
     integers as they are.
     """
-    if table.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+    if table.dtype != jnp.bfloat16 or platform() != "cpu":
         return table[tokens]
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits[tokens], jnp.bfloat16)

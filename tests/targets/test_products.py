@@ -29,6 +29,30 @@ def test_activations_are_float32_on_a_cpu_and_16_bit_on_a_gpu(monkeypatch):
     assert table(jnp.array([[1, 2]])).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_of_an_embedding(dtype):
+    """Those of the table, with their gradient; on a CPU the table is not converted for them."""
+    module = Embedding(64, 24, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    tokens = jnp.array([[3, 63, 3], [0, 17, 5]])
+    graph, params = nnx.split(module)
+
+    def rows(params, tokens):
+        return nnx.merge(graph, params)(tokens)
+
+    table = np.asarray(module.table[...], np.float32)
+    np.testing.assert_array_equal(np.asarray(rows(params, tokens), np.float32), table[tokens])
+    weights = np.random.default_rng(0).normal(size=(2, 3, 24)).astype(np.float32)
+    gradient = jax.grad(lambda p: (rows(p, tokens).astype(jnp.float32) * weights).sum())(params)
+    expected = np.zeros((64, 24))
+    np.add.at(expected, np.asarray(tokens), weights)
+    tolerance = 0.02 if dtype == "bfloat16" else 1e-6
+    np.testing.assert_allclose(
+        np.asarray(gradient["table"][...], np.float32), expected, atol=tolerance
+    )
+    compiled = jax.jit(rows).lower(params, tokens).compile().as_text()
+    assert ("f32[64,24]" in compiled) == (dtype == "float32")
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 @pytest.mark.parametrize("experts", [(), (3,)])
