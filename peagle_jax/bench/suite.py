@@ -129,7 +129,7 @@ class Decoding:
         self.seconds: list[float] = []
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
-        self.num_threads, self.num_steps = 1, 0.0
+        self.num_threads, self.num_steps = 1, 0
 
     def engine(self) -> BaseEngine:
         """A new one, with nothing to do yet."""
@@ -154,8 +154,7 @@ class Decoding:
         seconds = time.perf_counter() - start
         self.answers = [answers[i] for i in range(len(self.requests))]
         self.num_threads = engine.stats.num_threads
-        # of all rows: each engine takes steps of its own part
-        self.num_steps = engine.stats.num_steps / self.num_threads
+        self.num_steps = engine.stats.num_steps
         if timed:
             self.seconds.append(seconds)
             self.prompt_seconds.append(engine.stats.prefill_seconds)
@@ -350,24 +349,24 @@ def _group_records(
     is_greedy = plain.case.temperature == 0
     # in fewer bits the same logits may be summed in another order, and texts may differ
     is_exact = is_greedy and np.dtype(target.config.dtype) == np.float32
-    verify_seconds: dict[int, float] = {}
+    verify_seconds: dict[tuple[int, int], float] = {}
     for decoding in group:
         record = decoding.record()
         record["speedup"] = _speedup(decoding, plain)
         # the acceptance length from which such a step would pay
         record["break_even"] = (record["acceptance_length"] or 1.0) / record["speedup"]
         if is_greedy:
-            k = decoding.case.k
-            if k not in verify_seconds:
-                verify_seconds[k] = verifying_seconds(
+            k, rows = decoding.case.k, decoding.rows_at_once
+            if (k, rows) not in verify_seconds:
+                verify_seconds[k, rows] = verifying_seconds(
                     target,
                     k,
-                    batch=decoding.rows_at_once,
+                    batch=rows,
                     context=context,
                     repeats=repeats,
                 )
             record["draft_seconds"] = _draft_seconds(decoding, context, repeats)
-            record["verify_seconds"] = verify_seconds[k]
+            record["verify_seconds"] = verify_seconds[k, rows]
         if is_exact and decoding.head and decoding.synthetic is None:
             record |= _exactness(target, decoding, plain)
         yield record

@@ -13,7 +13,8 @@ class BaseEngine(abc.ABC):
 
     Attributes:
       max_batch: requests that are decoded together.
-      max_steps: decoding steps before `step` returns; None: until a request is done.
+      max_steps: decoding steps before `step` returns; None: until a request is done, or, of engines
+        side by side, after 64.
     """
 
     max_batch: int

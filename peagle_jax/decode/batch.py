@@ -124,7 +124,8 @@ class Batch:
     @property
     def slots(self) -> int:
         """Slots of the caches; 0 without a state."""
-        return 0 if self._state is None else self._state.output.shape[1]
+        state = self._state  # once: another thread may ask while it changes
+        return 0 if state is None else state.output.shape[1]
 
     @property
     def k(self) -> int:

@@ -146,8 +146,11 @@ class Engine(BaseEngine):
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
-        self._prefill_program: tuple = ()
+        self._chunk_programs: collections.deque[tuple] = collections.deque()
         self._new_ids = itertools.count()
+        # whether requests wait that this engine may get next
+        self.others_wait = False
+        self._num_threads = num_threads
 
     def share_step_times(self, other: "Engine") -> None:
         """Chooses K by the times of another engine, so that each is measured once."""
@@ -226,7 +229,8 @@ class Engine(BaseEngine):
                 self._decode()
                 self._stats.decode_seconds += time.perf_counter() - start
                 outputs += self._collect()
-            if not self._batch.running or (not self._waiting and self._prefill is None):
+            more_to_come = self._waiting or self.others_wait or self._prefill is not None
+            if not self._batch.running or not more_to_come:
                 self._batch.shrink()
         self._forget_cancelled()
         if self.chooser is not None and self._sampling is not None and not self.has_work:
@@ -276,8 +280,10 @@ class Engine(BaseEngine):
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         chunk, kind = chunk_size(self.spec, longest), sampling_kind(options)
         sizes = cache_sizes(chunk, longest, slots)
-        self._prefill_program = num_rows, chunk, kind, *sizes
-        self._stats.programs |= {("prefill", num_rows, size, chunk, kind) for size in sizes}
+        programs = [("prefill", num_rows, size, chunk, kind) for size in sizes]
+        self._stats.programs.update(programs)
+        # the last chunk is followed by the first tokens
+        self._chunk_programs = collections.deque([*programs[:-1], (*programs[-1], "last")])
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
     def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:
@@ -294,7 +300,8 @@ class Engine(BaseEngine):
         num_rows = growth.num_rows(len(everyone), self.max_batch)
         positions = max(num_reserved(r.request, self.spec) for r in everyone)
         needed = cache_bytes(*self._cache_arguments(num_rows, positions))
-        return free is None or needed <= free + self._held_bytes()
+        # the other engines' caches grow, too
+        return free is None or needed <= free // self._num_threads + self._held_bytes()
 
     def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
         """Arguments of `cache_bytes`."""
@@ -310,13 +317,15 @@ class Engine(BaseEngine):
         """Reads one chunk; after the last, the requests are rows of the batch."""
         assert self._prefill is not None
         self._stats.num_chunks += 1
-        try:
-            with first_call(self.spec, "prefill", self._prefill_program):
+        with first_call(self.spec, self._chunk_programs.popleft()):
+            try:
                 next(self._prefill)
-        except StopIteration as end:
-            self._prefill = None
-            self._batch.insert(self._entering, jax.block_until_ready(end.value))
-            self._entering = []
+                return
+            except StopIteration as end:
+                state = jax.block_until_ready(end.value)
+        self._prefill = None
+        self._batch.insert(self._entering, state)
+        self._entering = []
 
     def _decode(self) -> None:
         requests = [row.request for row in self._batch.rows if row is not None]

@@ -19,8 +19,9 @@ class EngineStats:
       measure_seconds: wall seconds of measuring steps, for `adaptive_k`.
       programs: shapes that were computed, of which each is compiled once in a process: "prefill",
         rows, slots, tokens of a chunk; and "decode", rows, slots, how the rows sample.
-      num_threads: engines that did it at the same time, each with a part of the rows. Their steps
-        are added up; seconds are on average.
+      num_threads: engines that did it at the same time, each with a part of the rows.
+        `num_steps` is of the one that took most, for the others have nothing to do then; seconds
+        are on average, and all else is added up.
     """
 
     num_steps: int = 0
@@ -36,8 +37,12 @@ class EngineStats:
     def of_all(cls, parts: Sequence["EngineStats"]) -> "EngineStats":
         """What engines did that decode at the same time."""
         return cls(
-            num_steps=sum(part.num_steps for part in parts),
-            steps_by_k=sum((part.steps_by_k for part in parts), collections.Counter()),
+            num_steps=max(part.num_steps for part in parts),
+            # copies, because a thread may be adding a number
+            steps_by_k=sum(
+                (collections.Counter(dict(part.steps_by_k)) for part in parts),
+                collections.Counter(),
+            ),
             num_chunks=sum(part.num_chunks for part in parts),
             prefill_seconds=statistics.fmean(part.prefill_seconds for part in parts),
             decode_seconds=statistics.fmean(part.decode_seconds for part in parts),

@@ -39,7 +39,7 @@ def generate(
     sliding_cache: bool = False,
     num_threads: int | None = None,
 ) -> list[Generation]:
-    """Continues every prompt, all in one batch. Drafting does not change the target's output.
+    """Continues every prompt, all at the same time. Drafting does not change the target's output.
 
     Greedy output equals plain greedy output token for token. Sampled output has the target's
     distribution (arXiv:2211.17192).
@@ -77,8 +77,7 @@ def generate(
     Raises:
       InputError: a prompt is empty, has an unknown token, or does not fit the target's context,
         the cache or the memory; a sampling option, `k`, `prefill_chunk` or `num_threads` is out of
-        range; the
-        head was made for another target or cannot draft by `method`.
+        range; the head was made for another target or cannot draft by `method`.
     """
     if isinstance(drafter, Model):
         check_fit(target, drafter)

@@ -8,11 +8,17 @@ saves: a step of 8 rows takes two cores 10.7 ms and one core 11.7. Two engines o
 an operation of its own at any time, take 7.2 ms each (LOG.md, "one engine for each core"). Where
 weights come from memory, each engine reads all of them, and one engine is faster.
 
-The tokens of a request do not depend on the rows beside it, and so not on the number of engines.
+The tokens of a request do not depend on the rows beside it, and so not on the number of engines: in
+float32 up to ties of the largest logits that are closer than rounding. Which rows are beside it
+depends on times.
+
+Threads have their own contexts of JAX (`jax.enable_x64` and the like, but for `default_device`):
+set the configuration for the whole process, or ask for one engine.
 """
 
 import collections
 import concurrent.futures
+import contextvars
 import os
 import threading
 from collections.abc import Sequence
@@ -29,8 +35,9 @@ from peagle_jax.decode.engine_checks import check_at_least_1
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.requests import Output, Request
 from peagle_jax.decode.stop_strings import Detokenizer
+from peagle_jax.kernels.launch import platform
 from peagle_jax.targets.sharding import mesh_of
-from peagle_jax.types import Model
+from peagle_jax.types import InputError, Model
 
 # With larger weights one engine is faster. Of 58 MB one and two take the same time with 8 rows, and
 # of 400 MB two take 1.5 times as long (LOG.md, "one engine for each core").
@@ -72,13 +79,17 @@ def make_engine(
       num_threads: engines that share the rows; None for `default_threads`.
 
     Raises:
-      InputError: as `Engine`; or `num_threads` is below 1.
+      InputError: as `Engine`; or `num_threads` is below 1, or above 1 for a target that is spread
+        over devices.
     """
     check_at_least_1("max_batch", max_batch, 8)
     check_at_least_1("num_threads", num_threads, 1)
     if num_threads is None:
         num_threads = default_threads(target, drafter, draft_params, max_batch)
     num_threads = min(num_threads, max_batch)
+    if num_threads > 1 and mesh_of(target.params) is not None:
+        rule = "a target that is spread over devices is decoded by one engine"
+        raise InputError("num_threads", rule, num_threads, "leave out num_threads")
     models = target, drafter, draft_params
     if num_threads == 1:
         return Engine(*models, max_batch=max_batch, **options)
@@ -91,7 +102,7 @@ def default_threads(
     target: Model, drafter: Drafter | None, draft_params: Any, max_batch: int
 ) -> int:
     """How many engines to use: one for each core where that pays, else one."""
-    if jax.default_backend() != "cpu" or mesh_of(target.params) is not None:
+    if platform() != "cpu" or mesh_of(target.params) is not None:
         return 1
     if drafter is not None and not isinstance(drafter, tuple(METHODS.values())):
         return 1  # somebody else's, which may not expect it
@@ -149,7 +160,8 @@ class ParallelEngine(BaseEngine):
 
     def add(self, request: Request) -> int:
         row = self.engines[0].check(request)  # which counts the requests of all
-        self._waiting.append(row)
+        with self._lock:
+            self._waiting.append(row)
         return row.id
 
     def cancel(self, request_id: int) -> None:
@@ -188,10 +200,17 @@ class ParallelEngine(BaseEngine):
         with self._lock:
             outputs, self._cancelled = self._cancelled, []
             self._hand_out(idle)
+            others_wait = bool(self._waiting)
         device = cast(Any, jax.config).jax_default_device  # may be set for this thread alone
         for engine in idle:
+            engine.others_wait = others_wait
             if engine.has_work:
-                self._running[self._threads.submit(_step_on, device, engine)] = engine
+                step_on = contextvars.copy_context().run, _step_on, device, engine
+                try:
+                    self._running[self._threads.submit(*step_on)] = engine
+                except RuntimeError:
+                    # the main thread has ended, and with it all pools; another one still decodes
+                    outputs += engine.step()
         if outputs or not self._running:
             return outputs
         done = concurrent.futures.wait(self._running, return_when="FIRST_COMPLETED").done

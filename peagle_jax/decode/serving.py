@@ -1,4 +1,4 @@
-"""An engine for asyncio: any number of tasks stream answers, and one thread decodes them."""
+"""An engine for asyncio: any number of tasks stream answers, and other threads decode them."""
 
 import asyncio
 import concurrent.futures

@@ -134,13 +134,13 @@ class Decoder:
         chooser = engine.chooser
         observe = chooser.observe
 
-        def watched(num_steps, num_drafts, accepted):
+        def watched(num_steps, num_drafts, accepted, *expected):
             if chooser.k and num_drafts:
                 chances = chooser.survival.chances(chooser.k)
                 shares = accepted[: chooser.k] / num_drafts
                 steps = [num_drafts] * chooser.k
                 self.judged += zip(chances.tolist(), shares.tolist(), steps, strict=True)
-            observe(num_steps, num_drafts, accepted)
+            observe(num_steps, num_drafts, accepted, *expected)
 
         chooser.observe = watched
 

@@ -1,6 +1,7 @@
 """Engines side by side answer as one does, whichever engine has a request."""
 
 import asyncio
+import contextvars
 import threading
 import time
 
@@ -81,9 +82,9 @@ def test_answers_are_those_of_one_engine(num_threads, alone):
     assert texts(several.run(requests(23))) == alone
     assert not several.has_work and several.num_running == several.num_waiting == 0
     assert not several._engine_of  # nothing is kept of requests that are done
-    # everyone did something, and what they did is added up
+    # everyone did something; the batch took the steps of the slowest
     steps = [e.stats.num_steps for e in several.engines]
-    assert min(steps) > 0 and several.stats.num_steps == sum(steps)
+    assert min(steps) > 0 and several.stats.num_steps == max(steps)
     assert several.stats.num_threads == num_threads
     assert sum(several.stats.steps_by_k.values()) == sum(steps)
     assert several.stats.decode_seconds < sum(e.stats.decode_seconds for e in several.engines)
@@ -220,6 +221,47 @@ def test_threads_are_on_the_callers_device():
     assert seen and all(devices == {device} for devices in seen)
 
 
+def test_threads_have_the_callers_context():
+    """`disable_kernels` and the like."""
+    word = contextvars.ContextVar("word", default="none")
+    seen = []
+    several = engine(max_batch=2)
+    for each in several.engines:
+        step = each.step
+        each.step = lambda step=step: (seen.append(word.get()), step())[1]
+    word.set("mine")
+    list(several.run(requests(2)))
+    assert set(seen) == {"mine"}
+
+
+def test_rows_wait_for_requests_in_the_queue(monkeypatch):
+    """A batch does not become smaller, and then larger again, while requests wait."""
+    sizes = []
+    shrink = Batch.shrink
+
+    def noting(self):
+        shrink(self)
+        sizes.append((len(self.rows), several.num_waiting))
+
+    monkeypatch.setattr(Batch, "shrink", noting)
+    several = engine(max_batch=4)
+    wanted = [Request(prompt=[i], max_new_tokens=20 + 7 * i, stop_ids=()) for i in range(12)]
+    assert len(list(several.run(wanted))) == 12
+    # a batch whose rows were all done at once may be empty for a moment
+    assert all(num_rows in (0, 2) for num_rows, waiting in sizes if waiting > several.max_batch)
+    assert (1, 0) in sizes
+
+
+def test_programs_of_prompts_are_known_after_they_were_read():
+    """Each chunk has a program of its own, and the last is followed by the first tokens."""
+    one = engine(1, prefill_chunk=8)
+    before = set(first_call._called)
+    list(one.run([Request(prompt=[1] * 21, max_new_tokens=2)]))
+    names = {program[1] for program in first_call._called if program[0] == one.spec}
+    assert {name[-1] for name in names if name[0] == "prefill"} == {"greedy", "last"}
+    assert before <= first_call._called
+
+
 def test_how_many(monkeypatch):
     target, head = tiny.pair("peagle", **CONTEXT)
     drafter = make_drafter(head, 3, "peagle")
@@ -233,7 +275,7 @@ def test_how_many(monkeypatch):
     assert threads(drafter=SomebodysOwn()) == 1
     monkeypatch.setattr(parallel_engine, "num_cores", lambda: 64)
     assert threads() == 4
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(parallel_engine, "platform", lambda: "gpu")
     assert threads() == 1
     monkeypatch.undo()
     num_bytes = sum(x.nbytes for x in jax.tree.leaves((target.params, head.params)))
@@ -244,7 +286,7 @@ def test_how_many(monkeypatch):
     assert threads() == 1
 
 
-def test_what_cannot_be_asked_for():
+def test_what_cannot_be_asked_for(monkeypatch):
     target = tiny.target(**CONTEXT)
     with pytest.raises(InputError, match="num_threads"):
         make_engine(target, num_threads=0)
@@ -252,6 +294,11 @@ def test_what_cannot_be_asked_for():
         make_engine(target, max_batch=0)
     with pytest.raises(InputError, match="num_threads"):
         generate(target, None, [[1], [2]], num_threads=-1)
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel_engine, "mesh_of", lambda params: "a mesh")
+        assert default_threads(target, None, None, 8) == 1
+        with pytest.raises(InputError, match="spread over devices"):
+            make_engine(target, num_threads=2)
     several = make_engine(target, max_batch=2, num_threads=2)
     with pytest.raises(InputError, match="request 0"):
         several.add(Request(prompt=[], max_new_tokens=3))
