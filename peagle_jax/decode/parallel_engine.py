@@ -211,8 +211,17 @@ class ParallelEngine(BaseEngine):
                 except RuntimeError:
                     # the main thread has ended, and with it all pools; another one still decodes
                     outputs += engine.step()
-        if outputs or not self._running:
-            return outputs
+        if not outputs and self._running:
+            outputs = self._finished()
+        with self._lock:
+            for output in outputs:
+                if output.answer is not None:
+                    self._engine_of.pop(output.request_id, None)
+        return outputs
+
+    def _finished(self) -> list[Output]:
+        """What the engines say that end a step first. An error is raised after what others say."""
+        outputs: list[Output] = []
         done = concurrent.futures.wait(self._running, return_when="FIRST_COMPLETED").done
         failed = [future for future in done if future.exception()]
         for future in done.difference(failed):
@@ -221,10 +230,6 @@ class ParallelEngine(BaseEngine):
         if failed and not outputs:  # else the next call raises
             del self._running[failed[0]]
             failed[0].result()
-        with self._lock:
-            for output in outputs:
-                if output.answer is not None:
-                    self._engine_of.pop(output.request_id, None)
         return outputs
 
     def _hand_out(self, idle: Sequence[Engine]) -> None:

@@ -64,7 +64,7 @@ def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dic
 
 
 def open_step_times(
-    spec: DecodeSpec, params: tuple[Any, Any], folder: Path | None, num_threads: int = 1
+    spec: DecodeSpec, params: tuple[Any, Any], folder: Path | None, num_threads: int
 ) -> "StepTimes":
     """What is kept of a way of decoding.
 

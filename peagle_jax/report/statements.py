@@ -209,7 +209,12 @@ def step_caption(records: Sequence[dict]) -> str:
             "than the two together."
         )
     on_cpu = "core" in records[0].get("device", "")
-    if on_cpu and rests and min(rests) > 0:
+    if any(row.get("num_threads", 1) > 1 for row in records):
+        sentences.append(
+            "Engines side by side share the rows: a part was timed with the rows of one engine, "
+            "and without a neighbour; an engine that is done waits for the others."
+        )
+    elif on_cpu and rests and min(rests) > 0:
         sentences.append(
             "One reason: a model alone finds weights in the processor's cache; in a step target "
             "and head run in turns and load them again."

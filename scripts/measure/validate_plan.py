@@ -120,6 +120,8 @@ def own_groups() -> list[Group]:
     groups: dict[str, list[Step]] = {}
     rows = read_rows(ROOT / "results/demo.jsonl")
     timed = [row for row in rows if "step_seconds" in row and row.get("temperature") == 0]
+    # a plan knows one engine, and not several that share the rows
+    timed = [row for row in timed if row.get("num_threads", 1) == 1]
     latest = {row["device"]: row["commit"] for row in timed if row["peagle_jax"]}
     for row in timed:
         if row["commit"] == latest[row["device"]] and "batch_size" in row:

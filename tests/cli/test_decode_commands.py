@@ -9,10 +9,31 @@ import tiny
 
 from peagle_jax.decode import loop
 from peagle_jax.decode.generate import generate
+from peagle_jax.decode.parallel_engine import make_engine
+from peagle_jax.pipelines import generate_rows
 
 
 def read_rows(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_generate_with_threads(num_threads, folders, peagle, tmp_path, monkeypatch):
+    """As many engines as were asked for, with as many rows in all as there are prompts at most."""
+    made = []
+
+    def noting(*args, **options):
+        made.append(make_engine(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(generate_rows, "make_engine", noting)
+    options = f"--prompts {folders}/prompts.jsonl --max-new-tokens 3 --threads {num_threads}"
+    code, _, err = peagle(
+        f"generate --target {folders}/target {options} --out {tmp_path}/rows.jsonl"
+    )
+    assert code == 0, err
+    assert made[0].stats.num_threads == num_threads and made[0].max_batch == 3
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 3
 
 
 def test_generate_writes_rows(folders, peagle, tmp_path):

@@ -36,6 +36,7 @@ DECODING = {
     ),
     "method without drafter": (f"{ASK} --method peagle", ["--method", "no --drafter"]),
     "no batch": (f"{ASK} --batch-size 0", ["--batch-size", "got 0"]),
+    "no threads": (f"{ASK} --threads 0", ["--threads", "got 0"]),
     "prompt longer than the context": (
         "generate --target {target} --prompt '" + "x " * 200 + "'",
         ["--prompt: prompt + new tokens must fit", "300"],

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import inspect
 import threading
 import time
 
@@ -17,6 +18,7 @@ from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.parallel_engine import (
     MOST_STEPS,
+    EngineOptions,
     ParallelEngine,
     default_threads,
     make_engine,
@@ -196,6 +198,20 @@ def test_step_times_are_measured_once(tmp_path, monkeypatch):
     assert set(of_each_k) == {0, 1, 3} and set(of_each_k.values()) == {1 + ROUNDS}
     one = next(tmp_path.glob("*.json")).read_text()
     assert '"threads": "2"' in one
+
+
+def test_engines_without_threads(alone):
+    """A pool takes no more work once the main thread has ended; another thread decodes on."""
+    several = engine()
+    several._threads.shutdown()
+    assert texts(several.run(requests(23))) == alone
+    assert not several._engine_of
+
+
+def test_options_are_those_of_an_engine():
+    named = set(inspect.signature(Engine).parameters)
+    models = {"target", "drafter", "draft_params"}
+    assert named - models - {"max_batch", "num_threads"} == set(EngineOptions.__annotations__)
 
 
 def test_nothing_half_done_is_long():

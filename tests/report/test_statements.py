@@ -66,6 +66,9 @@ def test_parts_of_a_step_may_be_more_than_the_step():
     assert "0.50 ms less than the two together" in caption and "load them again" not in caption
     gpu = [plain | {"device": "NVIDIA H200"}, slow | {"device": "NVIDIA H200"}]
     assert "load them again" not in statements.step_caption(gpu)
+    shared = statements.step_caption([plain, slow | {"num_threads": 2}])
+    assert "without a neighbour" in shared and "load them again" not in shared
+    assert "neighbour" not in statements.step_caption([plain, slow | {"num_threads": 1}])
 
 
 def test_acceptance_at_both_ends():
