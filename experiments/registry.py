@@ -4,7 +4,9 @@ from experiments.base import Experiment
 from experiments.questions import (
     against_eagle3,
     aux_layers,
+    block_attention,
     cod_sampling,
+    context_injection,
     context_length,
     data_amount,
     depth_weights,
@@ -17,6 +19,7 @@ from experiments.questions import (
     sequential_head,
     speculation_depth,
     token_designs,
+    true_tokens,
     warm_start,
 )
 
@@ -25,6 +28,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     for module in (
         hidden_designs,
         token_designs,
+        block_attention,
+        context_injection,
+        true_tokens,
         regularization,
         head_layers,
         speculation_depth,

@@ -30,6 +30,12 @@ DEPENDS_ON_TEXT = (
 DIFFERS_BY_DEPTH = (
     "its placeholders differ from depth to depth; vLLM has one pair of vectors for all"
 )
+OTHER_ATTENTION = (
+    "its placeholders attend otherwise than vLLM's, to all committed tokens and the placeholders "
+    "before them as the layers have them"
+)
+ROWS = ("placeholder_hidden", "placeholder_token")
+ATTENTION = ("placeholder_attention", "placeholder_context")
 UNKNOWN = "nobody has said yet whether vLLM can express its placeholder design"
 TWO_NORMS = "its vector lies behind two norms and fc, whose inverse is not solved here"
 UNREACHED_NEXT_STEP = "decode it here with peagle generate; it cannot be exported"
@@ -149,6 +155,8 @@ def export_status(config: HeadConfig) -> str:
 
 def _refusal(config: HeadConfig) -> str | None:
     """Why vLLM cannot express the head's design; None where it can."""
+    if any(getattr(config, name) != PAPER_DESIGN[name] for name in ATTENTION):
+        return OTHER_ATTENTION
     hidden = HIDDEN_EXPORTS.get(config.placeholder_hidden)
     if hidden is None or config.placeholder_token not in TOKEN_EXPORTS:
         return UNKNOWN
@@ -169,14 +177,12 @@ def to_vllm_placeholders(head: HeadState) -> HeadState:
         embedding of its own for the token's vector.
     """
     cfg = head.config
-    design = {
-        "placeholder_hidden": cfg.placeholder_hidden,
-        "placeholder_token": cfg.placeholder_token,
-    }
+    design = {name: getattr(cfg, name) for name in PAPER_DESIGN}
     if not cfg.parallel or design == PAPER_DESIGN:
         return head
     if reason := _refusal(cfg):
-        got = f"{cfg.placeholder_hidden}, {cfg.placeholder_token}"
+        fields = ATTENTION if reason == OTHER_ATTENTION else ROWS
+        got = ", ".join(design[name] for name in fields)
         next_step = UNKNOWN_NEXT_STEP if reason == UNKNOWN else UNREACHED_NEXT_STEP
         raise InputError(head.source, reason, got, next_step)
     if cfg.placeholder_token != "mask" and head.shares_embedding:

@@ -17,7 +17,7 @@ from peagle_jax.checkpoints.config_reading import AUX_LAYER_IDS, detect_format, 
 from peagle_jax.checkpoints.head_reading import read_head
 from peagle_jax.checkpoints.target_io import read_facts
 from peagle_jax.draft.head import HeadConfig
-from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, TOKEN_DESIGNS
+from peagle_jax.draft.placeholders import DESIGNS, PAPER_DESIGN
 from peagle_jax.layers import FINAL_HIDDEN_STATE
 from peagle_jax.targets import TARGETS
 from peagle_jax.types import InputError
@@ -56,6 +56,8 @@ LABELS: dict[str, str | None] = {
     "known_targets": "published targets of that shape",
     "placeholder_hidden": "placeholder, hidden side",
     "placeholder_token": "placeholder, token side",
+    "placeholder_attention": "placeholders attend to",
+    "placeholder_context": "keys and values of committed tokens",
     "export_status": "placeholders for vLLM",
     "markov_rank": "Markov head, rank",
     "markov_gated": None,
@@ -75,6 +77,8 @@ LABELS: dict[str, str | None] = {
     "has_tokenizer": "tokenizer",
 }
 # What None or an empty list means, where "none" would not be right.
+# Facts of a head that people see only where they are not as the paper has them.
+SHOWN_IF_CHANGED = ("placeholder_attention", "placeholder_context")
 WORDS_FOR_NOTHING = {
     "aux_hidden_state_layers": "not named",
     "aux_hidden_state_outputs": "not named",
@@ -262,6 +266,8 @@ def _head_facts(config: HeadConfig) -> dict[str, Any]:
         "options": [name for name in OPTIONS if getattr(config, name)],
         "placeholder_hidden": config.placeholder_hidden if config.parallel else None,
         "placeholder_token": config.placeholder_token if config.parallel else None,
+        "placeholder_attention": config.placeholder_attention if config.parallel else None,
+        "placeholder_context": config.placeholder_context if config.parallel else None,
         "export_status": export_placeholders.export_status(config),
         "markov_rank": config.markov_rank,
         "markov_gated": config.markov_gated,
@@ -294,6 +300,8 @@ def printable_rows(facts: Mapping[str, Any]) -> dict[str, str]:
     for key, value in facts.items():
         if key == "metadata":
             rows |= {f"file says: {name}": text for name, text in value.items()}
+            continue
+        if key in SHOWN_IF_CHANGED and value in (None, PAPER_DESIGN[key]):
             continue
         label = LABELS.get(key, key.replace("_", " "))
         if facts["kind"] in ("target", "unsupported_target"):
@@ -329,10 +337,9 @@ def _in_words(key: str, value: Any, facts: Mapping[str, Any]) -> str:
             return "none"
         is_calibrated = facts["confidence_calibrated"]
         return "calibrated" if is_calibrated else "not calibrated (peagle calibrate)"
-    if key == "placeholder_hidden":
-        return f"{value}: {HIDDEN_DESIGNS[value].about}"
-    if key == "placeholder_token":
-        return f"{value}: {TOKEN_DESIGNS[value].about}"
+    if key in DESIGNS:
+        design = DESIGNS[key][value]
+        return f"{value}: {design if isinstance(design, str) else design.about}"
     if key == "sliding_windows" and all(window is None for window in value):
         return "none"
     return printable(value)

@@ -100,6 +100,10 @@ def _placeholder_names(cfg: HeadConfig) -> dict[str, tuple[str, ParamTransform]]
         names["mask_hidden"] = ("mask_hidden", MASK_HIDDEN)
     for name in placeholders.own_shapes(cfg, cfg.sizes):
         names[f"placeholder.{name}"] = (f"placeholder.{name}", IDENTITY)
+    if cfg.placeholder_context == "injected":
+        for i in range(1, cfg.layers):
+            name = f"layers.{i}.context_norm"
+            names[f"{name}.weight"] = (f"{name}.scale", IDENTITY)
     return names
 
 

@@ -32,7 +32,7 @@ from peagle_jax.draft.confidence import (
 )
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV, check_rank
-from peagle_jax.draft.placeholders import HIDDEN_DESIGNS, PAPER_DESIGN, TOKEN_DESIGNS
+from peagle_jax.draft.placeholders import DESIGNS, PAPER_DESIGN
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
 from peagle_jax.types import InputError, Model, Params
@@ -227,10 +227,7 @@ def _check_values(raw: Mapping, path: Path) -> None:
     fields.get_int("num_depths", None)
     fields.get_float("norm_eps")
     fields.get_str("dtype")
-    for key, designs in (
-        ("placeholder_hidden", HIDDEN_DESIGNS),
-        ("placeholder_token", TOKEN_DESIGNS),
-    ):
+    for key, designs in DESIGNS.items():
         if not isinstance(raw[key], str) or raw[key] not in designs:
             raise InputError(
                 path, f"{key} must be one of {', '.join(designs)}", raw[key], HEAD_FILE_AGAIN

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.decode.drafters import Drafter, ParallelDrafter, draft_tokens, last_committed
+from peagle_jax.decode.draft_tokens import draft_tokens, last_committed
+from peagle_jax.decode.drafters import Drafter, ParallelDrafter
 from peagle_jax.draft.confidence import KINDS
 from peagle_jax.types import DecodeState, DraftState, InputError, SamplingParams
 

@@ -4,15 +4,14 @@ Both are `Drafter`s, the interface between the decoding loop and whatever propos
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.decode.sampling import probabilities, sample
+from peagle_jax.decode.draft_tokens import draft_tokens, last_committed
 from peagle_jax.decode.tree import (
     MAX_WIDTH,
     Tree,
@@ -22,14 +21,11 @@ from peagle_jax.decode.tree import (
 )
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
+from peagle_jax.draft.placeholder_attention import attended
 from peagle_jax.draft.placeholders import PlaceholderRow
-from peagle_jax.kernels import vocab
-from peagle_jax.layers import CachedAttention
+from peagle_jax.layers import CachedAttention, take_rows
 from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
 
-# Drafts with a Markov head that are written out one after another in a program. More of them are a
-# loop, which compiles faster.
-MARKOV_UNROLL = 16
 # What `Drafter.step` returns: drafts, the logits that they were sampled from, state.
 Proposal = tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, DraftState]
 
@@ -218,9 +214,18 @@ class ParallelDrafter(_HeadDrafter):
         embeddings, fused = self._with_placeholders(
             head, head.embed(tokens), head.fuse(aux_hidden_states), count
         )
+        after_committed = jnp.arange(embeddings.shape[1])[None] - count[:, None]
         # draft 0 is read from the last committed row, draft i from the i-th placeholder after it
         draft_rows = count[:, None] - 1 + jnp.arange(self.k)[None]
-        hidden, cache = _forward(head, embeddings, fused, _cache(state), draft_rows)
+        inputs = head, embeddings, fused, _cache(state)
+        design, is_placeholder = self.config.placeholder_attention, after_committed >= 0
+        if design == "causal":
+            hidden, cache = _forward(*inputs, draft_rows, is_placeholder)
+        else:
+            # a mask over all rows, so that all of them have queries in the last layer, too
+            seen = attended(design, after_committed, self.k - 1)
+            hidden, cache = _forward(*inputs, None, is_placeholder, seen)
+            hidden = take_rows(hidden, draft_rows)
         return head, hidden, _advance(state, cache, count)
 
     def _with_placeholders(
@@ -241,7 +246,8 @@ class ParallelDrafter(_HeadDrafter):
 
         t are committed tokens and m1, m2, m3 the placeholders of depths 1 to K - 1. What follows
         them is padding. It is at later positions than every row that is read, so that causal
-        attention hides it without a mask; the next step overwrites its cache slots.
+        attention hides it without a mask; the next step overwrites its cache slots. Other designs
+        of attention have a mask (`attended`).
         """
         if self.k == 1:
             return embeddings, fused
@@ -334,99 +340,25 @@ def _forward(
     fused: Float[Array, "B T D"],
     cache: KVCache,
     wanted: Int[Array, "B Q"] | None = None,
+    is_placeholder: Bool[Array, "B T"] | None = None,
+    seen: Bool[Array, "B T T"] | None = None,
 ) -> tuple[Float[Array, "B Q D"], KVCache]:
     """The head over T further positions of every row; the cache's length stays as it is.
 
     Args:
       wanted: those whose hidden states are returned; None for all.
+      is_placeholder: which positions hold placeholders; None where none does.
+      seen: which of these positions each of them attends to; None: those up to itself.
     """
     positions = cache.length[:, None] + jnp.arange(embeddings.shape[1])[None]
-    return head(embeddings, fused, positions, CachedAttention(positions), cache, wanted)
+    attend = CachedAttention(positions, ancestors=seen)
+    return head(embeddings, fused, positions, attend, cache, wanted, is_placeholder)
 
 
 def _advance(state: DraftState, cache: KVCache, count: Int[Array, " B"]) -> DraftState:
     """The state after `count` more tokens were read; what follows them in the cache is given up."""
     length = _cache(state).length + count
     return dataclasses.replace(state, cache=dataclasses.replace(cache, length=length))
-
-
-def last_committed(tokens: Int[Array, "B R"], count: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The newest of the tokens that a step reads, which the first draft follows."""
-    return jnp.take_along_axis(tokens, (count - 1)[:, None], axis=1)[:, 0]
-
-
-def draft_tokens(
-    head: DraftHead,
-    hidden: Float[Array, "B T D"],
-    last: Int[Array, " B"],
-    sampling: SamplingParams | None,
-) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """Drafts as ids of the target's vocabulary: samples, or argmaxes where `sampling` is None.
-
-    Args:
-      last: the token before the first draft, which a Markov head reads.
-
-    Returns:
-      The ids, and the logits that they were sampled from. Tokens outside of the head's draft
-      vocabulary have a logit of minus infinity. None with argmaxes.
-    """
-    target_ids = head.target_ids()
-    if sampling is None:
-        if head.markov is None:
-            return target_ids[head.argmax_logits(hidden)].astype(jnp.int32), None
-
-        def argmax(draft_logits: Array, keys: None) -> tuple[Array, None]:
-            return target_ids[vocab.argmax(draft_logits)].astype(jnp.int32), None
-
-        return draft_in_turn(head, hidden, last, None, argmax)
-    keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)
-
-    def sample_position(draft_logits: Array, keys: Array) -> tuple[Array, Array]:
-        """Ids of the target's vocabulary, and the logits over it that they are drawn from."""
-        impossible = jnp.full((len(draft_logits), head.cfg.vocab), -jnp.inf, jnp.float32)
-        logits = impossible.at[:, target_ids].set(draft_logits.astype(jnp.float32))
-        return sample(keys, probabilities(logits, sampling)).astype(jnp.int32), logits
-
-    if head.markov is not None:
-        return draft_in_turn(head, hidden, last, keys, sample_position)
-    return jax.vmap(sample_position, (1, 1), 1)(head.compute_logits(hidden), keys)
-
-
-def draft_in_turn(
-    head: DraftHead,
-    hidden: Float[Array, "B T D"],
-    last: Int[Array, " B"],
-    keys: Array | None,
-    choose: Callable[[Array, Any], tuple[Array, Any]],
-) -> tuple[Int[Array, "B T"], Any]:
-    """Drafts of a head with a Markov head: each one's logits depend on the draft before it.
-
-    The logits without the bias are computed for all positions at once, and the rest is products of
-    the Markov head's rank, one after another.
-
-    Args:
-      last: the token before the first draft.
-      keys: of each position [B T]; None where nothing is drawn.
-      choose: (logits over the draft vocabulary [B W], keys [B] or None) -> drafts [B] as ids of the
-        target's vocabulary, and whatever else is wanted of each position.
-
-    Returns:
-      The drafts, and what else `choose` gave, along a second axis T.
-    """
-    assert head.markov is not None
-    markov, normed = head.markov, head.final_norm(hidden)
-    per_position = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 1, 0), (normed, head.lm_head(normed), keys)
-    )
-
-    def draft_next(previous: Array, position: tuple) -> tuple[Array, Any]:
-        normed, logits, keys = position
-        ids, others = choose(logits + markov(previous, normed), keys)
-        return ids, (ids, others)
-
-    # unrolled: on a GPU a round of a loop is more launches than the drafts of a position
-    _, drafted = jax.lax.scan(draft_next, last, per_position, unroll=MARKOV_UNROLL)
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), drafted)
 
 
 def synthetic_rates(drafter: Drafter | None) -> tuple[float, ...] | None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.confidence import Calibration, ConfidenceHead, check_confidence
@@ -60,6 +60,8 @@ class HeadConfig:
       placeholder_hidden: a name in `placeholders.HIDDEN_DESIGNS`. Like the next, it means nothing
         where there is no mask token.
       placeholder_token: a name in `placeholders.TOKEN_DESIGNS`.
+      placeholder_attention: a name in `placeholders.ATTENTION_DESIGNS`.
+      placeholder_context: a name in `placeholders.CONTEXT_DESIGNS`.
       qk_norm: norms of queries and keys, as Qwen3 has them.
       attention_bias: biases in attention.
       norm_before_residual: the first layer's residual is the normed hidden state.
@@ -93,6 +95,8 @@ class HeadConfig:
     num_depths: int | None
     placeholder_hidden: str
     placeholder_token: str
+    placeholder_attention: str
+    placeholder_context: str
     qk_norm: bool
     attention_bias: bool
     norm_before_residual: bool
@@ -188,6 +192,8 @@ class DraftLayer(nnx.Module):
             dtype=cfg.dtype,
             rngs=rngs,
         )
+        is_injected = cfg.parallel and cfg.placeholder_context == "injected"
+        self.context_norm = norm() if is_injected and index > 0 else None
         self.mlp_norm = norm()
         self.mlp = MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
         self.norm_before_residual = cfg.norm_before_residual
@@ -201,8 +207,10 @@ class DraftLayer(nnx.Module):
         attend: Attend,
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
+        fused: Float[Array, "B T D"] | None = None,
+        is_placeholder: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
-        """Only a layer of double width reads `embeddings`."""
+        """Only a layer of double width reads `embeddings`, only one with a norm of them `fused`."""
         if self.input_norm is None:
             attn_input, residual = x, x
         elif self.hidden_norm is None:
@@ -211,7 +219,12 @@ class DraftLayer(nnx.Module):
             normed = self.hidden_norm(x)
             attn_input = jnp.concatenate([self.input_norm(embeddings), normed], axis=-1)
             residual = normed if self.norm_before_residual else x
-        y, state = self.attn(attn_input, positions, layer, attend, state, rows)
+        kv_input = None
+        if self.context_norm is not None and fused is not None:
+            kv_input = self.context_norm(fused).astype(attn_input.dtype)
+            if is_placeholder is not None:
+                kv_input = jnp.where(is_placeholder[..., None], attn_input, kv_input)
+        y, state = self.attn(attn_input, positions, layer, attend, state, rows, kv_input)
         x = (residual if rows is None else take_rows(residual, rows)) + y
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -301,6 +314,7 @@ class DraftHead(nnx.Module):
         attend: Attend,
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
+        is_placeholder: Bool[Array, "B T"] | None = None,
         *,
         recompute: bool = False,
     ) -> tuple[Float[Array, "B Q D"], Any]:
@@ -318,6 +332,8 @@ class DraftHead(nnx.Module):
           state: of `attend`, such as a `KVCache`; None where it needs none.
           rows: those whose hidden states are wanted; None for all. Of others the last layer has
             keys and values only. It takes attention over a cache.
+          is_placeholder: which rows are placeholders; None where none is. Read where
+            `cfg.placeholder_context` is "injected".
           recompute: a backward pass keeps the input of each layer, and computes the rest again.
 
         Returns:
@@ -329,6 +345,8 @@ class DraftHead(nnx.Module):
         for i, layer in enumerate(self.layers):
             wanted = rows if i == len(self.layers) - 1 else None
             run = functools.partial(layer, positions=positions, layer=i, attend=attend, rows=wanted)
+            if layer.context_norm is not None:
+                run = functools.partial(run, fused=fused, is_placeholder=is_placeholder)
             run = jax.checkpoint(run) if recompute else run
             x, state = run(x, embeddings, state=state)
         return x, state

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle_jax.draft.placeholder_attention import ATTENTION_DESIGNS, CONTEXT_DESIGNS
+
 RANK = 4  # of `low_rank`
 
 
@@ -373,7 +375,23 @@ TOKEN_DESIGNS: dict[str, Design] = {
         init_frozen_mean_token,
     ),
 }
-PAPER_DESIGN = {"placeholder_hidden": "shared", "placeholder_token": "mask"}
+
+
+# ---------------------------------------------------------------- the whole design
+
+PAPER_DESIGN = {
+    "placeholder_hidden": "shared",
+    "placeholder_token": "mask",
+    "placeholder_attention": "causal",
+    "placeholder_context": "layers",
+}
+# The field of a `HeadConfig` -> what it may be.
+DESIGNS: dict[str, Any] = {
+    "placeholder_hidden": HIDDEN_DESIGNS,
+    "placeholder_token": TOKEN_DESIGNS,
+    "placeholder_attention": ATTENTION_DESIGNS,
+    "placeholder_context": CONTEXT_DESIGNS,
+}
 
 
 # ---------------------------------------------------------------- rows

@@ -2,8 +2,9 @@
 
 Packed rows are ordered by (anchor, depth), and documents are contiguous. So what a row sees is two
 intervals, which are three numbers: keys `first` .. `last` of the depth-0 rows, and the last
-`chain_len` packed rows up to the row itself. No mask exists, and a kernel skips what lies outside
-by arithmetic, not by lists.
+`chain_len` packed rows up to the row itself. Bidirectional placeholders have a fourth,
+`chain_ahead` packed rows behind the row. No mask exists, and a kernel skips what lies outside by
+arithmetic, not by lists.
 """
 
 import dataclasses
@@ -33,6 +34,8 @@ class AttentionIntervals:
     chain_len: Int[Array, "B P"]
     depth0: int = dataclasses.field(metadata={"static": True})  # n
     max_chain_len: int = dataclasses.field(metadata={"static": True})
+    # packed rows behind itself that a packed row sees; None: no row sees any
+    chain_ahead: Int[Array, "B P"] | None = None
 
 
 # keys, values, and which rows see them
@@ -83,13 +86,16 @@ def _over_packed(q, k, v, intervals, scale):
     """Attention of the packed rows, over depth-0 keys and their own chains."""
     n, M = intervals.depth0, q.shape[1]
     first, last = intervals.first[:, n:], intervals.last[:, n:]
-    chains = None
+    chains, before = None, max(0, intervals.max_chain_len - 1)
     if intervals.max_chain_len > 0:
-        before = intervals.max_chain_len - 1  # rows before a block that its chains may begin in
-        keys, values = (_with_rows_before(x[:, n:], before) for x in (k, v))
-        chains = keys, values, _blocks(intervals.chain_len[:, n:])
+        ahead, after = intervals.chain_ahead, before
+        if ahead is None:
+            ahead, after = jnp.zeros_like(intervals.chain_len), 0
+        # the rows around a block that its chains may reach into
+        keys, values = (_with_rows_around(x[:, n:], before, after) for x in (k, v))
+        chains = keys, values, _blocks(intervals.chain_len[:, n:]), _blocks(ahead[:, n:])
     y, lse = _in_chunks(
-        _padded(q), k[:, :n], v[:, :n], _padded(first), _padded(last), chains, scale
+        _padded(q), k[:, :n], v[:, :n], _padded(first), _padded(last), chains, scale, before
     )
     return y[:, :M], lse[:, :M]
 
@@ -105,19 +111,25 @@ def _blocks(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:])
 
 
-def _with_rows_before(x: Float[Array, "B M G H"], before: int) -> Float[Array, "B b C G H"]:
-    """Blocks of rows, each behind the `before` rows that stand before it."""
+def _with_rows_around(
+    x: Float[Array, "B M G H"], before: int, after: int
+) -> Float[Array, "B b C G H"]:
+    """Blocks of rows, each between the `before` rows and the `after` rows around it."""
     blocks = _blocks(x)
     # more blocks than one, where chains are longer than a block
-    reach = -(-before // BLOCK)
-    num = blocks.shape[1]
-    parts = [jnp.pad(blocks, [(0, 0), (i, 0), *[(0, 0)] * 3])[:, :num] for i in range(reach, 0, -1)]
-    return jnp.concatenate([*parts, blocks], axis=2)[:, :, reach * BLOCK - before :]
+    num_before, num_after = -(-before // BLOCK), -(-after // BLOCK)
+    num, rest = blocks.shape[1], [(0, 0)] * 3
+    parts = [jnp.pad(blocks, [(0, 0), (i, 0), *rest])[:, :num] for i in range(num_before, 0, -1)]
+    later = [jnp.pad(blocks, [(0, 0), (0, i), *rest])[:, i:] for i in range(1, num_after + 1)]
+    first = num_before * BLOCK - before
+    joined = jnp.concatenate([*parts, blocks, *later], axis=2)
+    return joined[:, :, first : first + before + BLOCK + after]
 
 
-def _in_chunks(q, k, v, first, last, chains, scale) -> tuple[Array, Array]:
+def _in_chunks(q, k, v, first, last, chains, scale, before=0) -> tuple[Array, Array]:
     """Attention of rows over depth-0 keys `first` .. `last`, and `chains` if they have any.
 
+    Of a block of chains the first keys are those of the `before` rows before it.
     Of more rows than `chunk_size` the scores exist chunk by chunk, and are computed again in the
     backward pass.
     """
@@ -128,12 +140,11 @@ def _in_chunks(q, k, v, first, last, chains, scale) -> tuple[Array, Array]:
         visible = (key >= first[..., None]) & (key <= last[..., None])
         parts: list[tuple] = [(Depth0Scores(q.shape, k.shape[2]), k, v, visible[:, None, None])]
         if chains is not None:
-            keys, values, chain_len = chains
-            before = keys.shape[2] - BLOCK
+            keys, values, chain_len, ahead = chains
             # how many rows before the query each key stands
-            back = jnp.arange(BLOCK)[:, None] - jnp.arange(before + BLOCK)[None] + before
+            back = jnp.arange(BLOCK)[:, None] - jnp.arange(keys.shape[2])[None] + before
             back = back[None, None]
-            visible = (back >= 0) & (back < chain_len[..., None])
+            visible = (back >= -ahead[..., None]) & (back < chain_len[..., None])
             form = ChainScores(q.shape, k.shape[2])
             parts.append((form, keys, values, visible[:, :, None, None]))
         forms, keys, values, visible = zip(*parts, strict=True)
@@ -358,9 +369,14 @@ FORMS = {"reference": reference, "triton": triton}
 
 
 def unsupported(
-    q: Float[Array, "B P N H"], k: Float[Array, "B P G H"], v: Float[Array, "B P G H"]
+    q: Float[Array, "B P N H"],
+    k: Float[Array, "B P G H"],
+    v: Float[Array, "B P G H"],
+    intervals: AttentionIntervals,
 ) -> str | None:
     """Why the fast form cannot take these operands; None when it can."""
+    if intervals.chain_ahead is not None:
+        return "they have no bidirectional chains"
     if reason := non_16bit_reason(q, k, v):
         return reason
     head_dim = q.shape[-1]
@@ -386,7 +402,7 @@ def attend(
     Raises:
       InputError: the form does not exist or cannot run here.
     """
-    form = choose("packed_attention", form, FORMS, unsupported(q, k, v))
+    form = choose("packed_attention", form, FORMS, unsupported(q, k, v, intervals))
     return FORMS[form](q, k, v, intervals, scale)
 
 
@@ -403,7 +419,7 @@ def attend_packed(
       intervals: of all P rows; what it says of depth-0 rows is not read.
     """
     n = intervals.depth0
-    reason = unsupported(q, k[:, n:], v[:, n:])
+    reason = unsupported(q, k[:, n:], v[:, n:], intervals)
     if choose("packed_attention", "auto", FORMS, reason) == "reference":
         return packed_reference(q, k, v, intervals, scale)
     # the kernel has queries for all rows: those of depth 0 see nothing, and cost next to nothing

@@ -208,16 +208,21 @@ class Attention(nnx.Module):
         attend: Attend,
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
+        kv_input: Float[Array, "B T I"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
-        """The layer's output, for all tokens or for `rows`, and the state that `attend` returns."""
+        """The layer's output, for all tokens or for `rows`, and the state that `attend` returns.
+
+        Keys and values are made of `kv_input` where it is given, and of `x` where not.
+        """
         x_q, positions_q = x, positions
         if rows is not None:
             x_q, positions_q = take_rows(x, rows), jnp.take_along_axis(positions, rows, axis=1)
         projected = None
-        if rows is None:
+        if rows is None and kv_input is None:
             projected = joint_products(x, (self.q, self.k, self.v))
         if projected is None:
-            projected = self.q(x_q), self.k(x), self.v(x)
+            x_kv = x if kv_input is None else kv_input
+            projected = self.q(x_q), self.k(x_kv), self.v(x_kv)
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in projected)
         sinks = None if self.sinks is None else self.sinks[...]
         rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands, rows)

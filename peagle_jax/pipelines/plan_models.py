@@ -13,6 +13,7 @@ from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
+from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.pipelines.decoding_plan import EAGLE3, PEAGLE
 from peagle_jax.pipelines.model_costs import ModelCosts, cached_bytes, model_costs
 from peagle_jax.pipelines.tracing import abstract_head, abstract_target
@@ -117,6 +118,7 @@ def default_head(target: TargetConfig, method: str, layers: int) -> HeadConfig:
     """A head as published ones are: as wide as its target, with the target's whole vocabulary."""
     has_experts = bool(getattr(target, "experts", None))
     return HeadConfig(
+        **PAPER_DESIGN,
         **NO_MARKOV,
         **NO_CONFIDENCE,
         vocab=target.vocab,
@@ -134,8 +136,6 @@ def default_head(target: TargetConfig, method: str, layers: int) -> HeadConfig:
         aux_hidden_state_layers=default_aux_layers(target.layers),
         mask_token=0 if method == PEAGLE else None,
         num_depths=None,
-        placeholder_hidden="shared",
-        placeholder_token="mask",
         qk_norm=False,
         attention_bias=False,
         norm_before_residual=False,

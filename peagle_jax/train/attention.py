@@ -1,9 +1,9 @@
 """Attention in training: what each row of a packed sequence attends to.
 
 Element (a, d), of anchor a and depth d, attends to every depth-0 element of its document at
-positions up to a, and to its own chain (a, 1) .. (a, d). That is exactly what it attends to when
-decoding. No mask of packed by packed rows exists, and the cost is packed * context instead of
-packed**2.
+positions up to a, and to its own chain (a, 1) .. (a, d), or to what another design of attention
+says (`placeholder_attention.ATTENTION_DESIGNS`). That is exactly what it attends to when decoding.
+No mask of packed by packed rows exists, and the cost is packed * context instead of packed**2.
 """
 
 import dataclasses
@@ -96,6 +96,7 @@ class PrefixChain:
     depth: Int[Array, "B M"]
     segment_ids: Int[Array, "B n"]  # of the depth-0 rows
     num_depths: int  # K
+    design: str = "causal"  # a name in `placeholders.ATTENTION_DESIGNS`
 
     def __call__(
         self,
@@ -119,19 +120,38 @@ class PrefixChain:
             return jnp.take_along_axis(rows, self.anchor, axis=1)
 
         first, chain_len = at_anchor(segment_starts(self.segment_ids)), self.depth
+        if self.design == "committed":
+            chain_len = jnp.minimum(chain_len, 1)
         if window is not None:
             first = jnp.maximum(first, self.anchor + self.depth - window + 1)
             chain_len = jnp.minimum(chain_len, window)
         is_real = (self.depth > 0) & (at_anchor(self.segment_ids) >= 0)
         last = jnp.where(is_real, self.anchor, -1)
         depth0 = causal(self.segment_ids, window)
+        none = jnp.zeros_like(depth0.first)
+        ahead = None
+        if self.design == "bidirectional":
+            ahead = jnp.concatenate([none, self._rows_ahead()], axis=1)
         return AttentionIntervals(
             jnp.concatenate([depth0.first, first], axis=1),
             jnp.concatenate([depth0.last, last], axis=1),
-            jnp.concatenate([jnp.zeros_like(depth0.first), chain_len], axis=1),
+            jnp.concatenate([none, chain_len], axis=1),
             depth0.depth0,
             self.num_depths - 1,
+            ahead,
         )
+
+    def _rows_ahead(self) -> Int[Array, "B M"]:
+        """How many rows of its own chain stand behind each packed row."""
+        num_rows = self.anchor.shape[1]
+        ahead = jnp.zeros_like(self.depth)
+        for distance in range(1, min(self.num_depths - 1, num_rows)):
+            padding = [(0, 0), (0, distance)]
+            anchor = jnp.pad(self.anchor[:, distance:], padding, constant_values=-1)
+            depth = jnp.pad(self.depth[:, distance:], padding)
+            is_behind = (anchor == self.anchor) & (depth == self.depth + distance)
+            ahead += is_behind & (self.depth > 0)
+        return ahead
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml
 
-from peagle_jax.draft import placeholders
 from peagle_jax.layers import FINAL_HIDDEN_STATE
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.eagle_loss import RegressionConfig
@@ -27,6 +26,7 @@ from peagle_jax.train.recipe_sections import (
     MarkovConfig,
     MeshConfig,
     OptimizerConfig,
+    PlaceholderConfig,
     TttConfig,
 )
 from peagle_jax.train.settings import build, check, plain
@@ -178,24 +178,6 @@ class HeadShape:
         both = self.norm_before_fc and self.fc_norm
         rule = "excludes norm_before_fc: a head has one of the two"
         check(not both, "fc_norm", rule, "both", "set one of them to false")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlaceholderConfig:
-    """What a placeholder row contains: designs of draft/placeholders.py, which explains them.
-
-    The defaults are the paper's: one learned vector for all positions, and the mask token.
-    """
-
-    hidden: str = "shared"
-    token: str = "mask"
-
-    def __post_init__(self) -> None:
-        sides = (("hidden", placeholders.HIDDEN_DESIGNS), ("token", placeholders.TOKEN_DESIGNS))
-        for side, designs in sides:
-            name = getattr(self, side)
-            rule = f"must be one of {', '.join(designs)}"
-            check(name in designs, side, rule, name, f"use {next(iter(designs))}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

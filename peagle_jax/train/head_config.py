@@ -8,7 +8,8 @@ from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import check_rank
 from peagle_jax.layers import Rope
 from peagle_jax.targets.config import TargetConfig
-from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun, PlaceholderConfig
+from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun
+from peagle_jax.train.recipe_sections import PlaceholderConfig
 from peagle_jax.types import InputError, Model
 
 
@@ -58,6 +59,8 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         num_depths=run.num_depths,
         placeholder_hidden=design.hidden,
         placeholder_token=design.token,
+        placeholder_attention=design.attention,
+        placeholder_context=design.context,
         qk_norm=head.qk_norm,
         attention_bias=False,
         norm_before_residual=head.norm_before_residual,

@@ -103,6 +103,7 @@ def peagle_loss(
     compute: ComputeConfig | None = None,
     partitions: int = 1,
     depth_weights: Sequence[float] | None = None,
+    true_tokens: float = 0.0,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Weighted mean of the losses of the elements of all depths, with one denominator.
 
@@ -115,7 +116,7 @@ def peagle_loss(
       logit_cap: soft cap of the target's logits (Gemma).
       loss: a name of `loss.LOSSES`.
       feature_noise: noise on the aux hidden states; None: none.
-      keys: PRNG keys for that noise, one for each row.
+      keys: PRNG keys for that noise and for `true_tokens`, one for each row.
       denominator: what the sum is divided by, where these rows are a part of a batch: the weights
         of its elements; None: theirs.
       compute: how; None: in the head's dtype, and nothing twice.
@@ -123,6 +124,8 @@ def peagle_loss(
         They are computed one after another, and their gradients add up. They share the depth-0
         rows, which are computed once: no placeholder is attended to by another chain.
       depth_weights: of each depth's elements in the mean; None: 1 for all.
+      true_tokens: the share of anchors whose placeholders read the text's own tokens, as if these
+        had been drafted already, in the place of what the head's design puts there.
 
     Returns:
       The loss, and {"correct", "total"} by depth [K]: how often the head's argmax is the target's,
@@ -142,6 +145,7 @@ def peagle_loss(
         denominator = sum_of_weights(weight)
     embeddings = head.embed(rows.tokens)
     fused = _noisy_fused(head, rows, feature_noise, keys)
+    reads_text = _drawn_anchors(true_tokens, keys, n)
     teacher = Teacher(
         teacher_columns(head, lm_head_weight),
         rows.teacher_hidden,
@@ -156,14 +160,14 @@ def peagle_loss(
         hidden, keys_and_values = head(embeddings, fused, here, attend, None, recompute=recompute)
         total, by_depth = teacher.distill(head, hidden, here, weight[:, :n], zeros)
         if cod is not None and num_depths > 1:
-            depth0 = Depth0(embeddings, fused, keys_and_values, rows.segment_ids)
+            depth0 = Depth0(embeddings, fused, keys_and_values, rows.segment_ids, reads_text)
             of_cod = _partitioned(
                 masters, cod, weight[:, n:], depth0, teacher, partitions, recompute, compute
             )
             total, by_depth = jax.tree.map(jnp.add, (total, by_depth), of_cod)
         return total / denominator, _unweighted(by_depth, depth_weights)
     attended = embeddings, fused, rows.segment_ids
-    hidden, positions = packed_hidden(head, *attended, cod, num_depths, recompute)
+    hidden, positions = packed_hidden(head, *attended, cod, num_depths, recompute, reads_text)
     depth = jnp.concatenate([zeros, jnp.asarray(cod.depth)], axis=1)
     total, by_depth = teacher.distill(head, hidden, positions, weight, depth)
     return total / denominator, _unweighted(by_depth, depth_weights)
@@ -185,6 +189,7 @@ def packed_hidden(
     cod: CodSample,
     num_depths: int,
     recompute: bool = False,
+    reads_text: Bool[Array, "B n"] | None = None,
 ) -> tuple[Float[Array, "B P D"], Int[Array, "B P"]]:
     """The head's residual stream of the depth-0 rows and of the elements behind them.
 
@@ -196,19 +201,29 @@ def packed_hidden(
       cod: the elements of depth 1 and more, P - n of them.
       num_depths: K.
       recompute: as `DraftHead` takes it.
+      reads_text: the anchors whose placeholders read the text's own tokens; None: no anchor's.
 
     Returns:
       The residual stream, and the positions of the rows.
     """
     B, n = segment_ids.shape
-    mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused)
+    mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused, reads_text)
     embeddings = jnp.concatenate([embeddings, mask_embeddings], axis=1)
     fused = jnp.concatenate([fused, mask_fused], axis=1)
     anchor, depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
     here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
     positions = jnp.concatenate([here, anchor + depth], axis=1)
-    attend = PrefixChain(anchor, depth, segment_ids, num_depths)
-    hidden, _ = head(embeddings, fused, positions, attend, None, recompute=recompute)
+    attend = PrefixChain(anchor, depth, segment_ids, num_depths, head.cfg.placeholder_attention)
+    is_placeholder = jnp.broadcast_to(jnp.arange(positions.shape[1]) >= n, positions.shape)
+    hidden, _ = head(
+        embeddings,
+        fused,
+        positions,
+        attend,
+        None,
+        is_placeholder=is_placeholder,
+        recompute=recompute,
+    )
     return hidden, positions
 
 
@@ -275,12 +290,14 @@ class Depth0:
       fused: their fused hidden states.
       keys_and_values: layer -> the keys and the values of all rows.
       segment_ids: their documents.
+      reads_text: as `packed_hidden` takes it.
     """
 
     embeddings: Float[Array, "B n D"]
     fused: Float[Array, "B n D"]
     keys_and_values: dict[int, tuple[Array, Array]]
     segment_ids: Int[Array, "B n"]
+    reads_text: Bool[Array, "B n"] | None
 
 
 def _partitioned(
@@ -319,11 +336,25 @@ def _partitioned(
         narrowed = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
         depth0 = jax.tree.unflatten(structure, narrowed)
         elements = CodSample(anchor, depth, real)
-        embeddings, fused = _placeholder_rows(head, elements, depth0.embeddings, depth0.fused)
-        attend = Partition(anchor, depth, depth0.segment_ids, teacher.num_depths)
+        inputs = depth0.embeddings, depth0.fused, depth0.reads_text
+        embeddings, fused = _placeholder_rows(head, elements, *inputs)
+        attend = Partition(
+            anchor,
+            depth,
+            depth0.segment_ids,
+            teacher.num_depths,
+            head.cfg.placeholder_attention,
+        )
         positions = anchor + depth
-        state = depth0.keys_and_values
-        hidden, _ = head(embeddings, fused, positions, attend, state, recompute=recompute)
+        hidden, _ = head(
+            embeddings,
+            fused,
+            positions,
+            attend,
+            depth0.keys_and_values,
+            is_placeholder=jnp.ones_like(positions, bool),
+            recompute=recompute,
+        )
         return teacher.distill(head, hidden, positions, weight, depth)
 
     def add(total: tuple, part: tuple) -> tuple[tuple, None]:
@@ -345,6 +376,7 @@ def _placeholder_rows(
     cod: CodSample,
     embeddings: Float[Array, "B n D"],
     fused: Float[Array, "B n D"],
+    reads_text: Bool[Array, "B n"] | None = None,
 ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
     """Embeddings and fused hidden states of the placeholder rows, one for each element of `cod`."""
 
@@ -354,7 +386,24 @@ def _placeholder_rows(
     # padding has depth 0, which no placeholder has; its rows do not reach the loss
     depth = jnp.maximum(cod.depth, 1)
     unfilled = PlaceholderRow(depth, at_anchor(embeddings), at_anchor(fused))
-    return placeholders.rows(head, unfilled)
+    of_tokens, of_hidden = placeholders.rows(head, unfilled)
+    if reads_text is not None:
+        position = jnp.asarray(cod.anchor) + jnp.asarray(cod.depth)
+        of_text = jnp.take_along_axis(embeddings, position[..., None], axis=1)
+        is_drawn = jnp.take_along_axis(reads_text, jnp.asarray(cod.anchor), axis=1)
+        of_tokens = jnp.where(is_drawn[..., None], of_text, of_tokens)
+    return of_tokens, of_hidden
+
+
+def _drawn_anchors(
+    share: float, keys: Key[Array, " B"] | None, n: int
+) -> Bool[Array, "B n"] | None:
+    """Which anchors are drawn, each with the chance `share`; None where that is 0."""
+    if not share:
+        return None
+    if keys is None:
+        raise ValueError("true_tokens needs PRNG keys")
+    return jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, 2), share, (n,)))(keys)
 
 
 def _noisy_fused(

@@ -4,6 +4,7 @@ import dataclasses
 import typing
 
 from peagle_jax.documents import BAD_ROWS
+from peagle_jax.draft import placeholders
 from peagle_jax.train.settings import check
 
 
@@ -126,6 +127,32 @@ class TttConfig:
     def __post_init__(self) -> None:
         check(self.steps >= 1, "steps", "must be 1 or more", self.steps, "use 6")
         check(self.decay > 0, "decay", "must be above 0", self.decay, "use 1.0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceholderConfig:
+    """What a placeholder row contains, and what it attends to: designs of draft/placeholders.py.
+
+    The defaults are the paper's: one learned vector for all positions, the mask token, and
+    attention to the committed tokens and the placeholders before it.
+    """
+
+    hidden: str = "shared"
+    token: str = "mask"
+    attention: str = "causal"
+    context: str = "layers"  # keys and values of committed tokens, in layers behind the first
+    # Of training alone: the share of anchors whose placeholders read the text's own tokens, as if
+    # these had been drafted already. When decoding, no placeholder knows a token.
+    true_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, designs in placeholders.DESIGNS.items():
+            side = name.removeprefix("placeholder_")
+            value = getattr(self, side)
+            rule = f"must be one of {', '.join(designs)}"
+            check(value in designs, side, rule, value, f"use {next(iter(designs))}")
+        in_range, rule = 0 <= self.true_tokens < 1, "must lie in 0..1, below 1"
+        check(in_range, "true_tokens", rule, self.true_tokens, "use 0.0 for none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -345,6 +345,7 @@ def head_loss(
             run.compute,
             run.cod.partitions,
             run.depth_weights,
+            run.placeholder.true_tokens,
         )
     if isinstance(run, EagleRun):
         return eagle_loss(

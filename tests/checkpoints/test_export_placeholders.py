@@ -196,6 +196,28 @@ def test_what_is_refused_says_why_and_writes_nothing(hidden, token, num_depths, 
     assert export_placeholders.export_status(head.config) == f"refused: {reason}"
 
 
+@pytest.mark.parametrize(
+    "changes, checkpoint_format, got",
+    [
+        ({"placeholder_attention": "bidirectional"}, "vllm", "bidirectional, layers"),
+        (
+            {"placeholder_attention": "committed", "placeholder_hidden": "gated"},
+            "speculators",
+            "committed, layers",
+        ),
+        ({"placeholder_context": "injected", "markov_rank": 3}, "peagle_jax", "causal, injected"),
+    ],
+)
+def test_other_attention_is_refused(changes, checkpoint_format, got, tmp_path):
+    head = tiny.head(**changes)
+    assert export_placeholders.export_status(head.config).startswith("refused: its placeholders")
+    with pytest.raises(InputError) as error:
+        save_drafter(head, tmp_path / "out", checkpoint_format)
+    assert "attend otherwise than vLLM's, to all committed tokens and the" in str(error.value)
+    assert f"got {got}; decode it here with peagle generate; it cannot" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_new_design_is_refused_until_it_has_an_export_status():
     """A wrong folder would be silent: vLLM drafts from any vector."""
     for changed in ({"placeholder_hidden": "brand_new"}, {"placeholder_token": "brand_new"}):
@@ -278,10 +300,16 @@ def test_the_heads_own_tensors_are_left_alone(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, before, head.params)
 
 
-@pytest.mark.parametrize("name", designs.ALL)
+ATTENTION_DESIGNS = {
+    "committed": {"placeholder_attention": "committed"},
+    "injected": {"placeholder_context": "injected", "layers": 3, "windows": (None,) * 3},
+}
+
+
+@pytest.mark.parametrize("name", [*designs.ALL, *ATTENTION_DESIGNS])
 def test_a_run_keeps_every_design(name, tmp_path):
     """Through Orbax and head.json, bit for bit; also what no folder for vLLM can hold."""
-    head = tiny.head(**SHAPE, **designs.ALL[name])
+    head = tiny.head(**{**SHAPE, **(designs.ALL | ATTENTION_DESIGNS)[name]})
     write_run(from_model(head), head, tmp_path / "run")
     equal(read_run(tmp_path / "run"), head)
     state = open_run(tmp_path / "run")
@@ -302,7 +330,13 @@ def edited(run, **changes):
 
 def test_a_run_from_before_the_designs_is_the_papers(tmp_path):
     write_run(from_model(tiny.head(**SHAPE)), tiny.head(**SHAPE), tmp_path)
-    edited(tmp_path, placeholder_hidden=..., placeholder_token=...)
+    edited(
+        tmp_path,
+        placeholder_hidden=...,
+        placeholder_token=...,
+        placeholder_attention=...,
+        placeholder_context=...,
+    )
     equal(read_run(tmp_path), tiny.head(**SHAPE))
 
 
@@ -314,6 +348,8 @@ def test_a_run_from_before_the_designs_is_the_papers(tmp_path):
         ("placeholder_hidden", None, "shared, shared_fused"),
         ("placeholder_token", 3, "mask, frozen"),
         ("placeholder_hidden", ["shared"], "shared, shared_fused"),
+        ("placeholder_attention", "block", "causal, bidirectional, committed"),
+        ("placeholder_context", False, "layers, injected"),
     ],
 )
 def test_a_design_that_does_not_exist(key, value, known, tmp_path):

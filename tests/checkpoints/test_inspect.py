@@ -11,13 +11,14 @@ import tiny
 from checkpoints.folder_edits import edit
 
 from peagle_jax.checkpoints.convert import convert
-from peagle_jax.checkpoints.head_writing import save_drafter
+from peagle_jax.checkpoints.head_writing import from_model, save_drafter
 from peagle_jax.checkpoints.inspect import (
     KNOWN_TARGETS,
     describe,
     printable,
     printable_rows,
 )
+from peagle_jax.checkpoints.runs import write_run
 from peagle_jax.checkpoints.target_io import save_target
 
 
@@ -129,3 +130,15 @@ def test_known_targets_have_their_published_sizes():
             text = raw.get("text_config", raw)
             sizes = text["hidden_size"], text["vocab_size"], text["num_hidden_layers"]
             assert sizes == (width, vocab, int(layers)), model
+
+
+def test_attention_is_shown_where_it_is_not_the_papers(tmp_path):
+    head = tiny.head(placeholder_attention="committed")
+    write_run(from_model(head), head, tmp_path / "run")
+    facts = describe(tmp_path / "run")
+    assert (facts["placeholder_attention"], facts["placeholder_context"]) == ("committed", "layers")
+    rows = printable_rows(facts)
+    assert rows["placeholders attend to"] == (
+        "committed: the committed tokens, and no other placeholder"
+    )
+    assert "keys and values of committed tokens" not in rows

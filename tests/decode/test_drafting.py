@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from block_attention import MaskedAttention, mask_of
 
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.train.attention import PackedCausal
@@ -33,6 +34,14 @@ OPTIONS = {
     "window_last": {"windows": (None, 3)},
     "markov": {"markov_rank": 3},
     "markov_gated": {"markov_rank": 6, "markov_gated": True, "draft_vocab": 17},
+    "bidirectional": {"placeholder_attention": "bidirectional"},
+    "committed": {"placeholder_attention": "committed", "windows": (None, 3)},
+    "injected": {"placeholder_context": "injected", "layers": 3, "windows": (None,) * 3},
+    "injected_bidirectional": {
+        "placeholder_attention": "bidirectional",
+        "placeholder_context": "injected",
+        "markov_rank": 3,
+    },
 }
 EAGLE_OPTIONS = {
     "eagle": {},
@@ -52,18 +61,23 @@ class SlowDrafting:
         self.head = head
         positions = jnp.arange(WIDTH)[None]
 
-        @jax.jit
-        def rows(params, embeddings, fused, n):
+        def rows(params, embeddings, fused, n, num_committed=WIDTH):
             module = head.bind(params)
             attend = PackedCausal(jnp.where(positions < n, 0, -1))
-            x, _ = module(embeddings[None], fused[None], positions, attend, None)
+            if head.config.placeholder_attention != "causal" and num_committed < n:
+                design, padding = head.config.placeholder_attention, WIDTH - n
+                mask = mask_of(design, num_committed, n - num_committed, padding)
+                attend = MaskedAttention(mask)
+            inputs = embeddings[None], fused[None], positions, attend, None
+            x, _ = module(*inputs, is_placeholder=positions >= num_committed)
             return module.compute_logits(x[0]), module.final_norm(x[0]), module.feedback(x[0])
 
         @jax.jit
         def fuse(params, aux_hidden_states):
             return head.bind(params).fuse(aux_hidden_states)
 
-        self.rows, self.fuse = rows, fuse
+        is_causal = head.config.placeholder_attention == "causal"
+        self.rows, self.fuse = jax.jit(rows) if is_causal else rows, fuse
 
     def choose(self, logits, normed, previous):
         """The likeliest token after `previous`, by the logits and the Markov head's formula."""
@@ -91,7 +105,7 @@ class SlowDrafting:
             for depth in range(1, k):
                 fused[p - 1 + depth] = designs.fused(head, depth, fused[p - 1], fuse)
             inputs = [*table[text[1:]], *[designs.embedding(head, table[text[-1]])] * (k - 1)]
-            found = self.rows(params, pad(inputs), jnp.asarray(fused), p + k - 1)
+            found = self.rows(params, pad(inputs), jnp.asarray(fused), p + k - 1, p)
             logits, normed, _ = map(np.asarray, found)
             drafts = [text[-1]]
             for row in range(p - 1, p + k - 1):

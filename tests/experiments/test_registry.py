@@ -21,6 +21,9 @@ VARIANTS = [
 BASE = {
     "hidden_designs": ["shared"],
     "token_designs": ["mask"],
+    "block_attention": ["causal"],
+    "context_injection": ["layers"],
+    "true_tokens": ["0"],
     "regularization": ["none"],
     "cod_sampling": ["ratio 0.8 min 0.1"],
     "context_length": ["whole"],
@@ -63,7 +66,7 @@ def jobs(budget: str, seed: int = 0) -> list[Job]:
 
 def test_every_question_is_in_the_registry_with_command_expectation_and_result():
     modules = [value for value in vars(registry).values() if hasattr(value, "EXPERIMENT")]
-    assert len(modules) == len(EXPERIMENTS) == 16  # two of one name would be one
+    assert len(modules) == len(EXPERIMENTS) == 19  # two of one name would be one
     for module in modules:
         e = module.EXPERIMENT
         assert module.__name__ == f"experiments.questions.{e.name}" and NAME.fullmatch(e.name)

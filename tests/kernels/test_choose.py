@@ -1,5 +1,6 @@
 """Which form of a kernel runs: by name, by what is here, by what the operands are."""
 
+import dataclasses
 import logging
 
 import jax
@@ -117,7 +118,13 @@ def test_precision_is_never_taken_away(hopper, monkeypatch):
 
 def test_what_kernels_were_not_made_for(hopper):
     wide = jnp.ones((1, 2, 2, 256), jnp.bfloat16)
-    assert "heads up to 128, and these have 256" in packed_attention.unsupported(wide, wide, wide)
+    at = jnp.zeros((1, 2), jnp.int32)
+    intervals = packed_attention.AttentionIntervals(at, at, at, 2, 0)
+    assert "up to 128, and these have 256" in packed_attention.unsupported(*[wide] * 3, intervals)
+    ahead = dataclasses.replace(intervals, chain_ahead=at)
+    narrow = [wide[..., :64]] * 3
+    assert packed_attention.unsupported(*narrow, intervals) is None
+    assert "no bidirectional chains" in packed_attention.unsupported(*narrow, ahead)
     w = fp8_matmul.quantize(jnp.ones((64, 100)))
     with pytest.raises(InputError, match="K in 128s, and this product is 3 x 64 x 100"):
         fp8_matmul.matmul(jnp.ones((3, 100), jnp.bfloat16), w, "mosaic")

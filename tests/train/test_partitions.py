@@ -48,9 +48,10 @@ def sample(partitions: int, config: CodConfig | None = None) -> CodSample:
 
 
 @functools.cache
-def gradients(partitions, compute=None, window=None, noise=None, design="shared"):
+def gradients(partitions, compute=None, window=None, noise=None, design="shared", changes=()):
     """(loss, counts, gradients) of a head with a reduced draft vocabulary."""
-    config = tiny.head_config(draft_vocab=17, windows=(window,) * 2, placeholder_hidden=design)
+    changes = {"placeholder_hidden": design, **dict(changes)}
+    config = tiny.head_config(draft_vocab=17, windows=(window,) * 2, **changes)
     # As training begins. In float32 the order of sums alone changes gradients of the large random
     # weights of `tiny.head` by 1.5e-6.
     head = Model.from_module(DraftHead(config, rngs=nnx.Rngs(0)), config)

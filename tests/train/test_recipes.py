@@ -211,6 +211,12 @@ BAD = [
     ({"head": {"norm_before_fc": True, "fc_norm": True}}, "head.fc_norm: excludes norm_before_fc"),
     ({"placeholder": {"hidden": "x"}}, "placeholder.hidden: must be one of shared, shared_fused"),
     ({"placeholder": {"token": "x"}}, "placeholder.token: must be one of mask, "),
+    (
+        {"placeholder": {"attention": "block"}},
+        "placeholder.attention: must be one of causal, bidirectional, committed; got block",
+    ),
+    ({"placeholder": {"context": "x"}}, "placeholder.context: must be one of layers, injected"),
+    ({"placeholder": {"true_tokens": 1.0}}, "placeholder.true_tokens: must lie in 0..1, below 1"),
     ({"markov": {"rank": 0}}, "markov.rank: must be 1 or more; got 0; use 256"),
     ({"markov": {"gated": True}}, "markov: rank must be given; got no rank"),
     (

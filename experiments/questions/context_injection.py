@@ -1,0 +1,44 @@
+"""Should every layer read the target's hidden states, or only the first?
+
+    python -m experiments.run context_injection --seeds 3 --budget sampled
+
+An EAGLE-3 head reads fused hidden states beside embeddings in its first layer. `injected` makes the
+keys and values of committed tokens of them in every layer behind the first, too, behind a norm of
+that layer (DFlash's key/value injection); placeholders keep keys and values of their own. `both`
+has bidirectional placeholders as well, which makes a step's placeholders a block of DFlash's. A
+head of two layers has one norm more, and its committed tokens need not run through the layers when
+decoding.
+Expects: a small gain at late positions: a placeholder's second layer then reads what the target
+knows, and not what one layer of a small head made of it.
+Result: not run yet.
+"""
+
+import dataclasses
+
+from experiments.base import Experiment, Variant
+from peagle_jax.train.config import PeagleRun
+
+
+def with_design(**design: str) -> Variant:
+    def run(base: PeagleRun) -> PeagleRun:
+        placeholder = dataclasses.replace(base.placeholder, **design)
+        return dataclasses.replace(base, placeholder=placeholder)
+
+    return Variant(run=run)
+
+
+EXPERIMENT = Experiment(
+    name="context_injection",
+    question="Should every layer read the target's hidden states, or only the first?",
+    expects="Injection gains a little at late positions.",
+    axis="keys and values of committed tokens",
+    kind="bars",
+    reference="layers",
+    variants={
+        "layers": with_design(context="layers"),
+        "injected": with_design(context="injected"),
+        "both": with_design(context="injected", attention="bidirectional"),
+    },
+    paper="DFlash gives every layer of its drafter keys and values of the target's hidden states. "
+    "Nobody has published it for P-EAGLE.",
+)

@@ -1,0 +1,39 @@
+"""Do placeholders learn better if some of them read the text's own tokens in training?
+
+    python -m experiments.run true_tokens --seeds 3 --budget sampled
+
+A share of the anchors has placeholders that read the tokens which stand there in the text, as if
+they had been drafted already (teacher forcing within the block, as JetSpec trains its drafter). All
+others read the mask token, as all do when decoding.
+Expects: a loss that grows with the share: placeholders with tokens learn what is not asked of them
+when decoding, and those without see fewer examples.
+Result: not run yet.
+"""
+
+import dataclasses
+
+from experiments.base import Experiment, Variant
+from peagle_jax.train.config import PeagleRun
+
+SHARES = (0.0, 0.25, 0.5)
+
+
+def with_share(share: float) -> Variant:
+    def run(base: PeagleRun) -> PeagleRun:
+        placeholder = dataclasses.replace(base.placeholder, true_tokens=share)
+        return dataclasses.replace(base, placeholder=placeholder)
+
+    return Variant(run=run, x=share)
+
+
+EXPERIMENT = Experiment(
+    name="true_tokens",
+    question="Do placeholders learn better if some of them read the text's own tokens in training?",
+    expects="Acceptance falls as the share grows.",
+    axis="share of anchors whose placeholders read the text",
+    kind="curve",
+    reference="0",
+    variants={f"{share:g}": with_share(share) for share in SHARES},
+    paper="JetSpec trains a drafter whose nodes see their ancestors' tokens (arXiv:2606.18394), "
+    "which one forward of P-EAGLE cannot have.",
+)
