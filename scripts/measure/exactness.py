@@ -1,0 +1,194 @@
+"""How often rounding changes a greedy text: over many prompts, by number format and decoder.
+
+    .venv/bin/python scripts/measure/exactness.py [--record results/exactness.jsonl]
+
+The packaged target continues excerpts of held-out Python source. In each number format its plain
+greedy texts, one at a time, are compared with those of plain decoding in batches, and with those
+of speculative decoding with the packaged heads. All of them are the argmaxes of the same function;
+what differs are the shapes of its products, and with them the order of sums. A text that differs is
+followed to its first other token. There a row has how far apart the target's two largest logits
+are, in the format's own arithmetic: a difference is rounding's where they nearly tie.
+
+Formats: float32; bfloat16 (weights, and operands of products); fp8 (weights in float8_e4m3fn with
+a scale for each block, activations in bfloat16, as `--fp8` loads them).
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from peagle_jax import corpus, generate, load_pair, text
+from peagle_jax.layers import CachedAttention, Decoder, full_precision
+from peagle_jax.pipelines.demo import ASSETS, HELD_OUT
+from peagle_jax.progress import ProgressReport
+from peagle_jax.provenance import provenance
+from peagle_jax.types import Model
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": jnp.float32},
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "fp8": {"dtype": jnp.bfloat16, "fp8": True},
+}
+# name -> (packaged head or None, K, nodes of a tree or None, texts decoded together)
+DECODERS: dict[str, tuple[str | None, int | None, int | None, int]] = {
+    "plain, batches of 8": (None, None, None, 8),
+    "EAGLE-3, one at a time": ("eagle3", 7, None, 1),
+    "P-EAGLE, one at a time": ("peagle", 7, None, 1),
+    "P-EAGLE, batches of 8": ("peagle", 7, None, 8),
+    "P-EAGLE, a tree of 16, batches of 8": ("peagle", 7, 16, 8),
+}
+PROMPT_TOKENS = 48
+
+
+def excerpts(count: int) -> list[list[int]]:
+    """Excerpts of files that no packaged model was trained on, one behind another."""
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    assert tokenizer is not None
+    _, held_out = corpus.split(corpus.read_corpus(None), HELD_OUT)
+    texts = [document.text for document in held_out if document.text is not None]
+    found = []
+    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+        starts = range(0, len(ids) - PROMPT_TOKENS + 1, PROMPT_TOKENS)
+        found += [ids[start : start + PROMPT_TOKENS] for start in starts]
+    if len(found) < count:
+        raise SystemExit(f"exactness: there are {len(found)} excerpts; use --num-prompts")
+    return [found[i * len(found) // count] for i in range(count)]
+
+
+def decode(
+    target: Model,
+    head: Model | None,
+    prompts: Sequence[list[int]],
+    decoder: tuple[str | None, int | None, int | None, int],
+    max_new_tokens: int,
+    progress: Callable[[int], None],
+) -> list[list[int]]:
+    """The texts of all prompts, so many at a time as the decoder says.
+
+    Args:
+      progress: is told how many texts were written further.
+    """
+    _, k, num_nodes, batch_size = decoder
+    options = {"k": k, "num_tree_nodes": num_nodes, "stop_ids": ()}
+    answers = []
+    for start in range(0, len(prompts), batch_size):
+        together = prompts[start : start + batch_size]
+        answers += generate(target, head, together, max_new_tokens=max_new_tokens, **options)
+        progress(len(together))
+    return [answer.output_token_ids for answer in answers]
+
+
+def first_gap(target: Model, prompt: list[int], texts: tuple[list[int], list[int]]) -> float:
+    """The difference of the target's two largest logits where two texts first differ."""
+    split = next(i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b)
+    context = [*prompt, *texts[0][:split]]
+    tokens = np.zeros((1, len(prompt) + len(texts[0])), np.int32)
+    tokens[0, : len(context)] = context
+    with full_precision(target):
+        logits = np.asarray(_logits(target.graph, target.config, target.params, tokens))
+    second, first = np.sort(logits[len(context) - 1].astype(np.float64))[-2:]
+    return float(first - second)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(graph: Any, config: Any, params: Any, tokens: Any) -> jax.Array:
+    module = cast(Decoder, Model(config, graph, params).bind(params))
+    positions = jnp.arange(tokens.shape[1])[None]
+    cache = config.empty_cache(1, tokens.shape[1])
+    output, _ = module(jnp.asarray(tokens), positions, CachedAttention(positions), cache)
+    return module.compute_logits(output.hidden[0])
+
+
+def measure(
+    name: str, prompts: list[list[int]], max_new_tokens: int, progress: Callable[[int], None]
+) -> list[dict]:
+    """The rows of one number format."""
+    pairs = {
+        head: load_pair(ASSETS / "target", ASSETS / head, **FORMATS[name])
+        for head in ("eagle3", "peagle")
+    }
+
+    def texts_of(decoder: tuple) -> list[list[int]]:
+        target, head = pairs[decoder[0] or "peagle"]
+        head = head if decoder[0] else None
+        return decode(target, head, prompts, decoder, max_new_tokens, progress)
+
+    target, plain = pairs["peagle"][0], texts_of((None, None, None, 1))
+    rows = []
+    for label, decoder in DECODERS.items():
+        others = texts_of(decoder)
+        gaps = [
+            first_gap(target, prompt, (a, b))
+            for prompt, a, b in zip(prompts, plain, others, strict=True)
+            if a != b
+        ]
+        rows.append(
+            {
+                "name": "exactness",
+                "format": name,
+                "decoder": label,
+                "num_texts": len(prompts),
+                "num_tokens": sum(map(len, plain)),
+                "num_different": len(gaps),
+                "gaps": [round(gap, 8) for gap in sorted(gaps)],
+            }
+        )
+    return rows
+
+
+def table_of(rows: Sequence[dict]) -> Table:
+    """Texts that differ, and the gaps between the two largest logits where they do."""
+    table = Table("format", "decoder", "texts", "different", "median gap", "largest gap")
+    for row in rows:
+        gaps = row["gaps"]
+        table.add_row(
+            row["format"],
+            row["decoder"],
+            f"{row['num_texts']:,}",
+            str(row["num_different"]),
+            f"{np.median(gaps):.2g}" if gaps else "",
+            f"{max(gaps):.2g}" if gaps else "",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--num-prompts", type=int, default=1000)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
+    args = parser.parse_args()
+    prompts = excerpts(args.num_prompts)
+    rows, done = [], 0
+    total = len(args.formats) * (1 + len(DECODERS)) * len(prompts)
+    with ProgressReport("exactness", total, unit="texts") as report:
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            report.update(done)
+
+        for name in args.formats:
+            rows += measure(name, prompts, args.max_new_tokens, progress)
+    Console(width=110).print(table_of(rows))
+    if args.record is not None:
+        origin = provenance(" ".join(["python scripts/measure/exactness.py", *sys.argv[1:]]))
+        with args.record.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
