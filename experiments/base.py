@@ -70,7 +70,7 @@ class Variant:
     run: Callable[[PeagleRun], HeadRun] = same_run
     measurements: tuple[Measurement, ...] = (Measurement(),)
     x: float | None = None
-    method: Literal["peagle", "eagle3"] = "peagle"
+    method: Literal["peagle", "eagle3", "eagle"] = "peagle"
     answers: Callable[[AnswerOptions], AnswerOptions] | None = None
     init_from: str | None = None
 

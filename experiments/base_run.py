@@ -9,6 +9,7 @@ from peagle_jax.train.config import (
     DataConfig,
     DepthStage,
     Eagle3Run,
+    EagleRun,
     EvalConfig,
     HeadRun,
     HeadShape,
@@ -17,6 +18,7 @@ from peagle_jax.train.config import (
     PlaceholderConfig,
     TttConfig,
 )
+from peagle_jax.train.eagle_loss import RegressionConfig
 from peagle_jax.train.peagle_loss import FeatureNoise
 
 
@@ -114,11 +116,9 @@ def with_depths(run: PeagleRun, num_depths: int) -> PeagleRun:
 
 def with_steps(run: HeadRun, steps: int) -> HeadRun:
     """The same run with another number of steps; its depths follow at the same shares of them."""
-    return dataclasses.replace(
-        run,
-        optimizer=dataclasses.replace(run.optimizer, steps=steps),
-        depth_schedule=depth_schedule(steps, run.num_depths),
-    )
+    schedule = depth_schedule(steps, run.num_depths) if run.depth_schedule else ()
+    optimizer = dataclasses.replace(run.optimizer, steps=steps)
+    return dataclasses.replace(run, optimizer=optimizer, depth_schedule=schedule)
 
 
 def as_eagle3(run: PeagleRun, *, layers: int = 1) -> Eagle3Run:
@@ -130,6 +130,25 @@ def as_eagle3(run: PeagleRun, *, layers: int = 1) -> Eagle3Run:
     shared["task"] = "eagle3"
     shared["head"] = dataclasses.replace(run.head, layers=layers)
     return Eagle3Run(**shared, ttt=TttConfig(steps=run.cod.num_depths, decay=1.0))
+
+
+def as_eagle(run: PeagleRun, *, layers: int = 1) -> EagleRun:
+    """An EAGLE-1 head on the same data, for the same steps.
+
+    It learns one step, to predict the target's next final hidden state, and so has no depths. Its
+    embedding and output matrix are the target's.
+    """
+    shared = {field.name: getattr(run, field.name) for field in dataclasses.fields(HeadRun)}
+    shared["task"] = "eagle"
+    shared["head"] = dataclasses.replace(
+        run.head, layers=layers, dim=None, draft_vocab=None, aux_hidden_state_layers=None
+    )
+    shared |= {"depth_schedule": (), "train_embedding": False}
+    return EagleRun(
+        **shared,
+        regression=RegressionConfig(weight=1.0, token_weight=0.1, noise=0.1),
+        num_speculative_tokens=run.cod.num_depths,
+    )
 
 
 def readable(value: Any) -> str:

@@ -18,7 +18,7 @@ class Finding:
       name: of the variant.
       rows: its runs, by seed.
       x: place on the axis of a curve.
-      method: "peagle" or "eagle3".
+      method: "peagle", "eagle3" or "eagle".
       length: acceptance length; None where nothing can be said, and a note tells why.
       groups: acceptance length by group of kinds of text.
       positions: share of all drafts that was accepted at each position, 0..1.

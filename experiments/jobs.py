@@ -16,7 +16,7 @@ from experiments.stages.continuations import continuations_stage
 from experiments.stages.hidden_states import hidden_states_stage
 from experiments.stages.prompts import prompts_stage
 from experiments.stages.target import target_stage
-from peagle_jax.train.config import HeadRun
+from peagle_jax.train.config import EagleRun, HeadRun
 
 # where the code begins that decides what a head learns, and what is measured of it
 TRAINING = ("peagle_jax.pipelines.train_head",)
@@ -72,7 +72,11 @@ class Job:
         return continuations_stage(self.budget, m.prompt_tokens, m.max_new_tokens, m.temperature)
 
     def _hidden_states(self) -> Stage:
-        return hidden_states_stage(self.budget, self.answers, self.plain_run().data.seq_len)
+        run, budget = self.plain_run(), self.budget
+        if isinstance(run, EagleRun):  # reads another hidden state of the target
+            layers = run.aux_hidden_state_layers
+            budget = dataclasses.replace(budget, aux_hidden_state_layers=layers)
+        return hidden_states_stage(budget, self.answers, run.data.seq_len)
 
     def initial_job(self) -> "Job | None":
         """The job whose trained head this one starts from."""

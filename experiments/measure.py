@@ -24,7 +24,7 @@ def measure(
     Args:
       prompts: of the measurement's length.
       measurement: without None.
-      method: "peagle" or "eagle3".
+      method: "peagle", "eagle3" or "eagle".
 
     Returns:
       The measurement's part of a row, and in how many prompts the greedy text was plain decoding's
@@ -119,7 +119,7 @@ def measure_speed(
     Args:
       prompts: those that are timed.
       measurement: whose K and length are taken.
-      method: "peagle" or "eagle3".
+      method: "peagle", "eagle3" or "eagle".
       repeats: rounds; numbers are medians over them.
     """
     suite = run_suite(

@@ -18,6 +18,7 @@ Color = str | tuple[float, ...]
 SHADES = {
     "peagle": ("#0b7285", "#5c7cfa", "#2b8a3e", "#9c36b5", "#868e96", "#74b816", "#1b3a8a"),
     "eagle3": ("#e8590c", "#c92a2a", "#f08c00", "#a61e4d", "#d9a441", "#8d4b2a", "#ff8787"),
+    "eagle": ("#5f3dc4", "#9775fa"),
 }
 GRAY, PURPLE, PLAIN_BAR = "#868e96", "#9c36b5", "#4f7f8f"
 GROUP_STYLE = {"structured": ("#1864ab", "s"), "code": ("#6b7683", "o"), "open": ("#d6336c", "^")}

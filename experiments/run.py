@@ -161,7 +161,8 @@ def go(options: Options) -> int:
     if options.dry_run:
         CONSOLE.print(_plan_table(jobs, todo, options.budget))
     CONSOLE.print(_estimate(jobs, todo, missing, heads, options))
-    head_bytes = sum(4 * STATE_COPIES * num_parameters(run) for run in heads.values())
+    model = BUDGETS[options.budget].model
+    head_bytes = sum(4 * STATE_COPIES * num_parameters(run, model) for run in heads.values())
     check_disk_space(missing, options.cache, head_bytes)
     if options.dry_run or not todo:
         return 0
@@ -291,8 +292,8 @@ def _estimate(
 ) -> str:
     """How much there is to do, and about how long it takes."""
     budget = BUDGETS[options.budget]
-    base_flops = training_flops(base_run(budget, 0))
-    trainings = sum(training_flops(run) for run in heads.values()) / base_flops
+    base_flops = training_flops(base_run(budget, 0), budget.model)
+    trainings = sum(training_flops(run, budget.model) for run in heads.values()) / base_flops
     minutes = budget.minutes * (trainings + len(todo) / TRAIN_OVER_MEASURE) / options.jobs
     if missing:
         minutes += budget.stage_minutes

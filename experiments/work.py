@@ -40,7 +40,7 @@ def do(job: Job, cache: Path, command: str) -> dict:
     head = read_run(Path(run.out))
     target = load_target(
         run.target,
-        aux_hidden_state_layers=run.head.aux_hidden_state_layers,
+        aux_hidden_state_layers=head.config.aux_hidden_state_layers,
         dtype=head.config.dtype,
     )
     steps = _logged_steps(Path(run.out))
@@ -61,7 +61,7 @@ def do(job: Job, cache: Path, command: str) -> dict:
         "train_seconds": steps[-1]["seconds"],
         "train_tokens_per_second": training_speed(run, steps[-1]),
         "num_parameters": sum(x.size for x in jax.tree.leaves(head.params)),
-        "train_flops": training_flops(plain_run),
+        "train_flops": training_flops(plain_run, job.budget.model),
         "measurements": measurements,
         "speed": _speed(job, cache, target, head),
         "exact": exact,
@@ -93,6 +93,8 @@ def _export_status(run: HeadRun, config: HeadConfig) -> str:
     was_exported = (Path(run.out) / "head" / "config.json").exists()
     if was_exported or status.startswith("refused"):
         return status
+    if config.predicts_features:
+        return "refused: vLLM's EAGLE-1 heads have no norms of queries and keys"
     return "refused: fc does not reach its placeholder's vector"
 
 

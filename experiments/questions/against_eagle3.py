@@ -4,17 +4,21 @@
 
 `EAGLE-3` has one layer and as many steps. `EAGLE-3 of equal parameters` has as many layers as
 the parallel head. `EAGLE-3 of equal FLOPs` has one layer, and steps until its training took the
-parallel head's arithmetic (train_flops of the rows).
+parallel head's arithmetic (train_flops of the rows). EAGLE-1 heads learn one step, of the target's
+final hidden state: `EAGLE-1 of equal parameters` has as many layers as the parallel head, and
+`EAGLE-1 of equal FLOPs` has those and its arithmetic, in several times as many steps.
 Expects: EAGLE-3 drafts later positions better, since it sees the tokens that it drafted; the
-first position is equal at equal layers.
+first position is equal at equal layers. EAGLE-1 drafts its first token as well and later ones worse
+than EAGLE-3, since it never learned from its own hidden states.
 Result: 7149b82, 2026-11-25, 3 seeds, budget sampled: P-EAGLE 2.38, EAGLE-3 3.15, 3.53 of equal
 parameters, 3.11 of equal FLOPs. docs/late_positions.md has more.
 """
 
 from experiments.arithmetic import training_flops
 from experiments.base import Experiment, Measurement, Variant
-from experiments.base_run import as_eagle3, with_steps
-from peagle_jax.train.config import Eagle3Run, HeadRun, PeagleRun
+from experiments.base_run import as_eagle, as_eagle3, with_steps
+from peagle_jax.pipelines.budgets import lm_shape
+from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
 
 GREEDY_AND_SAMPLED = (Measurement(), Measurement(temperature=1.0))
 
@@ -24,9 +28,25 @@ def of_equal_parameters(base: PeagleRun) -> Eagle3Run:
 
 
 def of_equal_flops(base: PeagleRun) -> HeadRun:
-    eagle3 = as_eagle3(base)
-    ratio = training_flops(base) / training_flops(eagle3)
-    return with_steps(eagle3, round(base.optimizer.steps * ratio))
+    return _with_flops_of(base, as_eagle3(base))
+
+
+def eagle_of_equal_parameters(base: PeagleRun) -> EagleRun:
+    return as_eagle(base, layers=base.head.layers)
+
+
+def eagle_of_equal_flops(base: PeagleRun) -> HeadRun:
+    return _with_flops_of(base, eagle_of_equal_parameters(base))
+
+
+def _with_flops_of(base: PeagleRun, run: HeadRun) -> HeadRun:
+    """The run with as many steps as the base's arithmetic is enough for."""
+    head = base.head
+    # of the target only the width and the vocabulary are read, which are the base head's
+    sizes = (head.draft_vocab, 1, head.dim, head.mlp_dim, head.heads, head.kv_heads, head.head_dim)
+    target = lm_shape(*sizes, base.data.seq_len)
+    ratio = training_flops(base, target) / training_flops(run, target)
+    return with_steps(run, round(base.optimizer.steps * ratio))
 
 
 EXPERIMENT = Experiment(
@@ -45,6 +65,12 @@ EXPERIMENT = Experiment(
         ),
         "EAGLE-3 of equal FLOPs": Variant(
             run=of_equal_flops, method="eagle3", measurements=GREEDY_AND_SAMPLED
+        ),
+        "EAGLE-1 of equal parameters": Variant(
+            run=eagle_of_equal_parameters, method="eagle", measurements=GREEDY_AND_SAMPLED
+        ),
+        "EAGLE-1 of equal FLOPs": Variant(
+            run=eagle_of_equal_flops, method="eagle", measurements=GREEDY_AND_SAMPLED
         ),
     },
     paper="Acceptance per position on HumanEval at K = 8: P-EAGLE 63 38 23 14 9 5 3 2 %, "

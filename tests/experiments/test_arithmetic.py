@@ -4,14 +4,20 @@ import dataclasses
 
 import pytest
 
-from experiments.arithmetic import training_flops
-from experiments.base_run import as_eagle3, base_run
+from experiments import arithmetic
+from experiments.base_run import as_eagle, as_eagle3, base_run
 from experiments.budgets import BUDGETS
 from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.config import DepthStage, PeagleRun
 from peagle_jax.train.recipe_sections import MarkovConfig
+
+TARGET = BUDGETS["smoke"].model
+
+
+def flops(run) -> float:
+    return arithmetic.training_flops(run, TARGET)
 
 
 def tiny_run(num_depths: int = 2, layers: int = 2, **changes) -> PeagleRun:
@@ -61,43 +67,53 @@ def products(rows: int, fused: int) -> int:
 
 def test_flops_by_hand():
     peagle = tiny_run()
-    assert training_flops(peagle) == 3 * 2 * (4 * products(10, 10) + 6 * products(14, 10))
+    assert flops(peagle) == 3 * 2 * (4 * products(10, 10) + 6 * products(14, 10))
     eagle3 = as_eagle3(peagle, layers=2)
-    assert training_flops(eagle3) == 3 * 2 * (
+    assert flops(eagle3) == 3 * 2 * (
         4 * products(10, 10) + 6 * products(20, 10)
     )  # every row again at every depth
+
+
+def test_an_eagle_1_head_by_hand():
+    """Two layers of single width behind fc of 2 x D, one depth in every step."""
+    run = as_eagle(tiny_run(), layers=2)
+    dim, vocab = TARGET.dim, TARGET.vocab
+    layer = dim * 24 + 2 * (dim * 12) + 24 * dim + 3 * dim * 12
+    attention = 2 * 2 * 10 * 5 * 24
+    layers = 10 * 2 * layer + attention
+    step = 3 * layers + 2 * 10 * 2 * dim * dim + 5 * 10 * dim * vocab
+    assert flops(run) == 3 * 2 * 10 * step
 
 
 def test_a_markov_head_by_hand():
     """Its bias, 5 x 32, twice forward and twice backward; a gate, 13 x 5, once and twice."""
     of_bias, of_gate = 4 * 5 * 32, 3 * (8 + 5) * 5
     for gated, size in ((False, of_bias), (True, of_bias + of_gate)):
-        more = training_flops(tiny_run(markov=MarkovConfig(rank=5, gated=gated)))
+        more = flops(tiny_run(markov=MarkovConfig(rank=5, gated=gated)))
         rows = 3 * (4 * 10 + 6 * 14)
-        assert more - training_flops(tiny_run()) == 2 * rows * size
+        assert more - flops(tiny_run()) == 2 * rows * size
 
 
 def test_what_costs_more():
     assert (
-        training_flops(tiny_run(num_depths=1))
-        < training_flops(tiny_run())
-        < training_flops(tiny_run(num_depths=3))
-        < training_flops(tiny_run(num_depths=3, depth_schedule=()))
+        flops(tiny_run(num_depths=1))
+        < flops(tiny_run())
+        < flops(tiny_run(num_depths=3))
+        < flops(tiny_run(num_depths=3, depth_schedule=()))
     )
-    assert (
-        training_flops(tiny_run(layers=1))
-        < training_flops(tiny_run())
-        < training_flops(as_eagle3(tiny_run(), layers=2))
-    )
+    assert flops(tiny_run(layers=1)) < flops(tiny_run()) < flops(as_eagle3(tiny_run(), layers=2))
     few = dataclasses.replace(tiny_run(), cod=dataclasses.replace(tiny_run().cod, max_anchors=4))
-    assert training_flops(tiny_run(num_depths=1)) < training_flops(few) < training_flops(tiny_run())
+    assert flops(tiny_run(num_depths=1)) < flops(few) < flops(tiny_run())
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_equal_arithmetic_is_equal(budget):
+@pytest.mark.parametrize("other", ["EAGLE-3 of equal FLOPs", "EAGLE-1 of equal FLOPs"])
+def test_equal_arithmetic_is_equal(other, budget):
     """To a thirtieth: steps, and the steps at which depths grow, are whole."""
     ours, theirs = (
-        Job(EXPERIMENTS["against_eagle3"], name, 0, budget).plain_run()
-        for name in ("P-EAGLE", "EAGLE-3 of equal FLOPs")
+        arithmetic.training_flops(
+            Job(EXPERIMENTS["against_eagle3"], name, 0, budget).plain_run(), BUDGETS[budget].model
+        )
+        for name in ("P-EAGLE", other)
     )
-    assert training_flops(theirs) == pytest.approx(training_flops(ours), rel=1 / 30)
+    assert theirs == pytest.approx(ours, rel=1 / 30)
