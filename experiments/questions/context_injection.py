@@ -2,12 +2,12 @@
 
     python -m experiments.run context_injection --seeds 3 --budget sampled
 
-An EAGLE-3 head reads fused hidden states beside embeddings in its first layer. `injected` makes the
-keys and values of committed tokens of them in every layer behind the first, too, behind a norm of
-that layer (DFlash's key/value injection); placeholders keep keys and values of their own. `both`
-has bidirectional placeholders as well, which makes a step's placeholders a block of DFlash's. A
-head of two layers has one norm more, and its committed tokens need not run through the layers when
-decoding.
+An EAGLE-3 head reads embeddings and fused hidden states in its first layer. `injected` makes the
+keys and values of committed tokens of them in every layer behind the first, too, behind norms of
+that layer; placeholders keep keys and values of their own. `both` has bidirectional placeholders as
+well. DFlash's drafters are of this kind, and differ: they inject into all layers, hidden states
+alone, and the newest token stands in the block with keys and values of its own. A head of two
+layers has two norms more.
 Expects: a small gain at late positions: a placeholder's second layer then reads what the target
 knows, and not what one layer of a small head made of it.
 Result: not run yet.
@@ -22,7 +22,8 @@ from peagle_jax.train.config import PeagleRun
 def with_design(**design: str) -> Variant:
     def run(base: PeagleRun) -> PeagleRun:
         placeholder = dataclasses.replace(base.placeholder, **design)
-        return dataclasses.replace(base, placeholder=placeholder)
+        head = dataclasses.replace(base.head, layers=max(2, base.head.layers))
+        return dataclasses.replace(base, placeholder=placeholder, head=head)
 
     return Variant(run=run)
 

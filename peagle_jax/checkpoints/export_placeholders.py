@@ -30,10 +30,8 @@ DEPENDS_ON_TEXT = (
 DIFFERS_BY_DEPTH = (
     "its placeholders differ from depth to depth; vLLM has one pair of vectors for all"
 )
-OTHER_ATTENTION = (
-    "its placeholders attend otherwise than vLLM's, to all committed tokens and the placeholders "
-    "before them as the layers have them"
-)
+OTHER_ATTENTION = "vLLM's placeholders attend to the committed tokens and those before them"
+OTHER_CONTEXT = "vLLM's layers have keys and values of what the layer before gave"
 ROWS = ("placeholder_hidden", "placeholder_token")
 ATTENTION = ("placeholder_attention", "placeholder_context")
 UNKNOWN = "nobody has said yet whether vLLM can express its placeholder design"
@@ -155,8 +153,10 @@ def export_status(config: HeadConfig) -> str:
 
 def _refusal(config: HeadConfig) -> str | None:
     """Why vLLM cannot express the head's design; None where it can."""
-    if any(getattr(config, name) != PAPER_DESIGN[name] for name in ATTENTION):
+    if config.placeholder_attention != PAPER_DESIGN["placeholder_attention"]:
         return OTHER_ATTENTION
+    if config.placeholder_context != PAPER_DESIGN["placeholder_context"]:
+        return OTHER_CONTEXT
     hidden = HIDDEN_EXPORTS.get(config.placeholder_hidden)
     if hidden is None or config.placeholder_token not in TOKEN_EXPORTS:
         return UNKNOWN
@@ -181,7 +181,7 @@ def to_vllm_placeholders(head: HeadState) -> HeadState:
     if not cfg.parallel or design == PAPER_DESIGN:
         return head
     if reason := _refusal(cfg):
-        fields = ATTENTION if reason == OTHER_ATTENTION else ROWS
+        fields = ATTENTION if reason in (OTHER_ATTENTION, OTHER_CONTEXT) else ROWS
         got = ", ".join(design[name] for name in fields)
         next_step = UNKNOWN_NEXT_STEP if reason == UNKNOWN else UNREACHED_NEXT_STEP
         raise InputError(head.source, reason, got, next_step)

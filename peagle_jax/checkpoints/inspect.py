@@ -76,9 +76,9 @@ LABELS: dict[str, str | None] = {
     "num_files": "files",
     "has_tokenizer": "tokenizer",
 }
-# What None or an empty list means, where "none" would not be right.
 # Facts of a head that people see only where they are not as the paper has them.
 SHOWN_IF_CHANGED = ("placeholder_attention", "placeholder_context")
+# What None or an empty list means, where "none" would not be right.
 WORDS_FOR_NOTHING = {
     "aux_hidden_state_layers": "not named",
     "aux_hidden_state_outputs": "not named",

@@ -102,8 +102,9 @@ def _placeholder_names(cfg: HeadConfig) -> dict[str, tuple[str, ParamTransform]]
         names[f"placeholder.{name}"] = (f"placeholder.{name}", IDENTITY)
     if cfg.placeholder_context == "injected":
         for i in range(1, cfg.layers):
-            name = f"layers.{i}.context_norm"
-            names[f"{name}.weight"] = (f"{name}.scale", IDENTITY)
+            for norm in ("context_norm", "context_token_norm"):
+                name = f"layers.{i}.{norm}"
+                names[f"{name}.weight"] = (f"{name}.scale", IDENTITY)
     return names
 
 

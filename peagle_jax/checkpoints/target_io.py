@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -204,7 +205,32 @@ def load_target(
             for name, t in weights.open_folder(folder).items()
         }
         make, tensors, table = quantize_linears(make, tensors, table, stored)
-    return weights.load_params(make, config, tensors, table, folder, placement)
+    target = weights.load_params(make, config, tensors, table, folder, placement)
+    _check_output_matrix(target, folder)
+    return target
+
+
+def _check_output_matrix(target: Model, folder: Path) -> None:
+    """Raises InputError where the matrix that gives the logits has NaN or infinity.
+
+    Decoding notices such numbers in hidden states, which all other weights pass through. Of logits
+    it knows the argmax alone, and would write the token of a damaged column for ever.
+    """
+    output = target.params.get("lm_head") or {"table": target.params["embed"]["table"]}
+    for array in jax.tree.leaves(output):
+        if jnp.issubdtype(array.dtype, jnp.floating) and not _is_finite(array):
+            raise InputError(
+                folder,
+                rule="the output matrix (lm_head, or the embedding that is shared with it) must "
+                "be free of NaN and infinity",
+                got="some",
+                next_step="copy the weights again, and compare their checksums",
+            )
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
 
 
 def _module_maker(family: Family, config: TargetConfig) -> Callable[[], nnx.Module]:

@@ -57,11 +57,11 @@ class HeadConfig:
         reads `FINAL_HIDDEN_STATE`, and nothing else does.
       mask_token: the token id of placeholders; None for a head that only drafts autoregressively.
       num_depths: K, for which the head was trained; None where its folder does not say.
-      placeholder_hidden: a name in `placeholders.HIDDEN_DESIGNS`. Like the next, it means nothing
-        where there is no mask token.
+      placeholder_hidden: a name in `placeholders.HIDDEN_DESIGNS`. Like the next three, it means
+        nothing where there is no mask token.
       placeholder_token: a name in `placeholders.TOKEN_DESIGNS`.
-      placeholder_attention: a name in `placeholders.ATTENTION_DESIGNS`.
-      placeholder_context: a name in `placeholders.CONTEXT_DESIGNS`.
+      placeholder_attention: a name in `placeholder_attention.ATTENTION_DESIGNS`.
+      placeholder_context: a name in `placeholder_attention.CONTEXT_DESIGNS`.
       qk_norm: norms of queries and keys, as Qwen3 has them.
       attention_bias: biases in attention.
       norm_before_residual: the first layer's residual is the normed hidden state.
@@ -192,8 +192,10 @@ class DraftLayer(nnx.Module):
             dtype=cfg.dtype,
             rngs=rngs,
         )
-        is_injected = cfg.parallel and cfg.placeholder_context == "injected"
-        self.context_norm = norm() if is_injected and index > 0 else None
+        is_injected = cfg.parallel and cfg.placeholder_context == "injected" and index > 0
+        # of the fused hidden state, and of the embedding of the token behind it
+        self.context_norm = norm() if is_injected else None
+        self.context_token_norm = norm() if is_injected else None
         self.mlp_norm = norm()
         self.mlp = MLP(cfg.dim, cfg.mlp_dim, dtype=cfg.dtype, rngs=rngs)
         self.norm_before_residual = cfg.norm_before_residual
@@ -210,7 +212,7 @@ class DraftLayer(nnx.Module):
         fused: Float[Array, "B T D"] | None = None,
         is_placeholder: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
-        """Only a layer of double width reads `embeddings`, only one with a norm of them `fused`."""
+        """Only layers with norms of their own for them read `embeddings` and `fused`."""
         if self.input_norm is None:
             attn_input, residual = x, x
         elif self.hidden_norm is None:
@@ -220,8 +222,10 @@ class DraftLayer(nnx.Module):
             attn_input = jnp.concatenate([self.input_norm(embeddings), normed], axis=-1)
             residual = normed if self.norm_before_residual else x
         kv_input = None
-        if self.context_norm is not None and fused is not None:
-            kv_input = self.context_norm(fused).astype(attn_input.dtype)
+        if self.context_norm is not None and self.context_token_norm is not None:
+            assert fused is not None
+            kv_input = self.context_norm(fused) + self.context_token_norm(embeddings)
+            kv_input = kv_input.astype(attn_input.dtype)
             if is_placeholder is not None:
                 kv_input = jnp.where(is_placeholder[..., None], attn_input, kv_input)
         y, state = self.attn(attn_input, positions, layer, attend, state, rows, kv_input)

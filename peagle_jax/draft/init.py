@@ -33,7 +33,8 @@ def init_from_target(head: Model, target: Model) -> Model:
 
     It learns several times faster than a random one (LOG.md). Every layer gets the target's last
     MLP, norm and attention; in the first layer, whose attention is twice as wide, they read its
-    hidden-state half. A narrower MLP gets the neurons of largest weights. `fc` passes the last aux
+    hidden-state half. Injected keys and values begin as those of fused hidden states alone, behind
+    the target's norm. A narrower MLP gets the neurons of largest weights. `fc` passes the last aux
     hidden state on (EAGLE-1: the final one). The final norm is the target's.
 
     Args:
@@ -58,6 +59,9 @@ def init_from_target(head: Model, target: Model) -> Model:
             layer["attn"] = {**layer["attn"], **attention}
             if "input_norm" in layer:
                 layer["input_norm"] = last["attn_norm"]
+        if "context_norm" in layer:
+            silent = jax.tree.map(jnp.zeros_like, layer["context_token_norm"])
+            layer |= {"context_norm": last["attn_norm"], "context_token_norm": silent}
     fc = params["fc"] if cfg.predicts_features else params["fusion"]["fc"]
     identity = jnp.eye(cfg.dim, dtype=fc["kernel"].dtype)
     fc["kernel"] = (FC_NOISE * fc["kernel"]).at[-cfg.dim :].add(identity)
@@ -120,6 +124,8 @@ def init_placeholders(
 def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
     """Takes over a trained head's parameters, wherever both heads have one of that name and shape.
 
+    Norms of injected keys and values, if the trained head has none, begin as its own norms.
+
     Args:
       head: the new head; its other parameters stay as they are.
       trained: the head to take them from.
@@ -160,8 +166,24 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
             got="none",
             next_step="set init_from to a head of the same width",
         )
-    params = unflatten_params({**new, **common})
+    params = unflatten_params({**new, **common, **_injected_norms(new, common)})
     return dataclasses.replace(head, params=_with_dtypes_of(head.params, params))
+
+
+def _injected_norms(new: Params, common: Params) -> Params:
+    """By path, what norms of injected keys and values begin as, where a trained head has none.
+
+    As in `init_from_target`: the norm that its keys and values were trained with, and nothing of
+    the embeddings.
+    """
+    norms = {}
+    for path in new.keys() - common.keys():
+        input_norm = path.replace(".context_norm.", ".input_norm.")
+        if input_norm != path and input_norm in common:
+            norms[path] = common[input_norm]
+            of_tokens = path.replace(".context_norm.", ".context_token_norm.")
+            norms[of_tokens] = jnp.zeros_like(new[of_tokens])
+    return norms
 
 
 def _markov(head: Model) -> tuple[int | None, bool]:

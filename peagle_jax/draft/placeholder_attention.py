@@ -8,14 +8,16 @@ from jaxtyping import Array, Bool, Int
 
 ATTENTION_DESIGNS: dict[str, str] = {
     "causal": "the committed tokens, and the placeholders before it (the paper's and vLLM's)",
-    "bidirectional": "the committed tokens, and all placeholders of its step (DFlash's blocks)",
+    "bidirectional": "the committed tokens, and all placeholders of its step",
     "committed": "the committed tokens, and no other placeholder",
 }
-# What the layers behind the first have for keys and values of the committed tokens. The first
-# layer reads fused hidden states in any case.
+# What the layers behind the first make keys and values of committed tokens of. The first layer
+# reads embeddings and fused hidden states in any case. DFlash injects keys and values, too, and
+# otherwise: into all layers, of hidden states alone behind one norm, and not of the newest token,
+# which stands in its block of placeholders and has keys and values like theirs.
 CONTEXT_DESIGNS: dict[str, str] = {
     "layers": "the outputs of the layer before (the paper's and vLLM's)",
-    "injected": "the fused hidden states, normed by each layer (DFlash's key/value injection)",
+    "injected": "the embeddings and the fused hidden states, each behind a norm of the layer's",
 }
 
 

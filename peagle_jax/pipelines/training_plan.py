@@ -294,7 +294,8 @@ def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) 
     """Bytes of the scores of a chunk, where attention runs without a kernel."""
     is_head = isinstance(config, HeadConfig)
     dtype = run.compute.dtype if is_head else run.target_dtype
-    if _runs_kernels(run, dtype) and config.head_dim <= 128:
+    is_masked = isinstance(config, HeadConfig) and config.placeholder_attention == "bidirectional"
+    if _runs_kernels(run, dtype) and config.head_dim <= 128 and not is_masked:
         return 0
     heads = max(1, config.heads // run.mesh.model)
     of_query = rows * heads * n

@@ -88,15 +88,16 @@ class PrefixChain:
     """Attention over [n depth-0 rows, M packed rows of depth 1 and more] of a draft head.
 
     The packed rows are ordered by (anchor, depth), so the chain of packed row m is the rows
-    m - depth + 1 .. m. Rows of depth 0 among them are padding: they attend to nothing, and nothing
-    to them. There are no sinks, and every layer has keys of its own.
+    m - depth + 1 .. m; with bidirectional placeholders also those of its anchor that follow. Rows
+    of depth 0 among them are padding: they attend to nothing, and nothing to them. There are no
+    sinks, and every layer has keys of its own.
     """
 
     anchor: Int[Array, "B M"]
     depth: Int[Array, "B M"]
     segment_ids: Int[Array, "B n"]  # of the depth-0 rows
     num_depths: int  # K
-    design: str = "causal"  # a name in `placeholders.ATTENTION_DESIGNS`
+    design: str = "causal"  # a name in `placeholder_attention.ATTENTION_DESIGNS`
 
     def __call__(
         self,

@@ -276,6 +276,7 @@ class PeagleRun(HeadRun):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_depth_weights()
+        self._check_placeholder()
         for part in self.trained_alone:
             key, rule = f"{part}.train_alone", "needs a trained head, which it leaves as it is"
             next_step = f"set init_from to that head's folder, or {key}: false"
@@ -290,6 +291,15 @@ class PeagleRun(HeadRun):
         check(len(weights) == count, key, rule, f"{len(weights)} of them", next_step)
         valid = all(0 <= w < float("inf") for w in weights) and weights[0] > 0
         check(valid, key, "must be finite, 0 or more, the first above 0", list(weights), next_step)
+
+    def _check_placeholder(self) -> None:
+        design, layers = self.placeholder, self.head.layers
+        fits = design.context == "layers" or layers > 1
+        rule, got = "needs a head of two layers or more", f"{design.context} with {layers}"
+        check(fits, "placeholder.context", rule, got, "set head.layers: 2, or context: layers")
+        fits = not design.true_tokens or self.confidence is None
+        rule = "must be 0 with a confidence head, which would learn of drafts that know too much"
+        check(fits, "placeholder.true_tokens", rule, design.true_tokens, "leave out confidence")
 
     @property
     def trained_alone(self) -> tuple[str, ...]:

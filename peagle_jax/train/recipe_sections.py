@@ -131,7 +131,7 @@ class TttConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceholderConfig:
-    """What a placeholder row contains, and what it attends to: designs of draft/placeholders.py.
+    """What a placeholder row contains (draft/placeholders.py), and what it attends to.
 
     The defaults are the paper's: one learned vector for all positions, the mask token, and
     attention to the committed tokens and the placeholders before it.
@@ -139,10 +139,13 @@ class PlaceholderConfig:
 
     hidden: str = "shared"
     token: str = "mask"
-    attention: str = "causal"
-    context: str = "layers"  # keys and values of committed tokens, in layers behind the first
+    attention: str = "causal"  # draft/placeholder_attention.py
+    # Keys and values of committed tokens in layers behind the first: of what the layer before gave,
+    # or injected (likewise).
+    context: str = "layers"
     # Of training alone: the share of anchors whose placeholders read the text's own tokens, as if
-    # these had been drafted already. When decoding, no placeholder knows a token.
+    # these had been drafted already. When decoding, no placeholder knows a token. The accuracies of
+    # the log count such placeholders, too.
     true_tokens: float = 0.0
 
     def __post_init__(self) -> None:

@@ -100,6 +100,22 @@ def test_greedy_text_is_plain_decodings(k, num_nodes, monkeypatch):
     assert accepted == sum(sum(a.is_draft) for a in answers) > 0
 
 
+@pytest.mark.parametrize("num_nodes", [None, 9])
+@pytest.mark.parametrize(
+    "design",
+    [
+        {"placeholder_attention": "bidirectional", "windows": (4, None)},
+        {"placeholder_attention": "committed"},
+        {"placeholder_context": "injected", "markov_rank": 3},
+    ],
+)
+def test_greedy_text_with_other_attention_of_placeholders(design, num_nodes):
+    options = {"k": 4, "num_tree_nodes": num_nodes, "max_new_tokens": 30}
+    answers = generate(tiny.target(), tiny.head(**design), PROMPTS, **options)
+    assert [a.output_token_ids for a in answers] == truth()
+    assert sum(a.num_accepted_tokens for a in answers) > 0
+
+
 def test_a_tree_accepts_more_than_a_chain():
     """Random heads are poor: a chain of 5 is hardly ever right, 40 nodes sometimes are."""
     options = {"k": 5, "max_new_tokens": 60}

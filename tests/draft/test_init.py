@@ -55,6 +55,25 @@ def test_a_head_starts_as_its_targets_last_layer():
     assert shapes(made) == shapes(head)
 
 
+def test_injected_keys_and_values_begin_as_the_layers_own():
+    """Behind the norm that its keys and values come from, and of no embedding."""
+    shape = {"qk_norm": True, **IDENTITY}
+    head = tiny.head(3, placeholder_context="injected", **shape)
+    target, plain = tiny.target(), tiny.head(8, **shape)
+    from_target, from_head = init_from_target(head, target), init_from_head(head, plain, "x")
+    for made, norm in (
+        (from_target, target.params["blocks"][3]["attn_norm"]),
+        (from_head, plain.params["layers"][1]["input_norm"]),
+    ):
+        first, second = made.params["layers"][0], made.params["layers"][1]
+        assert not {"context_norm", "context_token_norm"} & first.keys()
+        np.testing.assert_array_equal(second["context_norm"]["scale"], norm["scale"])
+        assert not np.asarray(second["context_token_norm"]["scale"]).any()
+    # of a head that has such norms they are taken over
+    again = init_from_head(tiny.head(5, placeholder_context="injected", **shape), head, "x")
+    jax.tree.map(np.testing.assert_array_equal, again.params["layers"], head.params["layers"])
+
+
 def rms(x):
     return np.sqrt(np.mean(np.square(x)))
 

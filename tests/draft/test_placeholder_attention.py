@@ -45,8 +45,8 @@ def test_injected_keys_and_values_are_of_fused_hidden_states(window):
 
     first, second = module.layers
     x, _ = first(fused, embeddings, positions, 0, attend, None)
-    assert second.context_norm is not None
-    contexts = second.context_norm(fused)
+    assert second.context_norm is not None and second.context_token_norm is not None
+    contexts = second.context_norm(fused) + second.context_token_norm(embeddings)
     kv_rows = jnp.where(is_placeholder[..., None], second.input_norm(x), contexts)
     both = jnp.concatenate([second.input_norm(x), kv_rows], axis=1)
 
@@ -69,7 +69,7 @@ def without_injection(head):
     """The head's parameters in a head without injection."""
     plain = tiny.head(layers=2, windows=head.config.windows, qk_norm=True)
     layers = {
-        name: {key: value for key, value in layer.items() if key != "context_norm"}
+        name: {key: value for key, value in layer.items() if not key.startswith("context")}
         for name, layer in head.params["layers"].items()
     }
     return plain.bind({**head.params, "layers": layers})

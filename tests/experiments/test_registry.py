@@ -38,7 +38,12 @@ BASE = {
     "depth_weights": ["equal"],
 }
 BASE_OF = {
-    "smoke": {**BASE, "head_layers": ["1"], "speculation_depth": ["K 3"]},
+    "smoke": {
+        **BASE,
+        "head_layers": ["1"],
+        "speculation_depth": ["K 3"],
+        "context_injection": [],  # of two layers at least
+    },
     "small": {**BASE, "head_layers": ["2"], "speculation_depth": ["K 5", "trained 5 drafts 8"]},
     "sampled": {**BASE, "head_layers": ["2"], "speculation_depth": []},
     "full": {**BASE, "head_layers": ["4"], "speculation_depth": ["K 8"]},
@@ -54,6 +59,7 @@ EQUAL = {
 # (experiment, budget) whose reference is not the base, and what is then said of it
 REFERENCE_CHANGES = {
     ("head_layers", "smoke"): ["head.layers: 1 -> 2"],
+    ("context_injection", "smoke"): ["head.layers: 1 -> 2"],
     ("head_layers", "full"): ["head.layers: 4 -> 2"],
     ("speculation_depth", "full"): ["cod.num_depths: 8 -> 5"],
     ("speculation_depth", "sampled"): ["cod.num_depths: 7 -> 5"],
@@ -99,10 +105,11 @@ def test_every_run_is_valid_and_its_hidden_states_are_stored(budget):
         on_text = {(m.max_new_tokens, m.temperature) for m in job.measurements() if m.on_text}
         assert {tuple(stage.config.values()) for stage in texts} == on_text, job.name
         stored = set(hidden_states.config["aux_hidden_state_layers"])
-        assert set(run.head.aux_hidden_state_layers) <= stored, job.name
+        assert set(run.aux_hidden_state_layers) <= stored, job.name
         assert hidden_states.config["seq_len"] == run.data.seq_len, job.name
         assert (job.variant.method == "peagle") == isinstance(run, PeagleRun), job.name
-        assert run.num_depths_at(0) <= run.num_depths == run.num_depths_at(run.optimizer.steps - 1)
+        last = 1 if job.variant.method == "eagle" else run.num_depths
+        assert run.num_depths_at(0) <= last == run.num_depths_at(run.optimizer.steps - 1)
         lengths = {m.prompt_tokens for m in job.measurements()}
         lengths.add(job.budget.answers.prompt_tokens)
         assert {stage.config["num_tokens"] for stage in prompts} == lengths
@@ -170,6 +177,8 @@ def test_who_shares_a_head_and_who_is_the_same_run(budget):
         expected.add(
             frozenset([("speculation_depth", "K 5"), ("speculation_depth", "trained 5 drafts 8")])
         )
+    if budget == "smoke":
+        expected.add(frozenset([("head_layers", "2"), ("context_injection", "layers")]))
     assert shared == expected
     assert [tuple(names) for names in by_run.values() if len(names) > 1] == EQUAL[budget]
 

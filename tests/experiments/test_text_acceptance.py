@@ -20,6 +20,8 @@ HEADS = {
     "low rank, window": ("peagle", {"placeholder_hidden": "per_depth", "windows": (5, None)}),
     "markov": ("peagle", MARKOV),
     "reduced": ("peagle", {"draft_vocab": 17}),
+    "bidirectional": ("peagle", {"placeholder_attention": "bidirectional"}),
+    "injected": ("peagle", {"placeholder_context": "injected"}),
     "eagle3": ("eagle3", EAGLE3),
     "eagle": ("eagle", {}),
 }

@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from peagle_jax.cli import main
+from peagle_jax.kernels import packed_attention
 from peagle_jax.pipelines import training_plan
 from peagle_jax.train import train_head
 from peagle_jax.train.cod import CodConfig, cod_sample
@@ -123,6 +124,22 @@ def test_bytes_of_parameters_are_exact():
         dataclasses.replace(RUN, mesh=MeshConfig(model=2)), target, head
     )
     assert 0.5 < divided.head_bytes / plan.head_bytes < 0.6  # norms and the fusion are whole
+
+
+def test_bidirectional_placeholders_have_scores_in_memory():
+    """No kernel computes their attention on a GPU."""
+    target, head = small_models()
+    run = dataclasses.replace(
+        RUN, compute=ComputeConfig(dtype="bfloat16"), target_dtype="bfloat16", cod=CodConfig()
+    )
+    config = dataclasses.replace(head.config, placeholder_attention="bidirectional")
+    other = dataclasses.replace(head, config=config)
+    causal, bidirectional = (
+        training_plan._scores(run, 1, 512, model.config) for model in (head, other)
+    )
+    assert causal == 0
+    size = packed_attention.chunk_size(config.heads * 512)
+    assert bidirectional == config.heads * 512 * size * 4 * training_plan.SCORE_COPIES
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -61,6 +61,12 @@ def test_a_head_needs_a_corpus(task, tmp_path):
         load(tmp_path, minimal(task, data={"seq_len": 64}))
 
 
+def test_placeholders_that_read_the_text(tmp_path):
+    """A key that excludes another one of the recipe below."""
+    run = load(tmp_path, minimal("peagle", placeholder={"true_tokens": 0.125}))
+    assert isinstance(run, PeagleRun) and run.placeholder.true_tokens == 0.125
+
+
 def test_every_key_is_read(tmp_path):
     run = load(tmp_path, minimal("peagle", **ALL_CHANGED))
     assert isinstance(run, PeagleRun)
@@ -69,7 +75,7 @@ def test_every_key_is_read(tmp_path):
         assert got[key] == value != default[key], key
         if isinstance(value, dict):
             same = {k for k in value if default[key] and value[k] == default[key][k]}
-            assert same <= {"norm_before_fc", "source"}, key
+            assert same <= {"norm_before_fc", "source", "true_tokens"}, key
     assert build(PeagleRun, yaml.safe_load(dump(run)), "dumped") == run
 
 
@@ -216,6 +222,14 @@ BAD = [
         "placeholder.attention: must be one of causal, bidirectional, committed; got block",
     ),
     ({"placeholder": {"context": "x"}}, "placeholder.context: must be one of layers, injected"),
+    (
+        {"placeholder": {"context": "injected"}, "head": {"layers": 1}},
+        "placeholder.context: needs a head of two layers or more; got injected with 1; set head",
+    ),
+    (
+        {"placeholder": {"true_tokens": 0.5}, "confidence": {}},
+        "placeholder.true_tokens: must be 0 with a confidence head, which would learn of",
+    ),
     ({"placeholder": {"true_tokens": 1.0}}, "placeholder.true_tokens: must lie in 0..1, below 1"),
     ({"markov": {"rank": 0}}, "markov.rank: must be 1 or more; got 0; use 256"),
     ({"markov": {"gated": True}}, "markov: rank must be given; got no rank"),
