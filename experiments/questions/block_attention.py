@@ -9,7 +9,8 @@ bidirectional placeholder often sees fewer others than when decoding.
 Expects: bidirectional gains nothing, since placeholders know nothing of the tokens that will stand
 there. Committed loses little at late positions, if anything: what placeholders tell each other are
 guesses, which every one of them can make for itself.
-Result: not run yet.
+Result: 4722e37, 2026-11-26, 3 seeds, budget sampled: 2.38 causal, 2.38 bidirectional, 2.36
+committed, which is worse with every seed. docs/late_positions.md has more.
 """
 
 import dataclasses

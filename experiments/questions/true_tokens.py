@@ -7,7 +7,8 @@ they had been drafted already (teacher forcing within the block, as JetSpec trai
 others read the mask token, as all do when decoding.
 Expects: a loss that grows with the share: placeholders with tokens learn what is not asked of them
 when decoding, and those without see fewer examples.
-Result: not run yet.
+Result: 4722e37, 2026-11-26, 3 seeds, budget sampled: 2.38, 2.37 with a quarter and 2.35 with a
+half; the first position gains, later ones lose more. docs/late_positions.md has more.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ def with_share(share: float) -> Variant:
         placeholder = dataclasses.replace(base.placeholder, true_tokens=share)
         return dataclasses.replace(base, placeholder=placeholder)
 
-    return Variant(run=run, x=share)
+    return Variant(run=run)
 
 
 EXPERIMENT = Experiment(
@@ -31,7 +32,7 @@ EXPERIMENT = Experiment(
     question="Do placeholders learn better if some of them read the text's own tokens in training?",
     expects="Acceptance falls as the share grows.",
     axis="share of anchors whose placeholders read the text",
-    kind="curve",
+    kind="bars",
     reference="0",
     variants={f"{share:g}": with_share(share) for share in SHARES},
     paper="JetSpec trains a drafter whose nodes see their ancestors' tokens (arXiv:2606.18394), "

@@ -147,11 +147,9 @@ class PrefixChain:
         num_rows = self.anchor.shape[1]
         ahead = jnp.zeros_like(self.depth)
         for distance in range(1, min(self.num_depths - 1, num_rows)):
-            padding = [(0, 0), (0, distance)]
-            anchor = jnp.pad(self.anchor[:, distance:], padding, constant_values=-1)
-            depth = jnp.pad(self.depth[:, distance:], padding)
-            is_behind = (anchor == self.anchor) & (depth == self.depth + distance)
-            ahead += is_behind & (self.depth > 0)
+            # no row of another chain is as much deeper as it is further behind
+            depth = jnp.pad(self.depth[:, distance:], [(0, 0), (0, distance)])
+            ahead += (depth == self.depth + distance) & (self.depth > 0)
         return ahead
 
 

@@ -59,6 +59,10 @@ def apply_overrides(run: Run, arguments: Sequence[str], where: str) -> Run:
             value = example_of(last, hint)
         example = _as_typed("--" + ".".join(keys), value)
         mapping[last] = _parse(hint, option, values, place, example)
+        if keys == ["task"] and mapping[last] != run.task:
+            rule = f"the recipe's task stays {run.task}: another one has other keys"
+            next_step = f"make a recipe by peagle init-config --task {mapping[last]}"
+            raise InputError(place, rule, mapping[last], next_step)
     return build(type(run), changes, place, default=run)
 
 

@@ -3,11 +3,11 @@
     .venv/bin/python scripts/measure/exactness.py [--record results/exactness.jsonl]
 
 The packaged target continues excerpts of held-out Python source. In each number format its plain
-greedy texts, one at a time, are compared with those of plain decoding in batches, and with those
-of speculative decoding with the packaged heads. All of them are the argmaxes of the same function;
-what differs are the shapes of its products, and with them the order of sums. A text that differs is
-followed to its first other token. There a row has how far apart the target's two largest logits
-are, in the format's own arithmetic: a difference is rounding's where they nearly tie.
+greedy texts, in batches of 8, are compared with those of plain decoding in batches of 3, and with
+those of speculative decoding with the packaged heads. All of them are the argmaxes of the same
+function; what differs are the shapes of its products, and with them the order of sums. A text that
+differs is followed to its first other token. There a row has how far apart the target's two largest
+logits are, in the format's own arithmetic: a difference is rounding's where they nearly tie.
 
 Formats: float32; bfloat16 (weights, and operands of products); fp8 (weights in float8_e4m3fn with
 a scale for each block, activations in bfloat16, as `--fp8` loads them).
@@ -41,12 +41,12 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 # name -> (packaged head or None, K, nodes of a tree or None, texts decoded together)
 DECODERS: dict[str, tuple[str | None, int | None, int | None, int]] = {
-    "plain, batches of 8": (None, None, None, 8),
-    "EAGLE-3, one at a time": ("eagle3", 7, None, 1),
-    "P-EAGLE, one at a time": ("peagle", 7, None, 1),
+    "plain, batches of 3": (None, None, None, 3),
+    "EAGLE-3, batches of 8": ("eagle3", 7, None, 8),
     "P-EAGLE, batches of 8": ("peagle", 7, None, 8),
-    "P-EAGLE, a tree of 16, batches of 8": ("peagle", 7, 16, 8),
+    "P-EAGLE, trees of 16, batches of 8": ("peagle", 7, 16, 8),
 }
+REFERENCE = (None, None, None, 8)
 PROMPT_TOKENS = 48
 
 
@@ -123,7 +123,7 @@ def measure(
         head = head if decoder[0] else None
         return decode(target, head, prompts, decoder, max_new_tokens, progress)
 
-    target, plain = pairs["peagle"][0], texts_of((None, None, None, 1))
+    target, plain = pairs["peagle"][0], texts_of(REFERENCE)
     rows = []
     for label, decoder in DECODERS.items():
         others = texts_of(decoder)

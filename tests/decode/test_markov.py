@@ -13,7 +13,7 @@ import tiny
 from flax import nnx
 from scipy import special, stats
 
-from peagle_jax.decode.drafters import MARKOV_UNROLL
+from peagle_jax.decode.draft_tokens import MARKOV_UNROLL
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.draft.head import DraftHead

@@ -15,7 +15,7 @@ import tiny
 from scipy import stats
 from scipy.special import softmax
 
-from peagle_jax.decode import drafters, loop
+from peagle_jax.decode import draft_tokens, loop
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.penalties import count_tokens, penalize, penalties_of
 from peagle_jax.decode.prefill import prefill, run_to_end
@@ -204,11 +204,11 @@ def test_a_q_without_the_markov_bias_is_noticed(monkeypatch):
     """Drafts are drawn with the bias of the draft before; q must have it as well."""
 
     def without_bias(head, hidden, *others):
-        drafts, logits = drafters_in_turn(head, hidden, *others)
+        drafts, logits = in_turn(head, hidden, *others)
         return drafts, head.compute_logits(hidden).astype(logits.dtype)
 
-    drafters_in_turn = drafters.draft_in_turn
-    monkeypatch.setattr(drafters, "draft_in_turn", without_bias)
+    in_turn = draft_tokens.draft_in_turn
+    monkeypatch.setattr(draft_tokens, "draft_in_turn", without_bias)
     assert p_value(*CASES["k4_markov"], cache_size=13, calls=3) < 1e-6
 
 

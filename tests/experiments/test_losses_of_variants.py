@@ -14,6 +14,7 @@ from experiments.budgets import BUDGETS
 from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
 from peagle_jax.checkpoints import export_placeholders
+from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.pipelines import tracing
 from peagle_jax.train import train_head
 from peagle_jax.train.cod import cod_sample
@@ -64,7 +65,7 @@ def traced(tmp_path_factory):
 
     @functools.cache
     def trace(run):
-        teacher = target(folder, run.head.aux_hidden_state_layers)
+        teacher = target(folder, run.aux_hidden_state_layers)
         config = head_config(run, teacher, 3)
         head = tracing.abstract_head(config)
         n = run.data.seq_len
@@ -75,12 +76,12 @@ def traced(tmp_path_factory):
             if isinstance(run, PeagleRun)
             else None
         )
-        width = len(run.head.aux_hidden_state_layers) * 64
+        width = len(run.aux_hidden_state_layers) * 64
         aux_hidden_states, hidden = (np.zeros((1, n, w), np.float32) for w in (width, 64))
         stored = HiddenStates(batch, aux_hidden_states, hidden)
-        inputs = HeadBatch(
-            batch, stored, segment_ids, loss_mask, cod, np.zeros((1, 2), np.int32), run.num_depths
-        )
+        num_depths = run.num_depths_at(run.optimizer.steps - 1)
+        noise_ids = np.zeros((1, 2), np.int32)
+        inputs = HeadBatch(batch, stored, segment_ids, loss_mask, cod, noise_ids, num_depths)
         trained, frozen = train_head.split_params(run, head)
 
         def loss(params, fixed, inputs):
@@ -106,26 +107,21 @@ def test_every_loss_can_be_formed(traced, name):
         assert (
             loss.shape == ()
             and loss.dtype == jnp.float32
-            and metrics["correct"].shape == (run.num_depths,)
+            and metrics["correct"].shape == (run.num_depths_at(run.optimizer.steps - 1),)
         ), variant
-        for field in (
-            "layers",
-            "aux_hidden_state_layers",
-            "draft_vocab",
-            "norm_before_fc",
-            "fc_norm",
-            "norm_before_residual",
-        ):
+        assert config.aux_hidden_state_layers == run.aux_hidden_state_layers
+        vocab = run.head.draft_vocab or BUDGETS["smoke"].model.vocab  # an EAGLE-1 head names none
+        assert config.draft_vocab == vocab
+        for field in ("layers", "norm_before_fc", "fc_norm", "norm_before_residual"):
             assert getattr(config, field) == getattr(run.head, field), (variant, field)
         assert (
             config.parallel == (job.variant.method == "peagle")
             and config.num_depths == run.num_depths
         )
         if config.parallel:
-            assert (config.placeholder_hidden, config.placeholder_token) == (
-                run.placeholder.hidden,
-                run.placeholder.token,
-            )
+            for field in PAPER_DESIGN:
+                side = field.removeprefix("placeholder_")
+                assert getattr(config, field) == getattr(run.placeholder, side), (variant, field)
 
 
 def test_what_vllm_refuses(traced):
@@ -137,4 +133,10 @@ def test_what_vllm_refuses(traced):
     assert refused == {
         ("hidden_designs", v)
         for v in ("per_depth", "shared_depth", "low_rank", "last_feature", "gated")
-    } | {("token_designs", "last_token")}
+    } | {
+        ("token_designs", "last_token"),
+        ("block_attention", "bidirectional"),
+        ("block_attention", "committed"),
+        ("context_injection", "injected"),
+        ("context_injection", "both"),
+    }

@@ -86,6 +86,11 @@ BAD_OVERRIDES = [
     ("--head.taps [2, 5", "[2, 5; quote it for the shell: --head.taps '[2, 5, 7]'"),
     ("--seed four", "recipe.yaml with --seed four: seed: must be a whole number; got 'four'"),
     ("--seed [", "the value of an override must be YAML; got --seed [; write --seed 0"),
+    (
+        "--task eagle3",
+        "the recipe's task stays peagle: another one has other keys; got eagle3; make a recipe by "
+        "peagle init-config --task eagle3",
+    ),
     ("--init cold", "init: must be one of random, target; got 'cold'"),
     ("7 --seed 3", "overrides begin with the name of a key; got 7"),
     ("--grow.2.until 5", "depth_schedule: must be a list, or one of its 2 items by number"),
