@@ -93,7 +93,7 @@ def _export_status(run: HeadRun, config: HeadConfig) -> str:
     was_exported = (Path(run.out) / "head" / "config.json").exists()
     if was_exported or status.startswith("refused"):
         return status
-    if config.predicts_features:
+    if config.predicts_features and config.qk_norm:
         return "refused: vLLM's EAGLE-1 heads have no norms of queries and keys"
     return "refused: fc does not reach its placeholder's vector"
 

@@ -297,9 +297,10 @@ class PeagleRun(HeadRun):
         fits = design.context == "layers" or layers > 1
         rule, got = "needs a head of two layers or more", f"{design.context} with {layers}"
         check(fits, "placeholder.context", rule, got, "set head.layers: 2, or context: layers")
-        fits = not design.true_tokens or self.confidence is None
-        rule = "must be 0 with a confidence head, which would learn of drafts that know too much"
-        check(fits, "placeholder.true_tokens", rule, design.true_tokens, "leave out confidence")
+        fits = not design.true_tokens or (self.confidence is None and not self.trained_alone)
+        rule = "must be 0 with a confidence head, or with a part trained alone"
+        next_step = "leave out true_tokens"
+        check(fits, "placeholder.true_tokens", rule, design.true_tokens, next_step)
 
     @property
     def trained_alone(self) -> tuple[str, ...]:

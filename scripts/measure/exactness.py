@@ -173,6 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     prompts = excerpts(args.num_prompts)
     rows, done = [], 0
+    origin = provenance(" ".join(["python scripts/measure/exactness.py", *sys.argv[1:]]))
     total = len(args.formats) * (1 + len(DECODERS)) * len(prompts)
     with ProgressReport("exactness", total, unit="texts") as report:
 
@@ -182,12 +183,12 @@ def main() -> None:
             report.update(done)
 
         for name in args.formats:
-            rows += measure(name, prompts, args.max_new_tokens, progress)
+            of_format = measure(name, prompts, args.max_new_tokens, progress)
+            rows += of_format
+            if args.record is not None:  # at once: a format takes minutes
+                with args.record.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(origin | row) + "\n" for row in of_format)
     Console(width=110).print(table_of(rows))
-    if args.record is not None:
-        origin = provenance(" ".join(["python scripts/measure/exactness.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

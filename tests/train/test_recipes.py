@@ -228,7 +228,15 @@ BAD = [
     ),
     (
         {"placeholder": {"true_tokens": 0.5}, "confidence": {}},
-        "placeholder.true_tokens: must be 0 with a confidence head, which would learn of",
+        "placeholder.true_tokens: must be 0 with a confidence head, or with a part trained alone",
+    ),
+    (
+        {
+            "placeholder": {"true_tokens": 0.5},
+            "init_from": "head",
+            "markov": {"rank": 4, "train_alone": True},
+        },
+        "placeholder.true_tokens: must be 0 with a confidence head, or with a part trained alone",
     ),
     ({"placeholder": {"true_tokens": 1.0}}, "placeholder.true_tokens: must lie in 0..1, below 1"),
     ({"markov": {"rank": 0}}, "markov.rank: must be 1 or more; got 0; use 256"),
