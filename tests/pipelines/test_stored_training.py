@@ -195,7 +195,8 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
     )
     if task == "peagle":
         weights = tuple(0.5 + depth for depth in range(run.num_depths))
-        run = dataclasses.replace(run, depth_weights=weights)
+        placeholder = dataclasses.replace(run.placeholder, true_tokens=0.375)
+        run = dataclasses.replace(run, depth_weights=weights, placeholder=placeholder)
     rows, target = (
         rows_of(place, tokenizer),
         load_target(place / "target", aux_hidden_state_layers=(1, 3)),
@@ -220,10 +221,10 @@ def test_a_step_hands_on_what_the_run_says(task, place, features, tokenizer, mon
         assert "kl_and_total_variation" in args and (
             run.feature_noise in args if task == "peagle" else 0.8 in args
         )
-        assert task != "peagle" or args[-1] == weights
+        assert task != "peagle" or args[-2:] == (weights, 0.375)
     if task == "peagle":
         # a key for each row of each step
-        *_, keys_of_rows, _, _, _, _ = zip(*(args for _, args in calls), strict=True)
+        *_, keys_of_rows, _, _, _, _, _ = zip(*(args for _, args in calls), strict=True)
         keys = [tuple(key) for rows in keys_of_rows for key in jax.random.key_data(rows).tolist()]
         assert len(set(keys)) == len(keys) > 2
 
