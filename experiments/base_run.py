@@ -1,6 +1,7 @@
 """The training run that every variant changes a little, and changes that questions share."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from experiments.budgets import Budget
@@ -119,6 +120,15 @@ def with_steps(run: HeadRun, steps: int) -> HeadRun:
     schedule = depth_schedule(steps, run.num_depths) if run.depth_schedule else ()
     optimizer = dataclasses.replace(run.optimizer, steps=steps)
     return dataclasses.replace(run, optimizer=optimizer, depth_schedule=schedule)
+
+
+def with_placeholder(**design: Any) -> Callable[[PeagleRun], PeagleRun]:
+    """A change of runs: other values of their `placeholder`."""
+
+    def change(run: PeagleRun) -> PeagleRun:
+        return dataclasses.replace(run, placeholder=dataclasses.replace(run.placeholder, **design))
+
+    return change
 
 
 def as_eagle3(run: PeagleRun, *, layers: int = 1) -> Eagle3Run:

@@ -13,20 +13,9 @@ Result: 4722e37, 2026-11-26, 3 seeds, budget sampled: 2.38 causal, 2.38 bidirect
 committed, which is worse with every seed. docs/late_positions.md has more.
 """
 
-import dataclasses
-
 from experiments.base import Experiment, Variant
+from experiments.base_run import with_placeholder
 from peagle_jax.draft.placeholder_attention import ATTENTION_DESIGNS
-from peagle_jax.train.config import PeagleRun
-
-
-def with_attention(name: str) -> Variant:
-    def run(base: PeagleRun) -> PeagleRun:
-        placeholder = dataclasses.replace(base.placeholder, attention=name)
-        return dataclasses.replace(base, placeholder=placeholder)
-
-    return Variant(run=run)
-
 
 EXPERIMENT = Experiment(
     name="block_attention",
@@ -35,7 +24,7 @@ EXPERIMENT = Experiment(
     axis="placeholders attend to",
     kind="bars",
     reference="causal",
-    variants={name: with_attention(name) for name in ATTENTION_DESIGNS},
+    variants={name: Variant(run=with_placeholder(attention=name)) for name in ATTENTION_DESIGNS},
     paper="P-EAGLE's placeholders attend to those before them (arXiv:2602.01469). DFlash's blocks "
     "are bidirectional, JetSpec's causal (arXiv:2606.18394).",
 )

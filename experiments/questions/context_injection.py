@@ -16,14 +16,14 @@ Result: not run yet.
 import dataclasses
 
 from experiments.base import Experiment, Variant
+from experiments.base_run import with_placeholder
 from peagle_jax.train.config import PeagleRun
 
 
 def with_design(**design: str) -> Variant:
     def run(base: PeagleRun) -> PeagleRun:
-        placeholder = dataclasses.replace(base.placeholder, **design)
         head = dataclasses.replace(base.head, layers=max(2, base.head.layers))
-        return dataclasses.replace(base, placeholder=placeholder, head=head)
+        return with_placeholder(**design)(dataclasses.replace(base, head=head))
 
     return Variant(run=run)
 
@@ -40,6 +40,6 @@ EXPERIMENT = Experiment(
         "injected": with_design(context="injected"),
         "both": with_design(context="injected", attention="bidirectional"),
     },
-    paper="DFlash gives every layer of its drafter keys and values of the target's hidden states. "
-    "Nobody has published it for P-EAGLE.",
+    paper="DFlash gives every layer of its drafter keys and values of the target's hidden states "
+    "(speculators 0.9, models/dflash). Nobody has published it for P-EAGLE.",
 )

@@ -13,20 +13,9 @@ Result: d3c9f7f, 2026-11-21, six designs, 3 seeds: all are within noise of the p
 (gated). experiments/README.md has more.
 """
 
-import dataclasses
-
 from experiments.base import Experiment, Variant
+from experiments.base_run import with_placeholder
 from peagle_jax.draft.placeholders import HIDDEN_DESIGNS
-from peagle_jax.train.config import PeagleRun
-
-
-def with_design(name: str) -> Variant:
-    def run(base: PeagleRun) -> PeagleRun:
-        placeholder = dataclasses.replace(base.placeholder, hidden=name)
-        return dataclasses.replace(base, placeholder=placeholder)
-
-    return Variant(run=run)
-
 
 EXPERIMENT = Experiment(
     name="hidden_designs",
@@ -36,7 +25,7 @@ EXPERIMENT = Experiment(
     axis="hidden side of the placeholder",
     kind="bars",
     reference="shared",
-    variants={name: with_design(name) for name in HIDDEN_DESIGNS},
+    variants={name: Variant(run=with_placeholder(hidden=name)) for name in HIDDEN_DESIGNS},
     paper="One learnable vector, shared by all depths, is what P-EAGLE proposes and what vLLM "
     "serves (arXiv:2602.01469).",
 )

@@ -11,20 +11,9 @@ Result: d3c9f7f, 2026-11-21, four designs, 3 seeds: all are within noise of the 
 from 2.56 (last_token) to 2.62 (frozen). experiments/README.md has more.
 """
 
-import dataclasses
-
 from experiments.base import Experiment, Variant
+from experiments.base_run import with_placeholder
 from peagle_jax.draft.placeholders import TOKEN_DESIGNS
-from peagle_jax.train.config import PeagleRun
-
-
-def with_design(name: str) -> Variant:
-    def run(base: PeagleRun) -> PeagleRun:
-        placeholder = dataclasses.replace(base.placeholder, token=name)
-        return dataclasses.replace(base, placeholder=placeholder)
-
-    return Variant(run=run)
-
 
 EXPERIMENT = Experiment(
     name="token_designs",
@@ -34,7 +23,7 @@ EXPERIMENT = Experiment(
     axis="token side of the placeholder",
     kind="bars",
     reference="mask",
-    variants={name: with_design(name) for name in TOKEN_DESIGNS},
+    variants={name: Variant(run=with_placeholder(token=name)) for name in TOKEN_DESIGNS},
     paper="P-EAGLE learns the mask token's embedding, and trains the whole embedding for it "
     "(arXiv:2602.01469).",
 )

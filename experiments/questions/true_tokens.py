@@ -11,21 +11,10 @@ Result: 4722e37, 2026-11-26, 3 seeds, budget sampled: 2.38, 2.37 with a quarter 
 half; the first position gains, later ones lose more. docs/late_positions.md has more.
 """
 
-import dataclasses
-
 from experiments.base import Experiment, Variant
-from peagle_jax.train.config import PeagleRun
+from experiments.base_run import with_placeholder
 
 SHARES = (0.0, 0.25, 0.5)
-
-
-def with_share(share: float) -> Variant:
-    def run(base: PeagleRun) -> PeagleRun:
-        placeholder = dataclasses.replace(base.placeholder, true_tokens=share)
-        return dataclasses.replace(base, placeholder=placeholder)
-
-    return Variant(run=run)
-
 
 EXPERIMENT = Experiment(
     name="true_tokens",
@@ -34,7 +23,7 @@ EXPERIMENT = Experiment(
     axis="share of anchors whose placeholders read the text",
     kind="bars",
     reference="0",
-    variants={f"{share:g}": with_share(share) for share in SHARES},
+    variants={f"{share:g}": Variant(run=with_placeholder(true_tokens=share)) for share in SHARES},
     paper="JetSpec trains a drafter whose nodes see their ancestors' tokens (arXiv:2606.18394), "
     "which one forward of P-EAGLE cannot have.",
 )

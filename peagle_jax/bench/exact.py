@@ -51,12 +51,23 @@ def compare(
         if list(answer) == list(other):
             same += 1
             continue
-        split = _first_difference(answer, other)
-        if split is not None and _top_two_gap(target, [*prompt, *answer[:split]]) < NEAR_TIE:
+        gap = first_gap(target, prompt, answer, other)
+        if gap is not None and gap < NEAR_TIE:
             near_ties += 1
         else:
             different += 1
     return Comparison(same, near_ties, different)
+
+
+def first_gap(
+    target: Model, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]
+) -> float | None:
+    """The target's largest logit minus its second, where two answers to a prompt first differ.
+
+    None where one of them only ends earlier.
+    """
+    split = _first_difference(answer, other)
+    return None if split is None else _top_two_gap(target, [*prompt, *answer[:split]])
 
 
 def _first_difference(answer: Sequence[int], other: Sequence[int]) -> int | None:

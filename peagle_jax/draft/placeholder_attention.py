@@ -12,9 +12,9 @@ ATTENTION_DESIGNS: dict[str, str] = {
     "committed": "the committed tokens, and no other placeholder",
 }
 # What the layers behind the first make keys and values of committed tokens of. The first layer
-# reads embeddings and fused hidden states in any case. DFlash injects keys and values, too, and
-# otherwise: into all layers, of hidden states alone behind one norm, and not of the newest token,
-# which stands in its block of placeholders and has keys and values like theirs.
+# reads embeddings and fused hidden states in any case. DFlash (speculators 0.9 trains it) injects
+# keys and values, too, and otherwise: into all layers, of hidden states alone behind one norm, and
+# not of the newest token, which stands in its block and has keys and values as placeholders have.
 CONTEXT_DESIGNS: dict[str, str] = {
     "layers": "the outputs of the layer before (the paper's and vLLM's)",
     "injected": "the embeddings and the fused hidden states, each behind a norm of the layer's",

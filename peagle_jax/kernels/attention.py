@@ -161,11 +161,9 @@ def attend(
     """
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)
-    reason = (
-        non_16bit_reason(*arrays)
-        if visible is None
-        else "which keys are seen is a mask, not a position (trees, other designs of placeholders)"
-    )
+    reason = non_16bit_reason(*arrays)
+    if visible is not None:
+        reason = "a mask says which keys are seen (a tree, or other attention of placeholders)"
     form = choose("attention", form, FORMS, reason)
     if form == "reference":
         rule |= {"visible": visible, "operands": operands}

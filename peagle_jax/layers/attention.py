@@ -34,7 +34,8 @@ class CachedAttention:
 
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"] | None = None  # None: all of them
-    # of a tree: whether the second token is an ancestor of the first, or itself
+    # of a tree: whether the second token is an ancestor of the first, or itself; of a drafting step
+    # whose placeholders do not attend causally: whether the first sees the second
     ancestors: Bool[Array, "B T T"] | None = None
 
     def __call__(

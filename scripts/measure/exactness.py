@@ -9,30 +9,28 @@ function; what differs are the shapes of its products, and with them the order o
 differs is followed to its first other token. There a row has how far apart the target's two largest
 logits are, in the format's own arithmetic: a difference is rounding's where they nearly tie.
 
-Formats: float32; bfloat16 (weights, and operands of products); fp8 (weights in float8_e4m3fn with
-a scale for each block, activations in bfloat16, as `--fp8` loads them).
+Formats: float32; bfloat16 (weights, and operands of products); fp8 (weights in float8_e4m3fn,
+everything else in bfloat16, as `--fp8` loads them).
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import corpus, generate, load_pair, text
-from peagle_jax.layers import CachedAttention, Decoder, full_precision
+from peagle_jax.bench.exact import first_gap
 from peagle_jax.pipelines.demo import ASSETS, HELD_OUT
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import provenance
-from peagle_jax.types import Model
+from peagle_jax.types import InputError, Model
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": jnp.float32},
@@ -51,7 +49,11 @@ PROMPT_TOKENS = 48
 
 
 def excerpts(count: int) -> list[list[int]]:
-    """Excerpts of files that no packaged model was trained on, one behind another."""
+    """Excerpts of files that no packaged model was trained on, one behind another.
+
+    Raises:
+      InputError: there are fewer.
+    """
     tokenizer = text.load_tokenizer(ASSETS / "target")
     assert tokenizer is not None
     _, held_out = corpus.split(corpus.read_corpus(None), HELD_OUT)
@@ -61,7 +63,8 @@ def excerpts(count: int) -> list[list[int]]:
         starts = range(0, len(ids) - PROMPT_TOKENS + 1, PROMPT_TOKENS)
         found += [ids[start : start + PROMPT_TOKENS] for start in starts]
     if len(found) < count:
-        raise SystemExit(f"exactness: there are {len(found)} excerpts; use --num-prompts")
+        rule, next_step = f"there are {len(found)} excerpts", f"use {len(found)} or fewer"
+        raise InputError("--num-prompts", rule, count, next_step)
     return [found[i * len(found) // count] for i in range(count)]
 
 
@@ -88,27 +91,6 @@ def decode(
     return [answer.output_token_ids for answer in answers]
 
 
-def first_gap(target: Model, prompt: list[int], texts: tuple[list[int], list[int]]) -> float:
-    """The difference of the target's two largest logits where two texts first differ."""
-    split = next(i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b)
-    context = [*prompt, *texts[0][:split]]
-    tokens = np.zeros((1, len(prompt) + len(texts[0])), np.int32)
-    tokens[0, : len(context)] = context
-    with full_precision(target):
-        logits = np.asarray(_logits(target.graph, target.config, target.params, tokens))
-    second, first = np.sort(logits[len(context) - 1].astype(np.float64))[-2:]
-    return float(first - second)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _logits(graph: Any, config: Any, params: Any, tokens: Any) -> jax.Array:
-    module = cast(Decoder, Model(config, graph, params).bind(params))
-    positions = jnp.arange(tokens.shape[1])[None]
-    cache = config.empty_cache(1, tokens.shape[1])
-    output, _ = module(jnp.asarray(tokens), positions, CachedAttention(positions), cache)
-    return module.compute_logits(output.hidden[0])
-
-
 def measure(
     name: str, prompts: list[list[int]], max_new_tokens: int, progress: Callable[[int], None]
 ) -> list[dict]:
@@ -127,8 +109,9 @@ def measure(
     rows = []
     for label, decoder in DECODERS.items():
         others = texts_of(decoder)
+        # all texts are of one length, so that two that are not equal differ somewhere
         gaps = [
-            first_gap(target, prompt, (a, b))
+            cast(float, first_gap(target, prompt, a, b))
             for prompt, a, b in zip(prompts, plain, others, strict=True)
             if a != b
         ]
@@ -171,7 +154,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     args = parser.parse_args()
-    prompts = excerpts(args.num_prompts)
+    try:
+        prompts = excerpts(args.num_prompts)
+    except InputError as error:
+        parser.error(str(error))
     rows, done = [], 0
     origin = provenance(" ".join(["python scripts/measure/exactness.py", *sys.argv[1:]]))
     total = len(args.formats) * (1 + len(DECODERS)) * len(prompts)
