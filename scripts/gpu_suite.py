@@ -30,7 +30,16 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu import contact, libraries, numerics, speed, steps, timing, training  # noqa: E402
+from gpu import (  # noqa: E402
+    contact,
+    libraries,
+    numerics,
+    profiling,
+    speed,
+    steps,
+    timing,
+    training,
+)
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -170,6 +179,8 @@ def expected(name: str) -> int:
         return 30 if "layers" in name else 100
     if name.startswith("small n"):
         return 20
+    if name.startswith("profile"):
+        return 60
     seconds = {"environment": 5, "launches": 20, "ceilings": 10, "drafting": 30}
     seconds |= dict.fromkeys(("matmul", "mosaic matmul", "experts", "training", "losses"), 100)
     return seconds.get(name, 40)
@@ -201,6 +212,9 @@ def parts(tiny: bool, seed: int, rows: list[dict]) -> dict[str, Callable[[], Ite
     def measure_step(case):
         return lambda: steps.measure(case, ceilings(), tiny)
 
+    def profile(case):
+        return lambda: profiling.measure(case, tiny)
+
     def check_small(part):
         return lambda: part(np.random.default_rng(seed), True)
 
@@ -218,6 +232,8 @@ def parts(tiny: bool, seed: int, rows: list[dict]) -> dict[str, Callable[[], Ite
         by_name["drafting, more K"] = draft(1, 3, 5, 7, 11)
     by_name["training"] = measure(training.measure)
     by_name |= {f"steps: {case.name}": measure_step(case) for case in steps.cases(tiny)}
+    profiles = {f"profile: {case.name}": profile(case) for case in profiling.cases(tiny)}
+    by_name |= profiles
     # First what takes seconds: versions, launches, and every kernel at small sizes, where the
     # interpreter ran it. Then whole steps of both targets and what K costs; large sizes and tables
     # after them; and last what has never run anywhere and might hang.
@@ -227,7 +243,12 @@ def parts(tiny: bool, seed: int, rows: list[dict]) -> dict[str, Callable[[], Ite
     checks = [name for name in by_name if name.startswith("numerics") and name not in late]
     at_batch_1 = [name for name in whole if name.endswith("batch 1")]
     first = ["environment", "launches", "ceilings", *small, *at_batch_1[:1], "drafting"]
-    first += [*at_batch_1[1:], *checks, *(name for name in whole if name not in at_batch_1)]
+    first += [
+        *at_batch_1[1:],
+        *profiles,
+        *checks,
+        *(name for name in whole if name not in at_batch_1),
+    ]
     first += ["matmul", "attention", "experts"]
     others = [name for name in by_name if name not in (*first, *late)]
     return {name: by_name[name] for name in (*first, *others, *late)}
@@ -267,6 +288,9 @@ def show(rows: list[dict]) -> None:
     out.print(times_table(rows))
     out.print(drafting_table(rows))
     out.print(steps_table(rows))
+    for row in rows:
+        if row.get("part") == "profile":
+            out.print(profile_table(row))
     for row in rows:
         if isinstance(row.get("failed"), str):
             out.print(f"failed: {row['failed']}: {row.get('error', '')[:300]}")
@@ -309,6 +333,17 @@ def times_table(rows: list[dict]) -> Table:
         else:
             continue
         table.add_row(row["part"], row["shape"], ", ".join(texts))
+    return table
+
+
+def profile_table(row: dict) -> Table:
+    """The ten kernels that a step spends most time in."""
+    title = f"{row['case']}, {row['way']}: {row['launches_a_step']:.0f} launches a step"
+    table = Table("kernel", "a step", "us", "us a step", title=title)
+    for kernel in row["kernels"][:10]:
+        count, us = kernel["a_step"], kernel["us"]
+        table.add_row(kernel["name"], f"{count:.0f}", f"{us:.2f}", f"{count * us:.0f}")
+    table.add_row("all", "", "", f"{row['busy_us_a_step']:.0f} of {row['span_us_a_step']:.0f}")
     return table
 
 

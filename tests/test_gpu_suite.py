@@ -39,7 +39,8 @@ def test_dry_run(tmp_path, monkeypatch):
     checks = ["numerics: products", "numerics: writes", "numerics: fusion"]
     libraries = ["losses", "library attention", "library products", "library packed attention"]
     only = ["environment", "launches", "ceilings", *checks, "numerics: mosaic", "fusion", STEP]
-    only += libraries
+    profile = "profile: qwen3-coder-30b-a3b-instruct, 2 layers, none K=0, batch 1"
+    only += [*libraries, profile]
     done = suite(out, "--tiny", "--minutes", "60", "--seed", "7", "--only", *only)
     assert done.returncode == 0, done.stderr[-3000:]
     first = rows(out)
@@ -77,6 +78,9 @@ def test_dry_run(tmp_path, monkeypatch):
     row = by_library["losses"]
     assert set(row["us"]) == {"xla, all logits", "chunks of 8"} and not row["not_run"]
     assert "cudnn does not run: " in " ".join(done.stdout.split())
+    profiles = [row for row in first if row.get("part") == "profile"]
+    assert [row["way"] for row in profiles] == ["graphs with loops", "no graphs"]
+    assert all(row["steps"] == 3 and row["kernels"] == [] for row in profiles)  # no GPU, no kernels
     steps = [row for row in first if row.get("part") == "steps"]
     assert [row["routing"] for row in steps] == ["even", "alike"]
     for row in steps:  # 3 steps of 2 rows that take 1 to 4 tokens each
@@ -94,6 +98,32 @@ def test_dry_run(tmp_path, monkeypatch):
     assert again.returncode == 0 and "topk (" in again.stderr
     assert not any(check in again.stderr for check in checks)
     assert [row["done"] for row in rows(out) if "done" in row] == [*done_parts, "numerics: topk"]
+
+
+def test_a_profile_tells_kernels_apart(monkeypatch, tmp_path):
+    """By name and grid; other lines of a trace repeat the same times, and hosts have none."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from types import SimpleNamespace as Fake
+
+    from gpu import profiling
+
+    def event(name, grid, start, duration):
+        details = [("kernel_details", f"regs:40 static_shared:0 grid:{grid},1,1 block:128,1,1")]
+        return Fake(name=name, start_ns=start, duration_ns=duration, stats=details)
+
+    events = [event("kernel", 3, 0, 2000), event("kernel", 9, 3000, 500)]
+    events.append(event("kernel", 3, 5000, 1000))
+    lines = [Fake(name="Stream #7(Compute)", events=events), Fake(name="XLA Ops", events=events)]
+    planes = [Fake(name="/device:GPU:0", lines=lines), Fake(name="/host:CPU", lines=lines)]
+    (tmp_path / "a.xplane.pb").touch()
+    loader = Fake(from_file=lambda path: Fake(planes=planes))
+    monkeypatch.setattr(profiling.jax.profiler, "ProfileData", loader)
+    kernels, span = profiling.read(tmp_path)
+    assert kernels == {
+        "kernel regs:40 grid:3,1,1 block:128,1,1": (2, 3000),
+        "kernel regs:40 grid:9,1,1 block:128,1,1": (1, 500),
+    }
+    assert span == 6000
 
 
 def test_rows_have_no_folders_of_a_machine(monkeypatch):

@@ -270,6 +270,12 @@ def combine(
     It gathers, because adding by index would not be deterministic.
     """
     n, k = routing_weights.shape
-    pairs = out[tiles.place].reshape(n, k, -1).astype(jnp.float32)
+    return weighted_sum(out[tiles.place].reshape(n, k, -1), routing_weights)
+
+
+def weighted_sum(
+    pairs: Float[Array, "n k D"], routing_weights: Float[Array, "n k"]
+) -> Float[Array, "n D"]:
+    """Sums each token's experts. What weighs nothing may hold anything."""
     share = routing_weights.astype(jnp.float32)[..., None]
-    return jnp.where(share != 0, pairs * share, 0).sum(axis=1)
+    return jnp.where(share != 0, pairs.astype(jnp.float32) * share, 0).sum(axis=1)

@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from peagle_jax.kernels import experts
+from peagle_jax.kernels import experts, experts_gemv_triton
 from peagle_jax.kernels.experts import ExpertWeights, StoredMatrices, Tiles
 from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 
 # Up to so many pairs of so many experts a kernel sorts: its work grows with their product, while
 # XLA's launches stay the same.
 MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 256
+# Up to so many tokens each of their choices is multiplied alone (`experts_gemv_triton`).
+MAX_GEMV_TOKENS = 1
 MAX_GATED_ROWS = 32  # of a tile, up to which SiLU is done within the product
 
 
@@ -364,6 +366,9 @@ def mixture(
     """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
     n, k = topk_ids.shape
     count = weights.count
+    up, down = weights.matrices()
+    if n <= MAX_GEMV_TOKENS and {up.kind, down.kind} <= set(experts_gemv_triton.KINDS):
+        return experts_gemv_triton.mixture(x, topk_ids, routing_weights, weights, start)
     if n == 1:
         tiles = experts.tiles_of_one_token(topk_ids, count)
     else:
@@ -374,7 +379,6 @@ def mixture(
             tiles = make_tiles(topk_ids, count, rows, start)
         else:
             tiles = experts.make_tiles(topk_ids, count, rows)
-    up, down = weights.matrices()
     run = functools.partial(product, tiles=tiles, one_token=n == 1, start=start)
     is_swiglu = getattr(weights.act, "is_halved_swiglu", False)
     if is_swiglu and can_gate(up.kind, tiles.rows):

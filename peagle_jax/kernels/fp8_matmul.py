@@ -22,9 +22,10 @@ E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST = 1e-30  # rows whose largest value is below this are zeros: a scale must not underflow
 BLOCK = 128
-# Up to this many rows are quantized inside the product, again for every tile of outputs: that
-# costs nothing, and a launch of its own does.
-MAX_ROWS_QUANTIZED_INSIDE = 32
+# Up to this many rows are multiplied without tensor cores, and quantized inside the product, again
+# for every tile of outputs. With more rows a tensor core is as fast, and a launch of its own for
+# quantizing costs less than doing it in every tile (results/gpu_tuning.jsonl).
+MAX_GEMV_ROWS = 2
 MAX_JOINT_ROWS = 64  # of products that share a launch: one tile of tokens
 
 
@@ -124,12 +125,12 @@ def reference(
 
 def triton(
     x: Float[Array, "M K"],
-    x_scale: Float[Array, "M k"] | None,
+    x_scale: Float[Array, "M k"],
     w: Float[Array, "N K"],
     w_scale: Float[Array, "..."],
     dtype: DTypeLike,
 ) -> Float[Array, "M N"]:
-    """As `reference`, by the Triton kernel; with `x_scale` None it quantizes `x` itself."""
+    """As `reference`, by the Triton kernel for tensor cores."""
     from peagle_jax.kernels import fp8_matmul_triton
 
     return fp8_matmul_triton.product(x, x_scale, w, w_scale, dtype)
@@ -188,12 +189,11 @@ def joint_matmul(
 
 @jax.custom_vjp
 def _joint(x, ws):
-    from peagle_jax.kernels import fp8_matmul_triton
+    from peagle_jax.kernels import fp8_matmul_triton, gemv_triton
 
-    blocks = ws[0].blocks
-    if blocks and len(x) <= MAX_ROWS_QUANTIZED_INSIDE:
-        return fp8_matmul_triton.joint_product(x, None, ws, x.dtype)
-    values, scale = fp8_matmul_triton.quantize_rows(x, blocks=blocks)
+    if len(x) <= MAX_GEMV_ROWS:
+        return gemv_triton.product(x, ws, x.dtype)
+    values, scale = fp8_matmul_triton.quantize_rows(x, blocks=ws[0].blocks)
     return fp8_matmul_triton.joint_product(values, scale, ws, x.dtype)
 
 
@@ -222,15 +222,18 @@ def unsupported(form: str, x: Float[Array, "M K"], w: Fp8Matrix) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _matmul(x, values, scale, form):
-    blocks = scale.ndim == 2
-    if blocks and form == "triton" and len(x) <= MAX_ROWS_QUANTIZED_INSIDE:
-        return triton(x, None, values, scale, x.dtype)
-    return FORMS[form](*_quantize(x, blocks, form), values, scale, x.dtype)
+    if form == "triton" and len(x) <= MAX_GEMV_ROWS:
+        from peagle_jax.kernels import gemv_triton
+
+        return gemv_triton.product(x, [Fp8Matrix(values, scale)], x.dtype)[0]
+    return FORMS[form](*_quantize(x, scale.ndim == 2, form), values, scale, x.dtype)
 
 
 def _quantize(x, blocks: bool, form: str):
     if form != "triton":
-        return quantize_rows(x, blocks=blocks)
+        # Without the barrier XLA, which may compute more exactly than it is told, leaves the
+        # rounding to float8 out where it fuses the two: for one row on a GPU.
+        return jax.lax.optimization_barrier(quantize_rows(x, blocks=blocks))
     from peagle_jax.kernels import fp8_matmul_triton
 
     return fp8_matmul_triton.quantize_rows(x, blocks=blocks)

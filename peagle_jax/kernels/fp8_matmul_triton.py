@@ -67,8 +67,8 @@ def product_tile(
     w_scale_ptr,
     x_scale_ptr,
     out_ptr,
+    N,
     M: tl.constexpr,
-    N: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -94,12 +94,9 @@ def product_tile(
             acc = tl.dot(w, x.T, acc, max_num_imprecise_acc=BK)
         else:
             # a tile of K is one group of 128, and has a sum of its own, which is scaled
-            if X == "raw":
-                x, x_scale = quantized(x)
-            else:
-                x_scale = tl.load(
-                    x_scale_ptr + m * GROUPS + at // 128, mask=(m < M) & (at < K), other=0.0
-                )
+            x_scale = tl.load(
+                x_scale_ptr + m * GROUPS + at // 128, mask=(m < M) & (at < K), other=0.0
+            )
             part = tl.dot(w, x.T) * x_scale[None, :]
             if W == "block":
                 w_scale = tl.load(
@@ -142,9 +139,8 @@ def kernel(
     every weight is read by one program only; with more tokens, programs side by side share the
     tile of tokens.
 
-    X, what activations are: "row" or "group" (e4m3 with a scale a row, or a row and 128 inputs), or
-    "raw", which are quantized here. W, the scales of weights: "row" or "block". GROUPS: how many
-    128s K has.
+    X, the scales of activations: one a "row", or one a row and "group" of 128 inputs. W, those of
+    weights: "row" or "block". GROUPS: how many 128s K has.
     """
     product_tile(
         tl.program_id(0),
@@ -153,8 +149,8 @@ def kernel(
         w_scale_ptr,
         x_scale_ptr,
         out_ptr,
-        M,
         N,
+        M,
         K,
         SPAN,
         GROUPS,
@@ -192,67 +188,38 @@ def joint_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """As `kernel`, of one block of tokens and three matrices, whose outputs follow each other."""
+    """As `kernel`, of one block of tokens and three matrices, whose outputs follow each other.
+
+    Which matrix a program has is chosen before the loop, which is compiled once.
+    """
     T0: tl.constexpr = (N0 + BN - 1) // BN
     T1: tl.constexpr = (N1 + BN - 1) // BN
     tile = tl.program_id(0)
-    if tile < T0:
-        product_tile(
-            tile,
-            w0_ptr,
-            x_ptr,
-            w0_scale_ptr,
-            x_scale_ptr,
-            out0_ptr,
-            M,
-            N0,
-            K,
-            SPAN,
-            GROUPS,
-            X,
-            W,
-            BM,
-            BN,
-            BK,
-        )
-    elif tile < T0 + T1:
-        product_tile(
-            tile - T0,
-            w1_ptr,
-            x_ptr,
-            w1_scale_ptr,
-            x_scale_ptr,
-            out1_ptr,
-            M,
-            N1,
-            K,
-            SPAN,
-            GROUPS,
-            X,
-            W,
-            BM,
-            BN,
-            BK,
-        )
-    else:
-        product_tile(
-            tile - T0 - T1,
-            w2_ptr,
-            x_ptr,
-            w2_scale_ptr,
-            x_scale_ptr,
-            out2_ptr,
-            M,
-            N2,
-            K,
-            SPAN,
-            GROUPS,
-            X,
-            W,
-            BM,
-            BN,
-            BK,
-        )
+    w_ptr, w_scale_ptr, out_ptr, N = w0_ptr, w0_scale_ptr, out0_ptr, tile * 0 + N0
+    if tile >= T0 + T1:
+        w_ptr, w_scale_ptr, out_ptr, N = w2_ptr, w2_scale_ptr, out2_ptr, tile * 0 + N2
+        tile -= T0 + T1
+    elif tile >= T0:
+        w_ptr, w_scale_ptr, out_ptr, N = w1_ptr, w1_scale_ptr, out1_ptr, tile * 0 + N1
+        tile -= T0
+    product_tile(
+        tile,
+        w_ptr,
+        x_ptr,
+        w_scale_ptr,
+        x_scale_ptr,
+        out_ptr,
+        N,
+        M,
+        K,
+        SPAN,
+        GROUPS,
+        X,
+        W,
+        BM,
+        BN,
+        BK,
+    )
 
 
 def quantize_rows(
@@ -283,11 +250,8 @@ def quantize_rows(
     return values, scale
 
 
-def tile_config(M: int, N: int, K: int, number_bytes: int, gpu: Gpu) -> dict[str, int]:
+def tile_config(M: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
     """Tile sizes, splits and pipeline by arithmetic.
-
-    Args:
-      number_bytes: of an activation as it is loaded, 1 when it is quantized before.
 
     Weights are read once while M fits one tile. Then the contracted axis is not split, because
     parts are summed in a launch of their own, which costs as much as reading 6 MB. Where tiles are
@@ -299,7 +263,7 @@ def tile_config(M: int, N: int, K: int, number_bytes: int, gpu: Gpu) -> dict[str
     num_tiles = triton.cdiv(N, bn) * triton.cdiv(M, bm)
     splits = 1
     if bm < 128:
-        room = (gpu.shared_memory - 8192) // (BLOCK * (bn + number_bytes * bm))
+        room = (gpu.shared_memory - 8192) // (BLOCK * (bn + bm))
         wanted = triton.cdiv(BYTES_ON_THE_WAY, num_tiles * bn * BLOCK)
         stages = max(1, min(max(4, wanted), room, MAX_STAGES))
     else:
@@ -318,7 +282,7 @@ def tile_config(M: int, N: int, K: int, number_bytes: int, gpu: Gpu) -> dict[str
 
 def product(
     x: jax.Array,
-    x_scale: jax.Array | None,
+    x_scale: jax.Array,
     w: jax.Array,
     w_scale: jax.Array,
     dtype: DTypeLike,
@@ -328,7 +292,6 @@ def product(
     """As `fp8_matmul.reference`.
 
     Args:
-      x_scale: None: `x` is not quantized yet, and gets a scale a row and 128 inputs on the way.
       start: executes a launch.
       overrides: of `tile_config`, for measuring.
 
@@ -337,21 +300,16 @@ def product(
     """
     M, K = x.shape
     N = w.shape[0]
-    tiles = tile_config(M, N, K, x.dtype.itemsize, gpu()) | overrides
+    activations = "row" if x_scale.shape[1] == 1 and w_scale.ndim == 1 else "group"
+    tiles = tile_config(M, N, K, gpu()) | overrides
     splits, bk = tiles["splits"], tiles["bk"]
-    if x_scale is None:
-        activations = "raw"
-    elif x_scale.shape[1] == 1 and w_scale.ndim == 1:
-        activations = "row"
-    else:
-        activations = "group"
     if bk != BLOCK and (activations != "row" or w_scale.ndim == 2):
         raise ValueError(
             f"scales of groups need tiles of {BLOCK} along the contracted axis; got {bk}"
         )
     launch = Launch(
         kernel=kernel,
-        inputs=(w, x, w_scale, jnp.zeros(1, jnp.float32) if x_scale is None else x_scale),
+        inputs=(w, x, w_scale, x_scale),
         outputs=(jax.ShapeDtypeStruct((splits, M, N), dtype if splits == 1 else jnp.float32),),
         grid=(triton.cdiv(N, tiles["bn"]), triton.cdiv(M, tiles["bm"]), splits),
         constants=dict(
@@ -375,7 +333,7 @@ def product(
 
 def joint_product(
     x: jax.Array,
-    x_scale: jax.Array | None,
+    x_scale: jax.Array,
     ws: Sequence[Fp8Matrix],
     dtype: DTypeLike,
     start: Launcher = on_gpu,
@@ -383,27 +341,15 @@ def joint_product(
     """`product` with each of three matrices of one kind, in one launch.
 
     Args:
-      x_scale: as of `product`.
       start: executes a launch.
     """
     (M, K), Ns = x.shape, [len(w.values) for w in ws]
-    tiles = tile_config(M, sum(Ns), K, x.dtype.itemsize, gpu())
+    activations = "row" if x_scale.shape[1] == 1 and not ws[0].blocks else "group"
+    tiles = tile_config(M, sum(Ns), K, gpu())
     bn, bk = tiles["bn"], tiles["bk"]
-    # each of the three products is compiled with a pipeline of its own in shared memory
-    room = gpu().shared_memory // (len(ws) * bk * (bn + x.dtype.itemsize * tiles["bm"]))
-    stages = max(1, min(tiles["stages"], room))
-    if x_scale is None:
-        activations = "raw"
-    else:
-        activations = "row" if x_scale.shape[1] == 1 and not ws[0].blocks else "group"
     launch = Launch(
         kernel=joint_kernel,
-        inputs=(
-            *(w.values for w in ws),
-            x,
-            *(w.scale for w in ws),
-            jnp.zeros(1, jnp.float32) if x_scale is None else x_scale,
-        ),
+        inputs=(*(w.values for w in ws), x, *(w.scale for w in ws), x_scale),
         outputs=tuple(jax.ShapeDtypeStruct((M, N), dtype) for N in Ns),
         grid=(sum(triton.cdiv(N, bn) for N in Ns), triton.cdiv(M, tiles["bm"])),
         constants=dict(
@@ -421,6 +367,6 @@ def joint_product(
             BK=bk,
         ),
         warps=tiles["warps"],
-        stages=stages,
+        stages=tiles["stages"],
     )
     return start(launch)

@@ -12,9 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 
-# Tokens share a pass over the matrix in tiles of 16, each on one multiprocessor, which reads 0.5 MB
-# from the L2 cache in some 5 us. With more tokens a library's product is faster than the launches
-# that are saved.
+# With more tokens a library's product is faster than the launches that are saved.
 MAX_ROWS = 64
 MAX_EXPERTS = 256  # whose logits a program keeps in registers
 
@@ -53,7 +51,7 @@ def triton(
     *,
     normalized: bool,
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-    """As `reference`, in one launch."""
+    """As `reference`, in two launches."""
     from peagle_jax.kernels import routing_triton
 
     return routing_triton.route(x, w, bias, k, normalized=normalized)

@@ -11,9 +11,12 @@ from peagle_jax.kernels import (
     attention_triton,
     cache_write_triton,
     experts,
+    experts_gemv_triton,
     experts_triton,
+    fp8_matmul,
     fp8_matmul_triton,
     fusion_triton,
+    gemv_triton,
     norm_rotate_triton,
     packed_attention_triton,
     routing_triton,
@@ -63,24 +66,27 @@ def w8a8(M, N, K, blocks=False):
     return Case(call, args)
 
 
-def raw(M, N, K, dtype=BF16):
-    """A product with block scales, whose activations the kernel quantizes."""
-    args = spec(M, K, dtype=dtype), spec(N, K, dtype=F8), spec(-(-N // 128), -(-K // 128))
+def gemv(M, K, *Ns, blocks=True):
+    """Products of few rows, which the kernel quantizes, with one matrix or three."""
+    ws = [
+        Fp8Matrix(spec(N, K, dtype=F8), spec(*(fp8_matmul.grid(N, K) if blocks else (N,))))
+        for N in Ns
+    ]
 
-    def call(x, w, scale, start):
-        return fp8_matmul_triton.product(x, None, w, scale, BF16, start=start)
+    def call(x, ws, start):
+        return gemv_triton.product(x, ws, BF16, start=start)
 
-    return Case(call, args)
+    return Case(call, (spec(M, K, dtype=BF16), ws))
 
 
 def joint(M, K, *Ns):
-    """Products of one block of activations with several matrices, with scales of blocks."""
-    ws = [Fp8Matrix(spec(N, K, dtype=F8), spec(N // 128, K // 128)) for N in Ns]
+    """Products of quantized activations with several matrices, with scales of blocks."""
+    ws = [Fp8Matrix(spec(N, K, dtype=F8), spec(*fp8_matmul.grid(N, K))) for N in Ns]
 
-    def call(x, ws, start):
-        return fp8_matmul_triton.joint_product(x, None, ws, BF16, start=start)
+    def call(x, x_scale, ws, start):
+        return fp8_matmul_triton.joint_product(x, x_scale, ws, BF16, start=start)
 
-    return Case(call, (spec(M, K, dtype=BF16), ws))
+    return Case(call, (spec(M, K, dtype=F8), spec(M, K // 128), ws))
 
 
 def fusion(M, E, D, norm, fp8):
@@ -195,6 +201,9 @@ def mixture(n, k, count, K, N, kind):
 
     def call(x, topk_ids, values, scale, start):
         matrices = experts.StoredMatrices(kind, values, scale, None)
+        if n <= experts_triton.MAX_GEMV_TOKENS and kind in experts_gemv_triton.KINDS:
+            rule = dict(choices=k, gated=True)
+            return experts_gemv_triton.product(x, topk_ids, matrices, **rule, start=start)
         tiles = tiles_of(topk_ids, start)
         gated = experts_triton.can_gate(kind, tiles.rows)
         rule = dict(gather=True, gated=gated, one_token=n == 1)
@@ -226,23 +235,28 @@ CASES = {
     "fp8_matmul 512x4096x4096": w8a8(512, 4096, 4096),
     "fp8_matmul 8x4096x4096 blocks": w8a8(8, 4096, 4096, blocks=True),
     "fp8_matmul 512x4096x4096 blocks": w8a8(512, 4096, 4096, blocks=True),
-    "fp8_matmul 8x4096x4096 blocks, bfloat16 in": raw(8, 4096, 4096),
-    "fp8_matmul 32x4096x4096 blocks, bfloat16 in": raw(32, 4096, 4096),
-    "fp8_matmul 32x4096x4096 blocks, float32 in": raw(32, 4096, 4096, F32),
     "fp8_matmul 64x4096x4096 blocks": w8a8(64, 4096, 4096, blocks=True),
-    "joint fp8_matmul 8x(4096,512,512)x2048": joint(8, 2048, 4096, 512, 512),
+    "gemv 1x2048x4096 blocks": gemv(1, 4096, 2048),
+    "gemv 2x2048x4096 blocks": gemv(2, 4096, 2048),
+    "gemv 1x(4096,512,512)x2048 blocks": gemv(1, 2048, 4096, 512, 512),
+    "gemv 1x(4096,512,512)x2880": gemv(1, 2880, 4096, 512, 512, blocks=False),
+    "gemv 2x2880x4096": gemv(2, 4096, 2880, blocks=False),
     "joint fp8_matmul 32x(4096,512,512)x2048": joint(32, 2048, 4096, 512, 512),
     "quantizing 64 rows of 4096": quantizing(64, 4096, False),
     "quantizing 64 rows of 21504, in groups of 128": quantizing(64, 21504, True),
     "cache writing, 8 tokens, float8": writing(1, 8, 4, 128),
     "cache writing, 8 tokens, 16 heads of 256": writing(8, 8, 16, 256, BF16),
     "experts, 1 token of 8, float8 rows": mixture(1, 8, 128, 2048, 1536, "row"),
+    "experts, 1 token of 8, float8 blocks": mixture(1, 8, 128, 2048, 1536, "block"),
     "experts, 8 tokens of 8, float8 blocks": mixture(8, 8, 128, 2048, 1536, "block"),
+    "experts, 64 tokens of 8, float8 blocks": mixture(64, 8, 128, 2048, 1536, "block"),
     "experts, 128 tokens of 8, bfloat16": mixture(128, 8, 128, 2048, 1536, "plain"),
     "experts, 100 tokens of 10 of 256, bfloat16": mixture(100, 10, 256, 2048, 1536, "plain"),
     "experts, 512 tokens of 8, float8 blocks": mixture(512, 8, 128, 2048, 1536, "block"),
     "experts, 4096 tokens of 8, float8 blocks": mixture(4096, 8, 128, 2048, 1536, "block"),
+    "experts, 1 token of 4, MXFP4": mixture(1, 4, 32, 2880, 5760, "mxfp4"),
     "experts, 8 tokens of 4, MXFP4": mixture(8, 4, 32, 2880, 5760, "mxfp4"),
+    "experts, 64 tokens of 4, MXFP4": mixture(64, 4, 32, 2880, 5760, "mxfp4"),
     "experts, 4096 tokens of 4, MXFP4": mixture(4096, 4, 32, 2880, 5760, "mxfp4"),
     "experts, 8 tokens of 8, bfloat16": mixture(8, 8, 128, 2048, 1536, "plain"),
     "routing 8 tokens to 8 of 128": routing(8, 2048, 128, 8, False),

@@ -39,7 +39,7 @@ PRODUCT_SHAPES = [
 
 def products(rng: np.random.Generator, tiny: bool, kind: str = "triton") -> Iterator[dict]:
     """FP8 products with both kinds of scales; rows of activations differ in size."""
-    for M, N, K in [(3, 96, 256)] if tiny else PRODUCT_SHAPES:
+    for M, N, K in [(3, 96, 256), (2, 70, 1000)] if tiny else PRODUCT_SHAPES:
         for blocks in (False, True):
             w = fp8_matmul.quantize(checking.random(rng, N, K, dtype=jnp.float32), blocks=blocks)
             row_sizes = jnp.asarray(rng.uniform(0.1, 10, (M, 1)), checking.DTYPE)

@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from gpu import steps, training  # noqa: E402
+from gpu import step_bytes, steps, training  # noqa: E402
 from gpu.numerics_attention import chains  # noqa: E402
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import Launch, interpret_kernels  # noqa: E402
@@ -199,7 +199,7 @@ def predicted_steps(rows: list[dict]) -> list[Step]:
             tokens = k + 1 if routing == "even" else 1
             experts = experts_of(c.experts, c.experts_per_token, tokens)
             with interpret_kernels(launch_nothing):  # sizes as on a GPU
-                num_bytes = steps.floor_bytes(case, model, head, experts)
+                num_bytes = step_bytes.floor_bytes(case, model, head, experts)
             rounds = k - 1 if method == "eagle3" else 1
             launches = launches_of(rows, f"{target}: {program}", rounds)
             chances = np.asarray(steps.chances(method, k)) if k else np.zeros(0)

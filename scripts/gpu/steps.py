@@ -13,26 +13,23 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gpu import thunks
+from gpu import step_bytes, thunks
 from peagle_jax.bench.timing import drafting_seconds, median_seconds
 from peagle_jax.decode import loop
 from peagle_jax.decode.drafters import METHODS
 from peagle_jax.decode.loop import DecodeSpec
-from peagle_jax.decode.memory import cache_bytes
 from peagle_jax.decode.verify import verify_greedy
 from peagle_jax.draft.head import HeadConfig
-from peagle_jax.kernels import experts
 from peagle_jax.kernels.graphs import OPTIONS
 from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import Rope, activation_dtype
 from peagle_jax.pipelines import tracing
-from peagle_jax.types import CacheShape, DecodeState, DraftState, Model, Params, RowOptions
+from peagle_jax.types import DecodeState, DraftState, Model, Params, RowOptions
 from peagle_jax.weights import flatten_params, unflatten_params
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +38,7 @@ RATES = {
     "peagle": (63, 38, 23, 14, 9, 5, 3, 2),
     "eagle3": (71, 49, 32, 21, 14, 9, 5, 3),
 }
-CONTEXT, STEPS = 1024, 16
+CONTEXT, STEPS = step_bytes.CONTEXT, 16
 # sizes of a dry run, by the names of a config.json
 TINY = {
     "hidden_size": 128,
@@ -281,30 +278,67 @@ def run_steps(spec: DecodeSpec, chance: jax.Array, steps: int) -> Callable:
     return run
 
 
-def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """A row a routing."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The program of a case, and what its arguments are made of.
+
+    Attributes:
+      run: as of `run_steps`.
+      slots: of the caches.
+    """
+
+    case: Case
+    target: Model
+    head: Model | None
+    spec: DecodeSpec
+    run: Callable
+    chance: jax.Array
+    num_steps: int
+    slots: int
+
+    def draft_params(self) -> Params | None:
+        return self.head and filled(self.head.params, jax.random.key(0))
+
+    def params_and_state(self, routing: str) -> tuple[Params, DecodeState]:
+        """Random parameters of the target, and the state after a prompt.
+
+        Args:
+          routing: "even" or "alike".
+        """
+        key = jax.random.key(0)
+        params = filled(self.target.params, key, alike=routing == "alike")
+        return params, initial_state(self.spec, self.target, self.case.batch, self.slots, key)
+
+
+def program(case: Case, tiny: bool) -> Program:
+    """The program that `measure` and the profiler run."""
     target, head = models(case, tiny)
-    steps = 3 if tiny else STEPS
-    cache_size = CONTEXT + (steps + 1) * (case.k + 1) + 8
+    num_steps = 3 if tiny else STEPS
+    slots = CONTEXT + (num_steps + 1) * (case.k + 1) + 8
     drafter = head and METHODS[case.method](head.graph, head.config, case.k)
     spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=False)
     chance = chances(case.method, case.k) if head else jnp.zeros(0)
-    run = run_steps(spec, chance, steps)
+    run = run_steps(spec, chance, num_steps)
+    return Program(case, target, head, spec, run, chance, num_steps, slots)
+
+
+def measure(case: Case, ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """A row a routing."""
+    it = program(case, tiny)
     # few draws were drawn: speeds are at the rates, not at the luck of these draws
-    acceptance_length = 1 + float(jnp.cumprod(chance).sum())
-    key = jax.random.key(0)
-    draft_params = head and filled(head.params, key)
+    acceptance_length = 1 + float(jnp.cumprod(it.chance).sum())
+    draft_params = it.draft_params()
     compiled, in_graphs = None, {}
     for routing in ("even", "alike"):
-        params = filled(target.params, key, alike=routing == "alike")
-        state = initial_state(spec, target, case.batch, cache_size, key)
+        params, state = it.params_and_state(routing)
         if compiled is None:
-            compiled, in_graphs = compile_here(run.lower(params, draft_params, state))
+            compiled, in_graphs = compile_here(it.run.lower(params, draft_params, state))
         run_once = functools.partial(compiled, params, draft_params, state)
-        seconds = median_seconds(run_once, 1 if tiny else 3) / steps
-        emitted = float(run_once().sum()) / steps
-        num_experts = experts_read(target, params, state)
-        floor = floor_bytes(case, target, head, num_experts) / ceilings["copy_bytes_per_s"]
+        seconds = median_seconds(run_once, 1 if tiny else 3) / it.num_steps
+        emitted = float(run_once().sum()) / it.num_steps
+        num_experts = step_bytes.experts_read(it.target, params, state)
+        num_bytes = step_bytes.floor_bytes(case, it.target, it.head, num_experts)
+        floor = num_bytes / ceilings["copy_bytes_per_s"]
         yield {
             "part": "steps",
             "case": case.name,
@@ -343,61 +377,6 @@ def compile_here(lowered: jax.stages.Lowered) -> tuple[Callable, dict]:
         "graphs": len({thunk.graph for thunk in listed} - {None}),
         "loop_in_graph_error": error,
     }
-
-
-def experts_read(target: Model, params: Params, state: DecodeState) -> float:
-    """How many experts of a layer one verification touches on average.
-
-    They are counted on random tokens, as every step verifies them. This runs without `jax.jit`,
-    operation by operation: a second program of all layers would take longer to compile than
-    everything else here.
-    """
-    counts = []
-
-    def counting(form):
-        def counted(x, topk_ids, routing_weights, weights):
-            counts.append(jnp.unique(topk_ids).size)
-            return form(x, topk_ids, routing_weights, weights)
-
-        return counted
-
-    forms = {name: counting(form) for name, form in experts.FORMS.items()}
-    with mock.patch.dict(experts.FORMS, forms):
-        loop.verify_forward(target.bind(params), state.tokens, state.cache)
-    return sum(counts) / len(counts)
-
-
-def floor_bytes(case: Case, target: Model, head: Model | None, num_experts: float) -> float:
-    """Bytes that a step has to read.
-
-    These are the weights once, with `num_experts` experts a layer, and caches as far as a token
-    after CONTEXT others sees them. An EAGLE-3 head is read once a draft token.
-
-    Args:
-      target, head: their parameters may be shapes.
-    """
-
-    def weights_of(model: Model) -> Iterator[tuple[str, int]]:
-        """(path, bytes) of all weights but the embedding, of which few rows are read."""
-        for path, x in flatten_params(model.params):
-            if not path.startswith("embed"):
-                yield path, x.size * jnp.dtype(x.dtype).itemsize
-
-    share = num_experts / target.config.experts
-    total = sum(size * (share if ".experts." in path else 1) for path, size in weights_of(target))
-    c = target.config
-    for shape in c.cache_shapes():
-        visible = min(CONTEXT, shape.window or CONTEXT)
-        dtype = c.cache_dtype or activation_dtype(c.dtype)
-        total += cache_bytes([shape], case.batch, visible, dtype)
-    if head:
-        c = head.config
-        passes = 1 if case.method == "peagle" else case.k
-        for path, size in weights_of(head):
-            total += size * (1 if path.startswith("fusion") else passes)
-        layers = CacheShape(tuple(range(c.layers)), c.kv_heads, c.head_dim, None)
-        total += passes * cache_bytes([layers], case.batch, CONTEXT, activation_dtype(c.dtype))
-    return total
 
 
 def drafting(ceilings: dict, tiny: bool, ks: Sequence[int]) -> Iterator[dict]:

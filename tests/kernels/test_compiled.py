@@ -14,7 +14,10 @@ import pytest
 pytest.importorskip("triton", reason="triton is a wheel for Linux")
 ROOT = Path(__file__).parent.parent.parent
 FP8 = {90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
-SMALL = ("merge_kernel", "sort_kernel", "quantize_kernel")  # a few numbers a thread
+# a few numbers a thread
+SMALL = ("merge_kernel", "sort_kernel", "quantize_kernel", "product_kernel", "choice_kernel")
+# without a loop over tiles: everything is asked for at once
+AT_ONCE = ("cache writing", "rotating", "gemv", "experts, 1 token of 8, float8")
 # products with one scale a row
 BY_ROW = [f"fp8_matmul {M}x4096x4096" for M in (8, 64, 512)]
 WIDE = {90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}  # bfloat16, of a tile of 64 rows and more
@@ -43,7 +46,8 @@ def test_all_of_them_on_all_three(rows):
     functions = {row["function"] for row in rows}
     assert {row["sm"] for row in rows} == set(FP8) and len(names) >= 20
     packed = {"forward_kernel", "query_kernel", "key_kernel"}
-    assert functions == {"kernel", "joint_kernel", "topk_kernel", *SMALL} | packed
+    gemv = {"gemv_kernel", "joint_gemv_kernel"}
+    assert functions == {"kernel", "joint_kernel", "topk_kernel", *SMALL} | packed | gemv
     for name in names:
         assert {row["sm"] for row in rows if row["kernel"] == name} == set(FP8), name
 
@@ -52,7 +56,10 @@ def test_nothing_spills_and_everything_fits(rows):
     bad = [
         row
         for row in rows
-        if row["stack"] or row["shared"] > row["shared_limit"] or row["tensor_memory"] > 512
+        # a stack that is neither written nor read is reserved alone
+        if {"STL", "LDL"} & set(row["instructions"])
+        or row["shared"] > row["shared_limit"]
+        or row["tensor_memory"] > 512
     ]
     assert any(row["tensor_memory"] for row in rows if row["sm"] == 100)
     assert not bad, [
@@ -68,8 +75,7 @@ def test_loads_run_ahead(rows):
     selected = [
         row
         for row in rows
-        if row["function"] not in SMALL
-        and not row["kernel"].startswith(("cache writing", "rotating"))
+        if row["function"] not in SMALL and not row["kernel"].startswith(AT_ONCE)
     ]
     assert not [row["kernel"] for row in selected if not row["instructions"].get("LDGSTS")]
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from gpu.interpreter import interpret, interpret_counting
 
-from peagle_jax.kernels import choose, experts, experts_triton
+from peagle_jax.kernels import choose, experts, experts_gemv_triton, experts_triton
 from peagle_jax.layers.moe import (
     GLU,
     ExpertLinear,
@@ -157,6 +157,28 @@ def test_triton_decodes_what_is_stored(n, kind, dtype):
     want = np.asarray(experts.reference(x.astype(jnp.float32), topk_ids, routing_weights, exact))
     got = np.asarray(experts_triton.mixture(x, topk_ids, routing_weights, b, start=interpret))
     assert np.abs(got - want).max() < (1e-5 if dtype == jnp.float32 else 2**-6) * np.abs(want).max()
+
+
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_one_token_whose_choices_are_elsewhere(kind):
+    """Their weights are not read, and weigh nothing; the last expert stands in for no other."""
+    b, reads = stored(kind, jnp.float32), []
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(1, 96)), jnp.float32)
+    topk_ids, routing_weights = jnp.asarray([[5, 2, 5]]), jnp.asarray([[0.3, 0.6, 0.1]])
+    start = interpret_counting(reads)
+    got = experts_triton.mixture(x, topk_ids, routing_weights, b, start=start)
+    want = experts.reference(x, topk_ids, routing_weights, b)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
+    assert [name for name, _ in reads] == ["kernel", "kernel"]
+    for _, counts in reads:
+        assert counts[2][2].all() and not counts[2][[0, 1, 3, 4]].any()
+
+
+def test_a_tile_of_gated_outputs_crosses_no_block():
+    """Its other half begins N rows later, and has the scales of one block of 128, too."""
+    for N in (96, 100, 130, 768):
+        bn = experts_gemv_triton.tile_config(N, 96, gated=True)["bn"]
+        assert N % bn == 0 and 128 % bn == 0
 
 
 def test_tiles_hold_every_pair_once():

@@ -28,6 +28,8 @@ LAUNCHES = {
     "argmax": ["topk_kernel"],
     "cache writing": ["kernel"],
     "experts, 1 token": ["kernel"],
+    "gemv 1x2048": ["gemv_kernel"],
+    "gemv 1x(": ["joint_gemv_kernel"],
     "experts, 8 tokens": ["sort_kernel", "kernel"],
     "fp8_matmul": ["kernel"],
     "fusion": ["kernel"],
@@ -35,7 +37,7 @@ LAUNCHES = {
     "packed attention": ["forward_kernel", "query_kernel", "key_kernel"],
     "quantizing": ["quantize_kernel"],
     "rotating": ["kernel"],
-    "routing": ["kernel"],
+    "routing": ["product_kernel", "choice_kernel"],
 }
 
 
