@@ -1,5 +1,6 @@
 """Floors and predictions of docs/kernels.md: what the command computes, by sums that hold."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -47,9 +48,9 @@ def test_a_plain_step_by_hand(predictions, tables):
     assert row[0] == "qwen3-coder-30b-a3b-instruct, plain"
     assert float(row[2]) == pytest.approx(num_bytes / 1e9, abs=0.06)
     assert float(row[3]) == pytest.approx(1e3 * num_bytes / 4.3e12, rel=0.01)
-    # 14 launches a layer (results/layer_launches.jsonl), and few beside the layers
-    assert 48 * 14 <= int(row[4]) <= 48 * 14 + 30
-    assert float(row[5]) == pytest.approx(float(row[3]) + 1.5e-3 * int(row[4]), abs=0.01)
+    # 15 launches a layer (results/layer_launches.jsonl), and few beside the layers
+    assert 48 * 15 <= int(row[4]) <= 48 * 15 + 30
+    assert float(row[5]) == pytest.approx(float(row[3]) + 2.5e-3 * int(row[4]), abs=0.01)
 
 
 def test_experts_that_tokens_choose(predictions):
@@ -85,3 +86,44 @@ def test_a_kernel_never_loses_to_its_own_floor(predictions):
     assert xla.num_bytes == 2 * 4 * 256 * 2 * 4096 + scores
     narrow = attention(True, True, 8, [1000, 3000], 4096)
     assert narrow.num_bytes == 2 * 4 * 4000 * 132
+
+
+def test_measured_tables_are_those_of_the_rows():
+    from gpu import measured
+
+    lines = (ROOT / "results" / "gpu.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    found = measured.tables(rows)
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert len(found) == 2 and all(table in page for table in found.values())
+    assert measured.filled(page, found) == page
+    old = measured.filled(page, dict.fromkeys(found, "| old |"))
+    assert old.count("| old |") == 2 and measured.filled(old, found) == page
+
+
+def test_a_step_that_was_measured_again_has_both_times():
+    from gpu import measured
+
+    step = {
+        "part": "steps",
+        "target": "t",
+        "method": "none",
+        "k": 0,
+        "batch": 1,
+        "layers": None,
+        "routing": "even",
+        "floor_us": 500.0,
+    }
+    first = step | {"time": "2", "code": "b", "step_us": 4000.0, "tokens_per_s": 250.0}
+    last = step | {"time": "3", "code": "c", "step_us": 2500.0, "tokens_per_s": 400.0}
+    part_of_it = first | {"layers": 6}
+    lines = measured.step_lines([last, part_of_it, first])
+    assert lines[1:] == [["t, batch 1, plain", "0.50", "4.00", "2.50", "400"]]
+    drafting = first | {"method": "peagle", "k": 7, "routing": "alike"}
+    assert measured.step_lines([drafting])[1] == [
+        "t, batch 1, P-EAGLE, K = 7, alike",
+        "0.50",
+        "4.00",
+        "",
+        "250",
+    ]

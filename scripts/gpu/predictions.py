@@ -4,9 +4,9 @@
 
 Nothing here is a measurement. Launches are those that XLA compiled (results/compiled_ahead.jsonl),
 bytes are those of the models' shapes, and passes over arrays in memory are counted in the code of
-the references, by hand. The ceilings were measured by others on an H200. What a launch costs in a
-CUDA graph is an assumption, which the suite's first rows replace. Times are those of a kernel that
-reaches the ceilings; one that reaches 70 % of them takes 1.4 times as long.
+the references, by hand. The ceilings were measured by others on an H200, and what a launch of an
+empty kernel costs in a CUDA graph by the suite. Times are those of a kernel that reaches the
+ceilings; one that reaches 70 % of them takes 1.4 times as long.
 """
 
 import os
@@ -37,7 +37,7 @@ from peagle_jax.train.attention import PrefixChain  # noqa: E402
 from peagle_jax.weights import flatten_params  # noqa: E402
 
 COPY, BF16_FLOP = 4.3e12, 790e12  # a second, of an H200 (docs/kernels.md)
-LAUNCH = 1.5e-6  # seconds of a launch in a CUDA graph, one after another: assumed
+LAUNCH = 2.5e-6  # seconds of a launch in a CUDA graph, as an H200 has them (results/gpu.jsonl)
 COMPILED = ROOT / "results" / "compiled_ahead.jsonl"
 
 

@@ -145,9 +145,9 @@ print(sum(layer_launches.layer_thunks(steps.QWEN, 3, 1).values()))
 """
 
 
-def test_a_layer_has_at_most_14_launches():
+def test_a_layer_has_at_most_15_launches():
     """A plain step of Qwen3-Coder at its published size; docs/kernels.md says which they are."""
-    assert 8 < int(run_script(LAYER)) <= 14
+    assert 8 < int(run_script(LAYER)) <= 15
 
 
 def run_script(text: str, *folders: str) -> str:

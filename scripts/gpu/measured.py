@@ -1,0 +1,101 @@
+"""What a GPU measured (results/gpu.jsonl), as tables of a page.
+
+    python scripts/gpu/measured.py [--doc docs/kernels.md]
+
+Rows of several states of the code are told apart by when they were measured: "first" is the first
+that a step has, "last" its newest.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from peagle_jax.atomic_write import write_atomically  # noqa: E402
+
+ROWS = ROOT / "results" / "gpu.jsonl"
+LONGEST = 12  # kernels of a profile
+METHODS = {"none": "plain", "peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
+
+
+def step_lines(rows: Sequence[Mapping]) -> list[list[str]]:
+    """A line a step of a whole target."""
+    found: dict[tuple, list[Mapping]] = {}
+    for row in rows:
+        if row.get("part") == "steps" and row["layers"] is None:
+            key = row["target"], row["method"], row["k"], row["batch"], row["routing"]
+            found.setdefault(key, []).append(row)
+    lines = [["step", "floor, ms", "first, ms", "last, ms", "tokens/s"]]
+    for (target, method, k, batch, routing), measured in found.items():
+        if method == "none" and routing == "alike":
+            continue  # one token has nobody to choose like
+        measured = sorted(measured, key=lambda row: row["time"])
+        first, last = measured[0], measured[-1]
+        name = f"{target}, batch {batch}, {METHODS[method]}"
+        name += f", K = {k}, {routing}" if k else ""
+        again = f"{last['step_us'] / 1e3:.2f}" if last["code"] != first["code"] else ""
+        lines.append(
+            [
+                name,
+                f"{last['floor_us'] / 1e3:.2f}",
+                f"{first['step_us'] / 1e3:.2f}",
+                again,
+                f"{last['tokens_per_s']:.0f}",
+            ]
+        )
+    return lines
+
+
+def kernel_lines(rows: Sequence[Mapping]) -> list[list[str]]:
+    """The longest kernels of the newest profile of a plain step, without graphs."""
+    profiles = [row for row in rows if row.get("part") == "profile" and row["way"] == "no graphs"]
+    profile = max(profiles, key=lambda row: row["time"])
+    lines = [["kernel", "programs", "a step", "us", "us a step"]]
+    for kernel in profile["kernels"][:LONGEST]:
+        name, _, details = kernel["name"].partition(" regs:")
+        grid = re.search(r"grid:(\S+)", details)
+        programs = " x ".join(x for x in grid[1].split(",") if x != "1") if grid else ""
+        count, us = kernel["a_step"], kernel["us"]
+        lines.append(
+            [f"`{name}`", programs or "1", f"{count:.0f}", f"{us:.1f}", f"{count * us:.0f}"]
+        )
+    total, launches = profile["busy_us_a_step"], profile["launches_a_step"]
+    lines.append(["all", "", f"{launches:.0f}", "", f"{total:.0f}"])
+    return lines
+
+
+def tables(rows: Sequence[Mapping]) -> dict[str, str]:
+    """Markdown tables by their names in the page."""
+    texts = {}
+    for name, (header, *lines) in (("steps", step_lines(rows)), ("kernels", kernel_lines(rows))):
+        ruled = [header, ["---"] * len(header), *lines]
+        texts[name] = "\n".join("| " + " | ".join(line) + " |" for line in ruled)
+    return texts
+
+
+def filled(text: str, found: Mapping[str, str]) -> str:
+    """A page with tables between `<!-- measured NAME -->` and `<!-- end -->`."""
+    for name, table in found.items():
+        markers = re.compile(rf"(<!-- measured {name}[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+        text = markers.sub(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", text)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--doc", type=Path, help="a Markdown file whose tables are written anew")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    found = tables(rows)
+    print("\n\n".join(found.values()))
+    if args.doc:
+        write_atomically(args.doc, filled(args.doc.read_text(encoding="utf-8"), found))
+
+
+if __name__ == "__main__":
+    main()
