@@ -115,7 +115,9 @@ def fill(doc: Path, rows: list[dict]) -> None:
         products = [
             f"{name} {n}" for name, n in sorted(row["instructions"].items()) if "MMA" in name
         ]
-        spilled = f", {row['stack']} bytes spilled" if row["stack"] else ""
+        # a stack that is neither written nor read is reserved alone
+        is_used = {"STL", "LDL"} & set(row["instructions"])
+        spilled = f", {row['stack']} bytes spilled" if is_used else ""
         text = f"{row['registers']} registers, {row['shared'] / 1024:.0f} KB{spilled}"
         if products:
             text = f"{' '.join(products)}; {text}"
