@@ -114,16 +114,16 @@ def test_a_step_that_was_measured_again_has_both_times():
         "routing": "even",
         "floor_us": 500.0,
     }
-    first = step | {"time": "2", "code": "b", "step_us": 4000.0, "tokens_per_s": 250.0}
-    last = step | {"time": "3", "code": "c", "step_us": 2500.0, "tokens_per_s": 400.0}
+    first = step | {"time": "2026-11-26T06:59:59Z", "step_us": 4000.0, "tokens_per_s": 250.0}
+    last = step | {"time": "2027-01-01T00:00:00Z", "step_us": 2500.0, "tokens_per_s": 400.0}
     part_of_it = first | {"layers": 6}
     lines = measured.step_lines([last, part_of_it, first])
     assert lines[1:] == [["t, batch 1, plain", "0.50", "4.00", "2.50", "400"]]
-    drafting = first | {"method": "peagle", "k": 7, "routing": "alike"}
+    drafting = last | {"method": "peagle", "k": 7, "routing": "alike"}
     assert measured.step_lines([drafting])[1] == [
         "t, batch 1, P-EAGLE, K = 7, alike",
         "0.50",
-        "4.00",
         "",
-        "250",
+        "2.50",
+        "400",
     ]

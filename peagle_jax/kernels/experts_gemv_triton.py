@@ -133,9 +133,14 @@ def product(
         half: [pairs N/2].
       start: executes a launch.
       overrides: of `tile_config`, for measuring.
+
+    Raises:
+      ValueError: `overrides` has a `bn` whose tiles cross the border of a block.
     """
     K, N = x.shape[1], w.outputs // 2 if gated else w.outputs
     config = tile_config(N, K, gated=gated) | overrides
+    if 128 % config["bn"] or gated and N % config["bn"]:
+        raise ValueError(f"a tile must lie within a block of 128 outputs; got {config['bn']}")
     constants = dict(E=len(w.values), N=N, K=K, CHOICES=choices, BIAS=w.bias is not None)
     constants |= dict(BN=config["bn"], BK=config["bk"], W=w.kind, GATED=gated)
     launch = Launch(

@@ -17,14 +17,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from peagle_jax.kernels.choose import choose
+from peagle_jax.kernels.launch import platform
 
 E4M3 = jnp.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST = 1e-30  # rows whose largest value is below this are zeros: a scale must not underflow
 BLOCK = 128
 # Up to this many rows are multiplied without tensor cores, and quantized inside the product, again
-# for every tile of outputs. With more rows a tensor core is as fast, and a launch of its own for
-# quantizing costs less than doing it in every tile (results/gpu_tuning.jsonl).
+# for every tile of outputs. With four a tensor core is faster, although its rows are quantized by a
+# launch of their own (results/gpu_tuning.jsonl); three were not measured.
 MAX_GEMV_ROWS = 2
 MAX_JOINT_ROWS = 64  # of products that share a launch: one tile of tokens
 
@@ -75,6 +76,10 @@ def quantize_rows(
     width = BLOCK if blocks else K
     groups = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, k * width - K)]).reshape(M, k, width)
     values, scale = scaled(groups, axis=2)
+    if platform() == "gpu":
+        # XLA may compute more exactly than it is told. Without the barrier it left the rounding to
+        # float8 out where it fused it with a product of one row (results/gpu.jsonl).
+        values, scale = jax.lax.optimization_barrier((values, scale))
     return values.reshape(M, k * width)[:, :K], scale
 
 
@@ -231,9 +236,7 @@ def _matmul(x, values, scale, form):
 
 def _quantize(x, blocks: bool, form: str):
     if form != "triton":
-        # Without the barrier XLA, which may compute more exactly than it is told, leaves the
-        # rounding to float8 out where it fuses the two: for one row on a GPU.
-        return jax.lax.optimization_barrier(quantize_rows(x, blocks=blocks))
+        return quantize_rows(x, blocks=blocks)
     from peagle_jax.kernels import fp8_matmul_triton
 
     return fp8_matmul_triton.quantize_rows(x, blocks=blocks)

@@ -1,11 +1,11 @@
 """FP8 products of one or two rows in Triton, without tensor cores: one trip to memory.
 
 Such a product is bound by reading the weights, and on an H200 by waiting for them. The kernel for
-tensor cores walks along the contracted axis in steps of 128, and takes 15 us for 1 x 4096 x 2048,
-whose bytes take 2 (results/gpu_tuning.jsonl). Here a program asks for whole rows of the matrix at
-once and keeps them in registers, and rows of activations are quantized and multiplied one after the
-other: 5 us (results/gpu.jsonl). A thread multiplies 128 numbers a row, so that from four rows on
-the tensor core is as fast, its launch for quantizing included.
+tensor cores walks along the contracted axis in steps of 128: for 1 x 2048 x 4096 it takes 17 us
+with its launch for quantizing, where the bytes take 2. Here a program asks for whole rows of the
+matrix at once and keeps them in registers, and rows of activations are quantized and multiplied one
+after the other: 11 us, in both cases with some 4 us of launching (results/gpu_tuning.jsonl). A
+thread multiplies 128 numbers a row, so that from four rows on the tensor core is faster.
 
 A row's sums are grouped alike whether another row stands beside it or not.
 """
@@ -129,9 +129,13 @@ def joint_gemv_kernel(
 
 
 def tile_config(K: int) -> dict[str, int]:
-    """Rows of a matrix that one program takes, groups of 128 inputs that a row is padded to."""
+    """Rows of a matrix that one program takes, groups of 128 inputs that a row is padded to.
+
+    A row of more than 8,192 numbers spills with four warps: with 21,504 as in Gemma 4's.
+    """
     groups = triton.next_power_of_2(triton.cdiv(K, BLOCK))
-    return {"bn": min(MAX_TILE, max(1, WEIGHTS // (groups * BLOCK))), "bg": groups, "warps": 4}
+    bn = min(MAX_TILE, max(1, WEIGHTS // (groups * BLOCK)))
+    return {"bn": bn, "bg": groups, "warps": 8 if groups > 64 else 4}
 
 
 def product(
@@ -147,10 +151,15 @@ def product(
       x: [M K], not quantized.
       start: executes a launch.
       overrides: of `tile_config`, for measuring.
+
+    Raises:
+      ValueError: `overrides` has a `bn` that does not divide a block.
     """
     (M, K), Ns = x.shape, [len(w.values) for w in ws]
     tiles = tile_config(K) | overrides
     bn = tiles["bn"]
+    if BLOCK % bn:
+        raise ValueError(f"a tile must lie within a block of {BLOCK} outputs; got {bn}")
     sizes = {"N": Ns[0]} if len(ws) == 1 else {f"N{i}": N for i, N in enumerate(Ns)}
     launch = Launch(
         kernel=gemv_kernel if len(ws) == 1 else joint_gemv_kernel,

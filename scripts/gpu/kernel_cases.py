@@ -241,6 +241,8 @@ CASES = {
     "gemv 1x(4096,512,512)x2048 blocks": gemv(1, 2048, 4096, 512, 512),
     "gemv 1x(4096,512,512)x2880": gemv(1, 2880, 4096, 512, 512, blocks=False),
     "gemv 2x2880x4096": gemv(2, 4096, 2880, blocks=False),
+    "gemv 2x4096x14336 blocks": gemv(2, 14_336, 4096),
+    "gemv 2x5376x21504": gemv(2, 21_504, 5376, blocks=False),
     "joint fp8_matmul 32x(4096,512,512)x2048": joint(32, 2048, 4096, 512, 512),
     "quantizing 64 rows of 4096": quantizing(64, 4096, False),
     "quantizing 64 rows of 21504, in groups of 128": quantizing(64, 21504, True),

@@ -2,8 +2,7 @@
 
     python scripts/gpu/measured.py [--doc docs/kernels.md]
 
-Rows of several states of the code are told apart by when they were measured: "first" is the first
-that a step has, "last" its newest.
+Rows of several states of the code are told apart by when they were measured.
 """
 
 import argparse
@@ -20,6 +19,9 @@ from peagle_jax.atomic_write import write_atomically  # noqa: E402
 
 ROWS = ROOT / "results" / "gpu.jsonl"
 LONGEST = 12  # kernels of a profile
+PROFILED = "qwen3-coder-30b-a3b-instruct, none K=0, batch 1"
+# rows before are of kernels that had never met a GPU, those after of what it led to
+CHANGED = "2026-11-26T07:00:00Z"
 METHODS = {"none": "plain", "peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
 
 
@@ -30,21 +32,22 @@ def step_lines(rows: Sequence[Mapping]) -> list[list[str]]:
         if row.get("part") == "steps" and row["layers"] is None:
             key = row["target"], row["method"], row["k"], row["batch"], row["routing"]
             found.setdefault(key, []).append(row)
-    lines = [["step", "floor, ms", "first, ms", "last, ms", "tokens/s"]]
+    lines = [["step", "floor, ms", "at first, ms", "changed, ms", "tokens/s"]]
     for (target, method, k, batch, routing), measured in found.items():
         if method == "none" and routing == "alike":
             continue  # one token has nobody to choose like
         measured = sorted(measured, key=lambda row: row["time"])
-        first, last = measured[0], measured[-1]
+        first = [row for row in measured if row["time"] < CHANGED][-1:]
+        changed = [row for row in measured if row["time"] >= CHANGED][-1:]
+        last = measured[-1]
         name = f"{target}, batch {batch}, {METHODS[method]}"
         name += f", K = {k}, {routing}" if k else ""
-        again = f"{last['step_us'] / 1e3:.2f}" if last["code"] != first["code"] else ""
         lines.append(
             [
                 name,
                 f"{last['floor_us'] / 1e3:.2f}",
-                f"{first['step_us'] / 1e3:.2f}",
-                again,
+                "".join(f"{row['step_us'] / 1e3:.2f}" for row in first),
+                "".join(f"{row['step_us'] / 1e3:.2f}" for row in changed),
                 f"{last['tokens_per_s']:.0f}",
             ]
         )
@@ -53,7 +56,8 @@ def step_lines(rows: Sequence[Mapping]) -> list[list[str]]:
 
 def kernel_lines(rows: Sequence[Mapping]) -> list[list[str]]:
     """The longest kernels of the newest profile of a plain step, without graphs."""
-    profiles = [row for row in rows if row.get("part") == "profile" and row["way"] == "no graphs"]
+    profiles = [row for row in rows if row.get("part") == "profile" and row["case"] == PROFILED]
+    profiles = [row for row in profiles if row["way"] == "no graphs"]
     profile = max(profiles, key=lambda row: row["time"])
     lines = [["kernel", "programs", "a step", "us", "us a step"]]
     for kernel in profile["kernels"][:LONGEST]:

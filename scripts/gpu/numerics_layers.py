@@ -20,7 +20,7 @@ def routers(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
     Logits are rounded to 16 bits, so that of two that are nearly equal either may be found.
     """
     shapes = [(1, 2048, 128, 8), (8, 2048, 128, 8), (64, 4096, 256, 8), (8, 2880, 32, 4)]
-    for n, D, E, k in [(3, 64, 20, 3)] if tiny else shapes:
+    for n, D, E, k in [(3, 64, 20, 3), (17, 200, 20, 3)] if tiny else shapes:
         for has_bias in (False, True):
             x, w = checking.random(rng, n, D), checking.random(rng, D, E, scale=D**-0.5)
             bias = checking.random(rng, E) if has_bias else None
@@ -72,7 +72,7 @@ def rotations(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
 def joint_products(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
     """Queries, keys and values of a layer from one launch; by the reference one after the other."""
     shapes = [(1, 2048, (4096, 512, 512)), (8, 2048, (4096, 512, 512)), (64, 4096, (8192, 1024))]
-    for M, K, Ns in [(3, 256, (96, 32, 32))] if tiny else shapes:
+    for M, K, Ns in [(3, 256, (96, 32, 32)), (1, 200, (70, 40, 20))] if tiny else shapes:
         Ns = (*Ns, Ns[-1])[:3]
         for blocks in (False, True):
             x = checking.random(rng, M, K)

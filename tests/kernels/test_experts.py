@@ -179,6 +179,11 @@ def test_a_tile_of_gated_outputs_crosses_no_block():
     for N in (96, 100, 130, 768):
         bn = experts_gemv_triton.tile_config(N, 96, gated=True)["bn"]
         assert N % bn == 0 and 128 % bn == 0
+    b, x, ids = stored("block", jnp.float32), jnp.zeros((1, 96)), jnp.asarray([[1, 2]])
+    up, _ = b.matrices()
+    for bn in (12, 64):  # no part of a block, and of 160 gated outputs
+        with pytest.raises(ValueError, match=f"within a block of 128 outputs; got {bn}"):
+            experts_gemv_triton.product(x, ids, up, choices=2, gated=True, bn=bn)
 
 
 def test_tiles_hold_every_pair_once():

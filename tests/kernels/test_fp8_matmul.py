@@ -118,6 +118,12 @@ def test_few_rows_are_quantized_inside(M, K, Ns, blocks):
         assert M == 1 or not y[M // 2].any()
 
 
+def test_a_tile_of_few_rows_crosses_no_block():
+    x, w = jnp.ones((1, 128)), fp8_matmul.quantize(jnp.ones((130, 128)), blocks=True)
+    with pytest.raises(ValueError, match="within a block of 128 outputs; got 12"):
+        gemv_triton.product(x, [w], jnp.float32, bn=12)
+
+
 def test_a_row_has_the_same_product_whatever_stands_beside_it():
     """Plain decoding and a verification of two tokens, bit for bit."""
     rng = np.random.default_rng(2)
