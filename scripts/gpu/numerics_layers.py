@@ -72,7 +72,7 @@ def rotations(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
 def joint_products(rng: np.random.Generator, tiny: bool) -> Iterator[dict]:
     """Queries, keys and values of a layer from one launch; by the reference one after the other."""
     shapes = [(1, 2048, (4096, 512, 512)), (8, 2048, (4096, 512, 512)), (64, 4096, (8192, 1024))]
-    for M, K, Ns in [(3, 256, (96, 32, 32)), (1, 200, (70, 40, 20))] if tiny else shapes:
+    for M, K, Ns in [(3, 256, (96, 32, 32)), (1, 384, (70, 40, 20))] if tiny else shapes:
         Ns = (*Ns, Ns[-1])[:3]
         for blocks in (False, True):
             x = checking.random(rng, M, K)
