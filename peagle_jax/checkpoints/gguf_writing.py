@@ -117,12 +117,14 @@ def check_llama_cpp(head: HeadState, path: str | Path, dtype: str | None) -> Non
     if found:
         own = {"--drop-markov": cfg.markov_rank is not None, "--drop-confidence": cfg.confidence}
         flags = "".join(f" {flag}" for flag, is_needed in own.items() if is_needed)
+        is_all = found == [LLAMA_CPP_LACKS["qk_norm"]]
+        trained = ", or train one with head.qk_norm false" if is_all else ""
         raise InputError(
             path,
             rule="llama.cpp drafts with EAGLE-3 heads of one Llama layer that reads 3 aux hidden "
             "states",
             got="a head that would " + ", and ".join(found),
-            next_step=f"serve it with vLLM: peagle convert --to vllm{flags}",
+            next_step=f"serve it with vLLM: peagle convert --to vllm{flags}{trained}",
         )
     if dtype not in (None, *DTYPES):
         rule = "a GGUF file of a head has one of the dtypes " + ", ".join(DTYPES)

@@ -263,7 +263,11 @@ def test_share_embedding_leaves_out_the_targets_alone(tmp_path):
     [
         ({"mask_token": 5}, "draft in parallel (P-EAGLE)"),
         (tiny.EAGLE, "draft from the final hidden state (EAGLE-1)"),
-        ({"qk_norm": True}, "norm queries and keys"),
+        (
+            {"qk_norm": True},
+            "norm queries and keys; serve it with vLLM: peagle convert --to vllm, or train one "
+            "with head.qk_norm false",
+        ),
         ({"attention_bias": True}, "biases in attention"),
         ({"fc_norm": True}, "norm each aux hidden state"),
         ({"norm_output": True}, "hand on normed hidden states"),
@@ -283,6 +287,7 @@ def test_share_embedding_leaves_out_the_targets_alone(tmp_path):
 def test_what_llama_cpp_has_no_place_for(changes, words, tmp_path):
     message = refusal(tmp_path, **changes)
     assert words in message and "; serve it with vLLM: peagle convert --to vllm" in message
+    assert ("head.qk_norm false" in message) == (changes == {"qk_norm": True})
 
 
 def test_an_fp8_head_needs_a_dtype(tmp_path):
