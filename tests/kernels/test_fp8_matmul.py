@@ -8,7 +8,7 @@ from gpu.interpreter import interpret
 
 from peagle_jax.kernels import fp8_matmul, fp8_matmul_triton, gemv_triton
 from peagle_jax.kernels.fp8_matmul import E4M3
-from peagle_jax.kernels.launch import B200, H200, RTX_PRO_6000
+from peagle_jax.kernels.launch import B200, H200, RTX_PRO_6000, interpret_kernels
 from peagle_jax.types import InputError
 
 KINDS = {
@@ -116,6 +116,31 @@ def test_few_rows_are_quantized_inside(M, K, Ns, blocks):
         y = np.asarray(y, np.float64)
         assert y.shape == want.shape and np.abs(y - want).max() / np.abs(want).max() < 1e-6
         assert M == 1 or not y[M // 2].any()
+
+
+@pytest.mark.parametrize(
+    "rows, alone, joint",
+    [
+        (2, ["gemv_kernel"], ["joint_gemv_kernel"]),
+        (3, ["quantize_kernel", "kernel"], ["quantize_kernel", "joint_kernel"]),
+    ],
+)
+def test_few_rows_go_without_tensor_cores(rows, alone, joint):
+    names = []
+
+    def start(launch):
+        names.append(launch.kernel.__name__)
+        return interpret(launch)
+
+    ws = [fp8_matmul.quantize(jnp.ones((N, 256)), blocks=True) for N in (64, 32, 32)]
+    x = jnp.ones((1, rows, 256), jnp.bfloat16)
+    with interpret_kernels(start):
+        y = fp8_matmul.matmul(x, ws[0])
+        assert names == alone
+        ys = fp8_matmul.joint_matmul(x, ws)
+        assert names[len(alone) :] == joint
+    assert ys is not None and y.shape == ys[0].shape == (1, rows, 64) and ys[2].shape[-1] == 32
+    np.testing.assert_array_equal(np.asarray(y, np.float32), 256)
 
 
 def test_a_tile_of_few_rows_crosses_no_block():
