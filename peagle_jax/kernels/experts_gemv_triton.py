@@ -1,9 +1,8 @@
-"""A mixture's products for few tokens in Triton: without tensor cores, and without sorting.
+"""A mixture's products for one token in Triton: without tensor cores, and without sorting.
 
 As in `gemv_triton`, a program asks for whole rows of a matrix at once. Every pair of a token and a
-choice is multiplied by its own programs. Where several tokens chose an expert its weights are read
-several times, from the L2 cache at best; a few tokens rarely do, and the sort that would bring them
-together is a launch that takes longer than reading an expert.
+choice is multiplied by its own programs, so that several tokens could be, too: an expert that two
+of them chose would be read twice, and nothing would have to be sorted. That was not measured.
 """
 
 # Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
@@ -19,12 +18,12 @@ import triton.language as tl
 
 from peagle_jax.kernels import experts
 from peagle_jax.kernels.experts import ExpertWeights, StoredMatrices
+from peagle_jax.kernels.fp8_matmul import BLOCK
+from peagle_jax.kernels.gemv_triton import MAX_TILE, WEIGHTS
 from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 
 # of `StoredMatrices`: an expert's outputs are rows in memory; MXFP4 was slower so (LOG.md)
 KINDS = ("row", "block")
-WEIGHTS = 16_384  # numbers that a program of four warps keeps in registers: 128 a thread
-MAX_TILE = 16  # rows of a matrix that one program takes
 
 
 @triton.jit
@@ -139,8 +138,8 @@ def product(
     """
     K, N = x.shape[1], w.outputs // 2 if gated else w.outputs
     config = tile_config(N, K, gated=gated) | overrides
-    if 128 % config["bn"] or gated and N % config["bn"]:
-        raise ValueError(f"a tile must lie within a block of 128 outputs; got {config['bn']}")
+    if BLOCK % config["bn"] or gated and N % config["bn"]:
+        raise ValueError(f"a tile must lie within a block of {BLOCK} outputs; got {config['bn']}")
     constants = dict(E=len(w.values), N=N, K=K, CHOICES=choices, BIAS=w.bias is not None)
     constants |= dict(BN=config["bn"], BK=config["bk"], W=w.kind, GATED=gated)
     launch = Launch(

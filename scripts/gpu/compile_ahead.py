@@ -38,6 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "generate")]
 
 import size_table  # noqa: E402
 import thunks  # noqa: E402
+from page import markdown_table, with_table  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.decode.drafters import ParallelDrafter  # noqa: E402
@@ -257,15 +258,12 @@ def cells(row: dict) -> list[str]:
 
 def fill(doc: Path, rows: list[dict]) -> None:
     """Writes the table between the markers `<!-- ahead -->` and `<!-- end -->`."""
-    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+    lines = []
     for row in rows:
         name, *numbers = cells(row)
         lines.append((name + ("" if row["kernels"] else ", without kernels"), *numbers))
-    lines = ["| " + " | ".join(line) + " |" for line in lines]
-    table = "\n".join(lines)
     text = doc.read_text(encoding="utf-8")
-    markers = re.compile(r"(<!-- ahead[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
-    write_atomically(doc, markers.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text))
+    write_atomically(doc, with_table(text, "ahead", markdown_table(COLUMNS, lines)))
 
 
 if __name__ == "__main__":

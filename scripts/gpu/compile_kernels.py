@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kernel_cases import CASES, launches  # noqa: E402
+from page import markdown_table, with_table  # noqa: E402
 
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import (  # noqa: E402
@@ -123,15 +124,12 @@ def fill(doc: Path, rows: list[dict]) -> None:
             text = f"{' '.join(products)}; {text}"
         cells.setdefault((row["kernel"], row["function"]), {})[row["sm"]] = text
     head = ["kernel", *(f"sm_{gpu.capability}" for gpu in GPUS)]
-    lines = [head, ["---"] * len(head)]
-    lines += [
+    lines = [
         [f"{case} ({function})" if function != "kernel" else case, *texts.values()]
         for (case, function), texts in cells.items()
     ]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     text = doc.read_text(encoding="utf-8")
-    markers = re.compile(r"(<!-- compiled[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
-    write_atomically(doc, markers.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text))
+    write_atomically(doc, with_table(text, "compiled", markdown_table(head, lines)))
 
 
 def main() -> int:

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from gpu.page import markdown_table, with_table  # noqa: E402
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 
 ROWS = ROOT / "results" / "gpu.jsonl"
@@ -75,18 +76,14 @@ def kernel_lines(rows: Sequence[Mapping]) -> list[list[str]]:
 
 def tables(rows: Sequence[Mapping]) -> dict[str, str]:
     """Markdown tables by their names in the page."""
-    texts = {}
-    for name, (header, *lines) in (("steps", step_lines(rows)), ("kernels", kernel_lines(rows))):
-        ruled = [header, ["---"] * len(header), *lines]
-        texts[name] = "\n".join("| " + " | ".join(line) + " |" for line in ruled)
-    return texts
+    found = {"steps": step_lines(rows), "kernels": kernel_lines(rows)}
+    return {name: markdown_table(header, lines) for name, (header, *lines) in found.items()}
 
 
 def filled(text: str, found: Mapping[str, str]) -> str:
     """A page with tables between `<!-- measured NAME -->` and `<!-- end -->`."""
     for name, table in found.items():
-        markers = re.compile(rf"(<!-- measured {name}[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        text = markers.sub(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", text)
+        text = with_table(text, f"measured {name}", table)
     return text
 
 

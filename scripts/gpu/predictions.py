@@ -17,7 +17,6 @@ import argparse  # noqa: E402
 import dataclasses  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
-import re  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Iterable, Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -30,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpu import step_bytes, steps, training  # noqa: E402
 from gpu.numerics_attention import chains  # noqa: E402
+from gpu.page import markdown_table, with_table  # noqa: E402
 from peagle_jax.atomic_write import write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import Launch, interpret_kernels  # noqa: E402
 from peagle_jax.kernels.packed_attention import AttentionIntervals  # noqa: E402
@@ -331,18 +331,13 @@ def tables() -> dict[str, str]:
     """Markdown tables by the names of TABLES."""
     compiled = [json.loads(line) for line in COMPILED.read_text().splitlines()]
     rows = {"kernels": kernel_rows(), "steps": step_rows(compiled), "training": training_rows()}
-    texts = {}
-    for name, header in TABLES.items():
-        lines = [header, ["---"] * len(header), *rows[name]]
-        texts[name] = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return texts
+    return {name: markdown_table(header, rows[name]) for name, header in TABLES.items()}
 
 
 def filled(text: str, found: Mapping[str, str]) -> str:
     """A page with tables between `<!-- predicted NAME -->` and `<!-- end -->`."""
     for name, table in found.items():
-        markers = re.compile(rf"(<!-- predicted {name}[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        text = markers.sub(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", text)
+        text = with_table(text, f"predicted {name}", table)
     return text
 
 
