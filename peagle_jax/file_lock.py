@@ -24,6 +24,26 @@ def try_lock(file: int | IO[str]) -> bool:
     return True
 
 
+def open_locked(path: Path) -> IO[str] | None:
+    """Opens a file for appending and takes its lock; None where another process has it.
+
+    Args:
+      path: a file, made if it does not exist.
+
+    Raises:
+      OSError: it cannot be opened.
+    """
+    while True:
+        file = path.open("a", encoding="utf-8")
+        if not try_lock(file):
+            file.close()
+            return None
+        # the process that had the lock before may have removed the file that was opened here
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
+
+
 def lock_while_alive(owner: object, path: Path) -> bool:
     """Takes the lock for as long as `owner` lives; False where another process, or owner, has it.
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ from peagle_jax.checkpoints.target_io import context_of, load_target, target_has
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.documents import BadRows, Document
-from peagle_jax.file_lock import try_lock
+from peagle_jax.file_lock import open_locked
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
 from peagle_jax.pipelines.regenerate_conversations import rewrite
 from peagle_jax.progress import ProgressReport
@@ -351,34 +351,31 @@ def _appendable(out: Path) -> Iterator[None]:
     New folders go with it. A lock keeps out other processes, whose rows would stand between these.
 
     Raises:
-      InputError: it cannot be written.
+      InputError: it cannot be written, or another process writes it.
     """
     is_new = not out.exists()
     new_parents = [parent for parent in out.parents if not parent.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = out.open("a")
+        file = open_locked(out)
     except OSError as error:
         rule, next_step = "the output file must be writable", "choose another place with --out"
         raise InputError(out, rule, error.strerror, next_step) from None
-    try:
-        with file:
-            _lock(file, out)
-            yield
-    except BaseException:
-        if is_new and out.exists() and out.stat().st_size == 0:
-            out.unlink()
-            out.with_name(out.name + ABOUT).unlink(missing_ok=True)
-            for parent in new_parents:
-                with contextlib.suppress(OSError):  # somebody else uses it
-                    parent.rmdir()
-        raise
-
-
-def _lock(file: IO[str], out: Path) -> None:
-    if not try_lock(file):
+    if file is None:
         rule, got = "one process writes a file at a time", "another one at it"
         raise InputError(out, rule, got, "wait for it, or choose another --out")
+    with file:
+        try:
+            yield
+        except BaseException:
+            # only who has the lock takes the file away: an empty one may be somebody else's
+            if is_new and out.exists() and out.stat().st_size == 0:
+                out.unlink()
+                out.with_name(out.name + ABOUT).unlink(missing_ok=True)
+                for parent in new_parents:
+                    with contextlib.suppress(OSError):  # somebody else uses it
+                        parent.rmdir()
+            raise
 
 
 def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:

@@ -96,6 +96,8 @@ class FolderWriter:
             self._clear_up()
             self._refuse_to_replace()
             self.work = self._temporary_folder(TEMPORARY)
+            self._handle = os.open(self.work, os.O_RDONLY)
+            self.work.chmod(0o755)
         except OSError as error:
             self._remove_parents()
             raise InputError(
@@ -104,9 +106,10 @@ class FolderWriter:
                 got=error.strerror,
                 next_step="choose another place",
             ) from None
-        self.work.chmod(0o755)
-        self._handle = os.open(self.work, os.O_RDONLY)
-        try_lock(self._handle)
+        # one that began in the same moment may have taken it for what a killed process has left
+        if not try_lock(self._handle) or not self.work.exists():
+            os.close(self._handle)
+            raise self._busy()
         return self.work
 
     def _clear_up(self) -> None:
@@ -119,9 +122,7 @@ class FolderWriter:
             handle = os.open(left, os.O_RDONLY)
             try:
                 if not try_lock(handle):
-                    rule, got = f"one process writes a {self.kind} at a time", "another one at it"
-                    next_step = "wait for it, or choose another name"
-                    raise InputError(self.path, rule, got, next_step)
+                    raise self._busy()
                 shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(handle)
@@ -129,6 +130,10 @@ class FolderWriter:
             if (left / "was").exists() and not self.path.exists():
                 (left / "was").rename(self.path)
             shutil.rmtree(left, ignore_errors=True)
+
+    def _busy(self) -> InputError:
+        rule, got = f"one process writes a {self.kind} at a time", "another one at it"
+        return InputError(self.path, rule, got, "wait for it, or choose another name")
 
     def _left(self, kind: str) -> list[Path]:
         return list(self.path.parent.glob(f".{glob.escape(self.path.name)}{kind}*"))

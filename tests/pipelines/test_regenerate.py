@@ -12,7 +12,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from peagle_jax import corpus, text
+from peagle_jax import corpus, file_lock, text
 from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
@@ -147,6 +147,15 @@ def test_two_at_a_time(place, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="one process writes a file at a time; got another"):
             regenerate(place / "target", options(place), out, lambda line: None)
+    assert out.read_text() == ""
+
+
+def test_the_file_of_one_that_began_in_the_same_moment_is_left_alone(place, tmp_path, monkeypatch):
+    """It was not there when this process looked, and another has it when this one wants it."""
+    out = tmp_path / "new" / "a.jsonl"
+    monkeypatch.setattr(file_lock, "try_lock", lambda file: False)
+    with pytest.raises(InputError, match="one process writes a file at a time; got another"):
+        regenerate(place / "target", options(place), out, lambda line: None)
     assert out.read_text() == ""
 
 
