@@ -3,7 +3,8 @@
     python -m experiments.run against_eagle3 --seeds 3
 
 `EAGLE-3` has one layer and as many steps. `EAGLE-3 of equal parameters` has as many layers as
-the parallel head. `EAGLE-3 of equal FLOPs` has one layer, and steps until its training took the
+the parallel head; `EAGLE-3 of equal seconds` too, in the steps that the parallel head's training
+time is enough for. `EAGLE-3 of equal FLOPs` has one layer, and steps until its training took the
 parallel head's arithmetic (train_flops of the rows). EAGLE-1 heads learn one step, of the target's
 final hidden state: `EAGLE-1 of equal parameters` has as many layers as the parallel head, and
 `EAGLE-1 of equal FLOPs` has those and its arithmetic, in several times as many steps.
@@ -21,11 +22,20 @@ from experiments.base_run import as_eagle, as_eagle3, with_steps
 from peagle_jax.pipelines.budgets import lm_shape
 from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
 
+# Seconds of a step beside the parallel head's, on one core: the fastest of three trainings each of
+# an EAGLE-3 head of two layers (commit 7149b82) and of the base (4722e37), 3,176 and 5,019 tokens/s.
+# One-layer EAGLE-3 heads take about as long as the base, and EAGLE-1 heads a third.
+EAGLE3_SECONDS = 1.58
+
 GREEDY_AND_SAMPLED = (Measurement(), Measurement(temperature=1.0))
 
 
 def of_equal_parameters(base: PeagleRun) -> Eagle3Run:
     return as_eagle3(base, layers=base.head.layers)
+
+
+def of_equal_seconds(base: PeagleRun) -> HeadRun:
+    return with_steps(of_equal_parameters(base), round(base.optimizer.steps / EAGLE3_SECONDS))
 
 
 def of_equal_flops(base: PeagleRun) -> HeadRun:
@@ -63,6 +73,9 @@ EXPERIMENT = Experiment(
         "EAGLE-3": Variant(run=as_eagle3, method="eagle3", measurements=GREEDY_AND_SAMPLED),
         "EAGLE-3 of equal parameters": Variant(
             run=of_equal_parameters, method="eagle3", measurements=GREEDY_AND_SAMPLED
+        ),
+        "EAGLE-3 of equal seconds": Variant(
+            run=of_equal_seconds, method="eagle3", measurements=GREEDY_AND_SAMPLED
         ),
         "EAGLE-3 of equal FLOPs": Variant(
             run=of_equal_flops, method="eagle3", measurements=GREEDY_AND_SAMPLED
