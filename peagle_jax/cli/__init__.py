@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from peagle_jax.cli.bus_error import explain_bus_errors
 from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
 from peagle_jax.cli.parser import UsageError
 from peagle_jax.prompt_end import ends_promptly
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_resuming = words[:1] and words[0] in RESUMING
     advice = "; the same command goes on from what is saved" if is_resuming else ""
     last_words = f"peagle: interrupted{advice}"
+    if argv is None:
+        explain_bus_errors()
     try:
         # in a program of somebody else's, Ctrl-C is its own affair
         with ends_promptly(last_words) if argv is None else contextlib.nullcontext():

@@ -50,6 +50,22 @@ with ends_promptly("peagle: interrupted"):
 print("done", flush=True)
 """
 
+CUT = """
+import os, sys
+from peagle_jax import cli
+def read_what_is_gone(arguments):
+    import jax.numpy as jnp, numpy as np
+    path = sys.argv[-1]
+    with open(path, "wb") as file:
+        file.truncate(1 << 22)
+    mapped = np.memmap(path, np.float32, "r")
+    os.truncate(path, 0)
+    {read}
+cli.run_command = read_what_is_gone
+sys.argv[1:1] = ["inspect"]
+sys.exit(cli.main())
+"""
+
 
 def start(*words, **options) -> subprocess.Popen:
     return subprocess.Popen(
@@ -91,6 +107,18 @@ def test_a_background_job_goes_on_ignoring_ctrl_c():
     assert process.stdout.readline() == "begun\n"
     _, out, err = interrupt(process)
     assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("read", ["mapped.sum()", "jnp.array(mapped).block_until_ready()"])
+def test_a_mapped_file_that_another_program_cuts(read, tmp_path):
+    """By NumPy, and by a thread of XLA's."""
+    process = start("-c", CUT.format(read=read), tmp_path / "weights")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert err == (
+        "peagle: a file must stay as it is while it is read; got one that became shorter, or a "
+        "disk that cannot be read; run again when it is complete\n"
+    )
 
 
 @pytest.mark.parametrize("delay", [0.4, 1.5, 3.0])

@@ -1,0 +1,34 @@
+"""One line where a mapped file is cut while it is read.
+
+Weights and corpora are memory-mapped. If another program cuts such a file, the operating system
+ends the reader with SIGBUS at the first byte that is gone, and nothing says why.
+"""
+
+import ctypes
+import os
+import signal
+
+EXIT_CODE = 2  # as for other files that cannot be used
+LINE = (
+    b"peagle: a file must stay as it is while it is read; got one that became shorter, or a disk "
+    b"that cannot be read; run again when it is complete\n"
+)
+
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+@_HANDLER
+def _end(number: int) -> None:
+    os.write(2, LINE)
+    os._exit(EXIT_CODE)
+
+
+def explain_bus_errors() -> None:
+    """Ends this process with a line and exit code 2 at a SIGBUS, from now on.
+
+    The handler is the C library's: one of `signal.signal` runs when the interrupted operation has
+    ended, and this one never does.
+    """
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p
+    set_handler(signal.SIGBUS, _end)
