@@ -130,6 +130,7 @@ SLOW: dict[str, str] = {
     "tests/train/test_runs.py::test_the_best_head*": "8 s",
     "tests/weights/test_writing.py::test_a_disk_that_is_full*": "3 s",
     "tests/weights/test_writing.py::test_one_tensor*": "6 s",
+    "tests/weights/test_guided_fuzz.py::test_readers*": "12 s",
 }
 
 # What `make test` keeps of these.
