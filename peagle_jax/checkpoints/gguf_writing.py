@@ -17,6 +17,7 @@ from peagle_jax import weights
 from peagle_jax.checkpoints import param_mapping
 from peagle_jax.checkpoints.head_reading import short_name
 from peagle_jax.checkpoints.head_state import HeadState
+from peagle_jax.draft.head import HeadConfig
 from peagle_jax.layers import Rope
 from peagle_jax.provenance import versions
 from peagle_jax.types import InputError
@@ -106,14 +107,7 @@ def check_llama_cpp(head: HeadState, path: str | Path, dtype: str | None) -> Non
     Raises:
       InputError: it has none for something.
     """
-    cfg = head.config
-    found = [words for key, words in LLAMA_CPP_LACKS.items() if getattr(cfg, key)]
-    if cfg.layers > 1:
-        found.append(f"have {cfg.layers} layers")
-    if any(window is not None for window in cfg.windows):
-        found.append("have sliding windows")
-    if len(cfg.aux_hidden_state_layers) != NUM_AUX_LAYERS and not cfg.predicts_features:
-        found.append(f"read {len(cfg.aux_hidden_state_layers)} aux hidden states")
+    cfg, found = head.config, llama_cpp_lacks(head.config)
     if found:
         own = {"--drop-markov": cfg.markov_rank is not None, "--drop-confidence": cfg.confidence}
         flags = "".join(f" {flag}" for flag, is_needed in own.items() if is_needed)
@@ -130,6 +124,18 @@ def check_llama_cpp(head: HeadState, path: str | Path, dtype: str | None) -> Non
         rule = "a GGUF file of a head has one of the dtypes " + ", ".join(DTYPES)
         raise InputError(path, rule, dtype, "give --dtype bfloat16 or float32")
     head.check_written_dtype(path, dtype)
+
+
+def llama_cpp_lacks(cfg: HeadConfig) -> list[str]:
+    """What a head would do for which llama.cpp has no place, in words; empty if it takes it."""
+    found = [words for key, words in LLAMA_CPP_LACKS.items() if getattr(cfg, key)]
+    if cfg.layers > 1:
+        found.append(f"have {cfg.layers} layers")
+    if any(window is not None for window in cfg.windows):
+        found.append("have sliding windows")
+    if len(cfg.aux_hidden_state_layers) != NUM_AUX_LAYERS and not cfg.predicts_features:
+        found.append(f"read {len(cfg.aux_hidden_state_layers)} aux hidden states")
+    return found
 
 
 def import_gguf(where: str | Path) -> ModuleType:

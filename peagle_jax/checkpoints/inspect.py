@@ -14,6 +14,7 @@ import numpy as np
 from peagle_jax import weights
 from peagle_jax.checkpoints import config_reading, export_placeholders, param_mapping, runs
 from peagle_jax.checkpoints.config_reading import AUX_LAYER_IDS, detect_format, is_drafter
+from peagle_jax.checkpoints.gguf_writing import llama_cpp_lacks
 from peagle_jax.checkpoints.head_reading import read_head
 from peagle_jax.checkpoints.target_io import read_facts
 from peagle_jax.draft.head import HeadConfig
@@ -59,6 +60,7 @@ LABELS: dict[str, str | None] = {
     "placeholder_attention": "placeholders attend to",
     "placeholder_context": "keys and values of committed tokens",
     "export_status": "placeholders for vLLM",
+    "llama_cpp_lacks": "for llama.cpp (GGUF)",
     "markov_rank": "Markov head, rank",
     "markov_gated": None,
     "confidence": "confidence head",
@@ -86,6 +88,7 @@ WORDS_FOR_NOTHING = {
     "min_target_layers": "unknown",
     "known_targets": "none known here",
     "open_questions": "nothing",
+    "llama_cpp_lacks": "as it is",
     "left_out": "nothing",
     "checkpoints": "none yet",
 }
@@ -269,6 +272,7 @@ def _head_facts(config: HeadConfig) -> dict[str, Any]:
         "placeholder_attention": config.placeholder_attention if config.parallel else None,
         "placeholder_context": config.placeholder_context if config.parallel else None,
         "export_status": export_placeholders.export_status(config),
+        "llama_cpp_lacks": llama_cpp_lacks(config),
         "markov_rank": config.markov_rank,
         "markov_gated": config.markov_gated,
         "confidence": config.confidence,
@@ -317,6 +321,8 @@ def _in_words(key: str, value: Any, facts: Mapping[str, Any]) -> str:
         return "not named"
     if value is None or value == []:
         return WORDS_FOR_NOTHING.get(key, "none")
+    if key == "llama_cpp_lacks":
+        return f"refused: it would {', '.join(value)}"
     if key == "kind":
         return KINDS[value]
     if key == "checkpoint_format":

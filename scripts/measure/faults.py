@@ -1,13 +1,13 @@
 """Is anything lost when a command that writes is killed at a random moment?
 
-    .venv/bin/python scripts/measure/faults.py [--kills 100] [--seed 0] [--demo]
+    .venv/bin/python scripts/measure/faults.py [--kills 100] [--seed 0] [--only COMMAND ...]
         [--work runs/faults] [--record results/faults.jsonl]
 
 Each command is run once to the end on tiny models, and once more in another folder, where it gets
 SIGKILL at random moments of the time that it takes; the last time it is left alone. What it has
 written must then be what the undisturbed run has written, and no other file may be there. Two of
-each command at once are refused, or end as one does. `--demo` adds the smoke demo, which takes
-minutes for each kill. Exit code 1 if anything differs.
+each command at once are refused, or end as one does. The demo and experiments, which take a minute
+or more, are killed a few times; the others share the rest. Exit code 1 if anything differs.
 
 Runs of two processes: scripts/measure/kills.py.
 """
@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "measure"))
 from kills import metrics, same_weights, write_models  # noqa: E402
 
 MAX_SECONDS = 900  # of one command
+LONG_KILLS = 4  # of commands that take a minute or more
 # files whose bytes differ between two runs that are alike, because they hold times or random names
 TIMES = ("result.json", "origin.json", "lock", "metrics.jsonl", "checksums.json", "head.json")
 
@@ -46,11 +47,15 @@ class Case:
       words: after `peagle`; they are run in a folder with the models as ../models.
       out: the file or folder that it writes, there.
       same: (out of the undisturbed run, out of the other) -> whether they are equal.
+      module: what is run with the words.
+      is_long: it takes a minute or more, and so is killed LONG_KILLS times.
     """
 
     words: tuple[str, ...]
     out: str
     same: Callable[[Path, Path], bool]
+    module: str = "peagle_jax.cli"
+    is_long: bool = False
 
 
 def same_bytes(a: Path, b: Path) -> bool:
@@ -61,11 +66,11 @@ def same_bytes(a: Path, b: Path) -> bool:
 def contents(path: Path) -> dict[str, str]:
     """Name -> hash of every file."""
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return {
-        str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in files
-        if p.name not in TIMES
-    }
+    return {str(p.relative_to(path)): sha256(p) for p in files if p.name not in TIMES}
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def same_run(a: Path, b: Path) -> bool:
@@ -112,17 +117,33 @@ def json_lines(folder: Path) -> list[dict]:
 
 
 def same_demo(a: Path, b: Path) -> bool:
-    """Whether two demos have the same files, but for names that are random."""
-    return [top_names(a)] == [top_names(b)]
+    """Whether two demos have the same files, weights and accepted drafts."""
+    weights = [
+        {p.relative_to(out): sha256(p) for p in out.rglob("*.safetensors")} for out in (a, b)
+    ]
+    return top_names(a) == top_names(b) and weights[0] == weights[1] and same_benchmark(a, b)
 
 
 def top_names(folder: Path) -> list[str]:
+    """Of files two levels deep; names below are random."""
     return sorted(str(p.relative_to(folder)) for p in folder.glob("*/*"))
+
+
+def same_experiments(a: Path, b: Path) -> bool:
+    """Whether two runs of experiments have the same rows, but for times, and the same cache."""
+    of_run = ("experiment", "variant", "seed", "stages", "head_key", "steps", "measurements")
+    rows = [
+        [{key: row[key] for key in of_run} for row in json_lines(out / "rows")] for out in (a, b)
+    ]
+    names = [sorted(p.name for p in (out / "cache").iterdir()) for out in (a, b)]
+    return rows[0] == rows[1] and names[0] == names[1]
 
 
 def cases(models: Path) -> dict[str, Case]:
     """Every command that writes, on the models of `make_models`."""
-    target, head = "../models/lm/model", "../models/head/head"
+    target, head, eagle3 = (
+        f"../models/{name}" for name in ("lm/model", "head/head", "eagle3/head")
+    )
     corpus, prompts = "../models/corpus", "../models/prompts.jsonl"
     text = ("--target", target, "--data", corpus, "--held-out", "0.1")
     return {
@@ -146,20 +167,31 @@ def cases(models: Path) -> dict[str, Case]:
         ),
         "convert to vllm": Case(("convert", head, "out", "--to", "vllm"), "out", same_bytes),
         "convert to orbax": Case(("convert", head, "out", "--to", "orbax"), "out", same_state),
+        "convert to gguf": Case(
+            ("convert", eagle3, "out.gguf", "--to", "gguf", "--target", target),
+            "out.gguf",
+            same_bytes,
+        ),
         "bench": Case(
             ("bench", "--target", target, "--drafter", head, "--prompts", prompts, "-k", "2")
             + ("--max-new-tokens", "8", "--repeats", "1", "--out", "out"),
             "out",
             same_benchmark,
         ),
+        "demo": Case(("demo", "--budget", "smoke", "--out", "out"), "out", same_demo, is_long=True),
+        "experiments": Case(
+            ("hidden_designs", "--only", "shared", "--seeds", "1", "--budget", "smoke")
+            + ("--cache", "out/cache", "--results", "out/rows"),
+            "out",
+            same_experiments,
+            module="experiments.run",
+            is_long=True,
+        ),
     }
 
 
-DEMO = Case(("demo", "--budget", "smoke", "--out", "out"), "out", same_demo)
-
-
 def make_models(folder: Path) -> None:
-    """A target, a trained head, a corpus and prompts."""
+    """A target, trained heads, a corpus and prompts."""
     from peagle_jax.cli import main
 
     target, corpus, _ = write_models(folder)
@@ -175,9 +207,13 @@ def make_models(folder: Path) -> None:
         "log_every": 1,
         "save_every": 5,
     }
-    (folder / "head.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    if code := main(["train", str(folder / "head.yaml")]):
-        raise SystemExit(code)
+    # llama.cpp has no norms of queries and keys
+    eagle3 = {"task": "eagle3", "out": str(folder / "eagle3"), "head": {"qk_norm": False}}
+    eagle3 = {key: value for key, value in recipe.items() if key != "cod"} | eagle3
+    for name, run in (("head", recipe), ("eagle3", eagle3)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+        if code := main(["train", str(folder / f"{name}.yaml")]):
+            raise SystemExit(code)
     lines = [json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(12)]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -185,7 +221,7 @@ def make_models(folder: Path) -> None:
 def start(case: Case, folder: Path) -> subprocess.Popen:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "peagle_jax.cli", *case.words],
+        [sys.executable, "-m", case.module, *case.words],
         cwd=folder,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -265,6 +301,17 @@ def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
     }
 
 
+def shares(kills: int, judged: dict[str, Case]) -> dict[str, int]:
+    """How often each command is killed; where it does not come out even, the first ones more."""
+    short = [name for name, case in judged.items() if not case.is_long]
+    if not short:
+        short = list(judged)
+    few = min(LONG_KILLS, kills // len(judged))
+    of = {name: few for name in judged if name not in short}
+    rest = kills - sum(of.values())
+    return of | {name: rest // len(short) + (i < rest % len(short)) for i, name in enumerate(short)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -272,7 +319,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, help="over all commands (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     parser.add_argument("--only", nargs="+", metavar="COMMAND", help="as the rows name them")
-    parser.add_argument("--demo", action="store_true", help="also the smoke demo")
     parser.add_argument("--work", type=Path, default=Path("runs/faults"))
     parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
     args = parser.parse_args()
@@ -281,15 +327,16 @@ def main() -> int:
     work = args.work.absolute()
     shutil.rmtree(work, ignore_errors=True)
     make_models(work / "models")
-    judged = cases(work / "models") | ({"demo": DEMO} if args.demo else {})
+    judged = cases(work / "models")
     if unknown := [name for name in args.only or () if name not in judged]:
         parser.error(f"--only {unknown[0]!r}: use {', '.join(judged)}")
     if args.only:
         judged = {name: judged[name] for name in args.only}
     of_this = provenance(" ".join(["python scripts/measure/faults.py", *sys.argv[1:]]))
     failed = 0
-    for i, (name, case) in enumerate(judged.items()):
-        kills = args.kills // len(judged) + (i < args.kills % len(judged))
+    kills_of = shares(args.kills, judged)
+    for name, case in judged.items():
+        kills = kills_of[name]
         row = {"name": "faults"} | of_this | judge(name, case, work, kills, args.seed)
         failed += bool(row["problems"])
         say = "; ".join(row["problems"]) or "the same result"

@@ -20,6 +20,7 @@ from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.gguf_writing import check_llama_cpp, rope_factors
 from peagle_jax.checkpoints.head_reading import read_head
 from peagle_jax.checkpoints.head_writing import from_model, save_drafter
+from peagle_jax.checkpoints.inspect import describe, printable_rows
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.cli import main
 from peagle_jax.layers import Rope
@@ -204,6 +205,7 @@ def test_matrices_are_rounded_once_and_norms_are_float32(dtype, tmp_path):
 
 def test_a_head_keeps_its_own_dtype(tmp_path):
     save_drafter(tiny.head(**ONE), tmp_path / "head", k=4, dtype="bfloat16")
+    assert printable_rows(describe(tmp_path / "head"))["for llama.cpp (GGUF)"] == "as it is"
     convert(tmp_path / "head", tmp_path / "head.gguf", to="gguf")
     _, tensors = read(tmp_path / "head.gguf")
     assert tensors["fc.weight"].dtype == "bfloat16"

@@ -57,6 +57,7 @@ def test_facts_of_a_head(folder):
     assert facts["sliding_windows"] == [None, None] and facts["known_targets"] == []
     assert facts["shares_embedding"] is False and facts["target"] is None
     assert facts["export_status"] == "as it is"
+    assert facts["llama_cpp_lacks"] == ["draft in parallel (P-EAGLE)", "have 2 layers"]
     assert facts["metadata"]["source"] == "peagle_jax.save_drafter"
 
 
@@ -110,6 +111,8 @@ def test_words_for_people(folder):
     assert rows["placeholder, hidden side"].startswith("shared: one learned vector")
     assert rows["sliding windows"] == rows["problems"] == rows["options"] == "none"
     assert rows["what its config leaves open"] == "nothing"
+    refused = "refused: it would draft in parallel (P-EAGLE), have 2 layers"
+    assert rows["for llama.cpp (GGUF)"] == refused
     assert rows["file says: source"] == "peagle_jax.save_drafter"
     assert all(isinstance(text, str) for text in rows.values())
 
