@@ -1,7 +1,9 @@
 """Settings of the libraries underneath: quiet, and with a cache of compiled programs."""
 
+import hashlib
 import logging
 import os
+import platform
 import sys
 import warnings
 from pathlib import Path
@@ -10,6 +12,9 @@ from typing import Any
 import jax
 
 from peagle_jax.types import WeightsWarning
+
+# of /proc/cpuinfo: a processor's name and what it can do, on x86 and on ARM
+PROCESSOR_LINES = ("model name", "flags", "CPU part", "Features")
 
 
 class KernelHandler(logging.Handler):
@@ -23,8 +28,8 @@ class KernelHandler(logging.Handler):
 def configure_libraries() -> None:
     """Keeps the libraries' own messages away from the one-line messages of `peagle`.
 
-    Compiled programs are kept on disk, so that a second run of a command starts sooner. The
-    environment variable JAX_COMPILATION_CACHE_DIR chooses another place, and
+    Compiled programs are kept on disk (`cache_folder`), so that a second run of a command starts
+    sooner. The environment variable JAX_COMPILATION_CACHE_DIR chooses another place, and
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS from how many seconds on a program is kept (0.5).
     """
     kernel_log = logging.getLogger("peagle_jax.kernels")
@@ -37,11 +42,28 @@ def configure_libraries() -> None:
     warnings.filterwarnings("always", category=WeightsWarning)
     warnings.showwarning = _print_warning
     sys.unraisablehook = _print_unraisable
-    default_cache = Path.home() / ".cache" / "peagle_jax" / "xla"
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(default_cache))
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
     jax.config.update("jax_compilation_cache_dir", cache)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def cache_folder(processors: Path = Path("/proc/cpuinfo")) -> Path:
+    """Where compiled programs are kept, of this kind of processor.
+
+    XLA compiles for the processor at hand, and machines with others may share a home folder.
+
+    Args:
+      processors: what Linux says of them; other systems say less.
+    """
+    try:
+        lines = processors.read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = {x for x in lines if x.partition("\t")[0].strip() in PROCESSOR_LINES}
+    name = "\n".join(sorted(kinds)) or platform.processor() or platform.machine()
+    kind = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return Path.home() / ".cache" / "peagle_jax" / f"xla-{kind}"
 
 
 def _print_unraisable(failure: Any) -> None:
