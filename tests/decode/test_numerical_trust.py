@@ -65,11 +65,30 @@ def test_of_equal_drafts_the_first_is_drafted():
     assert answer.acceptance_length == 5.0
 
 
-def test_equal_logits_are_sampled_evenly():
-    target = with_output(tiny.target(), outputs()["nothing"])
-    answers = generate(
-        target, tiny.head(), [[3]] * 16, k=4, max_new_tokens=80, temperature=0.7, seed=5
+def of_nan(head):
+    """The head with NaN in the place of every weight."""
+    params = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        head.params,
     )
+    return dataclasses.replace(head, params=params)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_head_of_nan_changes_no_text(decoder):
+    """Its hidden states, logits and probabilities are NaN."""
+    target, head = tiny.target(), of_nan(tiny.head())
+    plain = [generate(target, None, [p], max_new_tokens=NEW)[0] for p in PROMPTS]
+    answers = generate(target, head, PROMPTS, max_new_tokens=NEW, **DECODERS[decoder])
+    for answer, want in zip(answers, plain, strict=True):
+        assert answer.error is None
+        assert answer.output_token_ids == want.output_token_ids
+
+
+@pytest.mark.parametrize("change", [lambda head: head, of_nan], ids=["sound", "NaN"])
+def test_equal_logits_are_sampled_evenly(change):
+    target, head = with_output(tiny.target(), outputs()["nothing"]), change(tiny.head())
+    answers = generate(target, head, [[3]] * 16, k=4, max_new_tokens=80, temperature=0.7, seed=5)
     tokens = np.concatenate([answer.output_token_ids for answer in answers])
     counts = np.bincount(tokens, minlength=41)
     expected = len(tokens) / 41
