@@ -97,12 +97,17 @@ def slowdown_reason(records: Sequence[dict], row: dict) -> str:
     if row.get("draft_seconds") and row.get("verify_seconds"):
         draft = row["draft_seconds"] / plain["step_seconds"]
         verify = row["verify_seconds"] / plain["step_seconds"]
-        cost += f" ({draft:.2f} for drafting, {verify:.2f} for verifying {row['k'] + 1} tokens)"
+        cost += f" ({draft:.2f} for drafting, {verify:.2f} for verifying {row['k'] + 1} tokens"
+        if draft + verify > (1 + 2 * NOTABLE) * step:
+            cost += "; these were timed apart, when the machine was slower: measure again"
+        cost += ")"
     length = row["acceptance_length"]
     written = _tokens_per_step(row) or length
-    result = f"{cost} and writes {written:.2f} tokens per row"
     if written < (1 - NOTABLE) * length:
-        result += f" ({length:.2f} if all places were in use, and no answer ended at its limit)"
+        result = f"{cost} and writes {written:.2f} tokens per row ({length:.2f} if all places were "
+        result += "in use, and no answer ended at its limit)"
+    else:
+        result = f"{cost} and writes {length:.2f} tokens per row"
     if written > step:
         result += ". The steps alone would pay; the rest of the call, with its prefill, does not"
     return result + "."
