@@ -31,8 +31,9 @@ def apply_overrides(run: Run, arguments: Sequence[str], where: str) -> Run:
       run: the run of a recipe.
       arguments: `--a.b.c VALUE` or `--a.b.c=VALUE`, where a.b.c is the path of a key in the recipe,
         in its present or a former spelling, with `-` or `_`. A list takes several values
-        (`--head.aux_hidden_state_layers 2 5 7`) or YAML; one item of a list is named by its number
-        (`--depth_schedule.0.until 100`). `None` stands for null.
+        (`--head.aux_hidden_state_layers 2 5 7`), numbers also with commas between them, or YAML;
+        one item of a list is named by its number (`--depth_schedule.0.until 100`). `None` stands
+        for null.
       where: the recipe's file, for errors.
 
     Returns:
@@ -152,6 +153,8 @@ def _parse(hint: typing.Any, option: str, values: list[str], place: str, example
         return None
     if is_text or any(typing.get_origin(kind) is typing.Literal for kind in kinds):
         return values[0]
+    if item_types and item_types[0] in (int, float):  # 2,5,7 is what many commands take
+        values = [part for value in values for part in _split_numbers(value)]
     try:
         parsed = [yaml.safe_load(value) for value in values]
     except yaml.YAMLError:
@@ -163,3 +166,8 @@ def _parse(hint: typing.Any, option: str, values: list[str], place: str, example
     if item_types and not isinstance(parsed[0], list):
         return parsed
     return parsed[0]
+
+
+def _split_numbers(value: str) -> list[str]:
+    """The items of numbers with commas between them; YAML's own lists stay whole."""
+    return [value] if value.startswith("[") else list(filter(None, value.split(",")))

@@ -83,7 +83,10 @@ def build(
     hints = field_types(cls)
     if not isinstance(raw, Mapping):
         next_step = f"give keys of {', '.join(hints)}"
-        raise InputError(place, "must be a mapping of keys", type(raw).__name__, next_step)
+        got = type(raw).__name__
+        if raw is None:
+            got, next_step = "null", f"{next_step}; leave it out for their defaults"
+        raise InputError(place, "must be a mapping of keys", got, next_step)
     given = with_new_names(raw, new_names(cls), place)
     if unknown := [str(key) for key in given if key not in hints]:
         rule = f"known keys are {', '.join(hints)}"

@@ -30,6 +30,7 @@ OVERRIDES = [
     ("--cod.floor 0 --cod.anchors 5", {"cod": {"down_sample_ratio_min": 0.0, "max_anchors": 5}}),
     ("--head.taps 2 5 7", {"head": {"aux_hidden_state_layers": [2, 5, 7]}}),
     ("--head.taps [2,5]", {"head": {"aux_hidden_state_layers": [2, 5]}}),
+    ("--head.taps 2,5,7", {"head": {"aux_hidden_state_layers": [2, 5, 7]}}),
     ("--head.taps 2", {"head": {"aux_hidden_state_layers": [2]}}),
     ("--head.norm-before-residual True", {"head": {"norm_before_residual": True}}),
     ("--train_embedding false", {"train_embedding": False}),
