@@ -8,7 +8,6 @@ arithmetic, not by lists.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.kernels.attention import MASKED
 from peagle_jax.kernels.choose import choose, non_16bit_reason
+from peagle_jax.kernels.launch import platform
+from peagle_jax.kernels.packed_attention_blocks import attend_in_blocks
+from peagle_jax.kernels.packed_attention_chains import Chains, in_blocks, padded, with_rows_around
+from peagle_jax.kernels.packed_attention_dense import attend_dense
 
-# Queries whose scores exist at one time in the reference: at most so many, fewer where these have
-# more than so many scores, and never fewer than the last. Bounds memory at long context.
-CHUNK, MAX_SCORES, MIN_CHUNK = 2048, 2**23, 128
-BLOCK = 64  # packed rows whose chains are one product; the sizes above are multiples of it
+# More scores than these are computed in blocks of queries and keys (LOG.md, 2026-11-26).
+MAX_SCORES = 2**22
+# Queries and keys of a block: on a CPU, whose scores then stay in its cache, and elsewhere, where
+# fewer and larger products are better. The latter were not measured.
+CPU_BLOCKS, BLOCKS = (128, 128), (512, 1024)
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +59,7 @@ def reference(
     """
     n = intervals.depth0
     first, last = intervals.first[:, :n], intervals.last[:, :n]
-    y, lse = _in_chunks(q[:, :n], k[:, :n], v[:, :n], first, last, None, scale)
+    y, lse = _attend_rows(q[:, :n], k[:, :n], v[:, :n], first, last, None, scale)
     if q.shape[1] == n:
         return y, lse
     packed_y, packed_lse = _over_packed(q[:, n:], k, v, intervals, scale)
@@ -73,248 +77,52 @@ def packed_reference(
     return _over_packed(q, k, v, intervals, scale)[0]
 
 
-def chunk_size(scores_of_query: int) -> int:
-    """How many queries of each row are computed at one time; a multiple of BLOCK.
+def block_sizes(rows_and_heads: int, queries: int, keys: int) -> tuple[int, int] | None:
+    """How many queries and keys have scores at one time; None: all of them.
 
     Args:
-      scores_of_query: of all rows and heads together.
+      rows_and_heads: sequences times heads.
+      queries: of each of them.
+      keys: of depth 0.
     """
-    return min(CHUNK, max(MIN_CHUNK, MAX_SCORES // scores_of_query // BLOCK * BLOCK))
+    if rows_and_heads * queries * keys <= MAX_SCORES:
+        return None
+    return CPU_BLOCKS if platform() == "cpu" else BLOCKS
 
 
 def _over_packed(q, k, v, intervals, scale):
     """Attention of the packed rows, over depth-0 keys and their own chains."""
     n, M = intervals.depth0, q.shape[1]
     first, last = intervals.first[:, n:], intervals.last[:, n:]
-    chains, before = None, max(0, intervals.max_chain_len - 1)
+    chains = None
     if intervals.max_chain_len > 0:
+        before = intervals.max_chain_len - 1
         ahead, after = intervals.chain_ahead, before
         if ahead is None:
             ahead, after = jnp.zeros_like(intervals.chain_len), 0
         # the rows around a block that its chains may reach into
-        keys, values = (_with_rows_around(x[:, n:], before, after) for x in (k, v))
-        chains = keys, values, _blocks(intervals.chain_len[:, n:]), _blocks(ahead[:, n:])
-    y, lse = _in_chunks(
-        _padded(q), k[:, :n], v[:, :n], _padded(first), _padded(last), chains, scale, before
-    )
+        keys, values = (with_rows_around(x[:, n:], before, after) for x in (k, v))
+        of_blocks = in_blocks(intervals.chain_len[:, n:]), in_blocks(ahead[:, n:])
+        chains = Chains(keys, values, *of_blocks, before)
+    seen = k[:, :n], v[:, :n], padded(first), padded(last, -1)
+    y, lse = _attend_rows(padded(q), *seen, chains, scale)
     return y[:, :M], lse[:, :M]
 
 
-def _padded(x: Array) -> Array:
-    """Rows of zeros behind the last ones, up to a whole number of blocks."""
-    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK), *[(0, 0)] * (x.ndim - 2)])
-
-
-def _blocks(x: Array) -> Array:
-    """[B M ..] -> [B blocks BLOCK ..]."""
-    x = _padded(x)
-    return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:])
-
-
-def _with_rows_around(
-    x: Float[Array, "B M G H"], before: int, after: int
-) -> Float[Array, "B b C G H"]:
-    """Blocks of rows, each between the `before` rows and the `after` rows around it."""
-    blocks = _blocks(x)
-    # more blocks than one, where chains are longer than a block
-    num_before, num_after = -(-before // BLOCK), -(-after // BLOCK)
-    num, rest = blocks.shape[1], [(0, 0)] * 3
-    parts = [jnp.pad(blocks, [(0, 0), (i, 0), *rest])[:, :num] for i in range(num_before, 0, -1)]
-    later = [jnp.pad(blocks, [(0, 0), (0, i), *rest])[:, i:] for i in range(1, num_after + 1)]
-    first = num_before * BLOCK - before
-    joined = jnp.concatenate([*parts, blocks, *later], axis=2)
-    return joined[:, :, first : first + before + BLOCK + after]
-
-
-def _in_chunks(q, k, v, first, last, chains, scale, before=0) -> tuple[Array, Array]:
-    """Attention of rows over depth-0 keys `first` .. `last`, and `chains` if they have any.
-
-    Of a block of chains the first keys are those of the `before` rows before it.
-    Of more rows than `chunk_size` the scores exist chunk by chunk, and are computed again in the
-    backward pass.
-    """
-
-    def attend_rows(args):
-        q, first, last, chains = args
-        key = jnp.arange(k.shape[1])[None, None]
-        visible = (key >= first[..., None]) & (key <= last[..., None])
-        parts: list[tuple] = [(Depth0Scores(q.shape, k.shape[2]), k, v, visible[:, None, None])]
-        if chains is not None:
-            keys, values, chain_len, ahead = chains
-            # how many rows before the query each key stands
-            back = jnp.arange(BLOCK)[:, None] - jnp.arange(keys.shape[2])[None] + before
-            back = back[None, None]
-            visible = (back >= -ahead[..., None]) & (back < chain_len[..., None])
-            form = ChainScores(q.shape, k.shape[2])
-            parts.append((form, keys, values, visible[:, :, None, None]))
-        forms, keys, values, visible = zip(*parts, strict=True)
-        return _attend(forms, scale, q, keys, values, visible)
-
-    P = q.shape[1]
-    size = chunk_size(q.shape[0] * q.shape[2] * k.shape[1])
-    if P <= size:
-        return attend_rows((q, first, last, chains))
-    chunks = -(-P // size)
-
-    def split(x, rows):
-        """[B P ..] -> [chunks B rows ..], padded with zeros."""
-        padding = [(0, 0), (0, chunks * rows - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
-        x = jnp.pad(x, padding).reshape(x.shape[0], chunks, rows, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0)
-
-    def join(x):
-        """The inverse of `split`."""
-        return jnp.moveaxis(x, 0, 1).reshape(q.shape[0], -1, *x.shape[3:])[:, :P]
-
-    of_blocks = None if chains is None else tuple(split(x, size // BLOCK) for x in chains)
-    args = (split(q, size), split(first, size), split(last, size), of_blocks)
-    y, lse = jax.lax.map(jax.checkpoint(attend_rows), args)
-    return join(y), join(lse)
-
-
-@dataclasses.dataclass(frozen=True)
-class Depth0Scores:
-    """Scores [B G R P n] of P queries over n keys that all of them share.
-
-    One matrix product for a row and KV head, with its queries grouped, takes half the time of one
-    einsum over all axes on a CPU (LOG.md).
-
-    Attributes:
-      shape: of the queries, (B, P, N, H).
-      kv_heads: G; R is N / G.
-    """
-
-    shape: tuple[int, ...]
-    kv_heads: int
-
-    def scores(self, q: Float[Array, "B P N H"], k: Float[Array, "B n G H"]) -> Array:
-        """Products of queries and keys."""
-        B, P, N, H = self.shape
-        G, R = self.kv_heads, N // self.kv_heads
-        grouped = q.reshape(B, P, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B * G, R * P, H)
-        keys = k.transpose(0, 2, 3, 1).reshape(B * G, H, -1)
-        scores = jnp.matmul(grouped, keys, preferred_element_type=jnp.float32)
-        return scores.reshape(B, G, R, P, -1)
-
-    def outputs(self, weights: Array, v: Float[Array, "B n G H"]) -> Float[Array, "B P N H"]:
-        """Sums of values, by weights in the place of scores."""
-        B, P, N, H = self.shape
-        G, R = self.kv_heads, N // self.kv_heads
-        values = v.transpose(0, 2, 1, 3).reshape(B * G, -1, H)
-        y = jnp.matmul(weights.reshape(B * G, R * P, -1), values)
-        return y.reshape(B, G, R, P, H).transpose(0, 3, 1, 2, 4).reshape(B, P, N, H)
-
-    def of_rows(self, x: Float[Array, "B P N"]) -> Array:
-        """A number of each query and head, in the place of its scores."""
-        B, P, N, _ = self.shape
-        G = self.kv_heads
-        return x.reshape(B, P, G, N // G).transpose(0, 2, 3, 1)[..., None]
-
-    def to_rows(self, x: Array) -> Float[Array, "B P N"]:
-        """The inverse of `of_rows`, without its last axis."""
-        B, P, N, _ = self.shape
-        return x.transpose(0, 3, 1, 2).reshape(B, P, N)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChainScores:
-    """Scores [B blocks G R BLOCK c] of blocks of queries over c keys around each block.
-
-    A chain has few keys. As a product of a block's queries and keys, most of it for nothing, its
-    scores take a fraction of the time that a sum for every distance of a key takes (LOG.md).
-
-    Attributes: as of `Depth0Scores`.
-    """
-
-    shape: tuple[int, ...]
-    kv_heads: int
-
-    def scores(self, q: Float[Array, "B P N H"], k: Float[Array, "B b c G H"]) -> Array:
-        """Products of queries and keys."""
-        B, P, N, H = self.shape
-        G, R = self.kv_heads, N // self.kv_heads
-        blocks = P // BLOCK
-        grouped = q.reshape(B, blocks, BLOCK, G, R, H).transpose(0, 1, 3, 4, 2, 5)
-        grouped = grouped.reshape(B * blocks * G, R * BLOCK, H)
-        keys = k.transpose(0, 1, 3, 4, 2).reshape(B * blocks * G, H, -1)
-        scores = jnp.matmul(grouped, keys, preferred_element_type=jnp.float32)
-        return scores.reshape(B, blocks, G, R, BLOCK, -1)
-
-    def outputs(self, weights: Array, v: Float[Array, "B b c G H"]) -> Float[Array, "B P N H"]:
-        """Sums of values, by weights in the place of scores."""
-        B, P, N, H = self.shape
-        G, R = self.kv_heads, N // self.kv_heads
-        blocks = P // BLOCK
-        values = v.transpose(0, 1, 3, 2, 4).reshape(B * blocks * G, -1, H)
-        y = jnp.matmul(weights.reshape(B * blocks * G, R * BLOCK, -1), values)
-        y = y.reshape(B, blocks, G, R, BLOCK, H).transpose(0, 1, 4, 2, 3, 5)
-        return y.reshape(B, P, N, H)
-
-    def of_rows(self, x: Float[Array, "B P N"]) -> Array:
-        """A number of each query and head, in the place of its scores."""
-        B, _, N, _ = self.shape
-        G = self.kv_heads
-        return x.reshape(B, -1, BLOCK, G, N // G).transpose(0, 1, 3, 4, 2)[..., None]
-
-    def to_rows(self, x: Array) -> Float[Array, "B P N"]:
-        """The inverse of `of_rows`, without its last axis."""
-        B, P, N, _ = self.shape
-        return x.transpose(0, 1, 4, 2, 3).reshape(B, P, N)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(forms, scale, q, keys, values, visible) -> tuple[Array, Array]:
-    """Attention over several sets of keys with one softmax, and its log-sum-exp.
-
-    Its gradient is written out: exponentials are computed once, and kept for the backward pass,
-    where autodiff computes them again from scores.
-
-    Args:
-      forms: of each set of keys, where scores stand.
-      visible: of each set, which scores count.
-    """
-    return _attend_forward(forms, scale, q, keys, values, visible)[0]
-
-
-def _attend_forward(forms, scale, q, keys, values, visible):
-    scores = [
-        jnp.where(is_visible, form.scores(q, k) * scale, MASKED)
-        for form, k, is_visible in zip(forms, keys, visible, strict=True)
-    ]
-    peaks = [form.to_rows(x.max(axis=-1)) for form, x in zip(forms, scores, strict=True)]
-    peak = functools.reduce(jnp.maximum, peaks)
-    exps = [jnp.exp(x - form.of_rows(peak)) for form, x in zip(forms, scores, strict=True)]
-    totals = [form.to_rows(x.sum(axis=-1)) for form, x in zip(forms, exps, strict=True)]
-    total = sum(totals[1:], totals[0])
-    sums = [
-        form.outputs(x.astype(v.dtype), v) for form, x, v in zip(forms, exps, values, strict=True)
-    ]
-    y = sum(sums[1:], sums[0]) / total[..., None].astype(q.dtype)
-    return (y, peak + jnp.log(total)), (q, keys, values, exps, total, y)
-
-
-def _attend_backward(forms, scale, saved, cotangents):
-    q, keys, values, exps, total, y = saved
-    dy, dlse = cotangents
-    # of weights p = exp / total: d score = p * (dp - sum(dy * y) + dlse), dp = dy . v
-    shift = dlse - jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
-    dy_share = dy / total[..., None].astype(dy.dtype)
-    dq, dkeys, dvalues = jnp.zeros_like(q), [], []
-    for form, k, v, x in zip(forms, keys, values, exps, strict=True):
-        weights, narrow = x, x.astype(v.dtype)
-        pull_outputs = jax.linear_transpose(lambda w, form=form, v=v: form.outputs(w, v), narrow)
-        (dweights,) = pull_outputs(dy_share)
-        pull_values = jax.linear_transpose(lambda v, form=form, w=narrow: form.outputs(w, v), v)
-        dvalues += pull_values(dy_share)
-        dscores = weights * (dweights.astype(jnp.float32) + form.of_rows(shift / total)) * scale
-        _, pull_scores = jax.vjp(form.scores, q, k)
-        of_q, of_k = pull_scores(dscores)
-        dq += of_q
-        dkeys.append(of_k)
-    return dq, tuple(dkeys), tuple(dvalues), tuple(None for _ in forms)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+def _attend_rows(
+    q: Float[Array, "B P N H"],
+    k: Float[Array, "B n G H"],
+    v: Float[Array, "B n G H"],
+    first: Int[Array, "B P"],
+    last: Int[Array, "B P"],
+    chains: Chains | None,
+    scale: float,
+) -> tuple[Float[Array, "B P N H"], Float[Array, "B P N"]]:
+    """Attention over keys `first` .. `last` and `chains`, in the form for so many scores."""
+    sizes = block_sizes(q.shape[0] * q.shape[2], q.shape[1], k.shape[1])
+    if sizes is None:
+        return attend_dense(q, k, v, first, last, chains, scale)
+    return attend_in_blocks(q, k, v, first, last, chains, scale, sizes)
 
 
 def merge(

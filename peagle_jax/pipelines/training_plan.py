@@ -297,9 +297,10 @@ def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) 
     is_masked = isinstance(config, HeadConfig) and config.placeholder_attention == "bidirectional"
     if _runs_kernels(run, dtype) and config.head_dim <= 128 and not is_masked:
         return 0
-    heads = max(1, config.heads // run.mesh.model)
-    of_query = rows * heads * n
-    return of_query * packed_attention.chunk_size(of_query) * 4 * SCORE_COPIES
+    heads = rows * max(1, config.heads // run.mesh.model)
+    queries, keys = packed_attention.BLOCKS
+    at_once = max(packed_attention.MAX_SCORES, heads * queries * min(n, keys))
+    return at_once * 4 * SCORE_COPIES
 
 
 def _runs_kernels(run: HeadRun, dtype: str) -> bool:

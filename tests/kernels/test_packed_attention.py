@@ -1,5 +1,6 @@
 """COD training attention: the reference against a dense mask, Triton against both, in float32."""
 
+import dataclasses
 import functools
 
 import jax
@@ -74,8 +75,16 @@ CASES = {
 }
 
 
+def in_blocks(q, k, v, intervals, scale):
+    """The reference, in several blocks of queries and of keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "block_sizes", lambda *shape: (64, 48))
+        return packed_attention.reference(q, k, v, intervals, scale)
+
+
 FORMS = {
     "reference": packed_attention.reference,
+    "in blocks": in_blocks,
     "triton": functools.partial(
         packed_attention_triton.attend, start=interpret, bq=32, kq=32, bk=16
     ),  # several tiles of each kind
@@ -110,7 +119,8 @@ def test_forward_and_backward(kind, run):
 
     def grads_of(attend):
         grads = jax.grad(functools.partial(total, attend=attend), argnums=(0, 1, 2))
-        return jax.jit(grads) if attend in (dense, packed_attention.reference) else grads
+        is_kernel = attend is FORMS["triton"]
+        return grads if is_kernel else jax.jit(grads)
 
     grads = [grads_of(attend)(q, k, v) for attend in (dense, run)]
     for a, b in zip(*grads, strict=True):
@@ -151,6 +161,78 @@ def test_keys_that_nobody_sees_are_not_read():
     weight = jnp.zeros(q.shape).at[:, jnp.asarray(rows)].set(1)
     for a, b in ((want, got), (back(weight)[0], back_hidden(weight)[0])):
         np.testing.assert_array_equal(np.asarray(a)[:, rows], np.asarray(b)[:, rows])
+
+
+def test_placeholders_that_see_those_behind_them():
+    """In blocks as with all scores at one time, forward and backward."""
+    q, k, v, intervals = case(n=90, chains=40, seed=3)
+    n, M = 90, q.shape[1] - 90
+    chain_len = np.asarray(intervals.chain_len)[:, n:]
+    ahead = np.zeros_like(chain_len)
+    for row in range(M - 1):  # as many as are left of the row's own chain
+        for distance in range(1, min(intervals.max_chain_len, M - row)):
+            ahead[:, row] += (chain_len[:, row] > 0) & (
+                chain_len[:, row + distance] == chain_len[:, row] + distance
+            )
+    assert ahead.max() == intervals.max_chain_len - 1
+    whole = jnp.asarray(np.pad(ahead, [(0, 0), (n, 0)]))
+    intervals = dataclasses.replace(intervals, chain_ahead=whole)
+    weight = jnp.asarray(np.random.default_rng(9).standard_normal(q.shape), jnp.float32)
+    sees = (intervals.last >= intervals.first)[..., None, None]
+
+    def total(q, k, v, form):
+        return jnp.where(sees, FORMS[form](q, k, v, intervals, 0.4)[0] * weight, 0).sum()
+
+    results = [
+        jax.jit(jax.value_and_grad(functools.partial(total, form=form), argnums=(0, 1, 2)))(q, k, v)
+        for form in ("reference", "in blocks")
+    ]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert jnp.abs(a - b).max() < 1e-5 * max(1.0, jnp.abs(a).max())
+
+
+def test_blocks_of_keys_that_nobody_sees_are_not_visited():
+    """Rows 128 to 159 are a block of queries of the second document, which begins at row 96."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 160, h, 8)), jnp.float32) for h in (4, 2, 2))
+    here = np.arange(160)[None]
+    first = jnp.asarray(np.where(here < 96, 0, 96))
+    intervals = AttentionIntervals(first, jnp.asarray(here), jnp.zeros_like(first), 160, 0)
+    hidden = [x.at[:, :96].set(jnp.nan) for x in (k, v)]  # two blocks of 48
+    want, back = jax.vjp(lambda q: FORMS["in blocks"](q, k, v, intervals, 0.4)[0], q)
+    got, back_hidden = jax.vjp(lambda q: FORMS["in blocks"](q, *hidden, intervals, 0.4)[0], q)
+    weight = jnp.zeros(q.shape).at[:, 128:].set(1)
+    for a, b in ((want, got), (back(weight)[0], back_hidden(weight)[0])):
+        np.testing.assert_array_equal(a[:, 128:], b[:, 128:])
+    assert jnp.isnan(got[:, :96]).all()
+
+
+def test_many_scores_are_computed_in_blocks():
+    """The form follows from their number, and memory does not grow with it."""
+    assert packed_attention.block_sizes(6, 800, 256) is None
+    assert packed_attention.block_sizes(6, 3200, 1024) == packed_attention.CPU_BLOCKS
+
+    def peak(n: int) -> int:
+        shape = jax.ShapeDtypeStruct
+        q, k = shape((1, n, 8, 16), jnp.float32), shape((1, n, 2, 16), jnp.float32)
+        of_rows = shape((1, n), jnp.int32)
+
+        def total(q, k, v, *of_rows):
+            intervals = AttentionIntervals(*of_rows, n, 0)
+            return packed_attention.reference(q, k, v, intervals, 0.4)[0].sum()
+
+        lowered = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, k, *[of_rows] * 3)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert peak(8192) < 2.3 * peak(4096)
+
+
+def test_bfloat16_in_blocks():
+    q, k, v, intervals = case(n=100, chains=30)
+    want, _, sees = dense(q, k, v, intervals, 0.4)
+    got, _ = in_blocks(*(x.astype(jnp.bfloat16) for x in (q, k, v)), intervals, 0.4)
+    off = jnp.where(sees[..., None, None], got.astype(jnp.float32) - want, 0)
+    assert got.dtype == jnp.bfloat16 and jnp.linalg.norm(off) < 0.02 * jnp.linalg.norm(want)
 
 
 def test_bfloat16():

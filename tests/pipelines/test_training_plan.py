@@ -138,8 +138,9 @@ def test_bidirectional_placeholders_have_scores_in_memory():
         training_plan._scores(run, 1, 512, model.config) for model in (head, other)
     )
     assert causal == 0
-    size = packed_attention.chunk_size(config.heads * 512)
-    assert bidirectional == config.heads * 512 * size * 4 * training_plan.SCORE_COPIES
+    assert bidirectional == packed_attention.MAX_SCORES * 4 * training_plan.SCORE_COPIES
+    many = training_plan._scores(run, 64, 2048, config)  # 512 queries and 1,024 keys at one time
+    assert many == 64 * config.heads * 512 * 1024 * 4 * training_plan.SCORE_COPIES
 
 
 @pytest.mark.parametrize("name", RECIPES)
