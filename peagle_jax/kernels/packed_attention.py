@@ -24,7 +24,7 @@ from peagle_jax.kernels.packed_attention_dense import attend_dense
 MAX_SCORES = 2**22
 # Queries and keys of a block: on a CPU, whose scores then stay in its cache, and elsewhere, where
 # fewer and larger products are better. The latter were not measured.
-CPU_BLOCKS, BLOCKS = (128, 128), (512, 1024)
+CPU_BLOCKS, BLOCKS = (256, 256), (512, 1024)
 
 
 @jax.tree_util.register_dataclass
