@@ -348,6 +348,7 @@ def compare(args: argparse.Namespace, folder: Path) -> list[dict]:
     if not isinstance(run, PeagleRun):
         next_step = "give a recipe with task: peagle"
         raise InputError(args.recipe, "must be of a P-EAGLE head", run.task, next_step)
+    seq_len = args.seq_len or run.data.seq_len
     run = dataclasses.replace(
         run,
         target=str(args.target.resolve()),
@@ -356,7 +357,8 @@ def compare(args: argparse.Namespace, folder: Path) -> list[dict]:
             run.data,
             source=args.data,
             batch_size=1,
-            max_chars=args.rows * run.data.seq_len * CHARS_OF_TOKEN,
+            seq_len=seq_len,
+            max_chars=args.rows * seq_len * CHARS_OF_TOKEN,
         ),
         compute=dataclasses.replace(run.compute, dtype=args.dtype),
         depth_schedule=(),
@@ -395,6 +397,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--data", help="JSONL (default: the Python standard library)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rows", type=int, default=512, help="packed rows (default: 512)")
+    parser.add_argument("--seq-len", type=int, help="tokens of a row (default: the recipe's)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
     parser.add_argument("--round-steps", type=int, default=12, help="steps of each (default: 12)")
     parser.add_argument(
