@@ -11,9 +11,9 @@ final hidden state: `EAGLE-1 of equal parameters` has as many layers as the para
 Expects: EAGLE-3 drafts later positions better, since it sees the tokens that it drafted; the
 first position is equal at equal layers. EAGLE-1 drafts its first token as well and later ones worse
 than EAGLE-3, since it never learned from its own hidden states.
-Result: 7149b82, 2026-11-25, 3 seeds, budget sampled: P-EAGLE 2.38, EAGLE-3 3.15, 3.53 of equal
-parameters, 3.11 of equal FLOPs. bb5c1b4, 2026-11-26, on a target made anew: EAGLE-1 of equal
-parameters 3.26, of equal FLOPs 3.99. docs/late_positions.md has more.
+Result: e8fd383, 2026-11-26, 3 seeds, budget sampled: P-EAGLE 2.38, EAGLE-3 3.15, 3.53 of equal
+parameters, 3.06 of equal seconds, 3.11 of equal FLOPs; EAGLE-1 3.26 of equal parameters, 3.99 of
+equal FLOPs. docs/late_positions.md has more.
 """
 
 from experiments.arithmetic import training_flops
