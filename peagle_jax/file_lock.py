@@ -1,10 +1,15 @@
 """A lock on a file or folder, which the operating system ends with its process."""
 
+import contextlib
 import fcntl
 import os
+import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+OPENING_TRIES = 20  # of a file that others remove
 
 
 def try_lock(file: int | IO[str]) -> bool:
@@ -28,20 +33,44 @@ def open_locked(path: Path) -> IO[str] | None:
     """Opens a file for appending and takes its lock; None where another process has it.
 
     Args:
-      path: a file, made if it does not exist.
+      path: a file, made with its folder if it does not exist.
 
     Raises:
       OSError: it cannot be opened.
     """
-    while True:
-        file = path.open("a", encoding="utf-8")
+    for tries_left in reversed(range(OPENING_TRIES)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a", encoding="utf-8")
+        except FileNotFoundError:  # the folder went since, or there can be no such file
+            if not tries_left:
+                raise
+            continue
         if not try_lock(file):
             file.close()
             return None
-        # the process that had the lock before may have removed the file that was opened here
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
+        # who had the lock before may have removed the file that was opened here
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
         file.close()
+    return None
+
+
+@contextlib.contextmanager
+def lock_briefly(folder: Path, seconds: float = 2.0) -> Iterator[None]:
+    """Holds the lock of a folder, for which others wait so many seconds at most.
+
+    After that it goes on without: something else may hold the lock for long.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        until = time.monotonic() + seconds
+        while not try_lock(handle) and time.monotonic() < until:
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(handle)
 
 
 def lock_while_alive(owner: object, path: Path) -> bool:

@@ -24,7 +24,7 @@ from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
 
 # Seconds of a step beside the parallel head's, on one core: the fastest of three trainings each of
 # an EAGLE-3 head of two layers (3,176 tokens/s, commit 7149b82) and of the base (5,019, 4722e37).
-# One-layer EAGLE-3 heads take about as long as the base, and EAGLE-1 heads a third.
+# Other pairs of trainings on this shared machine give 1.0 to 1.6: these are the fewest steps.
 EAGLE3_SECONDS = 1.58
 
 GREEDY_AND_SAMPLED = (Measurement(), Measurement(temperature=1.0))

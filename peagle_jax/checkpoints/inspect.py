@@ -319,6 +319,8 @@ def _in_words(key: str, value: Any, facts: Mapping[str, Any]) -> str:
     """One fact as text."""
     if key == "mask_token_id" and value is None and facts["parallel"]:
         return "not named"
+    if key == "llama_cpp_lacks" and value == [] and facts.get("num_fp8_matrices"):
+        return "with --dtype bfloat16 or float32"
     if value is None or value == []:
         return WORDS_FOR_NOTHING.get(key, "none")
     if key == "llama_cpp_lacks":

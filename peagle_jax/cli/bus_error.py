@@ -10,8 +10,8 @@ import signal
 
 EXIT_CODE = 2  # as for other files that cannot be used
 LINE = (
-    b"peagle: a file must stay as it is while it is read; got one that became shorter, or a disk "
-    b"that cannot be read; run again when it is complete\n"
+    b"peagle: files must stay whole while they are read; got a bus error: one became shorter, or a "
+    b"disk or shared memory cannot be read; run again when they are complete\n"
 )
 
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -27,7 +27,8 @@ def explain_bus_errors() -> None:
     """Ends this process with a line and exit code 2 at a SIGBUS, from now on.
 
     The handler is the C library's: one of `signal.signal` runs when the interrupted operation has
-    ended, and this one never does.
+    ended, and this one never does. It is Python, and so a thread of XLA's that faults waits for
+    Python's lock, which nobody keeps who waits for XLA.
     """
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes, set_handler.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p

@@ -17,7 +17,13 @@ from peagle_jax.kernels.attention import MASKED
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.packed_attention_blocks import attend_in_blocks
-from peagle_jax.kernels.packed_attention_chains import Chains, in_blocks, padded, with_rows_around
+from peagle_jax.kernels.packed_attention_chains import (
+    BLOCK,
+    Chains,
+    in_blocks,
+    padded,
+    with_rows_around,
+)
 from peagle_jax.kernels.packed_attention_dense import attend_dense
 
 # More scores than these are computed in blocks of queries and keys (LOG.md, 2026-11-26).
@@ -25,6 +31,7 @@ MAX_SCORES = 2**22
 # Queries and keys of a block: on a CPU, whose scores then stay in its cache, and elsewhere, where
 # fewer and larger products are better. The latter were not measured.
 CPU_BLOCKS, BLOCKS = (256, 256), (512, 1024)
+MAX_BLOCK_SCORES = 2**24  # elsewhere, of all sequences and heads
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +94,14 @@ def block_sizes(rows_and_heads: int, queries: int, keys: int) -> tuple[int, int]
     """
     if rows_and_heads * queries * keys <= MAX_SCORES:
         return None
-    return CPU_BLOCKS if platform() == "cpu" else BLOCKS
+    return CPU_BLOCKS if platform() == "cpu" else accelerator_blocks(rows_and_heads)
+
+
+def accelerator_blocks(rows_and_heads: int) -> tuple[int, int]:
+    """Queries and keys of a block: fewer queries where many sequences and heads have them."""
+    queries, keys = BLOCKS
+    most = MAX_BLOCK_SCORES // (rows_and_heads * keys) // BLOCK * BLOCK
+    return max(BLOCK, min(queries, most)), keys
 
 
 def _over_packed(q, k, v, intervals, scale):
@@ -234,5 +248,5 @@ def attend_packed(
     is_depth0 = jnp.arange(k.shape[1])[None] < n
     last = jnp.where(is_depth0, -1, intervals.last)
     intervals = dataclasses.replace(intervals, last=last)
-    padded = jnp.pad(q, [(0, 0), (n, 0), (0, 0), (0, 0)])
-    return triton(padded, k, v, intervals, scale)[0][:, n:]
+    all_rows = jnp.pad(q, [(0, 0), (n, 0), (0, 0), (0, 0)])
+    return triton(all_rows, k, v, intervals, scale)[0][:, n:]

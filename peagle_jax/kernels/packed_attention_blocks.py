@@ -65,8 +65,8 @@ class Layout(NamedTuple):
         rows = self.queries if x.ndim == 2 else self.queries // BLOCK
         return jnp.moveaxis(x.reshape(self.B, -1, rows, *x.shape[2:]), 1, 0)
 
-    def to_rows(self, x: Array) -> Array:
-        """The inverse of `of_rows`, of blocks of chains."""
+    def to_chains(self, x: Array) -> Array:
+        """[blocks B b/blocks ..] -> [B b ..]: the inverse of `of_rows`, of blocks of chains."""
         return jnp.moveaxis(x, 0, 1).reshape(self.B, -1, *x.shape[3:])
 
     def in_chains(self, x: Array) -> Array:
@@ -138,8 +138,9 @@ def attend_in_blocks(
         parts = (chains.keys, chains.values, chains.chain_len, chains.ahead)
         of_chains = tuple(padded(x, queries // BLOCK) for x in parts)
         before = chains.before
-    layout = Layout(B, G, N // G, queries, min(sizes[1], n), before)
-    first, last = padded(first, queries), padded(last, queries, -1)
+    layout = Layout(B, G, N // G, queries, min(sizes[1], max(1, n)), before)
+    # keys behind the last one are padding
+    first, last = padded(first, queries), padded(jnp.minimum(last, n - 1), queries, -1)
     result = _attend(layout, scale, padded(q, queries), k, v, first, last, of_chains)
     y, lse = cast(tuple[Array, Array], result)
     return y[:, :P], lse[:, :P]
@@ -263,7 +264,8 @@ def _backward(layout, scale, saved, cotangents):
     dkeys, dvalues = _transposed(dkeys), _transposed(dvalues)
     dchains = None
     if of_chains is not None:
-        dchains = (*(layout.to_rows(x).astype(k.dtype) for x in of_chains), None, None)
+        dk, dv = (layout.to_chains(x) for x in of_chains)
+        dchains = (dk.astype(k.dtype), dv.astype(v.dtype), None, None)
     n = k.shape[1]
     dk, dv = layout.to_keys(dkeys, n).astype(k.dtype), layout.to_keys(dvalues, n).astype(v.dtype)
     return layout.to_queries(dq), dk, dv, None, None, dchains

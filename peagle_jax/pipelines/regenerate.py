@@ -353,10 +353,9 @@ def _appendable(out: Path) -> Iterator[None]:
     Raises:
       InputError: it cannot be written, or another process writes it.
     """
-    is_new = not out.exists()
+    there_before = out.stat().st_ino if out.exists() else None
     new_parents = [parent for parent in out.parents if not parent.exists()]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         file = open_locked(out)
     except OSError as error:
         rule, next_step = "the output file must be writable", "choose another place with --out"
@@ -364,14 +363,17 @@ def _appendable(out: Path) -> Iterator[None]:
     if file is None:
         rule, got = "one process writes a file at a time", "another one at it"
         raise InputError(out, rule, got, "wait for it, or choose another --out")
+    about = out.with_name(out.name + ABOUT)
     with file:
+        # another process may have made or removed the file before this one got its lock
+        is_new = os.fstat(file.fileno()).st_ino != there_before and not about.exists()
         try:
             yield
         except BaseException:
             # only who has the lock takes the file away: an empty one may be somebody else's
             if is_new and out.exists() and out.stat().st_size == 0:
                 out.unlink()
-                out.with_name(out.name + ABOUT).unlink(missing_ok=True)
+                about.unlink(missing_ok=True)
                 for parent in new_parents:
                     with contextlib.suppress(OSError):  # somebody else uses it
                         parent.rmdir()

@@ -291,14 +291,14 @@ def activation_bytes(run: HeadRun, target: TargetConfig, head: HeadConfig, rows:
 
 
 def _scores(run: HeadRun, rows: int, n: int, config: HeadConfig | TargetConfig) -> int:
-    """Bytes of the scores of a chunk, where attention runs without a kernel."""
+    """Bytes of the scores that exist at one time, where a GPU's attention has no kernel."""
     is_head = isinstance(config, HeadConfig)
     dtype = run.compute.dtype if is_head else run.target_dtype
     is_masked = isinstance(config, HeadConfig) and config.placeholder_attention == "bidirectional"
     if _runs_kernels(run, dtype) and config.head_dim <= 128 and not is_masked:
         return 0
     heads = rows * max(1, config.heads // run.mesh.model)
-    queries, keys = packed_attention.BLOCKS
+    queries, keys = packed_attention.accelerator_blocks(heads)
     at_once = max(packed_attention.MAX_SCORES, heads * queries * min(n, keys))
     return at_once * 4 * SCORE_COPIES
 

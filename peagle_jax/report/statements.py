@@ -99,7 +99,7 @@ def slowdown_reason(records: Sequence[dict], row: dict) -> str:
         verify = row["verify_seconds"] / plain["step_seconds"]
         cost += f" ({draft:.2f} for drafting, {verify:.2f} for verifying {row['k'] + 1} tokens"
         if draft + verify > (1 + 2 * NOTABLE) * step:
-            cost += "; these were timed apart, when the machine was slower: measure again"
+            cost += "; these were timed apart, and add up to more than the step: measure again"
         cost += ")"
     length = row["acceptance_length"]
     written = _tokens_per_step(row) or length
@@ -107,6 +107,7 @@ def slowdown_reason(records: Sequence[dict], row: dict) -> str:
         result = f"{cost} and writes {written:.2f} tokens per row ({length:.2f} if all places were "
         result += "in use, and no answer ended at its limit)"
     else:
+        written = length
         result = f"{cost} and writes {length:.2f} tokens per row"
     if written > step:
         result += ". The steps alone would pay; the rest of the call, with its prefill, does not"

@@ -154,7 +154,12 @@ def _parse(hint: typing.Any, option: str, values: list[str], place: str, example
     if is_text or any(typing.get_origin(kind) is typing.Literal for kind in kinds):
         return values[0]
     if item_types and item_types[0] in (int, float):  # 2,5,7 is what many commands take
-        values = [part for value in values for part in _split_numbers(value)]
+        values = [part.strip() for value in values for part in _split_numbers(value)]
+        if "" in values:
+            got = f"{option} {' '.join(values)}".rstrip()
+            raise InputError(
+                place, f"{option} needs a value in every place", got, f"write {example}"
+            )
     try:
         parsed = [yaml.safe_load(value) for value in values]
     except yaml.YAMLError:
@@ -170,4 +175,4 @@ def _parse(hint: typing.Any, option: str, values: list[str], place: str, example
 
 def _split_numbers(value: str) -> list[str]:
     """The items of numbers with commas between them; YAML's own lists stay whole."""
-    return [value] if value.startswith("[") else list(filter(None, value.split(",")))
+    return [value] if value.lstrip().startswith("[") else value.split(",")

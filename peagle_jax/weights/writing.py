@@ -22,7 +22,7 @@ from types import TracebackType
 
 import numpy as np
 
-from peagle_jax.file_lock import try_lock
+from peagle_jax.file_lock import lock_briefly, try_lock
 from peagle_jax.types import InputError
 from peagle_jax.weights.reading import INDEX, SINGLE, read_metadata
 from peagle_jax.weights.tensors import (
@@ -93,11 +93,15 @@ class FolderWriter:
         try:
             self.created_parents = [p for p in self.path.parents if not p.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._clear_up()
-            self._refuse_to_replace()
-            self.work = self._temporary_folder(TEMPORARY)
-            self._handle = os.open(self.work, os.O_RDONLY)
-            self.work.chmod(0o755)
+            # one after another: a writer that sees no other's folder has made its own before the
+            # next one looks
+            with lock_briefly(self.path.parent):
+                self._clear_up()
+                self._refuse_to_replace()
+                self.work = self._temporary_folder(TEMPORARY)
+                self._handle = os.open(self.work, os.O_RDONLY)
+                is_mine = try_lock(self._handle)
+            os.fchmod(self._handle, 0o755)
         except OSError as error:
             self._remove_parents()
             raise InputError(
@@ -106,8 +110,8 @@ class FolderWriter:
                 got=error.strerror,
                 next_step="choose another place",
             ) from None
-        # one that began in the same moment may have taken it for what a killed process has left
-        if not try_lock(self._handle) or not self.work.exists():
+        # a writer that did not wait may have taken it for what a killed process has left
+        if not is_mine or not self.work.exists():
             os.close(self._handle)
             raise self._busy()
         return self.work
@@ -119,7 +123,10 @@ class FolderWriter:
           InputError: another process writes to the same path.
         """
         for left in self._left(TEMPORARY):
-            handle = os.open(left, os.O_RDONLY)
+            try:
+                handle = os.open(left, os.O_RDONLY)
+            except FileNotFoundError:  # its writer has just ended
+                continue
             try:
                 if not try_lock(handle):
                     raise self._busy()

@@ -130,7 +130,7 @@ def top_names(folder: Path) -> list[str]:
 
 
 def same_experiments(a: Path, b: Path) -> bool:
-    """Whether two runs of experiments have the same rows, but for times, and the same cache."""
+    """Whether two runs of experiments have the same rows, but for times, and names in the cache."""
     of_run = ("experiment", "variant", "seed", "stages", "head_key", "steps", "measurements")
     rows = [
         [{key: row[key] for key in of_run} for row in json_lines(out / "rows")] for out in (a, b)

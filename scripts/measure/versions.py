@@ -6,7 +6,7 @@
 For every Python from 3.11 to 3.13 that is here, two environments in .venv-versions/: one with the
 lowest version of everything that pyproject.toml names, one with the highest. In each of them tests
 run that touch every dependency: training and its checkpoints, conversion, templates, decoding,
-reports. Exit code 1 if a test fails or an environment cannot be made.
+reports. Exit code 1 if a test fails, an environment cannot be made, or a Python is not here.
 """
 
 import argparse
@@ -87,9 +87,10 @@ def judge(version: str, which: str) -> dict:
     began = time.monotonic()
     try:
         make_environment(python, folder, RESOLUTIONS[which])
+        versions = versions_in(folder)
     except subprocess.CalledProcessError:
         return row | {"outcome": "cannot be installed"}
-    row |= {"install_seconds": round(time.monotonic() - began), "versions": versions_in(folder)}
+    row |= {"install_seconds": round(time.monotonic() - began), "versions": versions}
     began = time.monotonic()
     words = [folder / "bin" / "python", "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
     words += ["-m", "not slow and not long and not peer", *TESTS]
@@ -117,7 +118,7 @@ def main() -> int:
     failed = 0
     for name in args.only:
         row: dict[str, Any] = {"name": "versions"} | of_this | judge(*name.split("-"))
-        failed += row["outcome"] in ("failed", "cannot be installed")
+        failed += row["outcome"] != "all passed"
         versions, tests = row.get("versions", {}), row.get("tests", {})
         shown = ", ".join(f"{count} {kind}" for kind, count in tests.items())
         table.add_row(name, *(versions.get(key, "") for key in SHOWN), shown, row["outcome"])

@@ -116,8 +116,8 @@ def test_a_mapped_file_that_another_program_cuts(read, tmp_path):
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
     assert err == (
-        "peagle: a file must stay as it is while it is read; got one that became shorter, or a "
-        "disk that cannot be read; run again when it is complete\n"
+        "peagle: files must stay whole while they are read; got a bus error: one became shorter, "
+        "or a disk or shared memory cannot be read; run again when they are complete\n"
     )
 
 

@@ -32,6 +32,21 @@ def test_processors_of_one_kind_share_programs(tmp_path):
     assert all(folder.parent == first.parent for folder in folders)
 
 
+def test_the_default_folder_is_of_this_processor(tmp_path):
+    call = "import jax; from peagle_jax.cli.libraries import configure_libraries, cache_folder; "
+    call += "configure_libraries(); print(jax.config.jax_compilation_cache_dir, cache_folder())"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", call],
+        env=environment | {"HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    used, meant = done.stdout.split()
+    assert used == meant and used.startswith(str(tmp_path / ".cache" / "peagle_jax"))
+
+
 def test_programs_of_other_flags_are_not_taken(tmp_path):
     """With one cache, every set of flags runs what it has compiled itself."""
     environment = os.environ | {
