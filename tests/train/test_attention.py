@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.kernels import packed_attention
+from peagle_jax.kernels import (
+    packed_attention,
+    packed_attention_blocks,
+    packed_attention_chains,
+    packed_attention_dense,
+)
 from peagle_jax.train.attention import PackedCausal, PrefixChain
 from peagle_jax.train.cod import CodConfig, cod_sample
 from peagle_jax.types import AttentionRule
@@ -52,19 +57,20 @@ def dense(segment_ids, cod, q, k, v, window):
     return jnp.einsum("BNPQ,BQNH->BPNH", jax.nn.softmax(scores, -1), v), real
 
 
-# 16: the queries go through in parts; blocks of 2 are shorter than chains
+# queries and keys in blocks, or all at once; chains in blocks of 2 are longer than a block
 @pytest.mark.parametrize(
-    "chunk, block, window",
+    "sizes, block, window",
     [
-        (16, 8, None),
-        (16, 2, 7),
-        (2048, 8, 3),
-        pytest.param(2048, 64, None, marks=pytest.mark.long),
+        ((16, 24), 8, None),
+        ((16, 16), 2, 7),
+        (None, 8, 3),
+        pytest.param(None, 64, None, marks=pytest.mark.long),
     ],
 )
-def test_equals_dense(window, chunk, block, monkeypatch):
-    monkeypatch.setattr(packed_attention, "CHUNK", chunk)
-    monkeypatch.setattr(packed_attention, "BLOCK", block)
+def test_equals_dense(window, sizes, block, monkeypatch):
+    monkeypatch.setattr(packed_attention, "block_sizes", lambda *shape: sizes)
+    for part in (packed_attention_blocks, packed_attention_chains, packed_attention_dense):
+        monkeypatch.setattr(part, "BLOCK", block)
     segment_ids, cod, q, k, v, weight = inputs()
     attend = PrefixChain(
         jnp.asarray(cod.anchor), jnp.asarray(cod.depth), jnp.asarray(segment_ids), K
