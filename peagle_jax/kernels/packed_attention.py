@@ -118,8 +118,8 @@ def _over_packed(q, k, v, intervals, scale):
         keys, values = (with_rows_around(x[:, n:], before, after) for x in (k, v))
         of_blocks = in_blocks(intervals.chain_len[:, n:]), in_blocks(ahead[:, n:])
         chains = Chains(keys, values, *of_blocks, before)
-    seen = k[:, :n], v[:, :n], padded(first), padded(last, -1)
-    y, lse = _attend_rows(padded(q), *seen, chains, scale)
+    seen = k[:, :n], v[:, :n], padded(first, BLOCK), padded(last, BLOCK, -1)
+    y, lse = _attend_rows(padded(q, BLOCK), *seen, chains, scale)
     return y[:, :M], lse[:, :M]
 
 

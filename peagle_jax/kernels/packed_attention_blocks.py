@@ -17,7 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels.attention import MASKED
-from peagle_jax.kernels.packed_attention_chains import BLOCK, Chains, visible_in_chains
+from peagle_jax.kernels.packed_attention_chains import (
+    BLOCK,
+    Chains,
+    padded,
+    visible_in_chains,
+)
 
 
 class Layout(NamedTuple):
@@ -128,10 +133,6 @@ def attend_in_blocks(
     """
     (B, P, N, _), (_, n, G, _) = q.shape, k.shape
     queries = min(sizes[0], P + -P % BLOCK)
-
-    def padded(x: Array, rows: int, value: int = 0) -> Array:
-        pad = [(0, 0), (0, -x.shape[1] % rows), *[(0, 0)] * (x.ndim - 2)]
-        return jnp.pad(x, pad, constant_values=value)
 
     of_chains, before = None, 0
     if chains is not None:

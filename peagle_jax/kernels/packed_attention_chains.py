@@ -44,15 +44,15 @@ def visible_in_chains(
     return (back >= -ahead[..., None]) & (back < chain_len[..., None])
 
 
-def padded(x: Array, value: int = 0) -> Array:
-    """Rows behind the last ones, of zeros or `value`, up to a whole number of blocks."""
-    pad = [(0, 0), (0, -x.shape[1] % BLOCK), *[(0, 0)] * (x.ndim - 2)]
+def padded(x: Array, rows: int, value: int = 0) -> Array:
+    """Rows behind the last ones, of zeros or `value`, up to a multiple of `rows`."""
+    pad = [(0, 0), (0, -x.shape[1] % rows), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, pad, constant_values=value)
 
 
 def in_blocks(x: Array) -> Array:
     """[B M ..] -> [B blocks BLOCK ..]."""
-    x = padded(x)
+    x = padded(x, BLOCK)
     return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:])
 
 

@@ -205,7 +205,10 @@ def test_matrices_are_rounded_once_and_norms_are_float32(dtype, tmp_path):
 
 def test_a_head_keeps_its_own_dtype(tmp_path):
     save_drafter(tiny.head(**ONE), tmp_path / "head", k=4, dtype="bfloat16")
-    assert printable_rows(describe(tmp_path / "head"))["for llama.cpp (GGUF)"] == "as it is"
+    facts = describe(tmp_path / "head")
+    assert printable_rows(facts)["for llama.cpp (GGUF)"] == "as it is"
+    of_fp8 = printable_rows(facts | {"num_fp8_matrices": 4})["for llama.cpp (GGUF)"]
+    assert of_fp8 == "with --dtype bfloat16 or float32"
     convert(tmp_path / "head", tmp_path / "head.gguf", to="gguf")
     _, tensors = read(tmp_path / "head.gguf")
     assert tensors["fc.weight"].dtype == "bfloat16"

@@ -69,7 +69,8 @@ def dense(segment_ids, cod, q, k, v, window):
 )
 def test_equals_dense(window, sizes, block, monkeypatch):
     monkeypatch.setattr(packed_attention, "block_sizes", lambda *shape: sizes)
-    for part in (packed_attention_blocks, packed_attention_chains, packed_attention_dense):
+    parts = packed_attention_blocks, packed_attention_chains, packed_attention_dense
+    for part in (packed_attention, *parts):
         monkeypatch.setattr(part, "BLOCK", block)
     segment_ids, cod, q, k, v, weight = inputs()
     attend = PrefixChain(

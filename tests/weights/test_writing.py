@@ -327,22 +327,6 @@ def test_two_at_a_time_and_what_a_killed_one_leaves(tmp_path):
     assert (out / "config.json").read_text() == "whole"
 
 
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_two_that_begin_in_the_same_moment(is_removed, tmp_path, monkeypatch):
-    """The other took this one's folder, not locked yet, for what a killed process has left."""
-
-    def taken(handle):
-        if is_removed:
-            work, *_ = tmp_path.glob(".out.peagle-new.*")
-            work.rmdir()
-        return is_removed
-
-    monkeypatch.setattr("peagle_jax.weights.writing.try_lock", taken)
-    with pytest.raises(InputError, match="one process writes a folder at a time; got another"):
-        weights.new_folder(tmp_path / "out").__enter__()
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_output_that_a_killed_process_had_moved_away_comes_back(tmp_path):
     """Killed between two renames: then neither the new output nor the old one has its name."""
     out = tmp_path / "out"
