@@ -39,6 +39,7 @@ from gpu import (  # noqa: E402
     steps,
     timing,
     training,
+    variants,
 )
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -226,7 +227,8 @@ def parts(tiny: bool, seed: int, rows: list[dict]) -> dict[str, Callable[[], Ite
     if not tiny:
         by_name |= {f"small numerics: {n}": check_small(p) for n, p in numerics.PARTS.items()}
     by_name |= {f"numerics: {name}": check(part) for name, part in numerics.PARTS.items()}
-    by_name |= {name: measure(part) for name, part in (speed.PARTS | libraries.PARTS).items()}
+    timed = speed.PARTS | libraries.PARTS | variants.PARTS
+    by_name |= {name: measure(part) for name, part in timed.items()}
     by_name["drafting"] = draft(1, 3) if tiny else draft(1, 16)
     if not tiny:
         by_name["drafting, more K"] = draft(1, 3, 5, 7, 11)

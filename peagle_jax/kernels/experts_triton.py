@@ -25,8 +25,8 @@ from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 # Up to so many pairs of so many experts a kernel sorts: its work grows with their product, while
 # XLA's launches stay the same.
 MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 256
-# Up to so many tokens each of their choices is multiplied alone (`experts_gemv_triton`).
-MAX_GEMV_TOKENS = 1
+# Up to so many tokens tensor cores are slower (`experts_gemv_triton`), where experts are float8.
+MAX_GEMV_TOKENS = 8
 MAX_GATED_ROWS = 32  # of a tile, up to which SiLU is done within the product
 
 
@@ -364,11 +364,24 @@ def mixture(
     start: Launcher = on_gpu,
 ) -> jax.Array:
     """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
+    kinds = {matrix.kind for matrix in weights.matrices()}
+    can_multiply = experts_gemv_triton.can_multiply(*topk_ids.shape, kinds)
+    if len(x) <= MAX_GEMV_TOKENS and can_multiply:
+        return experts_gemv_triton.mixture(x, topk_ids, routing_weights, weights, start)
+    return mixture_in_tiles(x, topk_ids, routing_weights, weights, start)
+
+
+def mixture_in_tiles(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    routing_weights: jax.Array,
+    weights: ExpertWeights,
+    start: Launcher = on_gpu,
+) -> jax.Array:
+    """As `mixture`, with the rows of an expert side by side in tiles for tensor cores."""
     n, k = topk_ids.shape
     count = weights.count
     up, down = weights.matrices()
-    if n <= MAX_GEMV_TOKENS and {up.kind, down.kind} <= set(experts_gemv_triton.KINDS):
-        return experts_gemv_triton.mixture(x, topk_ids, routing_weights, weights, start)
     if n == 1:
         tiles = experts.tiles_of_one_token(topk_ids, count)
     else:

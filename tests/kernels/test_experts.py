@@ -183,7 +183,7 @@ def test_a_tile_of_gated_outputs_crosses_no_block():
     up, _ = b.matrices()
     for bn in (12, 64):  # no part of a block, and of 160 gated outputs
         with pytest.raises(ValueError, match=f"within a block of 128 outputs; got {bn}"):
-            experts_gemv_triton.product(x, ids, up, choices=2, gated=True, bn=bn)
+            experts_gemv_triton.product(x, ids, up, gated=True, bn=bn)
 
 
 def test_tiles_hold_every_pair_once():
