@@ -20,13 +20,15 @@ import triton.language as tl
 
 from peagle_jax.kernels import experts, experts_gemv_triton
 from peagle_jax.kernels.experts import ExpertWeights, StoredMatrices, Tiles
-from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
+from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
 # Up to so many pairs of so many experts a kernel sorts: its work grows with their product, while
 # XLA's launches stay the same.
 MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 256
-# Up to so many tokens tensor cores are slower (`experts_gemv_triton`), where experts are float8.
+# Up to so many tokens tensor cores are slower (`experts_gemv_triton`), where experts are float8: of
+# eight tokens unless they share more than half of their choices.
 MAX_GEMV_TOKENS = 8
+MIN_SPLIT = 512  # inputs of a part
 MAX_GATED_ROWS = 32  # of a tile, up to which SiLU is done within the product
 
 
@@ -93,15 +95,18 @@ def kernel(
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """One tile [BN BM]: BN outputs of one expert for up to BM of its rows.
+    """One tile [BN BM]: BN outputs of one expert for up to BM of its rows, over a part of K.
 
-    Program (n, t) takes outputs n * BN and on of tile t, whose `size` rows stand from `first` on in
-    the result. Weights are the tensor core's long axis, as in `fp8_matmul_triton`. Outputs are the
-    fastest axis of the grid: the programs that read one expert run side by side, and share its
+    Program (n, t, s) takes outputs n * BN and on of tile t, whose `size` rows stand from `first` on
+    in the result, and part s of SPLITS along K. Each part has a result of ALL_ROWS rows; the first
+    has the biases. Weights are the tensor core's long axis, as in `fp8_matmul_triton`. Outputs are
+    the fastest axis of the grid: the programs that read one expert run side by side, and share its
     tile of rows in the L2 cache. There are as many tiles as there can be; those without rows end at
     once.
 
@@ -136,7 +141,9 @@ def kernel(
     real = (m < size)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     up = tl.zeros((BN, BM), tl.float32)
-    for at in range(0, tl.where(size > 0, K, 0), BK):
+    SPAN: tl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK
+    part = tl.program_id(2)
+    for at in range(part * SPAN, tl.where(size > 0, tl.minimum(part * SPAN + SPAN, K), 0), BK):
         if W == "mxfp4":
             k = at // 2 + tl.arange(0, BK // 2)
             even = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
@@ -172,12 +179,13 @@ def kernel(
             up *= tl.load(scale_ptr + e * ROWS + N + n, mask=n < N, other=0.0)[:, None]
     if BIAS:
         bias = bias_ptr + e * ROWS + n
-        acc += tl.load(bias, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        has_bias = n < tl.where(part == 0, N, 0)
+        acc += tl.load(bias, mask=has_bias, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            up += tl.load(bias + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + N, mask=has_bias, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
-    out = out_ptr + row[None, :].to(tl.int64) * N + n[:, None]
+    out = out_ptr + (part * ALL_ROWS + row[None, :]).to(tl.int64) * N + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n[:, None] < N) & (m[None, :] < size))
 
 
@@ -273,12 +281,27 @@ def make_tiles(topk_ids: jax.Array, count: int, rows: int, start: Launcher = on_
     return Tiles(rows, *start(launch))
 
 
-def tile_config(rows: int, kind: str) -> dict[str, int]:
-    """Tile sizes and pipeline for so many rows of an expert, and a kind of `StoredMatrices`."""
+def tile_config(rows: int, kind: str, tiles: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
+    """Tile sizes, parts along K, and pipeline.
+
+    A program decodes 128 MXFP4 numbers of 64 rows in 1.6 us (GPT-OSS's experts of one token, an
+    H200, results/gpu.jsonl), and waits most of it: so K is split where programs are few, up to six
+    a multiprocessor. XLA adds the parts in what comes after them.
+
+    Args:
+      rows: of an expert in one tile, at most.
+      kind: of `StoredMatrices`.
+      tiles: at most.
+    """
     bm = max(16, triton.next_power_of_2(rows))
     # decoding a tile of 128 x 128 numbers spills on sm_120
     bn = 128 if bm == 128 and kind != "mxfp4" else 64
+    splits, programs = 1, tiles * triton.cdiv(N, bn)
+    if kind == "mxfp4":
+        while 2 * splits * programs <= 6 * gpu.num_sms and K // (2 * splits) >= MIN_SPLIT:
+            splits *= 2
     return {
+        "splits": splits,
         "bm": bm,
         "bn": bn,
         "bk": 64 if kind == "plain" else 128,
@@ -316,10 +339,12 @@ def product(
         half: [pairs N/2]. Not for MXFP4.
       one_token: tiles are those of `experts.tiles_of_one_token`.
       start: executes a launch.
-      overrides: of `tile_config`, for measuring.
+      overrides: of `tile_config`, for measuring. Only products without SiLU can be split.
     """
     K, N = x.shape[1], w.outputs // 2 if gated else w.outputs
-    config = tile_config(tiles.rows, w.kind) | overrides
+    num_tiles, num_rows = len(tiles.expert), len(tiles.token)
+    config = tile_config(tiles.rows, w.kind, num_tiles, N, K, gpu()) | overrides
+    splits = config["splits"]
     absent = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
     if w.kind == "mxfp4":
         x = x.reshape(-1, K // 2, 2).swapaxes(1, 2).reshape(-1, K)
@@ -335,8 +360,10 @@ def product(
             absent if w.scale is None else w.scale,
             absent if w.bias is None else w.bias,
         ),
-        outputs=(jax.ShapeDtypeStruct((len(tiles.token), N), x.dtype),),
-        grid=(triton.cdiv(N, config["bn"]), len(tiles.expert)),
+        outputs=(
+            jax.ShapeDtypeStruct((splits, num_rows, N), x.dtype if splits == 1 else jnp.float32),
+        ),
+        grid=(triton.cdiv(N, config["bn"]), num_tiles, splits),
         constants=dict(
             E=len(w.values),
             N=N,
@@ -346,6 +373,8 @@ def product(
             BIAS=w.bias is not None,
             GATED=gated,
             ONE_TOKEN=one_token,
+            SPLITS=splits,
+            ALL_ROWS=num_rows,
             BM=config["bm"],
             BN=config["bn"],
             BK=config["bk"],
@@ -353,7 +382,8 @@ def product(
         warps=config["warps"],
         stages=config["stages"],
     )
-    return start(launch)[0]
+    (parts,) = start(launch)
+    return parts[0] if splits == 1 else parts.sum(axis=0).astype(x.dtype)
 
 
 def mixture(
@@ -365,8 +395,7 @@ def mixture(
 ) -> jax.Array:
     """As `experts.reference`; activations are multiplied as they are, whatever the weights are."""
     kinds = {matrix.kind for matrix in weights.matrices()}
-    can_multiply = experts_gemv_triton.can_multiply(*topk_ids.shape, kinds)
-    if len(x) <= MAX_GEMV_TOKENS and can_multiply:
+    if len(x) <= MAX_GEMV_TOKENS and kinds <= set(experts_gemv_triton.KINDS):
         return experts_gemv_triton.mixture(x, topk_ids, routing_weights, weights, start)
     return mixture_in_tiles(x, topk_ids, routing_weights, weights, start)
 

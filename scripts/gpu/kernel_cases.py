@@ -202,7 +202,8 @@ def mixture(n, k, count, K, N, kind):
     def call(x, topk_ids, values, scale, start):
         matrices = experts.StoredMatrices(kind, values, scale, None)
         if n <= experts_triton.MAX_GEMV_TOKENS and kind in experts_gemv_triton.KINDS:
-            return experts_gemv_triton.product(x, topk_ids, matrices, gated=True, start=start)
+            rule = dict(choices=k, gated=True)
+            return experts_gemv_triton.product(x, topk_ids, matrices, **rule, start=start)
         tiles = tiles_of(topk_ids, start)
         gated = experts_triton.can_gate(kind, tiles.rows)
         rule = dict(gather=True, gated=gated, one_token=n == 1)

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gpu import checking
 from gpu.numerics import random_expert_linear
 from gpu.speed import Rows, attended, available, mixture, normal, product_by_blocks, tokens
 from gpu.timing import bytes_of, compare, rotation
-from peagle_jax.kernels import attention, experts, fp8_matmul, routing
+from peagle_jax.kernels import fp8_matmul, routing
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.layers.moe import GLU, ExpertWeights
 
@@ -134,7 +133,7 @@ def random_experts(rng: np.random.Generator, tiny: bool) -> tuple:
 
 
 def mixtures(ceilings: dict, tiny: bool) -> Iterator[dict]:
-    """FP8 experts of few tokens, without tensor cores and sorted into tiles."""
+    """FP8 experts of few tokens, pair by pair and sorted into tiles."""
     if not available("triton"):
         return
     from peagle_jax.kernels import experts_gemv_triton, experts_triton
@@ -150,7 +149,7 @@ def mixtures(ceilings: dict, tiny: bool) -> Iterator[dict]:
         return form(x, topk_ids, routing_weights, weights)
 
     others = {
-        "without tensor cores": functools.partial(by, experts_gemv_triton.mixture),
+        "pair by pair": functools.partial(by, experts_gemv_triton.mixture),
         "in tiles": functools.partial(by, experts_triton.mixture_in_tiles),
     }
     now = functools.partial(mixture, "triton", graph, count, act)
@@ -181,8 +180,10 @@ def matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
     def multiply(which, state, x, hidden, topk_ids, **overrides):
         weights = ExpertWeights(*nnx.merge(graph, state), GLU(jax.nn.silu), count)
         up, down = weights.matrices()
-        w, of, gated = (up, x, True) if which == "up" else (down, hidden, False)
-        return experts_gemv_triton.product(of, topk_ids, w, gated=gated, **overrides)
+        if which == "up":
+            rule = dict(choices=k, gated=True)
+            return experts_gemv_triton.product(x, topk_ids, up, **rule, **overrides)
+        return experts_gemv_triton.product(hidden, topk_ids, down, choices=1, **overrides)
 
     tiles = {
         "up": ((2, 2), (2, 4), (4, 2), (8, 4), (8, 8)),

@@ -17,7 +17,8 @@ FP8 = {90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # a few numbers a thread
 SMALL = ("merge_kernel", "sort_kernel", "quantize_kernel", "product_kernel", "choice_kernel")
 # without a loop over tiles: everything is asked for at once
-AT_ONCE = ("cache writing", "rotating", "gemv", "experts, 1 token of 8, float8")
+AT_ONCE = ("cache writing", "rotating", "gemv")
+AT_ONCE += ("experts, 1 token of 8, float8", "experts, 8 tokens of 8, float8")
 # products with one scale a row
 BY_ROW = [f"fp8_matmul {M}x4096x4096" for M in (8, 64, 512)]
 WIDE = {90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}  # bfloat16, of a tile of 64 rows and more

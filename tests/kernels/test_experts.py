@@ -1,5 +1,7 @@
 """All forms of a mixture of experts are one sum; sparse ones read no expert that was not chosen."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 from gpu.interpreter import interpret, interpret_counting
 
 from peagle_jax.kernels import choose, experts, experts_gemv_triton, experts_triton
+from peagle_jax.kernels.launch import H200
 from peagle_jax.layers.moe import (
     GLU,
     ExpertLinear,
@@ -143,9 +146,12 @@ def stored(kind, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["row", "block", "mxfp4"])
-@pytest.mark.parametrize("n", [1, 6, 40])
+@pytest.mark.parametrize("n", [1, 6, 9, 40])
 def test_triton_decodes_what_is_stored(n, kind, dtype):
-    """One row, some, and more than a tile of rows for an expert; one expert has none."""
+    """One row, some, and more than a tile of rows for an expert; one expert has none.
+
+    Up to eight rows are multiplied without tensor cores, pair by pair, where experts are float8.
+    """
     rng = np.random.default_rng(n)
     b = stored(kind, dtype)
     x = jnp.asarray(rng.normal(size=(n, 96)), dtype)
@@ -157,6 +163,32 @@ def test_triton_decodes_what_is_stored(n, kind, dtype):
     want = np.asarray(experts.reference(x.astype(jnp.float32), topk_ids, routing_weights, exact))
     got = np.asarray(experts_triton.mixture(x, topk_ids, routing_weights, b, start=interpret))
     assert np.abs(got - want).max() < (1e-5 if dtype == jnp.float32 else 2**-6) * np.abs(want).max()
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize("n", [1, 5])
+def test_parts_along_the_inputs_add_up(n, splits):
+    """Three blocks of 32 inputs: parts get different shares, the last of four none; one bias."""
+    b = stored("mxfp4", jnp.float32)
+    up, _ = b.matrices()
+    x = jnp.asarray(np.random.default_rng(n).normal(size=(n, 96)), jnp.float32)
+    topk_ids = jnp.asarray([[4, 2], [2, 1], [1, 4], [4, 1], [2, 4]][:n])
+    tiles = experts.make_tiles(topk_ids, 5, 2)
+    if n == 1:
+        tiles = experts.tiles_of_one_token(topk_ids, 5)
+    rule = dict(gather=True, one_token=n == 1, start=interpret, bk=32)
+    whole = experts_triton.product(x, tiles, up, **rule, splits=1)
+    got = experts_triton.product(x, tiles, up, **rule, splits=splits)
+    np.testing.assert_allclose(got, whole, rtol=0, atol=1e-5 * float(jnp.abs(whole).max()))
+
+
+def test_a_product_of_few_programs_is_split():
+    """GPT-OSS's experts of one token are for 360 and 180 programs, of eight for thousands."""
+    config = functools.partial(experts_triton.tile_config, 1, K=2880, gpu=H200)
+    assert config("mxfp4", 4, 5760)["splits"] == 2
+    assert config("mxfp4", 4, 2880)["splits"] == 4
+    assert config("mxfp4", 32, 2880)["splits"] == 1
+    assert config("block", 4, 2880)["splits"] == 1
 
 
 @pytest.mark.parametrize("kind", ["row", "block"])
@@ -183,7 +215,7 @@ def test_a_tile_of_gated_outputs_crosses_no_block():
     up, _ = b.matrices()
     for bn in (12, 64):  # no part of a block, and of 160 gated outputs
         with pytest.raises(ValueError, match=f"within a block of 128 outputs; got {bn}"):
-            experts_gemv_triton.product(x, ids, up, gated=True, bn=bn)
+            experts_gemv_triton.product(x, ids, up, choices=2, gated=True, bn=bn)
 
 
 def test_tiles_hold_every_pair_once():
