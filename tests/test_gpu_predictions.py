@@ -95,10 +95,10 @@ def test_measured_tables_are_those_of_the_rows():
     rows = [json.loads(line) for line in lines]
     found = measured.tables(rows)
     page = (ROOT / "docs" / "kernels.md").read_text()
-    assert len(found) == 2 and all(table in page for table in found.values())
+    assert len(found) == 5 and all(table in page for table in found.values())
     assert measured.filled(page, found) == page
     old = measured.filled(page, dict.fromkeys(found, "| old |"))
-    assert old.count("| old |") == 2 and measured.filled(old, found) == page
+    assert old.count("| old |") == 5 and measured.filled(old, found) == page
 
 
 def test_a_step_that_was_measured_again_has_both_times():
@@ -118,12 +118,35 @@ def test_a_step_that_was_measured_again_has_both_times():
     last = step | {"time": "2027-01-01T00:00:00Z", "step_us": 2500.0, "tokens_per_s": 400.0}
     part_of_it = first | {"layers": 6}
     lines = measured.step_lines([last, part_of_it, first])
-    assert lines[1:] == [["t, batch 1, plain", "0.50", "4.00", "2.50", "400"]]
+    assert lines[1:] == [["t, batch 1, plain", "0.50", "4.00", "", "", "2.50", "400"]]
     drafting = last | {"method": "peagle", "k": 7, "routing": "alike"}
     assert measured.step_lines([drafting])[1] == [
         "t, batch 1, P-EAGLE, K = 7, alike",
         "0.50",
         "",
+        "",
+        "",
         "2.50",
         "400",
     ]
+    batch = last | {"batch": 8, "routing": "alike", "time": "2026-11-26T13:30:00Z"}
+    assert measured.step_lines([batch])[1] == [
+        "t, batch 8, plain, alike",
+        "0.50",
+        "",
+        "",
+        "2.50",
+        "",
+        "400",
+    ]
+
+
+def test_experts_that_were_measured_twice_have_both_times():
+    from gpu import measured
+
+    row = {"part": "variants: experts", "shape": "4 tokens", "floor_us": {"now": 33.1}}
+    rows = [
+        row | {"us": {"now": 84.0, "sorted into tiles": 84.2, "pair by pair": 52.1}},
+        row | {"us": {"now": 60.0, "in tiles": 81.5, "without tensor cores": 60.5}},
+    ]
+    assert measured.expert_lines(rows)[1:] == [["4 tokens", "33", "52", "60", "84, 82"]]

@@ -39,7 +39,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def kernel(
+def attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -371,7 +371,7 @@ def attend(
         )
     out, lse = start(
         Launch(
-            kernel=kernel,
+            kernel=attention_kernel,
             inputs=(
                 q,
                 k,

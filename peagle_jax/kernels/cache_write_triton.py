@@ -46,7 +46,7 @@ def write_heads(
 
 
 @triton.jit
-def kernel(
+def write_kernel(
     new_k_ptr,
     new_v_ptr,
     slot_ptr,
@@ -92,7 +92,7 @@ def write(
     no_scale = jnp.zeros(1, jnp.float32)
     arrays = cache if scaled else (*cache, no_scale, no_scale)
     launch = Launch(
-        kernel=kernel,
+        kernel=write_kernel,
         inputs=(k, v, slots.astype(jnp.int32), *arrays),
         outputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
         grid=(B * T,),

@@ -68,7 +68,7 @@ def scaled_product(
 
 
 @triton.jit
-def kernel(
+def expert_gemv_kernel(
     x_ptr,
     expert_ptr,
     w_ptr,
@@ -152,7 +152,7 @@ def product(
     constants = dict(E=len(w.values), N=N, K=K, CHOICES=choices, BIAS=w.bias is not None)
     constants |= dict(BN=config["bn"], BK=config["bk"], W=w.kind, GATED=gated)
     launch = Launch(
-        kernel=kernel,
+        kernel=expert_gemv_kernel,
         inputs=(
             x,
             topk_ids.reshape(-1).astype(jnp.int32),

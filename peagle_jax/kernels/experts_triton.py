@@ -77,7 +77,7 @@ def multiplied(
 
 
 @triton.jit
-def kernel(
+def expert_kernel(
     x_ptr,
     row_ptr,
     expert_ptr,
@@ -352,7 +352,7 @@ def product(
     if one_token:
         of_tiles = (tiles.expert,) * 4
     launch = Launch(
-        kernel=kernel,
+        kernel=expert_kernel,
         inputs=(
             x,
             *of_tiles,

@@ -79,7 +79,7 @@ def product_tile(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Tile `tile` along the outputs; otherwise as `kernel`, whose program ids it reads."""
+    """Tile `tile` along the outputs; otherwise as `fp8_kernel`, whose program ids it reads."""
     n = tile * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     begin = tl.program_id(2) * SPAN
@@ -116,7 +116,7 @@ def product_tile(
 
 
 @triton.jit
-def kernel(
+def fp8_kernel(
     w_ptr,
     x_ptr,
     w_scale_ptr,
@@ -189,7 +189,7 @@ def joint_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """As `kernel`, of one block of tokens and three matrices, whose outputs follow each other.
+    """As `fp8_kernel`, of one block of tokens and three matrices, whose outputs follow each other.
 
     Which matrix a program has is chosen before the loop, which is compiled once.
     """
@@ -313,7 +313,7 @@ def product(
             f"scales of groups need tiles of {BLOCK} along the contracted axis; got {bk}"
         )
     launch = Launch(
-        kernel=kernel,
+        kernel=fp8_kernel,
         inputs=(w, x, w_scale, x_scale),
         outputs=(jax.ShapeDtypeStruct((splits, M, N), dtype if splits == 1 else jnp.float32),),
         grid=(triton.cdiv(N, tiles["bn"]), triton.cdiv(M, tiles["bm"]), splits),

@@ -23,7 +23,7 @@ from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
 
 @triton.jit
-def kernel(
+def fusion_kernel(
     a_ptr,
     b_ptr,
     c_ptr,
@@ -201,7 +201,7 @@ def fuse(
         out = jax.ShapeDtypeStruct((*rows_shape, D), jnp.float32)
         squares_shape = (1,) if norm == "none" else rows_shape
     launch = Launch(
-        kernel=kernel,
+        kernel=fusion_kernel,
         inputs=(*arrays, absent if gain is None else gain, matrix, w_scale),
         outputs=(out, jax.ShapeDtypeStruct(squares_shape, jnp.float32)),
         grid=(triton.cdiv(D, tiles["bd"]), triton.cdiv(M, tiles["bm"]), splits),

@@ -16,7 +16,7 @@ from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 
 
 @triton.jit
-def kernel(
+def rotate_kernel(
     q_ptr,
     k_ptr,
     q_gain_ptr,
@@ -93,7 +93,7 @@ def rotate(
     """
     (n, N, H), G = q.shape, k.shape[1]
     launch = Launch(
-        kernel=kernel,
+        kernel=rotate_kernel,
         inputs=(q, k, q_gain, k_gain, positions.astype(jnp.int32), frequencies),
         outputs=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),

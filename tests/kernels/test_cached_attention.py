@@ -195,7 +195,7 @@ def parts_of(*args, **options):
 
     def start(launch):
         results = interpret(launch)
-        if launch.kernel is attention_triton.kernel:
+        if launch.kernel is attention_triton.attention_kernel:
             found.append(results[1])
         return results
 
@@ -295,7 +295,7 @@ def test_a_prompt_that_fills_the_gpu_has_nothing_to_merge(window):
     attention_triton.attend(
         q, k, v, positions, None, **RULES["plain"] | {"window": window}, start=start
     )
-    assert launched == [attention_triton.kernel]
+    assert launched == [attention_triton.attention_kernel]
 
 
 @pytest.mark.parametrize("T", [1, 4])

@@ -47,8 +47,10 @@ def test_all_of_them_on_all_three(rows):
     functions = {row["function"] for row in rows}
     assert {row["sm"] for row in rows} == set(FP8) and len(names) >= 20
     packed = {"forward_kernel", "query_kernel", "key_kernel"}
-    gemv = {"gemv_kernel", "joint_gemv_kernel"}
-    assert functions == {"kernel", "joint_kernel", "topk_kernel", *SMALL} | packed | gemv
+    gemv = {"gemv_kernel", "joint_gemv_kernel", "expert_gemv_kernel"}
+    others = {"attention", "expert", "fp8", "fusion", "rotate", "write", "joint", "topk"}
+    others = {f"{name}_kernel" for name in others} | {*SMALL}
+    assert functions == others | packed | gemv
     for name in names:
         assert {row["sm"] for row in rows if row["kernel"] == name} == set(FP8), name
 

@@ -110,7 +110,7 @@ def test_a_chosen_expert_is_read_once():
     topk_ids = jnp.array([[1, 2, E], [5, 1, 2], [E, E, 1]])
     x, routing_weights = jnp.ones((3, D)), jnp.ones((3, K))
     experts_triton.mixture(x, topk_ids, routing_weights, b, start=interpret_counting(reads))
-    weights = [counts[5] for name, counts in reads if name == "kernel"]
+    weights = [counts[5] for name, counts in reads if name == "expert_kernel"]
     assert [counts.shape for counts in weights] == [(E, D, 2 * WIDTH), (E, WIDTH, D)]
     for counts in weights:
         for e in range(E):
@@ -201,7 +201,7 @@ def test_one_token_whose_choices_are_elsewhere(kind):
     got = experts_triton.mixture(x, topk_ids, routing_weights, b, start=start)
     want = experts.reference(x, topk_ids, routing_weights, b)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
-    assert [name for name, _ in reads] == ["kernel", "kernel"]
+    assert [name for name, _ in reads] == ["expert_gemv_kernel"] * 2
     for _, counts in reads:
         assert counts[2][2].all() and not counts[2][[0, 1, 3, 4]].any()
 

@@ -122,7 +122,7 @@ def test_few_rows_are_quantized_inside(M, K, Ns, blocks):
     "rows, alone, joint",
     [
         (2, ["gemv_kernel"], ["joint_gemv_kernel"]),
-        (3, ["quantize_kernel", "kernel"], ["quantize_kernel", "joint_kernel"]),
+        (3, ["quantize_kernel", "fp8_kernel"], ["quantize_kernel", "joint_kernel"]),
     ],
 )
 def test_few_rows_go_without_tensor_cores(rows, alone, joint):

@@ -30,33 +30,33 @@ PROMPTS = [[7, 90, 2, 55, 13, 31], [60]]
 SLOTS = 272  # more than the 256 that one program reads, so that parts of attention are merged
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 COMMON = {
-    "attention_triton.kernel",
-    "cache_write_triton.kernel",
+    "attention_triton.attention_kernel",
+    "cache_write_triton.write_kernel",
     "vocab_triton.topk_kernel",
 }
 EXPERTS = {
-    "experts_triton.kernel",
+    "experts_triton.expert_kernel",
     "experts_triton.sort_kernel",
     "routing_triton.product_kernel",
     "routing_triton.choice_kernel",
 }
-NORMS = {"norm_rotate_triton.kernel"}  # of queries and keys
+NORMS = {"norm_rotate_triton.rotate_kernel"}  # of queries and keys
 JOINT = {"fp8_matmul_triton.joint_kernel"}  # of queries, keys and values
-FP8 = {"fp8_matmul_triton.kernel", "fp8_matmul_triton.quantize_kernel"}
+FP8 = {"fp8_matmul_triton.fp8_kernel", "fp8_matmul_triton.quantize_kernel"}
 CASES = {  # family, load options, ring caches, options of the head, kernels beside COMMON
     "mixture in FP8": (
         "qwen3_moe_raw",
         {"fp8": True},
         False,
         {"fc_norm": True},
-        EXPERTS | FP8 | NORMS | JOINT | {"experts_gemv_triton.kernel"},
+        EXPERTS | FP8 | NORMS | JOINT | {"experts_gemv_triton.expert_gemv_kernel"},
     ),
     "mixture of biases and sinks, rings": (
         "gpt_oss",
         {},
         True,
         {"norm_before_fc": True},
-        EXPERTS | {"fusion_triton.kernel"},
+        EXPERTS | {"fusion_triton.fusion_kernel"},
     ),
 }
 
@@ -126,7 +126,7 @@ def test_logits_are_the_references(case, most, started):
     _, _, rings, _, kernels = CASES[case]
     target = loaded(case)
     logits, ids = forward(target, rings)
-    head_kernels = {"fusion_triton.kernel", *JOINT}
+    head_kernels = {"fusion_triton.fusion_kernel", *JOINT}
     # the first case has windows alone, whose few slots one program reads
     merged = {"attention_triton.merge_kernel"} if rings else set()
     assert started == COMMON | merged | kernels - head_kernels
