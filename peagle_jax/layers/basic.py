@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import vocab
 from peagle_jax.kernels.launch import platform
+from peagle_jax.kernels.row_sums import with_one_axis_of_rows
 from peagle_jax.layers.products import activation_dtype, product
 
 
@@ -55,16 +56,14 @@ class Linear(nnx.Module):
 
 def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
     """Scales to root mean square 1 along the last axis; in float32, whatever `x` is."""
-    y = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # see `RMSNorm`
+    y = with_one_axis_of_rows(x).astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).reshape(x.shape)
 
 
 class RMSNorm(nnx.Module):
     """Normalizes in float32, rounds to the input's dtype, then scales.
 
-    As modeling_llama.py in transformers 5.23 does. All rows are one axis: of an array [1, 796, 384]
-    XLA needs 1.0 ms on a CPU for the sum of each row and 1.6 ms for that of each column, of one of
-    [796, 384] a quarter and an eighth (LOG.md, 2026-11-26).
+    As modeling_llama.py in transformers 5.23 does.
     """
 
     def __init__(self, dim: int, eps: float, *, dtype: DTypeLike):
@@ -72,7 +71,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = with_one_axis_of_rows(x)
         y = along_last(self.scale[...], rows) * normalize(rows, self.eps).astype(x.dtype)
         return y.reshape(x.shape)
 
@@ -84,7 +83,7 @@ class LateRMSNorm(RMSNorm):
     """
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = with_one_axis_of_rows(x)
         scale = along_last(self.scale[...].astype(jnp.float32), rows)
         return (scale * normalize(rows, self.eps)).astype(x.dtype).reshape(x.shape)
 

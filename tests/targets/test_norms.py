@@ -1,9 +1,12 @@
 """Norms in bfloat16 round where transformers rounds: of these numbers no bit may differ."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from peagle_jax.kernels import row_sums
 from peagle_jax.layers.basic import LateRMSNorm, RMSNorm
 
 torch = pytest.importorskip("torch")
@@ -38,3 +41,33 @@ def test_every_bit_in_bfloat16(ours, module, name):
     other = {RMSNorm: LateRMSNorm, LateRMSNorm: RMSNorm}[ours](DIM, EPS, dtype=jnp.bfloat16)
     other.scale[...] = scale
     assert (np.asarray(other(x), np.float32) != want).mean() > 0.1  # the test can fail
+
+
+@pytest.mark.parametrize("norm_class", [RMSNorm, LateRMSNorm])
+def test_many_rows_are_summed_as_few_are(norm_class):
+    """From MIN_ROWS rows on all axes but the last become one: 3 x 90 x 2 here."""
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.normal(0, 3, (3, 90, 2, 16)), jnp.float32) for _ in range(2))
+    norm = norm_class(16, EPS, dtype=jnp.float32)
+    norm.scale[...] = jnp.asarray(rng.uniform(0.5, 1.5, 16), jnp.float32)
+    graph, params = nnx.split(norm)
+
+    def call(params, x):
+        return nnx.merge(graph, params)(x)
+
+    assert row_sums.with_one_axis_of_rows(x).shape == (540, 16)
+    assert row_sums.with_one_axis_of_rows(x[:1]).shape == (1, 90, 2, 16)
+    y, vjp = jax.vjp(call, params, x)
+    dparams, dx = vjp(dy)
+    parts = [jax.vjp(call, params, x[i : i + 1]) for i in range(3)]
+    np.testing.assert_allclose(y, jnp.concatenate([part for part, _ in parts]), rtol=1e-6)
+    grads = [vjp(dy[i : i + 1]) for i, (_, vjp) in enumerate(parts)]
+    np.testing.assert_allclose(dx, jnp.concatenate([dx for _, dx in grads]), rtol=1e-4, atol=1e-6)
+    want = sum(dparams["scale"][...] for dparams, _ in grads)
+    np.testing.assert_allclose(dparams["scale"][...], want, rtol=1e-5, atol=1e-5)
+
+
+def test_devices_other_than_cpus_keep_all_axes(monkeypatch):
+    """One that is divided among devices cannot be merged with others for free."""
+    monkeypatch.setattr(row_sums, "platform", lambda: "gpu")
+    assert row_sums.with_one_axis_of_rows(jnp.zeros((3, 90, 2, 16))).shape == (3, 90, 2, 16)
