@@ -20,6 +20,7 @@ from types import FrameType
 from experiments.folders import ROOT
 from experiments.jobs import Job
 from peagle_jax.atomic_write import write_atomically
+from peagle_jax.cli.freed_memory import ENVIRONMENT
 from peagle_jax.file_lock import lock_while_alive
 from peagle_jax.types import InputError
 
@@ -186,8 +187,9 @@ class Queue:
             self.running.append(Running(job, process, core, out, log, head, time.monotonic()))
 
     def _environment(self) -> dict[str, str]:
-        """Of a job's process: this one's, with a compilation cache where it names none."""
+        """Of a job's process: this one's, with what it does not name for compiling and memory."""
         return {
+            **ENVIRONMENT,
             "JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
             **os.environ,

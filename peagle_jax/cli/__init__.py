@@ -16,6 +16,7 @@ from types import FrameType
 
 from peagle_jax.cli.bus_error import explain_bus_errors
 from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
+from peagle_jax.cli.freed_memory import keep_freed_memory
 from peagle_jax.cli.parser import UsageError
 from peagle_jax.prompt_end import ends_promptly
 
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     last_words = f"peagle: interrupted{advice}"
     if argv is None:
         explain_bus_errors()
+        if words[:1] == ["train"]:
+            keep_freed_memory()
     try:
         # in a program of somebody else's, Ctrl-C is its own affair
         with ends_promptly(last_words) if argv is None else contextlib.nullcontext():

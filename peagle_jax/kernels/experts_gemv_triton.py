@@ -1,17 +1,16 @@
 """A mixture's products for few tokens in Triton: without tensor cores, and without sorting.
 
 As in `gemv_triton`, a program asks for whole rows of a matrix at once. Every pair of a token and a
-choice is multiplied by its own programs; of an expert that several tokens chose, those after the
-first find it in the L2 cache. Both products of a layer of Qwen3-Coder's, in us on an H200, beside
-tiles for the tensor core, which need a launch for sorting and take more time for decoding float8
-numbers than for reading them (results/gpu.jsonl, 2026-11-26):
+choice is multiplied by its own programs; an expert that several tokens chose is read for each. Both
+products of a layer of Qwen3-Coder's, in us on an H200, beside tiles for the tensor core, which need
+a launch for sorting (results/gpu.jsonl, `variants: experts`, 2026-11-26):
 
     tokens   experts that differ   pair by pair   in tiles
     2        16, 8                 32, 32         61, 50
     4        29, 8                 52, 47         84, 56
     8        50, 8                 91, 81         124, 56
 
-A form that read an expert once, for one token after the other, took 115 and 93 us for eight tokens.
+A form that read an expert once, for one token after the other, took 115 and 94 us for eight tokens.
 """
 
 # Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.

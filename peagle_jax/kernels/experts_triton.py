@@ -25,8 +25,9 @@ from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 # Up to so many pairs of so many experts a kernel sorts: its work grows with their product, while
 # XLA's launches stay the same.
 MAX_SORTED_PAIRS, MAX_SORTED_EXPERTS = 1024, 256
-# Up to so many tokens tensor cores are slower (`experts_gemv_triton`), where experts are float8: of
-# eight tokens unless they share more than half of their choices.
+# Up to so many tokens tensor cores are slower (`experts_gemv_triton`), where experts are float8. It
+# was measured with scales of blocks. Where six or eight tokens all choose alike tiles are faster:
+# of eight with fewer than some 26 different experts.
 MAX_GEMV_TOKENS = 8
 MIN_SPLIT = 512  # inputs of a part
 MAX_GATED_ROWS = 32  # of a tile, up to which SiLU is done within the product
@@ -284,9 +285,9 @@ def make_tiles(topk_ids: jax.Array, count: int, rows: int, start: Launcher = on_
 def tile_config(rows: int, kind: str, tiles: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
     """Tile sizes, parts along K, and pipeline.
 
-    A program decodes 128 MXFP4 numbers of 64 rows in 1.6 us (GPT-OSS's experts of one token, an
-    H200, results/gpu.jsonl), and waits most of it: so K is split where programs are few, up to six
-    a multiprocessor. XLA adds the parts in what comes after them.
+    One step along K, 128 MXFP4 inputs of 64 outputs, takes a program 1.6 to 1.9 us, most of it
+    waiting (GPT-OSS's experts of one token on an H200, results/gpu.jsonl). So K is split where
+    programs are few, up to six a multiprocessor. XLA adds the parts in what comes after them.
 
     Args:
       rows: of an expert in one tile, at most.
@@ -339,12 +340,17 @@ def product(
         half: [pairs N/2]. Not for MXFP4.
       one_token: tiles are those of `experts.tiles_of_one_token`.
       start: executes a launch.
-      overrides: of `tile_config`, for measuring. Only products without SiLU can be split.
+      overrides: of `tile_config`, for measuring.
+
+    Raises:
+      ValueError: a product with SiLU is to be split.
     """
     K, N = x.shape[1], w.outputs // 2 if gated else w.outputs
     num_tiles, num_rows = len(tiles.expert), len(tiles.token)
     config = tile_config(tiles.rows, w.kind, num_tiles, N, K, gpu()) | overrides
     splits = config["splits"]
+    if gated and splits > 1:
+        raise ValueError(f"SiLU needs whole sums, and K is in {splits} parts")
     absent = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
     if w.kind == "mxfp4":
         x = x.reshape(-1, K // 2, 2).swapaxes(1, 2).reshape(-1, K)

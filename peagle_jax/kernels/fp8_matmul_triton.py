@@ -251,21 +251,24 @@ def quantize_rows(
     return values, scale
 
 
-def tile_config(M: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
+def tile_config(M: int, N: int, K: int, gpu: Gpu, *, can_split: bool = True) -> dict[str, int]:
     """Tile sizes, splits and pipeline by arithmetic.
 
     Weights are read once while M fits one tile. Then each tile keeps the more on the way the fewer
     there are: memory of 4.3 TB/s that answers after 0.8 us wants 3.4 MB on the way. A tile takes
-    some 0.25 us for each 128 inputs all the same, and where tiles are for a quarter of the
-    multiprocessors, the contracted axis is split. In a model XLA adds the parts in the sum with the
-    residual, without a launch more; alone they would cost one, as much as reading 6 MB.
+    some 0.25 us for each 128 inputs all the same, and where there are at most a quarter as many
+    tiles as multiprocessors, the contracted axis is split. In a model XLA adds the parts in the sum
+    with the residual, without a launch more; alone they would cost one, as much as reading 6 MB.
+
+    Args:
+      can_split: whether the caller adds parts.
     """
     bm = min(128, max(16, triton.next_power_of_2(M)))
     bn = 128 if bm == 128 else 64
     num_tiles = triton.cdiv(N, bn) * triton.cdiv(M, bm)
     splits = 1
     if bm < 128:
-        if 4 * num_tiles <= gpu.num_sms:
+        if can_split and 4 * num_tiles <= gpu.num_sms:
             while 2 * num_tiles * splits <= gpu.num_sms and K // (2 * splits) >= MIN_SPLIT:
                 splits *= 2
         room = (gpu.shared_memory - 8192) // (BLOCK * (bn + bm))
@@ -350,7 +353,7 @@ def joint_product(
     """
     (M, K), Ns = x.shape, [len(w.values) for w in ws]
     activations = "row" if x_scale.shape[1] == 1 and not ws[0].blocks else "group"
-    tiles = tile_config(M, sum(Ns), K, gpu())
+    tiles = tile_config(M, sum(Ns), K, gpu(), can_split=False)
     bn, bk = tiles["bn"], tiles["bk"]
     launch = Launch(
         kernel=joint_kernel,

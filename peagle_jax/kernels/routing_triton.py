@@ -5,8 +5,8 @@ logits took 11.5 us of an H200 (results/gpu.jsonl), and one that looked for one 
 other was no faster. So the product is cut along the contracted axis, a tile of 16 KB a program, and
 a second kernel adds the parts and looks for one choice after the other. There one warp has all
 logits of a token, and a logit and its expert are one integer, so that a choice is one maximum among
-32 threads; comparing every logit with every other took 4.6 us of eight tokens, and XLA's whole
-router 17.
+32 threads; comparing every logit with every other took 4.2 us of eight tokens, and XLA's whole
+router 11.
 """
 
 # Kernels are written in Triton's language, whose tensors and loops pyright takes for Python's.
@@ -22,6 +22,7 @@ from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 
 ROWS = 16  # tokens that a tensor core takes at once
 INPUTS = 64  # of a program of the product
+MAX_OF_A_WARP = 8192  # numbers of a token's parts: twice as many fill its registers, and spill
 
 
 @triton.jit
@@ -125,16 +126,20 @@ def route(
     *,
     normalized: bool,
     start: Launcher = on_gpu,
-    choice_warps: int = 1,
+    choice_warps: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `routing.reference`.
 
     Args:
       start: executes a launch.
-      choice_warps: of a program of the second kernel, for measuring.
+      choice_warps: of a program of the second kernel, for measuring; None: as many as its numbers
+        need.
     """
     (M, D), E = x.shape, w.shape[1]
     num_parts, block_experts = triton.cdiv(D, INPUTS), max(16, triton.next_power_of_2(E))
+    block_parts = triton.next_power_of_2(num_parts)
+    if choice_warps is None:
+        choice_warps = 1 if block_parts * block_experts <= MAX_OF_A_WARP else 4
     product = Launch(
         kernel=product_kernel,
         inputs=(x, w),
@@ -159,7 +164,7 @@ def route(
             CHOICES=k,
             NORMALIZED=normalized,
             BIAS=bias is not None,
-            BP=triton.next_power_of_2(num_parts),
+            BP=block_parts,
             BE=block_experts,
             BC=triton.next_power_of_2(k),
         ),

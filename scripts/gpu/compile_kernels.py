@@ -124,10 +124,7 @@ def fill(doc: Path, rows: list[dict]) -> None:
             text = f"{' '.join(products)}; {text}"
         cells.setdefault((row["kernel"], row["function"]), {})[row["sm"]] = text
     head = ["kernel", *(f"sm_{gpu.capability}" for gpu in GPUS)]
-    lines = [
-        [f"{case} ({function})" if function != "kernel" else case, *texts.values()]
-        for (case, function), texts in cells.items()
-    ]
+    lines = [[f"{case} ({function})", *texts.values()] for (case, function), texts in cells.items()]
     text = doc.read_text(encoding="utf-8")
     write_atomically(doc, with_table(text, "compiled", markdown_table(head, lines)))
 

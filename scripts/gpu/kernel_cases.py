@@ -263,6 +263,7 @@ CASES = {
     "experts, 8 tokens of 8, bfloat16": mixture(8, 8, 128, 2048, 1536, "plain"),
     "routing 8 tokens to 8 of 128": routing(8, 2048, 128, 8, False),
     "routing 64 tokens to 8 of 256": routing(64, 2048, 256, 8, False),
+    "routing 8 tokens to 8 of 256, 7168 inputs": routing(8, 7168, 256, 8, False),
     "routing 1 token to 4 of 32": routing(1, 2880, 32, 4, True),
     "rotating 8 tokens, 32 and 4 heads of 128": rotating(8, 32, 4, 128),
     "fusion 8": fusion(8, 2048, 2048, "none", False),

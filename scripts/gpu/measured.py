@@ -98,11 +98,12 @@ def expert_lines(rows: Sequence[Mapping]) -> list[list[str]]:
         if row.get("part") != "variants: experts":
             continue
         columns = found.setdefault(row["shape"], {name: [] for name in EXPERTS})
-        columns["floor"] = [f"{min(row['floor_us'].values()):.0f}"]
+        columns.setdefault("floor", []).append(f"{min(row['floor_us'].values()):.0f}")
         for name, spellings in EXPERTS.items():
             columns[name] += [f"{row['us'][s]:.0f}" for s in spellings if s in row["us"]]
     lines = [["experts of a layer", "floor, us", *EXPERTS]]
     for shape, columns in found.items():
+        columns["floor"] = list(dict.fromkeys(columns["floor"]))
         cells = [", ".join(columns[name]) for name in ("floor", *EXPERTS)]
         lines.append([shape, *cells])
     return lines

@@ -30,6 +30,7 @@ from peagle_jax.targets.gpt_oss import ClampedSwiGLU
 PRODUCT_SHAPES = [
     (1, 2048, 4096),
     (7, 4000, 2080),
+    (8, 2048, 4096),  # in parts along the inputs
     (16, 4096, 4096),
     (64, 4096, 8192),
     (130, 6144, 4096),

@@ -40,6 +40,7 @@ from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.cli.freed_memory import ENVIRONMENT
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.pipelines.evaluate import acceptance
 from peagle_jax.progress import ProgressReport
@@ -120,10 +121,13 @@ class Trainer:
 def start(name: str, job: dict, args: argparse.Namespace) -> Trainer:
     """Starts a trainer, and waits until it is ready."""
     script, attention = TRAINERS[name]
-    python = Path(sys.executable) if attention is None else args.speculators / "bin/python"
+    command: list[str | Path] = [args.speculators / "bin/python", HERE / script]
+    if attention is None:
+        settings = [f"{key}={value}" for key, value in ENVIRONMENT.items()]
+        command = ["env", *settings, sys.executable, HERE / script]  # as `peagle train`
     worker = LineProcess(
         name,
-        [python, HERE / script],
+        command,
         job,
         rule="the trainer must train",
         next_step="run again with --verbose",

@@ -189,6 +189,51 @@ def test_a_product_of_few_programs_is_split():
     assert config("mxfp4", 4, 2880)["splits"] == 4
     assert config("mxfp4", 32, 2880)["splits"] == 1
     assert config("block", 4, 2880)["splits"] == 1
+    # parts of 512 inputs and more
+    assert experts_triton.tile_config(1, "mxfp4", 4, 512, 1024, H200)["splits"] == 2
+
+
+def test_parts_are_float32_and_their_sum_has_the_rows_dtype():
+    b, started = stored("mxfp4", jnp.bfloat16), []
+
+    def start(launch):
+        started.append(launch)
+        return interpret(launch)
+
+    up, _ = b.matrices()
+    tiles = experts.tiles_of_one_token(jnp.asarray([[4, 2]]), 5)
+    rule = dict(gather=True, one_token=True, bk=32, splits=3, start=start)
+    got = experts_triton.product(jnp.ones((1, 96), jnp.bfloat16), tiles, up, **rule)
+    (parts,) = started[0].outputs
+    assert parts.shape == (3, 2, 320) and parts.dtype == jnp.float32 and got.dtype == jnp.bfloat16
+
+
+def test_sums_of_parts_do_not_go_through_silu():
+    b = stored("block", jnp.float32)
+    tiles = experts.tiles_of_one_token(jnp.asarray([[4, 2]]), 5)
+    with pytest.raises(ValueError, match="SiLU needs whole sums, and K is in 2 parts"):
+        rule = dict(gather=True, gated=True, one_token=True, splits=2)
+        experts_triton.product(jnp.ones((1, 96)), tiles, b.matrices()[0], **rule)
+
+
+@pytest.mark.parametrize("topk_ids", [[[5, 2, 5]], [[5, 2, 4], [5, 5, 5], [2, 5, 1]]])
+def test_choices_elsewhere_whose_parts_nobody_writes(topk_ids, monkeypatch):
+    """What stands in their rows is NaN here, and in a sum of parts as well."""
+    monkeypatch.setattr(experts_triton, "MIN_SPLIT", 32)
+    b, splits = stored("mxfp4", jnp.float32), []
+
+    def start(launch):
+        splits.append(launch.constants.get("SPLITS"))
+        return interpret(launch)
+
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.normal(size=(len(topk_ids), 96)), jnp.float32)
+    routing_weights = jnp.asarray(rng.uniform(0.1, 1, (len(topk_ids), 3)), jnp.float32)
+    args = x, jnp.asarray(topk_ids), routing_weights
+    got = experts_triton.mixture(*args, b, start=start)
+    want = experts.reference(*args, b)
+    assert max(filter(None, splits)) > 1
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 @pytest.mark.parametrize("kind", ["row", "block"])

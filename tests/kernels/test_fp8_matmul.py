@@ -7,8 +7,14 @@ import pytest
 from gpu.interpreter import interpret
 
 from peagle_jax.kernels import fp8_matmul, fp8_matmul_triton, gemv_triton
-from peagle_jax.kernels.fp8_matmul import E4M3
-from peagle_jax.kernels.launch import B200, H200, RTX_PRO_6000, interpret_kernels
+from peagle_jax.kernels.fp8_matmul import E4M3, Fp8Matrix
+from peagle_jax.kernels.launch import (
+    B200,
+    H200,
+    RTX_PRO_6000,
+    interpret_kernels,
+    target_gpu,
+)
 from peagle_jax.types import InputError
 
 KINDS = {
@@ -257,3 +263,31 @@ def test_the_pipeline_fits_shared_memory(device):
             tiles = fp8_matmul_triton.tile_config(M, N, 4096, device)
             stage = tiles["bk"] * (tiles["bn"] + tiles["bm"])
             assert 3 <= tiles["stages"] and tiles["stages"] * stage <= device.shared_memory
+
+
+def test_few_tiles_are_split_along_the_inputs():
+    """A quarter as many as multiprocessors, of 1,024 inputs at least; parts have 512 and more."""
+    for shape, splits in (
+        ((8, 2048, 4096), 4),  # 32 tiles for 132 multiprocessors
+        ((8, 2112, 4096), 4),  # 33
+        ((8, 2176, 4096), 1),  # 34
+        ((8, 4096, 4096), 1),
+        ((8, 2048, 1024), 2),
+        ((8, 2048, 1000), 1),
+    ):
+        assert fp8_matmul_triton.tile_config(*shape, H200)["splits"] == splits, shape
+
+
+def test_three_matrices_in_one_launch_are_not_split():
+    """Nobody would add their parts; the pipeline is as long as that of whole sums."""
+    started = []
+
+    def start(launch):
+        started.append(launch)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.outputs)
+
+    ws = [Fp8Matrix(jnp.zeros((N, 2048), E4M3), jnp.ones(N)) for N in (1024, 512, 512)]
+    values, scale = jnp.zeros((8, 2048), E4M3), jnp.ones((8, 1))
+    with target_gpu(H200):
+        fp8_matmul_triton.joint_product(values, scale, ws, jnp.bfloat16, start)
+    assert started[0].stages == 12 and started[0].grid == (32, 1)

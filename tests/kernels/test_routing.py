@@ -68,6 +68,38 @@ def test_every_expert_has_a_place_where_logits_are_nan():
         assert np.isnan(weights).all(), "who reads the result must see that something is wrong"
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+def test_all_experts_in_order_where_logits_are_negative(normalized):
+    """Bits of negative numbers sort the other way round."""
+    rng = np.random.default_rng(3)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 16), (16, 20)))
+    bias = jnp.full(20, -5, jnp.float32)
+    want, ids = routing.reference(x, w, bias, 20, normalized=normalized)
+    got, found = routing_triton.route(x, w, bias, 20, normalized=normalized, start=interpret)
+    assert np.array_equal(found, ids) and len(set(np.asarray(ids[0]).tolist())) == 20
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_zero_is_zero_whatever_its_sign():
+    """The first of equal logits: 4, whose -2^-30 is -0 in float16, before 9, which is 0."""
+    x = jnp.full((1, 16), 2**-7, jnp.float16)
+    w = jnp.full((16, 20), -1, jnp.float16).at[:, 9].set(0).at[:, 4].set(0).at[3, 4].set(-(2**-23))
+    weights, ids = routing.reference(x, w, None, 3, normalized=True)
+    got, found = routing_triton.route(x, w, None, 3, normalized=True, start=interpret)
+    assert np.array_equal(found, ids) and np.asarray(found)[0, :2].tolist() == [4, 9]
+    np.testing.assert_allclose(got, weights, rtol=1e-3)
+
+
+def test_experts_of_minus_infinity_come_last_and_weigh_nothing():
+    rng = np.random.default_rng(4)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 16), (16, 20)))
+    bias = jnp.full(20, -jnp.inf).at[7].set(0).at[15].set(0)
+    want, ids = routing.reference(x, w, bias, 4, normalized=True)
+    got, found = routing_triton.route(x, w, bias, 4, normalized=True, start=interpret)
+    assert np.array_equal(found, ids) and np.asarray(found)[:, 2:].tolist() == [[0, 1]] * 2
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_where_it_does_not_run():
     """Without a GPU; the caller's own products then have the same result."""
     assert routing.route(jnp.ones((1, 16)), jnp.ones((16, 4)), None, 2, normalized=True) is None

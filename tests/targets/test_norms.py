@@ -1,5 +1,7 @@
 """Norms in bfloat16 round where transformers rounds: of these numbers no bit may differ."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch")
 DIM, EPS = 64, 1e-5
 
 
+@pytest.mark.parametrize("rows", [(50,), (3, 100)])
 @pytest.mark.parametrize(
     "ours, module, name",
     [
@@ -22,12 +25,12 @@ DIM, EPS = 64, 1e-5
         (LateRMSNorm, "gpt_oss.modeling_gpt_oss", "GptOssRMSNorm"),
     ],
 )
-def test_every_bit_in_bfloat16(ours, module, name):
+def test_every_bit_in_bfloat16(ours, module, name, rows):
     """Scaling before or after rounding gives other bits for a third of the numbers."""
     theirs = getattr(__import__(f"transformers.models.{module}", fromlist=[name]), name)(DIM, EPS)
     rng = np.random.default_rng(0)
     scale = jnp.asarray(rng.uniform(0.5, 1.5, DIM), jnp.bfloat16)
-    x = jnp.asarray(rng.normal(0, 3, (50, DIM)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(0, 3, (*rows, DIM)), jnp.bfloat16)
     norm = ours(DIM, EPS, dtype=jnp.bfloat16)
     norm.scale[...] = scale
 
@@ -45,7 +48,7 @@ def test_every_bit_in_bfloat16(ours, module, name):
 
 @pytest.mark.parametrize("norm_class", [RMSNorm, LateRMSNorm])
 def test_many_rows_are_summed_as_few_are(norm_class):
-    """From MIN_ROWS rows on all axes but the last become one: 3 x 90 x 2 here."""
+    """From MIN_TOKENS tokens on all axes but the last become one: 3 x 90 tokens of 2 heads here."""
     rng = np.random.default_rng(1)
     x, dy = (jnp.asarray(rng.normal(0, 3, (3, 90, 2, 16)), jnp.float32) for _ in range(2))
     norm = norm_class(16, EPS, dtype=jnp.float32)
@@ -64,10 +67,18 @@ def test_many_rows_are_summed_as_few_are(norm_class):
     grads = [vjp(dy[i : i + 1]) for i, (_, vjp) in enumerate(parts)]
     np.testing.assert_allclose(dx, jnp.concatenate([dx for _, dx in grads]), rtol=1e-4, atol=1e-6)
     want = sum(dparams["scale"][...] for dparams, _ in grads)
+    backward = jax.make_jaxpr(lambda params, x, dy: jax.vjp(call, params, x)[1](dy))
+    program = str(backward(params, x, dy))
+    sums = re.findall(r"reduce_sum\[\s*axes=\((.*?)\)", program)
+    assert sums and set(sums) <= {"0,", "1,"}, "of a matrix, never of more axes"
     np.testing.assert_allclose(dparams["scale"][...], want, rtol=1e-5, atol=1e-5)
 
 
-def test_devices_other_than_cpus_keep_all_axes(monkeypatch):
+def test_all_axes_stay_where_they_may_be_divided(monkeypatch):
     """One that is divided among devices cannot be merged with others for free."""
-    monkeypatch.setattr(row_sums, "platform", lambda: "gpu")
-    assert row_sums.with_one_axis_of_rows(jnp.zeros((3, 90, 2, 16))).shape == (3, 90, 2, 16)
+    x = jnp.zeros((3, 90, 2, 16))
+    with monkeypatch.context() as patch:
+        patch.setattr(row_sums, "platform", lambda: "gpu")
+        assert row_sums.with_one_axis_of_rows(x).shape == x.shape
+    monkeypatch.setattr(row_sums, "multi_device_reason", lambda: "two devices")
+    assert row_sums.with_one_axis_of_rows(x).shape == x.shape
