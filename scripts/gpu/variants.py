@@ -59,7 +59,8 @@ def splits(ceilings: dict, tiny: bool) -> Iterator[dict]:
             return normal(a, 1, T, N, H), positions, k, v, k8, ks, v8, vs
 
         others: dict[str, Callable] = {
-            name: functools.partial(attend, **override) for name, override in overrides.items()
+            name: functools.partial(attend, **override)
+            for name, override in list(overrides.items())[: 1 if tiny else None]
         }
         others["xla"] = functools.partial(attended, "reference", True)
         forms = twice(functools.partial(attended, "triton", True), others)
@@ -98,13 +99,13 @@ def products(ceilings: dict, tiny: bool) -> Iterator[dict]:
 
             others: dict[str, Callable] = {}
             if M <= 4:
-                for bn, warps in ((8, 2), (4, 2), (8, 4), (4, 4), (4, 1)):
+                for bn, warps in ((8, 2), (4, 2), (8, 4), (4, 4), (4, 1))[: 1 if tiny else None]:
                     overrides = dict(bn=bn, warps=warps)
                     others[f"vectors, {bn} outputs, {warps} warps"] = functools.partial(
                         vector_form, **overrides
                     )
             if M > 1:
-                for bn, parts in ((64, 1), (64, 2), (64, 4), (64, 8)):
+                for bn, parts in ((64, 4), (64, 1), (64, 2), (64, 8))[: 1 if tiny else None]:
                     overrides = dict(bn=bn, splits=parts, warps=4)
                     others[f"{bn} outputs, {parts} parts"] = functools.partial(
                         tensor_form, **overrides
@@ -186,8 +187,8 @@ def matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
         return experts_gemv_triton.product(hidden, topk_ids, down, choices=1, **overrides)
 
     tiles = {
-        "up": ((2, 2), (2, 4), (4, 2), (8, 4), (8, 8)),
-        "down": ((4, 1), (4, 2), (8, 2), (8, 4), (32, 4), (32, 8)),
+        "up": ((8, 4), (8, 8), (2, 2), (2, 4), (4, 2)),
+        "down": ((32, 4), (32, 8), (4, 1), (4, 2), (8, 2), (8, 4)),
     }
     for n in (3,) if tiny else (1, 8):
         sets = []
@@ -200,7 +201,7 @@ def matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
                 f"{bn} outputs, {warps} warps": functools.partial(
                     multiply, which, bn=bn, warps=warps
                 )
-                for bn, warps in (sizes[:2] if tiny else sizes)
+                for bn, warps in sizes[: 1 if tiny else None]
             }
             forms = twice(functools.partial(multiply, which), others)
             num_bytes = used * dim * width * (2 if which == "up" else 1)
@@ -221,7 +222,7 @@ def routers(ceilings: dict, tiny: bool) -> Iterator[dict]:
         if available("triton"):
             from peagle_jax.kernels import routing_triton
 
-            for warps in (2, 4):
+            for warps in (2,) if tiny else (1, 2, 4):
                 rule = dict(normalized=True, choice_warps=warps)
                 forms[f"{warps} warps"] = functools.partial(
                     lambda x, w, rule: routing_triton.route(x, w, None, k, **rule), rule=rule
