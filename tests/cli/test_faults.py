@@ -109,6 +109,26 @@ def test_a_background_job_goes_on_ignoring_ctrl_c():
     assert (process.returncode, out, err) == (0, "done\n", "")
 
 
+THREADS_THAT_FAULT = """
+import os, threading, time
+from peagle_jax.cli import bus_error
+
+def write(number, line, write=os.write):
+    write(number, line)
+    time.sleep(0.5)
+
+bus_error.os.write = write
+threads = [threading.Thread(target=bus_error._end, args=(7,)) for _ in range(3)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_several_threads_that_fault_at_once_say_one_line():
+    out, err = (process := start("-c", THREADS_THAT_FAULT)).communicate(timeout=120)
+    assert (process.returncode, out, err.count("bus error")) == (2, "", 1)
+
+
 @pytest.mark.parametrize("read", ["mapped.sum()", "jnp.array(mapped).block_until_ready()"])
 def test_a_mapped_file_that_another_program_cuts(read, tmp_path):
     """By NumPy, and by a thread of XLA's."""
