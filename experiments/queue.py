@@ -19,8 +19,8 @@ from types import FrameType
 
 from experiments.folders import ROOT
 from experiments.jobs import Job
+from peagle_jax import allocator
 from peagle_jax.atomic_write import write_atomically
-from peagle_jax.cli.freed_memory import ENVIRONMENT
 from peagle_jax.file_lock import lock_while_alive
 from peagle_jax.types import InputError
 
@@ -189,7 +189,7 @@ class Queue:
     def _environment(self) -> dict[str, str]:
         """Of a job's process: this one's, with what it does not name for compiling and memory."""
         return {
-            **ENVIRONMENT,
+            **allocator.environment(),
             "JAX_COMPILATION_CACHE_DIR": str((self.cache / "compiled").absolute()),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
             **os.environ,

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 LEVELS = [  # lowest first
     {"types"},
-    {"documents", "free_memory", "assembler", "file_lock", "prompt_end"},
+    {"documents", "free_memory", "allocator", "assembler", "file_lock", "prompt_end"},
     {
         "kernels",
         "corpus",

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from peagle_jax.allocator import keep_freed_memory
 from peagle_jax.cli.bus_error import explain_bus_errors
 from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
-from peagle_jax.cli.freed_memory import keep_freed_memory
 from peagle_jax.cli.parser import UsageError
 from peagle_jax.prompt_end import ends_promptly
 

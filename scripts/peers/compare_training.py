@@ -36,11 +36,11 @@ from line_process import LineProcess
 from rich.console import Console
 from rich.table import Table
 
+from peagle_jax import allocator
 from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.checkpoints.target_io import load_target
-from peagle_jax.cli.freed_memory import ENVIRONMENT
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.pipelines.evaluate import acceptance
 from peagle_jax.progress import ProgressReport
@@ -123,7 +123,7 @@ def start(name: str, job: dict, args: argparse.Namespace) -> Trainer:
     script, attention = TRAINERS[name]
     command: list[str | Path] = [args.speculators / "bin/python", HERE / script]
     if attention is None:
-        settings = [f"{key}={value}" for key, value in ENVIRONMENT.items()]
+        settings = [f"{key}={value}" for key, value in allocator.environment().items()]
         command = ["env", *settings, sys.executable, HERE / script]  # as `peagle train`
     worker = LineProcess(
         name,

@@ -11,9 +11,14 @@ import sys
 
 # of malloc.h
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
-# the same, for a process that is to be started
-ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 USERS_OWN = ("GLIBC_TUNABLES", "MALLOC_")  # beginnings of environment variables
+
+
+def environment() -> dict[str, str]:
+    """Variables that make a process keep freed memory; none where the environment has its own."""
+    if _is_users_own():
+        return {}
+    return {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 
 
 def keep_freed_memory() -> bool:
@@ -22,8 +27,7 @@ def keep_freed_memory() -> bool:
     To be called before threads begin: each would have an arena of its own, which gives memory back.
     Where the C library is not glibc, or the environment says how it allocates, nothing is changed.
     """
-    is_users_own = any(name.startswith(USERS_OWN) for name in os.environ)
-    if is_users_own or not sys.platform.startswith("linux"):
+    if _is_users_own() or not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -31,3 +35,8 @@ def keep_freed_memory() -> bool:
         return False
     # one arena; no piece by `mmap`, which is always given back; and no memory back from the arena
     return all([mallopt(ARENA_MAX, 1), mallopt(MMAP_MAX, 0), mallopt(TRIM_THRESHOLD, -1)])
+
+
+def _is_users_own() -> bool:
+    """Whether the environment says how glibc allocates."""
+    return any(name.startswith(USERS_OWN) for name in os.environ)
