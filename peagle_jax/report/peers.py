@@ -16,15 +16,22 @@ METHODS = {"plain": "plain decoding", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 COLORS = {"peagle_jax": "#0b6e4f", "vllm": "#8d99ae", "transformers": "#d9c27e"}
 
 
-def newest(path: Path, dtype: str = "bfloat16", *, compiled: bool = False) -> list[dict]:
-    """The rows of the newest comparison in `dtype`; empty where there is no file or no such row.
+def newest(path: Path, dtype: str = "bfloat16") -> list[dict]:
+    """The rows of the newest comparison in `dtype` in which vLLM ran without torch.compile.
 
-    Args:
-      compiled: of a comparison in which vLLM ran with torch.compile, or of one where it did not.
+    Empty where there is no file or no such row.
     """
-    rows = _comparisons(path, dtype, compiled)
+    rows = _comparisons(path, dtype, compiled=False)
     last = max((row["time"] for row in rows), default=None)
     return [row for row in rows if row["time"] == last]
+
+
+def newest_compiled(path: Path, dtype: str = "bfloat16", count: int = 3) -> list[list[dict]]:
+    """The rows of each of the newest comparisons with torch.compile, of one device, newest last."""
+    rows = _comparisons(path, dtype, compiled=True)
+    device = max(rows, key=lambda row: row["time"])["device"] if rows else None
+    times = sorted({row["time"] for row in rows if row["device"] == device})[-count:]
+    return [[row for row in rows if row["time"] == time] for time in times]
 
 
 def newest_elsewhere(path: Path, dtype: str = "bfloat16") -> list[list[dict]]:
@@ -36,7 +43,10 @@ def newest_elsewhere(path: Path, dtype: str = "bfloat16") -> list[list[dict]]:
 
 
 def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
-    """All rows of such comparisons. Rows that do not say it have it in their command."""
+    """All rows of comparisons with torch.compile, or without it.
+
+    Rows that do not say it have it in their command.
+    """
     if not path.exists():
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -45,28 +55,48 @@ def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
     return [r for r in rows if r.get("vllm_compiled", option in r["command"]) == compiled]
 
 
-def ratios(rows: Sequence[dict], where: str | None = None) -> str:
+def ratios(comparisons: Sequence[Sequence[dict]], where: str | None = None) -> str:
     """A sentence to follow `caption`: our speed over vLLM's, at every batch size.
 
     It leaves out methods that were not timed at all of them.
 
     Args:
+      comparisons: the rows of each; of several, the smallest and the largest ratio are said.
       where: its first words; None for the device.
     """
-    speeds = {(r["batch_size"], r["engine"], r["method"]): r["tokens_per_second"] for r in rows}
-    batches = sorted({row["batch_size"] for row in rows})
+    batches = sorted({row["batch_size"] for row in comparisons[0]})
     parts = []
-    for method in _methods(rows):
-        pairs = [[speeds.get((b, e, method), 0) for e in ("peagle_jax", "vllm")] for b in batches]
-        if all(map(all, pairs)):
-            over = " and ".join(f"{ours / theirs:.2f}x" for ours, theirs in pairs)
-            parts.append(f"{METHODS[method]} {over}")
-    sizes = " and ".join(map(str, batches))
-    row = rows[0]
+    for method in _methods(comparisons[0]):
+        over = [_ratios(rows, method) for rows in comparisons]
+        if all(batch in one for one in over for batch in batches):
+            parts.append(f"{METHODS[method]} {' and '.join(_span(over, b) for b in batches)}")
+    commits = " and ".join(dict.fromkeys(rows[0]["commit"] for rows in comparisons))
+    commits = f"commit{'s' if ' ' in commits else ''} {commits}"
+    number = f"{len(comparisons)} comparisons, " if len(comparisons) > 1 else ""
     return (
-        f"{where or 'On ' + row['device']} (commit {row['commit']}) at batch {sizes}: "
-        f"{', '.join(parts)}."
+        f"{where or 'On ' + comparisons[0][0]['device']} ({number}{commits}) at batch "
+        f"{' and '.join(map(str, batches))}: {', '.join(parts)}."
     )
+
+
+def _span(over: Sequence[dict[int, float]], batch: int) -> str:
+    """`1.42x to 2.14x`: the smallest and the largest ratio at a batch size."""
+    low, high = (f"{end(one[batch] for one in over):.2f}x" for end in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _ratios(rows: Sequence[dict], method: str) -> dict[int, float]:
+    """Batch size -> our speed over vLLM's, where both were timed."""
+    speeds = {
+        (row["engine"], row["batch_size"]): row["tokens_per_second"]
+        for row in rows
+        if row["method"] == method
+    }
+    return {
+        batch: speed / speeds["vllm", batch]
+        for (engine, batch), speed in speeds.items()
+        if engine == "peagle_jax" and ("vllm", batch) in speeds
+    }
 
 
 def table(rows: Sequence[dict]) -> list[list[str]]:

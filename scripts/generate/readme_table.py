@@ -117,9 +117,10 @@ def peers_block() -> str:
     rows = peers.newest(path)
     header, *lines = peers.table(rows)
     table_lines = [_row(header), _row(["---"] * len(header)), *map(_row, lines)]
-    sentences = [peers.caption(rows), *map(peers.ratios, peers.newest_elsewhere(path))]
-    if compiled := peers.newest(path, compiled=True):
-        device = short_name(compiled[0]["device"])
+    sentences = [peers.caption(rows)]
+    sentences += [peers.ratios([others]) for others in peers.newest_elsewhere(path)]
+    if compiled := peers.newest_compiled(path):
+        device = short_name(compiled[0][0]["device"])
         sentences.append(peers.ratios(compiled, f"**Beside vLLM with torch.compile** on {device}"))
     caption = textwrap.wrap(" ".join(sentences), 100)
     return "\n".join([PEERS_BEGIN, *table_lines, "", *caption, PEERS_END])

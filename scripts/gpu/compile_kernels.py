@@ -1,6 +1,7 @@
 """Compiles every Triton kernel to machine code for GPUs that are not here, and describes the code.
 
     python scripts/gpu/compile_kernels.py [--out FILE.jsonl] [--doc FILE.md] [--only NAME ...]
+        [--sm 90 ...]
 
 It takes minutes, and needs no GPU and no CUDA: the triton wheel is enough. There is a row a kernel,
 shape and architecture: tensor-core instructions, registers, stack (spills), shared memory,
@@ -134,12 +135,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="rows as JSON lines")
     parser.add_argument("--doc", type=Path, help="a Markdown file whose table is written anew")
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES, metavar="NAME")
+    all_of_them = [gpu.capability for gpu in GPUS]
+    parser.add_argument(
+        "--sm", nargs="+", type=int, default=all_of_them, choices=all_of_them, help="default: all"
+    )
     args = parser.parse_args()
+    if args.doc and args.sm != all_of_them:
+        parser.error("--doc needs every architecture: leave out --sm")
     rows = []
     with ProgressReport("compile kernels", len(args.only), unit="shapes") as progress:
         for i, name in enumerate(args.only):
             progress.update(i, note=name)
-            for gpu in GPUS:
+            for gpu in (gpu for gpu in GPUS if gpu.capability in args.sm):
                 with target_gpu(gpu):
                     started = launches(CASES[name])
                 for launch in started:

@@ -24,8 +24,21 @@ BY_ROW = [f"fp8_matmul {M}x4096x4096" for M in (8, 64, 512)]
 WIDE = {90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}  # bfloat16, of a tile of 64 rows and more
 
 
+# each architecture takes a minute or two
+@pytest.fixture(
+    scope="module",
+    params=[
+        90,
+        pytest.param(100, marks=pytest.mark.long),
+        pytest.param(120, marks=pytest.mark.long),
+    ],
+)
+def sm(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def rows(sm, tmp_path_factory):
     out = tmp_path_factory.mktemp("compiled") / "rows.jsonl"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {
@@ -33,7 +46,14 @@ def rows(tmp_path_factory):
         "JAX_PLATFORMS": "cpu",
     }
     subprocess.run(
-        [sys.executable, ROOT / "scripts" / "gpu" / "compile_kernels.py", "--out", out],
+        [
+            sys.executable,
+            ROOT / "scripts" / "gpu" / "compile_kernels.py",
+            "--sm",
+            str(sm),
+            "--out",
+            out,
+        ],
         env=env,
         check=True,
         capture_output=True,
@@ -42,20 +62,18 @@ def rows(tmp_path_factory):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_all_of_them_on_all_three(rows):
+def test_all_of_them(rows, sm):
     names = {row["kernel"] for row in rows}
     functions = {row["function"] for row in rows}
-    assert {row["sm"] for row in rows} == set(FP8) and len(names) >= 20
+    assert {row["sm"] for row in rows} == {sm} and len(names) >= 20
     packed = {"forward_kernel", "query_kernel", "key_kernel"}
     gemv = {"gemv_kernel", "joint_gemv_kernel", "expert_gemv_kernel"}
     others = {"attention", "expert", "fp8", "fusion", "rotate", "write", "joint", "topk"}
     others = {f"{name}_kernel" for name in others} | {*SMALL}
     assert functions == others | packed | gemv
-    for name in names:
-        assert {row["sm"] for row in rows if row["kernel"] == name} == set(FP8), name
 
 
-def test_nothing_spills_and_everything_fits(rows):
+def test_nothing_spills_and_everything_fits(rows, sm):
     bad = [
         row
         for row in rows
@@ -64,7 +82,7 @@ def test_nothing_spills_and_everything_fits(rows):
         or row["shared"] > row["shared_limit"]
         or row["tensor_memory"] > 512
     ]
-    assert any(row["tensor_memory"] for row in rows if row["sm"] == 100)
+    assert any(row["tensor_memory"] for row in rows) == (sm == 100)
     assert not bad, [
         (row["kernel"], row["function"], row["sm"], row["stack"], row["shared"]) for row in bad
     ]
@@ -91,7 +109,7 @@ def test_fp8_products_are_done_in_fp8(rows):
         or "fusion" in row["kernel"]
         and "float8" in row["kernel"]
     ]
-    assert len(selected) >= 18
+    assert len(selected) >= 8
     for row in selected:
         counts = row["instructions"]
         assert counts.get(FP8[row["sm"]]) and "HMMA" not in counts, row

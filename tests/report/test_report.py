@@ -109,27 +109,37 @@ def test_ratios_of_other_devices(tmp_path):
     assert peers.newest(file) == rows[6:12]
     (elsewhere,) = peers.newest_elsewhere(file)
     assert elsewhere == rows[12:]
-    assert peers.ratios(rows[6:12]) == (
+    assert peers.ratios([rows[6:12]]) == (
         "On Old CPU (commit abc1234) at batch 1 and 4: plain decoding 2.50x and 1.50x."
     )
     assert peers.newest_elsewhere(tmp_path / "none") == []
 
 
 def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
-    when = "2026-11-27T10:00:00Z"
+    compiled = {"time": "2026-11-27T10:00:00Z", "vllm_compiled": True}
+    command = {"time": "2026-11-28T10:00:00Z", "command": "x.py --vllm-compile --rounds 5"}
+    elsewhere = {"device": "Old CPU", "time": "2026-11-01T10:00:00Z"}
     rows = [
         peer_row("vllm", "plain", 1, 100.0),
-        peer_row("vllm", "plain", 1, 150.0, time=when, vllm_compiled=True),
-        peer_row("vllm", "plain", 1, 160.0, time=when, command="x.py --vllm-compile --rounds 5"),
-        peer_row("peagle_jax", "plain", 1, 200.0, time=when, vllm_compiled=True),
-        peer_row("vllm", "plain", 1, 90.0, device="Old CPU", time="2026-11-01T10:00:00Z"),
+        peer_row("vllm", "plain", 1, 150.0, **compiled),
+        peer_row("peagle_jax", "plain", 1, 200.0, **compiled),
+        peer_row("vllm", "plain", 1, 160.0, commit="def5678", **command),
+        peer_row("peagle_jax", "plain", 1, 400.0, commit="def5678", **command),
+        peer_row("vllm", "plain", 1, 90.0, **elsewhere),
+        peer_row("vllm", "plain", 1, 90.0, **elsewhere, vllm_compiled=True),
     ]
     file = tmp_path / "peers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert peers.newest(file) == rows[:1] and peers.newest_elsewhere(file) == [rows[4:]]
-    assert peers.newest(file, compiled=True) == rows[1:4]
-    assert peers.ratios([rows[1], rows[3]], "Compiled") == (
+    assert peers.newest(file) == rows[:1] and peers.newest_elsewhere(file) == [rows[5:6]]
+    assert peers.newest_compiled(file) == [rows[1:3], rows[3:5]]
+    assert peers.newest_compiled(file, count=1) == [rows[3:5]]
+    assert peers.newest_compiled(file, "float32") == []
+    assert peers.ratios([rows[1:3]], "Compiled") == (
         "Compiled (commit abc1234) at batch 1: plain decoding 1.33x."
+    )
+    assert peers.ratios(peers.newest_compiled(file)[::-1]) == (
+        "On Some <CPU>, 2 cores (2 comparisons, commits def5678 and abc1234) at batch 1: "
+        "plain decoding 1.33x to 2.50x."
     )
 
 
