@@ -17,6 +17,7 @@ from peagle_jax.decode.tree import (
     Tree,
     conditioned_tree,
     likeliest_tree,
+    tree_temperature,
     tree_width,
 )
 from peagle_jax.draft import placeholders
@@ -151,16 +152,21 @@ class ParallelDrafter(_HeadDrafter):
         aux_hidden_states: Float[Array, "B R A"],
         count: Int[Array, " B"],
         num_nodes: int,
+        temperature: Float[Array, " B"] | None = None,
     ) -> tuple[Tree, DraftState]:
         """As `step`, but gives the tree of the `num_nodes` likeliest paths, and the new state.
 
         With a Markov head the probability of a token is that behind its parent, otherwise that of
         its position.
+
+        Args:
+          temperature: that the target's tokens are sampled at; None where all are argmaxes.
         """
         inputs = state, tokens, aux_hidden_states, count
+        softness = tree_temperature(temperature)
         if self.config.markov_rank is None:
             width = tree_width(self.k, num_nodes, self.config.draft_vocab)
-            token_ids, logprobs, new_state = self.likeliest(params, *inputs, width)
+            token_ids, logprobs, new_state = self.likeliest(params, *inputs, width, softness)
             return likeliest_tree(token_ids, logprobs, num_nodes), new_state
         head, hidden, new_state = self.read(params, *inputs)
         assert head.markov is not None
@@ -173,7 +179,7 @@ class ParallelDrafter(_HeadDrafter):
             shape = (*parents.shape, normed.shape[-1])
             of_position = jnp.broadcast_to(normed[:, depth - 1][:, None], shape)
             scores = logits[:, depth - 1][:, None] + markov(parents, of_position)
-            logprobs = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+            logprobs = jax.nn.log_softmax(scores.astype(jnp.float32) / softness, axis=-1)
             logprobs, ids = jax.lax.top_k(logprobs, width)
             return target_ids[ids].astype(jnp.int32), logprobs
 
@@ -188,17 +194,21 @@ class ParallelDrafter(_HeadDrafter):
         aux_hidden_states: Float[Array, "B R A"],
         count: Int[Array, " B"],
         width: int,
+        softness: Float[Array, "#B 1 1"],
     ) -> tuple[Int[Array, "B K width"], Float[Array, "B K width"], DraftState]:
         """As `step`, but gives the `width` likeliest tokens of every position.
 
         Of a head without a Markov head, whose positions do not depend on each other.
+
+        Args:
+          softness: what logits are divided by, from `tree_temperature`.
 
         Returns:
           Their ids in the target's vocabulary, their log-probabilities, and the new state.
         """
         head, hidden, new_state = self.read(params, state, tokens, aux_hidden_states, count)
         logits = head.compute_logits(hidden).astype(jnp.float32)
-        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), width)
+        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits / softness, axis=-1), width)
         return head.target_ids()[ids].astype(jnp.int32), logprobs, new_state
 
     def read(

@@ -224,7 +224,8 @@ def _tree_step(
     """A step with a tree of drafts, of which the path that the target goes is kept."""
     assert isinstance(spec.drafter, ParallelDrafter) and spec.num_nodes is not None
     before = state.draft, state.tokens, state.aux_hidden_states, state.count
-    tree, draft = spec.drafter.tree(draft_params, *before, spec.num_nodes)
+    temperature = None if options.sampling is None else jnp.asarray(options.sampling.temperature)
+    tree, draft = spec.drafter.tree(draft_params, *before, spec.num_nodes, temperature)
     block = jnp.concatenate([_last_token(state), tree.tokens], axis=1)
     positions = state.cache.length[:, None] + tree.depth
     attend = CachedAttention(positions, ancestors=tree.ancestors)

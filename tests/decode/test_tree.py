@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from peagle_jax.decode import growth, loop
+from peagle_jax.decode import drafters, growth, loop
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
@@ -176,13 +176,20 @@ def test_a_conditioned_tree_is_best_first(k, num_nodes, spread):
         assert np.array_equal(tree.ancestors[row], want)
 
 
-def test_a_trees_branches_have_scores_of_their_own():
-    """Of a head with a Markov head: the likeliest paths by every token's parent, enumerated."""
-    head, k, num_nodes = tiny.head(markov_rank=4, markov_gated=True, draft_vocab=9), 3, 14
+@pytest.mark.parametrize("temperature", [None, (0.2, 1.6)])
+@pytest.mark.parametrize("markov_rank", [None, 4])
+def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
+    """Enumerated; with a Markov head a token's probability is by its parent.
+
+    Probabilities are those at the target's temperature, and not below 0.7.
+    """
+    markov = {"markov_rank": markov_rank, "markov_gated": True} if markov_rank else {}
+    head, k, num_nodes = tiny.head(**markov, draft_vocab=9), 3, 14
     drafter, rng = make_drafter(head, k), np.random.default_rng(3)
     state = DraftState(drafter.init(2, 16), None)
     aux = jnp.asarray(rng.normal(size=(2, k + 1, head.config.sizes.aux_dim)), jnp.float32)
     inputs = state, jnp.asarray([[6] * 4, [30] * 4]), aux, jnp.ones(2, jnp.int32)
+    of_rows = None if temperature is None else jnp.asarray(temperature)
 
     @jax.jit
     def run(params):
@@ -190,17 +197,35 @@ def test_a_trees_branches_have_scores_of_their_own():
         normed = module.final_norm(hidden)
         every = jnp.broadcast_to(jnp.arange(41)[None, None], (2, k, 41))
         by_parent = jnp.broadcast_to(normed[:, :, None], (2, k, 41, normed.shape[-1]))
-        logits = module.lm_head(normed)[:, :, None] + module.markov(every, by_parent)
-        return drafter.tree(params, *inputs, num_nodes)[0], jax.nn.log_softmax(logits)
+        bias = module.markov(every, by_parent) if markov_rank else jnp.zeros((2, k, 41, 9))
+        logits = module.lm_head(normed)[:, :, None] + bias
+        return drafter.tree(params, *inputs, num_nodes, of_rows)[0], logits
 
-    tree, logprobs = run(head.params)
+    tree, logits = run(head.params)
     ids = np.arange(9) + np.asarray(head.params["d2t"])
     table = np.full((2, k, 41, 41), -np.inf)
-    table[..., ids] = np.asarray(logprobs)
+    for row, divisor in enumerate((0.7, 0.7) if temperature is None else (0.7, 1.6)):
+        table[row][..., ids] = jax.nn.log_softmax(np.asarray(logits[row]) / divisor)
     for row, root in enumerate((6, 30)):
         assert sorted(paths_of(tree, row)[1:]) == sorted(
             conditioned_paths(root, table[row], k, num_nodes)
         )
+
+
+def test_trees_are_made_for_the_temperature_of_their_requests(monkeypatch):
+    seen = []
+
+    def tree_temperature(temperature):
+        seen.append(None if temperature is None else temperature.shape)
+        return jnp.full((1, 1, 1), 0.7)
+
+    monkeypatch.setattr(drafters, "tree_temperature", tree_temperature)
+    options = {"k": 3, "num_tree_nodes": 13, "max_new_tokens": 4}  # nodes that no other test has
+    generate(tiny.target(), tiny.head(), PROMPTS[:1], **options)
+    assert set(seen) == {None}
+    seen.clear()
+    generate(tiny.target(), tiny.head(), PROMPTS[:1], temperature=1.3, **options)
+    assert set(seen) == {(1,)}
 
 
 def test_greedy_text_of_a_conditioned_tree_is_plain_decodings():
@@ -217,7 +242,7 @@ class Perfect:
     def __init__(self, text: list[int], prompt: list[int], ranks: tuple[int, ...]):
         self.text, self.start, self.ranks = jnp.asarray(text), len(prompt), ranks
 
-    def __call__(self, drafter, params, state, tokens, aux, count, width):
+    def __call__(self, drafter, params, state, tokens, aux, count, width, softness):
         _, _, new = drafter.read(params, state, tokens, aux, count)
         # the position of the newest committed token, of which the text has those that follow
         last = new.cache.length - self.start
