@@ -17,7 +17,7 @@ from peagle_jax.decode.tree import (
     Tree,
     conditioned_tree,
     likeliest_tree,
-    tree_temperature,
+    tree_divisor,
     tree_width,
 )
 from peagle_jax.draft import placeholders
@@ -163,10 +163,10 @@ class ParallelDrafter(_HeadDrafter):
           temperature: that the target's tokens are sampled at; None where all are argmaxes.
         """
         inputs = state, tokens, aux_hidden_states, count
-        softness = tree_temperature(temperature)
+        divisor = tree_divisor(temperature)
         if self.config.markov_rank is None:
             width = tree_width(self.k, num_nodes, self.config.draft_vocab)
-            token_ids, logprobs, new_state = self.likeliest(params, *inputs, width, softness)
+            token_ids, logprobs, new_state = self.likeliest(params, *inputs, width, divisor)
             return likeliest_tree(token_ids, logprobs, num_nodes), new_state
         head, hidden, new_state = self.read(params, *inputs)
         assert head.markov is not None
@@ -179,7 +179,7 @@ class ParallelDrafter(_HeadDrafter):
             shape = (*parents.shape, normed.shape[-1])
             of_position = jnp.broadcast_to(normed[:, depth - 1][:, None], shape)
             scores = logits[:, depth - 1][:, None] + markov(parents, of_position)
-            logprobs = jax.nn.log_softmax(scores.astype(jnp.float32) / softness, axis=-1)
+            logprobs = jax.nn.log_softmax(scores.astype(jnp.float32) / divisor, axis=-1)
             logprobs, ids = jax.lax.top_k(logprobs, width)
             return target_ids[ids].astype(jnp.int32), logprobs
 
@@ -194,21 +194,21 @@ class ParallelDrafter(_HeadDrafter):
         aux_hidden_states: Float[Array, "B R A"],
         count: Int[Array, " B"],
         width: int,
-        softness: Float[Array, "#B 1 1"],
+        divisor: Float[Array, "#B 1 1"],
     ) -> tuple[Int[Array, "B K width"], Float[Array, "B K width"], DraftState]:
         """As `step`, but gives the `width` likeliest tokens of every position.
 
         Of a head without a Markov head, whose positions do not depend on each other.
 
         Args:
-          softness: what logits are divided by, from `tree_temperature`.
+          divisor: what logits are divided by, from `tree_divisor`.
 
         Returns:
           Their ids in the target's vocabulary, their log-probabilities, and the new state.
         """
         head, hidden, new_state = self.read(params, state, tokens, aux_hidden_states, count)
         logits = head.compute_logits(hidden).astype(jnp.float32)
-        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits / softness, axis=-1), width)
+        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits / divisor, axis=-1), width)
         return head.target_ids()[ids].astype(jnp.int32), logprobs, new_state
 
     def read(

@@ -176,12 +176,12 @@ def test_a_conditioned_tree_is_best_first(k, num_nodes, spread):
         assert np.array_equal(tree.ancestors[row], want)
 
 
-@pytest.mark.parametrize("temperature", [None, (0.2, 1.6)])
+@pytest.mark.parametrize("temperature", [None, (0.0, 0.4)])
 @pytest.mark.parametrize("markov_rank", [None, 4])
 def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
     """Enumerated; with a Markov head a token's probability is by its parent.
 
-    Probabilities are those at the target's temperature, and not below 0.7.
+    For a greedy target the logits are divided by 0.7.
     """
     markov = {"markov_rank": markov_rank, "markov_gated": True} if markov_rank else {}
     head, k, num_nodes = tiny.head(**markov, draft_vocab=9), 3, 14
@@ -204,7 +204,7 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
     tree, logits = run(head.params)
     ids = np.arange(9) + np.asarray(head.params["d2t"])
     table = np.full((2, k, 41, 41), -np.inf)
-    for row, divisor in enumerate((0.7, 0.7) if temperature is None else (0.7, 1.6)):
+    for row, divisor in enumerate((0.7, 0.7) if temperature is None else (0.7, 1.0)):
         table[row][..., ids] = jax.nn.log_softmax(np.asarray(logits[row]) / divisor)
     for row, root in enumerate((6, 30)):
         assert sorted(paths_of(tree, row)[1:]) == sorted(
@@ -215,11 +215,11 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
 def test_trees_are_made_for_the_temperature_of_their_requests(monkeypatch):
     seen = []
 
-    def tree_temperature(temperature):
+    def tree_divisor(temperature):
         seen.append(None if temperature is None else temperature.shape)
         return jnp.full((1, 1, 1), 0.7)
 
-    monkeypatch.setattr(drafters, "tree_temperature", tree_temperature)
+    monkeypatch.setattr(drafters, "tree_divisor", tree_divisor)
     options = {"k": 3, "num_tree_nodes": 13, "max_new_tokens": 4}  # nodes that no other test has
     generate(tiny.target(), tiny.head(), PROMPTS[:1], **options)
     assert set(seen) == {None}
@@ -242,7 +242,7 @@ class Perfect:
     def __init__(self, text: list[int], prompt: list[int], ranks: tuple[int, ...]):
         self.text, self.start, self.ranks = jnp.asarray(text), len(prompt), ranks
 
-    def __call__(self, drafter, params, state, tokens, aux, count, width, softness):
+    def __call__(self, drafter, params, state, tokens, aux, count, width, divisor):
         _, _, new = drafter.read(params, state, tokens, aux, count)
         # the position of the newest committed token, of which the text has those that follow
         last = new.cache.length - self.start
