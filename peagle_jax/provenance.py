@@ -1,13 +1,16 @@
 """Where a number comes from: machine, versions, commit, command."""
 
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -37,6 +40,20 @@ def provenance(command: str | None = None) -> dict:
         "python": platform.python_version(),
         **{name.replace("-", "_"): _version(name) for name in PACKAGES},
     }
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], script: str) -> None:
+    """Writes result rows to the end of a JSONL, each with where it comes from.
+
+    Args:
+      path: a file; it and its folder are made where they are missing.
+      script: what made the rows, as `scripts/measure/trees.py`; the arguments of this process
+        follow it in the rows' command.
+    """
+    origin = provenance(" ".join(["python", script, *sys.argv[1:]]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**origin, **row}) + "\n" for row in rows)
 
 
 def without_folders(text: str) -> str:

@@ -1,7 +1,9 @@
 """Provenance where there is no git, and where the system does not count a process's cores."""
 
+import json
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -50,3 +52,15 @@ def test_folders_of_a_machine_are_not_recorded(command, recorded):
 )
 def test_nor_those_in_errors_and_flags(text, cut):
     assert provenance.without_folders(text) == cut
+
+
+def test_rows_are_added_with_where_they_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["trees.py", "--record", f"{tmp_path}/new/rows.jsonl"])
+    file = tmp_path / "new" / "rows.jsonl"
+    provenance.append_rows(file, [{"k": 3}, {"k": 5, "device": "another"}], "scripts/x/trees.py")
+    provenance.append_rows(file, [{"k": 7}], "scripts/x/trees.py")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["k"] for row in rows] == [3, 5, 7]
+    assert {row["command"] for row in rows} == {"python scripts/x/trees.py --record rows.jsonl"}
+    assert rows[0]["device"] == provenance.device_name() and rows[1]["device"] == "another"
+    assert rows[0]["commit"] and rows[0]["time"] == rows[1]["time"]

@@ -21,7 +21,6 @@ estimated before for the first 1, 2, ..., K drafts to be accepted with the share
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -37,7 +36,7 @@ from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.parallel_engine import ParallelEngine
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 
 PROMPT_TOKENS = 48  # of a random prompt
 BINS = 10  # of the calibration error
@@ -198,7 +197,7 @@ def main() -> None:
                         progress.update(progress.completed + 1, note=note)
                 rows += rows_of(args, name, group)
                 if args.record:
-                    append(args.record, rows[-len(group) :])
+                    append_rows(args.record, rows[-len(group) :], "scripts/measure/adaptive_k.py")
     Console(width=120).print(table_of(rows))
     if args.picture:
         draw(rows, args.picture)
@@ -209,13 +208,6 @@ def num_prompts(args, batch_size: int) -> int:
     last ones, which are decoded in a smaller batch, count little.
     """
     return max(args.num_prompts, 6 * batch_size if batch_size > 1 else 1)
-
-
-def append(path: Path, rows: list[dict]) -> None:
-    """Writes rows to a JSONL, with where they come from."""
-    origin = provenance(" ".join(["python scripts/measure/adaptive_k.py", *sys.argv[1:]]))
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(origin | row) + "\n" for row in rows)
 
 
 def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:

@@ -14,8 +14,6 @@ the mean squared error over all such stretches of a prompt.
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +25,7 @@ from peagle_jax.draft.confidence import KINDS
 from peagle_jax.pipelines import calibration
 from peagle_jax.pipelines.calibration import Outcomes
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 
 PAST, FUTURE = 8, 32  # steps
 COLORS = {"before": "#8d99ae", "after": "#0b6e4f"}
@@ -69,9 +67,7 @@ def main() -> None:
     if args.picture:
         draw(curves, args.picture)
     if args.record:
-        origin = provenance(" ".join(["python scripts/measure/confidence.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/measure/confidence.py")
 
 
 def errors(seen: Outcomes, confidence: np.ndarray) -> dict:

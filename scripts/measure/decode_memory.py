@@ -10,8 +10,6 @@ arguments: texts and counters of the rows.
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 import jax
@@ -23,7 +21,7 @@ from step_time import METHODS, load, request
 from peagle_jax import Engine
 from peagle_jax.decode import loop
 from peagle_jax.progress import ProgressReport
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 
 
 def main() -> None:
@@ -53,9 +51,7 @@ def main() -> None:
         table.add_row(*cells, f"{row['over_needed']:.1%}")
     Console(width=110).print(table)
     if args.record:
-        origin = provenance(" ".join(["python scripts/measure/decode_memory.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/measure/decode_memory.py")
 
 
 def measure(decoder: tuple, batch_size: int, context: int) -> dict:

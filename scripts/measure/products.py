@@ -25,7 +25,7 @@ from rich.table import Table
 
 from peagle_jax.layers import product
 from peagle_jax.pipelines.demo import ASSETS
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 LOOPS = 20  # passes over all layers in one timed call
@@ -56,9 +56,7 @@ def main() -> None:
         rows[-1]["ms"] = dict(zip(map(str, ROWS), numbers, strict=True))
     Console(width=110).print(table)
     if args.record:
-        origin = provenance(" ".join(["python scripts/measure/products.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/measure/products.py")
 
 
 def make_layers(config: dict) -> list[list[np.ndarray]]:

@@ -11,9 +11,7 @@ text once, at the speed at which this machine reads a large array.
 
 import argparse
 import dataclasses
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from peagle_jax.decode.generate import make_drafter
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.pipelines.tracing import parameter_bytes
 from peagle_jax.progress import ProgressReport
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 
 STEPS = 24  # of one measurement
 METHODS = ("plain", "eagle3", "peagle")
@@ -63,9 +61,7 @@ def main() -> None:
         table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in cells))
     Console(width=110).print(table)
     if args.record:
-        origin = provenance(" ".join(["python scripts/measure/step_time.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/measure/step_time.py")
 
 
 def load(dtype: str, methods: tuple[str, ...], k: int) -> dict[str, tuple]:

@@ -15,8 +15,6 @@ step verifies is compared, and no speed.
 
 import argparse
 import itertools
-import json
-import sys
 import time
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from peagle_jax.corpus import read_jsonl
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 
 DEPTH = 7  # tokens of a path
 COLORS = ("#0b6e4f", "#8d99ae", "#c1440e", "#e0a458", "#3d5a80", "#98c1d9")
@@ -108,9 +106,7 @@ def main() -> None:
     if args.picture:
         draw(rows, args.picture)
     if args.record:
-        origin = provenance(" ".join(["python scripts/measure/trees.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/measure/trees.py")
 
 
 def read_prompts(path: Path | None, target: Path, count: int) -> list[list[int]]:

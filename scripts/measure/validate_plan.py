@@ -32,7 +32,7 @@ from peagle_jax.pipelines.devices import DEVICES, Device
 from peagle_jax.pipelines.model_costs import ModelCosts, model_costs
 from peagle_jax.pipelines.plan_models import default_head, head_costs, planned_target
 from peagle_jax.pipelines.tracing import abstract_head, abstract_target
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 from peagle_jax.report.published_tables import PublishedTable, read_tables
 
 ROOT = Path(__file__).parents[2]
@@ -294,9 +294,7 @@ def main() -> None:
         for miss in row["misses"]:
             print(f"{row['group']}: {miss}")
     if args.record:
-        origin = provenance(" ".join(["python scripts/measure/validate_plan.py", *sys.argv[1:]]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/measure/validate_plan.py")
     if args.doc:
         text = args.doc.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN)

@@ -38,7 +38,7 @@ from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.draft import placeholders
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 from peagle_jax.train.attention import PackedCausal, PrefixChain
 from peagle_jax.types import Model
 
@@ -118,12 +118,8 @@ def main() -> int:
         rows += check_decoding(cases, args.vllm)
     show(rows)
     if args.record:
-        command = "python scripts/peers/check_matrix.py " + " ".join(sys.argv[1:])
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps(provenance(command) | {"name": "checkpoint_matrix"} | row) + "\n"
-                for row in rows
-            )
+        named = [{"name": "checkpoint_matrix"} | row for row in rows]
+        append_rows(args.record, named, "scripts/peers/check_matrix.py")
     return 0 if rows and all(row["agrees"] for row in rows) else 1
 
 

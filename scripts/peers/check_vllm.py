@@ -28,7 +28,7 @@ from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.checkpoints.runs import open_head
 from peagle_jax.checkpoints.target_io import read_facts
 from peagle_jax.decode.generate import generate
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 from peagle_jax.types import InputError
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_pos")
@@ -172,9 +172,7 @@ def main() -> int:
         print(f"check_vllm: {error}", file=sys.stderr)
         return 2
     if args.record:
-        origin = provenance("python scripts/peers/check_vllm.py " + " ".join(sys.argv[1:]))
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/peers/check_vllm.py")
     return 0 if all(row["agrees"] for row in rows) else 1
 
 

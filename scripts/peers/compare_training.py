@@ -20,7 +20,6 @@ Exit code 0: done. 2: bad arguments, or a trainer failed.
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -44,7 +43,7 @@ from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.pipelines.evaluate import acceptance
 from peagle_jax.progress import ProgressReport
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 from peagle_jax.report.plots import STYLE
 from peagle_jax.text import load_tokenizer
 from peagle_jax.train.config import PeagleRun, load_run
@@ -435,12 +434,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compare_training: {error}", file=sys.stderr)
         return 2
     Console(width=120).print(table_of(rows))
-    origin = provenance(" ".join(["python scripts/peers/compare_training.py", *sys.argv[1:]]))
     if args.picture and args.seconds > 0:
         draw(rows, args.picture)
     if args.record:
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(origin | row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/peers/compare_training.py")
     return 0
 
 
