@@ -351,6 +351,7 @@ class Engine(BaseEngine):
             is_typical = shape == self._batch.shape and program in self._stats.programs
             if is_typical and num_steps >= MIN_TIMED_STEPS:
                 self._step_times.observe(k, *shape, seconds / num_steps)
+            self._step_times.count(*shape, num_steps)
         self._stats.num_steps += num_steps
         self._stats.steps_by_k[k] += num_steps
         self._stats.programs.add(program)

@@ -9,8 +9,10 @@ taken, so that a time which was measured at a bad moment does not stay.
 A file that cannot be read is measured anew; one may be deleted at any time.
 """
 
+import collections
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -31,6 +33,10 @@ from peagle_jax.provenance import device_name, versions
 FIRST_SLOTS = 256
 # Every number of drafts is timed once in each round, so that a slow moment concerns all.
 ROUNDS = 8
+# Other rows or slots have the times of the nearest that were measured, until so many steps were
+# taken with them: to compile a step with every number of drafts takes as long as thousands of steps
+# of a small model (16 s where a step takes 5 ms), and most shapes are soon left.
+STEPS_BEFORE_MEASURING = 512
 # Times that are kept of each, the newest; and which of them counts. Other work on the machine can
 # only make a step slower, hence not the middle one.
 NUM_KEPT, QUANTILE = 16, 0.25
@@ -108,6 +114,8 @@ class StepTimes:
         # by rows, slots and sampling: the slots at which times were taken, and these times by K
         self._taken: dict[str, tuple[int, dict[int, list[float]]]] = {}
         self._seconds: dict[str, dict[int, float]] = {}
+        # steps that were taken with the times of other rows or slots
+        self._steps_with_others: collections.Counter[str] = collections.Counter()
         self._drafts: dict[str, tuple[list[float], list[float]]] = {}
         self._next_write = 0.0
         # engines in several threads share the times
@@ -123,7 +131,7 @@ class StepTimes:
         measure: Callable[[int], float],
     ) -> Mapping[int, float]:
         """Seconds of a step with each of `ks` drafts. The same object for the same arguments, which
-        follows what is observed.
+        follows what is observed; for rows and slots that are new, those of the nearest ones.
 
         Args:
           num_rows: rows of the batch.
@@ -134,6 +142,9 @@ class StepTimes:
         name = _name(num_rows, slots, sampling)
         if set(self._seconds.get(name, ())) == set(ks):
             return self._seconds[name]
+        nearest = self._nearest(name, ks)
+        if nearest is not None and self._steps_with_others[name] < STEPS_BEFORE_MEASURING:
+            return nearest
         with self._measuring:
             if set(self._seconds.get(name, ())) != set(ks):
                 for k in ks:
@@ -144,6 +155,27 @@ class StepTimes:
                     self._take(name, slots, by_k)
                     self._write()
         return self._seconds[name]
+
+    def _nearest(self, name: str, ks: Sequence[int]) -> Mapping[int, float] | None:
+        """The times of the nearest rows and slots with the same sampling, or None.
+
+        Rows count more than slots: they decide how much a draft costs beside the weights.
+        """
+        rows, size, sampling = _parts(name)
+
+        def distance(other: str) -> float:
+            other_rows, other_size, _ = _parts(other)
+            return 8 * abs(math.log2(other_rows / rows)) + abs(math.log2(other_size / size))
+
+        with self._changing:
+            known = [n for n, seconds in self._seconds.items() if set(seconds) == set(ks)]
+            known = [n for n in known if _parts(n)[2] == sampling]
+            return self._seconds[min(known, key=distance)] if known else None
+
+    def count(self, num_rows: int, slots: int, sampling: str, num_steps: int) -> None:
+        """Takes in that steps were taken, of which rows and slots that are new have some first."""
+        with self._changing:
+            self._steps_with_others[_name(num_rows, slots, sampling)] += num_steps
 
     def observe(self, k: int, num_rows: int, slots: int, sampling: str, seconds: float) -> None:
         """Takes in what a step with `k` drafts took, on average over some steps.
@@ -188,6 +220,7 @@ class StepTimes:
         try:
             content = json.loads(self._file.read_text(encoding="utf-8"))
             for name, (slots, taken) in content["taken"].items():
+                _parts(name)
                 times = {int(k): [*map(float, x)][-NUM_KEPT:] for k, x in taken.items()}
                 self._take(name, int(slots), times)
             for name, (tried, accepted) in content["drafts"].items():
@@ -215,3 +248,9 @@ def _name(num_rows: int, slots: int, sampling: str) -> str:
     while size < slots:
         size *= 4
     return f"{num_rows} rows, {size} slots, {sampling}"
+
+
+def _parts(name: str) -> tuple[int, int, str]:
+    """The rows, slots and sampling of a name."""
+    rows, slots, sampling = name.split(", ", 2)
+    return int(rows.split()[0]), int(slots.split()[0]), sampling

@@ -1,6 +1,7 @@
 """What is kept of a machine and a pair of models: seconds of a step, and what was accepted."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -97,9 +98,9 @@ def test_times_are_kept_by_machine_and_models(tmp_path):
     assert times.get([0, 1, 3], 2, 256, "greedy", measure) is seconds
     assert StepTimes(about, tmp_path / "new").get([0, 1, 3], 2, 100, "greedy", measure) == seconds
     assert len(calls) == 27
-    for arguments in ((3, 200, "greedy"), (2, 257, "greedy"), (2, 200, "sampled")):
-        times.get([0, 1, 3], *arguments, measure)
-    assert len(calls) == 4 * 27
+    times.get([0, 1, 3], 2, 200, "sampled", measure)
+    times.get([0, 1], 2, 200, "greedy logprobs", measure)
+    assert len(calls) == 27 + 27 + 18
     # what a file says of other models does not count, nor does a damaged file
     other = tiny.head(dim=40)
     changed = what_times_depend_on(spec, (target.params, other.params), 1)
@@ -119,6 +120,41 @@ def test_times_are_kept_by_machine_and_models(tmp_path):
     (tmp_path / "file").write_text("")
     times = StepTimes(about, tmp_path / "file" / "below")
     assert times.get([0], 1, 9, "greedy", measure) is times.get([0], 1, 9, "greedy", measure)
+
+
+def test_new_rows_and_slots_have_the_nearest_times_at_first(tmp_path):
+    """They are measured once 512 steps were taken with them."""
+    calls = []
+
+    def measure(k):
+        calls.append(k)
+        return 1.0 + k + len(calls)
+
+    times = StepTimes({"machine": "one"}, tmp_path)
+    get = functools.partial(times.get, [0, 3])
+    small, large = get(2, 200, "greedy", measure), get(2, 200, "sampled", measure)
+    assert small != large and len(calls) == 2 * 18
+    for rows, slots in ((1, 100), (2, 257), (8, 9000)):
+        assert get(rows, slots, "greedy", measure) is small
+        assert get(rows, slots, "sampled", measure) is large
+    times.count(8, 9000, "greedy", 511)
+    times.count(8, 9000, "sampled", 600)
+    times.count(8, 4000, "greedy", 600)
+    assert get(8, 9000, "greedy", measure) is small and len(calls) == 2 * 18
+    times.count(8, 8000, "greedy", 1)  # of one size with 9,000
+    measured = get(8, 9000, "greedy", measure)
+    assert len(calls) == 3 * 18 and measured not in (small, large)
+    # nearer in rows; nearer in slots; further in rows than in slots
+    assert get(6, 100, "greedy", measure) is measured
+    assert get(2, 90_000, "greedy", measure) is small
+    assert get(4, 200, "greedy", measure) is small
+    assert get(4, 16_000, "greedy", measure) is measured
+    # numbers of drafts that were never measured are
+    assert set(times.get([0, 1], 2, 300, "greedy", measure)) == {0, 1} and len(calls) == 4 * 18
+    # steps that were taken are forgotten with the process, times are not
+    again = StepTimes({"machine": "one"}, tmp_path)
+    assert again.get([0, 3], 8, 9000, "greedy", measure) == measured
+    assert len(calls) == 4 * 18
 
 
 def test_times_follow_what_is_observed(tmp_path):
@@ -170,6 +206,8 @@ def test_an_engine_observes_its_steps(tmp_path, monkeypatch):
     request = Request(prompt=PROMPTS[0], max_new_tokens=80, stop_ids=())
     ((_, answer),) = engine.run([request])
     assert 1 <= len(observed) < engine.stats.num_steps / adaptive_k.FIRST_STEPS
+    counted = sum(engine._step_times._steps_with_others.values())
+    assert counted == engine.stats.num_steps
     assert all(args[:2] == (4, 1) and args[3] == "greedy" and 0 < args[4] < 1 for args in observed)
     # the first call compiled, and one took three steps
     assert len(observed) <= -(-engine.stats.num_steps // 16)
