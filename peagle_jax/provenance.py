@@ -51,9 +51,10 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], script: str) -> N
         follow it in the rows' command.
     """
     origin = provenance(" ".join(["python", script, *sys.argv[1:]]))
+    text = "".join(json.dumps({**origin, **row}) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({**origin, **row}) + "\n" for row in rows)
+        file.write(text)
 
 
 def without_folders(text: str) -> str:

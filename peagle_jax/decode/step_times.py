@@ -1,8 +1,9 @@
 """What is kept of a machine and a pair of models: seconds of a decoding step with each number of
 drafts, and how many drafts were accepted lately.
 
-The seconds are measured when they are needed for the first time, and observed whenever steps are
-taken, so that a time which was measured at a bad moment does not stay.
+The seconds are measured, and observed whenever steps are taken, so that a time which was measured
+at a bad moment does not stay. What is new are at first the rows and slots of a batch: they borrow
+the times of others that were measured, until they have been used for a while.
 
     ~/.cache/peagle_jax/step_times/4f0c...json      one file for each machine and pair of models
 
@@ -10,10 +11,12 @@ A file that cannot be read is measured anew; one may be deleted at any time.
 """
 
 import collections
+import dataclasses
 import hashlib
 import json
 import math
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +36,11 @@ from peagle_jax.provenance import device_name, versions
 FIRST_SLOTS = 256
 # Every number of drafts is timed once in each round, so that a slow moment concerns all.
 ROUNDS = 8
-# Other rows or slots have the times of the nearest that were measured, until so many steps were
-# taken with them: to compile a step with every number of drafts takes as long as thousands of steps
-# of a small model (16 s where a step takes 5 ms), and most shapes are soon left.
-STEPS_BEFORE_MEASURING = 512
+# A batch with rows and slots that were never measured borrows the times of the nearest that were,
+# until so many steps were taken with it. To measure compiles a step with every number of drafts,
+# as long as thousands of steps of a small model (16 s where a step takes 5 ms), and most batches
+# soon change. Where one has more than so many times the rows of the other, times say little.
+STEPS_BEFORE_MEASURING, MOST_TIMES_AS_MANY = 512, 4
 # Times that are kept of each, the newest; and which of them counts. Other work on the machine can
 # only make a step slower, hence not the middle one.
 NUM_KEPT, QUANTILE = 16, 0.25
@@ -95,6 +99,30 @@ def _first_numbers(arrays: list[jax.Array]) -> list[jax.Array]:
     return [x.ravel()[:8] for x in arrays]
 
 
+@dataclasses.dataclass
+class BorrowedTimes:
+    """Times of a batch that was not measured: those of another, scaled by what is observed.
+
+    Attributes:
+      slots: at which steps are observed.
+      lent: of the other batch, by K.
+      seconds: of this batch, by K. What was not observed keeps its ratio to what was.
+      taken: what was observed.
+    """
+
+    slots: int
+    lent: dict[int, float]
+    seconds: dict[int, float]
+    taken: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+
+    def observe(self, k: int, seconds: float) -> None:
+        """Takes in what a step with `k` drafts took."""
+        self.taken[k] = [*self.taken.get(k, []), seconds][-NUM_KEPT:]
+        own = {k: _quantile(x) for k, x in self.taken.items()}
+        scale = statistics.fmean(own[k] / self.lent[k] for k in own)
+        self.seconds.update({k: own.get(k, scale * x) for k, x in self.lent.items()})
+
+
 class StepTimes:
     """The times of one pair of models on one machine.
 
@@ -114,8 +142,8 @@ class StepTimes:
         # by rows, slots and sampling: the slots at which times were taken, and these times by K
         self._taken: dict[str, tuple[int, dict[int, list[float]]]] = {}
         self._seconds: dict[str, dict[int, float]] = {}
-        # steps that were taken with the times of other rows or slots
-        self._steps_with_others: collections.Counter[str] = collections.Counter()
+        self._borrowed: dict[str, BorrowedTimes] = {}
+        self._num_steps: collections.Counter[str] = collections.Counter()
         self._drafts: dict[str, tuple[list[float], list[float]]] = {}
         self._next_write = 0.0
         # engines in several threads share the times
@@ -130,8 +158,9 @@ class StepTimes:
         sampling: str,
         measure: Callable[[int], float],
     ) -> Mapping[int, float]:
-        """Seconds of a step with each of `ks` drafts. The same object for the same arguments, which
-        follows what is observed; for rows and slots that are new, those of the nearest ones.
+        """Seconds of a step with each of `ks` drafts: measured, or borrowed from similar batches.
+
+        The same object as long as they are of one kind. It follows what is observed.
 
         Args:
           num_rows: rows of the batch.
@@ -140,24 +169,41 @@ class StepTimes:
           measure: gives the seconds of a step with a number of drafts.
         """
         name = _name(num_rows, slots, sampling)
-        if set(self._seconds.get(name, ())) == set(ks):
-            return self._seconds[name]
-        nearest = self._nearest(name, ks)
-        if nearest is not None and self._steps_with_others[name] < STEPS_BEFORE_MEASURING:
-            return nearest
-        with self._measuring:
-            if set(self._seconds.get(name, ())) != set(ks):
+        known = self._known(name, ks, slots)
+        is_due = self._num_steps[name] >= STEPS_BEFORE_MEASURING
+        if known is not None and (self._measured(name, ks) is known or not is_due):
+            return known
+        if not self._measuring.acquire(blocking=known is None):
+            assert known is not None
+            return known  # borrowed; another thread is measuring
+        try:
+            # another thread may have measured before, these times or some to borrow
+            known = self._known(name, ks, slots)
+            if self._measured(name, ks) is None and (known is None or is_due):
                 for k in ks:
                     measure(k)  # may be compiled
                 rounds = [[measure(k) for k in ks] for _ in range(ROUNDS)]
                 by_k = dict(zip(ks, map(list, zip(*rounds, strict=True)), strict=True))
                 with self._changing:
                     self._take(name, slots, by_k)
+                    self._borrowed.pop(name, None)
                     self._write()
-        return self._seconds[name]
+                known = self._seconds[name]
+        finally:
+            self._measuring.release()
+        assert known is not None
+        return known
 
-    def _nearest(self, name: str, ks: Sequence[int]) -> Mapping[int, float] | None:
-        """The times of the nearest rows and slots with the same sampling, or None.
+    def _known(self, name: str, ks: Sequence[int], slots: int) -> Mapping[int, float] | None:
+        """Times that were measured, or else borrowed ones, or None."""
+        return self._measured(name, ks) or self._borrow(name, ks, slots)
+
+    def _measured(self, name: str, ks: Sequence[int]) -> Mapping[int, float] | None:
+        seconds = self._seconds.get(name)
+        return seconds if seconds is not None and set(seconds) == set(ks) else None
+
+    def _borrow(self, name: str, ks: Sequence[int], slots: int) -> Mapping[int, float] | None:
+        """Times from the nearest rows and slots with the same sampling; None where none are near.
 
         Rows count more than slots: they decide how much a draft costs beside the weights.
         """
@@ -167,15 +213,25 @@ class StepTimes:
             other_rows, other_size, _ = _parts(other)
             return 8 * abs(math.log2(other_rows / rows)) + abs(math.log2(other_size / size))
 
+        def is_near(other: str) -> bool:
+            other_rows, _, its_sampling = _parts(other)
+            is_alike = max(rows, other_rows) <= MOST_TIMES_AS_MANY * min(rows, other_rows)
+            return is_alike and its_sampling == sampling and self._measured(other, ks) is not None
+
         with self._changing:
-            known = [n for n, seconds in self._seconds.items() if set(seconds) == set(ks)]
-            known = [n for n in known if _parts(n)[2] == sampling]
-            return self._seconds[min(known, key=distance)] if known else None
+            borrowed = self._borrowed.get(name)
+            if borrowed is None or set(borrowed.seconds) != set(ks):
+                near = [other for other in self._seconds if is_near(other)]
+                if not near:
+                    return None
+                lent = self._seconds[min(near, key=distance)]
+                borrowed = self._borrowed[name] = BorrowedTimes(slots, dict(lent), dict(lent))
+            return borrowed.seconds
 
     def count(self, num_rows: int, slots: int, sampling: str, num_steps: int) -> None:
-        """Takes in that steps were taken, of which rows and slots that are new have some first."""
+        """Takes in that so many steps were taken: a batch that stays is measured."""
         with self._changing:
-            self._steps_with_others[_name(num_rows, slots, sampling)] += num_steps
+            self._num_steps[_name(num_rows, slots, sampling)] += num_steps
 
     def observe(self, k: int, num_rows: int, slots: int, sampling: str, seconds: float) -> None:
         """Takes in what a step with `k` drafts took, on average over some steps.
@@ -185,14 +241,17 @@ class StepTimes:
         """
         name = _name(num_rows, slots, sampling)
         with self._changing:
+            borrowed = self._borrowed.get(name)
+            if borrowed is not None and slots == borrowed.slots and k in borrowed.lent:
+                borrowed.observe(k, seconds)
             measured_slots, taken = self._taken.get(name, (0, {}))
             if slots == measured_slots and k in taken:
                 taken[k] = [*taken[k], seconds][-NUM_KEPT:]
-                self._seconds[name][k] = float(np.quantile(taken[k], QUANTILE))
+                self._seconds[name][k] = _quantile(taken[k])
 
     def _take(self, name: str, slots: int, taken: dict[int, list[float]]) -> None:
         self._taken[name] = slots, taken
-        self._seconds[name] = {k: float(np.quantile(x, QUANTILE)) for k, x in taken.items()}
+        self._seconds[name] = {k: _quantile(x) for k, x in taken.items()}
 
     def recall_drafts(self, sampling: str, chooser: KChooser) -> None:
         """Tells a new `chooser` what was accepted in earlier runs, if any was.
@@ -225,13 +284,17 @@ class StepTimes:
                 self._take(name, int(slots), times)
             for name, (tried, accepted) in content["drafts"].items():
                 self._drafts[name] = list(map(float, tried)), list(map(float, accepted))
+            for name, num_steps in content.get("steps", {}).items():
+                self._num_steps[name] = int(num_steps)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError):
             self._taken, self._seconds, self._drafts = {}, {}, {}  # measured anew
+            self._num_steps.clear()
 
     def _write(self) -> None:
         if self._file is None:
             return
         content = {"about": self._about, "taken": self._taken, "drafts": self._drafts}
+        content["steps"] = self._num_steps
         text = json.dumps(content, indent=1)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -251,6 +314,14 @@ def _name(num_rows: int, slots: int, sampling: str) -> str:
 
 
 def _parts(name: str) -> tuple[int, int, str]:
-    """The rows, slots and sampling of a name."""
+    """The rows, slots and sampling of a name. ValueError where it is none, as in a damaged file."""
     rows, slots, sampling = name.split(", ", 2)
-    return int(rows.split()[0]), int(slots.split()[0]), sampling
+    numbers = int(rows.removesuffix(" rows")), int(slots.removesuffix(" slots"))
+    if min(numbers) < 1:
+        raise ValueError(f"{name}: rows and slots must be at least 1")
+    return *numbers, sampling
+
+
+def _quantile(seconds: Sequence[float]) -> float:
+    """Which of several times counts."""
+    return float(np.quantile(seconds, QUANTILE))

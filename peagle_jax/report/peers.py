@@ -61,12 +61,14 @@ def ratios(comparisons: Sequence[Sequence[dict]], where: str | None = None) -> s
     It leaves out methods that were not timed at all of them.
 
     Args:
-      comparisons: the rows of each; of several, the smallest and the largest ratio are said.
+      comparisons: the rows of each; of several, the smallest and the largest ratio are said, at
+        the batch sizes that all of them have.
       where: its first words; None for the device.
     """
-    batches = sorted({row["batch_size"] for row in comparisons[0]})
+    sizes = ({row["batch_size"] for row in rows} for rows in comparisons)
+    batches = sorted(set.intersection(*sizes))
     parts = []
-    for method in _methods(comparisons[0]):
+    for method in METHODS:
         over = [_ratios(rows, method) for rows in comparisons]
         if all(batch in one for one in over for batch in batches):
             parts.append(f"{METHODS[method]} {' and '.join(_span(over, b) for b in batches)}")

@@ -140,7 +140,7 @@ def main() -> int:
         "--sm", nargs="+", type=int, default=all_of_them, choices=all_of_them, help="default: all"
     )
     args = parser.parse_args()
-    if args.doc and args.sm != all_of_them:
+    if args.doc and set(args.sm) != set(all_of_them):
         parser.error("--doc needs every architecture: leave out --sm")
     rows = []
     with ProgressReport("compile kernels", len(args.only), unit="shapes") as progress:

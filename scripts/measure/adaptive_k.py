@@ -11,7 +11,7 @@ lengths plain decoding would keep all rows of a batch as long as each other, and
 small, as no server's requests do.
 
 Speeds are compared within a round. Before, every program is compiled, and an adaptive engine
-decodes other prompts of the kind, twice, so that step times are measured, changes of K compiled and
+decodes other prompts of the kind, twice, so that step times are known, changes of K compiled and
 something is known of the drafts, as in every run but a user's first.
 
 The expected calibration error compares, for every K drafts between two choices, the chance that was

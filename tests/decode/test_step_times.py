@@ -1,9 +1,12 @@
 """What is kept of a machine and a pair of models: seconds of a step, and what was accepted."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import json
+import threading
+import time
 
 import jax
 import numpy as np
@@ -45,9 +48,12 @@ def test_what_was_accepted_is_a_guess_for_the_next_engine(tmp_path):
     digests = {head_digest(head.params) for head in (tiny.head(), tiny.head(seed=9), tiny.head())}
     assert len(digests) == 2
     # of another K, or damaged
-    for drafts in ({"greedy": [[1, 1], [1, 1]]}, {"greedy": [[1, "x", 1]] * 2}, {"greedy": 3}, []):
-        (file,) = tmp_path.iterdir()
-        file.write_text(json.dumps({"taken": {"4 rows": [256, {"0": [0.5]}]}, "drafts": drafts}))
+    values = [[1, 1], [1, 1]], [[1, "x", 1]] * 2, 3, [[1, 1, 1], [1, 1]]
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_text())
+    (key,) = content["drafts"]
+    for drafts in ({key: values[0]}, {key: values[1]}, {key: values[2]}, {key: values[3]}, []):
+        file.write_text(json.dumps(content | {"drafts": drafts}))
         damaged = StepTimes({"machine": "one"}, tmp_path)
         fresh = KChooser(3)
         damaged.recall_drafts("greedy", fresh)
@@ -111,18 +117,22 @@ def test_times_are_kept_by_machine_and_models(tmp_path):
     (file,) = (tmp_path / "new").iterdir()
     content = json.loads(file.read_text())
     assert content["about"] == about and "2 rows, 256 slots, greedy" in content["taken"]
-    damaged_texts = ("", "[]", '{"taken": {"a": 3}}', '{"taken": {"a": [256, {"x": [1]}]}}',
-                     '{"taken": {"a": [256, {"1": []}]}}')  # fmt: skip
-    for damaged in damaged_texts:
-        file.write_text(damaged)
-        assert not StepTimes(about, tmp_path / "new")._seconds
+    name, fine = "2 rows, 256 slots, greedy", [256, {"1": [0.5]}]
+    file.write_text(json.dumps({"taken": {name: fine}, "drafts": {}}))
+    assert StepTimes(about, tmp_path / "new")._seconds == {name: {1: 0.5}}
+    damaged: list = ["", "[]", {name: 3}, {name: [256, {"x": [1]}]}, {name: [256, {"1": []}]}]
+    damaged += [{wrong: fine} for wrong in ("a", "0 rows, 256 slots, greedy", "2 rows, greedy")]
+    for taken in damaged:
+        text = taken if isinstance(taken, str) else json.dumps({"taken": taken, "drafts": {}})
+        file.write_text(text)
+        assert not StepTimes(about, tmp_path / "new")._seconds, text
     # a folder that cannot be made: measured once for this process
     (tmp_path / "file").write_text("")
     times = StepTimes(about, tmp_path / "file" / "below")
     assert times.get([0], 1, 9, "greedy", measure) is times.get([0], 1, 9, "greedy", measure)
 
 
-def test_new_rows_and_slots_have_the_nearest_times_at_first(tmp_path):
+def test_new_rows_and_slots_borrow_the_nearest_times(tmp_path):
     """They are measured once 512 steps were taken with them."""
     calls = []
 
@@ -131,30 +141,73 @@ def test_new_rows_and_slots_have_the_nearest_times_at_first(tmp_path):
         return 1.0 + k + len(calls)
 
     times = StepTimes({"machine": "one"}, tmp_path)
-    get = functools.partial(times.get, [0, 3])
-    small, large = get(2, 200, "greedy", measure), get(2, 200, "sampled", measure)
+    get = functools.partial(times.get, [0, 3], measure=measure)
+    small, large = get(2, 200, "greedy"), get(2, 200, "sampled")
     assert small != large and len(calls) == 2 * 18
     for rows, slots in ((1, 100), (2, 257), (8, 9000)):
-        assert get(rows, slots, "greedy", measure) is small
-        assert get(rows, slots, "sampled", measure) is large
+        assert get(rows, slots, "greedy") == small and get(rows, slots, "sampled") == large
+        assert get(rows, slots, "greedy") is get(rows, slots, "greedy")
     times.count(8, 9000, "greedy", 511)
     times.count(8, 9000, "sampled", 600)
     times.count(8, 4000, "greedy", 600)
-    assert get(8, 9000, "greedy", measure) is small and len(calls) == 2 * 18
+    assert get(8, 9000, "greedy") == small and len(calls) == 2 * 18
     times.count(8, 8000, "greedy", 1)  # of one size with 9,000
-    measured = get(8, 9000, "greedy", measure)
+    measured = get(8, 9000, "greedy")
     assert len(calls) == 3 * 18 and measured not in (small, large)
-    # nearer in rows; nearer in slots; further in rows than in slots
-    assert get(6, 100, "greedy", measure) is measured
-    assert get(2, 90_000, "greedy", measure) is small
-    assert get(4, 200, "greedy", measure) is small
-    assert get(4, 16_000, "greedy", measure) is measured
-    # numbers of drafts that were never measured are
-    assert set(times.get([0, 1], 2, 300, "greedy", measure)) == {0, 1} and len(calls) == 4 * 18
-    # steps that were taken are forgotten with the process, times are not
+    # nearer in rows
+    assert get(6, 100, "greedy") == measured and get(3, 9000, "greedy") == small
+    # as near in rows, nearer in slots
+    assert get(4, 200, "greedy") == small and get(4, 16_000, "greedy") == measured
+    assert len(calls) == 3 * 18
+    # too far in rows; other numbers of drafts
+    assert get(33, 9000, "greedy") not in (small, measured) and len(calls) == 4 * 18
+    assert set(times.get([0, 1], 2, 300, "greedy", measure)) == {0, 1} and len(calls) == 5 * 18
+    # what was counted is kept with the times
     again = StepTimes({"machine": "one"}, tmp_path)
     assert again.get([0, 3], 8, 9000, "greedy", measure) == measured
-    assert len(calls) == 4 * 18
+    assert len(calls) == 5 * 18
+    again.get([0, 3], 8, 9000, "sampled", measure)
+    assert len(calls) == 6 * 18
+
+
+def test_borrowed_times_follow_what_is_observed(tmp_path):
+    """What was never observed keeps its ratio to what was."""
+    times = StepTimes({"machine": "one"}, tmp_path)
+    lent = times.get([0, 1, 3], 4, 200, "greedy", lambda k: 1.0 + k)
+    assert lent == {0: 1.0, 1: 2.0, 3: 4.0}
+    borrowed = times.get([0, 1, 3], 2, 900, "greedy", lambda k: 0.0)
+    times.observe(0, 2, 900, "greedy", 3.0)
+    times.observe(0, 2, 600, "greedy", 99.0)  # other slots
+    assert borrowed == {0: 3.0, 1: 6.0, 3: 12.0}
+    times.observe(3, 2, 900, "greedy", 4.0)
+    assert borrowed == {0: 3.0, 1: 4.0, 3: 4.0}  # three times and once as long as lent
+    assert lent == {0: 1.0, 1: 2.0, 3: 4.0}
+    assert times.get([0, 1, 3], 2, 900, "greedy", lambda k: 0.0) is borrowed
+
+
+def test_engines_in_threads_measure_once(tmp_path):
+    """The second waits where it knows nothing, and borrows what the first has measured."""
+    times, began, calls = StepTimes({"machine": "one"}, tmp_path), threading.Event(), []
+
+    def slowly(k):
+        began.set()
+        time.sleep(0.02)
+        calls.append(k)
+        return 1.0 + k
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(times.get, [0, 3], 3, 200, "greedy", slowly)
+        began.wait(10)
+        second = pool.submit(times.get, [0, 3], 2, 200, "greedy", slowly)
+    assert first.result() == second.result() and len(calls) == 18
+    # where there are times to borrow, nobody waits
+    times.count(2, 200, "greedy", 512)
+    began.clear()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        third = pool.submit(times.get, [0, 3], 2, 200, "greedy", slowly)
+        began.wait(10)
+        borrowed = times.get([0, 3], 2, 200, "greedy", lambda k: 1 / 0)
+    assert borrowed is second.result() and third.result() is not borrowed and len(calls) == 36
 
 
 def test_times_follow_what_is_observed(tmp_path):
@@ -206,7 +259,7 @@ def test_an_engine_observes_its_steps(tmp_path, monkeypatch):
     request = Request(prompt=PROMPTS[0], max_new_tokens=80, stop_ids=())
     ((_, answer),) = engine.run([request])
     assert 1 <= len(observed) < engine.stats.num_steps / adaptive_k.FIRST_STEPS
-    counted = sum(engine._step_times._steps_with_others.values())
+    counted = sum(engine._step_times._num_steps.values())
     assert counted == engine.stats.num_steps
     assert all(args[:2] == (4, 1) and args[3] == "greedy" and 0 < args[4] < 1 for args in observed)
     # the first call compiled, and one took three steps

@@ -184,7 +184,7 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
     For a greedy target the logits are divided by 0.7.
     """
     markov = {"markov_rank": markov_rank, "markov_gated": True} if markov_rank else {}
-    head, k, num_nodes = tiny.head(**markov, draft_vocab=9), 3, 14
+    head, k, num_nodes = tiny.head(**markov, draft_vocab=9), 3, 20
     drafter, rng = make_drafter(head, k), np.random.default_rng(3)
     state = DraftState(drafter.init(2, 16), None)
     aux = jnp.asarray(rng.normal(size=(2, k + 1, head.config.sizes.aux_dim)), jnp.float32)
@@ -201,25 +201,31 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
         logits = module.lm_head(normed)[:, :, None] + bias
         return drafter.tree(params, *inputs, num_nodes, of_rows)[0], logits
 
+    def is_sampled(row: int) -> bool:
+        return temperature is not None and temperature[row] > 0
+
     tree, logits = run(head.params)
     ids = np.arange(9) + np.asarray(head.params["d2t"])
     table = np.full((2, k, 41, 41), -np.inf)
-    for row, divisor in enumerate((0.7, 0.7) if temperature is None else (0.7, 1.0)):
+    for row in range(2):
+        divisor = 1.0 if is_sampled(row) else 0.7
         table[row][..., ids] = jax.nn.log_softmax(np.asarray(logits[row]) / divisor)
     for row, root in enumerate((6, 30)):
-        assert sorted(paths_of(tree, row)[1:]) == sorted(
-            conditioned_paths(root, table[row], k, num_nodes)
-        )
+        want = sorted(conditioned_paths(root, table[row], k, num_nodes))
+        assert sorted(paths_of(tree, row)[1:]) == want
+        # another divisor would have been noticed
+        other = jax.nn.log_softmax(table[row] / 0.7 if is_sampled(row) else table[row] * 0.7)
+        assert sorted(conditioned_paths(root, np.asarray(other), k, num_nodes)) != want
 
 
 def test_trees_are_made_for_the_temperature_of_their_requests(monkeypatch):
-    seen = []
+    seen, tree_divisor = [], drafters.tree_divisor
 
-    def tree_divisor(temperature):
+    def watched(temperature):
         seen.append(None if temperature is None else temperature.shape)
-        return jnp.full((1, 1, 1), 0.7)
+        return tree_divisor(temperature)
 
-    monkeypatch.setattr(drafters, "tree_divisor", tree_divisor)
+    monkeypatch.setattr(drafters, "tree_divisor", watched)
     options = {"k": 3, "num_tree_nodes": 13, "max_new_tokens": 4}  # nodes that no other test has
     generate(tiny.target(), tiny.head(), PROMPTS[:1], **options)
     assert set(seen) == {None}

@@ -109,7 +109,7 @@ def test_fp8_products_are_done_in_fp8(rows):
         or "fusion" in row["kernel"]
         and "float8" in row["kernel"]
     ]
-    assert len(selected) >= 8
+    assert len(selected) == 8
     for row in selected:
         counts = row["instructions"]
         assert counts.get(FP8[row["sm"]]) and "HMMA" not in counts, row
