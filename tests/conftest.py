@@ -27,17 +27,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from tiers import is_slow  # noqa: E402
+from tiers import is_long, is_slow  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test` leaves to `make test-all`: the list is tests/tiers.py."""
+    """Marks what `make test` and `.ci/run` leave to `make test-all`: the list is tests/tiers.py."""
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="module", autouse=True)

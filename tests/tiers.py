@@ -1,4 +1,4 @@
-"""Tests that `make test` leaves to `make test-all`, by node id, each with what it costs.
+"""Tests that `make test` and `.ci/run` leave to `make test-all`, by node id, with what they cost.
 
 Seconds are of one run on two cores with a warm compilation cache (docs/testing.md). A test belongs
 here when it costs more than a few seconds and `make test` keeps another one for the same promise.
@@ -105,7 +105,7 @@ SLOW: dict[str, str] = {
     "tests/targets/test_qwen3.py::test_exported_folder*": "3 s",
     "tests/targets/test_qwen3.py::test_logits*": "8 s",
     "tests/targets/test_sharding.py::test_two_processes": "9 s; eight devices are kept",
-    "tests/test_gpu_suite.py::test_dry_run": "60 s: the GPU suite, interpreted",
+    "tests/test_gpu_suite.py::test_dry_run": "40 s: the GPU suite, interpreted",
     "tests/train/test_attention.py::test_equals_dense*": "25 s",
     "tests/train/test_block_attention.py*": "40 s",
     "tests/train/test_corpus_store.py::test_a_damaged_store*": "9 s",
@@ -131,6 +131,22 @@ SLOW: dict[str, str] = {
     "tests/weights/test_writing.py::test_a_disk_that_is_full*": "3 s",
     "tests/weights/test_writing.py::test_one_tensor*": "6 s",
     "tests/weights/test_guided_fuzz.py::test_readers*": "12 s",
+}
+
+# What `.ci/run` leaves to `make test-all`, too: it keeps other tests for the same promise. All of
+# these are slow as well.
+LONG: dict[str, str] = {
+    "tests/decode/test_fp8_decoding.py::test_speculation*[[]qwen3-*": "40 s",
+    "tests/decode/test_sampling.py::test_distribution[[]k4_eagle[]]": "40 s",
+    "tests/decode/test_sampling.py::test_distribution[[]k4_reduced[]]": "36 s",
+    "tests/decode/test_sampling.py::test_distribution_with_penalties[[]k4_eagle3[]]": "54 s",
+    "tests/decode/test_sampling.py::test_distribution_with_penalties[[]k4_reduced[]]": "48 s",
+    "tests/experiments/test_code_keys.py::test_what_cannot*[[]experiments*": "20 s each",
+    "tests/experiments/test_code_keys.py::test_what_cannot*[[]peagle_jax/cli*": "23 s",
+    "tests/experiments/test_code_keys.py::test_what_cannot*[[]peagle_jax/pro*": "20 s each",
+    "tests/experiments/test_text_acceptance.py::test_sampled*[[]eagle3-True[]]": "33 s",
+    "tests/test_gpu_suite.py::test_dry_run_of_steps": "290 s: interpreted steps, 9 GB of memory",
+    "tests/train/test_mesh.py::test_two_processes_give*": "66 s",
 }
 
 # What `make test` keeps of these.
@@ -211,8 +227,13 @@ KEPT = (
 
 def is_slow(node_id: str) -> bool:
     """Whether `make test` leaves a test out, by patterns of fnmatch, in which [[] is a bracket."""
+    return is_long(node_id) or _matches(node_id, SLOW) and not _matches(node_id, KEPT)
 
-    def matches(patterns: Iterable[str]) -> bool:
-        return any(fnmatch.fnmatchcase(node_id, pattern) for pattern in patterns)
 
-    return matches(SLOW) and not matches(KEPT)
+def is_long(node_id: str) -> bool:
+    """Whether `.ci/run` leaves a test out, too."""
+    return _matches(node_id, LONG)
+
+
+def _matches(node_id: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(node_id, pattern) for pattern in patterns)
