@@ -2,8 +2,8 @@
 drafts, and how many drafts were accepted lately.
 
 The seconds are measured, and observed whenever steps are taken, so that a time which was measured
-at a bad moment does not stay. What is new are at first the rows and slots of a batch: they borrow
-the times of others that were measured, until they have been used for a while.
+at a bad moment does not stay. A batch whose numbers of rows and slots were never measured borrows
+the times of a similar one, and is measured when it has decoded for a while.
 
     ~/.cache/peagle_jax/step_times/4f0c...json      one file for each machine and pair of models
 

@@ -10,9 +10,7 @@ every expert costs E/k times that for one token. It takes five GB of memory.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ from rich.table import Table
 from peagle_jax.kernels import experts
 from peagle_jax.layers import Experts
 from peagle_jax.layers.moe import GLU, ExpertWeights
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 
 DIM, WIDTH, TOKENS = 2048, 768, (1, 2, 8, 32, 128, 512)
 # tokens up to which forms are measured that are hopeless on a CPU with more
@@ -76,8 +74,7 @@ def main() -> None:
         rows.append({"tokens": n, "experts_used": num_used, "floor_ms": floor, "ms": medians})
     Console(width=120).print(table)
     if args.record:
-        command = " ".join(["python scripts/measure/experts.py", *sys.argv[1:]])
-        row = provenance(command) | {
+        row = {
             "name": "experts",
             "experts": count,
             "experts_per_token": k,
@@ -88,8 +85,7 @@ def main() -> None:
             "read_bytes_per_s": bandwidth,
             "rows": rows,
         }
-        with args.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_rows(args.record, [row], "scripts/measure/experts.py")
 
 
 def median_milliseconds(forms: dict[str, Callable], inputs: tuple, rounds: int) -> dict[str, float]:

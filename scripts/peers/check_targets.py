@@ -34,7 +34,7 @@ from peagle_jax.bench.exact import compare
 from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.pipelines.budgets import HELD_OUT
 from peagle_jax.pipelines.demo import standard_prompts
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 from peagle_jax.types import InputError
 
 K, PROMPTS, NEW = 4, 6, 64
@@ -332,14 +332,8 @@ def run(env: Path, names: Sequence[str], out: Path, record: Path | None) -> bool
     ]
     show(rows)
     if record:
-        origin = (
-            provenance("python scripts/peers/check_targets.py " + " ".join(sys.argv[1:])) | facts
-        )
-        with record.open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps(origin | {"name": f"targets/{row['family']}"} | row) + "\n"
-                for row in rows
-            )
+        named = [facts | {"name": f"targets/{row['family']}"} | row for row in rows]
+        append_rows(record, named, "scripts/peers/check_targets.py")
     return all(row["agrees"] for row in rows)
 
 

@@ -16,7 +16,6 @@ Exit code 0: float32 texts agree. 1: one differs. 2: bad arguments.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from peagle_jax import load_target, text
 from peagle_jax.bench.exact import compare
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 from peagle_jax.report import peers
 from peagle_jax.types import InputError
 
@@ -283,13 +282,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     console = Console(width=130)
     console.print(table_of(rows))
-    origin = provenance("python scripts/peers/compare_speed.py " + " ".join(sys.argv[1:]))
-    rows = [origin | row for row in rows]
     if args.picture:
         peers.draw([row for row in rows if row["dtype"] == args.dtypes[-1]], args.picture)
     if args.record:
-        with args.record.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_rows(args.record, rows, "scripts/peers/compare_speed.py")
     return 1 if any(row["different"] for row in rows if row["dtype"] == "float32") else 0
 
 

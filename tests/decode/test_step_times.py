@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import threading
-import time
 
 import jax
 import numpy as np
@@ -186,27 +185,32 @@ def test_borrowed_times_follow_what_is_observed(tmp_path):
 
 
 def test_engines_in_threads_measure_once(tmp_path):
-    """The second waits where it knows nothing, and borrows what the first has measured."""
-    times, began, calls = StepTimes({"machine": "one"}, tmp_path), threading.Event(), []
+    """The second one waits where it knows nothing, and borrows what the first has measured."""
+    times, calls = StepTimes({"machine": "one"}, tmp_path), []
+    began, go_on = threading.Event(), threading.Event()
 
-    def slowly(k):
+    def measure(k):
         began.set()
-        time.sleep(0.02)
+        assert go_on.wait(60)
         calls.append(k)
         return 1.0 + k
 
+    get = functools.partial(times.get, [0, 3], slots=200, sampling="greedy")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(times.get, [0, 3], 3, 200, "greedy", slowly)
-        began.wait(10)
-        second = pool.submit(times.get, [0, 3], 2, 200, "greedy", slowly)
+        first = pool.submit(get, num_rows=3, measure=measure)
+        assert began.wait(60)
+        second = pool.submit(get, num_rows=2, measure=measure)
+        go_on.set()
     assert first.result() == second.result() and len(calls) == 18
     # where there are times to borrow, nobody waits
     times.count(2, 200, "greedy", 512)
     began.clear()
+    go_on.clear()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        third = pool.submit(times.get, [0, 3], 2, 200, "greedy", slowly)
-        began.wait(10)
-        borrowed = times.get([0, 3], 2, 200, "greedy", lambda k: 1 / 0)
+        third = pool.submit(get, num_rows=2, measure=measure)
+        assert began.wait(60)
+        borrowed = get(num_rows=2, measure=lambda k: 1 / 0)
+        go_on.set()
     assert borrowed is second.result() and third.result() is not borrowed and len(calls) == 36
 
 
