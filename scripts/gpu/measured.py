@@ -32,6 +32,7 @@ STATES = {
     "second": "2026-11-26T07:00:00Z",
     "third": "2026-11-26T13:00:00Z",
     "fourth": "2026-11-26T13:58:00Z",
+    "fifth": "2026-11-26T22:00:00Z",
 }
 METHODS = {"none": "plain", "peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
 # columns of the table of experts -> what their rows call them
@@ -55,7 +56,10 @@ def step_lines(rows: Sequence[Mapping]) -> list[list[str]]:
             key = row["target"], row["method"], row["k"], row["batch"], row["routing"]
             found.setdefault(key, []).append(row)
     lines = [["step", "floor, ms", *(f"{name}, ms" for name in STATES), "tokens/s"]]
-    for (target, method, k, batch, routing), measured in found.items():
+    # batch after batch, a target's steps together
+    first_seen = {target: i for i, (target, *_) in enumerate(found)}
+    in_order = sorted(found.items(), key=lambda item: (item[0][3], first_seen[item[0][0]]))
+    for (target, method, k, batch, routing), measured in in_order:
         if method == "none" and routing == "alike" and batch == 1:
             continue  # one token has nobody to choose like
         by_state = {state_of(row): row for row in sorted(measured, key=lambda row: row["time"])}

@@ -46,6 +46,8 @@ METHODS = {
     "vllm": ("plain", "eagle3", "peagle"),
     "transformers": ("plain", "prompt_lookup"),
 }
+# what an engine decodes with where --static-cache asks for it
+STATIC = {"transformers": ("static",)}
 
 
 @dataclasses.dataclass
@@ -77,7 +79,7 @@ def start_engine(
     """Starts a worker, and waits until its models are loaded."""
     drafter = {"peagle": args.peagle, "eagle3": args.eagle3}.get(method)
     python = args.vllm / "bin/python" if name == "vllm" else Path(sys.executable)
-    k = 0 if method == "plain" else args.k
+    k = 0 if method in ("plain", "static") else args.k
     job = {
         "target": str(args.target.resolve()),
         "drafter": None if drafter is None else str(drafter.resolve()),
@@ -209,7 +211,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     prompts = [list(map(int, prompt)) for prompt in prompts]
     longest = max(map(len, prompts))
     rows = []
-    cases = [(name, method) for name in args.engines for method in METHODS[name]]
+    methods = {name: METHODS[name] for name in args.engines}
+    if args.static_cache:
+        methods |= {name: methods[name] + STATIC[name] for name in STATIC if name in methods}
+    cases = [(name, method) for name in methods for method in methods[name]]
     turns = len(args.dtypes) * len(cases) * (1 + len(args.batch_sizes) * (args.rounds + 1))
     with ProgressReport("compare", turns, unit="turns") as report:
         done = 0
@@ -255,6 +260,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument(
         "--vllm-compile", action="store_true", help="vLLM with torch.compile (default: eager)"
+    )
+    parser.add_argument(
+        "--static-cache",
+        action="store_true",
+        help="transformers also with a static cache, with which it compiles on a GPU",
     )
     parser.add_argument("--verbose", action="store_true", help="show what engines print")
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")

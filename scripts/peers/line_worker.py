@@ -32,7 +32,7 @@ def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None
 
     try:
         answer_to = start(json.loads(sys.stdin.readline()))
-        say({"version": importlib.metadata.version(package)})
+        say({"version": version(package)})
         for line in sys.stdin:
             began = time.perf_counter()
             answer = answer_to(json.loads(line))
@@ -40,6 +40,14 @@ def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None
     except Exception as error:  # whatever an engine raises is its answer
         traceback.print_exc()
         say({"error": f"{type(error).__name__}: {error}"})
+
+
+def version(package: str) -> str:
+    """Of an installed package; a checkout that is only on the path has none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def batches(request: dict) -> list[list[list[int]]]:
