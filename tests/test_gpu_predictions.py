@@ -118,27 +118,33 @@ def test_a_step_that_was_measured_again_has_both_times():
     last = step | {"time": "2027-01-01T00:00:00Z", "step_us": 2500.0, "tokens_per_s": 400.0}
     part_of_it = first | {"layers": 6}
     lines = measured.step_lines([last, part_of_it, first])
-    assert lines[1:] == [["t, batch 1, plain", "0.50", "4.00", "", "", "2.50", "400"]]
+    former = [""] * (len(measured.STATES) - 2)
+    assert lines[1:] == [["t, batch 1, plain", "0.50", "4.00", *former, "2.50", "400"]]
     drafting = last | {"method": "peagle", "k": 7, "routing": "alike"}
-    assert measured.step_lines([drafting])[1] == [
-        "t, batch 1, P-EAGLE, K = 7, alike",
-        "0.50",
-        "",
-        "",
-        "",
-        "2.50",
-        "400",
-    ]
+    times = ["", *former, "2.50"]
+    name = "t, batch 1, P-EAGLE, K = 7, alike"
+    assert measured.step_lines([drafting])[1] == [name, "0.50", *times, "400"]
     batch = last | {"batch": 8, "routing": "alike", "time": "2026-11-26T13:30:00Z"}
-    assert measured.step_lines([batch])[1] == [
-        "t, batch 8, plain, alike",
-        "0.50",
-        "",
-        "",
-        "2.50",
-        "",
-        "400",
+    times = ["2.50" if name == "third" else "" for name in measured.STATES]
+    assert measured.step_lines([batch])[1] == ["t, batch 8, plain, alike", "0.50", *times, "400"]
+
+
+def test_steps_of_a_target_stand_together():
+    from gpu import measured
+
+    step = {"part": "steps", "layers": None, "routing": "even", "floor_us": 1.0, "step_us": 1.0}
+    step |= {"time": "2027-01-01T00:00:00Z", "tokens_per_s": 1.0}
+
+    def row(target, batch, method, k):
+        return step | {"target": target, "batch": batch, "method": method, "k": k}
+
+    rows = [row("b", 1, "none", 0), row("a", 1, "none", 0), row("b", 8, "none", 0)]
+    rows += [row("b", 1, "peagle", 7), row("a", 1, "eagle3", 3)]
+    names = [
+        line[0].partition(",")[0] + line[0].split("batch ")[1][0]
+        for line in measured.step_lines(rows)[1:]
     ]
+    assert names == ["b1", "b1", "a1", "a1", "b8"]
 
 
 def test_experts_that_were_measured_twice_have_both_times():
