@@ -29,10 +29,20 @@ def twice(now: Callable, others: dict[str, Callable]) -> dict[str, Callable]:
     return {"now": now, **others, "now, again": lambda *operands: now(*operands)}
 
 
+def with_triton(part: Callable[[dict, bool], Iterator[dict]]) -> Callable:
+    """The part, which has no rows where Triton kernels do not run."""
+
+    @functools.wraps(part)
+    def rows(ceilings: dict, tiny: bool) -> Iterator[dict]:
+        if available("triton"):
+            yield from part(ceilings, tiny)
+
+    return rows
+
+
+@with_triton
 def splits(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """Attention over a float8 cache of one row, cut into more and fewer splits."""
-    if not available("triton"):
-        return
     from peagle_jax.kernels import attention_triton
 
     row = Rows("variants: attention", ceilings)
@@ -69,10 +79,9 @@ def splits(ceilings: dict, tiny: bool) -> Iterator[dict]:
         yield row(f"{T} queries over {context}, FP8", *seconds, 2 * context * G * (H + 4))
 
 
+@with_triton
 def products(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """FP8 products of few rows: warps of the form without tensor cores, splits of the other."""
-    if not available("triton"):
-        return
     from peagle_jax.kernels import fp8_matmul_triton, gemv_triton
 
     row = Rows("variants: matmul", ceilings)
@@ -133,10 +142,9 @@ def random_experts(rng: np.random.Generator, tiny: bool) -> tuple:
     return graph, (state, other_state)
 
 
+@with_triton
 def mixtures(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """FP8 experts of few tokens, pair by pair and sorted into tiles."""
-    if not available("triton"):
-        return
     from peagle_jax.kernels import experts_gemv_triton, experts_triton
 
     row, rng = Rows("variants: experts", ceilings), np.random.default_rng(0)
@@ -168,10 +176,9 @@ def mixtures(ceilings: dict, tiny: bool) -> Iterator[dict]:
             yield row(shape, seconds, used * expert_bytes) | {"experts_read": used}
 
 
+@with_triton
 def matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """The two products of such experts, in other tiles."""
-    if not available("triton"):
-        return
     from peagle_jax.kernels import experts_gemv_triton
 
     row, rng = Rows("variants: experts' tiles", ceilings), np.random.default_rng(0)

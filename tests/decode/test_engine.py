@@ -138,8 +138,9 @@ def test_rows_and_slots_follow_what_is_in_use():
 
 def test_streams():
     requests = random_requests(7, seed=2)
-    want = dict(make_engine(3, max_batch=3).run(requests))
-    server = make_engine(3, max_batch=3)
+    sizes = dict(max_batch=4, prefill_chunk=24)  # whose programs other tests compile, too
+    want = dict(make_engine(3, "peagle", **sizes).run(requests))
+    server = make_engine(3, "peagle", **sizes)
     for i, request in enumerate(requests):
         server.add(dataclasses.replace(request, stream=i % 2 == 0))
     parts: dict[int, list[list[int]]] = {i: [] for i in range(7)}
