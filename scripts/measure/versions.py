@@ -65,7 +65,7 @@ def make_environment(python: str, folder: Path, resolution: str) -> None:
     own = folder / "bin" / "python"
     pip = [own, "-m", "pip", "install", "--disable-pip-version-check", "-q", "uv"]
     subprocess.run(pip, check=True)
-    install = [own, "-m", "uv", "pip", "install", "-q", "--python", own]
+    install = [own, "-m", "uv", "pip", "install", "-q", "--compile-bytecode", "--python", own]
     subprocess.run([*install, "--resolution", resolution, "-e", f"{ROOT}[dev]"], check=True)
 
 

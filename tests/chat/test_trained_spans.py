@@ -51,13 +51,23 @@ def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def with_reasoning(message):
+    """A message whose reasoning has the names under which newer versions of transformers pass it."""
+    names = "reasoning_content", "reasoning", "thinking"
+    found = [message[name] for name in names if name in message]
+    if not found:
+        return message
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
+
+
 def trained(tokenizer, template, messages):
     """What is trained; its tokens spell the same."""
     tokenizer.chat_template = template
     encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "data.jsonl:7")
     spans = [encoded.text[start:end] for start, end in encoded.trained]
     ids = tokenizer.apply_chat_template(
-        [{k: v for k, v in m.items() if v is not None} for m in messages], tokenize=False
+        [with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages],
+        tokenize=False,
     )
     assert encoded.text == ids
     assert encoded.tokens.tolist() == tokenizer(ids, add_special_tokens=False)["input_ids"]
