@@ -1,12 +1,13 @@
 """Does the package work with the oldest and the newest versions that pyproject.toml allows?
 
-    .venv/bin/python scripts/measure/versions.py [--only 3.11-oldest 3.13-newest]
+    .venv/bin/python scripts/measure/versions.py [--only 3.11-oldest 3.13-newest] [--skip-absent]
         [--record results/versions.jsonl]
 
 For every Python from 3.11 to 3.13 that is here, two environments in .venv-versions/: one with the
 lowest version of everything that pyproject.toml names, one with the highest. In each of them tests
 run that touch every dependency: training and its checkpoints, conversion, templates, decoding,
-reports. Exit code 1 if a test fails, an environment cannot be made, or a Python is not here.
+reports. Exit code 1 if a test fails, an environment cannot be made, or a Python is not here, unless
+such are to be skipped.
 """
 
 import argparse
@@ -109,6 +110,7 @@ def main() -> int:
     )
     known = [f"{version}-{which}" for version in PYTHONS for which in RESOLUTIONS]
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="ENVIRONMENT")
+    parser.add_argument("--skip-absent", action="store_true", help="pass over absent Pythons")
     parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
     args = parser.parse_args()
     from peagle_jax.provenance import provenance
@@ -117,6 +119,9 @@ def main() -> int:
     table = Table("environment", *SHOWN, "tests", "outcome")
     failed = 0
     for name in args.only:
+        if args.skip_absent and find_python(name.partition("-")[0]) is None:
+            print(f"{name}: SKIPPED, no such Python here", flush=True)
+            continue
         row: dict[str, Any] = {"name": "versions"} | of_this | judge(*name.split("-"))
         failed += row["outcome"] != "all passed"
         versions, tests = row.get("versions", {}), row.get("tests", {})

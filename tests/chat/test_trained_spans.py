@@ -52,7 +52,7 @@ def call(name, **arguments):
 
 
 def with_reasoning(message):
-    """A message whose reasoning has the names under which newer versions of transformers pass it."""
+    """A message whose reasoning has the names by which newer versions of transformers pass it."""
     names = "reasoning_content", "reasoning", "thinking"
     found = [message[name] for name in names if name in message]
     if not found:
