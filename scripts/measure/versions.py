@@ -39,6 +39,7 @@ TESTS = (
     "tests/checkpoints/test_gguf.py",
     "tests/decode/test_lossless.py",
     "tests/report/test_published_picture.py",
+    "tests/train/test_interruption.py",
     "tests/train/test_optimizer.py",
     "tests/train/test_runs.py",
     "tests/weights/test_reading.py",
@@ -118,6 +119,8 @@ def main() -> int:
     of_this = provenance(" ".join(["python scripts/measure/versions.py", *sys.argv[1:]]))
     table = Table("environment", *SHOWN, "tests", "outcome")
     failed = 0
+    if args.skip_absent and not any(find_python(name.partition("-")[0]) for name in args.only):
+        print("versions: none of these Pythons is here, and nothing was run", flush=True)
     for name in args.only:
         if args.skip_absent and find_python(name.partition("-")[0]) is None:
             print(f"{name}: SKIPPED, no such Python here", flush=True)

@@ -16,11 +16,15 @@ Exit code 0: float32 texts agree. 1: one differs. 2: bad arguments.
 
 import argparse
 import dataclasses
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+# engines share a GPU, and this process checks their texts on it
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax.numpy as jnp
 from line_process import LineProcess
@@ -56,7 +60,7 @@ class Engine:
 
     Attributes:
       name: a key of WORKERS.
-      method: a name in METHODS.
+      method: a name in METHODS or STATIC.
       dtype: "float32" or "bfloat16".
       k: tokens drafted per step; 0 for plain decoding.
       worker: its process.
@@ -153,6 +157,7 @@ def rows_of(
                     "name": "peers",
                     "engine": engine.name,
                     "engine_version": engine.worker.version,
+                    "engine_device": answer.get("device", "cpu"),
                     "method": engine.method,
                     "k": engine.k,
                     "dtype": dtype,

@@ -1,5 +1,6 @@
 """peagle_jax as one of the engines of compare_speed.py."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from line_worker import batches, serve
@@ -27,6 +28,7 @@ def start(job: dict):
         per_position = np.sum([a.num_accepted_per_pos for a in answers], axis=0)
         return {
             "outputs": [a.output_token_ids for a in answers],
+            "device": jax.default_backend(),
             "num_drafts": sum(a.num_drafts for a in answers),
             "num_accepted_per_pos": per_position.tolist(),
             "acceptance_length": acceptance_length(answers),

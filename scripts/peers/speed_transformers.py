@@ -43,7 +43,7 @@ def start(job: dict):
                 **options,
             )
             outputs += answers[:, width:].tolist()
-        return {"outputs": outputs}
+        return {"outputs": outputs, "device": "cpu" if device == "cpu" else "gpu"}
 
     return decode
 
