@@ -26,7 +26,7 @@ PROFILED = {
     "kernels of eight tokens": "qwen3-coder-30b-a3b-instruct, peagle K=7, batch 1",
     "kernels of GPT-OSS": "gpt-oss-20b, none K=0, batch 1",
 }
-# states of the code, by when the first of their rows was written
+# states of the code, by when the first of their rows was written; who measures another adds it
 STATES = {
     "first": "",
     "second": "2026-11-26T07:00:00Z",
