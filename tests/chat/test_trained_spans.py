@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import templates
+from transformers.utils import chat_template_utils
 
 from peagle_jax import text
 from peagle_jax.chat.encoding import encode_conversation
@@ -51,11 +52,11 @@ def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def with_reasoning(message):
-    """A message whose reasoning has the names by which newer versions of transformers pass it."""
+def as_newer_versions_pass_it(message):
+    """A message whose reasoning has all of its names; older transformers pass it as it is."""
     names = "reasoning_content", "reasoning", "thinking"
     found = [message[name] for name in names if name in message]
-    if not found:
+    if not found or hasattr(chat_template_utils, "_alias_reasoning_fields"):
         return message
     return {"thinking": found[0], **message, "reasoning_content": found[0]}
 
@@ -66,7 +67,10 @@ def trained(tokenizer, template, messages):
     encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "data.jsonl:7")
     spans = [encoded.text[start:end] for start, end in encoded.trained]
     ids = tokenizer.apply_chat_template(
-        [with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages],
+        [
+            as_newer_versions_pass_it({k: v for k, v in m.items() if v is not None})
+            for m in messages
+        ],
         tokenize=False,
     )
     assert encoded.text == ids
