@@ -140,11 +140,8 @@ def test_steps_of_a_target_stand_together():
 
     rows = [row("b", 1, "none", 0), row("a", 1, "none", 0), row("b", 8, "none", 0)]
     rows += [row("b", 1, "peagle", 7), row("a", 1, "eagle3", 3)]
-    names = [
-        line[0].partition(",")[0] + line[0].split("batch ")[1][0]
-        for line in measured.step_lines(rows)[1:]
-    ]
-    assert names == ["b1", "b1", "a1", "a1", "b8"]
+    names = [", ".join(line[0].split(", ")[:2]) for line in measured.step_lines(rows)[1:]]
+    assert names == ["b, batch 1"] * 2 + ["a, batch 1"] * 2 + ["b, batch 8"]
 
 
 def test_experts_that_were_measured_twice_have_both_times():
