@@ -110,24 +110,24 @@ def test_no_import_of_torch_or_jax_triton():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def seconds(code: str) -> float:
-    """The processor time of a fresh interpreter, of two runs the shorter."""
-    times = []
-    for _ in range(2):
-        began = os.times()
-        subprocess.run([sys.executable, "-c", code], check=True)
-        ended = os.times()
-        times.append(
-            ended.children_user
-            + ended.children_system
-            - began.children_user
-            - began.children_system
-        )
-    return min(times)
+QUICK = """
+import sys
+
+import peagle_jax
+assert "jax" not in sys.modules  # names are looked up when they are used
+peagle_jax.generate, peagle_jax.load_pair
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
 
 
 def test_the_import_is_quick():
-    """At most 1.5 s beyond JAX's own; processor time, because other work delays wall time."""
-    names = "peagle_jax.generate, peagle_jax.load_pair"
-    assert seconds(f"import peagle_jax; {names}") - seconds("import jax") < 1.5
-    assert seconds("import peagle_jax") < 0.5  # names are looked up when they are used
+    """Libraries of other work than decoding are imported by that work.
+
+    scripts/measure/versions.py measures the seconds: processor time differs by machine and load.
+    """
+    done = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = set(done.stdout.split())
+    slow = {"datasets", "grain", "huggingface_hub", "matplotlib", "orbax", "pandas", "pyarrow"}
+    slow |= {"scipy", "tokenizers", "torch", "transformers"}
+    assert "flax" in imported and not slow & imported, slow & imported

@@ -25,6 +25,7 @@ from peagle_jax.weights import LazyTensor, flatten_params
 REMOVAL_TRIES, REMOVAL_PAUSE = 20, 0.1  # of an unfinished checkpoint; seconds between them
 
 STEP_ITEM = "default"  # Orbax's name of the tree within a step's folder
+SAVING_FAILED = "make room on the disk if it is full; otherwise change what the error names"
 
 
 class Checkpoints:
@@ -242,6 +243,23 @@ def open_tree(path: Path, *subtree: str) -> dict[str, LazyTensor]:
         )
         for name, leaf in flatten_params(tree)
     }
+
+
+def save_tree(path: Path, tree: Any) -> None:
+    """Writes one tree of arrays with its checksums. All processes of a run must call it.
+
+    Raises:
+      InputError: it cannot be written to the end.
+    """
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
+        if jax.process_index() == 0:
+            write_checksums(path)
+    except ValueError as error:  # tensorstore's word for a disk that is full
+        raise InputError(
+            path, "the checkpoint must be written to the end", error, SAVING_FAILED
+        ) from None
 
 
 def _saved_structure(path: Path) -> dict[str, Any]:

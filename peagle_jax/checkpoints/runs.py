@@ -13,17 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.typing import DTypeLike
 
 from peagle_jax import weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints import param_mapping
-from peagle_jax.checkpoints.checksums import write_checksums
 from peagle_jax.checkpoints.config_reading import CALIBRATION, is_drafter
 from peagle_jax.checkpoints.head_reading import read_head, to_model
 from peagle_jax.checkpoints.head_state import HeadState
-from peagle_jax.checkpoints.orbax_io import newest, open_tree
 from peagle_jax.draft.confidence import (
     NO_CONFIDENCE,
     Calibration,
@@ -39,7 +36,6 @@ from peagle_jax.types import InputError, Model, Params
 
 HEAD_FILE, FROZEN, RESULT_FILE = "head.json", "frozen", "result.json"
 HEAD_FILE_AGAIN = f"copy {HEAD_FILE} from a backup, or train again with another out:"
-SAVING_FAILED = "make room on the disk if it is full; otherwise change what the error names"
 ORIGIN_FIELDS = ("source", "left_out", "target", "target_architecture")  # of HeadState
 MARGIN = 1 << 16  # bytes of a checkpoint beside its arrays
 INT_KEYS = (
@@ -143,6 +139,8 @@ def open_run(src: Path) -> HeadState:
     Raises:
       InputError: there is no finished checkpoint, or it does not hold what head.json says.
     """
+    from peagle_jax.checkpoints.orbax_io import open_tree
+
     src = Path(src)
     config = config_from_json(src / HEAD_FILE)
     params = open_tree(_state_of_head(src), "params")
@@ -174,6 +172,8 @@ def open_run(src: Path) -> HeadState:
 
 def _state_of_head(src: Path) -> Path:
     """The state that a run's head is in: of the step that a finished run kept, or the newest."""
+    from peagle_jax.checkpoints.orbax_io import newest
+
     path = newest(src / "checkpoints")
     result_file = src / RESULT_FILE
     result = weights.read_json(result_file) if result_file.exists() else {}
@@ -271,7 +271,9 @@ def write_run_header(
     if jax.process_index() == 0:
         write_atomically(out / HEAD_FILE, head_json(head.config, origin))
     if frozen:
-        _save(out / FROZEN, frozen)
+        from peagle_jax.checkpoints.orbax_io import save_tree
+
+        save_tree(out / FROZEN, frozen)
 
 
 def check_room(out: Path, params: Params) -> None:
@@ -294,7 +296,9 @@ def write_run(head: HeadState, model: Model, out: Path) -> None:
     """A head as a run's folder: its shape, its origin, and one checkpoint of all parameters."""
     origin = {key: value for key in ORIGIN_FIELDS if (value := getattr(head, key))}
     write_run_header(model, {}, out, origin)
-    _save(out / "checkpoints" / "0" / "default", {"params": model.params})
+    from peagle_jax.checkpoints.orbax_io import save_tree
+
+    save_tree(out / "checkpoints" / "0" / "default", {"params": model.params})
 
 
 def head_json(config: HeadConfig, origin: Mapping[str, Any] | None = None) -> str:
@@ -307,15 +311,3 @@ def head_json(config: HeadConfig, origin: Mapping[str, Any] | None = None) -> st
     if origin:
         fields["origin"] = dict(origin)
     return json.dumps(fields, indent=2) + "\n"
-
-
-def _save(path: Path, tree: Any) -> None:
-    try:
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
-        if jax.process_index() == 0:
-            write_checksums(path)
-    except ValueError as error:  # tensorstore's word for a disk that is full
-        raise InputError(
-            path, "the checkpoint must be written to the end", error, SAVING_FAILED
-        ) from None

@@ -32,7 +32,7 @@ from peagle_jax.train.train_head import split_params
 from peagle_jax.train.update import make_optimizer
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flatten_params
-from peagle_jax.weights.hub import FAILURES, split_revision
+from peagle_jax.weights.hub import failures, split_revision
 
 H200 = DEVICES["h200"]
 assert H200.memory is not None  # a data sheet has it
@@ -214,7 +214,7 @@ def find_config(target: str, targets: Path) -> Path:
             return path
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
-    except FAILURES as error:
+    except failures() as error:
         rule = "must be a folder with config.json, or a hub id that is online or cached"
         got = f"{type(error).__name__} from the hub"
         raise InputError(target, rule, got, "check the name and the network") from None

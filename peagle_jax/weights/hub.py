@@ -3,20 +3,24 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import errors, snapshot_download
-
 from peagle_jax.types import InputError
 
 # The files that a checkpoint needs. Pickles are never fetched, because they can run code.
 CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")
-# HTTPError and XetDownloadError are the names of huggingface_hub 2.
-FAILURES = (
-    OSError,
-    errors.HfHubHTTPError,
-    errors.HFValidationError,
-    errors.LocalEntryNotFoundError,
-    *(getattr(errors, name) for name in ("HTTPError", "XetDownloadError") if hasattr(errors, name)),
-)
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What `huggingface_hub` raises where something is not there, not allowed or not reachable."""
+    from huggingface_hub import errors
+
+    in_release_2 = ("HTTPError", "XetDownloadError")
+    return (
+        OSError,
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        *(getattr(errors, name) for name in in_release_2 if hasattr(errors, name)),
+    )
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -53,6 +57,8 @@ def find_folder(name: str | Path, patterns: Sequence[str] = CHECKPOINT_FILES) ->
             got=error.strerror,
             next_step="check the name and its permissions",
         ) from None
+    from huggingface_hub import snapshot_download
+
     repository, revision = split_revision(str(name))
     try:
         snapshot = snapshot_download(
@@ -61,7 +67,7 @@ def find_folder(name: str | Path, patterns: Sequence[str] = CHECKPOINT_FILES) ->
             allow_patterns=list(patterns),
             ignore_patterns=["*/*"],
         )
-    except FAILURES as error:
+    except failures() as error:
         raise InputError(
             name,
             rule="must be a local folder, or a hub id that is online or cached",

@@ -1,5 +1,6 @@
 """Hub ids: found in the cache when offline, as links into its blobs; else one clear line."""
 
+import huggingface_hub
 import pytest
 import tiny
 from huggingface_hub import constants
@@ -10,7 +11,6 @@ from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.checkpoints.target_io import load_target, read_facts, save_target
 from peagle_jax.cli import main
 from peagle_jax.types import InputError
-from peagle_jax.weights import hub
 
 HEAD, TARGET = "amazon/Tiny-P-EAGLE", "amazon/tiny-target"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -75,7 +75,7 @@ def test_a_targets_config_is_all_that_is_fetched_of_it(monkeypatch, tmp_path):
         downloads.append((name, options))
         return str(tmp_path / "t")
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert read_facts("owner/name@rev").layers == 4
     name, options = downloads[0]
     assert name == "owner/name" and options["revision"] == "rev"
