@@ -6,8 +6,8 @@
 For every Python from 3.11 to 3.13 that is here, two environments in .venv-versions/: one with the
 lowest version of everything that pyproject.toml names, one with the highest. In each of them tests
 run that touch every dependency: training and its checkpoints, conversion, templates, decoding,
-reports. Exit code 1 if a test fails, an environment cannot be made, or a Python is not here, unless
-such are to be skipped.
+reports; and the processor time of the import is measured, beside that of JAX alone. Exit code 1 if
+a test fails, an environment cannot be made, or a Python is not here, unless such are to be skipped.
 """
 
 import argparse
@@ -80,6 +80,22 @@ def versions_in(folder: Path) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+def import_seconds(folder: Path) -> dict[str, float]:
+    """Processor time of fresh interpreters, of three the shortest: with JAX alone, and with us."""
+    calls = {"jax": "import jax", "peagle_jax": "from peagle_jax import generate, load_pair"}
+    seconds = {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(3):
+            began = os.times()
+            subprocess.run([folder / "bin" / "python", "-c", call], cwd=ROOT, check=True)
+            now = os.times()
+            user = now.children_user - began.children_user
+            times.append(user + now.children_system - began.children_system)
+        seconds[name] = round(min(times), 2)
+    return seconds
+
+
 def judge(version: str, which: str) -> dict:
     """Makes an environment and runs the tests in it; what came out."""
     row: dict = {"python_version": version, "which": which}
@@ -97,7 +113,9 @@ def judge(version: str, which: str) -> dict:
     words = [folder / "bin" / "python", "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
     words += ["-m", "not slow and not long and not peer", *TESTS]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode == 0:
+        row["import_seconds"] = import_seconds(folder)
+    else:
         print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)
     counts = re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", done.stdout)
     row["tests"] = {kind: int(count) for count, kind in counts}
@@ -117,7 +135,7 @@ def main() -> int:
     from peagle_jax.provenance import provenance
 
     of_this = provenance(" ".join(["python scripts/measure/versions.py", *sys.argv[1:]]))
-    table = Table("environment", *SHOWN, "tests", "outcome")
+    table = Table("environment", *SHOWN, "import - jax's, s", "tests", "outcome")
     failed = 0
     if args.skip_absent and not any(find_python(name.partition("-")[0]) for name in args.only):
         print("versions: none of these Pythons is here, and nothing was run", flush=True)
@@ -129,12 +147,14 @@ def main() -> int:
         failed += row["outcome"] != "all passed"
         versions, tests = row.get("versions", {}), row.get("tests", {})
         shown = ", ".join(f"{count} {kind}" for kind, count in tests.items())
-        table.add_row(name, *(versions.get(key, "") for key in SHOWN), shown, row["outcome"])
+        alone, ours = (row.get("import_seconds", {}).get(key, 0.0) for key in ("jax", "peagle_jax"))
+        cells = (*(versions.get(key, "") for key in SHOWN), f"{ours - alone:.2f}", shown)
+        table.add_row(name, *cells, row["outcome"])
         print(f"{name}: {row['outcome']}", flush=True)
         if args.record is not None:
             with args.record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-    Console().print(table)
+    Console(width=150).print(table)
     return 1 if failed else 0
 
 
