@@ -4,6 +4,7 @@
 # make test-peers  real vLLM, speculators, llama.cpp, the Mosaic GPU interpreter, each in its own
 #                  environment
 # make faults    KILLS=100 kills, and two at a time, of every command that writes
+# make fuzz      CASES=20000 random inputs to everything that reads files; an hour
 # make lint      style, formatting, types
 # All create their environment in .venv; no other step is needed.
 
@@ -14,9 +15,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BUDGET ?= small
 OUT ?= runs/demo-$(BUDGET)
 KILLS ?= 100
+CASES ?= 20000
 PYTEST = .venv/bin/python -m pytest
 
-.PHONY: demo test test-all test-peers test-long faults lint
+.PHONY: demo test test-all test-peers test-long faults fuzz lint
 
 demo: .venv/ready
 	.venv/bin/peagle demo --out $(OUT) --budget $(BUDGET)
@@ -42,6 +44,9 @@ test-peers: .venv/ready-dev
 
 faults: .venv/ready-dev
 	.venv/bin/python scripts/measure/faults.py --kills $(KILLS)
+
+fuzz: .venv/ready-dev
+	.venv/bin/python scripts/measure/fuzz.py --cases $(CASES)
 
 test-long: test-all test-peers
 

@@ -101,7 +101,7 @@ def _parse(line: bytes, stem: str) -> tuple[dict, str | None]:
     """A row in today's words, and why it cannot be used, if so."""
     try:
         row = json.loads(line)
-    except ValueError as error:  # also what is not UTF-8
+    except (ValueError, RecursionError) as error:  # the former also for what is not UTF-8
         return {}, f"no JSON ({error})"
     if not isinstance(row, dict):
         return {}, f"a run is a JSON object, this is {type(row).__name__}"

@@ -236,7 +236,7 @@ def finished(results: Path) -> set[tuple]:
             row = with_present_names(json.loads(line))
             fields = ("experiment", "variant", "seed", "budget", "key")
             done.add(tuple(row[field] for field in fields))
-        except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, no UTF-8, no row
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no row
             continue
     return done
 

@@ -210,11 +210,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
         with ParquetFile(path) as file:
             columns = _row_columns(file.schema_arrow.names)
             for batch in file.iter_batches(PARQUET_BATCH, columns=columns):
-                for row in batch.to_pylist():
+                for row in _values(batch, path):
                     number += 1
                     yield number, _without_nulls(row)
     except (ArrowException, OSError) as error:
         rule, next_step = "must be a whole Parquet file", "download or write it again"
+        raise InputError(path, rule, _first_line(error), next_step) from None
+
+
+def _values(batch: Any, path: Path) -> list[dict]:
+    """The rows of a batch as Python has them: texts that are UTF-8, times that a calendar has."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        rule, next_step = "must have values that Python can hold", "write it again"
         raise InputError(path, rule, _first_line(error), next_step) from None
 
 
@@ -277,11 +286,14 @@ def _saved_rows(folder: Path) -> Iterator[tuple[int, dict]]:
     datasets = _import_datasets(folder)
     try:
         rows = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as error:
+        for number, row in enumerate(rows.select_columns(_row_columns(rows.column_names)), start=1):
+            yield number, _without_nulls(row)
+    except InputError:
+        raise
+    # of its own, of pyarrow and of JSON: they have no common base
+    except Exception as error:
         rule, next_step = "must be a dataset that `datasets` saved", "save it again"
         raise InputError(folder, rule, _first_line(error), next_step) from None
-    for number, row in enumerate(rows.select_columns(_row_columns(rows.column_names)), start=1):
-        yield number, _without_nulls(row)
 
 
 def _is_saved(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from peagle_jax.types import InputError
 
 TIMEOUT = 3600.0  # seconds that a server may take for an answer
+MAX_BYTES = 1 << 28  # of an answer; a million tokens with log-probabilities are less
 MAX_CHARS = 200  # of a server's own words about an error
 DATA = b"data:"  # what a line of a stream of events begins with
 END = b"[DONE]"
@@ -61,8 +62,8 @@ class OpenAIServer:
         """
         try:
             with self._open(path, body) as response:
-                answer = json.load(response)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+                answer = json.loads(_whole(response))
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise self._refusal(path, where, error) from None
         if not isinstance(answer, dict):
             raise self._refusal(path, where, ValueError(f"no object: {answer}"))
@@ -93,14 +94,14 @@ class OpenAIServer:
                         raise ValueError(_one_line(data))
                     yield now, piece
             raise ValueError("an answer that breaks off")
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise self._refusal(path, where, error) from None
 
     def engine(self) -> str:
         """What serves, and its version where it says that at /version, as vLLM does."""
         try:
             version = json.loads(self.find("/version") or "{}").get("version")
-        except (AttributeError, ValueError):
+        except (AttributeError, ValueError, RecursionError):
             version = None
         return f"{self._owner} {version}" if version else self._owner
 
@@ -124,6 +125,14 @@ class OpenAIServer:
             got = f"{error.code}: {_one_line(error.read())}"
         place = f"{self.root}/v1{path}" + (f", {where}" if where else "")
         return InputError(place, "the server must answer", got, self._next_step)
+
+
+def _whole(response: Any) -> bytes:
+    """All that a server answers; ValueError where that is more than any answer takes."""
+    content = response.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES:,} bytes")
+    return content
 
 
 def _one_line(data: bytes) -> str:

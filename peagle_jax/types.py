@@ -44,17 +44,25 @@ class InputError(ValueError):
       next_step: what to do now, with the key's name and a value that works.
     """
 
-    MAX_CHARS = 400  # of the rule and of the value; both may quote a damaged file
+    # of each part; rule and value may quote a damaged file, place and advice a user's own words
+    MAX_CHARS = 400
 
     def __init__(self, where: object, rule: object, got: object, next_step: object) -> None:
         self.where, self.rule, self.got, self.next_step = where, rule, got, next_step
-        line = f"{where}: {self._shorten(rule)}; got {self._shorten(got)}; {next_step}"
+        place, advice = (self._shorten(part, keep_end=True) for part in (where, next_step))
+        line = f"{place}: {self._shorten(rule)}; got {self._shorten(got)}; {advice}"
         super().__init__("".join(c if c.isprintable() else " " for c in line))
 
     @classmethod
-    def _shorten(cls, value: object) -> str:
-        text = str(value)
-        return text if len(text) <= cls.MAX_CHARS else text[: cls.MAX_CHARS] + " ..."
+    def _shorten(cls, value: object, keep_end: bool = False) -> str:
+        try:
+            text = str(value)
+        except ValueError:  # Python writes whole numbers of up to 4,300 digits
+            text = f"a {type(value).__name__} that is too long to be written"
+        if len(text) <= cls.MAX_CHARS:
+            return text
+        half = cls.MAX_CHARS // 2
+        return f"{text[:half]} ... {text[-half:]}" if keep_end else f"{text[: cls.MAX_CHARS]} ..."
 
 
 class WeightsWarning(UserWarning):

@@ -55,18 +55,19 @@ def wheel(folder):
 
 def test_a_wheel_runs_without_the_repository(wheel, tmp_path):
     """It has the packaged models and the mark of a typed package, and decodes."""
-    with zipfile.ZipFile(wheel) as file:
-        names = set(file.namelist())
-        file.extractall(tmp_path / "installed")
+    installed = tmp_path / "installed"
+    words = ["install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", installed]
+    subprocess.run([sys.executable, "-m", "pip", *words, wheel], check=True)
+    names = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
     assert "peagle_jax/py.typed" in names and "peagle_jax/assets/peagle/config.json" in names
     assert not [name for name in names if name.startswith(("tests", "scripts", "experiments"))]
-    models = tmp_path / "installed" / "peagle_jax" / "assets"
+    models = installed / "peagle_jax" / "assets"
     words = ["generate", "--target", str(models / "target"), "--drafter", str(models / "peagle")]
     words += ["-k", "3", "--max-new-tokens", "6", "--prompt", "def copy_file(src, dst):"]
     done = subprocess.run(
-        [sys.executable, "-c", f"from peagle_jax.cli import main; main({words})"],
+        [sys.executable, installed / "bin" / "peagle", *words],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
+        env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
     )

@@ -66,7 +66,7 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         try:
             parsed = json.loads(function["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         if isinstance(parsed, dict):
             function["arguments"] = parsed

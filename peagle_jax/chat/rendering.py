@@ -6,9 +6,12 @@ template itself says where things are: characters that occur nowhere else are wr
 and by the loops of the template, and are taken out of its output again.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +23,8 @@ FIRST_MARK, LAST_MARK = 0x100000, 0x10FFFD
 ANY_MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 # What loops and generation blocks call. No template has a variable of this name.
 MARK = "peagle_jax_mark"
+# Of one conversation. The longest take milliseconds; a template can be made to loop for days.
+RENDER_SECONDS = 30.0
 
 
 class TooManyMarksError(ValueError):
@@ -147,6 +152,30 @@ class MarkedTemplate:
 
         text = self._template.render(messages=messages, **{**variables, MARK: mark})
         return marks.take_out(text)
+
+
+@contextlib.contextmanager
+def limited_time() -> Iterator[None]:
+    """Ends a rendering that takes longer than RENDER_SECONDS with a TimeoutError.
+
+    A signal does it, and so only in the main thread, where Python handles signals, and only where
+    nobody else has set its timer.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "setitimer") or any(signal.getitimer(signal.ITIMER_REAL)):
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"the template takes more than {RENDER_SECONDS:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @functools.lru_cache(maxsize=16)

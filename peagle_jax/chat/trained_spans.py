@@ -31,6 +31,7 @@ from peagle_jax.chat.rendering import (
     TooManyMarksError,
     blocks_of_messages,
     generations,
+    limited_time,
     marked_template,
 )
 from peagle_jax.types import InputError
@@ -96,12 +97,13 @@ def render(
       InputError: the chat template is none, or it refuses the messages.
     """
     try:
-        rendered = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        with limited_time():
+            rendered = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
     except Exception as error:  # a template raises what it likes
         rule = "the target's chat template must render these messages"
         next_step = "correct the roles and contents, or leave the conversation out"
@@ -163,7 +165,8 @@ class _Located:
         """What the template makes of messages with marks, and where these are."""
         copies = [dict(message) for message in messages]
         try:
-            return self.template.render(copies, marks, self.variables)
+            with limited_time():
+                return self.template.render(copies, marks, self.variables)
         except TooManyMarksError:
             rule = "a conversation can be marked 65,533 times"
             next_step = "split the conversation"

@@ -32,11 +32,12 @@ def check_checksums(folder: Path, next_step: str) -> None:
     try:
         expected = json.loads(path.read_text(encoding="utf-8"))
         pairs = {str(name): (int(size), str(crc)) for name, (size, crc) in expected.items()}
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise InputError(path, "must be a list of checksums", error, next_step) from None
+    there = set(_files(folder))
     for name, (size, crc) in pairs.items():
         rule = f"{name} must have the checksum {crc} and {size:,} bytes"
-        if not (folder / name).is_file():
+        if name not in there:
             raise InputError(folder, rule, "nothing", next_step)
         got_size, got_crc = _checksum(folder / name)
         if (got_size, got_crc) != (size, crc):

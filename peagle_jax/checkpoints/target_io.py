@@ -18,7 +18,7 @@ from peagle_jax import weights
 from peagle_jax.layers.fp8 import quantize_linears
 from peagle_jax.provenance import versions
 from peagle_jax.targets import gpt_oss, qwen3, sharding
-from peagle_jax.targets.config import TargetConfig
+from peagle_jax.targets.config import TargetConfig, read_stop_ids
 from peagle_jax.targets.families import TARGETS, Family, read_config, refuse_heads
 from peagle_jax.types import InputError, Model
 
@@ -280,10 +280,7 @@ def _open(
 def _stop_ids(config: TargetConfig, folder: Path) -> tuple[int, ...]:
     """End-of-sequence ids; chat models list further ones in generation_config.json, as for vLLM."""
     path = folder / "generation_config.json"
-    more = weights.read_json(path).get("eos_token_id") if path.exists() else None
-    if more is None:
-        return config.stop_ids
-    more = more if isinstance(more, list) else [more]
+    more = read_stop_ids(weights.read_json(path), path) if path.exists() else ()
     return (*config.stop_ids, *(token for token in more if token not in config.stop_ids))
 
 

@@ -47,11 +47,18 @@ def draft_tokens(
 
         return draft_in_turn(head, hidden, last, None, argmax)
     keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)
+    vocab_size, has_all = (
+        head.cfg.vocab,
+        head.d2t is None and head.cfg.draft_vocab == head.cfg.vocab,
+    )
+    draft_ids = jnp.full(vocab_size, -1).at[target_ids].set(jnp.arange(len(target_ids)))
 
     def sample_position(draft_logits: Array, keys: Array) -> tuple[Array, Array]:
         """Ids of the target's vocabulary, and the logits over it that they are drawn from."""
-        impossible = jnp.full((len(draft_logits), head.cfg.vocab), -jnp.inf, jnp.float32)
-        logits = impossible.at[:, target_ids].set(draft_logits.astype(jnp.float32))
+        logits = draft_logits.astype(jnp.float32)
+        if not has_all:  # gathered: a CPU writes what is scattered number by number
+            there = (draft_ids >= 0)[None]
+            logits = jnp.where(there, logits[:, jnp.maximum(draft_ids, 0)], -jnp.inf)
         return sample(keys, probabilities(logits, sampling)).astype(jnp.int32), logits
 
     if head.markov is not None:

@@ -286,7 +286,15 @@ class StepTimes:
                 self._drafts[name] = list(map(float, tried)), list(map(float, accepted))
             for name, num_steps in content.get("steps", {}).items():
                 self._num_steps[name] = int(num_steps)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError):
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+        ):
             self._taken, self._seconds, self._drafts = {}, {}, {}  # measured anew
             self._num_steps.clear()
 

@@ -2,6 +2,7 @@
 
 The target's forward over [last token, drafts] is done before; see `loop.verify_forward`. Each rule
 scans the positions in order, because a draft counts only if all drafts before it were accepted.
+What follows the accepted drafts is then drawn once.
 """
 
 import jax
@@ -93,41 +94,39 @@ def verify_sampled(
     Returns:
       Tokens, of which the first `accepted + 1` are committed, and `accepted`, 0 to K per row.
     """
-    B, R, V = logits.shape
-    # two keys per position: one decides about the draft, one samples what replaces it
-    keys = jax.vmap(lambda key: jax.random.split(key, (R, 2)))(sampling.key)
+    R, V = logits.shape[1:]
+    # one key decides about the drafts, the other samples what follows the last one accepted
+    keys = jax.vmap(jax.random.split)(sampling.key)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (R - 1,)))(keys[:, 0])
+    of_positions = jax.vmap(probabilities, (1, None), 1)
+    p = of_positions(logits, sampling)
+    q = jax.nn.one_hot(drafts, V) if draft_logits is None else of_positions(draft_logits, sampling)
+
+    def of_drafts(probs: Array) -> Array:
+        return jnp.take_along_axis(probs, drafts[..., None], axis=2)[..., 0]
 
     def verify_position(still_accepting, position):
-        target_logits, draft, q, key = position
-        p = probabilities(target_logits, sampling)
+        uniform, p_draft, q_draft = position
+        still_accepting &= uniform * q_draft < p_draft
+        return still_accepting, still_accepting
 
-        def of_draft(probs):
-            return jnp.take_along_axis(probs, jnp.maximum(draft, 0)[:, None], axis=1)[:, 0]
-
-        uniform = jax.vmap(jax.random.uniform)(key[:, 0])
-        still_accepting &= (draft >= 0) & (uniform * of_draft(q) < of_draft(p))
-        residual = jnp.maximum(p - q, 0)
-        total = residual.sum(axis=-1, keepdims=True)
-        # where p equals q nothing is left; then only rounding can have refused the draft
-        normalized = jnp.where(total > 0, residual / jnp.where(total > 0, total, 1), p)
-        replacement = sample(key[:, 1], normalized)
-        tokens = jnp.where(still_accepting, draft, replacement)
-        return still_accepting, (tokens, still_accepting)
-
-    if draft_logits is None:
-        q = jax.nn.one_hot(drafts, V)
-    else:
-        q = jax.vmap(probabilities, (1, None), 1)(draft_logits, sampling)
-
-    def with_bonus(x, value):
-        """Adds position K, which has no draft: its replacement is the token sampled from p."""
-        return jnp.concatenate([x, jnp.full((B, 1, *x.shape[2:]), value, x.dtype)], axis=1)
-
-    positions = (
-        jnp.moveaxis(logits, 1, 0),
-        with_bonus(drafts, -1).T,
-        jnp.moveaxis(with_bonus(q, 0), 1, 0),
-        jnp.moveaxis(keys, 1, 0),
+    _, is_accepted = jax.lax.scan(
+        verify_position,
+        jnp.ones(len(drafts), bool),
+        (uniform.T, of_drafts(p[:, :-1]).T, of_drafts(q).T),
+        unroll=True,
     )
-    _, (tokens, is_accepted) = jax.lax.scan(verify_position, jnp.ones(B, bool), positions)
-    return tokens.T.astype(jnp.int32), is_accepted.sum(axis=0, dtype=jnp.int32)
+    accepted = is_accepted.sum(axis=0, dtype=jnp.int32)
+
+    def behind_accepted(probs: Array) -> Array:
+        return jnp.take_along_axis(probs, accepted[:, None, None], axis=1)[:, 0]
+
+    # the position behind all drafts has none: nothing is subtracted there
+    p_next, q_next = map(behind_accepted, (p, jnp.pad(q, ((0, 0), (0, 1), (0, 0)))))
+    residual = jnp.maximum(p_next - q_next, 0)
+    # where p equals q nothing is left; then only rounding can have refused the draft
+    is_left = residual.sum(axis=-1, keepdims=True) > 0
+    following = sample(keys[:, 1], jnp.where(is_left, residual, p_next))
+    is_draft = jnp.arange(R)[None] < accepted[:, None]
+    tokens = jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), following[:, None])
+    return tokens.astype(jnp.int32), accepted

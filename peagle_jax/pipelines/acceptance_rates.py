@@ -74,6 +74,6 @@ def _measured(path: Path, method: str) -> list[float]:
     except OSError as error:
         rule, next_step = "this file must be readable", "name the results.jsonl of `peagle bench`"
         raise InputError(path, rule, error.strerror, next_step) from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OverflowError):
         rule = f"must have rows of `peagle bench` with method {method}"
         raise InputError(path, rule, "none", "run peagle bench --out DIR first") from None

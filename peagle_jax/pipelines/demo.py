@@ -36,7 +36,7 @@ from peagle_jax.report.method import draw_method
 from peagle_jax.report.page import SampleText, write_report
 from peagle_jax.report.statements import headline
 from peagle_jax.train.pretrain import train_lm
-from peagle_jax.types import Model
+from peagle_jax.types import InputError, Model
 
 PACKAGE = Path(__file__).parent.parent
 ASSETS = PACKAGE / "assets"  # target/, peagle/ and eagle3/: ordinary folders with model cards
@@ -290,17 +290,20 @@ def _load(models: Models, dtype: DTypeLike) -> tuple[Model, dict[str, Model]]:
 
 
 def _read_suite(saved: Path, key: dict) -> Suite | None:
-    """What an earlier call measured; None if there is nothing, or something changed since."""
+    """What an earlier call measured; None if nothing is readable, or something changed since."""
     if not saved.exists():
         return None
-    content = json.loads(saved.read_text(encoding="utf-8"))
-    if content["key"] != key:
+    try:
+        content = weights.read_json(saved)
+        if content["key"] != key:
+            return None
+        fields = content["suite"]
+        if fields["sample"] is not None:
+            answer = Generation(**fields["sample"]["answer"])
+            fields["sample"] = Sample(**fields["sample"] | {"answer": answer})
+        return Suite(**fields)
+    except (InputError, KeyError, TypeError):  # damaged, or of another version
         return None
-    fields = content["suite"]
-    if fields["sample"] is not None:
-        answer = Generation(**fields["sample"]["answer"])
-        fields["sample"] = Sample(**fields["sample"] | {"answer": answer})
-    return Suite(**fields)
 
 
 def _suite_key(b: Budget, models: Models, name: str) -> dict:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ from peagle_jax.types import InputError, Model
 # as every line of an output file begins
 ANSWER_BEGINS = '{"prompt_token_ids": ['
 CONVERSATION_BEGINS = '{"sample": '
+# What a resumed file's lines must have, by how they begin.
+NEEDED = {
+    ANSWER_BEGINS: {"prompt_token_ids": list, "output_token_ids": list},
+    CONVERSATION_BEGINS: {"sample": int, "num_tokens": int},
+}
 ABOUT = ".about.json"  # after the name of the output file: what it was begun with
 DEFAULT_EXCERPTS = 4096
 
@@ -407,7 +412,7 @@ def _lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
     """
     *lines, unfinished = corpus.read_text(out).split("\n")
     is_ours = unfinished.startswith(begins[: len(unfinished)]) and all(
-        line.startswith(begins) and _is_row(line) for line in lines
+        line.startswith(begins) and _is_row(line, NEEDED[begins]) for line in lines
     )
     if not is_ours:
         rule = "answers are appended to a file of answers of this kind"
@@ -438,8 +443,10 @@ def _read_about(path: Path) -> dict[str, Any]:
     return former if isinstance(former, dict) else {}
 
 
-def _is_row(line: str) -> bool:
+def _is_row(line: str, needed: Mapping[str, type]) -> bool:
+    """Whether a line is an object with values of these types."""
     try:
-        return isinstance(json.loads(line), dict)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return False
+    return isinstance(row, dict) and all(type(row.get(key)) is kind for key, kind in needed.items())

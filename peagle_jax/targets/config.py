@@ -6,7 +6,9 @@ file.
 
 import abc
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from jax.typing import DTypeLike
 
@@ -207,12 +209,22 @@ def read_aux_layers(
     return tuple(aux_hidden_state_layers)
 
 
-def read_stop_ids(raw: Mapping) -> tuple[int, ...]:
-    """`eos_token_id`, which may be one id, a list of ids, or absent."""
+def read_stop_ids(raw: Mapping, where: str | Path) -> tuple[int, ...]:
+    """`eos_token_id`, which may be one id, a list of ids, or absent.
+
+    Args:
+      raw: the content of config.json, or of generation_config.json.
+      where: the file, for the error.
+
+    Raises:
+      InputError: it is anything else.
+    """
     eos = raw.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in ids):
+        rule, next_step = "eos_token_id must be a token id or a list of them", "correct it"
+        raise InputError(where, rule, reprlib.repr(eos), next_step)
+    return tuple(ids)
 
 
 def read_layer_types(f: Fields, layers: int, default: Sequence[str]) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ class Gemma4Config(config.TargetConfig):
             context=f.get_int("max_position_embeddings"),
             aux_hidden_state_layers=config.read_aux_layers(f, aux_hidden_state_layers, layers),
             dtype=dtype,
-            stop_ids=config.read_stop_ids(hf) or config.read_stop_ids(f.raw),
+            stop_ids=config.read_stop_ids(hf, where) or config.read_stop_ids(f.raw, where),
             source=json.dumps(dict(hf)),
             full_kv_heads=full_kv_heads,
             full_head_dim=full_head_dim,

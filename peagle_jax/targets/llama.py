@@ -62,7 +62,7 @@ class LlamaConfig(config.TargetConfig):
             context=f.get_int("max_position_embeddings"),
             aux_hidden_state_layers=config.read_aux_layers(f, aux_hidden_state_layers, layers),
             dtype=dtype,
-            stop_ids=config.read_stop_ids(hf),
+            stop_ids=config.read_stop_ids(hf, where),
             source=json.dumps(dict(hf)),
         )
 

@@ -92,7 +92,7 @@ class Qwen3MoeConfig(config.TargetConfig):
             context=f.get_int("max_position_embeddings"),
             aux_hidden_state_layers=config.read_aux_layers(f, aux_hidden_state_layers, layers),
             dtype=dtype,
-            stop_ids=config.read_stop_ids(hf),
+            stop_ids=config.read_stop_ids(hf, where),
             source=json.dumps(dict(hf)),
             experts=experts,
             experts_per_token=experts_per_token,

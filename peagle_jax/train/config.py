@@ -428,12 +428,15 @@ def _read_yaml(path: Path) -> object:
         raise InputError(path, "this file must be readable", error.strerror, next_step) from None
     except UnicodeDecodeError as error:
         raise InputError(path, "must be UTF-8 YAML", error, "save the file as UTF-8") from None
-    except yaml.YAMLError as error:
+    # the last two are PyYAML's for a date that is none, and for lists that are too deep
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        if mark is None:  # the error is about a character
-            next_step = f"remove the character at position {getattr(error, 'position', 0)}"
-        else:
+        if mark is not None:
             next_step = f"correct line {mark.line + 1}"
+        elif hasattr(error, "position"):
+            next_step = f"remove the character at position {error.position}"
+        else:
+            next_step = "correct the value that the error names; configs/train/ has examples"
         got = " ".join(str(error).split())
         raise InputError(path, "must be UTF-8 YAML", got, next_step) from None
 

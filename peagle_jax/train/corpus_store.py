@@ -209,7 +209,7 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     """The index of a folder; None if it has none that can be used."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     is_whole = isinstance(index, dict) and {"key", "skipped", *FILES} <= index.keys()
     return index if is_whole else None

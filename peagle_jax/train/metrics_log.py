@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from peagle_jax import weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.train.mesh import is_first_process
 from peagle_jax.train.trackers import Trackers
+from peagle_jax.types import InputError
 
 
 class TrainingClock:
@@ -68,10 +70,7 @@ class MetricsLog:
         self._file: TextIO | None = None
         self.rows: list[dict] = []
         if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            # a killed session may have left half a line
-            rows = [json.loads(line) for line in lines if line.endswith("}")]
-            self.rows = [row for row in rows if row["step"] <= resume_step]
+            self.rows = [row for row in _whole_rows(path) if row["step"] <= resume_step]
             if is_first_process():
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.seconds: float = max((row["seconds"] for row in self.rows), default=0.0)
@@ -94,3 +93,23 @@ class MetricsLog:
         self._file.flush()
         if self._trackers is not None:
             self._trackers.log(row)
+
+
+def _whole_rows(path: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl, of which a killed session may have left half a line.
+
+    Raises:
+      InputError: a whole line is no row.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.endswith(b"}"):
+            continue
+        where, next_step = f"{path}:{number}", "remove the line"
+        row = weights.parse_json(line, where, "the line", next_step)
+        numbers = row.get("step"), row.get("seconds")
+        if not all(type(number) in (int, float) for number in numbers):
+            rule = "a row of metrics needs step and seconds"
+            raise InputError(where, rule, ", ".join(row) or "an empty row", next_step)
+        rows.append(row)
+    return rows

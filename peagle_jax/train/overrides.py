@@ -162,7 +162,7 @@ def _parse(hint: typing.Any, option: str, values: list[str], place: str, example
             )
     try:
         parsed = [yaml.safe_load(value) for value in values]
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # a date that is none; too deep a list
         rule = "the value of an override must be YAML"
         next_step = f"write {example}"
         if item_types:

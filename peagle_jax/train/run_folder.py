@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from peagle_jax import weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.file_lock import try_lock
 from peagle_jax.provenance import provenance
@@ -117,10 +118,12 @@ def check_same_data(run: Run, rows: PackedRows) -> None:
     path = Path(run.out) / DATA_FILE
     data = {"num_rows": len(rows), "digest": rows.digest(), "padding": round(rows.padding, 6)}
     if has_checkpoints(run) and path.exists():
-        former = json.loads(path.read_text(encoding="utf-8"))
+        former = weights.read_json(
+            path, f"copy {DATA_FILE} from a backup, or set out to another folder"
+        )
         if any(former.get(key) != data[key] for key in ("num_rows", "digest")):
             rule = "a run is resumed only with the data that it began with"
-            got = f"{len(rows):,} other rows, were {former.get('num_rows', 0):,}"
+            got = f"{len(rows):,} other rows, were {former.get('num_rows')}"
             next_step = f"restore {run.data.source}, or set out to another folder"
             raise InputError(run.out, rule, got, next_step)
         return
@@ -156,13 +159,14 @@ def read_result(run: Run, kind: type, say: Callable[[str], None] = print) -> Any
     if not path.exists():
         return None
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        result = weights.read_json(path)
+    except InputError:
         return None  # damaged: it is written again
     fields = {field.name for field in dataclasses.fields(kind)}
-    if not isinstance(result, dict) or result.keys() != fields:
+    if result.keys() != fields or not isinstance(result["folder"], str):
         return None  # written by another version
-    is_over = result["step"] >= run.optimizer.steps or result.get("stopped_early", False)
+    step = result["step"] if isinstance(result["step"], int) else -1
+    is_over = step >= run.optimizer.steps or result.get("stopped_early", False)
     if not is_over or not Path(result["folder"]).is_dir():
         return None
     say(f"{run.out} was finished before; without its {RESULT_FILE} it would be measured again")
@@ -177,6 +181,6 @@ def write_result(run: Run, result: dict) -> None:
     path = Path(run.out) / RESULT_FILE
     result = {key: str(v) if isinstance(v, Path) else v for key, v in result.items()}
     if result["tokens_per_second"] is None and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        result["tokens_per_second"] = before["tokens_per_second"]
+        with contextlib.suppress(InputError):  # damaged: no speed is known then
+            result["tokens_per_second"] = weights.read_json(path).get("tokens_per_second")
     write_atomically(path, json.dumps(result, indent=2) + "\n")

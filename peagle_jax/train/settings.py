@@ -7,6 +7,7 @@ breaks a rule are errors that name the key. Former names of keys are understood 
 import dataclasses
 import difflib
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -222,6 +223,9 @@ def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing
     or_null = ", or null" if types.NoneType in options else ""
     if raw is None and types.NoneType in options:
         return None
+    if isinstance(raw, int) and raw.bit_length() > 63:
+        rule, got = "whole numbers must fit into 64 bits", f"one of {raw.bit_length():,} bits"
+        raise InputError(_place(where, path), rule, got, "write a smaller number")
     hint = next(option for option in options if option is not types.NoneType)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         inner_default = default if isinstance(default, hint) else None
@@ -232,7 +236,7 @@ def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing
     if typing.get_origin(hint) is typing.Literal:
         if raw not in arguments:
             rule = f"must be one of {', '.join(map(str, arguments))}"
-            raise InputError(_place(where, path), rule, repr(raw), f"use {arguments[0]}")
+            raise InputError(_place(where, path), rule, reprlib.repr(raw), f"use {arguments[0]}")
         return raw
     if hint is float and isinstance(raw, str) and NUMBER.fullmatch(raw):
         return float(raw)  # YAML 1.1 reads 3e-3, which has no point, as text
@@ -246,7 +250,7 @@ def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing
         else:
             example = list_example(hint) if bracket else example_of(key, hint)
         next_step = f"write {key}: {example}{or_null}"
-        raise InputError(_place(where, path), rule, repr(raw), next_step)
+        raise InputError(_place(where, path), rule, reprlib.repr(raw), next_step)
     return float(raw) if isinstance(raw, int | float) and hint is float else raw
 
 
@@ -273,7 +277,7 @@ def _items(
         rule = "must be a list" + (f", or one of its {len(old)} items by number" if old else "")
         example = shown(old) if old else list_example(hint)
         next_step = f"write {path.rpartition('.')[2]}: {example}{or_null}"
-        raise InputError(_place(where, path), rule, repr(raw), next_step)
+        raise InputError(_place(where, path), rule, reprlib.repr(raw), next_step)
     missing = dataclasses.MISSING
     return tuple(_value(hint, x, where, f"{path}[{i}]", missing) for i, x in enumerate(raw))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from peagle_jax import weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
 
@@ -173,15 +174,20 @@ class Trackers:
 
 def known_run(out: Path, tracker: str) -> str | None:
     """What a tracker called the run in an earlier session; None if there was none."""
-    path = out / RUN_IDS_FILE
-    return json.loads(path.read_text(encoding="utf-8")).get(tracker) if path.exists() else None
+    name = _known_runs(out).get(tracker)
+    return name if isinstance(name, str) else None
 
 
 def remember_run(out: Path, tracker: str, name: str) -> None:
     """Writes down what a tracker calls the run."""
+    names = _known_runs(out) | {tracker: name}
+    write_atomically(out / RUN_IDS_FILE, json.dumps(names) + "\n")
+
+
+def _known_runs(out: Path) -> dict[str, Any]:
     path = out / RUN_IDS_FILE
-    names = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    write_atomically(path, json.dumps(names | {tracker: name}) + "\n")
+    next_step = f"remove {path}: trackers then begin a run anew"
+    return weights.read_json(path, next_step) if path.exists() else {}
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from peagle_jax.weights.reading import (
     absent_shards,
     open_folder,
     open_safetensors,
+    parse_json,
     read_json,
     read_metadata,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "new_folder",
     "open_folder",
     "open_safetensors",
+    "parse_json",
     "read_json",
     "read_metadata",
     "split_revision",

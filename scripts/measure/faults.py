@@ -251,6 +251,26 @@ def kill_at_random(case: Case, folder: Path, seconds: float, rng: random.Random)
     return None
 
 
+def kill_often(
+    case: Case, folder: Path, seconds: float, kills: int, rng: random.Random
+) -> tuple[list[float], int]:
+    """Kills a command so many times; the moments, and how often it had ended before.
+
+    Then it has nothing left to do, and begins anew in an empty folder.
+    """
+    moments: list[float] = []
+    num_ended = 0
+    while len(moments) < kills and num_ended < 2 * kills + 2:
+        moment = kill_at_random(case, folder, seconds, rng)
+        if moment is not None:
+            moments.append(moment)
+        else:
+            num_ended += 1
+            shutil.rmtree(folder)
+            folder.mkdir()
+    return moments, num_ended
+
+
 def two_at_once(case: Case, folder: Path) -> str | None:
     """Starts a command twice in one folder: one ends well; what is wrong with the other, if so."""
     processes = [start(case, folder) for _ in range(2)]
@@ -266,7 +286,7 @@ def two_at_once(case: Case, folder: Path) -> str | None:
 
 def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
     """Runs a command undisturbed, killed, and twice at once; what differs."""
-    rng = random.Random(f"{name} {seed}")
+    rng, began = random.Random(f"{name} {seed}"), time.monotonic()
     folders = {kind: work / name.replace(" ", "_") / kind for kind in ("whole", "killed", "twice")}
     for folder in folders.values():
         shutil.rmtree(folder, ignore_errors=True)
@@ -279,7 +299,7 @@ def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
         folders["twice"].mkdir()
     seconds, code, error = run_to_end(case, folders["whole"])
     problems = [] if code == 0 else [f"undisturbed: {error[-600:]}"]
-    moments = [kill_at_random(case, folders["killed"], seconds, rng) for _ in range(kills)]
+    moments, num_ended = kill_often(case, folders["killed"], seconds, kills, rng)
     _, code, error = run_to_end(case, folders["killed"])
     if code:
         problems.append(f"after kills: {error[-600:]}")
@@ -296,8 +316,9 @@ def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
     return {
         "fault": name,
         "seconds": round(seconds, 1),
-        "moments": [moment for moment in moments if moment is not None],
-        "ended_before": moments.count(None),
+        "moments": moments,
+        "ended_before": num_ended,
+        "seconds_in_all": round(time.monotonic() - began, 1),
         "problems": problems,
     }
 

@@ -112,8 +112,8 @@ MISTAKES = {
     ),
     "RMSNorm rounds late in bfloat16": Mistake(
         "layers/basic.py",
-        "along_last(self.scale[...], x) * normalize(x, self.eps).astype(x.dtype)",
-        "(along_last(self.scale[...].astype(jnp.float32), x) * normalize(x, self.eps))"
+        "along_last(self.scale[...], rows) * normalize(rows, self.eps).astype(x.dtype)",
+        "(along_last(self.scale[...].astype(jnp.float32), rows) * normalize(rows, self.eps))"
         ".astype(x.dtype)",
         "targets/test_norms.py",
     ),

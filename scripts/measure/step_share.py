@@ -1,6 +1,7 @@
 """How much of a decoding step is not its products with matrices, in two ways.
 
-    .venv/bin/python scripts/measure/step_share.py [--record results/step_share.jsonl]
+    .venv/bin/python scripts/measure/step_share.py [--temperature 0]
+        [--record results/step_share.jsonl]
 
 The packaged models decode with every method. Their step is timed three times, in turns: as it is;
 with every product by an outer product of summed activations and a row of weights, which costs next
@@ -144,7 +145,7 @@ class Decoding:
         return found
 
 
-def start(method: str, dtype: str, batch: int, k: int) -> Decoding:
+def start(method: str, dtype: str, batch: int, k: int, temperature: float) -> Decoding:
     """Random prompts of the packaged models, read by the target and the head."""
     folder = ASSETS / ("eagle3" if method == "eagle3" else "peagle")
     target, head = load_pair(ASSETS / "target", folder, dtype=jnp.dtype(dtype))
@@ -153,10 +154,11 @@ def start(method: str, dtype: str, batch: int, k: int) -> Decoding:
     slots = CONTEXT + new_tokens + 2 * (k + 1)
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, target.config.vocab, (batch, CONTEXT)).astype(np.int32)
-    requests = [Request(prompt=row.tolist(), max_new_tokens=slots, stop_ids=()) for row in prompts]
+    wanted = {"max_new_tokens": slots, "temperature": temperature, "stop_ids": ()}
+    requests = [Request(prompt=row.tolist(), **wanted) for row in prompts]
     rows = [Row(i, request, ()) for i, request in enumerate(requests)]
     options = row_options(rows, target.config.vocab)
-    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=False)
+    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=True)
     lengths = np.full(batch, CONTEXT, np.int32)
     draft_params = head.params if drafter else None
     steps = prefill(spec, slots, target.params, draft_params, prompts, lengths, options)
@@ -221,6 +223,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("-k", type=int, default=7, help="tokens drafted in a step")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0 also of drafts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     args = parser.parse_args()
@@ -230,8 +233,9 @@ def main() -> None:
         for dtype, batch, method in cases:
             k = 0 if method == "plain" else args.k
             case = {"name": "step_share", "method": method, "k": k, "dtype": dtype}
-            decoding = start(method, dtype, batch, k)
-            rows.append(case | {"batch_size": batch} | measure(decoding, args.rounds))
+            case |= {"batch_size": batch, "temperature": args.temperature}
+            decoding = start(method, dtype, batch, k, args.temperature)
+            rows.append(case | measure(decoding, args.rounds))
             progress.update(len(rows), note=f"{method}, {dtype}, batch {batch}")
     columns = ("step_ms", "rest_ms", "products_ms", "rest_share", "share_less_products")
     table = Table("method", "dtype", "batch", *(name.replace("_", " ") for name in columns))

@@ -3,14 +3,17 @@
 import contextlib
 import copy
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import templates
-from hypothesis import HealthCheck, given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle_jax import text
+from peagle_jax.chat import rendering
 from peagle_jax.chat.encoding import encode_document
 from peagle_jax.documents import document_of_row
 from peagle_jax.types import InputError
@@ -24,13 +27,6 @@ CHAT = {
         {"role": "assistant", "content": "no"},
     ]
 }
-FEW = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +97,15 @@ rows = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("name", ["PLAIN", "DROPS_REASONING", "ONE_TURN", "MARKED"])
+IN_ROWS = ["PLAIN", "DROPS_REASONING", "ONE_TURN", "MARKED"]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", IN_ROWS)
 def test_rows(tokenizer, name):
     tokenizer.chat_template = getattr(templates, name)
 
-    @FEW
+    @cases(60, len(IN_ROWS))
     @given(rows)
     def check(row):
         check_encoded(tokenizer, row)
@@ -159,8 +159,9 @@ def any_template(draw) -> str:
     return template[:at] + draw(st.sampled_from(["", *FRAGMENTS])) + template[at + gap :]
 
 
+@pytest.mark.fuzz
 def test_templates(tokenizer):
-    @settings(FEW, max_examples=300)
+    @cases(300)
     @given(any_template())
     def check(template):
         tokenizer.chat_template = template
@@ -169,6 +170,21 @@ def test_templates(tokenizer):
             text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
 
     check()
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_end(tokenizer, monkeypatch):
+    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    tokenizer.chat_template = ENDLESS
+    with pytest.raises(InputError, match="d.jsonl:1: .*more than 0.2 seconds"):
+        encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
+    tokenizer.chat_template = templates.PLAIN
+    encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -196,13 +212,14 @@ def changed(content: object, way: list[int], value: object) -> object:
     return content
 
 
+@pytest.mark.fuzz
 def test_tokenizers(tokenizer, tmp_path):
     tokenizer.chat_template = templates.PLAIN
     tokenizer.save_pretrained(tmp_path)
     files = [path for path in Path(tmp_path).iterdir() if path.suffix == ".json"]
     contents = {path.name: json.loads(path.read_text()) for path in files}
 
-    @settings(FEW, max_examples=120)
+    @cases(120)
     @given(changes())
     def check(change):
         name, way, value = change

@@ -1,6 +1,5 @@
 """Intervals and comparisons: against sums and resampling by hand, and simulated truths."""
 
-
 import numpy as np
 import pytest
 from made_rows import made

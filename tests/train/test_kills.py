@@ -43,6 +43,31 @@ def test_two_processes_with_shards_and_accumulation(tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_one_of_two_processes_dies(tmp_path):
+    """The other ends within a minute, and the same commands go on as if nothing had been."""
+    script = runpy.run_path(str(SCRIPT))
+    models, recipes = script["write_models"](tmp_path), {}
+    for name in ("whole", "broken"):
+        raw = script["recipe_of_head"](*models, tmp_path / name, 60)
+        recipes[name] = write(tmp_path / f"{name}.yaml", raw)
+    survivor, dying = script["start"](recipes["broken"])
+    began = time.monotonic()
+    while script["last_step"](tmp_path / "broken") < 10 and time.monotonic() < began + 300:
+        time.sleep(0.02)
+    dying.send_signal(signal.SIGKILL)
+    dying.communicate()
+    died = time.monotonic()
+    _, said = survivor.communicate(timeout=100)
+    assert time.monotonic() < died + 60 and survivor.returncode not in (0, None)
+    assert said.strip(), "it says why"
+    assert 10 <= script["last_step"](tmp_path / "broken") < 60
+    for recipe in recipes.values():
+        script["session"](recipe)
+    heads = [tmp_path / name / "head" for name in recipes]
+    assert script["same_weights"](*heads)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["peagle", "eagle3"])
 def test_one_process_with_evaluations(task, corpus, target, tmp_path):
     """SIGKILL while it trains, twice; then the same command finishes it.

@@ -6,7 +6,8 @@ import struct
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import HealthCheck, given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 from weights.files import container
 
@@ -117,20 +118,10 @@ def check(folder, content: bytes) -> None:
         assert NAMES[ours[name].dtype.type] == kind
 
 
-ORDINARY = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-LONG = settings(ORDINARY, max_examples=20_000)
-
-
-@ORDINARY
+@pytest.mark.fuzz
+@cases(500)
 @given(content=files() | st.binary(max_size=60))
 def test_damaged_files(tmp_path_factory, content):
-    check(folder_of(tmp_path_factory), content)
-
-
-@pytest.mark.long
-@LONG
-@given(content=files() | st.binary(max_size=60))
-def test_damaged_files_at_length(tmp_path_factory, content):
     check(folder_of(tmp_path_factory), content)
 
 
@@ -193,16 +184,10 @@ def check_index(folder, content: bytes) -> None:
     )
 
 
-@ORDINARY
+@pytest.mark.fuzz
+@cases(500)
 @given(content=indices())
 def test_damaged_indices(tmp_path_factory, content):
-    check_index(index_folder(tmp_path_factory), content)
-
-
-@pytest.mark.long
-@settings(ORDINARY, max_examples=5000)
-@given(content=indices())
-def test_damaged_indices_at_length(tmp_path_factory, content):
     check_index(index_folder(tmp_path_factory), content)
 
 

@@ -1,0 +1,105 @@
+"""For fuzz tests: how many cases they try, JSON and bytes with anything anywhere, what may happen.
+
+A fuzz test makes inputs at random and asks that whatever reads them succeeds or raises InputError.
+In `make test` each tries some hundred cases, the same in every run. `make fuzz` sets
+PEAGLE_FUZZ_CASES, and they try as many, others in every run.
+"""
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from peagle_jax.types import InputError
+
+CASES = os.environ.get("PEAGLE_FUZZ_CASES")
+# Values that readers of JSON may not expect: numbers of any size, texts, lists and objects.
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 50),
+    st.integers(-(2**80), 2**80),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.integers(-1, 50) | st.text(max_size=3), max_size=4),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+def cases(usual: int, parts: int = 1) -> settings:
+    """Settings of a fuzz test that tries so many cases, or as many as PEAGLE_FUZZ_CASES says.
+
+    Args:
+      usual: cases in `make test`.
+      parts: of the input there are so many kinds, with a test each, which share the latter number.
+    """
+    return settings(
+        max_examples=usual if CASES is None else -(-int(CASES) // parts),
+        derandomize=CASES is None,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@contextlib.contextmanager
+def only_input_errors() -> Iterator[None]:
+    """Lets an InputError of one readable line pass, and nothing else."""
+    try:
+        yield
+    except InputError as error:
+        assert str(error).isprintable() and len(str(error)) < 2000
+
+
+def places(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """The keys that lead to every value within JSON, itself included."""
+    yield path
+    if isinstance(value, dict):
+        inner = list(value.items())
+    else:
+        inner = list(enumerate(value)) if isinstance(value, list) else []
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+
+@st.composite
+def changed(draw, raw: dict, more_keys: tuple[str, ...] = (), others=values) -> dict:
+    """A copy of JSON with one or two values replaced, removed or added.
+
+    Args:
+      raw: an object.
+      more_keys: that it may get.
+      others: what the new values are.
+    """
+    raw = copy.deepcopy(raw)
+    for _ in range(draw(st.integers(1, 2))):
+        path = draw(st.sampled_from([p for p in places(raw) if p] + [(key,) for key in more_keys]))
+        node = raw
+        for key in path[:-1]:
+            node = node[key]
+        if draw(st.booleans()) or not isinstance(node, dict):
+            node[path[-1]] = draw(others)
+        else:
+            node.pop(path[-1], None)
+    return raw
+
+
+@st.composite
+def damaged(draw, content: bytes, pieces: tuple[bytes, ...] = ()) -> bytes:
+    """Bytes of which up to three places were cut, overwritten or filled with something.
+
+    Args:
+      content: what is damaged.
+      pieces: that may come into it, beside any bytes.
+    """
+    inserted = st.binary(max_size=3)
+    if pieces:
+        inserted = st.sampled_from(pieces) | inserted
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(content)))
+        gap = draw(st.sampled_from([0, 0, 1, 7, len(content)]))
+        content = content[:at] + draw(inserted) + content[at + gap :]
+    return content
