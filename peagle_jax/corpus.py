@@ -8,19 +8,15 @@ tell the split apart from the name, which has slashes. NAME may also be a folder
 library reads, of which one split is wanted.
 """
 
-import datetime
-import decimal
 import hashlib
 import json
-import logging
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 
+from peagle_jax.dataset_rows import parquet_rows, saved_rows, stream_rows
 from peagle_jax.documents import ROW_KEYS, BadRows, Document, document_of_row
 from peagle_jax.types import InputError
 
@@ -34,7 +30,6 @@ INSTALLED = "installed"  # the corpus of all Python source of this environment
 HUB = "hf:"  # before the name of a dataset that the `datasets` library finds
 # Files beside the Parquet files of a dataset's folder that are about it.
 CARDS = {"README.md", "dataset_infos.json", "dataset_info.json"}
-PARQUET_BATCH = 256  # rows of a Parquet file that are in memory at one time
 # Digests that are looked up in a set before they are merged into the sorted array.
 RECENT_DIGESTS = 1 << 16
 
@@ -72,7 +67,7 @@ def stream_corpus(source: str | Path | None, bad_rows: BadRows | None = None) ->
         documents = _folder(Path(source), bad_rows)
     elif Path(source).suffix == ".parquet":
         path = Path(source)
-        documents = _documents(_parquet_rows(path), path.name, str(path), bad_rows)
+        documents = _documents(parquet_rows(path, ROW_KEYS), path.name, str(path), bad_rows)
     else:
         path = Path(source)
         documents = _documents(read_jsonl(path, bad_rows), path.name, str(path), bad_rows)
@@ -163,7 +158,7 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
         rule, next_step = "one split of a dataset is read", f"name it as {HUB}{root}:{splits[0]}"
         raise InputError(root, rule, f"the splits {', '.join(splits)}", next_step)
     if _is_saved(root):
-        yield from _documents(_saved_rows(root), root.name, str(root), bad_rows)
+        yield from _documents(saved_rows(root, ROW_KEYS), root.name, str(root), bad_rows)
         return
     texts = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
     tables = sorted(p for p in root.rglob("*.parquet") if p.is_file())
@@ -175,7 +170,7 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
             next_step = f"name the folder of the Parquet files: {path.parent}"
             raise InputError(root, rule, got, next_step)
         name = str(path.relative_to(root))
-        yield from _documents(_parquet_rows(path), name, str(path), bad_rows)
+        yield from _documents(parquet_rows(path, ROW_KEYS), name, str(path), bad_rows)
     if not tables:
         for path in texts:
             yield Document(str(path.relative_to(root)), read_text(path))
@@ -197,42 +192,16 @@ def _documents(
             yield document
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """The number, from 1, and the columns of each row of a Parquet file."""
-    _import_datasets(path)
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    if not path.exists():
-        raise InputError(path, "this file must exist", "nothing", "check the name")
-    number = 0
-    try:
-        with ParquetFile(path) as file:
-            columns = _row_columns(file.schema_arrow.names)
-            for batch in file.iter_batches(PARQUET_BATCH, columns=columns):
-                for row in _values(batch, path):
-                    number += 1
-                    yield number, _without_nulls(row)
-    except (ArrowException, OSError) as error:
-        rule, next_step = "must be a whole Parquet file", "download or write it again"
-        raise InputError(path, rule, _first_line(error), next_step) from None
-
-
-def _values(batch: Any, path: Path) -> list[dict]:
-    """The rows of a batch as Python has them: texts that are UTF-8, times that a calendar has."""
-    try:
-        return batch.to_pylist()
-    except (ValueError, OverflowError) as error:
-        rule, next_step = "must have values that Python can hold", "write it again"
-        raise InputError(path, rule, _first_line(error), next_step) from None
-
-
 def _hub(source: str, bad_rows: BadRows) -> Iterator[Document]:
     """One split of a dataset of the hub, or of a folder that `datasets` reads, as a stream."""
     name, config, split = _hub_parts(source)
     folder = Path(name)
     is_saved = _is_saved(folder / split)
-    rows = _saved_rows(folder / split) if is_saved else _hub_rows(source, name, config, split)
+    rows = (
+        saved_rows(folder / split, ROW_KEYS)
+        if is_saved
+        else stream_rows(source, name, config, split, ROW_KEYS)
+    )
     parts = [folder.name if folder.is_dir() else name, *([config] if config else []), split]
     yield from _documents(rows, ":".join(parts), source, bad_rows)
 
@@ -246,101 +215,9 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
     return name, parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
 
 
-def hub_rows(
-    where: str, source: str, split: str, columns: Sequence[str]
-) -> Iterator[tuple[int, dict]]:
-    """Rows of a dataset of the hub, with their numbers, as a stream.
-
-    Args:
-      where: for errors.
-      source: NAME or NAME:CONFIG.
-      split: of the dataset.
-      columns: that are read, where the dataset has them; all, where it has none of them.
-
-    Raises:
-      InputError: `datasets` is not installed, or cannot read it; it may be offline.
-    """
-    name, _, config = source.partition(":")
-    yield from _hub_rows(f"{where} {source}", name, config or None, split, columns)
-
-
-def _hub_rows(
-    source: str, name: str, config: str | None, split: str, columns: Sequence[str] = ROW_KEYS
-) -> Iterator[tuple[int, dict]]:
-    datasets = _import_datasets(source)
-    try:
-        rows = datasets.load_dataset(name, config, split=split, streaming=True)
-        if rows.column_names is not None:
-            rows = rows.select_columns(_row_columns(rows.column_names, columns))
-        for number, row in enumerate(rows, start=1):
-            yield number, _without_nulls(row)
-    # of its own, of pyarrow, of fsspec and of two HTTP clients: they have no common base
-    except Exception as error:
-        next_step = "check the name, the split and the network, or give a Parquet file"
-        rule = "must be a dataset that `datasets` can read"
-        raise InputError(source, rule, _first_line(error), next_step) from None
-
-
-def _saved_rows(folder: Path) -> Iterator[tuple[int, dict]]:
-    """Rows of a folder of `Dataset.save_to_disk`, which is memory-mapped."""
-    datasets = _import_datasets(folder)
-    try:
-        rows = datasets.load_from_disk(str(folder))
-        for number, row in enumerate(rows.select_columns(_row_columns(rows.column_names)), start=1):
-            yield number, _without_nulls(row)
-    except InputError:
-        raise
-    # of its own, of pyarrow and of JSON: they have no common base
-    except Exception as error:
-        rule, next_step = "must be a dataset that `datasets` saved", "save it again"
-        raise InputError(folder, rule, _first_line(error), next_step) from None
-
-
 def _is_saved(folder: Path) -> bool:
     """Whether a folder is of `Dataset.save_to_disk`."""
     return (folder / "state.json").exists() and (folder / "dataset_info.json").exists()
-
-
-def _import_datasets(where: str | Path) -> ModuleType:
-    """The `datasets` library, which brings pyarrow, without its bars and warnings."""
-    try:
-        import datasets
-    except ImportError as error:
-        rule = "Parquet files and datasets are read by the library datasets"
-        next_step = "pip install 'peagle-jax[data]', or give a JSONL file"
-        raise InputError(where, rule, f"no {error.name}", next_step) from None
-    datasets.disable_progress_bars()
-    # it logs what it raises as well
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    return datasets
-
-
-def _row_columns(columns: Sequence[str], wanted: Sequence[str] = ROW_KEYS) -> list[str]:
-    """The columns that documents are made of: others may be large. All, where there are none."""
-    return [column for column in columns if column in wanted] or list(columns)
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value of a table without the keys that it lacks, as the same row has in a JSONL.
-
-    Every row of a table has every key, null where there is nothing; to a template, a key that is
-    null is there. The content of a message stays: next to calls of tools it may be null.
-    """
-    if isinstance(value, dict):
-        return {
-            key: _without_nulls(item)
-            for key, item in value.items()
-            if item is not None or key == "content"
-        }
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    # what JSON has no kind of number or time for
-    is_other = isinstance(value, datetime.date | datetime.time | decimal.Decimal)
-    return str(value) if is_other else value
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def read_text(path: Path) -> str:

@@ -34,6 +34,8 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+# transformers knows three names of the reasoning that comes before an answer
+REASONING = ("reasoning_content", "reasoning", "thinking")
 # Keys that a document is made of; all others are passed over.
 ROW_KEYS = (
     "output_token_ids",
@@ -219,17 +221,19 @@ def check_messages(value: object, key: str, where: str) -> tuple[dict[str, Any],
         calls = message.get("tool_calls")
         if calls:
             _check_calls(calls, place)
-        _check_content(message.get("content"), place, may_be_none=bool(calls))
+        _check_content(message.get("content"), "content", place, may_be_none=bool(calls))
+        for key in REASONING:
+            _check_content(message.get(key), key, place, may_be_none=True)
         messages.append(dict(message))
     return tuple(messages)
 
 
-def _check_content(content: object, place: str, *, may_be_none: bool) -> None:
+def _check_content(content: object, key: str, place: str, *, may_be_none: bool) -> None:
     if isinstance(content, str) or (content is None and may_be_none):
         return
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return
-    rule = "content must be text, or a list of parts of text"
+    rule = f"{key} must be text, or a list of parts of text"
     raise InputError(place, rule, _short(content), "write it as a string")
 
 

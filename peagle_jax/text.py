@@ -17,6 +17,7 @@ from peagle_jax.chat.encoding import (
     check_tokenizer,
     encode_document,
     encode_turns,
+    panics_as_errors,
     tokenize,
 )
 from peagle_jax.chat.pieces import Conversation
@@ -80,7 +81,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
     for path in paths:
         _check_json_object(path)
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # transformers and tokenizers raise errors of any kind
         rule = f"{' and '.join(path.name for path in paths)} must be those of a tokenizer"
         next_step = "download them again from where the weights came from"

@@ -31,8 +31,6 @@ from numpy import ndarray
 # Nested dicts of arrays, and nothing else: what jit, optax, Orbax and the converters share.
 Params = dict[Any, Any]
 
-# ---------------------------------------------------------------- errors
-
 
 class InputError(ValueError):
     """A mistake that the user can correct. The command line prints it as one line and exits with 2.
@@ -44,32 +42,25 @@ class InputError(ValueError):
       next_step: what to do now, with the key's name and a value that works.
     """
 
-    # of each part; rule and value may quote a damaged file, place and advice a user's own words
-    MAX_CHARS = 400
+    MAX_CHARS = 400  # of each part, which may quote a damaged file
 
     def __init__(self, where: object, rule: object, got: object, next_step: object) -> None:
         self.where, self.rule, self.got, self.next_step = where, rule, got, next_step
-        place, advice = (self._shorten(part, keep_end=True) for part in (where, next_step))
-        line = f"{place}: {self._shorten(rule)}; got {self._shorten(got)}; {advice}"
+        place, rule, got, next_step = map(self._shorten, (where, rule, got, next_step))
+        line = f"{place}: {rule}; got {got}; {next_step}"
         super().__init__("".join(c if c.isprintable() else " " for c in line))
 
     @classmethod
-    def _shorten(cls, value: object, keep_end: bool = False) -> str:
+    def _shorten(cls, value: object) -> str:
         try:
             text = str(value)
         except ValueError:  # Python writes whole numbers of up to 4,300 digits
-            text = f"a {type(value).__name__} that is too long to be written"
-        if len(text) <= cls.MAX_CHARS:
-            return text
-        half = cls.MAX_CHARS // 2
-        return f"{text[:half]} ... {text[-half:]}" if keep_end else f"{text[: cls.MAX_CHARS]} ..."
+            return f"a {type(value).__name__} that is too long to be written"
+        return text if len(text) <= cls.MAX_CHARS else text[: cls.MAX_CHARS] + " ..."
 
 
 class WeightsWarning(UserWarning):
     """The weights can be used but look wrong: they contain NaN or infinity."""
-
-
-# ---------------------------------------------------------------- models
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,12 @@ In `make test` each tries some hundred cases, the same in every run. `make fuzz`
 PEAGLE_FUZZ_CASES, and they try as many, others in every run.
 """
 
+import atexit
 import contextlib
 import copy
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -29,20 +31,44 @@ values = st.one_of(
 )
 
 
-def cases(usual: int, parts: int = 1) -> settings:
+tried = 0  # inputs, by all fuzz tests of this process
+
+
+def cases(usual: int, parts: int = 1) -> Callable[[Callable], Callable]:
     """Settings of a fuzz test that tries so many cases, or as many as PEAGLE_FUZZ_CASES says.
 
     Args:
       usual: cases in `make test`.
       parts: of the input there are so many kinds, with a test each, which share the latter number.
     """
-    return settings(
+    limits = settings(
         max_examples=usual if CASES is None else -(-int(CASES) // parts),
         derandomize=CASES is None,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+    def limited(test: Callable) -> Callable:
+        inner = test.hypothesis.inner_test
+
+        @functools.wraps(inner)
+        def counted(*args: object, **inputs: object) -> None:
+            global tried
+            tried += 1
+            inner(*args, **inputs)
+
+        test.hypothesis.inner_test = counted
+        return limits(test)
+
+    return limited
+
+
+@atexit.register
+def say_how_many() -> None:
+    """For scripts/measure/fuzz.py."""
+    if CASES is not None:
+        print(f"tried {tried} inputs", flush=True)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from peagle_jax import corpus
+from peagle_jax import corpus, dataset_rows
 from peagle_jax.documents import BadRows
 from peagle_jax.types import InputError
 
@@ -58,7 +58,7 @@ def want(tmp_path_factory):
 
 
 def test_a_parquet_file_is_a_jsonl(tmp_path, want, monkeypatch):
-    monkeypatch.setattr(corpus, "PARQUET_BATCH", 3)
+    monkeypatch.setattr(dataset_rows, "PARQUET_BATCH", 3)
     other = {"id": 3, "time": datetime.datetime(2026, 1, 1), "picture": b"\xff"}
     parquet.write_table(table([row | other for row in ROWS]), tmp_path / "rows.parquet")
     documents = corpus.read_corpus(tmp_path / "rows.parquet")

@@ -9,7 +9,15 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 LEVELS = [  # lowest first
     {"types"},
-    {"documents", "free_memory", "allocator", "assembler", "file_lock", "prompt_end"},
+    {
+        "documents",
+        "dataset_rows",
+        "free_memory",
+        "allocator",
+        "assembler",
+        "file_lock",
+        "prompt_end",
+    },
     {
         "kernels",
         "corpus",

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle_jax.corpus import hub_rows, read_jsonl
+from peagle_jax.corpus import read_jsonl
+from peagle_jax.dataset_rows import hub_rows
 from peagle_jax.documents import ROLES
 from peagle_jax.types import InputError
 

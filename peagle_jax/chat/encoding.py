@@ -1,7 +1,8 @@
 """Documents as token ids, with the tokens that a loss reads."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -121,11 +122,23 @@ def tokenize(
       InputError: it raises, as one does that was damaged.
     """
     try:
-        return tokenizer(text, **options)
+        with panics_as_errors():
+            return tokenizer(text, **options)
     except Exception as error:  # tokenizers raises a bare Exception
         rule = "the tokenizer must encode the text"
         next_step = "leave that text out, or download the target's tokenizer again"
         raise InputError(where, rule, one_line(error), next_step) from None
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Makes an Exception of a panic in the library tokenizers, which is none for Python."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, which cannot be imported
+            raise
+        raise RuntimeError(f"tokenizers: {error}") from None
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from peagle_jax.chat.rendering import Mark, Marks
+from peagle_jax.documents import REASONING
 
 Span = tuple[int, int]  # of characters: the first, and the one after the last
 
 # <|im_end|>, </think>, <turn|>, [/INST]
 TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
-# transformers knows three names of the reasoning that comes before an answer
-REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclasses.dataclass(frozen=True)

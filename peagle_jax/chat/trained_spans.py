@@ -16,7 +16,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.pieces import (
-    REASONING,
     TAG,
     Conversation,
     Piece,
@@ -34,6 +33,7 @@ from peagle_jax.chat.rendering import (
     limited_time,
     marked_template,
 )
+from peagle_jax.documents import REASONING
 from peagle_jax.types import InputError
 
 TAGS_AND_SPACE = re.compile(rf"(?:{TAG.pattern}|\s)*")

@@ -199,9 +199,7 @@ def _answer_conversations(
         limits = options.max_new_tokens, options.batch_size
         writer = ServerWriter(options.server, options.server_model, *limits)
         name = writer.model
-    digest = hashlib.sha256()
-    for document in conversations:
-        digest.update(document.digest())
+    digest = hashlib.sha256(b"".join(document.digest() for document in conversations))
     about = _about(options, name) | {"conversations": digest.hexdigest()[:16]}
     lines = _lines_there(out, CONVERSATION_BEGINS, about)
     rows = [json.loads(line) for line in lines]

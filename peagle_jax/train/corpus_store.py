@@ -212,7 +212,7 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     is_whole = isinstance(index, dict) and {"key", "skipped", *FILES} <= index.keys()
-    return index if is_whole else None
+    return index if is_whole and isinstance(index["skipped"], list) else None
 
 
 def _facts(path: Path) -> list[int | str]:

@@ -167,7 +167,7 @@ def read_result(run: Run, kind: type, say: Callable[[str], None] = print) -> Any
         return None  # written by another version
     step = result["step"] if isinstance(result["step"], int) else -1
     is_over = step >= run.optimizer.steps or result.get("stopped_early", False)
-    if not is_over or not Path(result["folder"]).is_dir():
+    if not is_over or not os.path.isdir(result["folder"]):  # of any text, without an error
         return None
     say(f"{run.out} was finished before; without its {RESULT_FILE} it would be measured again")
     return kind(**result | {"folder": Path(result["folder"])})

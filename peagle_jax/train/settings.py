@@ -236,7 +236,7 @@ def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing
     if typing.get_origin(hint) is typing.Literal:
         if raw not in arguments:
             rule = f"must be one of {', '.join(map(str, arguments))}"
-            raise InputError(_place(where, path), rule, reprlib.repr(raw), f"use {arguments[0]}")
+            raise InputError(_place(where, path), rule, _brief(raw), f"use {arguments[0]}")
         return raw
     if hint is float and isinstance(raw, str) and NUMBER.fullmatch(raw):
         return float(raw)  # YAML 1.1 reads 3e-3, which has no point, as text
@@ -250,7 +250,7 @@ def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing
         else:
             example = list_example(hint) if bracket else example_of(key, hint)
         next_step = f"write {key}: {example}{or_null}"
-        raise InputError(_place(where, path), rule, reprlib.repr(raw), next_step)
+        raise InputError(_place(where, path), rule, _brief(raw), next_step)
     return float(raw) if isinstance(raw, int | float) and hint is float else raw
 
 
@@ -277,9 +277,17 @@ def _items(
         rule = "must be a list" + (f", or one of its {len(old)} items by number" if old else "")
         example = shown(old) if old else list_example(hint)
         next_step = f"write {path.rpartition('.')[2]}: {example}{or_null}"
-        raise InputError(_place(where, path), rule, reprlib.repr(raw), next_step)
+        raise InputError(_place(where, path), rule, _brief(raw), next_step)
     missing = dataclasses.MISSING
     return tuple(_value(hint, x, where, f"{path}[{i}]", missing) for i, x in enumerate(raw))
+
+
+def _brief(raw: object) -> str:
+    """A value as Python writes it, cut where it is long."""
+    try:
+        return reprlib.repr(raw)
+    except ValueError:  # Python writes whole numbers of up to 4,300 digits
+        return f"a {type(raw).__name__} with a number that is too long to be written"
 
 
 def _advice_on_unknown(unknown: list[str], known: Iterable[str]) -> str:

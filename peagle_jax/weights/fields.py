@@ -69,7 +69,8 @@ class Fields:
         value = self.get(key, default)
         is_number = type(value) in (int, float)
         is_valid = value is default or is_number and 0 < value < 1e300 and math.isfinite(value)
-        return self._checked(is_valid, key, "a number above 0", value, "0.5")
+        self._checked(is_valid, key, "a number above 0", value, "0.5")
+        return float(value) if is_number else value
 
     def get_bool(self, key: str, default: Any = REQUIRED) -> bool:
         """true or false; so must the default be."""

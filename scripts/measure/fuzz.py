@@ -5,8 +5,8 @@
 
 A fuzz test makes inputs at random, and asks that whatever reads them succeeds or says in one line
 what is wrong (tests/fuzzing.py). Each test runs in a process of its own with so many cases, other
-ones in every run. Cases that hypothesis could not make are not counted, and a test whose inputs are
-exhausted tries fewer. Exit code 1 if a test fails; the input that it failed on is printed.
+ones in every run; kinds of one input, such as recipes, share this number. Exit code 1 if a test
+fails; the input that it failed on is printed.
 """
 
 import argparse
@@ -20,11 +20,22 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
+SHOWN_LINES, SHOWN_WIDTH = 60, 200  # of what a test that fails prints, at the begin and the end
 sys.path.insert(0, str(ROOT))
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+PYTEST = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--show-capture=no",
+    "--tb=short",
+]
 
 
 def fuzz_tests(parts: list[str]) -> list[str]:
@@ -39,7 +50,7 @@ def run(name: str, cases: int) -> tuple[dict, str]:
     """The row of one test, and what it printed."""
     began = time.monotonic()
     process = subprocess.Popen(
-        [*PYTEST, "--hypothesis-show-statistics", name],
+        [*PYTEST, name],
         cwd=ROOT,
         env=os.environ | {"PEAGLE_FUZZ_CASES": str(cases)},
         stdout=subprocess.PIPE,
@@ -50,11 +61,11 @@ def run(name: str, cases: int) -> tuple[dict, str]:
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    tried = re.findall(r"(\d+) passing examples, (\d+) failing", output)
+    tried = re.findall(r"^tried (\d+) inputs", output, re.MULTILINE)
     row = {
         "name": "fuzz",
         "test": name,
-        "cases": sum(int(number) for pair in tried for number in pair),
+        "cases": sum(map(int, tried)),
         "passed": process.returncode == 0,
         "seconds": round(time.monotonic() - began, 1),
         "largest_memory_mb": usage.ru_maxrss // 1024,
@@ -89,10 +100,11 @@ def main() -> int:
             report.update(report.completed + 1, note=row["test"])
             outcome = "passed" if row["passed"] else "FAILED"
             numbers = (f"{row[key]:,}" for key in ("cases", "seconds", "largest_memory_mb"))
-            table.add_row(row["test"], *numbers, outcome)
+            table.add_row(escape(row["test"]), *numbers, outcome)
             if not row["passed"]:
                 num_failed += 1
-                print(output[-6000:], file=sys.stderr)
+                lines = [line[:SHOWN_WIDTH] for line in output.splitlines()]
+                print(*lines[:SHOWN_LINES], "...", *lines[-SHOWN_LINES:], sep="\n", file=sys.stderr)
             if args.record:
                 append_rows(args.record, [row], "scripts/measure/fuzz.py")
     Console(width=140).print(table)

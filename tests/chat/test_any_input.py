@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peagle_jax import text
 from peagle_jax.chat import rendering
-from peagle_jax.chat.encoding import encode_document
+from peagle_jax.chat.encoding import encode_document, panics_as_errors
 from peagle_jax.documents import document_of_row
 from peagle_jax.types import InputError
 
@@ -170,6 +170,26 @@ def test_templates(tokenizer):
             text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
 
     check()
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it where a library in Rust panics, and no `except Exception` catches."""
+
+
+def test_a_tokenizer_that_panics(tokenizer, tmp_path, monkeypatch):
+    def panic(*_, **__):
+        raise PanicException("index out of bounds")
+
+    tokenizer.save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "__call__", panic)
+        with pytest.raises(InputError, match="p:1: the tokenizer must encode.*index out of bounds"):
+            text.tokenize(tokenizer, "hi", "p:1")
+    monkeypatch.setattr(text.AutoTokenizer, "from_pretrained", panic)
+    with pytest.raises(InputError, match="must be those of a tokenizer.*index out of bounds"):
+        text.load_tokenizer(tmp_path)
+    with pytest.raises(KeyboardInterrupt), panics_as_errors():
+        raise KeyboardInterrupt
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
