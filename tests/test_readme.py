@@ -163,7 +163,8 @@ def test_every_number_beside_vllm_is_its_row():
     for (engine, method, batch_size), row in by_case.items():
         if engine == "peagle_jax":  # in bfloat16 sums are rounded by the number of rows
             assert row["different"] <= by_case["vllm", method, batch_size]["different"]
-    names = {"plain decoding": "plain", "EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
+    names = {"plain decoding": "plain", "prompt lookup": "prompt_lookup"}
+    names |= {"EAGLE-3": "eagle3", "P-EAGLE": "peagle"}
     assert [line[0] for line in lines] == list(names) and len(header) == 8
     for method, k, *cells in lines:
         for title, cell in zip(header[2:], cells, strict=True):
@@ -172,7 +173,7 @@ def test_every_number_beside_vllm_is_its_row():
             engine = "peagle_jax" if title == "ours" else title.lower()
             row = by_case.get((engine, names[method], int(batch)))
             wanted = f"{row['tokens_per_second']:,.0f}" if row else ""
-            if engine == "peagle_jax":
+            if row and engine == "peagle_jax":
                 vllm = by_case["vllm", names[method], int(batch)]["tokens_per_second"]
                 wanted += f" ({row['tokens_per_second'] / vllm:.2f}x)"
             assert cell == wanted
@@ -204,7 +205,7 @@ def exactness_rows(row: dict) -> list[dict]:
 
 def test_the_share_of_repetitions_is_its_rows():
     text = README.read_text(encoding="utf-8")
-    stated = re.search(r"\((\d+) % of its 4-grams occurred before\)", " ".join(text.split()))
+    stated = re.search(r"(\d+) % of the output's 4-grams repeat", " ".join(text.split()))
     assert stated, "README says how much of the output repeats itself"
     for rows in newest_demos().values():
         shares = {f"{100 * row['repeated_4grams']:.0f}" for row in rows if row["batch_size"] == 1}

@@ -105,6 +105,7 @@ def generate(arguments: argparse.Namespace) -> int:
         repetition_penalty=arguments.repetition_penalty,
         presence_penalty=arguments.presence_penalty,
         frequency_penalty=arguments.frequency_penalty,
+        logit_bias=_logit_bias(arguments.logit_bias),
         logprobs=arguments.logprobs,
         seed=arguments.seed,
         sample_drafts=not arguments.greedy_drafts,
@@ -130,6 +131,19 @@ def generate(arguments: argparse.Namespace) -> int:
     for i in failed:
         print(f"peagle: {names[i]}: {rows[i]['error']}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _logit_bias(pairs: Sequence[str]) -> dict[int, float]:
+    """Token id -> what is added to its logit, from texts like 50256=-100."""
+    bias = {}
+    for pair in pairs:
+        token, _, number = pair.partition("=")
+        try:
+            bias[int(token)] = float(number)
+        except ValueError:
+            rule, next_step = "must be a token's id and a number", "give --logit-bias 11=-100"
+            raise InputError("--logit-bias", rule, pair, next_step) from None
+    return bias
 
 
 def _print_text(text: str) -> None:

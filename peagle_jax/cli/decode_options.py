@@ -116,6 +116,13 @@ def add_generate(parser: Parser) -> None:
         help="likewise, for every time that the answer has them",
     )
     parser.add_argument(
+        "--logit-bias",
+        metavar="ID=X",
+        action="append",
+        default=[],
+        help="added to the logit of a token, given by its id; may be given several times",
+    )
+    parser.add_argument(
         "--logprobs",
         action="store_true",
         help="with --out: add the log-probabilities of the answer's tokens",

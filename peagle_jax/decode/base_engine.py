@@ -80,22 +80,28 @@ class BaseEngine(abc.ABC):
         Requests are drawn as places become free, so that they need not fit the memory together. One
         that cannot be served is answered with the finish reason "error"; the others go on.
 
+        Whoever stops listening, as by leaving a loop, cancels the requests that are under way.
+
         Yields:
           The request's place in `requests`, and its answer.
         """
         coming = enumerate(requests)
         all_drawn = False
         places: dict[int, int] = {}
-        while not all_drawn or self.has_work:
-            while not all_drawn and self.num_waiting < self.max_batch:
-                place, request = next(coming, (-1, None))
-                if request is None:
-                    all_drawn = True
-                    break
-                try:
-                    places[self.add(request)] = place
-                except InputError as error:
-                    yield place, failed_answer(request, str(error))
-            for output in self.step():
-                if output.answer is not None and output.request_id in places:
-                    yield places.pop(output.request_id), output.answer
+        try:
+            while not all_drawn or self.has_work:
+                while not all_drawn and self.num_waiting < self.max_batch:
+                    place, request = next(coming, (-1, None))
+                    if request is None:
+                        all_drawn = True
+                        break
+                    try:
+                        places[self.add(request)] = place
+                    except InputError as error:
+                        yield place, failed_answer(request, str(error))
+                for output in self.step():
+                    if output.answer is not None and output.request_id in places:
+                        yield places.pop(output.request_id), output.answer
+        finally:
+            for request_id in places:
+                self.cancel(request_id)

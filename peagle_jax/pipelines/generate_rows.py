@@ -1,7 +1,7 @@
 """Answers to many prompts as the rows that `peagle generate --out` writes."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
@@ -32,6 +32,7 @@ class GenerationOptions:
     repetition_penalty: float = 1.0  # 1: none; likewise the next two with 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None  # token id -> what is added to its logit
     logprobs: bool = False  # rows have the log-probabilities of their tokens
     seed: int = 0  # prompt i samples with seed + i, whatever its batch
     sample_drafts: bool = True  # at a temperature above 0: sample the drafts too
@@ -88,6 +89,7 @@ def generate_rows(
             repetition_penalty=options.repetition_penalty,
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
+            logit_bias=options.logit_bias,
             logprobs=options.logprobs,
             seed=options.seed + i,
             stop_ids=() if options.ignore_eos else None,

@@ -12,7 +12,12 @@ import matplotlib.pyplot as plt
 from peagle_jax.report.plots import STYLE
 
 ENGINES = {"peagle_jax": "peagle_jax", "vllm": "vLLM", "transformers": "transformers"}
-METHODS = {"plain": "plain decoding", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+METHODS = {
+    "plain": "plain decoding",
+    "prompt_lookup": "prompt lookup",  # transformers' drafts without a head: n-grams of the text
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+}
 COLORS = {"peagle_jax": "#0b6e4f", "vllm": "#8d99ae", "transformers": "#d9c27e"}
 
 
@@ -139,10 +144,11 @@ def caption(rows: Sequence[dict]) -> str:
 
 def draw(rows: Sequence[dict], path: Path) -> None:
     """Bars of tokens/s, a panel for each batch size."""
-    batches, methods = sorted({r["batch_size"] for r in rows}), _methods(rows)
+    batches = sorted({r["batch_size"] for r in rows})
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(batches), figsize=(9, 3.2), squeeze=False)
         for axis, batch in zip(axes[0], batches, strict=True):
+            methods = _methods([r for r in rows if r["batch_size"] == batch])
             for i, (engine, name) in enumerate(ENGINES.items()):
                 chosen = [r for r in rows if (r["batch_size"], r["engine"]) == (batch, engine)]
                 chosen = [r for r in chosen if r["method"] in METHODS]
@@ -150,7 +156,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
                 speeds = [r["tokens_per_second"] for r in chosen]
                 bars = axis.bar(places, speeds, 0.25, color=COLORS[engine], label=name)
                 axis.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], fontsize=8)
-            axis.set_xticks(range(len(methods)), [METHODS[m] for m in methods])
+            axis.set_xticks(range(len(methods)), [METHODS[m].replace(" ", "\n") for m in methods])
             axis.set_title(f"batch {batch}: tokens/s")
             axis.grid(axis="x", visible=False)
         axes[0, 0].legend(fontsize=9, loc="upper left")

@@ -433,8 +433,8 @@ def _read_yaml(path: Path) -> object:
         mark = getattr(error, "problem_mark", None)
         if mark is not None:
             next_step = f"correct line {mark.line + 1}"
-        elif hasattr(error, "position"):
-            next_step = f"remove the character at position {error.position}"
+        elif (position := getattr(error, "position", None)) is not None:
+            next_step = f"remove the character at position {position}"
         else:
             next_step = "correct the value that the error names; configs/train/ has examples"
         got = " ".join(str(error).split())

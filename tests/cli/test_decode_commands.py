@@ -141,6 +141,13 @@ def test_every_option_of_sampling_reaches_the_request(folders, peagle, tmp_path)
     # tokens that were there before become likelier
     for option in ("--repetition-penalty 0.01", "--presence-penalty -2", "--frequency-penalty -2"):
         assert row(option)["output_token_ids"] != plain["output_token_ids"], option
+    first, second = plain["output_token_ids"][:2]
+    bias = f"--logit-bias {first}=-99.5 --logit-bias {second}=1e2"
+    assert row(bias)["output_token_ids"] == [second] * 12 or first == second
+    code, _, err = peagle(f"{line} --logit-bias 3")
+    assert code == 2 and "--logit-bias: must be a token's id and a number; got 3; give" in err
+    code, _, err = peagle(f"{line} --logit-bias 99999=1")
+    assert code == 2 and "logit_bias" in err
     assert len(row("--logprobs")["logprobs"]) == 12 and "logprobs" not in plain
     stop = plain["text"][2:4]
     stopped = row(f"--stop ZZZ --stop '{stop}'")

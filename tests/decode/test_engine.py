@@ -271,6 +271,16 @@ def test_bad_requests_are_answered_and_the_others_go_on():
             make_engine(3, **{option: 0})
 
 
+def test_who_stops_listening_leaves_nothing_behind():
+    requests = random_requests(6, seed=4)
+    want = dict(make_engine(3).run(requests))
+    server = make_engine(3, max_batch=2)
+    answers = server.run(requests)
+    next(answers)
+    answers.close()
+    assert dict(server.run(requests)) == want and not server.has_work
+
+
 def test_requests_wait_for_memory(monkeypatch):
     """Where only one fits, the others enter one by one."""
     server = make_engine(3, max_batch=4)

@@ -20,7 +20,7 @@ from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.penalties import count_tokens, penalize, penalties_of
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.requests import Request
-from peagle_jax.decode.sampling import probabilities, sampling_params
+from peagle_jax.decode.sampling import probabilities, sample, sampling_params
 from peagle_jax.decode.tree import walk
 from peagle_jax.decode.verify import verify_sampled
 from peagle_jax.train.attention import PackedCausal
@@ -247,6 +247,29 @@ def by_definition(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
     result = np.zeros_like(p)
     result[kept] = p[kept] / p[kept].sum()
     return result
+
+
+def test_draws_follow_the_weights_of_a_large_vocabulary():
+    """Blocks of the vocabulary are drawn first; the last one is not full."""
+    rng, rows, calls = np.random.default_rng(3), 2_000, 30
+    weights = rng.gamma(0.3, size=3_001) * (rng.random(3_001) < 0.4)
+    draw = jax.jit(lambda keys, weights: sample(keys, jnp.tile(weights[None], (rows, 1))))
+    counts = np.zeros(len(weights))
+    for call in range(calls):
+        keys = jax.random.split(jax.random.key(call), rows)
+        drawn = np.asarray(draw(keys, jnp.asarray(weights, jnp.float32)))
+        counts += np.bincount(drawn, minlength=len(weights))
+    assert chi_square(counts, weights / weights.sum() * counts.sum()) > 0.001
+
+
+@pytest.mark.parametrize("only", [0, 63, 64, 2_999, 3_000])
+@pytest.mark.parametrize("weight", [1e-37, 1.0, 1e37])
+def test_a_token_that_alone_has_weight_is_drawn(only, weight):
+    weights = np.zeros((50, 3_001), np.float32)
+    weights[:, only] = weight
+    keys = jax.random.split(jax.random.key(5), 50)
+    assert (np.asarray(sample(keys, jnp.asarray(weights))) == only).all()
+    assert (np.asarray(sample(keys, jnp.full((50, 3_001), jnp.nan))) < 3_001).all()
 
 
 def test_probabilities_by_their_definition():

@@ -79,10 +79,11 @@ def test_the_newest_comparison_with_other_engines(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     newest = peers.newest(file)
     assert peers.newest(file, "float32") == [rows[3]] and not peers.newest(tmp_path / "none")
-    assert newest == [rows[i] for i in (1, 2, 4, 5, 6, 8)]
+    assert newest == [rows[i] for i in (1, 2, 4, 5, 6, 7, 8)]
     assert peers.table(newest) == [
         ["method", "K", "batch 1: ours", "vLLM", "transformers", "batch 8: vLLM"],
         ["plain decoding", "", "1,200 (2.00x)", "600", "300", "5,000"],
+        ["prompt lookup", "6", "", "", "999", ""],
         ["P-EAGLE", "6", "1,500 (1.50x)", "1,000", "", ""],
     ]
     page = write_report(
