@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,12 @@ def test_patterns_of_tiers_name_tests_that_exist():
         if not path.exists() or f"def {begin}" not in path.read_text():
             stale.append(pattern)
     assert not stale, stale
+
+
+def test_mistakes_made_by_hand_can_still_be_made():
+    """What scripts/measure/mutants_by_hand.py replaces stands in its file, once."""
+    script = runpy.run_path(str(ROOT / "scripts" / "measure" / "mutants_by_hand.py"))
+    for name, mistake in script["MISTAKES"].items():
+        source = (ROOT / "peagle_jax" / mistake.file).read_text(encoding="utf-8")
+        assert source.count(mistake.before) == 1, name
+        assert mistake.before != mistake.after, name
