@@ -4,7 +4,7 @@
 # make test-peers  real vLLM, speculators, llama.cpp, the Mosaic GPU interpreter, each in its own
 #                  environment
 # make faults    KILLS=100 kills, and two at a time, of every command that writes
-# make fuzz      CASES=20000 random inputs to everything that reads files; an hour
+# make fuzz      CASES=20000 random inputs to everything that reads files; some hours
 # make lint      style, formatting, types
 # All create their environment in .venv; no other step is needed.
 

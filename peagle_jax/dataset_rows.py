@@ -100,8 +100,6 @@ def saved_rows(folder: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict
         rows = rows.select_columns(_row_columns(rows.column_names, columns))
         for number, row in enumerate(rows, start=1):
             yield number, _without_nulls(row)
-    except InputError:
-        raise
     # of its own, of pyarrow and of JSON: they have no common base
     except Exception as error:
         rule, next_step = "must be a dataset that `datasets` saved", "save it again"

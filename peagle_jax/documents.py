@@ -222,8 +222,8 @@ def check_messages(value: object, key: str, where: str) -> tuple[dict[str, Any],
         if calls:
             _check_calls(calls, place)
         _check_content(message.get("content"), "content", place, may_be_none=bool(calls))
-        for key in REASONING:
-            _check_content(message.get(key), key, place, may_be_none=True)
+        for name in REASONING:
+            _check_content(message.get(name), name, place, may_be_none=True)
         messages.append(dict(message))
     return tuple(messages)
 

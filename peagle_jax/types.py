@@ -56,7 +56,8 @@ class InputError(ValueError):
             text = str(value)
         except ValueError:  # Python writes whole numbers of up to 4,300 digits
             return f"a {type(value).__name__} that is too long to be written"
-        return text if len(text) <= cls.MAX_CHARS else text[: cls.MAX_CHARS] + " ..."
+        cut = f"{text[: cls.MAX_CHARS - 100]} ... {text[-95:]}"  # a place ends with its line
+        return text if len(text) <= cls.MAX_CHARS else cut
 
 
 class WeightsWarning(UserWarning):

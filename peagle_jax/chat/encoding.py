@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.pieces import Conversation, Span
+from peagle_jax.chat.rendering import limited_time
 from peagle_jax.chat.trained_spans import one_line, render, trained_spans
 from peagle_jax.documents import Document, content_text
 from peagle_jax.types import InputError
@@ -107,9 +108,10 @@ def encode_turns(
 ) -> list[int]:
     """Token ids of a conversation that the assistant is to answer, through the chat template."""
     _check_template(tokenizer)
-    text = render(
-        tokenizer, conversation.messages, conversation.tools, where, add_generation_prompt=True
-    )
+    with limited_time(where):
+        text = render(
+            tokenizer, conversation.messages, conversation.tools, where, add_generation_prompt=True
+        )
     return list(tokenize(tokenizer, text, where, add_special_tokens=False)["input_ids"])
 
 

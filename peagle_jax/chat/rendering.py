@@ -18,12 +18,14 @@ from typing import Any
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
+from peagle_jax.types import InputError
+
 # Marks are characters of this plane that the text does not have. Unicode gives them no meaning.
 FIRST_MARK, LAST_MARK = 0x100000, 0x10FFFD
 ANY_MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 # What loops and generation blocks call. No template has a variable of this name.
 MARK = "peagle_jax_mark"
-# Of one conversation. The longest take milliseconds; a template can be made to loop for days.
+# For all renderings of a conversation. The longest take milliseconds; a template can loop for days.
 RENDER_SECONDS = 30.0
 
 
@@ -154,12 +156,19 @@ class MarkedTemplate:
         return marks.take_out(text)
 
 
+class _TimeIsUp(BaseException):
+    """No Exception, because what templates raise is caught where one rendering is given up."""
+
+
 @contextlib.contextmanager
-def limited_time() -> Iterator[None]:
-    """Ends a rendering that takes longer than RENDER_SECONDS with a TimeoutError.
+def limited_time(where: str) -> Iterator[None]:
+    """Ends what takes longer than RENDER_SECONDS: renderings of one conversation.
 
     A signal does it, and so only in the main thread, where Python handles signals, and only where
-    nobody else has set its timer.
+    nobody else has set its timer, as in a context within this one.
+
+    Raises:
+      InputError: the time is up.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not hasattr(signal, "setitimer") or any(signal.getitimer(signal.ITIMER_REAL)):
@@ -167,15 +176,20 @@ def limited_time() -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        raise TimeoutError(f"the template takes more than {RENDER_SECONDS:g} seconds")
+        raise _TimeIsUp
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    # again each second, as an exception within a destructor is lost
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 1.0)
     try:
         yield
+    except _TimeIsUp:
+        rule = f"the chat template must render a conversation within {RENDER_SECONDS:g} seconds"
+        next_step = "leave the conversation out, or correct the loops of the template"
+        raise InputError(where, rule, "more", next_step) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 @functools.lru_cache(maxsize=16)

@@ -52,8 +52,16 @@ def trained_spans(
       where: its place, for errors.
 
     Raises:
-      InputError: the template refuses the conversation, or an answer cannot be located.
+      InputError: the template refuses the conversation or does not end, or an answer cannot be
+        located.
     """
+    with limited_time(where):
+        return _trained_spans(tokenizer, conversation, where)
+
+
+def _trained_spans(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
+) -> tuple[str, list[Span]]:
     messages = [for_templates(message) for message in conversation.messages]
     variables = {
         **tokenizer.special_tokens_map,
@@ -97,13 +105,12 @@ def render(
       InputError: the chat template is none, or it refuses the messages.
     """
     try:
-        with limited_time():
-            rendered = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+        rendered = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
     except Exception as error:  # a template raises what it likes
         rule = "the target's chat template must render these messages"
         next_step = "correct the roles and contents, or leave the conversation out"
@@ -165,8 +172,7 @@ class _Located:
         """What the template makes of messages with marks, and where these are."""
         copies = [dict(message) for message in messages]
         try:
-            with limited_time():
-                return self.template.render(copies, marks, self.variables)
+            return self.template.render(copies, marks, self.variables)
         except TooManyMarksError:
             rule = "a conversation can be marked 65,533 times"
             next_step = "split the conversation"
@@ -386,12 +392,10 @@ class _Located:
 @functools.lru_cache(maxsize=16)
 def _prompt_after_user(template: MarkedTemplate, special_tokens: str) -> str:
     messages = [{"role": "user", "content": "x"}]
-    variables = json.loads(special_tokens) | {"tools": None, "documents": None}
-    marks = Marks("")
+    variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+    variables |= json.loads(special_tokens)
     try:
-        text, places = template.render(
-            messages, marks, {**variables, "add_generation_prompt": True}
-        )
+        text, places = template.render(messages, Marks(""), variables)
     except Exception:  # a template raises what it likes
         return ""
     blocks = blocks_of_messages(places).get(0)

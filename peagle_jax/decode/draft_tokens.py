@@ -47,16 +47,15 @@ def draft_tokens(
 
         return draft_in_turn(head, hidden, last, None, argmax)
     keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)
-    vocab_size, has_all = (
-        head.cfg.vocab,
-        head.d2t is None and head.cfg.draft_vocab == head.cfg.vocab,
-    )
-    draft_ids = jnp.full(vocab_size, -1).at[target_ids].set(jnp.arange(len(target_ids)))
+    cfg = head.cfg
+    draft_ids = None  # of every token of the target; -1 for those that the head does not know
+    if head.d2t is not None or cfg.draft_vocab < cfg.vocab:
+        draft_ids = jnp.full(cfg.vocab, -1).at[target_ids].set(jnp.arange(cfg.draft_vocab))
 
     def sample_position(draft_logits: Array, keys: Array) -> tuple[Array, Array]:
         """Ids of the target's vocabulary, and the logits over it that they are drawn from."""
         logits = draft_logits.astype(jnp.float32)
-        if not has_all:  # gathered: a CPU writes what is scattered number by number
+        if draft_ids is not None:  # gathered: a CPU writes what is scattered number by number
             there = (draft_ids >= 0)[None]
             logits = jnp.where(there, logits[:, jnp.maximum(draft_ids, 0)], -jnp.inf)
         return sample(keys, probabilities(logits, sampling)).astype(jnp.int32), logits

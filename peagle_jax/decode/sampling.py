@@ -147,7 +147,8 @@ def sample(keys: Array, weights: Float[Array, "B V"]) -> Int[Array, " B"]:
 
     A block of the vocabulary is drawn first, then a token in it, so that a row takes two random
     numbers. `jax.random.categorical` takes one for every token, which on a CPU is longer than the
-    target's forward. The weights need not sum to 1; a token of weight 0 is never drawn.
+    target's forward. The weights need not sum to 1; a token of weight 0 is not drawn. Shares are
+    right to 2^-23, as the numbers are.
     """
     B, V = weights.shape
     size = 1 << (V - 1).bit_length() // 2  # about as many tokens in a block as there are blocks
@@ -159,16 +160,19 @@ def sample(keys: Array, weights: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 
 def _choose(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first index of which the weights up to it are more than this share of their sum.
+    """The first index with a weight of which the weights up to it are more than this share of all.
 
-    Every sum is over all N in one order, with zeros behind the index. Rounding is monotone, so that
-    sums do not fall, and that of a weight of 0 is the one before it.
+    `cumsum` is computed by halves, and rounding could let its sums fall.
     """
     N = weights.shape[-1]
     is_up_to = jnp.arange(N)[None, :] <= jnp.arange(N)[:, None]
     sums = jnp.where(is_up_to[None], weights[:, None, :], 0).sum(axis=-1)
-    index = (sums <= uniform[:, None] * sums[:, -1:]).sum(axis=-1, dtype=jnp.int32)
-    return jnp.minimum(index, N - 1)  # where weights are NaN, too
+    has_weight = weights > 0
+    is_past = (sums > uniform[:, None] * sums[:, -1:]) & has_weight
+    first = jnp.argmax(is_past, axis=-1)
+    # by rounding no sum may be larger; of weights that are NaN none is
+    last = jnp.max(jnp.where(has_weight, jnp.arange(N)[None], 0), axis=-1)
+    return jnp.where(is_past.any(axis=-1), first, last).astype(jnp.int32)
 
 
 def logprobs_of(logits: Float[Array, "B R V"], tokens: Int[Array, "B R"]) -> Float[Array, "B R"]:

@@ -199,7 +199,9 @@ def _answer_conversations(
         limits = options.max_new_tokens, options.batch_size
         writer = ServerWriter(options.server, options.server_model, *limits)
         name = writer.model
-    digest = hashlib.sha256(b"".join(document.digest() for document in conversations))
+    digest = hashlib.sha256()
+    for document in conversations:
+        digest.update(document.digest())
     about = _about(options, name) | {"conversations": digest.hexdigest()[:16]}
     lines = _lines_there(out, CONVERSATION_BEGINS, about)
     rows = [json.loads(line) for line in lines]
@@ -442,9 +444,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _is_row(line: str, needed: Mapping[str, type]) -> bool:
-    """Whether a line is an object with values of these types."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and all(type(row.get(key)) is kind for key, kind in needed.items())
+        return isinstance(row, dict) and all(type(row.get(k)) is kind for k, kind in needed.items())
+    return False

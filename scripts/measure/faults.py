@@ -239,15 +239,21 @@ def run_to_end(case: Case, folder: Path) -> tuple[float, int, str]:
 
 
 def kill_at_random(case: Case, folder: Path, seconds: float, rng: random.Random) -> float | None:
-    """SIGKILL at a moment of the time that the command takes; when, or None if it had ended."""
+    """SIGKILL at a moment of the time that the command takes; when, or None if it had ended.
+
+    Raises:
+      RuntimeError: it had ended with an error.
+    """
     moment = rng.uniform(0.02, 1) * seconds
     process = start(case, folder)
     try:
-        process.communicate(timeout=moment)
+        _, error = process.communicate(timeout=moment)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         process.communicate()
         return round(moment, 2)
+    if process.returncode:
+        raise RuntimeError(error[-600:])
     return None
 
 
@@ -299,7 +305,15 @@ def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
         folders["twice"].mkdir()
     seconds, code, error = run_to_end(case, folders["whole"])
     problems = [] if code == 0 else [f"undisturbed: {error[-600:]}"]
-    moments, num_ended = kill_often(case, folders["killed"], seconds, kills, rng)
+    moments: list[float] = []
+    num_ended = 0
+    try:
+        moments, num_ended = kill_often(case, folders["killed"], seconds, kills, rng)
+    except RuntimeError as error:
+        problems.append(f"between kills: {error}")
+    else:
+        if len(moments) < kills:
+            problems.append(f"{kills - len(moments)} kills did not come in time")
     _, code, error = run_to_end(case, folders["killed"])
     if code:
         problems.append(f"after kills: {error[-600:]}")

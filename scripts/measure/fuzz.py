@@ -66,7 +66,7 @@ def run(name: str, cases: int) -> tuple[dict, str]:
         "name": "fuzz",
         "test": name,
         "cases": sum(map(int, tried)),
-        "passed": process.returncode == 0,
+        "passed": process.returncode == 0 and bool(sum(map(int, tried))),
         "seconds": round(time.monotonic() - began, 1),
         "largest_memory_mb": usage.ru_maxrss // 1024,
     }
@@ -93,6 +93,8 @@ def main() -> int:
     from peagle_jax.provenance import append_rows
 
     names = fuzz_tests(args.only)
+    if not names:
+        parser.error(f"--only: no fuzz test has {' or '.join(args.only)} in its name")
     table = Table("test", "cases", "seconds", "MB", "outcome")
     num_failed = 0
     with ProgressReport("fuzz", len(names), unit="tests") as report:

@@ -147,8 +147,9 @@ def main() -> int:
         failed += row["outcome"] != "all passed"
         versions, tests = row.get("versions", {}), row.get("tests", {})
         shown = ", ".join(f"{count} {kind}" for kind, count in tests.items())
-        alone, ours = (row.get("import_seconds", {}).get(key, 0.0) for key in ("jax", "peagle_jax"))
-        cells = (*(versions.get(key, "") for key in SHOWN), f"{ours - alone:.2f}", shown)
+        seconds = row.get("import_seconds")
+        beyond = f"{seconds['peagle_jax'] - seconds['jax']:.2f}" if seconds else ""
+        cells = (*(versions.get(key, "") for key in SHOWN), beyond, shown)
         table.add_row(name, *cells, row["outcome"])
         print(f"{name}: {row['outcome']}", flush=True)
         if args.record is not None:

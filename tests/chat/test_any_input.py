@@ -198,9 +198,14 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def test_a_template_that_does_not_end(tokenizer, monkeypatch):
     monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.2)
     before = signal.getsignal(signal.SIGALRM)
-    tokenizer.chat_template = ENDLESS
-    with pytest.raises(InputError, match="d.jsonl:1: .*more than 0.2 seconds"):
-        encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
+    within = "must render a conversation within 0.2 seconds; got more"
+    prompt_only = "{% if add_generation_prompt %}" + ENDLESS + "{% endif %}"
+    for template in (ENDLESS, templates.PLAIN + prompt_only):
+        tokenizer.chat_template = template
+        with pytest.raises(InputError, match=f"d.jsonl:1: .*{within}"):
+            encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
+        with pytest.raises(InputError, match=f"p.jsonl:1: .*{within}"):
+            text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
     tokenizer.chat_template = templates.PLAIN
     encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)

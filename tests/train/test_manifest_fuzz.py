@@ -81,7 +81,8 @@ def test_index_of_hidden_states(folder):
         (folder / INDEX).write_bytes(content)
         with only_input_errors():
             read = read_index(folder)
-            assert dataclasses.replace(read) == read
+            assert all(type(layer) is int for layer in read.aux_hidden_state_layers)
+            assert read.shards == -(-read.rows // read.rows_per_shard) >= 1
 
     check()
 
