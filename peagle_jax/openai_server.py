@@ -82,8 +82,10 @@ class OpenAIServer:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             with self._open(path, body) as response:
-                for line in response:
+                while line := response.readline(MAX_BYTES + 1):
                     now = time.perf_counter()
+                    if len(line) > MAX_BYTES:
+                        raise ValueError(f"a line of more than {MAX_BYTES:,} bytes")
                     data = line.removeprefix(DATA).strip()
                     if not line.startswith(DATA):
                         continue
@@ -109,8 +111,8 @@ class OpenAIServer:
         """The text at a path below the root, as /metrics; None where the server has none."""
         try:
             with urllib.request.urlopen(self.root + path, timeout=TIMEOUT) as response:
-                return response.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException):
+                return _whole(response).decode(errors="replace")
+        except (OSError, ValueError, http.client.HTTPException):
             return None
 
     def _open(self, path: str, body: Mapping | None) -> Any:
@@ -122,7 +124,7 @@ class OpenAIServer:
     def _refusal(self, path: str, where: str, error: Exception) -> InputError:
         got = str(getattr(error, "reason", None) or error or type(error).__name__)
         if isinstance(error, urllib.error.HTTPError):
-            got = f"{error.code}: {_one_line(error.read())}"
+            got = f"{error.code}: {_one_line(error.read(10 * MAX_CHARS))}"
         place = f"{self.root}/v1{path}" + (f", {where}" if where else "")
         return InputError(place, "the server must answer", got, self._next_step)
 
