@@ -266,7 +266,7 @@ def kill_often(
     """
     moments: list[float] = []
     num_ended = 0
-    while len(moments) < kills and num_ended < 2 * kills + 2:
+    while len(moments) < kills and num_ended < 2 * kills + 6:
         moment = kill_at_random(case, folder, seconds, rng)
         if moment is not None:
             moments.append(moment)
