@@ -28,6 +28,8 @@ test: .venv/ready-dev
 
 test-all: .venv/ready-dev
 	$(PYTEST) -m "not peer" -n 2 --dist loadfile
+	.venv/bin/python scripts/measure/fuzz.py --cases 20000 --only tests/weights/test_fuzz.py
+	.venv/bin/python scripts/measure/fuzz.py --cases 4000 --only tests/checkpoints/test_config_fuzz.py
 
 test-peers: .venv/ready-dev
 	scripts/peers/install_vllm.sh .venv-vllm

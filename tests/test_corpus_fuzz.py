@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fuzzing import cases, damaged, only_input_errors
+from fuzzing import JSON_PIECES, cases, damaged, only_input_errors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,18 +12,12 @@ from peagle_jax.bench.sets import read_set
 from peagle_jax.documents import BadRows
 
 PIECES = (
-    b"[" * 3000,
-    b'{"a":' * 3000,
-    b"1" * 5000,
-    b"1e999",
-    b"NaN",
+    *JSON_PIECES,
     b"\\ud800",
     b"\\u0000",
-    b"\xff",
     b"\xef\xbb\xbf",
     b"\r",
     b"\n",
-    b"null",
     b"[]",
     b"{}",
     b'"',

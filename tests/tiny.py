@@ -136,3 +136,31 @@ def greedy(prompt: tuple[int, ...], new: int, seed: int = 0) -> list[int]:
     for i in range(len(prompt), len(prompt) + new):
         tokens[0, i] = last(model.params, tokens, i)
     return tokens[0, len(prompt) :].tolist()
+
+
+def hidden_state_index() -> dict:
+    """The fields of an index of `peagle extract`: seven rows in three shards."""
+    return dict(
+        format_version=2,
+        target="t",
+        target_hash="",
+        aux_hidden_state_layers=(2,),
+        aux_width=8,
+        hidden_width=8,
+        dtype="bfloat16",
+        compute_dtype="float32",
+        seq_len=4,
+        batch_size=2,
+        rows_per_shard=3,
+        data="d",
+        max_chars=None,
+        held_out=0.0,
+        seed=0,
+        rows=7,
+        shards=3,
+        tokens=20,
+        num_loss_tokens=20,
+        rows_hash="",
+        versions="",
+        command="",
+    )

@@ -392,8 +392,8 @@ class _Located:
 @functools.lru_cache(maxsize=16)
 def _prompt_after_user(template: MarkedTemplate, special_tokens: str) -> str:
     messages = [{"role": "user", "content": "x"}]
-    variables = {"tools": None, "documents": None, "add_generation_prompt": True}
-    variables |= json.loads(special_tokens)
+    others = {"tools": None, "documents": None, "add_generation_prompt": True}
+    variables = json.loads(special_tokens) | others
     try:
         text, places = template.render(messages, Marks(""), variables)
     except Exception:  # a template raises what it likes

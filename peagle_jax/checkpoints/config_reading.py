@@ -161,7 +161,7 @@ def read_config(
         kv_heads=kv_heads,
         head_dim=head_dim,
         rope=Rope.from_hf({"rope_theta": DEFAULT_ROPE_THETA, **shape.raw}, head_dim, where),
-        norm_eps=float(shape.get_float("rms_norm_eps")),
+        norm_eps=shape.get_float("rms_norm_eps"),
         context=shape.get_int("max_position_embeddings"),
         target_dim=target_dim,
         aux_hidden_state_layers=aux_layers,

@@ -139,6 +139,7 @@ def open_run(src: Path) -> HeadState:
     Raises:
       InputError: there is no finished checkpoint, or it does not hold what head.json says.
     """
+    # here and below: Orbax takes a third of a second to import, and most heads are no runs
     from peagle_jax.checkpoints.orbax_io import open_tree
 
     src = Path(src)

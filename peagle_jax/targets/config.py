@@ -222,7 +222,7 @@ def read_stop_ids(raw: Mapping, where: str | Path) -> tuple[int, ...]:
     eos = raw.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int for token in ids):
-        rule, next_step = "eos_token_id must be a token id or a list", "set it, as to 2"
+        rule, next_step = "eos_token_id must be a token id or a list of them", "write it as [1, 2]"
         raise InputError(where, rule, reprlib.repr(eos), next_step)
     return tuple(ids)
 

@@ -100,7 +100,7 @@ class Gemma4Config(config.TargetConfig):
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=_read_rope(f, "sliding_attention", head_dim),
-            norm_eps=float(f.get_float("rms_norm_eps")),
+            norm_eps=f.get_float("rms_norm_eps"),
             attention_bias=f.get_bool("attention_bias", False),
             tied_embeddings=tied_embeddings,
             windows=config.windows_of_layers(layer_types, f.get_int("sliding_window")),

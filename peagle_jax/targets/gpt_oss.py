@@ -68,7 +68,7 @@ class GptOssConfig(config.TargetConfig):
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=Rope.from_hf(hf, head_dim, where),
-            norm_eps=float(f.get_float("rms_norm_eps")),
+            norm_eps=f.get_float("rms_norm_eps"),
             attention_bias=f.get_bool("attention_bias"),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),
             windows=config.windows_of_layers(layer_types, f.get_int("sliding_window")),
@@ -80,8 +80,8 @@ class GptOssConfig(config.TargetConfig):
             experts=experts,
             experts_per_token=experts_per_token,
             # older files have neither key; their hidden_act "silu" is not what is computed
-            swiglu_limit=float(f.get_float("swiglu_limit", 7.0)),
-            swiglu_alpha=float(f.get_float("swiglu_alpha", 1.702)),
+            swiglu_limit=f.get_float("swiglu_limit", 7.0),
+            swiglu_alpha=f.get_float("swiglu_alpha", 1.702),
             packed=False,
         )
 

@@ -54,7 +54,7 @@ class LlamaConfig(config.TargetConfig):
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=Rope.from_hf(hf, head_dim, where),
-            norm_eps=float(f.get_float("rms_norm_eps")),
+            norm_eps=f.get_float("rms_norm_eps"),
             attention_bias=f.get_bool("attention_bias", False),
             mlp_bias=f.get_bool("mlp_bias", False),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),

@@ -43,7 +43,7 @@ class Qwen3Config(config.TargetConfig):
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=Rope.from_hf(hf, head_dim, where),
-            norm_eps=float(f.get_float("rms_norm_eps")),
+            norm_eps=f.get_float("rms_norm_eps"),
             # configuration_qwen3.py's defaults: transformers writes only what differs from them
             attention_bias=f.get_bool("attention_bias", False),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),

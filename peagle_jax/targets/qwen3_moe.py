@@ -85,7 +85,7 @@ class Qwen3MoeConfig(config.TargetConfig):
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=Rope.from_hf(hf, head_dim, where),
-            norm_eps=float(f.get_float("rms_norm_eps")),
+            norm_eps=f.get_float("rms_norm_eps"),
             attention_bias=f.get_bool("attention_bias", False),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),
             windows=(window,) * layers,

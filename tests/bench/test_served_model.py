@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from peagle_jax import openai_server, text
+from peagle_jax import text
 from peagle_jax.bench.load import CLOSED, serve
 from peagle_jax.bench.served_model import (
     ServedModel,
@@ -444,14 +444,3 @@ def test_mistakes_without_a_server(capsys, tmp_path, options, words):
     assert main(["bench", "--out", str(tmp_path / "out"), *options]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-def test_a_server_that_never_ends_its_answer(server, monkeypatch):
-    client = connect(server)
-    body = {"model": client.model, "prompt": [1], "max_tokens": 4}
-    monkeypatch.setattr(openai_server, "MAX_BYTES", 60)
-    with pytest.raises(InputError, match="more than 60 bytes"):
-        connect(server)  # /models is longer
-    with pytest.raises(InputError, match="a line of more than 60 bytes"):
-        list(client.stream("/completions", body))
-    assert client.find("/metrics") is None

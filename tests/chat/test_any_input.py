@@ -1,6 +1,5 @@
 """Any row, any chat template and any tokenizer's files: an encoded document, or one line."""
 
-import contextlib
 import copy
 import json
 import signal
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import templates
-from fuzzing import cases
+from fuzzing import cases, only_input_errors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,19 +33,9 @@ def tokenizer():
     return text.train_tokenizer(["<|im_start|>assistant\nyes no\n" * 40], 300)
 
 
-@contextlib.contextmanager
-def one_line():
-    """Lets our own errors of one line pass, and no others."""
-    try:
-        yield
-    except InputError as error:
-        message = str(error)
-        assert "\n" not in message and message.isprintable() and len(message) < 1000, message
-
-
 def check_encoded(tokenizer, row) -> None:
     """Reads and encodes a row; what is trained stands in order in the text."""
-    with one_line():
+    with only_input_errors(1000):
         encoded = encode_document(tokenizer, document_of_row(row, "d.jsonl:1", "d.jsonl:1"))
         assert encoded.loss_mask.any() and len(encoded.loss_mask) == len(encoded.tokens)
         ends = [place for span in encoded.trained for place in span]
@@ -166,7 +155,7 @@ def test_templates(tokenizer):
     def check(template):
         tokenizer.chat_template = template
         check_encoded(tokenizer, CHAT)
-        with one_line():
+        with only_input_errors(1000):
             text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
 
     check()
@@ -251,7 +240,7 @@ def test_tokenizers(tokenizer, tmp_path):
         content = changed(copy.deepcopy(contents[name]), way, value)
         (tmp_path / name).write_text(json.dumps(content))
         try:
-            with one_line():
+            with only_input_errors(1000):
                 loaded = text.load_tokenizer(tmp_path)
                 check_encoded(loaded, CHAT)
                 check_encoded(loaded, {"prompt": "yes", "completion": " no é"})

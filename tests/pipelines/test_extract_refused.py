@@ -393,30 +393,7 @@ def test_numbers_that_do_not_fit(place, tokenizer, tmp_path):
 
 def test_config_is_of_one_piece():
     """Rows of a shard, and sizes, of the last one too."""
-    said = dict(
-        format_version=2,
-        target="t",
-        target_hash="",
-        aux_hidden_state_layers=(2,),
-        aux_width=8,
-        hidden_width=8,
-        dtype="bfloat16",
-        compute_dtype="float32",
-        seq_len=4,
-        batch_size=2,
-        rows_per_shard=3,
-        data="d",
-        max_chars=None,
-        held_out=0.0,
-        seed=0,
-        rows=7,
-        shards=3,
-        tokens=20,
-        num_loss_tokens=20,
-        rows_hash="",
-        versions="",
-        command="",
-    )
+    said = tiny.hidden_state_index()
     config = HiddenStateIndex(**said)
     assert [list(config.rows_of(s)) for s in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert config.bytes_of(2) == 4096 + 4 * (9 + 16 * 2) and config.tensors_of(0)[

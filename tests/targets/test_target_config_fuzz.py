@@ -21,7 +21,9 @@ others = values | st.sampled_from(["sliding_attention", "yarn", "mxfp4", 10**400
 @pytest.mark.parametrize("eos", ["x", [1, None], [True], 1.5, {}])
 def test_ends_of_sequence_that_are_no_tokens(eos):
     for where in ("config.json", "generation_config.json"):
-        with pytest.raises(InputError, match=f"{where}: eos_token_id must be a token id or a list"):
+        with pytest.raises(
+            InputError, match=f"{where}: eos_token_id must be a token id or a list of"
+        ):
             read_stop_ids({"eos_token_id": eos}, where)
     assert read_stop_ids({"eos_token_id": [3, 2]}, where) == (3, 2)
     assert read_stop_ids({"eos_token_id": 3}, where) == (3,) and read_stop_ids({}, where) == ()

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import tiny
-from fuzzing import cases, changed, damaged, only_input_errors
+from fuzzing import JSON_PIECES, cases, changed, damaged, only_input_errors
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes import load, minimal
@@ -29,15 +29,13 @@ from peagle_jax.train.data import pack
 from peagle_jax.train.hidden_state_store import INDEX, HiddenStateIndex, read_index, write_index
 from peagle_jax.train.metrics_log import MetricsLog
 
-DEEP = (b"[" * 3000, b'{"a":' * 3000, b"1" * 5000, b"1e999", b"NaN", b"\xff", b"null")
-
 
 @st.composite
 def content_of(draw, raw: dict, more_keys: tuple[str, ...] = ()) -> bytes:
     """JSON with another value somewhere, or its bytes damaged."""
     if draw(st.booleans()):
         return json.dumps(draw(changed(raw, more_keys))).encode()
-    return draw(damaged(json.dumps(raw).encode(), DEEP))
+    return draw(damaged(json.dumps(raw).encode(), JSON_PIECES))
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.fuzz
 def test_index_of_hidden_states(folder):
-    index = HiddenStateIndex(
-        format_version=3,
-        target="t",
-        target_hash="0" * 16,
-        aux_hidden_state_layers=(1, 2),
-        aux_width=8,
-        hidden_width=4,
-        dtype="float32",
-        compute_dtype="float32",
-        seq_len=9,
-        batch_size=2,
-        rows_per_shard=3,
-        data="d",
-        max_chars=None,
-        held_out=0.1,
-        seed=5,
-        rows=7,
-        shards=3,
-        tokens=50,
-        num_loss_tokens=20,
-        rows_hash="1" * 16,
-        versions="v",
-        command="c",
-    )
+    index = HiddenStateIndex(**tiny.hidden_state_index())
     write_index(folder, index)
     raw = json.loads((folder / INDEX).read_text())
     assert read_index(folder) == index
@@ -147,7 +122,7 @@ def test_files_of_a_training_run(folder):
         data=content_of(data),
         result=content_of(result),
         ids=content_of({"wandb": "x", "trackio": "y"}),
-        metrics=damaged(several, (*DEEP, b"}\n{", b"{}\n")) | content_of(metrics),
+        metrics=damaged(several, (*JSON_PIECES, b"}\n{", b"{}\n")) | content_of(metrics),
     )
     def check(data, result, ids, metrics):
         (out / run_folder.DATA_FILE).write_bytes(data)
@@ -206,7 +181,7 @@ def test_answers_that_were_begun(folder, begins):
     about = {"seed": 5, "part": [0, 1]}
 
     @cases(200, len(NEEDED))
-    @given(damaged(lines, DEEP) | content_of(row), content_of(about))
+    @given(damaged(lines, JSON_PIECES) | content_of(row), content_of(about))
     def check(content, about_content):
         path.write_bytes(content)
         path.with_name(path.name + ABOUT).write_bytes(about_content)
@@ -243,7 +218,7 @@ def test_rows_of_a_benchmark(folder):
     lines = (json.dumps(row) + "\n").encode() * 2
 
     @cases(200)
-    @given(damaged(lines, DEEP) | content_of(row))
+    @given(damaged(lines, JSON_PIECES) | content_of(row))
     def check(content):
         path.write_bytes(content)
         with only_input_errors():
