@@ -22,7 +22,9 @@ from peagle_jax.old_names import TRAINING_STATE_KEYS
 from peagle_jax.types import InputError
 from peagle_jax.weights import LazyTensor, flatten_params
 
-REMOVAL_TRIES, REMOVAL_PAUSE = 20, 0.1  # of an unfinished checkpoint; seconds between them
+# How often an unfinished checkpoint is looked for, how many looks in a row must find none, and the
+# seconds between two looks: tensorstore's threads create files after the error has been raised.
+REMOVAL_LOOKS, EMPTY_LOOKS, REMOVAL_PAUSE = 40, 3, 0.1
 
 STEP_ITEM = "default"  # Orbax's name of the tree within a step's folder
 SAVING_FAILED = "make room on the disk if it is full; otherwise change what the error names"
@@ -127,19 +129,9 @@ class Checkpoints:
             got = str(error).partition("\n")[0]
             last = f"step {max(kept):,} is kept" if kept else "no step was saved before"
             next_step = f"make room on the disk, and run this again ({last})"
-            self._remove_unfinished()
+            _remove_unfinished(self.folder)
             rule = "a checkpoint must be written to the end"
             raise InputError(self.folder, rule, got, next_step) from None
-
-    def _remove_unfinished(self) -> None:
-        """Removes a checkpoint that could not be written. Its threads may be creating files yet."""
-        for _ in range(REMOVAL_TRIES):
-            unfinished = list(self.folder.glob("*.orbax-checkpoint-tmp*"))
-            for path in unfinished:
-                shutil.rmtree(path, ignore_errors=True)
-            if not unfinished:
-                return
-            time.sleep(REMOVAL_PAUSE)
 
     def _add_checksums(self) -> None:
         """Begins to write the checksums of states that are on disk. One process does it for all."""
@@ -148,6 +140,19 @@ class Checkpoints:
             if jax.process_index() == 0 and path.exists():
                 self._summing.submit(_write_checksums_of_kept, path)
         self._without_checksums = []
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Removes checkpoints in a folder that could not be written to the end."""
+    empty_looks = 0
+    for _ in range(REMOVAL_LOOKS):
+        unfinished = list(folder.glob("*.orbax-checkpoint-tmp*"))
+        for path in unfinished:
+            shutil.rmtree(path, ignore_errors=True)
+        empty_looks = 0 if unfinished else empty_looks + 1
+        if empty_looks == EMPTY_LOOKS:
+            return
+        time.sleep(REMOVAL_PAUSE)
 
 
 def _write_checksums_of_kept(path: Path) -> None:
@@ -257,6 +262,7 @@ def save_tree(path: Path, tree: Any) -> None:
         if jax.process_index() == 0:
             write_checksums(path)
     except ValueError as error:  # tensorstore's word for a disk that is full
+        _remove_unfinished(path.parent)
         raise InputError(
             path, "the checkpoint must be written to the end", error, SAVING_FAILED
         ) from None
