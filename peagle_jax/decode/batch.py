@@ -97,6 +97,10 @@ class Batch:
       target_params: of the target.
       draft_params: of the drafter.
       max_rows: the most rows.
+
+    Attributes:
+      rows: what is in each row; None for a free one.
+      may_have_compiled: whether the last steps began with a compilation.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Batch:
         self.spec, self.max_rows = spec, max_rows
         self.params = target_params, draft_params
         self._step_spec = spec  # of the next step: `spec`, unless `change_k` was called
+        self.may_have_compiled = False
         self.rows: list[Row | None] = []
         self._state: DecodeState | None = None
         self._options: RowOptions | None = None
@@ -125,7 +130,7 @@ class Batch:
     def slots(self) -> int:
         """Slots of the caches; 0 without a state."""
         state = self._state  # once: another thread may ask while it changes
-        return 0 if state is None else state.output.shape[1]
+        return 0 if state is None else state_shape(state)[1]
 
     @property
     def k(self) -> int:
@@ -179,9 +184,15 @@ class Batch:
             free = [i for i, row in enumerate(self.rows) if row is None]
             for source, row in enumerate(entering):
                 place = free[source]
-                self._state = growth.put_row(self.state, new, np.int32(source), np.int32(place))
+                self._put_row(new, source, place)
                 self.rows[place] = row
         self._options = row_options(self.rows, self.spec.target_config.vocab)
+
+    def _put_row(self, new: DecodeState, source: int, place: int) -> None:
+        """Copies row `source` of `new` over the row at `place`."""
+        sizes = state_shape(self.state), state_shape(new)
+        with first_call("put_row", self.spec, *sizes):
+            self._state = growth.put_row(self.state, new, np.int32(source), np.int32(place))
 
     def decode(self, max_steps: int) -> int:
         """Takes steps until a further row is done, and returns how many."""
@@ -227,7 +238,7 @@ class Batch:
         """Takes steps until so many rows are done, and returns how many."""
         limits = np.int32(until_done), np.int32(max_steps)
         arguments = (*self.params, self._options, *limits, self.state)
-        with first_call(spec, self.shape):
+        with first_call(spec, self.shape) as self.may_have_compiled:
             num_steps, self._state = loop.decode(spec, *arguments)
         self._numbers = None
         return num_steps
@@ -282,10 +293,17 @@ class Batch:
             return
         running = self.running
         rows = list(range(num_rows)) if num_rows == len(self.rows) else running
-        self._state = growth.resize(self.state, slots, rows, num_rows)
+        with first_call("resize", self.spec, *state_shape(self.state), num_rows, slots):
+            self._state = growth.resize(self.state, slots, rows, num_rows)
         kept = [self.rows[i] for i in rows]
         self.rows = [*kept, *[None] * (num_rows - len(kept))]
         self._numbers = None
+
+
+def state_shape(state: DecodeState) -> tuple[int, int]:
+    """Rows and slots."""
+    num_rows, slots = state.output.shape
+    return num_rows, slots
 
 
 def num_reserved(request: Request, spec: DecodeSpec) -> int:

@@ -348,7 +348,7 @@ class Engine(BaseEngine):
             seen = self._batch.drafts().since(before)
             self.chooser.observe(num_steps, seen.num_drafts, seen.accepted, seen.expected)
             # with neither larger caches nor a compilation in between
-            is_typical = shape == self._batch.shape and program in self._stats.programs
+            is_typical = shape == self._batch.shape and not self._batch.may_have_compiled
             if is_typical and num_steps >= MIN_TIMED_STEPS:
                 self._step_times.observe(k, *shape, seconds / num_steps)
             self._step_times.count(*shape, num_steps)

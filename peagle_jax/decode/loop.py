@@ -395,7 +395,8 @@ def _freeze_done_rows(old: DecodeState, new: DecodeState, keeps_unread: bool) ->
     written = {"cache", "draft", "output", "is_draft", "logprobs", "num_expected_per_pos"}
     if keeps_unread:
         written |= {"tokens", "aux_hidden_states"}
-    names = {field.name for field in dataclasses.fields(new)} - written
+    # in the fields' order: a set's differs between processes, which would then share no programs
+    names = [field.name for field in dataclasses.fields(new) if field.name not in written]
     frozen = {name: unless_done(getattr(new, name), getattr(old, name)) for name in names}
     cache = with_frozen_length(new.cache, old.cache)
     return dataclasses.replace(new, cache=cache, draft=draft, **frozen)

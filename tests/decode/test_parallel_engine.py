@@ -4,7 +4,6 @@ import asyncio
 import contextvars
 import inspect
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -319,27 +318,3 @@ def test_what_cannot_be_asked_for(monkeypatch):
     with pytest.raises(InputError, match="request 0"):
         several.add(Request(prompt=[], max_new_tokens=3))
     assert not several.has_work
-
-
-def test_a_program_is_compiled_by_one_thread():
-    """Others that need it wait; those whose programs are there do not."""
-    order = []
-    entered = threading.Event()
-
-    def compile_slowly():
-        with first_call.first_call("test", "slow"):
-            entered.set()
-            time.sleep(0.2)
-            order.append("slow")
-
-    with first_call.first_call("test", "known"):
-        pass
-    slow = threading.Thread(target=compile_slowly)
-    slow.start()
-    entered.wait(60)
-    with first_call.first_call("test", "known"):
-        order.append("known")
-    with first_call.first_call("test", "slow"):
-        order.append("slow again")
-    slow.join()
-    assert order == ["known", "slow", "slow again"]

@@ -1,0 +1,147 @@
+"""One thread compiles at a time, and there is room for what it compiles."""
+
+import threading
+import time
+
+import jax
+import pytest
+import tiny
+
+from peagle_jax.decode import first_call
+from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.parallel_engine import make_engine
+from peagle_jax.decode.requests import Request
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch):
+    """Programs of other tests, and what they have mapped, do not count."""
+    monkeypatch.setattr(first_call, "_called", set())
+    monkeypatch.setattr(first_call, "_mapped_by_others", 0)
+
+
+def test_a_program_is_compiled_by_one_thread():
+    """Others that need it wait; those whose programs are there do not."""
+    order = []
+    entered = threading.Event()
+
+    def compile_slowly():
+        with first_call.first_call("test", "slow"):
+            entered.set()
+            time.sleep(0.2)
+            order.append("slow")
+
+    with first_call.first_call("test", "known"):
+        pass
+    slow = threading.Thread(target=compile_slowly)
+    slow.start()
+    entered.wait(60)
+    with first_call.first_call("test", "known"):
+        order.append("known")
+    with first_call.first_call("test", "slow"):
+        order.append("slow again")
+    slow.join()
+    assert order == ["known", "slow", "slow again"]
+
+
+class Regions:
+    """Stands in for the regions that this process maps."""
+
+    def __init__(self, monkeypatch):
+        self.num_mapped, self.num_cleared, self.left = 0, 0, 10
+        monkeypatch.setattr(first_call, "_num_mapped", lambda: self.num_mapped)
+        monkeypatch.setattr(first_call, "_most_mapped", lambda: 1000)
+        monkeypatch.setattr(jax, "clear_caches", self.clear)
+
+    def clear(self):
+        self.num_cleared, self.num_mapped = self.num_cleared + 1, self.left
+
+
+def call(name):
+    """Whether a program may be compiled."""
+    with first_call.first_call("test", name) as may_compile:
+        return may_compile
+
+
+def test_programs_are_let_go_of_before_regions_are_used_up(monkeypatch):
+    regions = Regions(monkeypatch)
+    regions.num_mapped = 700
+    assert call("one") and call("two") and not call("one") and not regions.num_cleared
+    regions.num_mapped = 701
+    assert not call("one") and not regions.num_cleared  # nothing is compiled
+    assert call("three") and regions.num_cleared == 1
+    # the program that was compiled after that is known, and those before it are not
+    assert not call("three") and call("one") and call("two") and regions.num_cleared == 1
+
+
+def test_programs_stay_where_others_use_up_the_regions(monkeypatch):
+    """Without them there would be no more room; and all would be compiled again and again."""
+    regions = Regions(monkeypatch)
+    regions.num_mapped, regions.left = 950, 900
+    assert call("one") and regions.num_cleared == 1
+    regions.num_mapped = 970  # 7 in 10 of those that are left
+    assert call("two") and not call("one") and regions.num_cleared == 1
+    regions.num_mapped = 971
+    assert call("three") and regions.num_cleared == 2
+
+
+def test_what_is_no_program_is_not_counted():
+    with pytest.raises(ZeroDivisionError), first_call.first_call("test", "fails"):
+        raise ZeroDivisionError
+    assert call("fails")
+
+
+def test_linux_says_what_is_mapped(monkeypatch, tmp_path):
+    before = first_call._num_mapped()
+    assert before > 100 and first_call._most_mapped() > before
+    # another system says nothing
+    monkeypatch.setattr(first_call, "MAPS", tmp_path / "maps")
+    monkeypatch.setattr(first_call, "MOST_MAPS", tmp_path / "max_map_count")
+    assert (first_call._num_mapped(), first_call._most_mapped()) == (0, 65_530)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_answers_stay_when_programs_are_let_go_of(num_threads, monkeypatch):
+    """All of them, before each compilation, and while another thread runs one."""
+    target, head = tiny.pair("peagle", context=640)
+    requests = [
+        Request(prompt=[5 + i] * (3 + 7 * i), max_new_tokens=7 * i + 5, stop_ids=(), **options)
+        for i, options in enumerate(
+            ({}, {"temperature": 0.8, "seed": 3}, {}, {"logprobs": True}, {"min_p": 0.1}, {})
+        )
+    ]
+
+    def answers():
+        drafter = make_drafter(head, 3, "peagle")
+        options = {"max_batch": 3, "num_threads": num_threads, "adaptive_k": False}
+        engine = make_engine(target, drafter, head.params, **options)
+        return {i: answer.output_token_ids for i, answer in engine.run(requests)}
+
+    wanted, num_cleared, clear = answers(), 0, jax.clear_caches
+
+    def counting():
+        nonlocal num_cleared
+        num_cleared += 1
+        clear()
+
+    monkeypatch.setattr(jax, "clear_caches", counting)
+    monkeypatch.setattr(first_call, "MAPPED_PART", 0.0)
+    first_call._called.clear()
+    assert answers() == wanted and num_cleared > 2
+
+
+def test_steps_that_compile_are_not_timed(monkeypatch, tmp_path):
+    """Also where a program was compiled before, and let go of."""
+    target, head = tiny.pair("peagle", context=640)
+    options = {"adaptive_k": True, "step_times": tmp_path, "num_threads": 1, "max_batch": 2}
+    engine = make_engine(target, make_drafter(head, 2, "peagle"), head.params, **options)
+    timed = []
+
+    def note(*about):
+        timed.append(engine._batch.may_have_compiled)
+
+    monkeypatch.setattr(engine._step_times, "observe", note)
+    for _ in range(2):
+        first_call._called.clear()
+        list(engine.run([Request(prompt=[4] * 9, max_new_tokens=150, stop_ids=())]))
+    assert len(timed) > 2 and not any(timed)
