@@ -1,7 +1,8 @@
 """`-k auto` beside plain decoding and every fixed K, in turns; and how well it knows its drafts.
 
     .venv/bin/python scripts/measure/adaptive_k.py [--ks 1 3 5 7] [--batch-sizes 1 8] \\
-        [--rounds 5] [--record results/adaptive_k.jsonl] [--picture docs/pictures/adaptive_k.png]
+        [--texts random] [--rounds 5] [--record results/adaptive_k.jsonl]
+        [--picture docs/pictures/adaptive_k.png]
 
 Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
 at temperature 1, where drafting does not pay; and random tokens at temperature 2. Every decoder
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--method", choices=("peagle", "eagle3"), default="peagle")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--texts", nargs="+", help="those whose names have one of these in them")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=256, help="mean of the drawn limits")
     parser.add_argument("--rounds", type=int, default=5)
@@ -174,7 +176,9 @@ def main() -> None:
     args = parser.parse_args()
     models = load_pair(ASSETS / "target", ASSETS / args.method, dtype=jnp.dtype(args.dtype))
     most = max(num_prompts(args, batch_size) for batch_size in args.batch_sizes)
-    texts = prompts_and_temperatures(models[0], 2 * most)
+    all_texts = prompts_and_temperatures(models[0], 2 * most)
+    wanted = args.texts or [""]
+    texts = {name: x for name, x in all_texts.items() if any(part in name for part in wanted)}
     decoders = [0, *args.ks, "auto"]
     num_runs = len(texts) * len(args.batch_sizes) * len(decoders) * (1 + args.rounds)
     rows = []

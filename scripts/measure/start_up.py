@@ -1,17 +1,21 @@
 """Seconds until `peagle generate` has answered, in its first process and in later ones.
 
     .venv/bin/python scripts/measure/start_up.py [--rounds 3] [--code FOLDER ...]
-        [--record results/start_up.jsonl]
+        [--vllm .venv-vllm] [--record results/start_up.jsonl]
 
 In every round each folder of code answers one prompt of the packaged models three times, in a
 process each: with an empty cache of compiled programs, and twice with what the first has left in
 it. The second and third differ from the first by what is compiled.
 
-Args are folders with a `peagle_jax` in them, this repository where none is named; another state of
-it, in a worktree, is measured in the same rounds.
+`--code` names folders with a `peagle_jax` in them, this repository where none is named; another
+state of it, in a worktree, is measured in the same rounds. `--vllm` is an environment of
+scripts/peers/install_vllm.sh: a process of vLLM's answers the same prompt in each round, without
+its compiler, which makes its start shorter and its steps longer, and without a tokenizer.
 """
 
 import argparse
+import collections
+import json
 import os
 import statistics
 import subprocess
@@ -23,29 +27,48 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from peagle_jax import text
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "import sys; from peagle_jax.cli import main; sys.exit(main())"
 RUNS = "empty cache", "second run", "third run"
+K, NEW_TOKENS, PROMPT = 5, 64, "def f(x):"
+VLLM = "vLLM"
 
 
-def seconds(code: Path, cache: Path) -> float:
-    """Of one process that answers a prompt."""
+def seconds(words: list, places: dict[str, str], folder: Path) -> float:
+    """Of a process, with environment variables and in a folder."""
+    start = time.perf_counter()
+    words, env = [str(word) for word in words], os.environ | places
+    subprocess.run(words, env=env, cwd=folder, check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def our_seconds(code: Path, cache: Path) -> float:
+    """Of `peagle generate`."""
     assets = code / "peagle_jax" / "assets"
     words = ["generate", "--target", assets / "target", "--drafter", assets / "peagle"]
-    words += ["-k", "5", "--max-new-tokens", "64", "--prompt", "def f(x):"]
+    words += ["-k", K, "--max-new-tokens", NEW_TOKENS, "--prompt", PROMPT]
     places = {"PYTHONPATH": str(code), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, words)],
-        env=os.environ | places,
-        cwd=code,
-        check=True,
-        capture_output=True,
-    )
-    return time.perf_counter() - start
+    return seconds([sys.executable, "-c", PROGRAM, *words], places, code)
+
+
+def vllm_seconds(environment: Path, folder: Path) -> float:
+    """Of vLLM, with files of its own in a folder."""
+    assets = ROOT / "peagle_jax" / "assets"
+    prompt = text.load_tokenizer(assets / "target").encode(PROMPT)
+    job = {"target": str(assets / "target"), "drafter": str(assets / "peagle"), "k": K}
+    job |= {"parallel": True, "prompts": [prompt], "max_new_tokens": NEW_TOKENS}
+    (folder / "jobs.json").write_text(json.dumps([job]))
+    script = ROOT / "scripts" / "peers" / "vllm_generate.py"
+    words = [environment / "bin" / "python", script, folder / "jobs.json", folder / "out.jsonl"]
+    taken = seconds(words, {}, folder)
+    answer = json.loads((folder / "out.jsonl").read_text())
+    if "outputs" not in answer:
+        raise SystemExit(f"vLLM: {answer['error']}")
+    return taken
 
 
 def commit(code: Path) -> str:
@@ -58,31 +81,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--code", type=Path, nargs="+", default=[ROOT], metavar="FOLDER")
+    parser.add_argument("--vllm", type=Path, metavar="ENV")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
-    total = len(RUNS) * args.rounds * len(args.code)
-    measured: dict[Path, list[list[float]]] = {code: [] for code in args.code}
+    total = args.rounds * (len(RUNS) * len(args.code) + bool(args.vllm))
+    measured: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
     with ProgressReport("start-up", total, unit="processes") as report:
         for _ in range(args.rounds):
-            for code, rounds in measured.items():
+            for code in args.code:
                 with tempfile.TemporaryDirectory() as cache:
-                    rounds.append([])
                     for run in RUNS:
-                        rounds[-1].append(seconds(code.resolve(), Path(cache)))
+                        taken = our_seconds(code.resolve(), Path(cache))
+                        measured[commit(code), run].append(taken)
                         report.update(report.completed + 1, note=run)
+            if args.vllm:
+                with tempfile.TemporaryDirectory() as folder:
+                    taken = vllm_seconds(args.vllm.absolute(), Path(folder))
+                measured[VLLM, "a process"].append(taken)
+                report.update(report.completed + 1, note=VLLM)
     rows = [
         {
             "name": "start_up",
-            "code": commit(code),
+            "code": code,
             "run": run,
-            "seconds": statistics.median(times[i] for times in rounds),
-            "rounds": [times[i] for times in rounds],
+            "seconds": statistics.median(times),
+            "rounds": times,
         }
-        for code, rounds in measured.items()
-        for i, run in enumerate(RUNS)
+        for (code, run), times in measured.items()
     ]
-    table = Table(title="Seconds of peagle generate with 64 new tokens")
-    for column in ("commit", "run", "median", "rounds"):
+    table = Table(title=f"Seconds of a process that writes {NEW_TOKENS} tokens")
+    for column in ("code", "run", "median", "rounds"):
         table.add_column(column)
     for row in rows:
         rounds = "  ".join(f"{x:.1f}" for x in row["rounds"])

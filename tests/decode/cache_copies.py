@@ -18,11 +18,13 @@ from jax.sharding import SingleDeviceSharding
 
 from peagle_jax.decode import loop, prefill
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.kernels.launch import H200, target_gpu
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import RowOptions
 
-METHODS = (None, "eagle3", "peagle", "tree")
+METHODS = (None, "eagle3", "peagle", "tree", "eagle", "markov", "sampled", "rings")
+NUM_NODES, RING_SLOTS, CHUNK = 9, 256, 7
 # operations that make no array; what is called has lines of its own
 PASSED_ON = ("parameter", "get-tuple-element", "bitcast", "tuple", "while", "call")
 # XLA's names of dtypes
@@ -43,23 +45,39 @@ def lowered_loop(
     """The lowered program of `loop.decode`, and (dtype, shape) of the arrays of its caches.
 
     Args:
+      method: of METHODS. "tree", "markov", "sampled" and "rings" are P-EAGLE with these.
       device: a GPU to compile for, with its kernels; None for the device at hand.
     """
     # the kernels want keys of 16 numbers
     changes = {"head_dim": 16, "rope": Rope.from_hf({"rope_theta": 777.0}, 16, "")}
     changes = {"dtype": jnp.dtype(dtype), **changes}
-    target, head = tiny.target(**changes), tiny.head(**changes)
-    num_nodes = 9 if method == "tree" else None
-    drafter = make_drafter(head, 5, "peagle" if num_nodes else method) if method else None
-    spec = loop.DecodeSpec(target.graph, target.config, drafter, False, num_nodes=num_nodes)
+    target, head = tiny.pair(method if method == "eagle" else "peagle", **changes)
+    if method == "markov":
+        head = tiny.head(**changes, markov_rank=3)
+    if method == "rings":
+        target = tiny.target(**changes, windows=(None, 13, 13, None))
+    is_peagle = method not in (None, "eagle", "eagle3")
+    drafter = make_drafter(head, 5, "peagle" if is_peagle else method) if method else None
+    spec = loop.DecodeSpec(
+        target.graph,
+        target.config,
+        drafter,
+        sample_drafts=method == "sampled",
+        num_nodes=NUM_NODES if method == "tree" else None,
+        chunk=CHUNK if method == "rings" else None,
+        ring_cache_size=RING_SLOTS if method == "rings" else None,
+    )
+    sampling = None
+    if method == "sampled":
+        sampling = sampling_params(batch, 0.7, 5, 0.9, range(batch), 0.05)
     limits = jnp.full(batch, 40), jnp.full((batch, 1), -1)
     structures, of_caches = [], set()  # noted when prefill is traced
 
     # the state passes as a list of arrays: its classes check their fields, and shapes are no arrays
     def prefill_leaves(params, limits):
         prompts, lengths = jnp.ones((batch, 7), jnp.int32), jnp.full(batch, 7)
-        options = RowOptions(*limits, None)
-        reading = prefill.prefill(spec, 256, *params, prompts, lengths, options, chunk=7)
+        options = RowOptions(*limits, sampling)
+        reading = prefill.prefill(spec, 256, *params, prompts, lengths, options, chunk=CHUNK)
         state = prefill.run_to_end(reading)
         caches = [state.cache] + ([state.draft.cache] if state.draft.cache else [])
         arrays = [x for cache in caches for group in cache.groups for x in (*group.k, *group.v)]
@@ -70,7 +88,7 @@ def lowered_loop(
 
     def decode_leaves(params, limits, leaves):
         state = jax.tree.unflatten(structures[0], leaves)
-        options = RowOptions(*limits, None)
+        options = RowOptions(*limits, sampling)
         return jax.tree.leaves(loop.decode.__wrapped__(spec, *params, options, batch, 99, state))
 
     def with_device(x):
