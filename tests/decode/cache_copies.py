@@ -23,8 +23,8 @@ from peagle_jax.kernels.launch import H200, target_gpu
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import RowOptions
 
-METHODS = (None, "eagle3", "peagle", "tree", "eagle", "markov", "sampled", "rings")
-NUM_NODES, RING_SLOTS, CHUNK = 9, 256, 7
+METHODS = (None, "eagle3", "peagle", "tree", "eagle", "markov", "sampled")
+NUM_NODES = 9
 # operations that make no array; what is called has lines of its own
 PASSED_ON = ("parameter", "get-tuple-element", "bitcast", "tuple", "while", "call")
 # XLA's names of dtypes
@@ -45,7 +45,7 @@ def lowered_loop(
     """The lowered program of `loop.decode`, and (dtype, shape) of the arrays of its caches.
 
     Args:
-      method: of METHODS. "tree", "markov", "sampled" and "rings" are P-EAGLE with these.
+      method: of METHODS. "tree", "markov" and "sampled" are P-EAGLE with these.
       device: a GPU to compile for, with its kernels; None for the device at hand.
     """
     # the kernels want keys of 16 numbers
@@ -54,8 +54,6 @@ def lowered_loop(
     target, head = tiny.pair(method if method == "eagle" else "peagle", **changes)
     if method == "markov":
         head = tiny.head(**changes, markov_rank=3)
-    if method == "rings":
-        target = tiny.target(**changes, windows=(None, 13, 13, None))
     is_peagle = method not in (None, "eagle", "eagle3")
     drafter = make_drafter(head, 5, "peagle" if is_peagle else method) if method else None
     spec = loop.DecodeSpec(
@@ -64,8 +62,6 @@ def lowered_loop(
         drafter,
         sample_drafts=method == "sampled",
         num_nodes=NUM_NODES if method == "tree" else None,
-        chunk=CHUNK if method == "rings" else None,
-        ring_cache_size=RING_SLOTS if method == "rings" else None,
     )
     sampling = None
     if method == "sampled":
@@ -77,7 +73,7 @@ def lowered_loop(
     def prefill_leaves(params, limits):
         prompts, lengths = jnp.ones((batch, 7), jnp.int32), jnp.full(batch, 7)
         options = RowOptions(*limits, sampling)
-        reading = prefill.prefill(spec, 256, *params, prompts, lengths, options, chunk=CHUNK)
+        reading = prefill.prefill(spec, 256, *params, prompts, lengths, options, chunk=7)
         state = prefill.run_to_end(reading)
         caches = [state.cache] + ([state.draft.cache] if state.draft.cache else [])
         arrays = [x for cache in caches for group in cache.groups for x in (*group.k, *group.v)]
