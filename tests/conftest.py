@@ -29,6 +29,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from tiers import is_long, is_slow  # noqa: E402
 
+from peagle_jax.decode.first_call import let_go  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -53,4 +55,4 @@ def few_mappings():
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:
-        jax.clear_caches()
+        let_go()

@@ -129,7 +129,7 @@ class Checkpoints:
             got = str(error).partition("\n")[0]
             last = f"step {max(kept):,} is kept" if kept else "no step was saved before"
             next_step = f"make room on the disk, and run this again ({last})"
-            _remove_unfinished(self.folder)
+            _remove_unfinished(self.folder, "*")
             rule = "a checkpoint must be written to the end"
             raise InputError(self.folder, rule, got, next_step) from None
 
@@ -142,11 +142,15 @@ class Checkpoints:
         self._without_checksums = []
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Removes checkpoints in a folder that could not be written to the end."""
+def _remove_unfinished(folder: Path, name: str) -> None:
+    """Removes checkpoints in a folder that could not be written to the end.
+
+    Args:
+      name: theirs; "*" for all.
+    """
     empty_looks = 0
     for _ in range(REMOVAL_LOOKS):
-        unfinished = list(folder.glob("*.orbax-checkpoint-tmp*"))
+        unfinished = list(folder.glob(f"{name}.orbax-checkpoint-tmp*"))
         for path in unfinished:
             shutil.rmtree(path, ignore_errors=True)
         empty_looks = 0 if unfinished else empty_looks + 1
@@ -261,8 +265,8 @@ def save_tree(path: Path, tree: Any) -> None:
             writer.save(path.absolute(), jax.tree.map(np.asarray, tree), force=True)
         if jax.process_index() == 0:
             write_checksums(path)
-    except ValueError as error:  # tensorstore's word for a disk that is full
-        _remove_unfinished(path.parent)
+    except (ValueError, OSError) as error:  # ValueError is tensorstore's word for a full disk
+        _remove_unfinished(path.parent, path.name)
         raise InputError(
             path, "the checkpoint must be written to the end", error, SAVING_FAILED
         ) from None

@@ -100,7 +100,7 @@ class Batch:
 
     Attributes:
       rows: what is in each row; None for a free one.
-      may_have_compiled: whether the last steps began with a compilation.
+      may_have_compiled: whether the last steps may have begun with a compilation.
     """
 
     def __init__(
@@ -209,7 +209,8 @@ class Batch:
         assert self.spec.drafter is not None
         if 0 < k < self.k or not self.k:
             # of other steps the head may have more tokens to read than those with `k` pass to it
-            self._state = switching.change_k(self.spec.drafter, self.params[1], k, self.state)
+            with first_call("change_k", self.spec, *state_shape(self.state)):
+                self._state = switching.change_k(self.spec.drafter, self.params[1], k, self.state)
             self._numbers = None
         self._step_spec = self.spec.with_k(k)
 
@@ -238,8 +239,9 @@ class Batch:
         """Takes steps until so many rows are done, and returns how many."""
         limits = np.int32(until_done), np.int32(max_steps)
         arguments = (*self.params, self._options, *limits, self.state)
-        with first_call(spec, self.shape) as self.may_have_compiled:
+        with first_call(spec, self.shape, num_stop_ids(self._options)) as call:
             num_steps, self._state = loop.decode(spec, *arguments)
+        self.may_have_compiled = call.may_have_compiled
         self._numbers = None
         return num_steps
 
@@ -293,7 +295,8 @@ class Batch:
             return
         running = self.running
         rows = list(range(num_rows)) if num_rows == len(self.rows) else running
-        with first_call("resize", self.spec, *state_shape(self.state), num_rows, slots):
+        are_same = rows == list(range(len(self.rows)))
+        with first_call("resize", self.spec, *state_shape(self.state), num_rows, slots, are_same):
             self._state = growth.resize(self.state, slots, rows, num_rows)
         kept = [self.rows[i] for i in rows]
         self.rows = [*kept, *[None] * (num_rows - len(kept))]
@@ -341,6 +344,12 @@ def row_options(rows: Sequence[Row | None], vocab: int) -> RowOptions:
         penalties=penalties_of(requests, vocab),
         logprobs=any(r.logprobs for r in requests),
     )
+
+
+def num_stop_ids(options: RowOptions | None) -> int:
+    """Places for stop ids in each row."""
+    assert options is not None
+    return options.stop_ids.shape[1]
 
 
 def sampling_kind(options: RowOptions) -> str:

@@ -32,6 +32,7 @@ from peagle_jax.decode.batch import (
     Row,
     cancelled_output,
     num_reserved,
+    num_stop_ids,
     row_options,
     sampling_kind,
 )
@@ -283,7 +284,8 @@ class Engine(BaseEngine):
         programs = [("prefill", num_rows, size, chunk, kind) for size in sizes]
         self._stats.programs.update(programs)
         # the last chunk is followed by the first tokens
-        self._chunk_programs = collections.deque([*programs[:-1], (*programs[-1], "last")])
+        names = [*programs[:-1], (*programs[-1], "last")]
+        self._chunk_programs = collections.deque((name, num_stop_ids(options)) for name in names)
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
     def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:
@@ -317,7 +319,7 @@ class Engine(BaseEngine):
         """Reads one chunk; after the last, the requests are rows of the batch."""
         assert self._prefill is not None
         self._stats.num_chunks += 1
-        with first_call(self.spec, self._chunk_programs.popleft()):
+        with first_call(self.spec, *self._chunk_programs.popleft()):
             try:
                 next(self._prefill)
                 return

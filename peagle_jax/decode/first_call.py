@@ -4,64 +4,94 @@ One thread compiles it while the others that need a new one wait: JAX compiles a
 two threads call it for the first time together, and each takes longer than one alone.
 
 And there is room for it. XLA compiles every kernel of a program for a CPU as an object of its own,
-which is three regions of mapped memory, and JAX keeps a program for as long as the process runs. A
-decoding program has a hundred kernels, Linux lets a process map 65,530 regions, and beyond that XLA
+which is three memory mappings, and JAX keeps a program for as long as the process runs. A decoding
+program has a hundred kernels, Linux lets a process have 65,530 mappings, and beyond that XLA
 crashes. A server meets a few hundred programs in some hours of requests of many lengths and kinds.
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import jax
 
-# The part of the regions that Linux allows which may be mapped before a program is compiled. The
+# The part of the mappings that Linux allows which may be in use before a program is compiled. The
 # rest is for that program, which has some hundreds, and for what others compile meanwhile.
-MAPPED_PART = 0.7
+USED_PART = 0.7
 MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 DEFAULT_MOST = 65_530
 
 _called: set[Hashable] = set()
-_mapped_by_others = 0  # regions that were left when programs were let go of last
 _compiling = threading.RLock()
+_num_clearings = 0  # how often all programs were let go of
+_mappings_of_others = 0  # mappings that were left after the last of them
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a program.
+
+    Attributes:
+      may_have_compiled: whether it was the first, or the first after programs were let go of.
+        Complete when the call is over.
+    """
+
+    may_have_compiled: bool
 
 
 @contextlib.contextmanager
-def first_call(*program: Hashable) -> Iterator[bool]:
-    """Around every call of a program. Yields whether it may be compiled now.
+def first_call(*program: Hashable) -> Iterator[Call]:
+    """Around every call of a program.
 
     Args:
-      program: what it is compiled for, as a jitted function tells programs apart. A program that is
-        compiled anew under the name of another costs time and nothing else.
+      program: what it is compiled for, as a jitted function tells programs apart. One that is
+        compiled anew under the name of another costs time, and no room is made for it.
     """
     if program in _called:
-        yield False
+        before, call = _num_clearings, Call(may_have_compiled=False)
+        yield call
+        # another thread may have let go of the program before it was called
+        call.may_have_compiled = _num_clearings != before
         return
     with _compiling:
         _make_room()
-        yield True
+        yield Call(may_have_compiled=True)
         _called.add(program)
 
 
-def _make_room() -> None:
-    """Lets go of all compiled programs if few regions are left; one that runs stays until its end.
+def let_go() -> None:
+    """Lets go of all compiled programs of this process; one that runs stays until its end.
 
     Those that are needed again are compiled again, or read from JAX's persistent cache.
     """
-    global _mapped_by_others
-    num_mapped, most = _num_mapped(), _most_mapped()
-    if num_mapped > _mapped_by_others + MAPPED_PART * (most - _mapped_by_others):
-        _called.clear()
-        jax.clear_caches()
-        _mapped_by_others = _num_mapped()  # where these are many, room is not made at every call
+    global _num_clearings
+    _num_clearings += 1
+    _called.clear()
+    jax.clear_caches()
 
 
-def _num_mapped() -> int:
-    """Regions of memory that this process maps; 0 where Linux does not say."""
-    return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0
+def _make_room() -> None:
+    """Lets go of programs if few mappings are left."""
+    global _mappings_of_others
+    num_mappings, most = _num_mappings(), _most_mappings()
+    if num_mappings > _mappings_of_others + USED_PART * (most - _mappings_of_others):
+        let_go()
+        _mappings_of_others = _num_mappings()  # where these are many, room is not made at each call
 
 
-def _most_mapped() -> int:
-    """Regions that a process may map; the kernel's default where it does not say."""
-    return int(MOST_MAPS.read_text()) if MOST_MAPS.exists() else DEFAULT_MOST
+def _num_mappings() -> int:
+    """Memory mappings of this process; 0 where the system does not say."""
+    try:
+        return MAPS.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def _most_mappings() -> int:
+    """Mappings that a process may have; Linux's default where the system does not say."""
+    try:
+        return int(MOST_MAPS.read_text())
+    except (OSError, ValueError):
+        return DEFAULT_MOST

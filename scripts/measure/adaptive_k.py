@@ -174,11 +174,15 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     parser.add_argument("--picture", type=Path, help="draw speeds over plain decoding to this PNG")
     args = parser.parse_args()
+    if args.texts and args.picture:
+        parser.error("--picture shows all texts; leave out --texts")
     models = load_pair(ASSETS / "target", ASSETS / args.method, dtype=jnp.dtype(args.dtype))
     most = max(num_prompts(args, batch_size) for batch_size in args.batch_sizes)
     all_texts = prompts_and_temperatures(models[0], 2 * most)
     wanted = args.texts or [""]
     texts = {name: x for name, x in all_texts.items() if any(part in name for part in wanted)}
+    if not texts:
+        parser.error(f"--texts must name some of {', '.join(all_texts)}")
     decoders = [0, *args.ks, "auto"]
     num_runs = len(texts) * len(args.batch_sizes) * len(decoders) * (1 + args.rounds)
     rows = []

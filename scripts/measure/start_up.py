@@ -50,13 +50,13 @@ def our_seconds(code: Path, cache: Path) -> float:
     """Of `peagle generate`."""
     assets = code / "peagle_jax" / "assets"
     words = ["generate", "--target", assets / "target", "--drafter", assets / "peagle"]
-    words += ["-k", K, "--max-new-tokens", NEW_TOKENS, "--prompt", PROMPT]
+    words += ["-k", K, "--max-new-tokens", NEW_TOKENS, "--prompt", PROMPT, "--ignore-eos"]
     places = {"PYTHONPATH": str(code), "JAX_COMPILATION_CACHE_DIR": str(cache)}
     return seconds([sys.executable, "-c", PROGRAM, *words], places, code)
 
 
-def vllm_seconds(environment: Path, folder: Path) -> float:
-    """Of vLLM, with files of its own in a folder."""
+def vllm_seconds(environment: Path, folder: Path) -> tuple[float, str]:
+    """Of vLLM, with files of its own in a folder; and its version."""
     assets = ROOT / "peagle_jax" / "assets"
     prompt = text.load_tokenizer(assets / "target").encode(PROMPT)
     job = {"target": str(assets / "target"), "drafter": str(assets / "peagle"), "k": K}
@@ -68,7 +68,7 @@ def vllm_seconds(environment: Path, folder: Path) -> float:
     answer = json.loads((folder / "out.jsonl").read_text())
     if "outputs" not in answer:
         raise SystemExit(f"vLLM: {answer['error']}")
-    return taken
+    return taken, answer["version"]
 
 
 def commit(code: Path) -> str:
@@ -84,6 +84,9 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, metavar="ENV")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
+    commits = {code: commit(code) for code in args.code}
+    if len(set(commits.values())) < len(commits):
+        parser.error(f"--code names one commit twice: {', '.join(commits.values())}")
     total = args.rounds * (len(RUNS) * len(args.code) + bool(args.vllm))
     measured: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
     with ProgressReport("start-up", total, unit="processes") as report:
@@ -92,12 +95,12 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as cache:
                     for run in RUNS:
                         taken = our_seconds(code.resolve(), Path(cache))
-                        measured[commit(code), run].append(taken)
+                        measured[commits[code], run].append(taken)
                         report.update(report.completed + 1, note=run)
             if args.vllm:
                 with tempfile.TemporaryDirectory() as folder:
-                    taken = vllm_seconds(args.vllm.absolute(), Path(folder))
-                measured[VLLM, "a process"].append(taken)
+                    taken, version = vllm_seconds(args.vllm.absolute(), Path(folder))
+                measured[f"{VLLM} {version}", "a process"].append(taken)
                 report.update(report.completed + 1, note=VLLM)
     rows = [
         {

@@ -46,7 +46,8 @@ def test_another_process_compiles_nothing_anew(command, folders, tmp_path):
         }
         words = command.format(folders=folders, tmp=tmp_path).split()
         words = [sys.executable, "-c", PROGRAM, *words]
-        subprocess.run(words, env=os.environ | environment, check=True, capture_output=True)
+        done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         (tmp_path / "out.jsonl").unlink(missing_ok=True)
         if (tmp_path / "run").exists():
             (tmp_path / "run").rename(tmp_path / f"run{seed}")
