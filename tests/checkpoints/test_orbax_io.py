@@ -30,3 +30,4 @@ def test_files_that_appear_after_the_failure_are_removed(error, monkeypatch, tmp
     with pytest.raises(InputError, match="must be written to the end; got No space"):
         orbax_io.save_tree(tmp_path / "0" / "default", {"x": 1.0})
     assert list((tmp_path / "0").iterdir()) == [others]
+    assert next(pauses, None) is None  # it has looked until files had stopped to appear
