@@ -1,10 +1,14 @@
-"""How much memory is free on a device, for checks before something is read or allocated."""
+"""How much memory is free on a device, for checks before something is read or allocated; and how
+many memory mappings the process has, which Linux limits, too.
+"""
 
 from pathlib import Path
 
 import jax
 
 MEMINFO = Path("/proc/meminfo")
+MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+DEFAULT_MOST_MAPPINGS = 65_530  # Linux's
 CGROUP_V2 = Path("/sys/fs/cgroup")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 # a container's limit, its use, and its statistics, by version of cgroups
@@ -38,6 +42,17 @@ def free_bytes() -> int | None:
             reclaimable = _cached_file_bytes(statistics_file)
             free.append(int(limit[0]) - int(usage[0]) + reclaimable)
     return min(free, default=None)
+
+
+def num_mappings() -> int:
+    """Memory mappings of this process; 0 where the system does not say."""
+    return len(_lines(MAPS))
+
+
+def most_mappings() -> int:
+    """Mappings that a process may have; Linux's default where the system does not say."""
+    most = _lines(MOST_MAPS)
+    return int(most[0]) if most and most[0].isdigit() else DEFAULT_MOST_MAPPINGS
 
 
 def _cached_file_bytes(statistics_file: Path) -> int:

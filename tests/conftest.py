@@ -30,6 +30,7 @@ import pytest  # noqa: E402
 from tiers import is_long, is_slow  # noqa: E402
 
 from peagle_jax.decode.first_call import let_go  # noqa: E402
+from peagle_jax.free_memory import num_mappings  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -53,6 +54,5 @@ def few_mappings():
     within XLA.
     """
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_bytes().splitlines()) > 15_000:
+    if num_mappings() > 15_000:
         let_go()

@@ -295,8 +295,9 @@ class Batch:
             return
         running = self.running
         rows = list(range(num_rows)) if num_rows == len(self.rows) else running
-        are_same = rows == list(range(len(self.rows)))
-        with first_call("resize", self.spec, *state_shape(self.state), num_rows, slots, are_same):
+        keeps_rows = rows == list(range(len(self.rows)))
+        sizes = *state_shape(self.state), num_rows, slots
+        with first_call("resize", self.spec, *sizes, keeps_rows):
             self._state = growth.resize(self.state, slots, rows, num_rows)
         kept = [self.rows[i] for i in rows]
         self.rows = [*kept, *[None] * (num_rows - len(kept))]

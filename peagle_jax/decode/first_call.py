@@ -13,15 +13,14 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterator
-from pathlib import Path
 
 import jax
+
+from peagle_jax.free_memory import most_mappings, num_mappings
 
 # The part of the mappings that Linux allows which may be in use before a program is compiled. The
 # rest is for that program, which has some hundreds, and for what others compile meanwhile.
 USED_PART = 0.7
-MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
-DEFAULT_MOST = 65_530
 
 _called: set[Hashable] = set()
 _compiling = threading.RLock()
@@ -75,23 +74,6 @@ def let_go() -> None:
 def _make_room() -> None:
     """Lets go of programs if few mappings are left."""
     global _mappings_of_others
-    num_mappings, most = _num_mappings(), _most_mappings()
-    if num_mappings > _mappings_of_others + USED_PART * (most - _mappings_of_others):
+    if num_mappings() > _mappings_of_others + USED_PART * (most_mappings() - _mappings_of_others):
         let_go()
-        _mappings_of_others = _num_mappings()  # where these are many, room is not made at each call
-
-
-def _num_mappings() -> int:
-    """Memory mappings of this process; 0 where the system does not say."""
-    try:
-        return MAPS.read_bytes().count(b"\n")
-    except OSError:
-        return 0
-
-
-def _most_mappings() -> int:
-    """Mappings that a process may have; Linux's default where the system does not say."""
-    try:
-        return int(MOST_MAPS.read_text())
-    except (OSError, ValueError):
-        return DEFAULT_MOST
+        _mappings_of_others = num_mappings()  # where these are many, room is not made at each call

@@ -8,7 +8,7 @@ float32. A client asks, waits for the answer, and asks again, for excerpts of he
 that it continues greedily or at drawn temperatures, with filters, penalties, stop strings, streams
 and log-probabilities; of three that stream it leaves one after its first tokens. Every answer is
 checked against its request. Once a minute the process is looked at: tokens written, its own memory,
-mapped regions, open files, threads, arrays and compiled programs. At the end one greedy answer in
+memory mappings, open files, threads, arrays and compiled programs. At the end one greedy answer in
 twenty is compared with plain decoding.
 
 Ctrl-C ends the load and reports what there is. Exit code 1 if an answer is not its request's, or is
@@ -42,6 +42,7 @@ from peagle_jax import (
     text,
 )
 from peagle_jax.decode.generate import MAX_ADAPTIVE_K, make_drafter
+from peagle_jax.free_memory import num_mappings
 from peagle_jax.pipelines.demo import ASSETS, HELD_OUT
 from peagle_jax.pipelines.evaluate import held_out_prompts
 from peagle_jax.progress import ProgressReport
@@ -55,7 +56,7 @@ STOP_STRINGS = ("\n\n", "return", "):")
 WATCHED = {
     "tokens_per_second": "tokens/s",
     "own_memory_mb": "own memory, MB",
-    "mapped_regions": "mapped regions",
+    "memory_mappings": "memory mappings",
     "open_files": "open files",
     "threads": "threads",
     "arrays": "arrays",
@@ -178,7 +179,7 @@ def look() -> dict[str, float]:
     status = dict(line.split(":", 1) for line in lines)
     return {
         "own_memory_mb": round(int(status["RssAnon"].split()[0]) / 1000, 1),
-        "mapped_regions": len(Path("/proc/self/maps").read_text().splitlines()),
+        "memory_mappings": num_mappings(),
         "open_files": len(os.listdir("/proc/self/fd")),
         "threads": int(status["Threads"]),
         "arrays": len(jax.live_arrays()),

@@ -1,5 +1,6 @@
 """One thread compiles at a time, and there is room for what it compiles."""
 
+import itertools
 import threading
 import time
 
@@ -7,7 +8,8 @@ import jax
 import pytest
 import tiny
 
-from peagle_jax.decode import first_call
+from peagle_jax import free_memory
+from peagle_jax.decode import first_call, growth
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
@@ -53,8 +55,8 @@ class Mappings:
 
     def __init__(self, monkeypatch):
         self.number, self.num_cleared, self.left = 0, 0, 10
-        monkeypatch.setattr(first_call, "_num_mappings", lambda: self.number)
-        monkeypatch.setattr(first_call, "_most_mappings", lambda: 1000)
+        monkeypatch.setattr(first_call, "num_mappings", lambda: self.number)
+        monkeypatch.setattr(first_call, "most_mappings", lambda: 1000)
         monkeypatch.setattr(jax, "clear_caches", self.clear)
 
     def clear(self):
@@ -107,12 +109,12 @@ def test_what_fails_is_not_known():
 
 
 def test_linux_says_what_is_mapped(monkeypatch, tmp_path):
-    before = first_call._num_mappings()
-    assert before > 100 and first_call._most_mappings() > before
+    before = free_memory.num_mappings()
+    assert before > 100 and free_memory.most_mappings() > before
     # another system says nothing
-    monkeypatch.setattr(first_call, "MAPS", tmp_path / "maps")
-    monkeypatch.setattr(first_call, "MOST_MAPS", tmp_path / "max_map_count")
-    assert (first_call._num_mappings(), first_call._most_mappings()) == (0, 65_530)
+    monkeypatch.setattr(free_memory, "MAPS", tmp_path / "maps")
+    monkeypatch.setattr(free_memory, "MOST_MAPS", tmp_path / "max_map_count")
+    assert (free_memory.num_mappings(), free_memory.most_mappings()) == (0, 65_530)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -128,16 +130,16 @@ def test_answers_stay_when_programs_are_let_go_of(num_threads, monkeypatch):
 
     def answers():
         drafter = make_drafter(head, 3, "peagle")
-        options = {"max_batch": 3, "num_threads": num_threads, "adaptive_k": False}
+        options = {"max_batch": 3, "num_threads": num_threads}
         engine = make_engine(target, drafter, head.params, **options)
         return {i: answer.output_token_ids for i, answer in engine.run(requests)}
 
     wanted, num_freed, clear = answers(), [], jax.clear_caches
 
     def counting():
-        before = first_call._num_mappings()
+        before = free_memory.num_mappings()
         clear()
-        num_freed.append(before - first_call._num_mappings())
+        num_freed.append(before - free_memory.num_mappings())
 
     monkeypatch.setattr(jax, "clear_caches", counting)
     monkeypatch.setattr(first_call, "USED_PART", 0.0)
@@ -161,3 +163,38 @@ def test_steps_that_compile_are_not_timed(monkeypatch, tmp_path):
         first_call._called.clear()
         list(engine.run([Request(prompt=[4] * 9, max_new_tokens=150, stop_ids=())]))
     assert len(timed) > 2 and not any(timed)
+
+
+def test_every_program_of_an_engine_has_a_name(monkeypatch, tmp_path):
+    """Of its own: one with more places for stop ids is another."""
+    monkeypatch.setattr(growth, "FIRST_SLOTS", 64)
+    target, head = tiny.pair("peagle", context=640)
+    options = {"adaptive_k": True, "step_times": tmp_path, "num_threads": 1, "max_batch": 2}
+    drafter = make_drafter(head, 2, "peagle")
+    engine = make_engine(target, drafter, head.params, max_steps=4, **options)
+    ks = itertools.cycle([2] * 3 + [0] * 3)
+
+    def another_is_best(candidates, *_):
+        best = next(ks)
+        return {k: 0.01 if k == best else 1.0 for k in candidates}
+
+    monkeypatch.setattr(engine._step_times, "get", another_is_best)
+
+    ((_, answer),) = engine.run([Request(prompt=[4] * 9, max_new_tokens=90, stop_ids=())])
+    never_said = sorted(set(range(41)) - set(answer.output_token_ids))
+    first_call._called.clear()
+
+    def new_names(num_stop_ids):
+        before = set(first_call._called)
+        # the second enters while the first is decoded, and the caches grow
+        for new in (90, 20, 30):
+            stop_ids = never_said[:num_stop_ids]
+            engine.add(Request(prompt=[4] * 9, max_new_tokens=new, stop_ids=stop_ids))
+        while engine.has_work:
+            engine.step()
+        return [name for name in first_call._called if name not in before]
+
+    kinds = {name[0] for name in new_names(1) if isinstance(name[0], str)}
+    assert kinds == {"put_row", "resize", "change_k"}
+    kinds = {"prefill" if "prefill" in name[1] else "decode" for name in new_names(5)}
+    assert kinds == {"prefill", "decode"}
