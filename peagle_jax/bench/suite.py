@@ -28,6 +28,8 @@ METHODS = ("eagle", "eagle3", "peagle")
 MAX_SAMPLE_K = 7
 # A text that repeats more of its 4-grams than this is shown only if there is no other.
 MAX_SAMPLE_REPEATED = 0.2
+# Untimed passes of a decoder that chooses K, which may compile something in each.
+MAX_WARM_UPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Case:
       batch_size: prompts decoded together, while there are as many.
       temperature: 0 is greedy.
       ignore_eos: decode on through end-of-sequence tokens.
+      adaptive_k: the engine chooses K while it decodes, from 0 to `k`.
+      num_tree_nodes: drafts of a tree that is verified in the place of a chain of K; or None.
     """
 
     method: str
@@ -47,6 +51,13 @@ class Case:
     batch_size: int
     temperature: float
     ignore_eos: bool = False
+    adaptive_k: bool = False
+    num_tree_nodes: int | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every step drafts a chain of K tokens."""
+        return not self.adaptive_k and self.num_tree_nodes is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +141,8 @@ class Decoding:
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
         self.num_threads, self.num_steps = 1, 0
+        self.steps_by_k: dict[int, int] = {}
+        self._programs: set[tuple] = set()
 
     def engine(self) -> BaseEngine:
         """A new one, with nothing to do yet."""
@@ -139,6 +152,8 @@ class Decoding:
             self.head.params if self.head else None,
             max_batch=self.case.batch_size,
             prefill_chunk=None,
+            adaptive_k=self.case.adaptive_k,
+            num_tree_nodes=self.case.num_tree_nodes,
         )
 
     @property
@@ -146,8 +161,12 @@ class Decoding:
         """Rows of a program. Engines side by side share those of the batch."""
         return -(-self.case.batch_size // self.num_threads)
 
-    def run(self, *, timed: bool) -> None:
-        """One round. The answers of an earlier round are replaced; they are the same."""
+    def run(self, *, timed: bool) -> int:
+        """One round. The answers of an earlier round are replaced; greedy ones are the same.
+
+        Returns:
+          Programs that no round before had.
+        """
         engine = self.engine()
         start = time.perf_counter()
         answers = dict(engine.run(self.requests))
@@ -155,9 +174,13 @@ class Decoding:
         self.answers = [answers[i] for i in range(len(self.requests))]
         self.num_threads = engine.stats.num_threads
         self.num_steps = engine.stats.num_steps
+        self.steps_by_k = dict(sorted(engine.stats.steps_by_k.items()))
         if timed:
             self.seconds.append(seconds)
             self.prompt_seconds.append(engine.stats.prefill_seconds)
+        known = len(self._programs)
+        self._programs |= engine.stats.programs
+        return len(self._programs) - known
 
     def record(self) -> dict:
         """The result row, without provenance and comparisons.
@@ -179,6 +202,7 @@ class Decoding:
             "max_new_tokens": self.max_new_tokens,
             "num_tokens": num_tokens,
             "num_steps": self.num_steps,
+            "steps_by_k": self.steps_by_k if self.case.adaptive_k else None,
             "num_threads": self.num_threads,
             "seconds": self.seconds,
             "tokens_per_second": num_tokens / seconds,
@@ -240,9 +264,9 @@ def choose_sample(decodings: Sequence[Decoding]) -> Sample | None:
     a fifth of their 4-grams, answers at a higher temperature are considered, too.
 
     Returns:
-      None where no P-EAGLE head was measured.
+      None where no chain of a P-EAGLE head was measured.
     """
-    ours = [d for d in decodings if d.case.method == "peagle"]
+    ours = [d for d in decodings if d.case.method == "peagle" and d.case.is_chain]
     samples = []
     for temperature in sorted({d.case.temperature for d in ours}):
         here = [d for d in ours if d.case.temperature == temperature]
@@ -269,6 +293,8 @@ def run_suite(
     repeats: int,
     on_record: Callable[[dict], object],
     ignore_eos: bool = False,
+    adaptive_k: bool = False,
+    num_tree_nodes: Sequence[int] = (),
     sampled_k: int | None = None,
     label: dict | None = None,
     categories: Sequence[str] = (),
@@ -286,6 +312,8 @@ def run_suite(
       repeats: rounds. Speedups are medians of the rounds' own ratios.
       on_record: is given each result row as soon as it is there.
       ignore_eos: decode on through end-of-sequence tokens, so that all answers have that length.
+      adaptive_k: measure every head with a K that is chosen while it decodes, too.
+      num_tree_nodes: measure the P-EAGLE head with trees of so many drafts at every K, too.
       sampled_k: K of a further group of cases at temperature 1 and the largest batch size; None
         for no such group.
       label: more keys for every result row.
@@ -297,7 +325,14 @@ def run_suite(
     context = max(map(len, prompts)) + max_new_tokens // 2
     records: list[dict] = []
     decodings: list[Decoding] = []
-    for cases in _case_groups([m for m in METHODS if m in heads], ks, batch_sizes, sampled_k):
+    drafting = [m for m in METHODS if m in heads]
+    others = []
+    if adaptive_k:
+        most = {m: make_drafter(heads[m], "auto", m).k for m in drafting}
+        others += [Case(m, k, 0, 0.0, adaptive_k=True) for m, k in most.items()]
+    if "peagle" in heads:
+        others += [Case("peagle", k, 0, 0.0, num_tree_nodes=n) for k in ks for n in num_tree_nodes]
+    for cases in _case_groups(drafting, ks, batch_sizes, sampled_k, others):
         cases = [dataclasses.replace(case, ignore_eos=ignore_eos) for case in cases]
         group = [
             Decoding(c, target, heads.get(c.method), prompts, max_new_tokens, categories, synthetic)
@@ -315,11 +350,19 @@ def run_suite(
 
 
 def _case_groups(
-    methods: Sequence[str], ks: Sequence[int], batch_sizes: Sequence[int], sampled_k: int | None
+    methods: Sequence[str],
+    ks: Sequence[int],
+    batch_sizes: Sequence[int],
+    sampled_k: int | None,
+    others: Sequence[Case],
 ) -> Iterator[list[Case]]:
-    """Cases that are timed in the same rounds. The first of each group is plain decoding."""
+    """Cases that are timed in the same rounds. The first of each group is plain decoding.
+
+    `others` are greedy cases that every batch size has, too.
+    """
     for batch_size in batch_sizes:
         cases = [Case(method, k, batch_size, 0.0) for method in methods for k in ks]
+        cases += [dataclasses.replace(case, batch_size=batch_size) for case in others]
         yield [Case("none", 0, batch_size, 0.0), *cases]
     if sampled_k is not None:
         batch_size = max(batch_sizes)
@@ -328,12 +371,17 @@ def _case_groups(
 
 
 def _run_rounds(group: Sequence[Decoding], repeats: int, progress: Callable[[str], object]) -> None:
-    """Compiles every decoder of a group, then times all of them in each round."""
+    """Compiles every decoder of a group, then times all of them in each round.
+
+    One that chooses K runs until a pass compiles nothing, at most MAX_WARM_UPS times.
+    """
     batch_size, temperature = group[0].case.batch_size, group[0].case.temperature
     for decoding in group:
         case = decoding.case
         progress(f"compiling {case.method}, K = {case.k}, batch size {batch_size}")
-        decoding.run(timed=False)
+        for _ in range(MAX_WARM_UPS if case.adaptive_k else 1):
+            if not decoding.run(timed=False):
+                break
     for number in range(1, repeats + 1):
         where = f"batch size {batch_size}, temperature {temperature:g}"
         progress(f"{where}: round {number} of {repeats}")
@@ -353,9 +401,10 @@ def _group_records(
     for decoding in group:
         record = decoding.record()
         record["speedup"] = _speedup(decoding, plain)
-        # the acceptance length from which such a step would pay
-        record["break_even"] = (record["acceptance_length"] or 1.0) / record["speedup"]
-        if is_greedy:
+        if not decoding.case.adaptive_k:
+            # the acceptance length from which such a step would pay
+            record["break_even"] = (record["acceptance_length"] or 1.0) / record["speedup"]
+        if is_greedy and decoding.case.is_chain:
             k, rows = decoding.case.k, decoding.rows_at_once
             if (k, rows) not in verify_seconds:
                 verify_seconds[k, rows] = verifying_seconds(
@@ -379,11 +428,7 @@ def _speedup(decoding: Decoding, plain: Decoding) -> float:
 
 
 def _draft_seconds(decoding: Decoding, context: int, repeats: int) -> float:
-    """Seconds to draft K tokens once; 0 in plain decoding.
-
-    Drafting and verification are each timed alone, in a loop that finds weights in the processor's
-    cache. A whole step takes more than the two together.
-    """
+    """Seconds to draft K tokens once, timed alone; 0 in plain decoding."""
     if decoding.head is None:
         return 0.0
     drafter = make_drafter(decoding.head, decoding.case.k, decoding.case.method)

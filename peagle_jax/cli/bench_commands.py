@@ -49,6 +49,7 @@ def _check_who_is_measured(arguments: argparse.Namespace) -> None:
     ours = {
         "--drafter": bool(arguments.drafter),
         "-k": arguments.k != BENCH_KS,
+        "--num-tree-nodes": arguments.num_tree_nodes is not None,
         "--dtype": arguments.dtype != "float32",
         "--kv-cache-dtype": arguments.kv_cache_dtype != "auto",
         SYNTHETIC: bool(arguments.synthetic_acceptance),
@@ -63,6 +64,7 @@ def _check_who_is_measured(arguments: argparse.Namespace) -> None:
 def _bench_engine(arguments: argparse.Namespace) -> int:
     """Measures decoders of this process; 1 if a float32 text differs from plain decoding's."""
     from peagle_jax.bench.suite import run_suite
+    from peagle_jax.decode.generate import make_drafter
     from peagle_jax.decode.requests import check_prompts
     from peagle_jax.progress import ProgressReport
     from peagle_jax.report import plots, records
@@ -70,21 +72,27 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     from peagle_jax.report.page import write_report
     from peagle_jax.report.statements import headline
 
-    ks = parse_numbers("--num-speculative-tokens", arguments.k)
+    ks, is_adaptive = _parse_ks(arguments.k)
+    trees = _parse_trees(arguments.num_tree_nodes, ks)
     batch_sizes = parse_numbers("--batch-size", arguments.batch_size)
     # mistakes in options come before minutes of loading
     request_rates = parse_rates("--request-rate", arguments.request_rate)
     synthetic = _synthetic_rates(arguments)
     questions = _questions(arguments)
     target, heads = _load_heads(arguments)
+    if trees and "peagle" not in heads:
+        rule, next_step = "trees are drafted by P-EAGLE heads", "give one with --drafter"
+        raise InputError("--num-tree-nodes", rule, ", ".join(heads), next_step)
+    adaptive_ks = [make_drafter(head, "auto").k for head in heads.values() if is_adaptive]
+    most = max([*ks, *adaptive_ks])
     if synthetic:
-        _check_synthetic_rates(synthetic, ks, heads)
+        _check_synthetic_rates(synthetic, most, heads)
     named_prompts, categories, of_sets = _bench_prompts(
         arguments, questions, target, max(batch_sizes)
     )
     names = [name for name, _ in named_prompts]
     prompts = [prompt for _, prompt in named_prompts]
-    check_prompts(prompts, target.config, arguments.max_new_tokens, max(ks), None, names)
+    check_prompts(prompts, target.config, arguments.max_new_tokens, most, None, names)
     rows = records.Records(arguments.out)
     label = {
         "name": "bench",
@@ -95,7 +103,8 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
         "seed": 0,
         **of_sets,
     }
-    decoders = len(batch_sizes) * (1 + len(heads) * len(ks))
+    ways = len(heads) * (len(ks) + is_adaptive) + len(ks) * len(trees)
+    decoders = len(batch_sizes) * (1 + ways)
     with ProgressReport("bench", decoders, unit="decoders") as progress:
 
         def report_stage(stage: str) -> None:
@@ -116,6 +125,8 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
             repeats=arguments.repeats,
             # texts mean nothing then, and so do their ends
             ignore_eos=arguments.ignore_eos or bool(synthetic),
+            adaptive_k=is_adaptive,
+            num_tree_nodes=trees,
             label=label,
             categories=categories,
             synthetic=synthetic,
@@ -134,6 +145,25 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     # with fewer bits a batch of K + 1 tokens may round differently, and near ties then differ
     is_exact_dtype = arguments.dtype == "float32"
     return 1 if is_exact_dtype and not suite.lossless else 0
+
+
+def _parse_ks(text: str) -> tuple[list[int], bool]:
+    """(the numbers of -k, whether auto is among them)."""
+    parts = text.split(",")
+    numbers = ",".join(part for part in parts if part != "auto")
+    if "auto" in parts and not numbers:
+        return [], True
+    return parse_numbers("--num-speculative-tokens", numbers), "auto" in parts
+
+
+def _parse_trees(text: str | None, ks: Sequence[int]) -> list[int]:
+    """The numbers of --num-tree-nodes."""
+    if text is None:
+        return []
+    if not ks:
+        rule = "a tree is of drafts of K positions, and auto is no number of them"
+        raise InputError("--num-tree-nodes", rule, "-k auto", "give -k 7,auto")
+    return parse_numbers("--num-tree-nodes", text)
 
 
 def _load_heads(arguments: argparse.Namespace) -> tuple[Model, dict[str, Model]]:
@@ -159,7 +189,7 @@ def _serve(out: Path, decodings: Sequence["Decoding"], rate: float, label: dict)
     """Measures the latency of greedy decoders; prints blocks as vLLM, adds rows to load.jsonl."""
     from peagle_jax.bench.load import load_lines, serve_case
     from peagle_jax.provenance import provenance
-    from peagle_jax.report.records import NAMES, Records
+    from peagle_jax.report.records import NAMES, Records, k_label
 
     file, rows = Records(out, "load.jsonl"), []
     for decoding in decodings:
@@ -169,9 +199,10 @@ def _serve(out: Path, decodings: Sequence["Decoding"], rate: float, label: dict)
         result = serve_case(decoding, rate, label["seed"])
         drawn = list(decoding.synthetic) if decoding.synthetic else None
         about = {"method": case.method, "k": case.k, "synthetic_acceptance": drawn}
+        about |= {"adaptive_k": case.adaptive_k, "num_tree_nodes": case.num_tree_nodes}
         rows.append(provenance() | label | {"name": "bench/load"} | about | result)
         file.add(rows[-1])
-        title = f"{NAMES[case.method]}, K = {case.k}, concurrency {case.batch_size}"
+        title = f"{NAMES[case.method]}, K = {k_label(about)}, concurrency {case.batch_size}"
         title += ", SYNTHETIC acceptance" if drawn else ""
         for line in load_lines(result, f"{title}, rate {result['request_rate']}"):
             say(line)
@@ -188,13 +219,13 @@ def _synthetic_rates(arguments: argparse.Namespace) -> dict[str, tuple[float, ..
 
 
 def _check_synthetic_rates(
-    rates: Mapping[str, tuple[float, ...]], ks: Sequence[int], heads: Mapping[str, Model]
+    rates: Mapping[str, tuple[float, ...]], most: int, heads: Mapping[str, Model]
 ) -> None:
     """Raises InputError where heads and rates are not of the same methods, or rates are too few."""
     for method in heads:
         count = len(rates.get(method, ()))
-        if count < max(ks):
-            rule = f"{method} drafts up to {max(ks)} tokens, and each position needs a rate"
+        if count < most:
+            rule = f"{method} drafts up to {most} tokens, and each position needs a rate"
             raise InputError(SYNTHETIC, rule, count, f"give {SYNTHETIC} {method}=63,38,23 and -k 3")
     if strangers := sorted(rates.keys() - heads.keys()):
         rule, next_step = "rates belong to heads that are measured", "give their heads, too"

@@ -230,7 +230,17 @@ def add_bench(parser: Parser) -> None:
         type=int,
         help="of every set, the first N questions (default: all)",
     )
-    add_k(parser, default=BENCH_KS, help="numbers of tokens drafted in one step")
+    add_k(
+        parser,
+        default=BENCH_KS,
+        help="numbers of tokens drafted in one step, as 3,7; auto among them is a number that is "
+        "chosen while decoding",
+    )
+    parser.add_argument(
+        "--num-tree-nodes",
+        metavar="N",
+        help="P-EAGLE: measure trees of so many drafts at every K, too, as 8,32",
+    )
     parser.add_argument(
         "--batch-size",
         metavar="N",

@@ -1,4 +1,4 @@
-"""Attention of a short block of queries over a KV cache whose rows have different lengths."""
+"""Attention of a block of queries over a KV cache whose rows have different lengths."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from peagle_jax.kernels.choose import choose, non_16bit_reason
 from peagle_jax.kernels.launch import platform
 
 MASKED = -1e30  # a finite score: a row that sees nothing must give numbers, not NaN
+# On a CPU, more scores than these are computed in blocks of keys (LOG.md, 2026-11-27).
+MAX_SCORES = 2**21
 
 
 def reference(
@@ -149,16 +151,23 @@ def attend(
     operands: DTypeLike | None = None,
     **rule: Any,
 ) -> Float[Array, "B T N H"]:
-    """As `reference`, which has the keywords of `rule`, too.
+    """As `reference`, which has the keywords of `rule`, too; on a CPU in blocks where scores are
+    many (`attention_blocks`).
 
     Args:
       visible: as of `reference`, which alone can take it.
-      operands: as of `reference`; the other forms multiply keys and values as they are.
+      operands: as of `reference`; Triton multiplies keys and values as they are.
       form: a name of FORMS, or "auto".
 
     Raises:
       InputError: the form does not exist or cannot run here.
     """
+    num_scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[2]
+    is_long = q.shape[1] > 1 and num_scores > MAX_SCORES
+    if form == "auto" and visible is None and is_long and platform() == "cpu":
+        from peagle_jax.kernels.attention_blocks import attend_in_blocks
+
+        return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)
     reason = non_16bit_reason(*arrays)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from peagle_jax.report.records import NAMES
+from peagle_jax.report.records import NAMES, k_label
 
 # title, key of a row, how it is written
 COLUMNS = (
@@ -30,10 +30,10 @@ def load_table(rows: Sequence[dict]) -> Table:
             format(row[key], form) if row.get(key) is not None else "" for _, key, form in COLUMNS
         ]
         place = [
-            "" if row[key] is None else str(row[key])
-            for key in ("k", "max_concurrency", "request_rate")
+            "" if row[key] is None else str(row[key]) for key in ("max_concurrency", "request_rate")
         ]
-        table.add_row(_name_of(row), *place, sent, *cells)
+        k = "" if row["k"] is None else k_label(row)
+        table.add_row(_name_of(row), k, *place, sent, *cells)
     return table
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from peagle_jax.report import statements
-from peagle_jax.report.records import NAMES, batch_sizes, greedy, methods
+from peagle_jax.report.records import NAMES, batch_sizes, chains, greedy, methods
 
 INK = "#1d2430"
 # Lines and bars have a contrast of at least 3 : 1 with the page, texts of at least 4.5 : 1.
@@ -56,7 +56,8 @@ def draw(
     """Writes every plot that the data allow, as PNG files in `out`.
 
     Args:
-      records: result rows of `bench.suite.run_suite`.
+      records: result rows of `bench.suite.run_suite`. Of an adaptive K and of trees nothing is
+        drawn: they are no points of a curve against K.
       curves: by method, the metrics that its head's training wrote.
       fresh: the metrics of the head that the demo trains itself.
       fresh_is_measured: whether that head is one of those in `records`.
@@ -64,6 +65,7 @@ def draw(
     Returns:
       (file name, caption) of each plot, in reading order.
     """
+    records = chains(records) if methods(chains(records)) else []
     greedy_rows = greedy(records)
     plots = []
     with plt.rc_context(STYLE):

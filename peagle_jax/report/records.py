@@ -15,7 +15,7 @@ NAMES = {"none": "plain decoding", "eagle": "EAGLE-1", "eagle3": "EAGLE-3", "pea
 # title and meaning of each column
 COLUMNS = (
     ("method", ""),
-    ("K", "tokens drafted per step"),
+    ("K", "tokens drafted per step; auto: chosen while decoding"),
     ("batch", "prompts decoded together"),
     ("tokens/s", "of whole calls with their prompts; median of the rounds"),
     ("speedup", "over plain decoding in the same round; median of the rounds"),
@@ -89,6 +89,24 @@ def greedy(records: Sequence[dict]) -> list[dict]:
     return [r for r in records if r["temperature"] == 0]
 
 
+def is_chain(row: dict) -> bool:
+    """Whether every step drafts a chain of the same K tokens, or nothing (plain decoding)."""
+    return not row.get("adaptive_k") and not row.get("num_tree_nodes")
+
+
+def chains(records: Sequence[dict]) -> list[dict]:
+    """The rows of chains and of plain decoding."""
+    return list(filter(is_chain, records))
+
+
+def k_label(row: dict) -> str:
+    """What stands for K in a table: a number, auto, or a number and the nodes of a tree."""
+    if row.get("adaptive_k"):
+        return "auto"
+    nodes = row.get("num_tree_nodes")
+    return f"{row['k']}, tree {nodes}" if nodes else str(row["k"])
+
+
 def batch_sizes(records: Sequence[dict]) -> list[int]:
     """The batch sizes that occur, in order."""
     return sorted({r["batch_size"] for r in records})
@@ -110,7 +128,7 @@ def plain_row(records: Sequence[dict], row: dict) -> dict | None:
 
 def one_line(record: dict) -> str:
     """A row in one line, for the terminal."""
-    name, k, batch_size = NAMES[record["method"]], record["k"], record["batch_size"]
+    name, k, batch_size = NAMES[record["method"]], k_label(record), record["batch_size"]
     line = f"{name:>14}  K={k:<2} batch {batch_size:<2}"
     line += f" {record['tokens_per_second']:8.1f} tokens/s  {record['speedup']:.2f}x"
     if record["acceptance_length"]:
@@ -127,7 +145,7 @@ def cells(record: dict) -> list[str]:
     is_speculative = record["k"] > 0
     return [
         NAMES[record["method"]],
-        str(record["k"]) if is_speculative else "",
+        k_label(record) if is_speculative else "",
         str(record["batch_size"]),
         f"{record['tokens_per_second']:.0f}",
         f"{record['speedup']:.2f}",

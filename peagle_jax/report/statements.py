@@ -9,7 +9,9 @@ from peagle_jax.report.records import (
     NAMES,
     batch_sizes,
     best,
+    chains,
     greedy,
+    is_chain,
     methods,
     plain_row,
 )
@@ -27,7 +29,12 @@ REPETITIVE = 0.2
 
 def headline(records: Sequence[dict]) -> list[str]:
     """The report's first lines: speed at each batch size, the two heads compared, losslessness."""
-    lines = [_speed_line(records, batch_size) for batch_size in batch_sizes(greedy(records))]
+    fixed, lines = chains(records), []
+    for batch_size in batch_sizes(greedy(records)):
+        others = _other_lines(records, batch_size)
+        if methods(fixed) or not others:
+            lines.append(_speed_line(fixed, batch_size))
+        lines += others
     if drawn := {r["method"]: r for r in records if r.get("synthetic_acceptance")}:
         rates = "; ".join(
             f"{NAMES[m]}: {', '.join(f'{100 * x:.3g}' for x in r['synthetic_acceptance'])} %"
@@ -35,7 +42,7 @@ def headline(records: Sequence[dict]) -> list[str]:
         )
         warning = "Acceptance is SYNTHETIC: drafts were accepted at given rates by position"
         lines.insert(0, f"{warning} ({rates}), whatever they were. Texts mean nothing.")
-    if ratios := _peagle_over_eagle3(records):
+    if ratios := _peagle_over_eagle3(fixed):
         pairs = ", ".join(f"K = {k}: {ratio:.2f}" for k, ratio in ratios)
         lines.append(f"P-EAGLE over EAGLE-3 at the same K, batch size 1: {pairs}.")
     if checked := [r for r in records if "lossless" in r]:
@@ -56,6 +63,23 @@ def _speed_line(records: Sequence[dict], batch_size: int) -> str:
     line = f"Batch size {batch_size}: {'; '.join(speeds)}."
     reasons = [slowdown_reason(records, r) for r in rows.values() if r["speedup"] < 1]
     return " ".join([line, *reasons])
+
+
+def _other_lines(records: Sequence[dict], batch_size: int) -> list[str]:
+    """A line for each way of drafting that is no chain, beside the best chain of its head."""
+    rows, lines = [r for r in greedy(records) if r["batch_size"] == batch_size], []
+    for row in rows:
+        if is_chain(row):
+            continue
+        how = "with K chosen while decoding"
+        if row.get("num_tree_nodes"):
+            how = f"with trees of {row['num_tree_nodes']} drafts (K = {row['k']})"
+        line = f"Batch size {batch_size}: {NAMES[row['method']]} {how} runs at "
+        line += f"{row['speedup']:.2f} times plain decoding"
+        if chain := best(chains(rows), row["method"], batch_size):
+            line += f", {row['speedup'] / chain['speedup']:.2f} of its best K"
+        lines.append(line + ".")
+    return lines
 
 
 def _peagle_over_eagle3(records: Sequence[dict]) -> list[tuple[int, float]]:
@@ -125,7 +149,7 @@ def _tokens_per_step(row: dict) -> float | None:
 def slowdown_reasons(records: Sequence[dict]) -> list[str]:
     """One sentence for every speculative row that is slower than plain decoding."""
     reasons = []
-    for row in records:
+    for row in chains(records):
         if row["k"] and row["speedup"] < 1 and (reason := slowdown_reason(records, row)):
             where = f"Batch size {row['batch_size']}"
             if row["temperature"]:

@@ -145,18 +145,20 @@ class Decoder:
         chooser.observe = watched
 
     def calibration_error(self) -> float | None:
-        """Mean distance of estimated chances and shares over ten bins; None without drafts."""
+        """The expected calibration error; None without drafts."""
         if not self.judged:
             return None
-        chances, shares, steps = map(np.array, zip(*self.judged, strict=True))
-        which = np.minimum((chances * BINS).astype(int), BINS - 1)
-        error = 0.0
-        for i in range(BINS):
-            here = which == i
-            if here.any():
-                weights = steps[here] / steps.sum()
-                error += abs(float((weights * (chances[here] - shares[here])).sum()))
-        return error
+        return calibration_error(*map(np.array, zip(*self.judged, strict=True)))
+
+
+def calibration_error(chances: np.ndarray, shares: np.ndarray, steps: np.ndarray) -> float:
+    """Mean distance of estimated chances and shares of `steps` over ten bins of chance."""
+    which, error = np.minimum((chances * BINS).astype(int), BINS - 1), 0.0
+    for i in range(BINS):
+        here = which == i
+        weights = steps[here] / steps.sum()
+        error += abs(float((weights * (chances[here] - shares[here])).sum()))
+    return error
 
 
 def main() -> None:

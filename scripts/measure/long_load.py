@@ -1,15 +1,16 @@
 """Mixed requests for hours: whether speed and memory stay, and whether texts stay right.
 
-    .venv/bin/python scripts/measure/long_load.py [--minutes 120] [-k 5 | -k auto]
+    .venv/bin/python scripts/measure/long_load.py [--minutes 120] [-k 5 | -k auto] [--threads 2]
         [--record results/long_load.jsonl] [--picture docs/pictures/long_load.png]
 
-Twelve clients share one engine of eight slots with the packaged target and its P-EAGLE head, in
-float32. A client asks, waits for the answer, and asks again, for excerpts of held-out Python source
-that it continues greedily or at drawn temperatures, with filters, penalties, stop strings, streams
-and log-probabilities; of three that stream it leaves one after its first tokens. Every answer is
-checked against its request. Once a minute the process is looked at: tokens written, its own memory,
-memory mappings, open files, threads, arrays and compiled programs. At the end one greedy answer in
-twenty is compared with plain decoding.
+Twelve clients share eight slots, of one engine or of several side by side, with the packaged target
+and its P-EAGLE head, in float32. A client asks, waits for the answer, and asks again, for excerpts
+of held-out Python source that it continues greedily or at drawn temperatures, with filters,
+penalties, stop strings, streams and log-probabilities; of three that stream it leaves one after its
+first tokens. One prompt in a hundred has a token for which the target's weights are NaN: it must
+fail, and no other may. Every answer is checked against its request. Once a minute the process is
+looked at: tokens written, its own memory, memory mappings, open files, threads, arrays and compiled
+programs. At the end one greedy answer in twenty is compared with plain decoding.
 
 Ctrl-C ends the load and reports what there is. Exit code 1 if an answer is not its request's, or is
 not what plain decoding writes, or if none was compared.
@@ -17,6 +18,7 @@ not what plain decoding writes, or if none was compared.
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import os
 import statistics
@@ -32,15 +34,16 @@ from rich.table import Table
 
 from peagle_jax import (
     AsyncEngine,
-    Engine,
     Generation,
     Model,
     Request,
     corpus,
     generate,
     load_pair,
+    make_engine,
     text,
 )
+from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.generate import MAX_ADAPTIVE_K, make_drafter
 from peagle_jax.free_memory import num_mappings
 from peagle_jax.pipelines.demo import ASSETS, HELD_OUT
@@ -50,7 +53,9 @@ from peagle_jax.provenance import append_rows
 
 SLOTS, CLIENTS = 8, 12
 EXCERPTS, LONGEST_PROMPT, MOST_NEW_TOKENS = 256, 400, 200
-LEAVE_EVERY, COMPARE_EVERY = 3, 20
+LEAVE_EVERY, COMPARE_EVERY, FAIL_EVERY = 3, 20, 100
+# A token that no excerpt has, and whose embedding is NaN here.
+BAD_TOKEN = "<|im_start|>"
 STOP_STRINGS = ("\n\n", "return", "):")
 # What is seen once a minute: key of a row -> heading of the table and title of the picture.
 WATCHED = {
@@ -64,11 +69,16 @@ WATCHED = {
 }
 
 
-def draw_request(rng: np.random.Generator, excerpts: list[list[int]], vocab: int) -> Request:
-    """A request of a kind that a server might see."""
+def draw_request(
+    rng: np.random.Generator, excerpts: list[list[int]], vocab: int, bad_token: int
+) -> Request:
+    """A request of a kind that a server might see, or one that must fail."""
     prompt = excerpts[rng.integers(len(excerpts))]
+    prompt = prompt[: rng.integers(1, len(prompt) + 1)]
+    if rng.integers(FAIL_EVERY) == 0:
+        prompt = [*prompt, bad_token, *prompt[:1]]
     options: dict = {
-        "prompt": prompt[: rng.integers(1, len(prompt) + 1)],
+        "prompt": prompt,
         "max_new_tokens": int(rng.integers(1, MOST_NEW_TOKENS + 1)),
         "seed": int(rng.integers(2**31)),
         "stream": bool(rng.random() < 0.3),
@@ -87,10 +97,15 @@ def draw_request(rng: np.random.Generator, excerpts: list[list[int]], vocab: int
     return Request(**options)
 
 
-def what_is_wrong(request: Request, answer: Generation, streamed: list[int]) -> str | None:
+def what_is_wrong(
+    request: Request, answer: Generation, streamed: list[int], bad_token: int
+) -> str | None:
     """Why an answer cannot be the request's; None if it can."""
     if answer.prompt_token_ids != list(request.prompt):
         return "another prompt"
+    if bad_token in request.prompt:
+        failed = answer.finish_reason == "error" and "NaN" in (answer.error or "")
+        return None if failed and not streamed else "a prompt that gives NaN was answered"
     if answer.error is not None or answer.finish_reason not in ("stop", "length"):
         return f"ended by {answer.finish_reason}: {answer.error}"
     if answer.num_tokens > request.max_new_tokens:
@@ -109,9 +124,17 @@ def what_is_wrong(request: Request, answer: Generation, streamed: list[int]) -> 
 class Load:
     """Clients, what they saw, and what the process looked like once a minute."""
 
-    def __init__(self, engine: Engine, excerpts: list[list[int]], seconds: float) -> None:
+    def __init__(
+        self,
+        engine: BaseEngine,
+        excerpts: list[list[int]],
+        vocab: int,
+        bad_token: int,
+        seconds: float,
+    ) -> None:
         self.engine, self.excerpts, self.seconds = engine, excerpts, seconds
-        self.num_requests = self.num_left = self.num_tokens = 0
+        self.vocab, self.bad_token = vocab, bad_token
+        self.num_requests = self.num_left = self.num_failed = self.num_tokens = 0
         self.kept: list[tuple[Request, list[int]]] = []
         self.wrong: list[str] = []
         self.minutes: list[dict[str, float]] = []
@@ -135,9 +158,8 @@ class Load:
                 await asyncio.gather(*clients, watcher, return_exceptions=True)
 
     async def _ask(self, server: AsyncEngine, rng: np.random.Generator, began: float) -> None:
-        vocab = self.engine.target.config.vocab
         while time.monotonic() < began + self.seconds:
-            request = draw_request(rng, self.excerpts, vocab)
+            request = draw_request(rng, self.excerpts, self.vocab, self.bad_token)
             leaves = rng.integers(LEAVE_EVERY) == 0
             streamed: list[int] = []
             answer = None
@@ -151,10 +173,11 @@ class Load:
             if answer is None:
                 self.num_left += 1
                 continue
-            if problem := what_is_wrong(request, answer, streamed):
+            if problem := what_is_wrong(request, answer, streamed, self.bad_token):
                 self.wrong.append(problem)
+            self.num_failed += answer.error is not None
             is_plain = not (request.temperature or request.is_penalized or request.stop)
-            if is_plain and rng.integers(COMPARE_EVERY) == 0:
+            if is_plain and answer.error is None and rng.integers(COMPARE_EVERY) == 0:
                 self.kept.append((request, answer.output_token_ids))
 
     async def _watch(self, began: float, report: ProgressReport) -> None:
@@ -170,6 +193,13 @@ class Load:
             self.minutes.append(seen)
             note = f"{self.num_requests:,} requests, {seen['own_memory_mb']:.0f} MB"
             report.update(min(int(now - began), int(self.seconds)), note=note)
+
+
+def with_nan(target: Model, token: int) -> Model:
+    """The target, for which one token's embedding is NaN."""
+    table = target.params["embed"]["table"].at[token].set(np.nan)
+    params = {**target.params, "embed": {**target.params["embed"], "table": table}}
+    return dataclasses.replace(target, params=params)
 
 
 def look() -> dict[str, float]:
@@ -230,26 +260,30 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=120)
     parser.add_argument("-k", default="5", help="tokens drafted per step, or auto")
+    parser.add_argument("--threads", type=int, default=1, help="engines that share the slots")
     parser.add_argument("--record", type=Path, help="append a row to this JSONL")
     parser.add_argument("--picture", type=Path, help="draw what was watched to this PNG")
     args = parser.parse_args()
     tokenizer = text.load_tokenizer(ASSETS / "target")
     assert tokenizer is not None
     target, head = load_pair(ASSETS / "target", ASSETS / "peagle")
-    is_auto = args.k == "auto"
+    is_auto, bad_token = args.k == "auto", tokenizer.convert_tokens_to_ids(BAD_TOKEN)
+    assert isinstance(bad_token, int)
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(
-            target,
+        engine = make_engine(
+            with_nan(target, bad_token),
             make_drafter(head, MAX_ADAPTIVE_K if is_auto else int(args.k)),
             head.params,
             adaptive_k=is_auto,
             step_times=Path(folder),
             max_batch=SLOTS,
+            num_threads=args.threads,
             tokenizer=tokenizer,
         )
         _, held_out = corpus.split(corpus.read_corpus(None), HELD_OUT)
         excerpts = held_out_prompts(tokenizer, held_out, EXCERPTS, LONGEST_PROMPT)
-        load = Load(engine, excerpts, 60 * args.minutes)
+        vocab = target.config.vocab
+        load = Load(engine, excerpts, vocab, bad_token, 60 * args.minutes)
         with ProgressReport("load", int(load.seconds), unit="seconds") as report:
             try:
                 asyncio.run(load.run(report))
@@ -261,10 +295,12 @@ def main() -> int:
         "name": "long_load",
         "k": args.k,
         "slots": SLOTS,
+        "threads": args.threads,
         "clients": CLIENTS,
         "minutes": load.minutes[-1]["minutes"] if load.minutes else 0,
         "requests": load.num_requests,
         "left_in_the_middle": load.num_left,
+        "failed_by_nan": load.num_failed,
         "tokens": load.num_tokens,
         "wrong": load.wrong[:20],
         "compared": len(load.kept),
@@ -280,9 +316,10 @@ def main() -> int:
         table.add_row(WATCHED[key], *(f"{value:,.0f}" for value in values))
     Console().print(table)
     print(
-        f"{load.num_requests:,} requests, {load.num_left:,} of them left in the middle; "
-        f"{load.num_tokens:,} tokens; {len(load.wrong)} answers wrong; "
-        f"{different} of {len(load.kept)} greedy ones differ from plain decoding's"
+        f"{load.num_requests:,} requests, {load.num_left:,} of them left in the middle and "
+        f"{load.num_failed:,} failed as they had to; {load.num_tokens:,} tokens; "
+        f"{len(load.wrong)} answers wrong; {different} of {len(load.kept)} greedy ones that were "
+        "compared differ from plain decoding's"
     )
     return 1 if load.wrong or different or not load.kept else 0
 

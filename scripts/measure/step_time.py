@@ -52,7 +52,10 @@ def main() -> None:
         for dtype in args.dtypes:
             decoders = load(dtype, args.methods, args.k)
             for batch_size, context in cases:
-                rows += measure(decoders, dtype, batch_size, context, bandwidth, args)
+                new = measure(decoders, dtype, batch_size, context, bandwidth, args)
+                rows += new
+                if args.record:
+                    append_rows(args.record, new, "scripts/measure/step_time.py")
                 progress.update(progress.completed + 1, note=f"{dtype}, {batch_size} x {context}")
     columns = ("method", "dtype", "batch_size", "context", "reserved", "slots", "ms", "floor_ms")
     table = Table(*columns, title=f"a step; memory is read at {bandwidth / 1e9:.1f} GB/s")
@@ -60,8 +63,6 @@ def main() -> None:
         cells = (row[name] for name in columns)
         table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in cells))
     Console(width=110).print(table)
-    if args.record:
-        append_rows(args.record, rows, "scripts/measure/step_time.py")
 
 
 def load(dtype: str, methods: tuple[str, ...], k: int) -> dict[str, tuple]:

@@ -84,6 +84,59 @@ def test_parts_and_break_even(suite):
             assert r["temperature"] or min(r["draft_seconds"], r["verify_seconds"]) > 0
 
 
+def test_an_adaptive_k_and_trees_are_measured_beside_chains(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # step times
+    heads = {"peagle": tiny.head(0, num_depths=3), "eagle3": tiny.head(1, mask_token=None)}
+    runs = []
+    run = Decoding.run
+
+    def note(decoding, *, timed):
+        runs.append((decoding.case, timed))
+        return run(decoding, timed=timed)
+
+    monkeypatch.setattr(Decoding, "run", note)
+    made = run_suite(
+        tiny.target(),
+        heads,
+        PROMPTS[:2],
+        ks=(2,),
+        batch_sizes=(1,),
+        max_new_tokens=24,
+        repeats=1,
+        on_record=lambda record: None,
+        adaptive_k=True,
+        num_tree_nodes=(5, 9),
+    )
+    ways = [(r["method"], r["k"], r["adaptive_k"], r["num_tree_nodes"]) for r in made.records]
+    chains = [("eagle3", 2, False, None), ("peagle", 2, False, None)]
+    # K goes up to what a head was trained for
+    adaptive = [("eagle3", 6, True, None), ("peagle", 3, True, None)]
+    trees = [("peagle", 2, False, 5), ("peagle", 2, False, 9)]
+    assert ways == [("none", 0, False, None), *chains, *adaptive, *trees]
+    assert made.lossless and all(r["lossless"] for r in made.records[1:])
+    _, _, chain, *_ = made.records
+    for record, decoding in zip(made.records, made.decodings, strict=True):
+        engine = decoding.engine()
+        nodes, is_adaptive = record["num_tree_nodes"], record["adaptive_k"]
+        assert engine.spec.num_nodes == nodes
+        assert (engine.chooser is not None) == is_adaptive
+        # a K that changes has no length at which it would pay, and no parts of a step
+        assert ("break_even" in record) == (not is_adaptive)
+        assert ("draft_seconds" in record) == decoding.case.is_chain
+        if is_adaptive:
+            assert sum(record["steps_by_k"].values()) == record["num_steps"]
+            assert max(record["steps_by_k"]) <= record["k"]
+        else:
+            assert record["steps_by_k"] is None
+        if nodes:
+            assert record["acceptance_length"] >= chain["acceptance_length"]
+    # one that chooses warms up until a pass compiles nothing
+    for case in {case for case, _ in runs}:
+        untimed = [timed for other, timed in runs if other == case].count(False)
+        assert untimed > 1 if case.adaptive_k else untimed == 1
+    assert made.sample.k == 2
+
+
 def test_step_and_speed_follow_from_the_rounds():
     """3 prompts x 4 tokens one at a time are 9 steps after the prompts."""
     run = Decoding(Case("none", 0, 1, 0.0), tiny.target(), None, PROMPTS, 4)

@@ -197,3 +197,19 @@ def test_bench_records_and_reports(folders, peagle, tmp_path):
     assert {"commit", "command", "device", "jax", "time"} <= records[0].keys()
     assert "EAGLE-3" in (tmp_path / "out" / "report.html").read_text()
     assert "acceptance length" in out and "…" not in out
+
+
+def test_bench_with_an_adaptive_k_and_a_tree(folders, peagle, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # step times
+    code, out, err = peagle(
+        f"bench --target {folders}/target --drafter {folders}/peagle --request-rate inf "
+        f"--prompts {folders}/prompts.jsonl -k 3,auto --num-tree-nodes 5 --max-new-tokens 8 "
+        f"--repeats 1 --out {tmp_path}/out"
+    )
+    assert code == 0, err
+    for file in ("results.jsonl", "load.jsonl"):
+        rows = read_rows(tmp_path / "out" / file)
+        ways = [(row["k"], row["adaptive_k"], row["num_tree_nodes"]) for row in rows]
+        assert ways == [(0, False, None), (3, False, None), (6, True, None), (3, False, 5)], file
+    assert "K = auto" in out and "K = 3, tree 5" in out
+    assert "with K chosen while decoding runs at" in out

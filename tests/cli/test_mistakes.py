@@ -76,6 +76,12 @@ BENCHES = {
     "two heads of a kind": (f"{BENCH} --drafter {{peagle}}", ["two for peagle"]),
     "one new token": (f"{BENCH} --max-new-tokens 1", ["ask for 2 or more"]),
     "bad list of K": (f"{BENCH} -k 1,x", ["--num-speculative-tokens", "1,x"]),
+    "a tree with no K": (f"{BENCH} -k auto --num-tree-nodes 8", ["--num-tree-nodes", "-k 7,auto"]),
+    "a tree of no node": (f"{BENCH} -k 2 --num-tree-nodes 0", ["--num-tree-nodes", "got 0"]),
+    "a tree of an EAGLE-3 head": (
+        "bench --target {target} --drafter {eagle3} --out {tmp}/b -k 2 --num-tree-nodes 8",
+        ["--num-tree-nodes", "drafted by P-EAGLE heads; got eagle3"],
+    ),
     "bad list of batch sizes": (f"{BENCH} --concurrency 0", ["--batch-size", "got 0"]),
 }
 CHECKPOINTS = {

@@ -403,22 +403,3 @@ def test_a_closed_engine_tells_its_listeners():
                 pass
 
     asyncio.run(asyncio.wait_for(main(), 60))
-
-
-# ---------------------------------------------------------------- many
-
-
-@pytest.mark.long
-def test_ten_thousand_requests():
-    """None is lost or mixed up, and nothing is kept."""
-    distinct = random_requests(60, seed=11, longest=40)
-    want = dict(make_engine(3, max_batch=8).run(distinct))
-    server = make_engine(3, max_batch=8)
-    seen = 0
-    for place, answer in server.run(distinct[i % 60] for i in range(10_000)):
-        assert answer == want[place % 60], place
-        seen += 1
-        if seen == 2000:
-            arrays = len(jax.live_arrays())
-    assert seen == 10_000
-    assert len(jax.live_arrays()) <= arrays

@@ -21,6 +21,7 @@ from test_lossless import Scripted  # noqa: E402
 from peagle_jax import free_memory  # noqa: E402
 from peagle_jax.decode import engine, memory  # noqa: E402
 from peagle_jax.decode.generate import generate  # noqa: E402
+from peagle_jax.kernels import attention, attention_blocks  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
 
 NEW, K = 14, 3
@@ -87,6 +88,24 @@ ALL = [
     pytest.param(case, marks=[] if case in ("gpt_oss", "gemma4_ple") else pytest.mark.long)
     for case in families.CASES
 ]
+
+
+@pytest.mark.parametrize("sliding_cache", [True, False])
+@pytest.mark.parametrize("case", ALL)
+def test_attention_in_blocks(case, sliding_cache, monkeypatch):
+    """As long prompts have it on a CPU, in prefill and steps."""
+    calls = []
+    attend_in_blocks = attention_blocks.attend_in_blocks
+    monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    monkeypatch.setattr(attention_blocks, "KEYS", 8)
+    monkeypatch.setattr(
+        attention_blocks,
+        "attend_in_blocks",
+        lambda *args, **rule: calls.append(args[0].shape[1]) or attend_in_blocks(*args, **rule),
+    )
+    # a chunk that no other test has: all programs are traced here
+    check(case, head(families.ours(case)), k=K, prefill_chunk=9, sliding_cache=sliding_cache)
+    assert {9, K + 1} <= set(calls)
 
 
 @pytest.mark.parametrize("case", ALL)

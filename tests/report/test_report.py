@@ -173,6 +173,16 @@ def test_one_method_alone_and_no_rows(tmp_path):
     alone = [r for r in ROWS if r["method"] != "eagle3"]
     assert len(plots.draw(tmp_path, alone, {}, [])) == 5
     assert plots.draw(tmp_path, [], {}, []) == []
+    # an adaptive K and trees have a line in the table, and no point in a picture
+    auto = row("peagle", 8, speedup=1.8, adaptive_k=True)
+    tree = row("peagle", 3, speedup=0.7, num_tree_nodes=16)
+    assert plots.draw(tmp_path, [row("none", 0), auto, tree], {}, []) == []
+    pictures = plots.draw(tmp_path, [*alone, auto, tree], {}, [])
+    assert pictures == plots.draw(tmp_path, alone, {}, [])
+    page = write_report(tmp_path, [*alone, auto, tree], pictures=[], sample=None, runs=[])
+    assert {"<td>auto</td>", "<td>3, tree 16</td>"} <= set(
+        re.findall(r"<td>[^<]*</td>", page.read_text())
+    )
     page = write_report(tmp_path, [], pictures=[], sample=None, runs=[])
     assert "P-EAGLE in JAX" in page.read_text()
 

@@ -189,6 +189,27 @@ def test_headline_tells_of_texts_that_differ():
     assert "only plain decoding" in statements.headline([row("none", 0)])[0]
 
 
+def test_headline_tells_of_an_adaptive_k_and_of_trees():
+    """They are no points on a curve against K, and not called the best K."""
+    auto = row("peagle", 8, speedup=1.8, adaptive_k=True)
+    tree = row("peagle", 3, speedup=0.7, num_tree_nodes=16)
+    lines = statements.headline([*ROWS, auto, tree])
+    assert "P-EAGLE at its best K (3) runs at 1.40" in lines[0]
+    how = "Batch size 1: P-EAGLE with"
+    assert lines[1] == (
+        f"{how} K chosen while decoding runs at 1.80 times plain decoding, 1.29 of its best K."
+    )
+    assert lines[2] == (
+        f"{how} trees of 16 drafts (K = 3) runs at 0.70 times plain decoding, 0.50 of its best K."
+    )
+    assert lines[3].startswith("Batch size 8: P-EAGLE at its best K")
+    assert "32 speculative texts" in lines[-1]
+    alone = statements.headline([row("none", 0), auto])
+    assert alone[0] == f"{how} K chosen while decoding runs at 1.80 times plain decoding."
+    slow = [{**auto, "speedup": 0.9}, tree]
+    assert statements.slowdown_reasons([row("none", 0), *slow]) == []
+
+
 # ---------------------------------------------------------------- the sample text
 
 

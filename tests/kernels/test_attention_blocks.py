@@ -1,0 +1,113 @@
+"""Cached attention in blocks of keys against float64 loops, and what it reads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax.kernels import attention, attention_blocks
+from peagle_jax.kernels.attention_blocks import attend_in_blocks
+from peagle_jax.kernels.fp8_matmul import E4M3
+from tests.kernels.test_cached_attention import RULES, case, ring, slow
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """150 slots are five blocks, of which the last reaches back into the one before."""
+    monkeypatch.setattr(attention_blocks, "KEYS", 32)
+
+
+@pytest.mark.parametrize("lengths", [(1, 70, 146), (100, 129, 128)], ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_blocks_agree(rule, lengths):
+    """In the first case rows begin at once, in the second blocks lie before all queries."""
+    args = case(lengths=lengths)
+    y = jax.jit(lambda *args: attend_in_blocks(*args, None, **rule))(*args)
+    assert np.abs(np.asarray(y) - slow(*args, None, **rule)).max() < 1e-5
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rings_agree(rule):
+    q, k, v, positions = case(S=40)
+    rule = rule | {"window": rule["window"] or 30}
+    y = attend_in_blocks(q, k, v, positions, ring(), **rule)
+    assert np.abs(np.asarray(y) - slow(q, k, v, positions, ring(), **rule)).max() < 1e-5
+
+
+def test_sinks_far_above_and_below_all_scores():
+    args = case()
+    rule = RULES["plain"] | {"sinks": jnp.asarray([300.0, -300, 0, 0, 300, 1])}
+    y = np.asarray(attend_in_blocks(*args, None, **rule))
+    assert np.abs(y - slow(*args, None, **rule)).max() < 1e-5
+    assert not y[:, :, 0].any()
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v, positions = case()
+    y = attend_in_blocks(100 * q, k, v, positions, None, **RULES["plain"])
+    want = slow(100 * q, k, v, positions, None, **RULES["plain"])
+    assert np.abs(np.asarray(y) - want).max() < 1e-4
+
+
+@pytest.mark.parametrize("operands", [jnp.bfloat16, None])
+def test_operands_and_scales_are_those_of_the_reference(operands):
+    """Of a float8 cache, and of one that was rounded when it was written."""
+    q, k, v, positions = case(T=9, lengths=(1, 70, 142))
+    if operands is not None:
+        k, v = (attention.round_to(operands, x) for x in (k, v))
+    rule = RULES["sinks"] | {"operands": operands}
+    y = attend_in_blocks(q, k, v, positions, None, **rule)
+    want = attention.reference(q, k, v, positions, None, **rule)
+    # both round their weights to eight bits, before and after they divide by their sum
+    tolerance = 1e-5 if operands is None else 2**-7
+    assert np.abs(np.asarray(y) - want).max() < tolerance
+    if operands is not None:
+        exact = slow(attention.round_to(operands, q), k, v, positions, None, **RULES["sinks"])
+        assert np.abs(np.asarray(y) - exact).max() < 2**-8
+    rng = np.random.default_rng(1)
+    scales = {
+        name: jnp.asarray(rng.uniform(0.5, 2, k.shape[:3]), jnp.float32)
+        for name in ("k_scale", "v_scale")
+    }
+    args = q, k.astype(E4M3), v.astype(E4M3), positions, None
+    y = attend_in_blocks(*args, **rule, **scales)
+    want = attention.reference(*args, **rule, **scales)
+    assert np.abs(np.asarray(y) - want).max() < 2 * tolerance
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_slots_that_nobody_sees_are_not_read(window):
+    """NaN in them would be seen: a product of 0 and NaN is NaN."""
+    q, k, v, positions = case(lengths=(100, 101, 110))
+    rule = RULES["plain"] | {"window": window}
+    k, v = (x.at[:, :, 128:].set(jnp.nan) for x in (k, v))
+    if window is not None:
+        k, v = (x.at[:, :, :32].set(jnp.nan) for x in (k, v))
+    y = np.asarray(attend_in_blocks(q, k, v, positions, None, **rule))
+    assert np.abs(y - slow(q, k, v, positions, None, **rule)).max() < 1e-5
+
+
+def test_who_attends_in_blocks(monkeypatch):
+    """On a CPU more than one query with more scores than so many, unless a mask says who sees."""
+    calls = []
+    monkeypatch.setattr(
+        attention_blocks, "attend_in_blocks", lambda *a, **r: calls.append(a) or attend(*a, **r)
+    )
+    attend = attend_in_blocks
+    args, rule = (*case(), None), RULES["plain"]
+    want = slow(*args, **rule)
+    num_scores = 3 * 6 * 4 * 150
+    monkeypatch.setattr(attention, "MAX_SCORES", num_scores)
+    attention.attend(*args, form="auto", **rule)
+    assert not calls
+    monkeypatch.setattr(attention, "MAX_SCORES", num_scores - 1)
+    y = attention.attend(*args, form="auto", **rule)
+    assert len(calls) == 1 and np.abs(np.asarray(y) - want).max() < 1e-5
+    one = (*case(T=1, lengths=(1, 70, 150)), None)
+    attention.attend(*one, form="auto", **rule)
+    seen = jnp.ones((3, 4, 150), bool)
+    attention.attend(*args, form="auto", visible=seen, **rule)
+    monkeypatch.setattr(attention, "platform", lambda: "gpu")
+    attention.attend(*args, form="auto", **rule)
+    attention.attend(*args, form="reference", **rule)
+    assert len(calls) == 1
