@@ -13,8 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels.attention import MASKED, round_to
 
-# Keys of a block; half as many where so many queries of all heads have scores with them.
-KEYS, MANY_QUERIES = 256, 2**13
+# Keys of a block: as many as make so many scores, at least and at most these (LOG.md, 2026-11-27).
+BLOCK_SCORES, LEAST_KEYS, MOST_KEYS = 2**21, 128, 512
+
+
+def block_keys(num_queries: int) -> int:
+    """Keys of a block, a power of two, for so many queries of all sequences and heads."""
+    keys = 1 << (BLOCK_SCORES // num_queries).bit_length() >> 1
+    return min(max(keys, LEAST_KEYS), MOST_KEYS)
 
 
 def attend_in_blocks(
@@ -36,7 +42,7 @@ def attend_in_blocks(
     With 16-bit operands weights are rounded before they are divided by their sum, and not after.
     """
     (B, T, N, H), (_, G, S, _) = q.shape, k.shape
-    size, dtype = min(KEYS if B * T * N <= MANY_QUERIES else KEYS // 2, S), q.dtype
+    size, dtype = min(block_keys(B * T * N), S), q.dtype
     read_dtype = k.dtype if operands is None else jnp.dtype(operands)
     if k_scale is not None and operands is None:
         read_dtype = dtype

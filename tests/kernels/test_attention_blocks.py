@@ -14,7 +14,15 @@ from tests.kernels.test_cached_attention import RULES, case, ring, slow
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """150 slots are five blocks, of which the last reaches back into the one before."""
-    monkeypatch.setattr(attention_blocks, "KEYS", 32)
+    monkeypatch.setattr(attention_blocks, "block_keys", lambda num_queries: 32)
+
+
+def test_keys_of_a_block(monkeypatch):
+    """A chunk of 512 tokens and 6 heads has 512, eight such chunks 128."""
+    monkeypatch.undo()
+    sizes = {n: attention_blocks.block_keys(n) for n in (1, 3072, 4096, 4097, 8192, 8193, 10**6)}
+    wanted = {1: 512, 3072: 512, 4096: 512, 4097: 256, 8192: 256, 8193: 128, 10**6: 128}
+    assert sizes == wanted
 
 
 @pytest.mark.parametrize("lengths", [(1, 70, 146), (100, 129, 128)], ids=str)
