@@ -132,7 +132,9 @@ def own_groups() -> list[Group]:
     for row in read_rows(ROOT / "results/step_time.jsonl"):
         grows = re.search(r"--contexts \d+ \d+", row["command"]) is not None
         what = "by context" if grows else "by batch"
-        name = f"step_time {what}, {row['device'].split('(')[0]}, {row['dtype']}"
+        # a machine's speed changes from run to run: others use it, too
+        machine = f"{row['device'].split('(')[0]}, {row['dtype']}, {row['commit']}"
+        name = f"step_time {what}, {machine}"
         length = COMMITTED if row["k"] else 1.0
         step = own_step(row, row["ms"] / 1e3, row["slots"], length)
         groups.setdefault(name, []).append(step)

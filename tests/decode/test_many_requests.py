@@ -14,32 +14,32 @@ from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request
 from peagle_jax.types import Model
 
-BAD_TOKEN = 40
-NUM_DISTINCT, CANCEL_EVERY, FAIL_EVERY = 60, 7, 12
+NUM_REQUESTS, NUM_DISTINCT, CANCEL_EVERY, FAIL_EVERY = 10_000, 60, 7, 12
 
 
-def distinct_requests() -> list[Request]:
+def distinct_requests(bad_token: int) -> list[Request]:
     """Greedy and sampled ones, with stop tokens and without; one in twelve must give NaN."""
     rng = np.random.default_rng(11)
+    others = np.delete(np.arange(41), bad_token)
     requests = []
     for i in range(NUM_DISTINCT):
-        prompt = rng.integers(0, BAD_TOKEN, rng.integers(1, 40)).tolist()
+        prompt = rng.choice(others, rng.integers(1, 40)).tolist()
         requests.append(
             Request(
-                prompt=[*prompt, BAD_TOKEN, 3] if i % FAIL_EVERY == 5 else prompt,
+                prompt=[*prompt, bad_token, 3] if i % FAIL_EVERY == 5 else prompt,
                 max_new_tokens=int(rng.integers(1, 40)),
                 temperature=0.8 if i % 3 == 1 else 0.0,
                 seed=1000 + i,
                 stop_ids=[7, 21, 33] if i % 4 == 3 else (),
-                logit_bias={BAD_TOKEN: -100.0},
+                logit_bias={bad_token: -100.0},
             )
         )
     return requests
 
 
-def with_nan(target: Model) -> Model:
-    """The target, for which BAD_TOKEN's embedding is NaN."""
-    table = target.params["embed"]["table"].at[BAD_TOKEN].set(np.nan)
+def with_nan(target: Model, token: int) -> Model:
+    """The target, for which one token's embedding is NaN."""
+    table = target.params["embed"]["table"].at[token].set(np.nan)
     params = {**target.params, "embed": {**target.params["embed"], "table": table}}
     return dataclasses.replace(target, params=params)
 
@@ -67,41 +67,43 @@ def serve(engine: BaseEngine, requests: list[Request], count: int, check) -> Non
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_ten_thousand_requests(num_threads):
     """Beside them answers are what they are alone, and nothing is kept."""
-    target, head = tiny.pair(None, context=640)
-    requests = distinct_requests()
+    target, head = tiny.target(context=640), tiny.head(context=640, draft_vocab=30)
+    # a draft of the bad token would fail its row, although it is not accepted
+    (bad_token, *_) = set(range(41)) - set((np.arange(30) + head.params["d2t"]).tolist())
+    requests = distinct_requests(bad_token)
     drafter = make_drafter(head, 3)
     sound = make_engine(target, drafter, head.params, max_batch=8, num_threads=1)
     want = dict(sound.run(requests))
     engine = make_engine(
-        with_nan(target), drafter, head.params, max_batch=8, num_threads=num_threads, max_steps=4
+        with_nan(target, bad_token),
+        drafter,
+        head.params,
+        max_batch=8,
+        num_threads=num_threads,
+        max_steps=4,
     )
     reasons: collections.Counter[str] = collections.Counter()
-    arrays, drafts_of_nan = [], []
+    arrays = []
 
     def check(place: int, answer: Generation) -> None:
         request, right = requests[place % NUM_DISTINCT], want[place % NUM_DISTINCT]
         reasons[answer.finish_reason] += 1
-        if reasons.total() % 2000 == 0:
+        if reasons.total() % (NUM_REQUESTS // 5) == 0:
             arrays.append(len(jax.live_arrays()))
         assert answer.prompt_token_ids == request.prompt
         tokens = answer.output_token_ids
         if answer.finish_reason == "cancelled":
             assert place % CANCEL_EVERY == 3
-            if BAD_TOKEN not in request.prompt:
+            if bad_token not in request.prompt:
                 assert tokens == right.output_token_ids[: len(tokens)]
-        elif BAD_TOKEN in request.prompt:
+        elif bad_token in request.prompt:
             assert answer.finish_reason == "error" and "NaN" in (answer.error or "")
             assert not tokens
-        elif answer.finish_reason == "error":
-            # a draft was the bad token: that fails its row, however it would have been judged
-            assert tokens == right.output_token_ids[: len(tokens)]
-            drafts_of_nan.append(place)
         else:
             assert answer == right, place
 
-    serve(engine, requests, 10_000, check)
-    assert reasons.total() == 10_000
-    assert reasons["error"] >= 10_000 // FAIL_EVERY * (CANCEL_EVERY - 1) // CANCEL_EVERY
-    assert reasons["cancelled"] > 500 and reasons["stop"] > 500
-    assert len(drafts_of_nan) < 500
+    serve(engine, requests, NUM_REQUESTS, check)
+    assert reasons.total() == NUM_REQUESTS
+    assert reasons["error"] >= NUM_REQUESTS // FAIL_EVERY * (CANCEL_EVERY - 1) // CANCEL_EVERY
+    assert reasons["cancelled"] > NUM_REQUESTS // 20 and reasons["stop"] > NUM_REQUESTS // 20
     assert arrays[-1] <= arrays[0]
