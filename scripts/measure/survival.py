@@ -135,14 +135,14 @@ def main() -> None:
                         "of_chance": of_chance,
                     }
                 )
+                if args.record:
+                    append_rows(args.record, rows[-1:], "scripts/measure/survival.py")
                 progress.update(progress.completed + 1)
     table = Table("text", "batch", "drafts", "calibration error", "of chance")
     for row in rows:
         errors = (f"{row[key]:.1%}" for key in ("calibration_error", "of_chance"))
         table.add_row(row["text"], str(row["batch_size"]), f"{row['num_drafts']:,}", *errors)
     Console(width=100).print(table)
-    if args.record:
-        append_rows(args.record, rows, "scripts/measure/survival.py")
 
 
 if __name__ == "__main__":
