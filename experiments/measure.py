@@ -7,8 +7,9 @@ import numpy as np
 
 from experiments.base import Measurement
 from experiments.text_acceptance import expected_acceptance
+from peagle_jax.bench.answer_statistics import repeated_share
 from peagle_jax.bench.exact import compare
-from peagle_jax.bench.suite import repeated_share, run_suite
+from peagle_jax.bench.suite import run_suite
 from peagle_jax.decode.generate import generate
 from peagle_jax.types import Model
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from peagle_jax.bench.suite import Decoding, mean_acceptance_length
+from peagle_jax.bench.answer_statistics import mean_acceptance_length
+from peagle_jax.bench.suite import Decoding
 from peagle_jax.decode.requests import Generation
 from peagle_jax.types import InputError
 
@@ -215,6 +216,9 @@ def serve_case(decoding: Decoding, rate: float, seed: int) -> dict:
         if number and not compiled:
             break
     result = load_result(served, decoding.case.batch_size, rate)
+    if decoding.case.adaptive_k:
+        # later positions were drafted less often
+        result.pop("spec_decode_per_position_acceptance_rates", None)
     return result | ({COMPILED: len(compiled)} if compiled else {})
 
 

@@ -13,6 +13,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from peagle_jax.bench.answer_statistics import (
+    lengths_by_category,
+    mean_acceptance_length,
+    repeated_share,
+)
 from peagle_jax.bench.exact import compare
 from peagle_jax.bench.timing import drafting_seconds, verifying_seconds
 from peagle_jax.checkpoints.pair import with_aux_layers
@@ -142,6 +147,7 @@ class Decoding:
         self.answers: list[Generation] = []
         self.num_threads, self.num_steps = 1, 0
         self.steps_by_k: dict[int, int] = {}
+        self.num_compiled = 0  # programs, in timed rounds
         self._programs: set[tuple] = set()
 
     def engine(self) -> BaseEngine:
@@ -180,13 +186,17 @@ class Decoding:
             self.prompt_seconds.append(engine.stats.prefill_seconds)
         known = len(self._programs)
         self._programs |= engine.stats.programs
-        return len(self._programs) - known
+        num_new = len(self._programs) - known
+        self.num_compiled += num_new if timed else 0
+        return num_new
 
     def record(self) -> dict:
         """The result row, without provenance and comparisons.
 
         `seconds` are of whole calls with their prompts, one number per round; `step_seconds`, in
-        which all rows of the batch take a step, are without the prompts.
+        which all rows of the batch take a step, are without the prompts. Where K is chosen while
+        decoding, lengths are of the steps that drafted, and there are no shares by position, of
+        which later ones were drafted less often; `steps_by_k` says how many steps had each K.
         """
         answers = self.answers
         num_drafts = sum(answer.num_drafts for answer in answers)
@@ -194,7 +204,7 @@ class Decoding:
         seconds = statistics.median(self.seconds)
         prompt_seconds = statistics.median(self.prompt_seconds)
         accepted_per_position = []
-        if num_drafts:
+        if num_drafts and not self.case.adaptive_k:
             accepted = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0)
             accepted_per_position = (accepted / num_drafts).tolist()
         return dataclasses.asdict(self.case) | {
@@ -203,6 +213,7 @@ class Decoding:
             "num_tokens": num_tokens,
             "num_steps": self.num_steps,
             "steps_by_k": self.steps_by_k if self.case.adaptive_k else None,
+            "programs_compiled_while_timed": self.num_compiled,
             "num_threads": self.num_threads,
             "seconds": self.seconds,
             "tokens_per_second": num_tokens / seconds,
@@ -216,45 +227,6 @@ class Decoding:
             "accepted_per_position": accepted_per_position,
             "repeated_4grams": repeated_share([answer.output_token_ids for answer in answers]),
         }
-
-
-def mean_acceptance_length(answers: Sequence[Generation]) -> float | None:
-    """The mean of the answers' own acceptance lengths, as SPEED-Bench counts over request-turns.
-
-    vLLM's, `acceptance_length`, pools the steps of all answers: long ones weigh more there.
-    """
-    lengths = [answer.acceptance_length for answer in answers if answer.num_drafts]
-    return statistics.fmean(length for length in lengths if length) if lengths else None
-
-
-def lengths_by_category(
-    answers: Sequence[Generation], categories: Sequence[str]
-) -> dict[str, float]:
-    """The pooled acceptance length of every category in which something was drafted.
-
-    Args:
-      categories: of the answers, in their order; none: there are no categories.
-    """
-    of_category: dict[str, list[Generation]] = {}
-    for answer, category in zip(answers, categories, strict=False):
-        of_category.setdefault(category, []).append(answer)
-    lengths = {name: acceptance_length(group) for name, group in of_category.items()}
-    return {name: length for name, length in sorted(lengths.items()) if length is not None}
-
-
-def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Share of n-grams that occurred before in the same text.
-
-    Text that repeats itself is easy to draft, and inflates acceptance.
-    """
-    num_grams = num_repeated = 0
-    for token_ids in texts:
-        seen: set[tuple[int, ...]] = set()
-        for gram in zip(*(token_ids[i:] for i in range(n)), strict=False):
-            num_grams += 1
-            num_repeated += gram in seen
-            seen.add(gram)
-    return num_repeated / num_grams if num_grams else 0.0
 
 
 def choose_sample(decodings: Sequence[Decoding]) -> Sample | None:

@@ -64,6 +64,7 @@ def _check_who_is_measured(arguments: argparse.Namespace) -> None:
 def _bench_engine(arguments: argparse.Namespace) -> int:
     """Measures decoders of this process; 1 if a float32 text differs from plain decoding's."""
     from peagle_jax.bench.suite import run_suite
+    from peagle_jax.decode.engine_checks import check_drafter
     from peagle_jax.decode.generate import make_drafter
     from peagle_jax.decode.requests import check_prompts
     from peagle_jax.progress import ProgressReport
@@ -78,21 +79,29 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     # mistakes in options come before minutes of loading
     request_rates = parse_rates("--request-rate", arguments.request_rate)
     synthetic = _synthetic_rates(arguments)
+    if trees and synthetic:
+        rule, next_step = "drafts at given rates are a chain", "leave out one of the two"
+        raise InputError("--num-tree-nodes", rule, f"{SYNTHETIC}, too", next_step)
     questions = _questions(arguments)
     target, heads = _load_heads(arguments)
     if trees and "peagle" not in heads:
         rule, next_step = "trees are drafted by P-EAGLE heads", "give one with --drafter"
         raise InputError("--num-tree-nodes", rule, ", ".join(heads), next_step)
-    adaptive_ks = [make_drafter(head, "auto").k for head in heads.values() if is_adaptive]
-    most = max([*ks, *adaptive_ks])
+    most = {method: max(ks, default=1) for method in heads}
+    if is_adaptive:
+        for method, head in heads.items():
+            drafter = make_drafter(head, "auto", method)
+            check_drafter(drafter, None, adaptive_k=True)
+            most[method] = max(most[method], drafter.k)
     if synthetic:
-        _check_synthetic_rates(synthetic, most, heads)
+        _check_synthetic_rates(synthetic, most)
     named_prompts, categories, of_sets = _bench_prompts(
         arguments, questions, target, max(batch_sizes)
     )
     names = [name for name, _ in named_prompts]
     prompts = [prompt for _, prompt in named_prompts]
-    check_prompts(prompts, target.config, arguments.max_new_tokens, most, None, names)
+    longest_draft = max(most.values())
+    check_prompts(prompts, target.config, arguments.max_new_tokens, longest_draft, None, names)
     rows = records.Records(arguments.out)
     label = {
         "name": "bench",
@@ -149,11 +158,11 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
 
 def _parse_ks(text: str) -> tuple[list[int], bool]:
     """(the numbers of -k, whether auto is among them)."""
-    parts = text.split(",")
-    numbers = ",".join(part for part in parts if part != "auto")
-    if "auto" in parts and not numbers:
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [part for part in parts if part != "auto"]
+    if not numbers:
         return [], True
-    return parse_numbers("--num-speculative-tokens", numbers), "auto" in parts
+    return parse_numbers("--num-speculative-tokens", ",".join(numbers)), "auto" in parts
 
 
 def _parse_trees(text: str | None, ks: Sequence[int]) -> list[int]:
@@ -218,16 +227,18 @@ def _synthetic_rates(arguments: argparse.Namespace) -> dict[str, tuple[float, ..
     return dict(read_rates(SYNTHETIC, text, METHODS) for text in texts)
 
 
-def _check_synthetic_rates(
-    rates: Mapping[str, tuple[float, ...]], most: int, heads: Mapping[str, Model]
-) -> None:
-    """Raises InputError where heads and rates are not of the same methods, or rates are too few."""
-    for method in heads:
+def _check_synthetic_rates(rates: Mapping[str, tuple[float, ...]], most: Mapping[str, int]) -> None:
+    """Raises InputError where heads and rates are not of the same methods, or rates are too few.
+
+    Args:
+      most: the most drafts of a step, by the heads' methods.
+    """
+    for method, num_drafts in most.items():
         count = len(rates.get(method, ()))
-        if count < most:
-            rule = f"{method} drafts up to {most} tokens, and each position needs a rate"
+        if count < num_drafts:
+            rule = f"{method} drafts up to {num_drafts} tokens, and each position needs a rate"
             raise InputError(SYNTHETIC, rule, count, f"give {SYNTHETIC} {method}=63,38,23 and -k 3")
-    if strangers := sorted(rates.keys() - heads.keys()):
+    if strangers := sorted(rates.keys() - most.keys()):
         rule, next_step = "rates belong to heads that are measured", "give their heads, too"
         raise InputError(SYNTHETIC, rule, ", ".join(strangers), next_step)
     say("acceptance is SYNTHETIC: drafts are accepted at the given rates, whatever they are")

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.kernels.choose import choose, non_16bit_reason
+from peagle_jax.kernels.choose import choose, multi_device_reason, non_16bit_reason
 from peagle_jax.kernels.launch import platform
 
 MASKED = -1e30  # a finite score: a row that sees nothing must give numbers, not NaN
 # On a CPU, more scores than these are computed in blocks of keys (LOG.md, 2026-11-27).
 MAX_SCORES = 2**21
+# Those of fewer queries are not: a verification then rounds its weights as plain decoding does.
+LEAST_QUERIES = 64
 
 
 def reference(
@@ -162,9 +164,10 @@ def attend(
     Raises:
       InputError: the form does not exist or cannot run here.
     """
-    num_scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[2]
-    is_long = q.shape[1] > 1 and num_scores > MAX_SCORES
-    if form == "auto" and visible is None and is_long and platform() == "cpu":
+    (B, T, N, _), S = q.shape, k.shape[2]
+    is_long = T >= LEAST_QUERIES and B * T * N * S > MAX_SCORES
+    is_here = platform() == "cpu" and multi_device_reason() is None
+    if form == "auto" and visible is None and is_long and is_here:
         from peagle_jax.kernels.attention_blocks import attend_in_blocks
 
         return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)

@@ -90,7 +90,9 @@ def attend_in_blocks(
             # blocks that every query sees
             whole = jnp.minimum((positions.min() + 1) // size, S // size)
         else:
-            begin = whole = jnp.maximum(positions.min() - window + 1, 0) // size
+            first = jnp.maximum(positions.min() - window + 1, 0) // size
+            begin = whole = jnp.minimum(first, num_blocks - 1)
+        end = jnp.maximum(end, begin + 1)  # of queries that see nothing, too, there are numbers
     shape = (*q.shape[:3], 1)
     top, norm = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     if sinks is not None:

@@ -65,10 +65,14 @@ def check_rates(where: str, rates: list[float] | tuple[float, ...]) -> tuple[flo
 
 
 def _measured(path: Path, method: str) -> list[float]:
-    """The rates of a method's row with the largest K; of several such rows, of the last."""
+    """The rates of a method's chain with the largest K; of several such rows, of the last."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         of_method = [row for row in rows if row.get("method") == method and row.get("k")]
+        # an adaptive K and a tree have no shares by position that a chain would have
+        of_method = [
+            r for r in of_method if not r.get("adaptive_k") and not r.get("num_tree_nodes")
+        ]
         chosen = max(of_method, key=lambda row: (row["k"], rows.index(row)))
         return [float(rate) for rate in chosen["accepted_per_position"]]
     except OSError as error:

@@ -19,7 +19,11 @@ COLUMNS = (
     ("batch", "prompts decoded together"),
     ("tokens/s", "of whole calls with their prompts; median of the rounds"),
     ("speedup", "over plain decoding in the same round; median of the rounds"),
-    ("acceptance length", "tokens written per target forward: 1 + accepted / drafts, pooled"),
+    (
+        "acceptance length",
+        "tokens written per target forward: 1 + accepted / drafts, pooled; of an adaptive K, per "
+        "forward that had drafts to verify",
+    ),
     ("break-even", "acceptance length from which such a step pays: the one reached / speedup"),
     ("accepted per position", "share of the drafts at each position that were accepted, %"),
     ("draft ms", "to draft K tokens, timed alone"),

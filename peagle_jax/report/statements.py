@@ -77,7 +77,7 @@ def _other_lines(records: Sequence[dict], batch_size: int) -> list[str]:
         line = f"Batch size {batch_size}: {NAMES[row['method']]} {how} runs at "
         line += f"{row['speedup']:.2f} times plain decoding"
         if chain := best(chains(rows), row["method"], batch_size):
-            line += f", {row['speedup'] / chain['speedup']:.2f} of its best K"
+            line += f", {row['speedup'] / chain['speedup']:.2f} times the speed of its best K"
         lines.append(line + ".")
     return lines
 

@@ -11,6 +11,7 @@ steps scatter. `of_chance` is what it would be on average if every estimate were
 """
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,11 +56,17 @@ def decode(
     k: int,
     batch_size: int,
     max_new_tokens: int,
+    step_times: Path,
 ) -> list[Seen]:
     """What an engine's choice of K would have seen."""
     target, head = models
     engine = Engine(
-        target, make_drafter(head, k), head.params, adaptive_k=True, max_batch=batch_size
+        target,
+        make_drafter(head, k),
+        head.params,
+        adaptive_k=True,
+        step_times=step_times,
+        max_batch=batch_size,
     )
     chooser = engine.chooser = Watched(k)
     requests = [
@@ -113,11 +120,14 @@ def main() -> None:
     args = parser.parse_args()
     models = load_pair(ASSETS / "target", ASSETS / args.method, dtype=jnp.dtype("bfloat16"))
     texts, rows = prompts_and_temperatures(models[0], args.num_prompts), []
-    with ProgressReport("survival", len(texts) * len(args.batch_sizes), unit="texts") as progress:
+    with (
+        ProgressReport("survival", len(texts) * len(args.batch_sizes), unit="texts") as progress,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         for name, (prompts, temperature) in texts.items():
             for batch_size in args.batch_sizes:
                 progress.update(progress.completed, note=f"{name}, batch {batch_size}")
-                options = args.k, batch_size, args.max_new_tokens
+                options = args.k, batch_size, args.max_new_tokens, Path(folder)
                 seen = decode(models, prompts, temperature, *options)
                 error, of_chance = judge(seen, args.k)
                 rows.append(

@@ -133,7 +133,8 @@ def own_groups() -> list[Group]:
         grows = re.search(r"--contexts \d+ \d+", row["command"]) is not None
         what = "by context" if grows else "by batch"
         # a machine's speed changes from run to run: others use it, too
-        machine = f"{row['device'].split('(')[0]}, {row['dtype']}, {row['commit']}"
+        run = f"{row['time'][5:16].replace('T', ' ')}"
+        machine = f"{row['device'].split('(')[0]}, {row['dtype']}, {run}"
         name = f"step_time {what}, {machine}"
         length = COMMITTED if row["k"] else 1.0
         step = own_step(row, row["ms"] / 1e3, row["slots"], length)

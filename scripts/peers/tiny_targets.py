@@ -16,7 +16,7 @@ import transformers
 from transformers.utils import logging
 
 from peagle_jax import weights
-from peagle_jax.bench.suite import repeated_share
+from peagle_jax.bench.answer_statistics import repeated_share
 from peagle_jax.types import InputError
 
 VOCAB = 512

@@ -9,9 +9,9 @@ import pytest
 
 from peagle_jax import text
 from peagle_jax.bench import sets
+from peagle_jax.bench.answer_statistics import lengths_by_category, mean_acceptance_length
 from peagle_jax.bench.set_prompts import ask
 from peagle_jax.bench.sets import SETS, Question, read_set, turns_of_row
-from peagle_jax.bench.suite import lengths_by_category, mean_acceptance_length
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.requests import Generation

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from peagle_jax.bench import suite as suites
+from peagle_jax.bench.answer_statistics import repeated_share
 from peagle_jax.bench.exact import compare
-from peagle_jax.bench.suite import Case, Decoding, choose_sample, repeated_share, run_suite
+from peagle_jax.bench.suite import Case, Decoding, choose_sample, run_suite
 from peagle_jax.decode import loop, parallel_engine
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.requests import Generation
@@ -91,8 +92,9 @@ def test_an_adaptive_k_and_trees_are_measured_beside_chains(tmp_path, monkeypatc
     run = Decoding.run
 
     def note(decoding, *, timed):
-        runs.append((decoding.case, timed))
-        return run(decoding, timed=timed)
+        num_new = run(decoding, timed=timed)
+        runs.append((decoding.case, timed, num_new))
+        return num_new
 
     monkeypatch.setattr(Decoding, "run", note)
     made = run_suite(
@@ -131,10 +133,26 @@ def test_an_adaptive_k_and_trees_are_measured_beside_chains(tmp_path, monkeypatc
         if nodes:
             assert record["acceptance_length"] >= chain["acceptance_length"]
     # one that chooses warms up until a pass compiles nothing
-    for case in {case for case, _ in runs}:
-        untimed = [timed for other, timed in runs if other == case].count(False)
-        assert untimed > 1 if case.adaptive_k else untimed == 1
+    for record, decoding in zip(made.records, made.decodings, strict=True):
+        new = [(timed, count) for case, timed, count in runs if case == decoding.case]
+        warm_ups = [count for timed, count in new if not timed]
+        assert warm_ups[0] > 0
+        if decoding.case.adaptive_k:
+            assert all(warm_ups[:-1])
+            assert warm_ups[-1] == 0 or len(warm_ups) == suites.MAX_WARM_UPS
+            # shares by position would be of steps that drafted fewer
+            assert record["accepted_per_position"] == []
+        else:
+            assert len(warm_ups) == 1
+        timed_new = sum(count for timed, count in new if timed)
+        assert record["programs_compiled_while_timed"] == timed_new
     assert made.sample.k == 2
+
+
+def test_programs_that_a_timed_round_compiles_are_counted():
+    run = Decoding(Case("none", 0, 1, 0.0), tiny.target(), None, PROMPTS[:1], 4)
+    assert run.run(timed=True) == 2 == run.num_compiled
+    assert run.run(timed=True) == 0 and run.record()["programs_compiled_while_timed"] == 2
 
 
 def test_step_and_speed_follow_from_the_rounds():

@@ -77,6 +77,15 @@ BENCHES = {
     "one new token": (f"{BENCH} --max-new-tokens 1", ["ask for 2 or more"]),
     "bad list of K": (f"{BENCH} -k 1,x", ["--num-speculative-tokens", "1,x"]),
     "a tree with no K": (f"{BENCH} -k auto --num-tree-nodes 8", ["--num-tree-nodes", "-k 7,auto"]),
+    "a tree of drafts at given rates": (
+        f"{BENCH} -k 2 --num-tree-nodes 8 --synthetic-acceptance peagle=60,40",
+        ["--num-tree-nodes", "a chain; got --synthetic-acceptance, too"],
+    ),
+    "rates for fewer drafts than auto may take": (
+        f"{BENCH} -k 2,auto --synthetic-acceptance peagle=60,40",
+        ["--synthetic-acceptance", "peagle drafts up to 6 tokens", "got 2"],
+    ),
+    "an empty K": (f"{BENCH} -k auto,", ["--num-speculative-tokens", "separated by commas"]),
     "a tree of no node": (f"{BENCH} -k 2 --num-tree-nodes 0", ["--num-tree-nodes", "got 0"]),
     "a tree of an EAGLE-3 head": (
         "bench --target {target} --drafter {eagle3} --out {tmp}/b -k 2 --num-tree-nodes 8",

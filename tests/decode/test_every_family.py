@@ -97,6 +97,7 @@ def test_attention_in_blocks(case, sliding_cache, monkeypatch):
     calls = []
     attend_in_blocks = attention_blocks.attend_in_blocks
     monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
     monkeypatch.setattr(attention_blocks, "block_keys", lambda num_queries: 8)
     monkeypatch.setattr(
         attention_blocks,

@@ -132,6 +132,7 @@ def test_no_cache_is_copied_by_attention_in_blocks(batch, dtype, monkeypatch):
     """The loop over blocks reads caches that the loop over steps writes."""
     calls, attend_in_blocks = [], attention_blocks.attend_in_blocks
     monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
     monkeypatch.setattr(
         attention_blocks,
         "attend_in_blocks",

@@ -25,10 +25,13 @@ def test_keys_of_a_block(monkeypatch):
     assert sizes == wanted
 
 
-@pytest.mark.parametrize("lengths", [(1, 70, 146), (100, 129, 128)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 70, 146), (96, 129, 128), (97, 124, 125)], ids=str)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_blocks_agree(rule, lengths):
-    """In the first case rows begin at once, in the second blocks lie before all queries."""
+    """Rows that begin at once; then blocks before all queries, which begin and end at their edges.
+
+    A row of length n has its queries at positions n - 1 to n + 2.
+    """
     args = case(lengths=lengths)
     y = jax.jit(lambda *args: attend_in_blocks(*args, None, **rule))(*args)
     assert np.abs(np.asarray(y) - slow(*args, None, **rule)).max() < 1e-5
@@ -40,6 +43,20 @@ def test_rings_agree(rule):
     rule = rule | {"window": rule["window"] or 30}
     y = attend_in_blocks(q, k, v, positions, ring(), **rule)
     assert np.abs(np.asarray(y) - slow(q, k, v, positions, ring(), **rule)).max() < 1e-5
+
+
+def test_fewer_slots_than_a_block():
+    q, k, v, positions = case(S=20, lengths=(1, 7, 17))
+    y = attend_in_blocks(q, k, v, positions, None, **RULES["window"])
+    want = slow(q, k, v, positions, None, **RULES["window"])
+    assert np.abs(np.asarray(y) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("shift", [-1000, 1000])
+def test_queries_that_see_nothing_give_numbers(shift):
+    """As padding before and behind the cache."""
+    q, k, v, positions = case()
+    assert np.isfinite(attend_in_blocks(q, k, v, positions + shift, None, **RULES["window"])).all()
 
 
 def test_sinks_far_above_and_below_all_scores():
@@ -96,7 +113,7 @@ def test_slots_that_nobody_sees_are_not_read(window):
 
 
 def test_who_attends_in_blocks(monkeypatch):
-    """On a CPU more than one query with more scores than so many, unless a mask says who sees."""
+    """On one CPU so many queries with more scores than so many, unless a mask says who sees."""
     calls = []
     monkeypatch.setattr(
         attention_blocks, "attend_in_blocks", lambda *a, **r: calls.append(a) or attend(*a, **r)
@@ -106,15 +123,20 @@ def test_who_attends_in_blocks(monkeypatch):
     want = slow(*args, **rule)
     num_scores = 3 * 6 * 4 * 150
     monkeypatch.setattr(attention, "MAX_SCORES", num_scores)
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 4)
     attention.attend(*args, form="auto", **rule)
     assert not calls
     monkeypatch.setattr(attention, "MAX_SCORES", num_scores - 1)
     y = attention.attend(*args, form="auto", **rule)
     assert len(calls) == 1 and np.abs(np.asarray(y) - want).max() < 1e-5
-    one = (*case(T=1, lengths=(1, 70, 150)), None)
-    attention.attend(*one, form="auto", **rule)
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 5)
+    attention.attend(*args, form="auto", **rule)
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 4)
     seen = jnp.ones((3, 4, 150), bool)
     attention.attend(*args, form="auto", visible=seen, **rule)
+    monkeypatch.setattr(attention, "multi_device_reason", lambda: "of eight devices")
+    attention.attend(*args, form="auto", **rule)
+    monkeypatch.setattr(attention, "multi_device_reason", lambda: None)
     monkeypatch.setattr(attention, "platform", lambda: "gpu")
     attention.attend(*args, form="auto", **rule)
     attention.attend(*args, form="reference", **rule)

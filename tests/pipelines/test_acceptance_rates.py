@@ -16,6 +16,9 @@ def test_rates(tmp_path):
     rows = [
         {"method": "peagle", "k": 2, "accepted_per_position": [0.7, 0.3]},
         {"method": "peagle", "k": 3, "accepted_per_position": [0.6, 0.5, 0.1]},
+        # no chains of K drafts, although later and of a larger K
+        {"method": "peagle", "k": 8, "adaptive_k": True, "accepted_per_position": [0.9] * 8},
+        {"method": "peagle", "k": 3, "num_tree_nodes": 9, "accepted_per_position": [0.8] * 3},
         {"method": "eagle3", "k": 7, "accepted_per_position": [0.9] * 7},
         {"method": "none", "k": 0, "accepted_per_position": []},
     ]

@@ -196,11 +196,12 @@ def test_headline_tells_of_an_adaptive_k_and_of_trees():
     lines = statements.headline([*ROWS, auto, tree])
     assert "P-EAGLE at its best K (3) runs at 1.40" in lines[0]
     how = "Batch size 1: P-EAGLE with"
+    over = "times plain decoding"
     assert lines[1] == (
-        f"{how} K chosen while decoding runs at 1.80 times plain decoding, 1.29 of its best K."
+        f"{how} K chosen while decoding runs at 1.80 {over}, 1.29 times the speed of its best K."
     )
     assert lines[2] == (
-        f"{how} trees of 16 drafts (K = 3) runs at 0.70 times plain decoding, 0.50 of its best K."
+        f"{how} trees of 16 drafts (K = 3) runs at 0.70 {over}, 0.50 times the speed of its best K."
     )
     assert lines[3].startswith("Batch size 8: P-EAGLE at its best K")
     assert "32 speculative texts" in lines[-1]
