@@ -129,13 +129,15 @@ def own_groups() -> list[Group]:
             length = row["acceptance_length"] or 1.0
             step = own_step(row, row["step_seconds"], DEMO_SLOTS, length)
             groups.setdefault(name, []).append(step)
+    runs: dict[tuple[str, str], int] = {}
     for row in read_rows(ROOT / "results/step_time.jsonl"):
         grows = re.search(r"--contexts \d+ \d+", row["command"]) is not None
         what = "by context" if grows else "by batch"
         # a machine's speed changes from run to run: others use it, too
-        run = f"{row['time'][5:16].replace('T', ' ')}"
-        machine = f"{row['device'].split('(')[0]}, {row['dtype']}, {run}"
-        name = f"step_time {what}, {machine}"
+        day = row["time"][:10]
+        run = runs.setdefault((day, row["command"]), len(runs) + 1)
+        machine = f"{row['device'].split('(')[0]}, {row['dtype']}"
+        name = f"step_time {what}, {machine}, {day}, run {run}"
         length = COMMITTED if row["k"] else 1.0
         step = own_step(row, row["ms"] / 1e3, row["slots"], length)
         groups.setdefault(name, []).append(step)
