@@ -19,7 +19,7 @@ from peagle_jax.bench.load import (
     serve_case,
 )
 from peagle_jax.bench.served_model import ServerAnswer
-from peagle_jax.bench.suite import Decoding
+from peagle_jax.bench.suite import Case, Decoding
 from peagle_jax.cli.arguments import parse_rates
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
@@ -107,7 +107,7 @@ class Passes(Decoding):
 
     def __init__(self, programs):
         self.programs, self.engines = programs, []
-        self.case = SimpleNamespace(batch_size=2)
+        self.case = Case("none", 0, 2, 0.0)
         self.requests = REQUESTS[:2]
 
     def engine(self):
