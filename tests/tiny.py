@@ -118,6 +118,33 @@ def pair(method: str | None, seed: int = 1, **changes) -> tuple[Model, Model]:
     return target(**changes), head(seed, **changes)
 
 
+def with_embedding(model: Model, token: int, value: float) -> Model:
+    """The target, of which one token's embedding is `value` everywhere, such as NaN."""
+    table = model.params["embed"]["table"].at[token].set(value)
+    params = {**model.params, "embed": {**model.params["embed"], "table": table}}
+    return dataclasses.replace(model, params=params)
+
+
+def attend_in_blocks(monkeypatch) -> list[int]:
+    """Makes all cached attention of two tokens and more that is traced from now on one in blocks.
+
+    Returns:
+      The tokens of each call, as they come.
+    """
+    from peagle_jax.kernels import attention, attention_blocks
+
+    calls, in_blocks = [], attention_blocks.attend_in_blocks
+
+    def note(*args, **rule):
+        calls.append(args[0].shape[1])
+        return in_blocks(*args, **rule)
+
+    monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
+    monkeypatch.setattr(attention_blocks, "attend_in_blocks", note)
+    return calls
+
+
 @functools.cache
 def greedy(prompt: tuple[int, ...], new: int, seed: int = 0) -> list[int]:
     """Plain greedy decoding without a cache, a loop or a while_loop: the oracle of losslessness."""

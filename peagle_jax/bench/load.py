@@ -18,14 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from peagle_jax.bench.answer_statistics import mean_acceptance_length
-from peagle_jax.bench.suite import Decoding
+from peagle_jax.bench.suite import COMPILED, Decoding
 from peagle_jax.decode.requests import Generation
 from peagle_jax.types import InputError
 
 CLOSED = float("inf")  # requests per second: as soon as there is a place
 PERCENTILE = 99
 MAX_WARM_UPS = 4  # passes that may compile something before the last one, whose times count
-COMPILED = "programs_compiled_while_timed"
 
 
 @runtime_checkable

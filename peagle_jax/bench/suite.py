@@ -34,7 +34,9 @@ MAX_SAMPLE_K = 7
 # A text that repeats more of its 4-grams than this is shown only if there is no other.
 MAX_SAMPLE_REPEATED = 0.2
 # Untimed passes of a decoder that chooses K, which may compile something in each.
-MAX_WARM_UPS = 5
+MAX_UNTIMED_PASSES = 5
+# The key of rows that says how many programs timed passes compiled after all.
+COMPILED = "programs_compiled_while_timed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Decoding:
             "num_tokens": num_tokens,
             "num_steps": self.num_steps,
             "steps_by_k": self.steps_by_k if self.case.adaptive_k else None,
-            "programs_compiled_while_timed": self.num_compiled,
+            COMPILED: self.num_compiled,
             "num_threads": self.num_threads,
             "seconds": self.seconds,
             "tokens_per_second": num_tokens / seconds,
@@ -345,13 +347,13 @@ def _case_groups(
 def _run_rounds(group: Sequence[Decoding], repeats: int, progress: Callable[[str], object]) -> None:
     """Compiles every decoder of a group, then times all of them in each round.
 
-    One that chooses K runs until a pass compiles nothing, at most MAX_WARM_UPS times.
+    One that chooses K runs until a pass compiles nothing, at most MAX_UNTIMED_PASSES times.
     """
     batch_size, temperature = group[0].case.batch_size, group[0].case.temperature
     for decoding in group:
         case = decoding.case
         progress(f"compiling {case.method}, K = {case.k}, batch size {batch_size}")
-        for _ in range(MAX_WARM_UPS if case.adaptive_k else 1):
+        for _ in range(MAX_UNTIMED_PASSES if case.adaptive_k else 1):
             if not decoding.run(timed=False):
                 break
     for number in range(1, repeats + 1):

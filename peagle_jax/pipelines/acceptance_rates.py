@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from peagle_jax.report.records import chains
 from peagle_jax.types import InputError
 
 METHODS = ("eagle3", "peagle")
@@ -69,10 +70,7 @@ def _measured(path: Path, method: str) -> list[float]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         of_method = [row for row in rows if row.get("method") == method and row.get("k")]
-        # an adaptive K and a tree have no shares by position that a chain would have
-        of_method = [
-            r for r in of_method if not r.get("adaptive_k") and not r.get("num_tree_nodes")
-        ]
+        of_method = chains(of_method)  # an adaptive K and a tree have other shares by position
         chosen = max(of_method, key=lambda row: (row["k"], rows.index(row)))
         return [float(rate) for rate in chosen["accepted_per_position"]]
     except OSError as error:

@@ -65,8 +65,8 @@ def draw(
     Returns:
       (file name, caption) of each plot, in reading order.
     """
-    records = chains(records) if methods(chains(records)) else []
-    greedy_rows = greedy(records)
+    records = chains(records)
+    greedy_rows = greedy(records) if methods(records) else []
     plots = []
     with plt.rc_context(STYLE):
         for batch_size in batch_sizes(greedy_rows):

@@ -139,7 +139,7 @@ def test_an_adaptive_k_and_trees_are_measured_beside_chains(tmp_path, monkeypatc
         assert warm_ups[0] > 0
         if decoding.case.adaptive_k:
             assert all(warm_ups[:-1])
-            assert warm_ups[-1] == 0 or len(warm_ups) == suites.MAX_WARM_UPS
+            assert warm_ups[-1] == 0 or len(warm_ups) == suites.MAX_UNTIMED_PASSES
             # shares by position would be of steps that drafted fewer
             assert record["accepted_per_position"] == []
         else:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 import tiny
@@ -196,10 +195,7 @@ def test_cancel(moment):
 
 def with_bad_token(token: int, value: float):
     """The target, of which one token's embedding is not finite."""
-    target = tiny.target(**CONTEXT)
-    params = jax.tree.map(lambda x: x, target.params)
-    params["embed"]["table"] = params["embed"]["table"].at[token].set(value)
-    return dataclasses.replace(target, params=params)
+    return tiny.with_embedding(tiny.target(**CONTEXT), token, value)
 
 
 def test_nan_fails_one_request_alone():

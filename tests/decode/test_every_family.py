@@ -21,7 +21,7 @@ from test_lossless import Scripted  # noqa: E402
 from peagle_jax import free_memory  # noqa: E402
 from peagle_jax.decode import engine, memory  # noqa: E402
 from peagle_jax.decode.generate import generate  # noqa: E402
-from peagle_jax.kernels import attention, attention_blocks  # noqa: E402
+from peagle_jax.kernels import attention_blocks  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
 
 NEW, K = 14, 3
@@ -94,16 +94,8 @@ ALL = [
 @pytest.mark.parametrize("case", ALL)
 def test_attention_in_blocks(case, sliding_cache, monkeypatch):
     """As long prompts have it on a CPU, in prefill and steps."""
-    calls = []
-    attend_in_blocks = attention_blocks.attend_in_blocks
-    monkeypatch.setattr(attention, "MAX_SCORES", 0)
-    monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
+    calls = tiny.attend_in_blocks(monkeypatch)
     monkeypatch.setattr(attention_blocks, "block_keys", lambda num_queries: 8)
-    monkeypatch.setattr(
-        attention_blocks,
-        "attend_in_blocks",
-        lambda *args, **rule: calls.append(args[0].shape[1]) or attend_in_blocks(*args, **rule),
-    )
     # a chunk that no other test has: all programs are traced here
     check(case, head(families.ours(case)), k=K, prefill_chunk=9, sliding_cache=sliding_cache)
     assert {9, K + 1} <= set(calls)

@@ -8,7 +8,7 @@ import tiny
 
 from peagle_jax.decode import growth, loop, prefill
 from peagle_jax.decode.generate import generate
-from peagle_jax.kernels import attention, attention_blocks, cache_write
+from peagle_jax.kernels import cache_write
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import AttentionRule, CacheShape, KVCache
 
@@ -130,14 +130,7 @@ def test_no_cache_is_copied(method, batch, dtype):
 @pytest.mark.parametrize("batch, dtype", [(1, "float32"), (8, "bfloat16")])
 def test_no_cache_is_copied_by_attention_in_blocks(batch, dtype, monkeypatch):
     """The loop over blocks reads caches that the loop over steps writes."""
-    calls, attend_in_blocks = [], attention_blocks.attend_in_blocks
-    monkeypatch.setattr(attention, "MAX_SCORES", 0)
-    monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
-    monkeypatch.setattr(
-        attention_blocks,
-        "attend_in_blocks",
-        lambda *args, **rule: calls.append(args[0].shape[1]) or attend_in_blocks(*args, **rule),
-    )
+    calls = tiny.attend_in_blocks(monkeypatch)
     text, arrays = cache_copies.compiled_loop("peagle", batch, dtype)
     assert 6 in calls  # the tokens of a verification
     made = cache_copies.operations(text, arrays)

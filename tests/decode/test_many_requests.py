@@ -1,7 +1,6 @@
 """Of ten thousand requests, some cancelled and some that give NaN, none is lost or mixed up."""
 
 import collections
-import dataclasses
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request
-from peagle_jax.types import Model
 
 NUM_REQUESTS, NUM_DISTINCT, CANCEL_EVERY, FAIL_EVERY = 10_000, 60, 7, 12
 
@@ -35,13 +33,6 @@ def distinct_requests(bad_token: int) -> list[Request]:
             )
         )
     return requests
-
-
-def with_nan(target: Model, token: int) -> Model:
-    """The target, for which one token's embedding is NaN."""
-    table = target.params["embed"]["table"].at[token].set(np.nan)
-    params = {**target.params, "embed": {**target.params["embed"], "table": table}}
-    return dataclasses.replace(target, params=params)
 
 
 def serve(engine: BaseEngine, requests: list[Request], count: int, check) -> None:
@@ -75,7 +66,7 @@ def test_ten_thousand_requests(num_threads):
     sound = make_engine(target, drafter, head.params, max_batch=8, num_threads=1)
     want = dict(sound.run(requests))
     engine = make_engine(
-        with_nan(target, bad_token),
+        tiny.with_embedding(target, bad_token, np.nan),
         drafter,
         head.params,
         max_batch=8,
