@@ -32,9 +32,12 @@ FIRST_WAIT, LAST_WAIT = 128, 4096
 CHOICES_PER_TRIAL, NEARLY = 8, 0.9
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.01
-# After as many steps what was observed counts half: of positions that these steps drafted, and of
-# others.
-HALF_LIFE, UNSEEN_HALF_LIFE = 24, 64
+# After so many drafts, of all rows, what was observed of the positions that they tried counts half.
+# Fewer tell little of a text, more are of other texts: with 128 the estimates err least
+# (scripts/measure/survival.py).
+HALF_LIFE = 128
+# The same of later positions; and, in steps of the batch, of all positions while none is tried.
+UNSEEN_HALF_LIFE, PLAIN_HALF_LIFE = 340, 64
 # What is guessed of the first position before it was tried. Others continue as the one before.
 FIRST_GUESS = 0.7
 # Tokens that a guess counts as.
@@ -93,8 +96,9 @@ class Survival:
           num_drafts: of all its rows.
           accepted: in how many of these each position was accepted, or was expected to be.
         """
-        half_lives = np.full(self.k_max, num_steps / UNSEEN_HALF_LIFE)
-        half_lives[:k] = num_steps / HALF_LIFE
+        of_unseen = num_drafts / UNSEEN_HALF_LIFE if k else num_steps / PLAIN_HALF_LIFE
+        half_lives = np.full(self.k_max, of_unseen)
+        half_lives[:k] = num_drafts / HALF_LIFE
         self._tried *= 0.5**half_lives
         self._accepted *= 0.5**half_lives
         reached = np.array([num_drafts, *accepted[:k], 0])

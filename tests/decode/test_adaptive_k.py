@@ -51,7 +51,7 @@ def test_estimates_are_the_shares_of_steps():
         survival.observe(4, 16, 16, steps(rng, conditional, 4, 16))
         seen.append(survival.chances(4))
         lengths.append(survival.length(4))
-    # the guess counts as a few tokens, of about ninety
+    # the guess counts as a few tokens, of some hundreds
     assert np.mean(seen[100:], axis=0) == pytest.approx(geometric(conditional, 4), abs=0.025)
     assert np.mean(lengths[100:]) == pytest.approx(1 + geometric(conditional, 4).sum(), abs=0.08)
     # of a batch of any size
@@ -114,8 +114,19 @@ def test_survival_forgets():
     after = np.array(survival.counts()[0])
     assert after[1] == pytest.approx(before[1] * 0.5 ** (half / adaptive_k.UNSEEN_HALF_LIFE))
     assert adaptive_k.UNSEEN_HALF_LIFE > 2 * half
+    # plain steps have no drafts, and let everything be forgotten
     survival.observe(0, half, 0, np.zeros(2, int))
-    assert survival.counts()[0][0] < after[0]
+    forgotten = 0.5 ** (half / adaptive_k.PLAIN_HALF_LIFE)
+    assert survival.counts()[0] == pytest.approx((after * forgotten).tolist())
+
+
+def test_memory_is_of_drafts_and_not_of_steps():
+    """Eight rows tell as much in a step as one row in eight steps, and are forgotten as fast."""
+    one, eight = Survival(2), Survival(2)
+    for accepted in ([30, 20], [10, 0], [25, 15]):
+        one.observe(2, 32, 32, np.array(accepted))
+        eight.observe(2, 4, 32, np.array(accepted))
+    assert one.counts() == eight.counts()
 
 
 def test_the_best_k_is_found_behind_a_worse_one():
