@@ -21,7 +21,7 @@ from peagle_jax.chat.encoding import (
     tokenize,
 )
 from peagle_jax.chat.pieces import Conversation
-from peagle_jax.chat.trained_spans import one_line
+from peagle_jax.chat.rendering import one_line
 from peagle_jax.corpus import read_jsonl, read_text
 from peagle_jax.documents import BadRows, Document, check_unicode
 from peagle_jax.types import InputError

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.pieces import Conversation, Span
-from peagle_jax.chat.rendering import limited_time
-from peagle_jax.chat.trained_spans import one_line, render, trained_spans
+from peagle_jax.chat.rendering import limited, one_line
+from peagle_jax.chat.trained_spans import render, trained_spans
 from peagle_jax.documents import Document, content_text
 from peagle_jax.types import InputError
 
@@ -108,7 +108,7 @@ def encode_turns(
 ) -> list[int]:
     """Token ids of a conversation that the assistant is to answer, through the chat template."""
     _check_template(tokenizer)
-    with limited_time(where):
+    with limited(where):
         text = render(
             tokenizer, conversation.messages, conversation.tools, where, add_generation_prompt=True
         )

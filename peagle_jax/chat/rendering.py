@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import nodes
@@ -27,6 +29,9 @@ ANY_MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 MARK = "peagle_jax_mark"
 # For all renderings of a conversation. The longest take milliseconds; a template can loop for days.
 RENDER_SECONDS = 30.0
+# That they may allocate. The longest take megabytes; a template can multiply a text by anything.
+RENDER_BYTES = 2**31
+STATUS = Path("/proc/self/status")
 
 
 class TooManyMarksError(ValueError):
@@ -161,14 +166,16 @@ class _TimeIsUp(BaseException):
 
 
 @contextlib.contextmanager
-def limited_time(where: str) -> Iterator[None]:
-    """Ends what takes longer than RENDER_SECONDS: renderings of one conversation.
+def limited(where: str) -> Iterator[None]:
+    """Ends what takes longer than RENDER_SECONDS, or more memory than RENDER_BYTES: renderings of
+    one conversation.
 
-    A signal does it, and so only in the main thread, where Python handles signals, and only where
-    nobody else has set its timer, as in a context within this one.
+    A signal ends what takes long, and so only in the main thread, where Python handles signals,
+    and only where nobody else has set its timer, as in a context within this one. Memory is limited
+    there, too, as the limit is the whole process's.
 
     Raises:
-      InputError: the time is up.
+      InputError: the time is up, or a MemoryError came out.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not hasattr(signal, "setitimer") or any(signal.getitimer(signal.ITIMER_REAL)):
@@ -178,18 +185,49 @@ def limited_time(where: str) -> Iterator[None]:
     def end(*_: object) -> None:
         raise _TimeIsUp
 
+    must, next_step = "the chat template must render a conversation", "leave the conversation out"
     before = signal.signal(signal.SIGALRM, end)
     # again each second, as an exception within a destructor is lost
     signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 1.0)
     try:
-        yield
+        with _limited_memory():
+            yield
     except _TimeIsUp:
-        rule = f"the chat template must render a conversation within {RENDER_SECONDS:g} seconds"
-        next_step = "leave the conversation out, or correct the loops of the template"
+        rule = f"{must} within {RENDER_SECONDS:g} seconds"
+        next_step += ", or correct the loops of the template"
+        raise InputError(where, rule, "more", next_step) from None
+    except MemoryError:
+        next_step += ", or correct what the template repeats"
+        rule = f"{must} within {RENDER_BYTES / 2**30:g} GiB of memory"
         raise InputError(where, rule, "more", next_step) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Lets the process allocate RENDER_BYTES more than it has, on Linux."""
+    if sys.platform != "linux":  # others have no such limit, or do not keep it
+        yield
+        return
+    import resource
+
+    lines = STATUS.read_text().splitlines()
+    data = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([data + RENDER_BYTES, *limits]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def one_line(error: Exception) -> str:
+    """An exception in a few words."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
 
 
 @functools.lru_cache(maxsize=16)

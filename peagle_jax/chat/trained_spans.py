@@ -30,8 +30,9 @@ from peagle_jax.chat.rendering import (
     TooManyMarksError,
     blocks_of_messages,
     generations,
-    limited_time,
+    limited,
     marked_template,
+    one_line,
 )
 from peagle_jax.documents import REASONING
 from peagle_jax.types import InputError
@@ -52,10 +53,10 @@ def trained_spans(
       where: its place, for errors.
 
     Raises:
-      InputError: the template refuses the conversation or does not end, or an answer cannot be
-        located.
+      InputError: the template refuses the conversation or takes too much time or memory, or an
+        answer cannot be located.
     """
-    with limited_time(where):
+    with limited(where):
         return _trained_spans(tokenizer, conversation, where)
 
 
@@ -111,18 +112,14 @@ def render(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
+    except MemoryError:
+        raise  # what `limited` makes one line of
     except Exception as error:  # a template raises what it likes
         rule = "the target's chat template must render these messages"
         next_step = "correct the roles and contents, or leave the conversation out"
         raise InputError(where, rule, one_line(error), next_step) from None
     assert isinstance(rendered, str)
     return rendered
-
-
-def one_line(error: Exception) -> str:
-    """An exception in a few words."""
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -177,6 +174,8 @@ class _Located:
             rule = "a conversation can be marked 65,533 times"
             next_step = "split the conversation"
             raise InputError(self.where, rule, f"{len(messages)} messages", next_step) from None
+        except MemoryError:
+            raise
         except Exception:  # a template raises what it likes, here at a mark
             return "", []
 
@@ -247,8 +246,7 @@ class _Located:
                 raise self._not_located(number)
             return self._answer_with_calls(number, block, pieces)
         if pieces:
-            start = self._start(pieces, block)
-            end = self._right(pieces[-1], block)
+            start, end = self._start(pieces, block), self._right(pieces[-1], block)
             return [self.with_end_of_turn(start, end, block)]
         if _all_is_reasoning(message):
             # an empty answer, or one of reasoning that the template drops
@@ -298,7 +296,7 @@ class _Located:
 
     def _end_without_results(self, number: int, block: Span) -> int:
         marks = Marks(self.text)
-        message = {k: v for k, v in self.messages[number].items() if k not in ("content",)}
+        message = {k: v for k, v in self.messages[number].items() if k != "content"}
         text, places = self.render([*self.messages[:number], message], marks)
         blocks = blocks_of_messages(places).get(number, [])
         if len(blocks) != 1:
@@ -396,6 +394,8 @@ def _prompt_after_user(template: MarkedTemplate, special_tokens: str) -> str:
     variables = json.loads(special_tokens) | others
     try:
         text, places = template.render(messages, Marks(""), variables)
+    except MemoryError:
+        raise  # what `limited` makes one line of
     except Exception:  # a template raises what it likes
         return ""
     blocks = blocks_of_messages(places).get(0)

@@ -3,6 +3,7 @@
 import copy
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,44 @@ def test_a_template_that_does_not_end(tokenizer, monkeypatch):
     encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert signal.getsignal(signal.SIGALRM) == before
+
+
+DOUBLED = (
+    "{% set ns = namespace(s='x') %}"
+    "{% for i in range(29) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s | length }}"
+)
+# only at the marks, which transformers' own rendering does not have
+OF_MARKS = (
+    "{% for m in messages %}{% if m.content | length > 3 %}{{ 'x' * 2**29 }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not limit a process's memory")
+def test_a_template_that_takes_all_memory(tokenizer, monkeypatch):
+    import resource
+
+    monkeypatch.setattr(rendering, "RENDER_BYTES", 2**27)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    within = "must render a conversation within 0.125 GiB of memory; got more"
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    for template in ("{{ 'x' * 2**29 }}", "{{ 'x'.center(2**29) }}", DOUBLED, OF_MARKS):
+        tokenizer.chat_template = template
+        with pytest.raises(InputError, match=f"d.jsonl:1: .*{within}"):
+            encode_document(tokenizer, document_of_row(row, "d.jsonl:1", "d.jsonl:1"))
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    tokenizer.chat_template = DOUBLED
+    with pytest.raises(InputError, match=f"p.jsonl:1: .*{within}"):
+        text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
+    # a limit that there was stays
+    lower = (before[1] if before[1] != resource.RLIM_INFINITY else 2**45, before[1])
+    resource.setrlimit(resource.RLIMIT_DATA, lower)
+    try:
+        tokenizer.chat_template = templates.PLAIN
+        encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
+        assert resource.getrlimit(resource.RLIMIT_DATA) == lower
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 # ---------------------------------------------------------------- tokenizers
