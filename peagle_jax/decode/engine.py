@@ -32,14 +32,11 @@ from peagle_jax.decode.batch import (
     Row,
     cancelled_output,
     num_reserved,
-    num_stop_ids,
     row_options,
-    sampling_kind,
 )
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.engine_checks import check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
-from peagle_jax.decode.first_call import first_call
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
 from peagle_jax.decode.prefill import cache_sizes, chunk_size, num_positions, prefill
@@ -147,7 +144,6 @@ class Engine(BaseEngine):
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
-        self._chunk_programs: collections.deque[tuple] = collections.deque()
         self._new_ids = itertools.count()
         # whether requests wait that this engine may get next
         self.others_wait = False
@@ -279,13 +275,9 @@ class Engine(BaseEngine):
         needed = max(longest + self.spec.num_ahead, num_positions(self.spec, longest))
         slots = growth.num_slots(needed, max(num_reserved(r.request, self.spec) for r in group))
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
-        chunk, kind = chunk_size(self.spec, longest), sampling_kind(options)
+        chunk = chunk_size(self.spec, longest)
         sizes = cache_sizes(chunk, longest, slots)
-        programs = [("prefill", num_rows, size, chunk, kind) for size in sizes]
-        self._stats.programs.update(programs)
-        # the last chunk is followed by the first tokens
-        names = [*programs[:-1], (*programs[-1], "last")]
-        self._chunk_programs = collections.deque((name, num_stop_ids(options)) for name in names)
+        self._stats.programs.update(("prefill", num_rows, size, chunk) for size in sizes)
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
     def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:
@@ -319,12 +311,11 @@ class Engine(BaseEngine):
         """Reads one chunk; after the last, the requests are rows of the batch."""
         assert self._prefill is not None
         self._stats.num_chunks += 1
-        with first_call(self.spec, *self._chunk_programs.popleft()):
-            try:
-                next(self._prefill)
-                return
-            except StopIteration as end:
-                state = jax.block_until_ready(end.value)
+        try:
+            next(self._prefill)
+            return
+        except StopIteration as end:
+            state = jax.block_until_ready(end.value)
         self._prefill = None
         self._batch.insert(self._entering, state)
         self._entering = []

@@ -19,8 +19,9 @@ from peagle_jax.types import DecodeState, KVCache, KVGroup
 
 # Slots of the smallest size. Every further size is twice as large.
 FIRST_SLOTS = 256
-# Where less than that is reserved, slots are a multiple of this.
-SMALL_STEP = 16
+# Where less than that is reserved, slots are a multiple of this: four sizes, as each is a number of
+# programs to be compiled, and a few slots more cost little.
+SMALL_STEP = 64
 
 
 def num_slots(needed: int, reserved: int) -> int:

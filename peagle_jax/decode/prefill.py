@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.decode import growth
 from peagle_jax.decode.confidence import has_confidence
+from peagle_jax.decode.first_call import first_call
 from peagle_jax.decode.loop import (
     DecodeSpec,
     emit,
@@ -92,7 +93,9 @@ def prefill(
     batch, width = prompts.shape
     chunk = chunk or chunk_size(spec, width)
     sizes = cache_sizes(chunk, width, slots)
-    state = empty(spec, batch, sizes[0])
+    size = sizes[0]
+    with first_call("empty", spec, batch, size):
+        state = empty(spec, batch, size)
     # one token more: the drafter reads every position together with the token after it
     padding = -width % chunk + 1
     module = np if isinstance(prompts, np.ndarray) else jnp
@@ -101,12 +104,12 @@ def prefill(
         if start:
             yield
         tokens = prompts[:, start : start + chunk + 1]
-        begin = np.int32(start)
-        state = _grow(spec, state, sizes[start // chunk])
-        state = read_chunk(spec, target_params, draft_params, tokens, begin, lengths, state)
-    caches = state.cache, state.draft
-    hidden, aux_hidden_state = state.hidden, state.aux_hidden_state
-    return first_tokens(spec, target_params, options, hidden, aux_hidden_state, *caches, slots)
+        before, size = size, sizes[start // chunk]
+        with first_call("read_chunk", spec, batch, chunk, before, size):
+            state = _grow(spec, state, size)
+            place = np.int32(start)
+            state = read_chunk(spec, target_params, draft_params, tokens, place, lengths, state)
+    return _with_first_tokens(spec, target_params, options, state, slots)
 
 
 def cache_sizes(chunk: int, width: int, slots: int) -> list[int]:
@@ -206,55 +209,65 @@ def read_chunk(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "slots"), donate_argnames=("cache", "draft"))
+@functools.partial(jax.jit, static_argnames="spec")
 def first_tokens(
-    spec: DecodeSpec,
-    target_params: Params,
-    options: RowOptions,
-    hidden: Float[Array, "B D"],
-    aux_hidden_state: Float[Array, "B A"],
-    cache: KVCache,
-    draft: DraftState,
-    slots: int,
-) -> DecodeState:
-    """Commits the first token of every answer.
+    spec: DecodeSpec, target_params: Params, options: RowOptions, hidden: Float[Array, "B D"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"] | None]:
+    """The first token of every answer, and its log-probability where a row wants it.
+
+    Neither this nor `begin` takes the caches, so that few programs serve caches of all sizes.
 
     Args:
-      hidden: the fields of the `PrefillState` after whole prompts; likewise `aux_hidden_state`,
-        `cache` and `draft`.
-      slots: of the caches.
+      hidden: of the `PrefillState` after whole prompts.
     """
     target = cast(Decoder, nnx.merge(spec.target, target_params))
     sampling, penalties = options.sampling, options.penalties
-    logprobs = None
     if not needs_logits(options):
-        tokens = target.argmax_logits(hidden)
+        return target.argmax_logits(hidden).astype(jnp.int32), None
+    raw = logits = target.compute_logits(hidden)
+    if penalties is not None:
+        no_counts = jnp.zeros((len(logits), 1, logits.shape[1]), jnp.int32)
+        logits = penalize(logits[:, None], no_counts, penalties)[:, 0]
+    if sampling is None:
+        tokens = vocab.argmax(logits)
     else:
-        raw = logits = target.compute_logits(hidden)
-        if penalties is not None:
-            no_counts = jnp.zeros((len(logits), 1, logits.shape[1]), jnp.int32)
-            logits = penalize(logits[:, None], no_counts, penalties)[:, 0]
-        if sampling is None:
-            tokens = vocab.argmax(logits)
-        else:
-            keys = step_keys(sampling, 0, KeyUse.FIRST_TOKEN)
-            tokens = sample(keys, probabilities(logits, sampling))
-        if options.logprobs:
-            logprobs = logprobs_of(raw[:, None], tokens[:, None])
+        keys = step_keys(sampling, 0, KeyUse.FIRST_TOKEN)
+        tokens = sample(keys, probabilities(logits, sampling))
+    logprobs = logprobs_of(raw[:, None], tokens[:, None])[:, 0] if options.logprobs else None
+    return tokens.astype(jnp.int32), logprobs
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "slots"))
+def begin(
+    spec: DecodeSpec,
+    options: RowOptions,
+    tokens: Int[Array, " B"],
+    logprobs: Float[Array, " B"] | None,
+    state: PrefillState,
+    slots: int,
+) -> DecodeState:
+    """The state in which every answer has its first token; its caches have no layers.
+
+    Args:
+      options: of which limits and stop ids count.
+      tokens, logprobs: as `first_tokens` gives them.
+      state: after whole prompts; its caches need no layers.
+      slots: of the caches.
+    """
     batch, num_places = len(tokens), spec.num_places
 
     def pad_to_block(x: Array) -> Array:
         return jnp.pad(x[:, None], [(0, 0), (0, num_places - 1), *[(0, 0)] * (x.ndim - 1)])
 
     zero = jnp.zeros(batch, jnp.int32)
-    failed = ~is_finite(hidden)
+    failed = ~is_finite(state.hidden)
     counts_expected = spec.lookback > 0 and has_confidence(spec.drafter)
     expected = jnp.zeros((batch, spec.k), jnp.float32) if counts_expected else None
     new = DecodeState(
-        cache=cache,
-        draft=draft,
-        tokens=pad_to_block(tokens.astype(jnp.int32)),
-        aux_hidden_states=pad_to_block(aux_hidden_state),
+        cache=state.cache,
+        draft=state.draft,
+        tokens=pad_to_block(tokens),
+        aux_hidden_states=pad_to_block(state.aux_hidden_state),
         count=zero + 1,
         output=jnp.zeros((batch, slots), jnp.int32),
         is_draft=jnp.zeros((batch, slots), bool),
@@ -271,8 +284,27 @@ def first_tokens(
     )
     no_drafts = jnp.zeros((batch, num_places), bool)
     if logprobs is not None:
-        logprobs = jnp.pad(logprobs, [(0, 0), (0, num_places - 1)])
+        logprobs = pad_to_block(logprobs)
     return replicate_results(emit(new, new.tokens, no_drafts, new.count, options, logprobs))
+
+
+def _with_first_tokens(
+    spec: DecodeSpec, target_params: Params, options: RowOptions, state: PrefillState, slots: int
+) -> DecodeState:
+    """The state of answers that have their first token."""
+    batch, stop_ids = options.stop_ids.shape
+    with first_call("first_tokens", spec, batch, stop_ids, jax.tree.structure(options)):
+        tokens, logprobs = first_tokens(spec, target_params, options, state.hidden)
+    limits = dataclasses.replace(options, sampling=None, penalties=None, logprobs=False)
+    # caches without their layers: only the rows' lengths are passed through the program
+    draft, groups = state.draft, state.cache.groups
+    cache = dataclasses.replace(state.cache, groups=())
+    state = dataclasses.replace(state, cache=cache, draft=DraftState(None, None))
+    with first_call("begin", spec, batch, stop_ids, logprobs is None, slots):
+        new = begin(spec, limits, tokens, logprobs, state, slots)
+    return dataclasses.replace(
+        new, cache=dataclasses.replace(new.cache, groups=groups), draft=draft
+    )
 
 
 def _shard_cache(cache: KVCache) -> KVCache:

@@ -20,7 +20,8 @@ def test_sizes():
     assert [growth.num_slots(n, 16_384) for n in (1, 256, 257, 513)] == [256, 256, 512, 1024]
     assert growth.num_slots(9_000, 9_100) == 9_216  # not 16,384: no more than is reserved
     assert growth.num_slots(300, 290) == 512  # more than is reserved, where a step needs it
-    assert growth.num_slots(20, 30) == 32  # less than the smallest size is reserved
+    assert growth.num_slots(20, 70) == 128  # less than the smallest size is reserved
+    assert len({growth.num_slots(n, n) for n in range(1, 257)}) == 4
     # programs are few: no more than 8 sizes between one power of two and the next
     assert len({growth.num_slots(n, n) for n in range(257, 32_769)}) == 1 + 2 + 4 + 4 * 8
 
