@@ -11,7 +11,9 @@ first tokens. One prompt in a hundred has a token for which the target's weights
 fail, and no other may but where it draws or drafts that token, which is counted. Every answer is
 checked against its request. Once a minute the process is looked at: tokens written, its own memory,
 memory mappings, open files, threads, arrays and compiled programs. At the end one greedy answer in
-twenty is compared with plain decoding.
+twenty is compared with plain decoding. With JAX's cache of compiled programs on the disk
+(JAX_COMPILATION_CACHE_DIR), as servers should have it, those that the engine had to let go of come
+back in a moment.
 
 Ctrl-C ends the load and reports what there is. Exit code 1 if an answer is not its request's, or is
 not what plain decoding writes, or if none was compared.
@@ -303,6 +305,7 @@ def main() -> int:
         "k": args.k,
         "slots": SLOTS,
         "threads": args.threads,
+        "compile_cache": jax.config.jax_compilation_cache_dir is not None,
         "clients": CLIENTS,
         "minutes": load.minutes[-1]["minutes"] if load.minutes else 0,
         "requests": load.num_requests,
