@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import re
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +28,10 @@ ANY_MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 MARK = "peagle_jax_mark"
 # For all renderings of a conversation. The longest take milliseconds; a template can loop for days.
 RENDER_SECONDS = 30.0
-# That they may allocate. The longest take megabytes; a template can multiply a text by anything.
+# Bytes that they may allocate. The longest take megabytes; a template can multiply a text by
+# anything.
 RENDER_BYTES = 2**31
-STATUS = Path("/proc/self/status")
+STATUS = Path("/proc/self/status")  # of Linux
 
 
 class TooManyMarksError(ValueError):
@@ -172,49 +172,62 @@ def limited(where: str) -> Iterator[None]:
 
     A signal ends what takes long, and so only in the main thread, where Python handles signals,
     and only where nobody else has set its timer, as in a context within this one. Memory is limited
-    there, too, as the limit is the whole process's.
+    there alone, too, and on Linux: the limit is the whole process's, so that what other threads
+    allocate meanwhile counts as well.
 
     Raises:
-      InputError: the time is up, or a MemoryError came out.
+      InputError: the time is up, or memory is.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, "setitimer") or any(signal.getitimer(signal.ITIMER_REAL)):
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise _TimeIsUp
-
+    has_timer = is_main and hasattr(signal, "setitimer")
     must, next_step = "the chat template must render a conversation", "leave the conversation out"
-    before = signal.signal(signal.SIGALRM, end)
-    # again each second, as an exception within a destructor is lost
-    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 1.0)
     try:
-        with _limited_memory():
+        if has_timer and not any(signal.getitimer(signal.ITIMER_REAL)):
+            with _limited_memory(), _limited_time():
+                yield
+        else:
             yield
     except _TimeIsUp:
         rule = f"{must} within {RENDER_SECONDS:g} seconds"
         next_step += ", or correct the loops of the template"
         raise InputError(where, rule, "more", next_step) from None
     except MemoryError:
+        rule = f"{must} in free memory, within {RENDER_BYTES / 2**30:g} GiB"
         next_step += ", or correct what the template repeats"
-        rule = f"{must} within {RENDER_BYTES / 2**30:g} GiB of memory"
         raise InputError(where, rule, "more", next_step) from None
+
+
+@contextlib.contextmanager
+def _limited_time() -> Iterator[None]:
+    """Raises _TimeIsUp after RENDER_SECONDS."""
+    is_over = False
+
+    def end(*_: object) -> None:
+        if not is_over:
+            raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, end)
+    # again each second, as an exception within a destructor is lost
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 1.0)
+    try:
+        yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+        try:
+            is_over = True  # where the signal comes at this moment, the rest is done all the same
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Lets the process allocate RENDER_BYTES more than it has, on Linux."""
-    if sys.platform != "linux":  # others have no such limit, or do not keep it
+    """Lets the process allocate RENDER_BYTES more than it has, where Linux says what it has."""
+    data = _data_bytes()
+    if data is None:
         yield
         return
     import resource
 
-    lines = STATUS.read_text().splitlines()
-    data = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([data + RENDER_BYTES, *limits]), hard))
@@ -222,6 +235,16 @@ def _limited_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int | None:
+    """What of this process RLIMIT_DATA counts; None on other systems, and where it is not said."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")]
+    return sizes[0] if sizes else None
 
 
 def one_line(error: Exception) -> str:

@@ -40,7 +40,8 @@ def plan(arguments: argparse.Namespace) -> int:
     target = planned_target(path, arguments.dtype, arguments.kv_cache_dtype)
     if max(contexts) > target.config.context:
         rule = f"must be at most {target.config.context}, the target's longest sequence"
-        raise InputError("--context", rule, max(contexts), "give --context 1k")
+        next_step = f"give --context {min(1024, target.config.context)}"
+        raise InputError("--context", rule, max(contexts), next_step)
     heads = planned_heads(target, arguments.head_layers, arguments.drafter)
     device = find_device(arguments.device)
     models = Models(

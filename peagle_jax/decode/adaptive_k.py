@@ -36,8 +36,10 @@ MIN_GAIN = 1.01
 # Fewer tell little of a text, more are of other texts: with 128 the estimates err least
 # (scripts/measure/survival.py).
 HALF_LIFE = 128
-# The same of later positions; and, in steps of the batch, of all positions while none is tried.
-UNSEEN_HALF_LIFE, PLAIN_HALF_LIFE = 340, 64
+# The same of positions that are not tried: after so many drafts, or after so many steps of the
+# batch, whichever is more; plain steps have no drafts. They are forgotten more slowly, as nothing
+# takes their place.
+UNSEEN_HALF_LIFE, UNSEEN_STEPS = 340, 64
 # What is guessed of the first position before it was tried. Others continue as the one before.
 FIRST_GUESS = 0.7
 # Tokens that a guess counts as.
@@ -96,7 +98,9 @@ class Survival:
           num_drafts: of all its rows.
           accepted: in how many of these each position was accepted, or was expected to be.
         """
-        of_unseen = num_drafts / UNSEEN_HALF_LIFE if k else num_steps / PLAIN_HALF_LIFE
+        of_unseen = num_steps / UNSEEN_STEPS
+        if k:
+            of_unseen = min(of_unseen, num_drafts / UNSEEN_HALF_LIFE)
         half_lives = np.full(self.k_max, of_unseen)
         half_lives[:k] = num_drafts / HALF_LIFE
         self._tried *= 0.5**half_lives

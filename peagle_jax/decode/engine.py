@@ -33,6 +33,7 @@ from peagle_jax.decode.batch import (
     cancelled_output,
     num_reserved,
     row_options,
+    sampling_kind,
 )
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.engine_checks import check_at_least_1, check_drafter
@@ -278,6 +279,7 @@ class Engine(BaseEngine):
         chunk = chunk_size(self.spec, longest)
         sizes = cache_sizes(chunk, longest, slots)
         self._stats.programs.update(("prefill", num_rows, size, chunk) for size in sizes)
+        self._stats.programs.add(("first tokens", num_rows, slots, sampling_kind(options)))
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
     def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:

@@ -6,9 +6,10 @@ cache, which therefore grows with what was read; chunks before the same number o
 program.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from typing import Any, cast
 
 import jax
@@ -94,7 +95,7 @@ def prefill(
     chunk = chunk or chunk_size(spec, width)
     sizes = cache_sizes(chunk, width, slots)
     size = sizes[0]
-    with first_call("empty", spec, batch, size):
+    with _first_call(options, "empty", spec, batch, size):
         state = empty(spec, batch, size)
     # one token more: the drafter reads every position together with the token after it
     padding = -width % chunk + 1
@@ -105,11 +106,17 @@ def prefill(
             yield
         tokens = prompts[:, start : start + chunk + 1]
         before, size = size, sizes[start // chunk]
-        with first_call("read_chunk", spec, batch, chunk, before, size):
+        with _first_call(options, "read_chunk", spec, batch, chunk, before, size):
             state = _grow(spec, state, size)
             place = np.int32(start)
             state = read_chunk(spec, target_params, draft_params, tokens, place, lengths, state)
     return _with_first_tokens(spec, target_params, options, state, slots)
+
+
+def _first_call(options: RowOptions, *program: Hashable) -> contextlib.AbstractContextManager:
+    """`first_call`; nothing where reading prompts is a part of a program that is being traced."""
+    is_traced = isinstance(options.stop_ids, jax.core.Tracer)
+    return contextlib.nullcontext() if is_traced else first_call(*program)
 
 
 def cache_sizes(chunk: int, width: int, slots: int) -> list[int]:
@@ -215,9 +222,11 @@ def first_tokens(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"] | None]:
     """The first token of every answer, and its log-probability where a row wants it.
 
-    Neither this nor `begin` takes the caches, so that few programs serve caches of all sizes.
+    It takes neither caches nor stop ids, so that one program serves all sizes of them. `begin`,
+    which has little to compute, has one for each number of slots.
 
     Args:
+      options: how the rows sample, their penalties, and whether they want log-probabilities.
       hidden: of the `PrefillState` after whole prompts.
     """
     target = cast(Decoder, nnx.merge(spec.target, target_params))
@@ -292,15 +301,16 @@ def _with_first_tokens(
     spec: DecodeSpec, target_params: Params, options: RowOptions, state: PrefillState, slots: int
 ) -> DecodeState:
     """The state of answers that have their first token."""
-    batch, stop_ids = options.stop_ids.shape
-    with first_call("first_tokens", spec, batch, stop_ids, jax.tree.structure(options)):
-        tokens, logprobs = first_tokens(spec, target_params, options, state.hidden)
+    batch, num_stop_ids = options.stop_ids.shape
+    choices = dataclasses.replace(options, stop_ids=options.stop_ids[:, :0])
+    with _first_call(options, "first_tokens", spec, batch, jax.tree.structure(choices)):
+        tokens, logprobs = first_tokens(spec, target_params, choices, state.hidden)
     limits = dataclasses.replace(options, sampling=None, penalties=None, logprobs=False)
     # caches without their layers: only the rows' lengths are passed through the program
     draft, groups = state.draft, state.cache.groups
     cache = dataclasses.replace(state.cache, groups=())
     state = dataclasses.replace(state, cache=cache, draft=DraftState(None, None))
-    with first_call("begin", spec, batch, stop_ids, logprobs is None, slots):
+    with _first_call(options, "begin", spec, batch, num_stop_ids, logprobs is None, slots):
         new = begin(spec, limits, tokens, logprobs, state, slots)
     return dataclasses.replace(
         new, cache=dataclasses.replace(new.cache, groups=groups), draft=draft

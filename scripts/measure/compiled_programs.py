@@ -50,7 +50,6 @@ class Compilations(logging.Handler):
 def watch_compilations() -> Compilations:
     """Counts from now on what JAX compiles."""
     compilations = Compilations()
-    jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_log_compiles", True)
     for name in (LOGGER, "jax._src.interpreters.pxla"):
         logger = logging.getLogger(name)
@@ -67,6 +66,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="engines that share the rows")
     parser.add_argument("--record", type=Path, help="append a row to this JSONL")
     args = parser.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)  # which the first compilation settles
     tokenizer = text.load_tokenizer(ASSETS / "target")
     assert tokenizer is not None
     target, head = load_pair(ASSETS / "target", ASSETS / "peagle")

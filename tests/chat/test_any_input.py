@@ -4,6 +4,7 @@ import copy
 import json
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -219,9 +220,11 @@ def test_a_template_that_takes_all_memory(tokenizer, monkeypatch):
 
     monkeypatch.setattr(rendering, "RENDER_BYTES", 2**27)
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    within = "must render a conversation within 0.125 GiB of memory; got more"
+    within = "must render a conversation in free memory, within 0.125 GiB; got more"
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
-    for template in ("{{ 'x' * 2**29 }}", "{{ 'x'.center(2**29) }}", DOUBLED, OF_MARKS):
+    of_prompts = "{% if add_generation_prompt %}{{ 'x' * 2**29 }}{% endif %}"
+    of_all = "{{ 'x' * 2**29 }}", "{{ 'x'.center(2**29) }}", DOUBLED
+    for template in (*of_all, OF_MARKS, templates.PLAIN + of_prompts):
         tokenizer.chat_template = template
         with pytest.raises(InputError, match=f"d.jsonl:1: .*{within}"):
             encode_document(tokenizer, document_of_row(row, "d.jsonl:1", "d.jsonl:1"))
@@ -229,15 +232,37 @@ def test_a_template_that_takes_all_memory(tokenizer, monkeypatch):
     tokenizer.chat_template = DOUBLED
     with pytest.raises(InputError, match=f"p.jsonl:1: .*{within}"):
         text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
-    # a limit that there was stays
-    lower = (before[1] if before[1] != resource.RLIM_INFINITY else 2**45, before[1])
+    # a lower limit that there was holds, and stays
+    lower, set_limits = (2**40, before[1]), []
+    monkeypatch.setattr(rendering, "RENDER_BYTES", 2**45)
     resource.setrlimit(resource.RLIMIT_DATA, lower)
+    set_limit = resource.setrlimit
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda *words: (set_limits.append(words[1]), set_limit(*words))
+    )
     try:
         tokenizer.chat_template = templates.PLAIN
         encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
-        assert resource.getrlimit(resource.RLIMIT_DATA) == lower
+        assert set_limits == [lower, lower]
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        set_limit(resource.RLIMIT_DATA, before)
+
+
+def test_memory_where_nothing_limits_it(tokenizer, monkeypatch, tmp_path):
+    """In another thread, and where Linux does not say what a process has."""
+    tokenizer.chat_template = "{{ 'x' * 2**50 }}"
+
+    def encode():
+        encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
+
+    with ThreadPoolExecutor(1) as thread, pytest.raises(InputError, match="in free memory"):
+        thread.submit(encode).result()
+    for path in (tmp_path / "none", tmp_path / "status"):
+        (tmp_path / "status").write_text("Name: python\n")
+        monkeypatch.setattr(rendering, "STATUS", path)
+        with pytest.raises(InputError, match="in free memory"):
+            encode()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 # ---------------------------------------------------------------- tokenizers

@@ -63,6 +63,7 @@ COMMANDS = {
         "generate --target {folders}/target --prompt x --max-new-tokens 4 --out {closed}/o.jsonl"
     ),
     "init-config": "init-config --target {folders}/target --data {tmp}/code --out {closed}/r.yaml",
+    "plan": "plan --target {folders}/target --device h200 --context 256 --out {closed}/plan",
     "regenerate": (
         "regenerate --target {folders}/target --data {tmp}/code --held-out 0 --num-samples 3 "
         "--max-new-tokens 5 --prompt-tokens 8 --out {closed}/r.jsonl"

@@ -116,7 +116,7 @@ def test_survival_forgets():
     assert adaptive_k.UNSEEN_HALF_LIFE > 2 * half
     # plain steps have no drafts, and let everything be forgotten
     survival.observe(0, half, 0, np.zeros(2, int))
-    forgotten = 0.5 ** (half / adaptive_k.PLAIN_HALF_LIFE)
+    forgotten = 0.5 ** (half / adaptive_k.UNSEEN_STEPS)
     assert survival.counts()[0] == pytest.approx((after * forgotten).tolist())
 
 
@@ -127,6 +127,17 @@ def test_memory_is_of_drafts_and_not_of_steps():
         one.observe(2, 32, 32, np.array(accepted))
         eight.observe(2, 4, 32, np.array(accepted))
     assert one.counts() == eight.counts()
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+def test_what_is_not_tried_is_forgotten_slowly(num_rows):
+    """In a batch of one row by drafts, in a large one by steps."""
+    survival = Survival(3)
+    survival.observe(3, 1, 100, np.array([100, 100, 100]))
+    before = survival.counts()[0][2]
+    survival.observe(2, 64, 64 * num_rows, np.array([9, 0, 0]))
+    half_lives = min(1.0, 64 * num_rows / adaptive_k.UNSEEN_HALF_LIFE)
+    assert survival.counts()[0][2] == pytest.approx(before * 0.5**half_lives)
 
 
 def test_the_best_k_is_found_behind_a_worse_one():

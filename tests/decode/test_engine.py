@@ -95,8 +95,10 @@ def test_a_request_is_answered_as_if_it_were_alone(k, method):
     decodes = {program for program in server.stats.programs if program[0] == "decode"}
     assert {program[1] for program in decodes} == {1, 2, 4}
     assert {program[3] for program in decodes} == {"greedy", "sampled", "filtered"}
-    prefills = server.stats.programs - decodes
+    prefills = {program for program in server.stats.programs if program[0] == "prefill"}
     assert {program[3] for program in prefills} <= {24} and len(decodes) < 30
+    first = server.stats.programs - decodes - prefills
+    assert {program[3] for program in first} == {"greedy", "sampled", "filtered"}
 
 
 def test_greedy_answers_are_the_models_own():

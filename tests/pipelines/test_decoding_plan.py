@@ -383,7 +383,7 @@ def test_floors_are_called_so(capsys):
         (("--device", "a100"), "h100, h200"),
         (("--concurrency", "0"), "--concurrency"),
         (("--context", "1m"), "numbers of tokens"),
-        (("--context", "1000k"), "longest sequence"),
+        (("--context", "1000k"), "longest sequence; got 1024000; give --context 1024"),
         (("--heads", "0"), "--heads"),
         (("--acceptance", "peagle=10,20"), "must not rise"),
         (("--dtype", "mxfp4"), "GPT-OSS"),
