@@ -151,8 +151,8 @@ def test_an_adaptive_k_and_trees_are_measured_beside_chains(tmp_path, monkeypatc
 
 def test_programs_that_a_timed_round_compiles_are_counted():
     run = Decoding(Case("none", 0, 1, 0.0), tiny.target(), None, PROMPTS[:1], 4)
-    assert run.run(timed=True) == 2 == run.num_compiled
-    assert run.run(timed=True) == 0 and run.record()["programs_compiled_while_timed"] == 2
+    assert run.run(timed=True) == 3 == run.num_compiled
+    assert run.run(timed=True) == 0 and run.record()["programs_compiled_while_timed"] == 3
 
 
 def test_step_and_speed_follow_from_the_rounds():
