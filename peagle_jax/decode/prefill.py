@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.decode import growth
@@ -115,7 +116,7 @@ def prefill(
 
 def _first_call(options: RowOptions, *program: Hashable) -> contextlib.AbstractContextManager:
     """`first_call`; nothing where reading prompts is a part of a program that is being traced."""
-    is_traced = isinstance(options.stop_ids, jax.core.Tracer)
+    is_traced = isinstance(options.stop_ids, Tracer)
     return contextlib.nullcontext() if is_traced else first_call(*program)
 
 
