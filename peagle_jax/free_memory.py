@@ -1,5 +1,5 @@
-"""How much memory is free on a device, for checks before something is read or allocated; and how
-many memory mappings the process has, which Linux limits, too.
+"""How much memory is free on a device, for checks before something is read or allocated; and what
+of that which Linux limits, too, this process has: memory mappings, and data.
 """
 
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 MEMINFO = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
 MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 DEFAULT_MOST_MAPPINGS = 65_530  # Linux's
 CGROUP_V2 = Path("/sys/fs/cgroup")
@@ -42,6 +43,14 @@ def free_bytes() -> int | None:
             reclaimable = _cached_file_bytes(statistics_file)
             free.append(int(limit[0]) - int(usage[0]) + reclaimable)
     return min(free, default=None)
+
+
+def data_bytes() -> int | None:
+    """Bytes of this process that Linux's RLIMIT_DATA counts; None where that is unknown."""
+    for line in _lines(STATUS):
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def num_mappings() -> int:

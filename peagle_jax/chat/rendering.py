@@ -13,12 +13,12 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
+from peagle_jax.free_memory import data_bytes
 from peagle_jax.types import InputError
 
 # Marks are characters of this plane that the text does not have. Unicode gives them no meaning.
@@ -31,7 +31,6 @@ RENDER_SECONDS = 30.0
 # Bytes that they may allocate. The longest take megabytes; a template can multiply a text by
 # anything.
 RENDER_BYTES = 2**31
-STATUS = Path("/proc/self/status")  # of Linux
 
 
 class TooManyMarksError(ValueError):
@@ -222,7 +221,7 @@ def _limited_time() -> Iterator[None]:
 @contextlib.contextmanager
 def _limited_memory() -> Iterator[None]:
     """Lets the process allocate RENDER_BYTES more than it has, where Linux says what it has."""
-    data = _data_bytes()
+    data = data_bytes()
     if data is None:
         yield
         return
@@ -235,16 +234,6 @@ def _limited_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _data_bytes() -> int | None:
-    """What of this process RLIMIT_DATA counts; None on other systems, and where it is not said."""
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")]
-    return sizes[0] if sizes else None
 
 
 def one_line(error: Exception) -> str:

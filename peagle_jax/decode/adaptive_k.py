@@ -72,7 +72,7 @@ class Survival:
     at K = 3 of 2.80 for the packaged head, where shares of tokens foretell 3.10 and 3.04 was found.
 
     For every position it keeps which share of the tokens that lie in steps with all drafts before
-    it accepted lie in steps with it accepted, too. Older steps count less.
+    it accepted lie in steps with it accepted, too. Older drafts count less.
 
     Args:
       k_max: the most drafts of a step.

@@ -19,8 +19,8 @@ from peagle_jax.types import DecodeState, KVCache, KVGroup
 
 # Slots of the smallest size. Every further size is twice as large.
 FIRST_SLOTS = 256
-# Where less than that is reserved, slots are a multiple of this: four sizes, as each is a number of
-# programs to be compiled, and a few slots more cost little.
+# Where less than that is reserved, slots are a multiple of this, so that there are four sizes. Each
+# has programs of its own to be compiled, and some tens of slots more are little to read.
 SMALL_STEP = 64
 
 

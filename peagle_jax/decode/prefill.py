@@ -115,7 +115,9 @@ def prefill(
 
 
 def _first_call(options: RowOptions, *program: Hashable) -> contextlib.AbstractContextManager:
-    """`first_call`; nothing where reading prompts is a part of a program that is being traced."""
+    """`first_call`; nothing where reading prompts is a part of a program that is being traced, of
+    which the arrays of `options` tell.
+    """
     is_traced = isinstance(options.stop_ids, Tracer)
     return contextlib.nullcontext() if is_traced else first_call(*program)
 
@@ -256,12 +258,13 @@ def begin(
     state: PrefillState,
     slots: int,
 ) -> DecodeState:
-    """The state in which every answer has its first token; its caches have no layers.
+    """The state in which every answer has its first token, with the caches of `state`.
 
     Args:
       options: of which limits and stop ids count.
       tokens, logprobs: as `first_tokens` gives them.
-      state: after whole prompts; its caches need no layers.
+      state: after whole prompts. Of its cache only the lengths count: without layers, and without
+        a draft state, one program serves caches of all kinds.
       slots: of the caches.
     """
     batch, num_places = len(tokens), spec.num_places

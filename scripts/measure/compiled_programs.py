@@ -29,7 +29,8 @@ from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows
 
 K = 5
-LOGGER = "jax._src.dispatch"
+# The first says how long a compilation took, the second what is compiled. Neither is printed.
+LOGGERS = "jax._src.dispatch", "jax._src.interpreters.pxla"
 COMPILED = re.compile(r"Finished XLA compilation of jit\((.+?)\) in ([\d.]+) sec")
 
 
@@ -51,9 +52,9 @@ def watch_compilations() -> Compilations:
     """Counts from now on what JAX compiles."""
     compilations = Compilations()
     jax.config.update("jax_log_compiles", True)
-    for name in (LOGGER, "jax._src.interpreters.pxla"):
+    for name in LOGGERS:
         logger = logging.getLogger(name)
-        logger.propagate = False  # each would be printed
+        logger.propagate = False
         logger.addHandler(compilations)
     return compilations
 

@@ -13,7 +13,7 @@ from fuzzing import cases, only_input_errors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle_jax import text
+from peagle_jax import free_memory, text
 from peagle_jax.chat import rendering
 from peagle_jax.chat.encoding import encode_document, panics_as_errors
 from peagle_jax.documents import document_of_row
@@ -259,7 +259,7 @@ def test_memory_where_nothing_limits_it(tokenizer, monkeypatch, tmp_path):
         thread.submit(encode).result()
     for path in (tmp_path / "none", tmp_path / "status"):
         (tmp_path / "status").write_text("Name: python\n")
-        monkeypatch.setattr(rendering, "STATUS", path)
+        monkeypatch.setattr(free_memory, "STATUS", path)
         with pytest.raises(InputError, match="in free memory"):
             encode()
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
