@@ -1,5 +1,5 @@
-"""How much memory is free on a device, for checks before something is read or allocated; and what
-of that which Linux limits, too, this process has: memory mappings, and data.
+"""How much memory is free on a device, for checks before something is read or allocated; and how
+much this process has of two things that Linux limits: memory mappings, and data.
 """
 
 from pathlib import Path
