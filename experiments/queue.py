@@ -20,7 +20,7 @@ from types import FrameType
 from experiments.folders import ROOT
 from experiments.jobs import Job
 from peagle_jax import allocator
-from peagle_jax.atomic_write import write_atomically
+from peagle_jax.atomic_write import append_line, write_atomically
 from peagle_jax.file_lock import lock_while_alive
 from peagle_jax.types import InputError
 
@@ -208,7 +208,7 @@ class Queue:
         except (OSError, json.JSONDecodeError):
             out.unlink(missing_ok=True)
             return False
-        _append(self.results / f"{job.experiment.name}.jsonl", json.dumps(row))
+        append_line(self.results / f"{job.experiment.name}.jsonl", json.dumps(row))
         out.unlink()
         self.rows.append(row)
         return True
@@ -259,16 +259,6 @@ def _signals_deferred() -> Iterator[None]:
             signal.signal(number, handler)
         for number in received:
             signal.raise_signal(number)
-
-
-def _append(path: Path, line: str) -> None:
-    """Adds a line, and begins it on a new one also where a crash tore the last one."""
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = f"\n{line}"
-        file.write(f"{line}\n".encode())
 
 
 def head_keys(job: Job) -> set[str]:

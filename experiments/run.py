@@ -32,6 +32,7 @@ from experiments.registry import EXPERIMENTS
 from experiments.rows import read_lines
 from experiments.stages.cache import Stage, check_disk_space, missing_stages, prepare
 from experiments.watch import follow
+from peagle_jax.atomic_write import DISK_IS_FULL
 from peagle_jax.types import InputError
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 140)
@@ -140,6 +141,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return go(_options(argv))
     except InputError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:  # wherever it is noticed that a disk is full
+        if error.errno not in DISK_IS_FULL:
+            raise
+        where, next_step = error.filename or "the disk", "make room, and run this again"
+        print(InputError(where, "must have room", error.strerror, next_step), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         CONSOLE.print("stopped; the same command continues where it was")

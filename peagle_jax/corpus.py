@@ -26,10 +26,15 @@ SUFFIXES = {
     ".csv", ".tex",
 }
 # fmt: on
+TABLES = {".parquet", ".jsonl"}  # files of rows, as are those of JSON that have a list of rows
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 HUB = "hf:"  # before the name of a dataset that the `datasets` library finds
-# Files beside the Parquet files of a dataset's folder that are about it.
-CARDS = {"README.md", "dataset_infos.json", "dataset_info.json"}
+# Files beside those of rows in a dataset's folder that are about it, and what the names of such
+# files end with that `peagle regenerate` writes.
+CARDS = {"README.md", "dataset_infos.json", "dataset_info.json", "LICENSE.txt", "LICENSE.md"}
+ABOUT = ".about.json"
+HEAD_BYTES = 1 << 16  # that tell what a file is
+MAX_ROW = 1 << 28  # characters of a row in a list
 # Digests that are looked up in a set before they are merged into the sorted array.
 RECENT_DIGESTS = 1 << 16
 
@@ -45,7 +50,7 @@ def stream_corpus(source: str | Path | None, bad_rows: BadRows | None = None) ->
     One document is in memory at a time; of those before it, 16 bytes each.
 
     Args:
-      source: a JSONL or Parquet file with rows as `documents` lists them; a folder of Parquet
+      source: a JSONL, JSON or Parquet file with rows as `documents` lists them; a folder of such
         files, or one that `datasets` saved; a folder of text files; `hf:NAME[:CONFIG][:SPLIT]` for
         a dataset of the hub, whose split is "train" if none is named; None for the source code of
         this machine's Python standard library, its tests included; "installed" for that and all
@@ -65,18 +70,18 @@ def stream_corpus(source: str | Path | None, bad_rows: BadRows | None = None) ->
         documents = _hub(str(source), bad_rows)
     elif Path(source).is_dir():
         documents = _folder(Path(source), bad_rows)
-    elif Path(source).suffix == ".parquet":
-        path = Path(source)
-        documents = _documents(parquet_rows(path, ROW_KEYS), path.name, str(path), bad_rows)
     else:
-        path = Path(source)
-        documents = _documents(read_jsonl(path, bad_rows), path.name, str(path), bad_rows)
+        documents = _file(Path(source), Path(source).name, bad_rows)
     seen = _SeenDigests()
     is_empty = True
     for document in documents:
         if not document.is_empty and seen.add(document.digest()[:16]):
             is_empty = False
             yield document
+    if is_empty and bad_rows.errors:
+        rule, next_step = "a corpus needs at least one row that can be used", "correct the rows"
+        got = f"{bad_rows.count:,} that cannot, first {bad_rows.errors[0]}"
+        raise InputError(source, rule, got, next_step)
     if is_empty:
         rule = f"a corpus needs at least one document ({', '.join(sorted(SUFFIXES))})"
         next_step = "name a folder with such files, or a JSONL or Parquet file"
@@ -152,7 +157,7 @@ def _python(root: Path, paths: Iterable[Path]) -> Iterator[Document]:
 
 
 def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
-    """A folder of texts, of Parquet files, or one that `datasets` saved."""
+    """A folder of texts, of files of rows, or one that `datasets` saved."""
     if (root / "dataset_dict.json").exists():
         splits = sorted(p.name for p in root.iterdir() if p.is_dir())
         rule, next_step = "one split of a dataset is read", f"name it as {HUB}{root}:{splits[0]}"
@@ -160,23 +165,50 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
     if _is_saved(root):
         yield from _documents(saved_rows(root, ROW_KEYS), root.name, str(root), bad_rows)
         return
-    texts = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-    tables = sorted(p for p in root.rglob("*.parquet") if p.is_file())
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    tables = [p for p in files if p.suffix in TABLES or p.suffix == ".json" and _has_rows(p)]
+    texts = [p for p in files if p.suffix in SUFFIXES and p not in tables]
     for path in tables:
-        others = [text for text in texts if text.name not in CARDS]
+        others = [p for p in texts if p.name not in CARDS and not p.name.endswith(ABOUT)]
         if others:
-            rule = "a folder has Parquet files, or texts"
+            rule = "a folder has files of rows (Parquet, JSONL, JSON), or texts"
             got = f"{others[0].relative_to(root)} beside {path.relative_to(root)}"
-            next_step = f"name the folder of the Parquet files: {path.parent}"
+            next_step = f"name the file or folder of the rows: {path.parent}"
             raise InputError(root, rule, got, next_step)
-        name = str(path.relative_to(root))
-        yield from _documents(parquet_rows(path, ROW_KEYS), name, str(path), bad_rows)
+        yield from _file(path, str(path.relative_to(root)), bad_rows)
     if not tables:
         for path in texts:
             yield Document(str(path.relative_to(root)), read_text(path))
 
 
 # ---------------------------------------------------------------- rows
+
+
+def _file(path: Path, name: str, bad_rows: BadRows) -> Iterator[Document]:
+    """The documents of a file of rows; `name` is the file's in the names of documents."""
+    if path.suffix == ".parquet":
+        rows = parquet_rows(path, ROW_KEYS)
+    elif path.suffix == ".json" and _head(path).startswith("["):
+        rows = json_rows(path, bad_rows)
+    else:
+        rows = read_jsonl(path, bad_rows)
+    return _documents(rows, name, str(path), bad_rows)
+
+
+def _has_rows(path: Path) -> bool:
+    """Whether a JSON file seems to be a list of rows, as ShareGPT's are."""
+    head = _head(path)
+    is_list = head.startswith("[") and head[1:].lstrip().startswith("{")
+    return is_list and any(f'"{key}"' in head for key in ROW_KEYS)
+
+
+def _head(path: Path) -> str:
+    """How a file begins, without space before it."""
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD_BYTES).decode(errors="replace").lstrip("\ufeff \n\r\t")
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _documents(
@@ -272,6 +304,44 @@ def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[in
             yield number, row
         else:
             bad_rows.take(InputError(where, rule, type(row).__name__, next_step))
+
+
+def json_rows(path: Path, bad_rows: BadRows) -> Iterator[tuple[int, dict]]:
+    """The number, from 1, and the object of each item of a JSON file that is one list.
+
+    It is read in pieces: of the whole, no more than the longest row is in memory.
+
+    Raises:
+      InputError: the file cannot be read, or is no list of objects.
+    """
+    rule, next_step = "must be a list of JSON objects", "write it as JSONL: one object a line"
+    decoder, number = json.JSONDecoder(), 0
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            rest = file.read(HEAD_BYTES).lstrip().removeprefix("[")
+            while not (rest := rest.lstrip(", \n\r\t")).startswith("]"):
+                try:
+                    row, end = decoder.raw_decode(rest)
+                except ValueError as error:
+                    more = file.read(max(HEAD_BYTES, len(rest)))
+                    if not more or len(rest) > MAX_ROW:
+                        where = f"{path}, item {number + 1}"
+                        raise InputError(where, rule, error, next_step) from None
+                    rest += more
+                    continue
+                rest, number = rest[end:], number + 1
+                if isinstance(row, dict):
+                    yield number, row
+                else:
+                    got = type(row).__name__
+                    bad_rows.take(InputError(f"{path}, item {number}", rule, got, next_step))
+    except RecursionError as error:
+        raise InputError(path, rule, error, next_step) from None
+    except UnicodeDecodeError as error:
+        got, step = f"byte {error.object[error.start]:#04x}", "convert the file to UTF-8"
+        raise InputError(path, "must be UTF-8 text", got, step) from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -29,6 +29,12 @@ def try_lock(file: int | IO[str]) -> bool:
     return True
 
 
+def wait_for_lock(handle: int) -> None:
+    """Takes the lock of an open file as soon as no other process has it."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+
 def open_locked(path: Path) -> IO[str] | None:
     """Opens a file for appending and takes its lock; None where another process has it.
 

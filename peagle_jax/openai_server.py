@@ -15,9 +15,14 @@ from peagle_jax.types import InputError
 
 TIMEOUT = 3600.0  # seconds that a server may take for an answer
 MAX_BYTES = 1 << 28  # of an answer; a million tokens with log-probabilities are less
+REFUSED = {400, 413, 422}  # of HTTP: the request cannot be answered as it is
 MAX_CHARS = 200  # of a server's own words about an error
 DATA = b"data:"  # what a line of a stream of events begins with
 END = b"[DONE]"
+
+
+class RefusedError(InputError):
+    """A server's answer that a request is wrong, as one that is too long (HTTP 400, 413, 422)."""
 
 
 class OpenAIServer:
@@ -58,7 +63,8 @@ class OpenAIServer:
           where: what is asked, for errors.
 
         Raises:
-          InputError: the server refuses, or does not answer with a JSON object.
+          RefusedError: the server says that this request is wrong.
+          InputError: it refuses for another reason, or does not answer with a JSON object.
         """
         try:
             with self._open(path, body) as response:
@@ -123,10 +129,12 @@ class OpenAIServer:
 
     def _refusal(self, path: str, where: str, error: Exception) -> InputError:
         got = str(getattr(error, "reason", None) or error or type(error).__name__)
+        kind = InputError
         if isinstance(error, urllib.error.HTTPError):
             got = f"{error.code}: {_one_line(error.read(10 * MAX_CHARS))}"
+            kind = RefusedError if error.code in REFUSED else InputError
         place = f"{self.root}/v1{path}" + (f", {where}" if where else "")
-        return InputError(place, "the server must answer", got, self._next_step)
+        return kind(place, "the server must answer", got, self._next_step)
 
 
 def _whole(response: Any) -> bytes:

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from peagle_jax.atomic_write import append_line
+
 # Paths that decide what a number is. Uncommitted changes elsewhere, as new results, change none.
 CODE = ("peagle_jax", "experiments", "scripts", "configs", "pyproject.toml")
 PACKAGES = ("peagle-jax", "jax", "flax")
@@ -51,10 +53,10 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], script: str) -> N
         follow it in the rows' command.
     """
     origin = provenance(" ".join(["python", script, *sys.argv[1:]]))
-    text = "".join(json.dumps({**origin, **row}) + "\n" for row in rows)
+    lines = [json.dumps({**origin, **row}) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    if lines:
+        append_line(path, "\n".join(lines))
 
 
 def without_folders(text: str) -> str:

@@ -68,6 +68,20 @@ def test_a_folder_and_each_kind_of_line(tmp_path):
         ("x.jsonl", b'{"prompt_token_ids": [], "output_token_ids": [true]}', "token ids"),
         ("x.jsonl", b"\xff", "UTF-8"),
         ("x.jsonl", b"", "at least one document"),
+        (
+            "x.json",
+            b'[{"text": "a"}, 5]',
+            r"x\.json, item 2: must be a list of JSON objects; got int",
+        ),
+        (
+            "x.json",
+            b'[{"text": "a"}, {"text": ',
+            r"x\.json, item 2: must be a list of JSON objects",
+        ),
+        ("x.json", b'[{"text": "a"}', r"x\.json, item 2: must be a list of JSON objects"),
+        ("x.json", b'[{"words": 1}]', "needs messages, conversations, turns, prompt"),
+        ("x.json", b'[{"text": "\xff"}]', "UTF-8"),
+        ("x.json", b"[" * 99999, "must be a list of JSON objects"),
         ("folder", None, "at least one document"),
     ],
 )
@@ -76,6 +90,55 @@ def test_bad_corpora(name, content, words, tmp_path):
     path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(InputError, match=words):
         corpus.read_corpus(path)
+
+
+def test_rows_that_cannot_be_used_are_named_where_there_are_no_others(tmp_path):
+    (tmp_path / "x.jsonl").write_text('no json\n{"words": 1}\n')
+    with pytest.raises(
+        InputError, match="one row that can be used; got 2 that cannot, first .*:1:"
+    ):
+        corpus.read_corpus(tmp_path / "x.jsonl", BadRows("skip"))
+
+
+def test_a_list_of_rows_as_share_gpt_has_it(tmp_path, monkeypatch):
+    """Read in pieces that end anywhere."""
+    turns = [{"from": "human", "value": 'a, "b" [1] é\n'}, {"from": "gpt", "value": "]}, {"}]
+    rows = [
+        {"id": i, "conversations": [*turns, {"from": "human", "value": f"{i}"}]} for i in range(9)
+    ]
+    for head, indent in ((64, None), (1 << 16, 2)):
+        monkeypatch.setattr(corpus, "HEAD_BYTES", head)
+        path = tmp_path / "sharegpt.json"
+        path.write_text("\n " + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n")
+        documents = corpus.read_corpus(path)
+        assert [d.name for d in documents] == [f"sharegpt.json:{i}" for i in range(1, 10)]
+        assert [d.messages[2]["content"] for d in documents] == [str(i) for i in range(9)]
+        assert documents[4].messages[1] == {"role": "assistant", "content": "]}, {"}
+    # lines under such a name are lines
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert [d.text for d in corpus.read_corpus(path)] == ["a", "b"]
+
+
+def test_a_folder_of_rows_is_not_read_as_texts(tmp_path):
+    """As a dataset's repository is: its card is no document."""
+    (tmp_path / "README.md").write_text("# a dataset")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "data" / "train.jsonl.about.json").write_text('{"seed": 0}')
+    (tmp_path / "more.json").write_text('[{"text": "c"}]')
+    documents = corpus.read_corpus(tmp_path)
+    assert [(d.name, d.text) for d in documents] == [
+        ("data/train.jsonl:1", "a"),
+        ("data/train.jsonl:2", "b"),
+        ("more.json:1", "c"),
+    ]
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"a folder has files of rows .* got notes\.txt beside"):
+        corpus.read_corpus(tmp_path)
+    # JSON that has no rows is a text, as before
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "a.json").write_text('[{"x": 1}]')
+    assert [d.text for d in corpus.read_corpus(tmp_path / "only")] == ['[{"x": 1}]']
 
 
 def test_the_split_is_by_name_and_stable():

@@ -8,14 +8,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "peagle_jax"
 LEVELS = [  # lowest first
-    {"types"},
+    {"types", "file_lock"},
     {
         "documents",
         "dataset_rows",
         "free_memory",
         "allocator",
         "assembler",
-        "file_lock",
+        "atomic_write",
         "prompt_end",
     },
     {
@@ -23,7 +23,6 @@ LEVELS = [  # lowest first
         "corpus",
         "weights",
         "provenance",
-        "atomic_write",
         "old_names",
         "openai_server",
         "progress",

@@ -6,6 +6,7 @@ from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from peagle_jax.layers import CachedAttention, Decoder, full_precision
 from peagle_jax.types import Model
@@ -20,8 +21,8 @@ class Comparison:
 
     Attributes:
       same: equal token for token.
-      near_ties: their first difference is where the target's two largest logits are within
-        NEAR_TIE of each other.
+      near_ties: their first difference is between two tokens whose logits are both within NEAR_TIE
+        of the target's largest.
       different: all others.
     """
 
@@ -62,12 +63,16 @@ def compare(
 def first_gap(
     target: Model, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]
 ) -> float | None:
-    """The target's largest logit minus its second, where two answers to a prompt first differ.
+    """How far below the target's largest logit two answers are where they first differ.
 
-    None where one of them only ends earlier.
+    Of both tokens' logits the lower one counts: where one is the largest and the other the second,
+    it is the gap between these. None where one of the answers only ends earlier.
     """
     split = _first_difference(answer, other)
-    return None if split is None else _top_two_gap(target, [*prompt, *answer[:split]])
+    if split is None:
+        return None
+    logits = _next_logits(target, [*prompt, *answer[:split]])
+    return float(logits.max() - min(logits[answer[split]], logits[other[split]]))
 
 
 def _first_difference(answer: Sequence[int], other: Sequence[int]) -> int | None:
@@ -78,14 +83,12 @@ def _first_difference(answer: Sequence[int], other: Sequence[int]) -> int | None
     return None
 
 
-def _top_two_gap(target: Model, context: list[int]) -> float:
-    """The largest logit minus the second largest, for the token after `context`."""
+def _next_logits(target: Model, context: list[int]) -> Float[np.ndarray, " V"]:
+    """The target's logits for the token after `context`."""
     positions = jnp.arange(len(context))[None]
     tokens = jnp.asarray([context])
     module = cast(Decoder, target.bind(target.params))
     cache = target.config.empty_cache(1, len(context))
     with full_precision(target):
         out, _ = module(tokens, positions, CachedAttention(positions), cache)
-        logits = np.asarray(module.compute_logits(out.hidden[0, -1:])[0])
-    second, first = np.sort(logits)[-2:]
-    return float(first - second)
+        return np.asarray(module.compute_logits(out.hidden[0, -1:])[0])

@@ -11,7 +11,7 @@ from peagle_jax.bench.sets import Question
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.decode.parallel_engine import make_engine
-from peagle_jax.decode.requests import Request
+from peagle_jax.decode.requests import Request, check_answered
 from peagle_jax.types import InputError, Model
 
 Messages = list[dict[str, str]]
@@ -76,6 +76,7 @@ def ask(
     def write(prompts: Sequence[BenchPrompt]) -> list[tuple[str, bool]]:
         requests = [Request(prompt=p.content, max_new_tokens=max_new_tokens) for p in prompts]
         answers = dict(make_engine(target, max_batch=batch_size).run(requests))
+        check_answered([answers[i] for i in range(len(prompts))], "bench")
         return [
             (
                 str(tokenizer.decode(answers[i].output_token_ids, skip_special_tokens=True)),

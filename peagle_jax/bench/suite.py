@@ -24,7 +24,7 @@ from peagle_jax.checkpoints.pair import with_aux_layers
 from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.parallel_engine import make_engine
-from peagle_jax.decode.requests import Generation, Request, acceptance_length
+from peagle_jax.decode.requests import Generation, Request, acceptance_length, check_answered
 from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
 
@@ -159,7 +159,6 @@ class Decoding:
             self.drafter,
             self.head.params if self.head else None,
             max_batch=self.case.batch_size,
-            prefill_chunk=None,
             adaptive_k=self.case.adaptive_k,
             num_tree_nodes=self.case.num_tree_nodes,
         )
@@ -180,6 +179,7 @@ class Decoding:
         answers = dict(engine.run(self.requests))
         seconds = time.perf_counter() - start
         self.answers = [answers[i] for i in range(len(self.requests))]
+        check_answered(self.answers, "bench")
         self.num_threads = engine.stats.num_threads
         self.num_steps = engine.stats.num_steps
         self.steps_by_k = dict(sorted(engine.stats.steps_by_k.items()))

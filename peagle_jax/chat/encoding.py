@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
+from peagle_jax.chat.apply_template import render
 from peagle_jax.chat.pieces import Conversation, Span
 from peagle_jax.chat.rendering import limited, one_line
-from peagle_jax.chat.trained_spans import render, trained_spans
+from peagle_jax.chat.trained_spans import trained_spans
 from peagle_jax.documents import Document, content_text
 from peagle_jax.types import InputError
 
@@ -109,9 +110,7 @@ def encode_turns(
     """Token ids of a conversation that the assistant is to answer, through the chat template."""
     _check_template(tokenizer)
     with limited(where):
-        text = render(
-            tokenizer, conversation.messages, conversation.tools, where, add_generation_prompt=True
-        )
+        _, text = render(tokenizer, conversation, where, add_generation_prompt=True)
     return list(tokenize(tokenizer, text, where, add_special_tokens=False)["input_ids"])
 
 

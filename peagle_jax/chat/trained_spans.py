@@ -15,12 +15,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from peagle_jax.chat.apply_template import render
 from peagle_jax.chat.pieces import (
     TAG,
     Conversation,
     Piece,
     Span,
-    for_templates,
     function_of,
     with_marks,
 )
@@ -32,9 +32,8 @@ from peagle_jax.chat.rendering import (
     generations,
     limited,
     marked_template,
-    one_line,
 )
-from peagle_jax.documents import REASONING
+from peagle_jax.documents import REASONING, content_text
 from peagle_jax.types import InputError
 
 TAGS_AND_SPACE = re.compile(rf"(?:{TAG.pattern}|\s)*")
@@ -63,21 +62,13 @@ def trained_spans(
 def _trained_spans(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
 ) -> tuple[str, list[Span]]:
-    messages = [for_templates(message) for message in conversation.messages]
+    messages, text = render(tokenizer, conversation, where)
     variables = {
         **tokenizer.special_tokens_map,
         "tools": list(conversation.tools) or None,
         "documents": None,
         "add_generation_prompt": False,
     }
-    try:
-        text = render(tokenizer, messages, conversation.tools, where)
-    except InputError:
-        if all("content" in message for message in messages):
-            raise
-        # some templates join the content of every message to something
-        messages = [{"content": "", **message} for message in messages]
-        text = render(tokenizer, messages, conversation.tools, where)
     located = _Located(tokenizer, messages, variables, text, where)
     if located.template.has_generations:
         _, places = located.render(messages, Marks(text))
@@ -90,36 +81,6 @@ def _trained_spans(
             for span in located.answer(number)
         ]
     return text, merged(spans)
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    where: str,
-    *,
-    add_generation_prompt: bool = False,
-) -> str:
-    """What transformers makes of messages.
-
-    Raises:
-      InputError: the chat template is none, or it refuses the messages.
-    """
-    try:
-        rendered = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except MemoryError:
-        raise  # what `limited` makes one line of
-    except Exception as error:  # a template raises what it likes
-        rule = "the target's chat template must render these messages"
-        next_step = "correct the roles and contents, or leave the conversation out"
-        raise InputError(where, rule, one_line(error), next_step) from None
-    assert isinstance(rendered, str)
-    return rendered
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -247,6 +208,9 @@ class _Located:
             return self._answer_with_calls(number, block, pieces)
         if pieces:
             start, end = self._start(pieces, block), self._right(pieces[-1], block)
+            if block is not None and pieces[-1][0].key in REASONING and not content_text(message):
+                # the template may write headers of the empty answer after the reasoning (GPT-OSS)
+                end = max(end, self._last_tag(block)[1])
             return [self.with_end_of_turn(start, end, block)]
         if _all_is_reasoning(message):
             # an empty answer, or one of reasoning that the template drops
@@ -418,10 +382,7 @@ def _block_of(blocks: Sequence[Span], pieces: Sequence[tuple[Piece, Span]]) -> S
 
 def _all_is_reasoning(message: Mapping[str, Any]) -> bool:
     """Whether a message's text is empty, or ends with a tag."""
-    content = message.get("content", "")
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
-    content = content.strip()
+    content = content_text(message).strip()
     return not content or any(match.end() == len(content) for match in TAG.finditer(content))
 
 

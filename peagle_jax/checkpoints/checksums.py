@@ -27,11 +27,13 @@ def check_checksums(folder: Path, next_step: str) -> None:
       InputError: a file is missing or has other bytes; or checksums.json is damaged.
     """
     path = folder / FILE
-    if not path.exists():
+    if not path.is_file():
         return
     try:
         expected = json.loads(path.read_text(encoding="utf-8"))
         pairs = {str(name): (int(size), str(crc)) for name, (size, crc) in expected.items()}
+    except OSError as error:
+        raise InputError(path, "must be readable", error.strerror, next_step) from None
     except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise InputError(path, "must be a list of checksums", error, next_step) from None
     there = set(_files(folder))

@@ -147,7 +147,9 @@ def describe(path: str | Path, target: str | Path | None = None) -> dict[str, An
 
 
 def _describe_run(folder: Path) -> dict[str, Any]:
-    steps = sorted(int(p.name) for p in (folder / "checkpoints").glob("[0-9]*") if p.name.isdigit())
+    steps = sorted(
+        int(p.name) for p in (folder / "checkpoints").glob("[0-9]*") if p.name.isdecimal()
+    )
     facts = {"kind": "training_run"} | _head_facts(runs.config_from_json(folder / runs.HEAD_FILE))
     facts["checkpoints"] = steps
     if not steps:  # the same keys as below: programs read them
@@ -158,6 +160,10 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     return facts | _sizes(head.tensors) | origin
 
 
+# of a target's config.json
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
+
+
 def _describe_target(
     folder: Path, raw: Mapping, tensors: Mapping[str, weights.Tensor]
 ) -> dict[str, Any]:
@@ -166,12 +172,8 @@ def _describe_target(
     text = fields.child("text_config").raw or raw  # of a multimodal model
     return {
         "kind": "target" if is_supported else "unsupported_target",
-        "model_type": raw.get("model_type"),
-        "num_hidden_layers": text.get("num_hidden_layers"),
-        "hidden_size": text.get("hidden_size"),
-        "vocab_size": text.get("vocab_size"),
-        "head_dim": text.get("head_dim"),
-        "max_position_embeddings": text.get("max_position_embeddings"),
+        "model_type": fields.get_str("model_type", None),
+        **{key: value if type(value := text.get(key)) is int else None for key in SIZES},
         **_sizes(tensors),
         "has_tokenizer": (folder / "tokenizer.json").exists(),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),

@@ -297,8 +297,8 @@ def _advice(path: Path, of_step: str) -> str:
 def _advice_on_step(path: Path) -> str:
     """What to do about a damaged state of a step."""
     step = path.parent
-    others = [other for other in step.parent.glob("[0-9]*") if other.name.isdigit()]
-    if any(int(other.name) < int(step.name) for other in others if step.name.isdigit()):
+    others = [other for other in step.parent.glob("[0-9]*") if other.name.isdecimal()]
+    if any(int(other.name) < int(step.name) for other in others if step.name.isdecimal()):
         return f"delete {step}, so that the step before it is used"
     return f"copy {step} from a backup, or train again with another out:"
 

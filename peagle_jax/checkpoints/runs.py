@@ -178,9 +178,10 @@ def _state_of_head(src: Path) -> Path:
     path = newest(src / "checkpoints")
     result_file = src / RESULT_FILE
     result = weights.read_json(result_file) if result_file.exists() else {}
-    if result.get("step") != int(path.parent.name):
-        return path  # the run was extended since
-    kept = path.parents[1] / str(result.get("kept_step")) / path.name
+    kept_step = result.get("kept_step")
+    if result.get("step") != int(path.parent.name) or type(kept_step) is not int:
+        return path  # the run was extended since, or says nothing
+    kept = path.parents[1] / str(kept_step) / path.name
     return kept if kept.exists() else path
 
 
@@ -243,12 +244,15 @@ def _check_values(raw: Mapping, path: Path) -> None:
     if aux_layers != [FINAL_HIDDEN_STATE]:  # an EAGLE-1 head's
         aux_layers = fields.get_ints("aux_hidden_state_layers")
     has_window_per_layer = (
-        isinstance(windows, list) and len(windows) == raw["layers"] and raw["layers"] <= MOST_LAYERS
+        isinstance(windows, list)
+        and len(windows) == raw["layers"] <= MOST_LAYERS
+        and all(window is None or (type(window) is int and window >= 1) for window in windows)
     )
     if not aux_layers or not has_window_per_layer:
         raise InputError(
             path,
-            rule="aux_hidden_state_layers and windows must be lists, with one window a layer",
+            rule="aux_hidden_state_layers and windows must be lists, the latter with a number of 1 "
+            "or more, or null, for each layer",
             got="others",
             next_step=HEAD_FILE_AGAIN,
         )
@@ -309,6 +313,6 @@ def head_json(config: HeadConfig, origin: Mapping[str, Any] | None = None) -> st
     fields["dtype"] = np.dtype(config.dtype).name
     if isinstance(fields[CALIBRATION], Calibration):
         fields[CALIBRATION] = fields[CALIBRATION].to_json()
-    if origin:
+    if origin is not None:
         fields["origin"] = dict(origin)
     return json.dumps(fields, indent=2) + "\n"

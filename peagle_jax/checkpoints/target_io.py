@@ -91,11 +91,15 @@ def read_facts(path: str | Path) -> TargetFacts:
 def context_of(folder: str | None) -> int | None:
     """max_position_embeddings of a target; None where it is not on this disk, or does not say."""
     config = Path(folder or "") / "config.json"
-    if folder is None or not config.is_file():
+    try:
+        if folder is None or not config.is_file():
+            return None
+    except OSError:  # a name too long, a folder that may not be read
         return None
     raw = weights.read_json(config)
-    context = (raw.get("text_config") or raw).get("max_position_embeddings")
-    return context if isinstance(context, int) else None
+    text = raw.get("text_config")
+    context = (text if isinstance(text, dict) else raw).get("max_position_embeddings")
+    return context if type(context) is int else None
 
 
 def load_embedding(path: str | Path) -> weights.Tensor:
@@ -414,5 +418,10 @@ def _export_config(config: TargetConfig, dtype: str) -> dict:
 
 def _copy_tokenizer(src: Path, dst: Path) -> None:
     for name in TOKENIZER_FILES:
-        if (src / name).exists():
-            shutil.copy(src / name, dst / name)
+        if not (src / name).exists():
+            continue
+        if not weights.is_inside(src, src / name):
+            rule = "what is copied must lie in the folder itself"
+            got, next_step = f"{name}, a link to elsewhere", f"copy {name} into the folder"
+            raise InputError(src, rule, got, next_step)
+        shutil.copy(src / name, dst / name)

@@ -6,7 +6,6 @@ be used. A mistake of the user is one line on stderr.
 
 import argparse
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from peagle_jax.allocator import keep_freed_memory
+from peagle_jax.atomic_write import DISK_IS_FULL
 from peagle_jax.cli.bus_error import explain_bus_errors
 from peagle_jax.cli.commands import COMMANDS, parse_arguments, run_command
 from peagle_jax.cli.parser import UsageError
@@ -24,7 +24,6 @@ __all__ = ["COMMANDS", "main"]
 
 # Commands that find what an interrupted one has finished, and do the rest.
 RESUMING = ("demo", "train", "regenerate", "extract")
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Commands that have temporary files while they run, as large as a corpus.
 WITH_TEMPORARY_FILES = ("regenerate", "extract")
 

@@ -113,6 +113,11 @@ def check_writable(path: Path) -> None:
     Raises:
       InputError: `path` is a folder, or lies in none that can be written to.
     """
+    try:
+        path.exists()
+    except OSError as error:  # a name too long
+        rule, next_step = "the output file must be writable", "choose a shorter name"
+        raise InputError(path, rule, error.strerror, next_step) from None
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         got = "a folder" if path.is_dir() else f"{path.parent}, which cannot be written to"
         raise InputError(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from peagle_jax.bench.sets import Question
     from peagle_jax.bench.suite import Decoding
     from peagle_jax.openai_server import OpenAIServer
+    from peagle_jax.report.records import Records
 
 SYNTHETIC = "--synthetic-acceptance"
 EXCERPTS = 8  # prompts where none are named
@@ -103,6 +104,7 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     longest_draft = max(most.values())
     check_prompts(prompts, target.config, arguments.max_new_tokens, longest_draft, None, names)
     rows = records.Records(arguments.out)
+    load_rows = records.Records(arguments.out, "load.jsonl") if request_rates else None
     label = {
         "name": "bench",
         "target": Path(arguments.target).name,
@@ -142,7 +144,10 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
             on_record=report_record,
             progress=report_stage,
         )
-    loads = [row for r in request_rates for row in _serve(arguments.out, suite.decodings, r, label)]
+    loads = []
+    if load_rows is not None:
+        for rate in request_rates:
+            loads += _serve(load_rows, suite.decodings, rate, label)
     pictures = plots.draw(arguments.out, suite.records, {}, [])
     page = write_report(arguments.out, suite.records, pictures=pictures, sample=None, runs=[])
     print_marked(records.table(suite.records))
@@ -194,13 +199,15 @@ def _load_heads(arguments: argparse.Namespace) -> tuple[Model, dict[str, Model]]
     return target, heads
 
 
-def _serve(out: Path, decodings: Sequence["Decoding"], rate: float, label: dict) -> list[dict]:
+def _serve(
+    file: "Records", decodings: Sequence["Decoding"], rate: float, label: dict
+) -> list[dict]:
     """Measures the latency of greedy decoders; prints blocks as vLLM, adds rows to load.jsonl."""
     from peagle_jax.bench.load import load_lines, serve_case
     from peagle_jax.provenance import provenance
-    from peagle_jax.report.records import NAMES, Records, k_label
+    from peagle_jax.report.records import NAMES, k_label
 
-    file, rows = Records(out, "load.jsonl"), []
+    rows = []
     for decoding in decodings:
         case = decoding.case
         if case.temperature:
@@ -381,7 +388,7 @@ def _server_requests(
 
     tokenizer, of_sets = None, {}
     if arguments.target is not None:
-        folder = weights.find_folder(arguments.target)
+        folder = weights.find_folder(arguments.target, weights.TOKENIZER_FILES)
         tokenizer = text.load_tokenizer(folder)
         if tokenizer is None:
             rule, next_step = "must have a tokenizer", "copy tokenizer.json into this folder"

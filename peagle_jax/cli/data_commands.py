@@ -25,7 +25,7 @@ def show_data(arguments: argparse.Namespace) -> int:
 
     if arguments.limit is not None:
         check_at_least("--limit", arguments.limit, 1)
-    folder = weights.find_folder(arguments.target)
+    folder = weights.find_folder(arguments.target, weights.TOKENIZER_FILES)
     tokenizer = text.load_tokenizer(folder)
     if tokenizer is None:
         rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"

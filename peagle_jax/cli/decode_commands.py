@@ -80,6 +80,12 @@ def generate(arguments: argparse.Namespace) -> int:
         if arguments.stream:
             rule, next_step = "prints to the terminal", "leave out --out or --stream"
             raise InputError("--stream", rule, f"--out {arguments.out}", next_step)
+    elif arguments.logprobs:
+        rule, next_step = "are written to a file", "name one with --out, or leave out --logprobs"
+        raise InputError("--logprobs", rule, "no --out", next_step)
+    if arguments.k is not None and (arguments.drafter is None or arguments.method == "none"):
+        rule, got = "tokens are drafted by a head", "plain decoding"
+        raise InputError("-k", rule, got, "name a head with --drafter, or leave out -k")
     check_at_least("--batch-size", arguments.batch_size, 1)
     if arguments.threads is not None:
         check_at_least("--threads", arguments.threads, 1)

@@ -1,5 +1,6 @@
 """The options of the commands that decode."""
 
+import argparse
 from pathlib import Path
 
 from peagle_jax.cli.parser import Parser, add_k, add_precision, add_server, add_target
@@ -49,7 +50,7 @@ def add_generate(parser: Parser) -> None:
     )
     add_k(
         parser,
-        type=_number_or_auto,
+        type=number_or_auto,
         help="tokens drafted in one step; without it what the head was trained for, at most 7; "
         "auto chooses while decoding, by acceptance and by step times that are measured first",
     )
@@ -191,9 +192,14 @@ def add_generate(parser: Parser) -> None:
     )
 
 
-def _number_or_auto(value: str) -> int | str:
+def number_or_auto(value: str) -> int | str:
     """What -k takes."""
-    return value if value == "auto" else int(value)
+    if value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, or auto; got {value!r}") from None
 
 
 def add_bench(parser: Parser) -> None:

@@ -105,14 +105,14 @@ def add_k(parser: Parser, help: str, **options: Any) -> None:
     )
 
 
-def add_held_out(parser: Parser) -> None:
-    """The share of a corpus that training leaves out."""
+def add_held_out(parser: Parser, default: float, why: str = "") -> None:
+    """The share of a corpus that is left out, as training leaves it out; `why` ends its help."""
     parser.add_argument(
         "--held-out",
         metavar="SHARE",
         type=float,
-        default=0.05,
-        help="share of the documents that is left out, chosen by their names as in training",
+        default=default,
+        help=f"share of the documents that is left out, chosen by their names as in training{why}",
     )
 
 

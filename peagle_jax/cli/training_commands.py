@@ -167,7 +167,13 @@ def regenerate(arguments: argparse.Namespace) -> int:
         server=arguments.server,
         server_model=arguments.server_model,
     )
-    there = regenerate(weights.find_folder(arguments.target), options, arguments.out, say)
+    if arguments.server_model is not None and arguments.server is None:
+        rule, next_step = "is the target's name at a server", "give --server, or leave it out"
+        raise InputError("--server-model", rule, "no --server", next_step)
+    # where a server writes, no weights are needed
+    patterns = weights.TOKENIZER_FILES if arguments.server else weights.CHECKPOINT_FILES
+    folder = weights.find_folder(arguments.target, patterns)
+    there = regenerate(folder, options, arguments.out, say)
     say(f"{arguments.out}: {there.rows:,} rows, {there.tokens:,} tokens")
     return 0
 

@@ -85,7 +85,7 @@ def add_regenerate(parser: Parser) -> None:
         "prompts are answered turn by turn, texts are continued",
     )
     add_bad_rows(parser)
-    add_held_out(parser)
+    add_held_out(parser, 0.0, ": those would be missing when a head is measured on the answers")
     parser.add_argument(
         "--num-samples",
         metavar="N",
@@ -233,5 +233,5 @@ def add_extract(parser: Parser) -> None:
         help="take a random choice of documents of about so many characters; without it all",
     )
     add_bad_rows(parser)
-    add_held_out(parser)
+    add_held_out(parser, 0.05)
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the random choice")

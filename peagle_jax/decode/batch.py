@@ -14,7 +14,7 @@ from peagle_jax.decode import growth, loop, switching
 from peagle_jax.decode.first_call import first_call
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.penalties import penalties_of
-from peagle_jax.decode.requests import Output, Request, failed_answer
+from peagle_jax.decode.requests import Generation, Output, Request, failed_answer
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.types import DecodeState, Params, RowOptions
 
@@ -46,9 +46,9 @@ class Row:
     num_checked: int = 0
 
 
-def cancelled_output(row: Row) -> Output:
-    """The output of a request that was cancelled before its prompt was read."""
-    answer = failed_answer(row.request, None, "cancelled")
+def output_without_answer(row: Row, reason: str, error: str | None = None) -> Output:
+    """The output of a request whose prompt was not read to its end."""
+    answer = failed_answer(row.request, error, reason)
     return Output(row.id, [], answer, time.perf_counter())
 
 
@@ -171,6 +171,31 @@ class Batch:
         output, is_draft, logprobs = (array[row, :length].tolist() for array in arrays)
         return output, is_draft, logprobs
 
+    def answer(
+        self, row: int, reason: str, tokens: tuple[list, list, list], text: str | None
+    ) -> Generation:
+        """The answer in a row.
+
+        Args:
+          reason: why it ends.
+          tokens: what of `self.tokens` is the answer's.
+          text: what the tokens spell.
+        """
+        numbers, request = self.numbers(), self._request(row)
+        token_ids, is_draft, logprobs = tokens
+        return Generation(
+            prompt_token_ids=list(request.prompt),
+            output_token_ids=token_ids,
+            finish_reason=reason,
+            is_draft=is_draft,
+            num_drafts=int(numbers.num_drafts[row]),
+            num_draft_tokens=int(numbers.num_draft_tokens[row]),
+            num_accepted_per_pos=numbers.num_accepted_per_pos[row].tolist(),
+            logprobs=logprobs[: len(token_ids)] if request.logprobs else None,
+            text=text,
+            error="the target computed NaN or infinity" if reason == "error" else None,
+        )
+
     def insert(self, entering: Sequence[Row], new: DecodeState) -> None:
         """Takes in requests whose prompts were read: the first rows of `new`."""
         self._numbers = None
@@ -180,7 +205,10 @@ class Batch:
             self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
         else:
             num_rows = growth.num_rows(len(running) + len(entering), self.max_rows)
-            self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
+            slots = max(self._slots_needed(), new.output.shape[1])
+            if num_rows <= len(self.rows) and 2 * slots > self.slots:
+                slots = max(slots, self.slots)  # as many as they are: nothing is copied
+            self._resize(max(num_rows, len(self.rows)), slots)
             free = [i for i, row in enumerate(self.rows) if row is None]
             for source, row in enumerate(entering):
                 place = free[source]
@@ -193,6 +221,7 @@ class Batch:
         sizes = state_shape(self.state), state_shape(new)
         with first_call("put_row", self.spec, *sizes):
             self._state = growth.put_row(self.state, new, np.int32(source), np.int32(place))
+        self._numbers = None
 
     def decode(self, max_steps: int) -> int:
         """Takes steps until a further row is done, and returns how many."""
@@ -275,6 +304,12 @@ class Batch:
             self._resize(num_rows, min(slots, self.slots))
             self._options = row_options(self.rows, self.spec.target_config.vocab)
 
+    def shrink_caches(self) -> None:
+        """Makes the caches as small as the rows that are left, where that halves them at least."""
+        slots = self._slots_needed()
+        if 2 * slots <= self.slots:
+            self._resize(len(self.rows), slots)
+
     def _request(self, i: int) -> Request:
         row = self.rows[i]
         assert row is not None
@@ -339,7 +374,7 @@ def row_options(rows: Sequence[Row | None], vocab: int) -> RowOptions:
             [r.temperature for r in requests],
             [r.top_k for r in requests],
             [r.top_p for r in requests],
-            [r.seed for r in requests],
+            [r.seed or 0 for r in requests],
             [r.min_p for r in requests],
         ),
         penalties=penalties_of(requests, vocab),

@@ -14,7 +14,9 @@ none waits, the rows that are left go on in a smaller batch.
 
 import collections
 import contextlib
+import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +32,8 @@ from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.batch import (
     Batch,
     Row,
-    cancelled_output,
     num_reserved,
+    output_without_answer,
     row_options,
     sampling_kind,
 )
@@ -40,8 +42,8 @@ from peagle_jax.decode.engine_checks import check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
-from peagle_jax.decode.prefill import cache_sizes, chunk_size, num_positions, prefill
-from peagle_jax.decode.requests import Generation, Output, Request, check_request
+from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, num_positions, prefill
+from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, find_stop
 from peagle_jax.decode.switching import LOOKBACK
@@ -58,6 +60,7 @@ STEPS_PER_STOP_CHECK = 8
 # Steps of which the time is worth keeping, for an adaptive K.
 MIN_TIMED_STEPS = 4
 NO_LIMIT = 2**31 - 1  # steps
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in what XLA says where an array cannot be allocated
 
 
 class Engine(BaseEngine):
@@ -140,11 +143,14 @@ class Engine(BaseEngine):
             about = self.spec, self._batch.params
             self._step_times = open_step_times(*about, step_times, num_threads)
             self._sampling: str | None = None  # how rows sampled when K was last chosen
+        # other threads add requests while a step looks at those that wait
         self._waiting: collections.deque[Row] = collections.deque()
+        self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
+        self._failed: list[Output] = []  # of prompts that could not be read
         self._new_ids = itertools.count()
         # whether requests wait that this engine may get next
         self.others_wait = False
@@ -165,11 +171,14 @@ class Engine(BaseEngine):
     def check(self, request: Request) -> Row:
         """The row of a request that can be served. InputError as of `add`."""
         number = next(self._new_ids)
+        if request.seed is None:
+            request = dataclasses.replace(request, seed=number)
         where = request.name or f"request {number}"
         check_request(where, request, self.target.config, self.spec.k, self.cache_size)
         if request.stop and self.tokenizer is None:
             next_step = "give the engine the target's tokenizer, or use stop_ids"
-            raise InputError(where, "stop strings need a tokenizer", request.stop[0], next_step)
+            got = request.stop_strings[0]
+            raise InputError(where, "stop strings need a tokenizer", got, next_step)
         stop_ids = self.target.config.stop_ids if request.stop_ids is None else request.stop_ids
         row = Row(number, request, tuple(stop_ids))
         positions = num_reserved(request, self.spec)
@@ -178,7 +187,8 @@ class Engine(BaseEngine):
 
     def enqueue(self, row: Row) -> None:
         """Takes in a row that `check` made, of this engine or of one like it."""
-        self._waiting.append(row)
+        with self._lock:
+            self._waiting.append(row)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         positions = max(num_reserved(request, self.spec) for request in requests)
@@ -189,7 +199,7 @@ class Engine(BaseEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._entering or self._batch.running)
+        return bool(self._waiting or self._entering or self._failed or self._batch.running)
 
     @property
     def num_waiting(self) -> int:
@@ -211,7 +221,7 @@ class Engine(BaseEngine):
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[Output]:
-        outputs = self._leave_queue()
+        outputs = self._leave_queue() + self._take_failed()
         with self._on_devices():
             if self._prefill is None:
                 self._prefill = self._begin_prefill()
@@ -219,7 +229,7 @@ class Engine(BaseEngine):
                 start = time.perf_counter()
                 self._read_chunk()
                 self._stats.prefill_seconds += time.perf_counter() - start
-                outputs += self._collect()
+                outputs += self._collect() + self._take_failed()
             if self._batch.running:
                 if self.chooser is not None:
                     self._choose_k(self.chooser)
@@ -230,6 +240,8 @@ class Engine(BaseEngine):
             more_to_come = self._waiting or self.others_wait or self._prefill is not None
             if not self._batch.running or not more_to_come:
                 self._batch.shrink()
+            elif any(output.answer is not None for output in outputs):
+                self._batch.shrink_caches()  # a long request may have left
         self._forget_cancelled()
         if self.chooser is not None and self._sampling is not None and not self.has_work:
             self._step_times.keep_drafts(self._sampling, self.chooser.survival)
@@ -243,18 +255,30 @@ class Engine(BaseEngine):
             yield
 
     def _leave_queue(self) -> list[Output]:
-        """Answers requests that were cancelled before their prompt was read."""
-        outputs = []
-        for row in [row for row in self._waiting if row.id in self._cancelled]:
-            self._waiting.remove(row)
-            self._cancelled.discard(row.id)
-            outputs.append(cancelled_output(row))
-        return outputs
+        """Answers requests that were cancelled before their prompt was read.
+
+        Prompts that are read together are read to their end, unless all were cancelled.
+        """
+        if not self._cancelled:
+            return []
+        cancelled = set(self._cancelled)
+        with self._lock:
+            leaving = [row for row in self._waiting if row.id in cancelled]
+            for row in leaving:
+                self._waiting.remove(row)
+        if {row.id for row in self._entering} <= cancelled:
+            leaving += self._entering
+            self._prefill, self._entering = None, []
+        self._cancelled -= {row.id for row in leaving}
+        return [output_without_answer(row, "cancelled") for row in leaving]
 
     def _forget_cancelled(self) -> None:
         """Drops the numbers of requests that are done."""
+        if not self._cancelled:
+            return
         cancelled = set(self._cancelled)  # first, because another thread may add and cancel one
-        rows = (*self._waiting, *self._entering, *filter(None, self._batch.rows))
+        with self._lock:
+            rows = (*self._waiting, *self._entering, *filter(None, self._batch.rows))
         self._cancelled -= cancelled - {row.id for row in rows}
 
     def _begin_prefill(self) -> Generator[None, None, DecodeState] | None:
@@ -310,17 +334,29 @@ class Engine(BaseEngine):
         return cache_bytes(*self._cache_arguments(len(self._batch.rows), self._batch.slots))
 
     def _read_chunk(self) -> None:
-        """Reads one chunk; after the last, the requests are rows of the batch."""
+        """Reads one chunk; after the last, the requests are rows of the batch.
+
+        Where the memory does not suffice, these requests alone fail.
+        """
         assert self._prefill is not None
         self._stats.num_chunks += 1
         try:
-            next(self._prefill)
+            state = next_chunk(self._prefill)
+        except Exception as error:
+            why = f"reading the prompt failed: {error}"
+            self._failed += [output_without_answer(row, "error", why) for row in self._entering]
+            self._prefill, self._entering = None, []
+            if OUT_OF_MEMORY not in str(error):
+                raise
             return
-        except StopIteration as end:
-            state = jax.block_until_ready(end.value)
-        self._prefill = None
-        self._batch.insert(self._entering, state)
-        self._entering = []
+        if state is not None:
+            entering, self._prefill, self._entering = self._entering, None, []
+            self._batch.insert(entering, state)
+
+    def _take_failed(self) -> list[Output]:
+        """What is to be said of prompts that could not be read."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def _decode(self) -> None:
         requests = [row.request for row in self._batch.rows if row is not None]
@@ -396,7 +432,7 @@ class Engine(BaseEngine):
             reason = "cancelled"
         text = None
         if request.stop and self.tokenizer is not None:
-            found = find_stop(self.tokenizer, token_ids, request.stop, row.num_checked)
+            found = find_stop(self.tokenizer, token_ids, request.stop_strings, row.num_checked)
             row.num_checked = len(token_ids)
             if found is not None:
                 num_tokens, text = found
@@ -406,16 +442,5 @@ class Engine(BaseEngine):
             return Output(row.id, new, None, now) if new else None
         if text is None and self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        answer = Generation(
-            prompt_token_ids=list(request.prompt),
-            output_token_ids=token_ids,
-            finish_reason=reason,
-            is_draft=is_draft,
-            num_drafts=int(numbers.num_drafts[i]),
-            num_draft_tokens=int(numbers.num_draft_tokens[i]),
-            num_accepted_per_pos=numbers.num_accepted_per_pos[i].tolist(),
-            logprobs=logprobs[: len(token_ids)] if request.logprobs else None,
-            text=text,
-            error="the target computed NaN or infinity" if reason == "error" else None,
-        )
+        answer = self._batch.answer(i, reason, (token_ids, is_draft, logprobs), text)
         return Output(row.id, new, answer, now)

@@ -6,9 +6,16 @@ from peagle_jax.decode.confidence import check_calibrated
 from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter, synthetic_rates
 from peagle_jax.types import InputError
 
+# With K = 7 there are 62,000 paths that may be among the 256 likeliest, and 480,000 that may be
+# among 1,024: their scores are computed in every step.
+MAX_TREE_NODES = 256
+
 
 def check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:
     """Raises InputError where a drafter cannot do what is asked for."""
+    if num_tree_nodes is not None and num_tree_nodes > MAX_TREE_NODES:
+        rule = f"at most {MAX_TREE_NODES} drafts in a tree, as its paths are too many beyond"
+        raise InputError("num_tree_nodes", rule, num_tree_nodes, "use 32")
     got = type(drafter).__name__ if drafter else "plain decoding"
     if num_tree_nodes is not None and not isinstance(drafter, ParallelDrafter):
         rule = "trees are made of what a P-EAGLE head drafts in parallel"

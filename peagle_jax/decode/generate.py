@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.drafters import METHODS, Drafter
+from peagle_jax.decode.engine import PREFILL_CHUNK
+from peagle_jax.decode.engine_checks import check_at_least_1
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.types import InputError, Model
@@ -35,11 +37,12 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     cache_size: int | None = None,
     draft_params: Any = None,
-    prefill_chunk: int | None = None,
+    prefill_chunk: int | None = PREFILL_CHUNK,
     sliding_cache: bool = False,
     num_threads: int | None = None,
+    max_batch: int | None = None,
 ) -> list[Generation]:
-    """Continues every prompt, all at the same time. Drafting does not change the target's output.
+    """Continues every prompt. Drafting does not change the target's output.
 
     Greedy output equals plain greedy output token for token. Sampled output has the target's
     distribution (arXiv:2211.17192).
@@ -64,20 +67,22 @@ def generate(
         tokens, () takes none.
       cache_size: positions that the target's KV cache may grow to. None: as many as needed.
       draft_params: parameters of a `Drafter`; unused with a draft head, which has its own.
-      prefill_chunk: prompt tokens per forward. None takes whole prompts, or 512 tokens with
-        `sliding_cache`.
+      prefill_chunk: the most prompt tokens of one forward. None takes whole prompts, or 512 tokens
+        with `sliding_cache`. On a CPU that takes longer: no key is left out that some query sees.
       sliding_cache: give layers with a sliding window a ring cache of window + chunk positions.
         The answers are the same, from less memory.
       num_threads: threads that decode at the same time, each a part of the prompts. None: one for
         each core of a CPU, up to four, where the weights are small enough for that to pay.
+      max_batch: prompts that are decoded together; the others wait for places. None: all of them.
 
     Returns:
       One answer for each prompt, in the order of the prompts.
 
     Raises:
       InputError: a prompt is empty, has an unknown token, or does not fit the target's context,
-        the cache or the memory; a sampling option, `k`, `prefill_chunk` or `num_threads` is out of
-        range; the head was made for another target or cannot draft by `method`.
+        the cache or the memory; a sampling option, `k`, `prefill_chunk`, `max_batch` or
+        `num_threads` is out of range; the head was made for another target or cannot draft by
+        `method`.
     """
     if isinstance(drafter, Model):
         check_fit(target, drafter)
@@ -98,20 +103,23 @@ def generate(
         )
         for prompt, row_seed in zip(prompts, seeds, strict=True)
     ]
+    check_at_least_1("max_batch", max_batch, 8)
+    max_batch = min(len(prompts), max_batch or len(prompts))
     engine = make_engine(
         target,
         drafter,
         draft_params,
         num_tree_nodes=num_tree_nodes,
         adaptive_k=k == "auto",
-        max_batch=len(prompts),
+        max_batch=max_batch,
         num_threads=num_threads,
         cache_size=cache_size,
         prefill_chunk=prefill_chunk,
         sliding_cache=sliding_cache,
         sample_drafts=sample_drafts,
     )
-    engine.check_memory(requests)
+    longest = sorted(requests, key=lambda request: len(request.prompt))[-max_batch:]
+    engine.check_memory(longest)
     for request in requests:
         engine.add(request)
     answers = {}

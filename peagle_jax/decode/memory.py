@@ -72,7 +72,7 @@ def check_cache(
     rule = f"{batch} rows x {cache_size} tokens must fit the memory"
     got = f"{size(cache_size) / 1e9:.1f} GB wanted, {max(free, 0) / 1e9:.1f} GB free"
     if fits:
-        next_step = f"{batch} x {fits} would fit: lower max_new_tokens, or use a smaller batch"
+        next_step = f"{batch} x {fits} would fit: lower max_new_tokens, or max_batch"
     else:
-        next_step = "use a smaller batch, or a machine with more memory"
+        next_step = "lower max_batch, or use a machine with more memory"
     raise InputError("cache_size", rule, got, next_step)

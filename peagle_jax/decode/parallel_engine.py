@@ -28,7 +28,7 @@ from typing import Any, TypedDict, Unpack, cast
 import jax
 
 from peagle_jax.decode.base_engine import BaseEngine
-from peagle_jax.decode.batch import Row, cancelled_output
+from peagle_jax.decode.batch import Row, output_without_answer
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.engine_checks import check_at_least_1
@@ -170,7 +170,7 @@ class ParallelEngine(BaseEngine):
                 engine.cancel(request_id)
             for row in [row for row in self._waiting if row.id == request_id]:
                 self._waiting.remove(row)
-                self._cancelled.append(cancelled_output(row))
+                self._cancelled.append(output_without_answer(row, "cancelled"))
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         self.engines[0].check_memory(requests)

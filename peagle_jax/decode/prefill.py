@@ -149,6 +149,15 @@ def _grow(spec: DecodeSpec, state: PrefillState, slots: int) -> PrefillState:
     return dataclasses.replace(state, cache=cache, draft=draft)
 
 
+def next_chunk(reading: Generator[None, None, DecodeState]) -> DecodeState | None:
+    """Reads a chunk of prompts; the rows that they become after the last one, and None before."""
+    try:
+        next(reading)
+    except StopIteration as end:
+        return jax.block_until_ready(end.value)
+    return None
+
+
 def run_to_end(reading: Generator[None, None, DecodeState]) -> DecodeState:
     """The state that `prefill` returns."""
     while True:

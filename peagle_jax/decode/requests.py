@@ -26,10 +26,12 @@ class Request:
       logit_bias: token ids and what is added to their logits.
       logprobs: whether the answer gets the log-probabilities of its tokens, as the target has them
         before penalties, temperature and filters.
-      seed: of sampling. The answer depends on it, and not on other requests.
+      seed: of sampling. The answer depends on it, and not on other requests. None: the number that
+        the engine gives the request, so that equal requests get different answers.
       stop_ids: the answer ends with the first of these tokens. None takes the target's
         end-of-sequence tokens, () takes none.
       stop: the answer ends where its text has one of these strings; the engine needs a tokenizer.
+        One string may be given as it is, and None for no string, as in vLLM.
       stream: report tokens as they are written, and not the whole answer at its end.
       name: what error messages call it; None for "request" and its number.
     """
@@ -45,11 +47,20 @@ class Request:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     logprobs: bool = False
-    seed: int = 0
+    seed: int | None = None
     stop_ids: Sequence[int] | None = None
-    stop: Sequence[str] = ()
+    stop: Sequence[str] | None = ()
     stream: bool = False
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop is None or isinstance(self.stop, str):  # a string is a sequence of strings
+            object.__setattr__(self, "stop", () if self.stop is None else (self.stop,))
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """The strings that end the answer."""
+        return self.stop or ()
 
     @property
     def is_penalized(self) -> bool:
@@ -127,6 +138,18 @@ def acceptance_length(answers: Sequence[Generation]) -> float | None:
     return 1 + sum(answer.num_accepted_tokens for answer in answers) / num_drafts
 
 
+def check_answered(answers: Sequence[Generation], where: str) -> None:
+    """Checks that no answer failed, for measurements that would count it as an empty one.
+
+    Raises:
+      InputError: one did; the message says why.
+    """
+    for answer in answers:
+        if answer.error is not None:
+            next_step = "look for NaN in the weights of the target and the head, or ask for less"
+            raise InputError(where, "every prompt must be answered", answer.error, next_step)
+
+
 def failed_answer(request: Request, error: str | None, reason: str = "error") -> Generation:
     """The answer to a request that was not decoded."""
     return Generation(list(request.prompt), [], reason, [], 0, 0, [], error=error)
@@ -169,14 +192,14 @@ def check_request(
     if request.max_new_tokens < 1:
         raise InputError("max_new_tokens", "must be 1 or more", request.max_new_tokens, "use 128")
     numbers = request.temperature, request.top_k, request.top_p
-    check_sampling(*numbers, request.seed, request.min_p)
+    check_sampling(*numbers, request.seed or 0, request.min_p)
     _check_penalties(request, config.vocab)
     _check_prompt(where, request.prompt, config, request.max_new_tokens, k, cache_size)
     for token in request.stop_ids or ():
         if not 0 <= token < config.vocab:
             rule = f"token ids must lie in 0..{config.vocab - 1}"
             raise InputError("stop_ids", rule, token, "use the target's own tokenizer")
-    if any(not string for string in request.stop):
+    if any(not string for string in request.stop_strings):
         next_step = "give stop the text that ends an answer, or no string"
         raise InputError("stop", "must have at least one character", "''", next_step)
 

@@ -16,7 +16,7 @@ from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
-from peagle_jax.openai_server import OpenAIServer, item
+from peagle_jax.openai_server import OpenAIServer, RefusedError, item
 from peagle_jax.types import InputError, Model
 
 # GPT-OSS's channels: <|channel|>analysis<|message|>..<|end|><|start|>assistant<|channel|>final..
@@ -47,18 +47,22 @@ class Answer:
     """What was written.
 
     Attributes:
-      message: the assistant's, with `role` and `content`.
+      message: the assistant's, with `role` and `content`; None where what was written is none that
+        a conversation can go on from, as a call of a tool that nobody runs.
       is_complete: whether it ended with a stop token, and not at the limit.
       prompt_ids: the token ids that it answers; () from a server.
       output_ids: the token ids that were written, the stop token included; () from a server.
       num_tokens: written tokens.
     """
 
-    message: Mapping[str, Any]
+    message: Mapping[str, Any] | None
     is_complete: bool
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     num_tokens: int
+
+
+Outcome = Answer | InputError | None
 
 
 @runtime_checkable
@@ -69,8 +73,12 @@ class Writer(Protocol):
         """Takes a turn; the number that its answer will have. None if the turn is too long."""
         ...
 
-    def wait(self) -> list[tuple[int, Answer]]:
-        """Answers that are done, with their numbers, at least one. A turn must be under way."""
+    def wait(self) -> list[tuple[int, Outcome]]:
+        """Answers that are done, with their numbers, at least one. A turn must be under way.
+
+        In the place of an answer there is an error that concerns its turn alone; or None, as from
+        `submit`, where only the one who writes knows that a turn is too long.
+        """
         ...
 
 
@@ -120,9 +128,9 @@ class EngineWriter:
         self._where[number] = turn.where
         return number
 
-    def wait(self) -> list[tuple[int, Answer]]:
+    def wait(self) -> list[tuple[int, Outcome]]:
         """Raises InputError where the target computed NaN."""
-        done: list[tuple[int, Answer]] = []
+        done: list[tuple[int, Outcome]] = []
         while not done:
             for output in self._engine.step():
                 answer = output.answer
@@ -146,17 +154,20 @@ class EngineWriter:
         return done
 
 
-def message_of(text: str) -> dict[str, Any]:
+def message_of(text: str) -> dict[str, Any] | None:
     """The assistant's message that a target has written, without its stop token.
 
     Reasoning between tags stays in the content, where templates look for it; of GPT-OSS's channels
-    the last but `final` is the reasoning, because its template refuses them in a content.
+    all but `final` are the reasoning, because its template refuses them in a content. Without a
+    final channel it called a tool, or said nothing to the user: None.
     """
-    channels = CHANNEL.findall(text)
-    if not channels:
+    if "<|channel|>" not in text:
         return {"role": "assistant", "content": text}
+    channels = CHANNEL.findall(text)
     by_name = dict(channels)
-    message = {"role": "assistant", "content": by_name.pop("final", "")}
+    if "final" not in by_name:
+        return None
+    message = {"role": "assistant", "content": by_name["final"]}
     thoughts = "\n".join(thought for name, thought in channels if name != "final")
     return message | ({"thinking": thoughts} if thoughts else {})
 
@@ -180,7 +191,7 @@ class ServerWriter:
         self.model = self._server.model
         self._max_new_tokens = max_new_tokens
         self._pool = concurrent.futures.ThreadPoolExecutor(concurrency)
-        self._running: dict[concurrent.futures.Future[Answer], int] = {}
+        self._running: dict[concurrent.futures.Future[Outcome], int] = {}
         self._num_submitted = 0
 
     def submit(self, turn: Turn) -> int:
@@ -189,14 +200,15 @@ class ServerWriter:
         self._running[self._pool.submit(self._answer, turn)] = number
         return number
 
-    def wait(self) -> list[tuple[int, Answer]]:
-        """Raises InputError where the server refuses, or does not answer."""
+    def wait(self) -> list[tuple[int, Outcome]]:
+        """Raises InputError where the server does not answer, or refuses all requests."""
         done, _ = concurrent.futures.wait(
             self._running, return_when=concurrent.futures.FIRST_COMPLETED
         )
         return [(self._running.pop(future), future.result()) for future in done]
 
-    def _answer(self, turn: Turn) -> Answer:
+    def _answer(self, turn: Turn) -> Outcome:
+        """The answer to a turn, or why the server refuses this one; None if it is too long."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": list(turn.conversation.messages),
@@ -206,7 +218,11 @@ class ServerWriter:
         }
         if turn.conversation.tools:
             body["tools"] = list(turn.conversation.tools)
-        reply = self._server.ask("/chat/completions", body, turn.where)
+        try:
+            reply = self._server.ask("/chat/completions", body, turn.where)
+        except RefusedError as error:
+            # as vLLM and OpenAI say it: "maximum context length", "context_length_exceeded"
+            return None if "context" in str(error.got).lower() else error
         choice = item(reply, "choices", 0)
         said = item(choice, "message")
         kept = ("content", "reasoning_content", "reasoning", "tool_calls")

@@ -128,6 +128,9 @@ def _collect_batch(
     while not np.asarray(state.done).all():
         state, *seen = _observed_step(spec, target.params, head.params, options, state)
         steps.append(jax.device_get(seen))
+    if not steps:  # every answer ended with its first token
+        nothing = np.zeros(0, np.int32)
+        return Outcomes(np.zeros((0, spec.k), np.float32), nothing, nothing)
     logits, num_accepted, is_running = map(np.array, zip(*steps, strict=True))
     prompt = np.broadcast_to(np.arange(len(requests)), is_running.shape)
     return Outcomes(logits[is_running], num_accepted[is_running], prompt[is_running])
@@ -275,6 +278,11 @@ def calibrate_head(
         seen = collect(
             target, head, prompts, k=k, kind=kind, max_new_tokens=max_new_tokens, names=names
         )
+        if not len(seen.num_accepted):
+            rule = "some answer must be longer than its first token"
+            got = f"{max_new_tokens}, and no step with drafts"
+            next_step = "give 64 or more, or other prompts"
+            raise InputError("--max-new-tokens", rule, got, next_step)
         scalings[kind] = fit(seen)
         before, after = (pooled_error(seen, s) for s in (None, scalings[kind]))
         facts[f"{kind}: steps"] = len(seen.num_accepted)

@@ -12,11 +12,11 @@ from peagle_jax.bench.suite import repeated_share
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.decode.generate import generate
-from peagle_jax.decode.requests import acceptance_length, check_prompts
+from peagle_jax.decode.requests import acceptance_length, check_answered, check_prompts
 from peagle_jax.documents import Document
 from peagle_jax.train.config import HeadRun
 from peagle_jax.train.train_head import Evaluate
-from peagle_jax.types import InputError, Model
+from peagle_jax.types import Model
 
 PROMPT_TOKENS = 48  # of an excerpt that serves as a prompt
 TEXTS_AT_ONCE = 64  # held-out texts that are in memory while excerpts are taken from them
@@ -42,10 +42,11 @@ def make_evaluator(
     Raises:
       InputError: a prompt does not fit the target's context.
     """
-    prompts = eval_prompts(run, tokenizer, held_out)
+    k, max_new_tokens = run.num_depths, run.eval.max_new_tokens
+    longest = target.config.context - max_new_tokens
+    prompts = eval_prompts(run, tokenizer, held_out, longest)
     if not prompts:
         return None
-    k, max_new_tokens = run.num_depths, run.eval.max_new_tokens
     check_prompts(prompts, target.config, max_new_tokens, k, None)
 
     def evaluate(head: Model) -> dict:
@@ -55,9 +56,16 @@ def make_evaluator(
 
 
 def eval_prompts(
-    run: HeadRun, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[Document]
+    run: HeadRun,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[Document],
+    longest: int,
 ) -> list[list[int]]:
-    """The run's prompts: of its file, of what is held out, or excerpts of held-out texts."""
+    """The run's prompts: of its file, of what is held out, or excerpts of held-out texts.
+
+    Args:
+      longest: tokens of a prompt that is taken from what is held out; longer ones are passed over.
+    """
     count = run.eval.num_prompts
     if run.eval.prompts is not None:
         return text.read_prompts(Path(run.eval.prompts), tokenizer)[:count]
@@ -68,7 +76,8 @@ def eval_prompts(
         if (question := _question(d))
     )
     # no more are read and encoded than are needed
-    prompts = list(itertools.islice(itertools.chain(of_answers, of_conversations), count))
+    prompts = itertools.chain(of_answers, of_conversations)
+    prompts = list(itertools.islice((p for p in prompts if len(p) <= longest), count))
     if prompts:
         return prompts
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
@@ -95,12 +104,14 @@ def held_out_prompts(
       count: prompts at most.
       length: tokens of a prompt.
     """
+    first = text.first_tokens(tokenizer)
     texts = (d.text for d in documents if d.text is not None and len(d.text) >= 4 * length)
     excerpts: list[np.ndarray] = []
     while some := list(itertools.islice(texts, TEXTS_AT_ONCE)):
         for ids in tokenizer(some, add_special_tokens=False)["input_ids"]:
             if len(ids) >= 4 * length:
-                excerpts.append(np.array(ids[len(ids) // 4 :][:length], np.int32))
+                ids = [*first, *ids[len(ids) // 4 :][: length - len(first)]]
+                excerpts.append(np.array(ids, np.int32))
     if len(excerpts) > count:
         excerpts = [excerpts[i * len(excerpts) // count] for i in range(count)]
     return [ids.tolist() for ids in excerpts]
@@ -133,10 +144,7 @@ def acceptance(
     """
     stop_ids = () if ignore_eos else None
     answers = generate(target, head, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-    for answer in answers:
-        if answer.error is not None:
-            next_step = "look for NaN in the target's weights and the head's"
-            raise InputError("eval", "every prompt must be answered", answer.error, next_step)
+    check_answered(answers, "eval")
     num_drafts = max(sum(answer.num_drafts for answer in answers), 1)
     accepted = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0) / num_drafts
     return {

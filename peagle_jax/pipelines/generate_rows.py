@@ -130,7 +130,7 @@ def _streamed(
 ) -> Generation:
     """One answer, whose text is handed on as far as later tokens cannot change it."""
     # the beginning of a stop string is not part of the answer if the rest follows
-    held_back = max((len(stop) for stop in request.stop), default=1) - 1
+    held_back = max((len(stop) for stop in request.stop_strings), default=1) - 1
     token_ids: list[int] = []
     num_shown = 0
     engine.add(request)

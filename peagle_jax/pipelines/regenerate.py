@@ -7,9 +7,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,22 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
-from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.target_io import context_of, load_target, target_hash
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
 from peagle_jax.documents import BadRows, Document
-from peagle_jax.file_lock import open_locked
+from peagle_jax.pipelines.answer_file import (
+    ANSWER_BEGINS,
+    CONVERSATION_BEGINS,
+    appendable,
+    lines_there,
+)
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
 from peagle_jax.pipelines.regenerate_conversations import rewrite
 from peagle_jax.progress import ProgressReport
 from peagle_jax.train.document_file import DocumentFile, DocumentWriter
 from peagle_jax.types import InputError, Model
 
-# as every line of an output file begins
-ANSWER_BEGINS = '{"prompt_token_ids": ['
-CONVERSATION_BEGINS = '{"sample": '
-# What a resumed file's lines must have, by how they begin.
-NEEDED = {
-    ANSWER_BEGINS: {"prompt_token_ids": list, "output_token_ids": list},
-    CONVERSATION_BEGINS: {"sample": int, "num_tokens": int},
-}
-ABOUT = ".about.json"  # after the name of the output file: what it was begun with
 DEFAULT_EXCERPTS = 4096
 
 
@@ -47,8 +41,8 @@ class RegenerationOptions:
 
     Attributes:
       source: the corpus, as `corpus.stream_corpus` takes it.
-      held_out: share of documents that nothing is taken from; the same as the head's training
-        holds out.
+      held_out: share of documents that nothing is taken from. Training chooses by the same names:
+        with the same share it then finds no answer to measure a head on, and needs prompts.
       num_samples: answers to excerpts, or conversations, in all; more conversations than the corpus
         has are sampled again. None: 4,096 excerpts, or every conversation once.
       prompt_tokens: tokens of an excerpt.
@@ -63,7 +57,7 @@ class RegenerationOptions:
     """
 
     source: str | None
-    held_out: float = 0.05
+    held_out: float = 0.0
     num_samples: int | None = None
     prompt_tokens: int = 32
     max_new_tokens: int = 224
@@ -115,7 +109,7 @@ def regenerate(
     if options.server is None:
         _check_context(target_folder, options, prompt_tokens=1)  # before a corpus is read
     # they are answered in any order, and need not fit into memory
-    with _appendable(out), contextlib.ExitStack() as stack:
+    with appendable(out), contextlib.ExitStack() as stack:
         try:
             folder = tempfile.TemporaryDirectory(prefix="peagle-corpus-")
             temporary = Path(stack.enter_context(folder))
@@ -191,19 +185,19 @@ def _answer_conversations(
     say: Callable[[str], None],
 ) -> Regenerated:
     writer: Writer
+    limits = options.max_new_tokens, options.batch_size
     if options.server is None:
         target = _load_target(target_folder, tokenizer)
-        limits = options.max_new_tokens, options.batch_size
         writer, name = EngineWriter(target, tokenizer, *limits), target_hash(target_folder)
     else:
-        limits = options.max_new_tokens, options.batch_size
         writer = ServerWriter(options.server, options.server_model, *limits)
         name = writer.model
+    bad_rows = BadRows(options.bad_rows)
     digest = hashlib.sha256()
     for document in conversations:
         digest.update(document.digest())
     about = _about(options, name) | {"conversations": digest.hexdigest()[:16]}
-    lines = _lines_there(out, CONVERSATION_BEGINS, about)
+    lines = lines_there(out, CONVERSATION_BEGINS, about)
     rows = [json.loads(line) for line in lines]
     num_tokens = sum(row["num_tokens"] for row in rows)
     total = options.num_samples or len(conversations)
@@ -215,17 +209,20 @@ def _answer_conversations(
     num_rows = len(rows)
     progress = ProgressReport("regenerate", num_rows + len(mine), num_rows, "conversations")
     with progress, out.open("a", encoding="utf-8") as file:
+        temperatures, under_way = options.temperatures, 2 * options.batch_size
         for row in rewrite(
-            documents, writer, tokenizer, options.temperatures, options.seed, 2 * options.batch_size
+            documents, writer, tokenizer, temperatures, options.seed, under_way, bad_rows
         ):
             file.write(json.dumps(row) + "\n")
             file.flush()
             rows.append({})
             num_tokens += row["num_tokens"]
             progress.update(len(rows))
+    bad_rows.report(say)
     left_out = num_rows + len(mine) - len(rows)
     if left_out > 0:
-        say(f"{left_out:,} conversations gave no row: too long, or nobody asks anything in them")
+        why = "too long, nobody asks anything in them, or refused"
+        say(f"{left_out:,} conversations gave no row: {why}")
     return Regenerated(len(rows), num_tokens)
 
 
@@ -247,7 +244,7 @@ def _continue_excerpts(
     excerpts = [ids for _, ids in chosen]
     check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
     about = _about(options, target_hash(target_folder)) | {"prompt_tokens": options.prompt_tokens}
-    lines = _lines_there(out, ANSWER_BEGINS, about)
+    lines = lines_there(out, ANSWER_BEGINS, about)
     rows = [json.loads(line) for line in lines]
     if any(
         row["prompt_token_ids"] != excerpt for row, excerpt in zip(rows, excerpts, strict=False)
@@ -334,55 +331,23 @@ def _excerpts(
     sizes = np.array([len(ids) - length for ids in encoded], np.float64)
     picks = document_rng.choice(len(encoded), options.num_samples, p=sizes / sizes.sum())
     excerpts = []
+    first = text.first_tokens(tokenizer)
     for i in picks:
         begin = int(place_rng.integers(len(encoded[i]) - length))
-        excerpts.append((long[i][0], encoded[i][begin : begin + length].tolist()))
+        ids = encoded[i][begin : begin + length].tolist()
+        if begin:  # where a prompt begins with tokens of its own, so does one from the middle
+            ids = [*first, *ids[: length - len(first)]]
+        excerpts.append((long[i][0], ids))
     return excerpts
 
 
-# ---------------------------------------------------------------- the output file
+# ---------------------------------------------------------------- both
 
 
 def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Model:
     target = load_target(folder, aux_hidden_state_layers=())
     text.check_vocabulary(tokenizer, target.config.vocab, folder)
     return target
-
-
-@contextlib.contextmanager
-def _appendable(out: Path) -> Iterator[None]:
-    """Makes the output file where it is not there, and takes it away if an error leaves it empty.
-
-    New folders go with it. A lock keeps out other processes, whose rows would stand between these.
-
-    Raises:
-      InputError: it cannot be written, or another process writes it.
-    """
-    there_before = out.stat().st_ino if out.exists() else None
-    new_parents = [parent for parent in out.parents if not parent.exists()]
-    try:
-        file = open_locked(out)
-    except OSError as error:
-        rule, next_step = "the output file must be writable", "choose another place with --out"
-        raise InputError(out, rule, error.strerror, next_step) from None
-    if file is None:
-        rule, got = "one process writes a file at a time", "another one at it"
-        raise InputError(out, rule, got, "wait for it, or choose another --out")
-    about = out.with_name(out.name + ABOUT)
-    with file:
-        # another process may have made or removed the file before this one got its lock
-        is_new = os.fstat(file.fileno()).st_ino != there_before and not about.exists()
-        try:
-            yield
-        except BaseException:
-            # only who has the lock takes the file away: an empty one may be somebody else's
-            if is_new and out.exists() and out.stat().st_size == 0:
-                out.unlink()
-                about.unlink(missing_ok=True)
-                for parent in new_parents:
-                    with contextlib.suppress(OSError):  # somebody else uses it
-                        parent.rmdir()
-            raise
 
 
 def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:
@@ -395,56 +360,3 @@ def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:
         "seed": options.seed,
         "part": list(options.part),
     }
-
-
-def _lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
-    """The lines that are already in the output file, which is of this run from now on.
-
-    A line that a killed process has left incomplete is dropped. Nothing else ever is.
-
-    Args:
-      out: the output file.
-      begins: how its lines begin.
-      about: what they depend on.
-
-    Raises:
-      InputError: the file contains something else, or depends on something else.
-    """
-    *lines, unfinished = corpus.read_text(out).split("\n")
-    is_ours = unfinished.startswith(begins[: len(unfinished)]) and all(
-        line.startswith(begins) and _is_row(line, NEEDED[begins]) for line in lines
-    )
-    if not is_ours:
-        rule = "answers are appended to a file of answers of this kind"
-        next_step = "choose another file with --out"
-        raise InputError(out, rule, "a file of something else", next_step)
-    path = out.with_name(out.name + ABOUT)
-    if lines and path.exists():
-        former = _read_about(path)
-        for key, value in about.items():
-            if former.get(key) != value:
-                rule = f"{key} was {former.get(key)} when {out.name} was begun, and must stay so"
-                next_step = "repeat what it was begun with, or choose another file with --out"
-                raise InputError(path, rule, value, next_step)
-    else:
-        write_atomically(path, json.dumps(about, indent=1) + "\n")
-    if unfinished:  # in its place, because the lock is the file's
-        os.truncate(out, out.stat().st_size - len(unfinished.encode()))
-    return lines
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    content = corpus.read_text(path)
-    try:
-        former = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        next_step = "choose another file with --out"
-        raise InputError(path, "must be JSON", error, next_step) from None
-    return former if isinstance(former, dict) else {}
-
-
-def _is_row(line: str, needed: Mapping[str, type]) -> bool:
-    with contextlib.suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        return isinstance(row, dict) and all(type(row.get(k)) is kind for k, kind in needed.items())
-    return False

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.encoding import encode_document
 from peagle_jax.chat.pieces import Conversation
-from peagle_jax.documents import Document
+from peagle_jax.documents import BadRows, Document
 from peagle_jax.pipelines.answer_writers import Answer, Turn, Writer
 from peagle_jax.types import InputError
 
@@ -61,6 +61,7 @@ def rewrite(
     temperatures: Sequence[float],
     seed: int,
     at_a_time: int,
+    bad_rows: BadRows | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The conversations with the assistant's turns written anew, as rows for JSONL, in order.
 
@@ -78,51 +79,67 @@ def rewrite(
       temperatures: row i takes i modulo their number.
       seed: of sampling, together with the number of the row and of the turn.
       at_a_time: conversations under way.
+      bad_rows: takes what the chat template or a server refuses, whose row ends before that; None:
+        the first is an error.
 
     Raises:
-      InputError: a conversation cannot be rendered, or the writer fails.
+      InputError: a conversation is refused, or the writer fails.
     """
+    bad_rows = bad_rows or BadRows()
     coming = iter(documents)
     under_way: dict[int, _Rewriting] = {}
     done: dict[int, dict[str, Any] | None] = {}
     order: deque[int] = deque()
 
-    def submit(job: _Rewriting) -> bool:
-        """Whether the next answer of a conversation is under way, and not too long."""
+    def submit(job: _Rewriting) -> str | None:
+        """Why the next answer of a conversation is not under way; None if it is."""
         messages = tuple(job.said)
         conversation = Conversation(messages, job.document.tools)
         where = f"{job.document.name}, turn {len(messages) + 1}"
         temperature = temperatures[job.number % len(temperatures)]
         own_seed = np.random.SeedSequence([seed, job.number, job.num_turns]).generate_state(1)[0]
         turn = Turn(conversation, temperature, int(own_seed) >> 1, where)
-        key = writer.submit(turn)
-        if key is not None:
-            under_way[key] = job
-        return key is not None
+        try:
+            key = writer.submit(turn)
+        except InputError as error:
+            bad_rows.take(error)
+            return "refused"
+        if key is None:
+            return "context"
+        under_way[key] = job
+        return None
 
     while True:
-        for number, document in itertools.islice(coming, max(0, at_a_time - len(under_way))):
+        some = list(itertools.islice(coming, max(0, at_a_time - len(under_way))))
+        for number, document in some:
             job = _Rewriting(number, document, [], deque(turns_of(document)))
             order.append(number)
-            if not (job.go_on() and submit(job)):
-                done[number] = None  # nobody asks anything, or too much
+            if not job.go_on() or submit(job) is not None:
+                done[number] = None  # nobody asks anything, or too much, or what is refused
         while order and order[0] in done:
             row = done.pop(order.popleft())
             if row is not None:
                 yield row
         if not under_way:
-            if not order:
+            if not some:
                 return
-            continue
+            continue  # none of these could be answered
         for key, answer in writer.wait():
             job = under_way.pop(key)
+            if answer is None:
+                done[job.number] = _row(job, None, "context")
+                continue
+            if isinstance(answer, InputError):
+                bad_rows.take(answer)
+                done[job.number] = _row(job, None, "refused")
+                continue
             job.num_tokens += answer.num_tokens
             finish_reason = _take(job, answer, tokenizer)
             if finish_reason is None:
                 if not job.go_on():
                     finish_reason = "stop"
-                elif not submit(job):
-                    finish_reason = "context"
+                else:
+                    finish_reason = submit(job)
             if finish_reason is not None:
                 done[job.number] = _row(job, answer, finish_reason)
 
@@ -144,6 +161,8 @@ def _take(job: _Rewriting, answer: Answer, tokenizer: PreTrainedTokenizerBase | 
     """Adds an answer to a conversation; why the conversation ends before it, or None."""
     if not answer.is_complete:
         return "length"
+    if answer.message is None:
+        return "unreadable"
     job.said.append(answer.message)
     if tokenizer is not None and not _can_be_read(job, tokenizer):
         job.said.pop()
@@ -162,12 +181,12 @@ def _can_be_read(job: _Rewriting, tokenizer: PreTrainedTokenizerBase) -> bool:
     return True
 
 
-def _row(job: _Rewriting, answer: Answer, finish_reason: str) -> dict[str, Any] | None:
+def _row(job: _Rewriting, answer: Answer | None, finish_reason: str) -> dict[str, Any] | None:
     """The row of a conversation that has ended, after this answer or before it."""
     row: dict[str, Any] = {"sample": job.number, "source": job.document.name}
     counts = {"num_tokens": job.num_tokens, "finish_reason": finish_reason}
     if job.num_turns == 0:
-        if not answer.output_ids:
+        if answer is None or not answer.output_ids:
             return None
         ids = {
             "prompt_token_ids": list(answer.prompt_ids),

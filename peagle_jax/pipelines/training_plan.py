@@ -28,7 +28,7 @@ from peagle_jax.train import loss
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.head_config import head_config
 from peagle_jax.train.recipe_sections import MeshConfig
-from peagle_jax.train.train_head import split_params
+from peagle_jax.train.train_head import check_row_length, split_params
 from peagle_jax.train.update import make_optimizer
 from peagle_jax.types import InputError, Model, Params
 from peagle_jax.weights import flatten_params
@@ -124,6 +124,7 @@ def training_plan(
         dtype=jnp.dtype(run.target_dtype),
         aux_hidden_state_layers=run.aux_hidden_state_layers,
     )
+    check_row_length(run, target)
     head = abstract_head(head_config(run, target, _any_mask_token(run)))
     return plan_of(run, target, head)
 

@@ -31,12 +31,19 @@ def newest(path: Path, dtype: str = "bfloat16") -> list[dict]:
     return [row for row in rows if row["time"] == last]
 
 
-def newest_compiled(path: Path, dtype: str = "bfloat16", count: int = 3) -> list[list[dict]]:
-    """The rows of each of the newest comparisons with torch.compile, of one device, newest last."""
-    rows = _comparisons(path, dtype, compiled=True)
-    device = max(rows, key=lambda row: row["time"])["device"] if rows else None
-    times = sorted({row["time"] for row in rows if row["device"] == device})[-count:]
-    return [[row for row in rows if row["time"] == time] for time in times]
+def newest_compiled(
+    path: Path, dtype: str = "bfloat16", count: int = 3
+) -> dict[str, list[list[dict]]]:
+    """Device -> the rows of each of its newest comparisons with torch.compile, newest last.
+
+    The device of the newest comparison is the first.
+    """
+    rows = sorted(_comparisons(path, dtype, compiled=True), key=lambda row: row["time"])
+    found = {}
+    for device in dict.fromkeys(row["device"] for row in reversed(rows)):
+        times = sorted({row["time"] for row in rows if row["device"] == device})[-count:]
+        found[device] = [[row for row in rows if row["time"] == time] for time in times]
+    return found
 
 
 def newest_elsewhere(path: Path, dtype: str = "bfloat16") -> list[list[dict]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from peagle_jax.atomic_write import append_line
 from peagle_jax.corpus import read_jsonl
 from peagle_jax.file_lock import lock_while_alive
 from peagle_jax.old_names import RESULT_ROW_KEYS, with_new_names
@@ -62,8 +63,7 @@ class Records:
 
     def add(self, record: dict) -> None:
         """Appends a row."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(self.path, json.dumps(record))
 
 
 def read_rows(path: Path) -> list[dict]:

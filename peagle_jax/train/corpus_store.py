@@ -271,7 +271,7 @@ def _write_documents(
         # by the place at which it is packed: the document's number among those that were written
         places = array.array("q")
         end = 0
-        chosen = _chosen(choice, bad_rows, held_out)
+        chosen = _chosen(choice, tokenizer, bad_rows, held_out)
         for place, encoded in _encoded(tokenizer, chosen, bad_rows):
             tokens.write(encoded.tokens.astype(np.int32).tobytes())
             loss_mask.write(encoded.loss_mask.tobytes())
@@ -293,12 +293,15 @@ def _encoded(
 
 
 def _chosen(
-    choice: CorpusChoice, bad_rows: BadRows, held_out: DocumentWriter
+    choice: CorpusChoice,
+    tokenizer: PreTrainedTokenizerBase,
+    bad_rows: BadRows,
+    held_out: DocumentWriter,
 ) -> Iterator[tuple[int, Document]]:
     """The documents to train on, as they are read, each with its place in their order.
 
-    Those that are held out go into their file. A random choice needs the sizes of all documents, so
-    that they are read twice.
+    Those that are held out go into their file, if they can be used. A random choice needs the sizes
+    of all documents, so that they are read twice.
     """
 
     def to_train(bad_rows: BadRows) -> Iterator[Document]:
@@ -306,7 +309,8 @@ def _chosen(
             if not corpus.is_held_out(document, choice.held_out):
                 yield document
             elif is_first:
-                held_out.add(document)
+                for usable, _ in text.encode_stream(tokenizer, [document], bad_rows):
+                    held_out.add(usable)
 
     is_first = True
     if choice.max_chars is None:

@@ -2,11 +2,13 @@
 
 import array
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import yaml
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
@@ -102,6 +104,8 @@ def new_recipe(
         lines.append("target_dtype: bfloat16  # float32 would take twice the memory")
     lines += _head_lines(task, config, tokenizer, encoded.used)
     lines += _data_lines(data, config, encoded)
+    if bad_rows.count:
+        lines.append(f"  bad_rows: skip  # {bad_rows.count:,} rows cannot be used")
     num_rows, batch_size = _rows_and_batch(config, encoded)
     lines += _schedule_lines(task, config, num_rows, batch_size)
     lines += _memory_lines(task, config, num_params)
@@ -264,4 +268,5 @@ def _head_params(task: str, config: TargetConfig) -> int:
 
 def _quoted(value: str) -> str:
     """A text as YAML spells it, in quotes where it needs them."""
-    return value if re.fullmatch(r"[A-Za-z0-9_./-]+", value) else f'"{value}"'
+    is_plain = re.fullmatch(r"[A-Za-z0-9_./-]+", value) and yaml.safe_load(value) == value
+    return value if is_plain else json.dumps(value, ensure_ascii=False)  # 2024 is a number, no name

@@ -141,7 +141,8 @@ def _check_same_settings(old: Run, new: Run) -> None:
 
 def has_checkpoints(run: Run) -> bool:
     """Whether the run was begun and has saved a checkpoint."""
-    return any((Path(run.out) / "checkpoints").glob("[0-9]*"))
+    # Orbax writes a checkpoint under a longer name, and renames it when it is whole
+    return any(path.name.isdecimal() for path in (Path(run.out) / "checkpoints").glob("[0-9]*"))
 
 
 def read_result(run: Run, kind: type, say: Callable[[str], None] = print) -> Any:

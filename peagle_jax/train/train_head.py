@@ -27,6 +27,7 @@ from peagle_jax.train.data import PackedRows
 from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.eagle_loss import eagle_loss
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
+from peagle_jax.train.held_out import Measure, evaluation_run, held_out_rows, make_measure
 from peagle_jax.train.loss import DepthCounts
 from peagle_jax.train.mesh import (
     from_first_process,
@@ -136,10 +137,7 @@ def _train(
     trained, frozen = split_params(run, on_mesh(head, mesh))
     evaluate = make_evaluator(run, target, tokenizer, held_out) if make_evaluator else None
     if evaluate is None:
-        say(
-            "acceptance is not measured, because there are no prompts: set eval.prompts to a file, "
-            "or data.held_out above 0"
-        )
+        _say_not_measured(run, len(held_out), say)
     frozen_on_host = to_host(frozen)
     _check_same_draft_vocab(run, frozen_on_host)
     write_run_header(head, frozen_on_host, Path(run.out))
@@ -148,18 +146,23 @@ def _train(
         """The whole head, of its trained and its frozen parameters."""
         return dataclasses.replace(head, params={**params, **frozen})
 
+    frozen_params = target.params, frozen
+    measure = _measure_of_held_out(run, target, head, tokenizer, held_out, frozen_params, mesh)
+
     def evaluate_at(step: int, params: Params) -> dict | None:
         every = run.eval.every
-        if every is None or evaluate is None:
+        if every is None:
             return None
         # the best can only be known if the last was measured as well
         is_last = run.eval.keep == "best" and step == run.optimizer.steps
-        return evaluate(with_params(params)) if step % every == 0 or is_last else None
+        if step % every and not is_last:
+            return None
+        measured = {} if evaluate is None else evaluate(with_params(params))
+        return measured | ({} if measure is None else measure(params)) or None
 
     loss = functools.partial(head_loss, run, target, head)
     denominators = functools.partial(head_denominators, run)
     objective = Objective(loss, denominators, head_metrics)
-    frozen_params = target.params, frozen
     rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
     evaluation = Evaluation(evaluate_at, run.eval.keep == "best", run.eval.patience)
     fitted = fit(run, trained, objective, batches, frozen_params, evaluation, say, rows_at, mesh)
@@ -185,6 +188,40 @@ def _train(
     return result
 
 
+def _say_not_measured(run: HeadRun, num_held_out: int, say: Callable[[str], None]) -> None:
+    """Tells that there are no prompts to measure acceptance with.
+
+    Raises:
+      InputError: the run is to keep the best head, or to stop early, which needs measurements.
+    """
+    got = f"{num_held_out} documents held out at data.held_out {run.data.held_out}, no prompt"
+    next_step = "set eval.prompts to a file of prompts, or data.held_out higher"
+    needs = "keep: best" if run.eval.keep == "best" else "patience"
+    if run.eval.keep == "best" or run.eval.patience is not None:
+        raise InputError("eval", f"{needs} needs prompts to measure with", got, next_step)
+    say(f"acceptance is not measured: {got}; {next_step}")
+
+
+def _measure_of_held_out(
+    run: HeadRun,
+    target: Model,
+    head: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    frozen_params: tuple[Params, Params],
+    mesh: Mesh | None,
+) -> Measure | None:
+    """What measures loss and accuracy on held-out documents; None where there are none of use."""
+    if run.eval.every is None:
+        return None
+    rows = held_out_rows(run, tokenizer, documents)
+    if rows is None:
+        return None
+    as_used = evaluation_run(run)
+    loss = functools.partial(head_loss, as_used, target, head)
+    return make_measure(as_used, target, rows, loss, frozen_params, mesh)
+
+
 def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedTokenizerBase]:
     """The run's target with its tokenizer."""
     folder = weights.find_folder(run.target)
@@ -200,11 +237,16 @@ def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedToke
         mesh=mesh,
     )
     text.check_vocabulary(tokenizer, target.config.vocab, run.target)
+    check_row_length(run, target)
+    return target, tokenizer
+
+
+def check_row_length(run: HeadRun, target: Model) -> None:
+    """Raises InputError where rows are longer than the target's context."""
     context = target.config.context
     if run.data.seq_len > context:
         rule = f"must be at most the target's context of {context:,} tokens"
         raise InputError("data.seq_len", rule, run.data.seq_len, f"set data.seq_len: {context}")
-    return target, tokenizer
 
 
 def _read_rows(

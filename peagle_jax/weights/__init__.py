@@ -6,7 +6,7 @@ Nothing in this folder knows a model.
 from peagle_jax.weights import fp8, mxfp4
 from peagle_jax.weights.fields import Fields
 from peagle_jax.weights.fp8 import Dequantized, dequantize
-from peagle_jax.weights.hub import find_folder, split_revision
+from peagle_jax.weights.hub import CHECKPOINT_FILES, TOKENIZER_FILES, find_folder, split_revision
 from peagle_jax.weights.param_table import (
     IDENTITY,
     TRANSPOSE,
@@ -22,6 +22,7 @@ from peagle_jax.weights.param_table import (
 from peagle_jax.weights.reading import (
     INDEX,
     absent_shards,
+    is_inside,
     open_folder,
     open_safetensors,
     parse_json,
@@ -46,6 +47,8 @@ from peagle_jax.weights.writing import (
 )
 
 __all__ = [
+    "CHECKPOINT_FILES",
+    "TOKENIZER_FILES",
     "TRANSPOSE_EXPERTS",
     "FLOATING",
     "INDEX",
@@ -58,6 +61,7 @@ __all__ = [
     "ParamTable",
     "Tensor",
     "absent_shards",
+    "is_inside",
     "all_finite",
     "apply",
     "cast",

@@ -6,7 +6,8 @@ from pathlib import Path
 from peagle_jax.types import InputError
 
 # The files that a checkpoint needs. Pickles are never fetched, because they can run code.
-CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt")
+TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "merges.txt")  # and the configuration
+CHECKPOINT_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
 
 def failures() -> tuple[type[Exception], ...]:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeGuard
 import numpy as np
 
 from peagle_jax.types import InputError
-from peagle_jax.weights.tensors import DTYPES
+from peagle_jax.weights.tensors import DTYPES, map_file
 
 # Bytes; enough for 200,000 tensors. The format allows three times as much, but Python needs ten
 # times the bytes of a header to parse it.
@@ -146,7 +146,7 @@ def _open(path: Path) -> tuple[dict, np.ndarray, dict[str, str]]:
         content = _read_header(path, size)
         data_start = 8 + len(content)
         if size > data_start:
-            data = np.memmap(path, np.uint8, "r", offset=data_start)
+            data = map_file(path, data_start)
         else:
             data = np.zeros(0, np.uint8)
     except OSError as error:
@@ -228,9 +228,12 @@ def _checked_span(path: Path, name: str, spec: Any, size: int) -> tuple[int, int
         rule = f"{name} must have at most {MAX_RANK} axes"
         raise InputError(path, rule, len(shape), DOWNLOAD_AGAIN)
     # as Python integers, which do not overflow
+    if max(shape, default=0) >= 2**62:
+        rule = f"the axes of {name} must be below 2**62"
+        raise InputError(path, rule, "a larger one", f"the file is damaged: {DOWNLOAD_AGAIN}")
     needed = int(np.prod(shape, dtype=object)) * np.dtype(DTYPES[dtype]).itemsize
     start, end = offsets
-    if not start <= end <= size or end - start != needed or max(shape, default=0) >= 2**62:
+    if not start <= end <= size or end - start != needed:
         raise InputError(
             path,
             rule=f"{name} {dtype} {shape} needs {needed} of the {size} bytes of data",
@@ -299,7 +302,7 @@ def _has_single_file(folder: Path) -> bool:
     file = folder / SINGLE
     if not file.exists():
         return False
-    if not _is_inside(folder, file):
+    if not is_inside(folder, file):
         rule, got = "weights must lie in the folder itself", f"{SINGLE}, a link to elsewhere"
         raise InputError(folder, rule, got, f"copy {SINGLE} into the folder")
     return True
@@ -356,13 +359,13 @@ def _check_shard_name(index: Path, file: str) -> None:
     if not file.endswith(".safetensors"):
         rule = "shards must be safetensors (pickles can run code)"
         raise InputError(index, rule, file, SAVE_AS_SAFETENSORS)
-    if not _is_inside(index.parent, index.parent / file):
+    if not is_inside(index.parent, index.parent / file):
         raise InputError(
             index, in_folder, f"{file}, a link to elsewhere", f"copy {file} into the folder"
         )
 
 
-def _is_inside(folder: Path, file: Path) -> bool:
+def is_inside(folder: Path, file: Path) -> bool:
     """Whether a file, its links followed, lies in its folder.
 
     In the hub's cache, where a snapshot is a folder of links, the files of the same repository

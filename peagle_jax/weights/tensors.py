@@ -7,7 +7,9 @@ than one tensor in memory.
 import dataclasses
 import math
 import mmap
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,12 @@ def _converted_blocks(tensor: CastTensor) -> Iterator[np.ndarray]:
         release(block)
 
 
+# mapping -> what its file was when it was mapped
+_mapped_files: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int, int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def find_mapping(array: np.ndarray) -> tuple[np.memmap, int] | None:
     """The mapped file that an array is a view of, and the offset of the array's first byte in it.
 
@@ -187,6 +195,27 @@ def find_mapping(array: np.ndarray) -> tuple[np.memmap, int] | None:
         return None
     mapping_start = np.frombuffer(_mmap_of(owner), np.uint8).ctypes.data
     return owner, array.ctypes.data - mapping_start
+
+
+def map_file(path: Path, offset: int) -> np.memmap:
+    """The bytes of a file from an offset on, of which `is_mapped_file` knows the file."""
+    with path.open("rb") as file:
+        data = np.memmap(file, np.uint8, "r", offset=offset)
+        _mapped_files[_mmap_of(data)] = _file_id(file.fileno())
+    return data
+
+
+def is_mapped_file(data: np.memmap, handle: int) -> bool:
+    """Whether an open file is the one that was mapped, and has not changed since.
+
+    By its name there may be another one by now.
+    """
+    return _mapped_files.get(_mmap_of(data)) == _file_id(handle)
+
+
+def _file_id(handle: int) -> tuple[int, int, int, int]:
+    stat = os.fstat(handle)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _mmap_of(array: np.memmap) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 
 from peagle_jax.file_lock import lock_briefly, try_lock
 from peagle_jax.types import InputError
-from peagle_jax.weights.reading import INDEX, SINGLE, read_metadata
+from peagle_jax.weights.reading import INDEX, SINGLE, read_json, read_metadata
 from peagle_jax.weights.tensors import (
     BUFFERS,
     NAMES,
@@ -32,6 +32,7 @@ from peagle_jax.weights.tensors import (
     all_finite,
     byte_blocks,
     find_mapping,
+    is_mapped_file,
     release,
     warn_not_finite,
 )
@@ -75,8 +76,8 @@ class FolderWriter:
 
     On failure nothing is left. What a killed process has left is removed by the next one that
     writes to the same path; two at a time are refused by a lock, which ends with its process. An
-    existing folder is replaced only if it holds nothing but files that this package writes, and if
-    the metadata of its weights say that this package wrote them.
+    existing folder is replaced only if it is empty, or holds nothing but files that this package
+    writes, and if the metadata of its weights, or its head.json, say that this package wrote them.
 
     Raises:
       InputError: `path` is a file or a folder of something else, is not writable, or another
@@ -161,7 +162,7 @@ class FolderWriter:
             got = f"one that holds {foreign_files[0]}"
         elif (self.path / "README.md").exists() and not has_config:
             got = "one without config.json"
-        elif any(self.path.glob("*.safetensors")) and not _is_written_by_peagle(self.path):
+        elif any(self.path.glob("*")) and not _is_written_by_peagle(self.path):
             rule = "only a checkpoint folder that peagle wrote is replaced"
             got = "one of somebody else's"
         if got:
@@ -255,7 +256,18 @@ class FileWriter(FolderWriter):
 
 
 def _is_written_by_peagle(folder: Path) -> bool:
-    """Whether the metadata of the weights say so, in `writer`, or in `source` of early versions."""
+    """Whether the metadata of the weights say so, in `writer`, or in `source` of early versions.
+
+    A folder without weights of its own must be a head in Orbax's format: head.json, with where the
+    head comes from, and numbered checkpoints.
+    """
+    if not any(folder.glob("*.safetensors")):
+        try:
+            is_head = "origin" in read_json(folder / "head.json")
+        except InputError:
+            return False
+        checkpoints = list((folder / "checkpoints").glob("*"))
+        return is_head and all(path.name.isdecimal() and path.is_dir() for path in checkpoints)
     try:
         metadata = read_metadata(folder)
     except InputError:
@@ -413,8 +425,9 @@ def _write(file: RawIOBase, block: np.ndarray) -> None:
         assert owner.filename is not None  # a mapping of a file by its name
         start += owner.offset - owner.offset % mmap.ALLOCATIONGRANULARITY
         source = os.open(owner.filename, os.O_RDONLY)
+        is_mapped = is_mapped_file(owner, source)
         try:
-            while done < block.size:
+            while is_mapped and done < block.size:
                 left = block.size - done
                 copied = os.copy_file_range(source, file.fileno(), left, start + done)
                 if not copied:

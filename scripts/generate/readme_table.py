@@ -69,7 +69,8 @@ def table(demos: dict[str, list[dict]]) -> list[str]:
     every = [row for rows in demos.values() for row in rows]
     ks = sorted({row["k"] for row in every if row["k"]})
     batches = sorted({row["batch_size"] for row in every})[1:]
-    header = ["speedup (length)", *(f"K = {k}" for k in ks), *(f"batch {b}" for b in batches)]
+    header = ["speedup (length)", *(f"K = {k}" for k in ks)]
+    header += [f"batch {b}, best K" for b in batches]
     lines = [_row(header), _row(["---"] * len(header))]
     for device, rows in demos.items():
         by_case = {(row["method"], row["k"], row["batch_size"]): row for row in rows}
@@ -119,9 +120,10 @@ def peers_block() -> str:
     table_lines = [_row(header), _row(["---"] * len(header)), *map(_row, lines)]
     sentences = [peers.caption(rows)]
     sentences += [peers.ratios([others]) for others in peers.newest_elsewhere(path)]
-    if compiled := peers.newest_compiled(path):
-        device = short_name(compiled[0][0]["device"])
-        sentences.append(peers.ratios(compiled, f"**Beside vLLM with torch.compile** on {device}"))
+    where = "**Beside vLLM with torch.compile** on"
+    for device, compiled in peers.newest_compiled(path).items():
+        sentences.append(peers.ratios(compiled, f"{where} {short_name(device)}"))
+        where = "On"
     caption = textwrap.wrap(" ".join(sentences), 100)
     return "\n".join([PEERS_BEGIN, *table_lines, "", *caption, PEERS_END])
 

@@ -119,7 +119,7 @@ def what_is_wrong(
         return "the stream and the answer differ"
     if request.logprobs != (answer.logprobs is not None):
         return "log-probabilities that nobody asked for, or none"
-    if answer.text is None or any(stop in answer.text for stop in request.stop):
+    if answer.text is None or any(stop in answer.text for stop in request.stop_strings):
         return "a stop string in the text, or no text"
     return None
 

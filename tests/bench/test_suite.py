@@ -13,6 +13,7 @@ from peagle_jax.decode import loop, parallel_engine
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.requests import Generation
 from peagle_jax.layers import full_precision
+from peagle_jax.types import InputError
 from tests import tiny
 
 PROMPTS = [[3, 9, 4], [7, 1, 2], [8, 8, 5]]
@@ -261,3 +262,34 @@ def test_repeated_share():
     # 5 four-grams, of which the last one occurred before
     assert repeated_share([[1, 2, 3, 4, 1, 2, 3, 4]]) == pytest.approx(1 / 5)
     assert repeated_share([[1, 2]]) == 0
+
+
+def test_answers_that_failed_are_no_measurement():
+    """Else two decoders that both fail would agree, token for token."""
+    broken = tiny.with_embedding(tiny.target(), 9, float("nan"))
+    with pytest.raises(InputError, match="every prompt must be answered; got the target computed"):
+        run_suite(
+            broken,
+            {},
+            PROMPTS,
+            ks=(2,),
+            batch_sizes=(2,),
+            max_new_tokens=6,
+            repeats=1,
+            on_record=lambda row: None,
+        )
+
+
+def test_a_near_tie_is_between_the_two_tokens():
+    """Where the two largest logits are equal, a third token is wrong all the same."""
+    target = tiny.target()
+    kernel = target.params["lm_head"]["kernel"]
+    (answer,) = generate(target, None, [[3, 9]], max_new_tokens=1, stop_ids=())
+    best = answer.output_token_ids[0]
+    twin = best + 1
+    params = target.params | {"lm_head": {"kernel": kernel.at[:, twin].set(kernel[:, best])}}
+    tied = dataclasses.replace(target, params=params)
+    for other, counts in ((twin, (0, 1, 0)), (best + 2, (0, 0, 1)), (best, (1, 0, 0))):
+        found = compare(tied, [[3, 9]], [[best]], [[other]])
+        assert (found.same, found.near_ties, found.different) == counts
+    assert not compare(tied, [[3, 9]], [[best + 2]], [[twin]]).lossless

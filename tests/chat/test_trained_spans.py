@@ -1,6 +1,7 @@
 """What of a conversation is trained: the answers and the ends of their turns, and nothing else."""
 
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import templates
 from transformers.utils import chat_template_utils
 
 from peagle_jax import text
-from peagle_jax.chat.encoding import encode_conversation
+from peagle_jax.chat.encoding import encode_conversation, encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.types import InputError
 
@@ -273,3 +274,63 @@ def test_published_templates(tokenizer, name):
         contents = [CONTENTS[i] for i in rng.integers(0, len(CONTENTS), turns)]
         found = trained(tokenizer, template, dialogue(*contents, system=system))
         assert found == [*(c + end for c in contents[:-1]), contents[-1] + last_end]
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
+@pytest.mark.parametrize("name", [n for n in PUBLISHED_ENDS if "Phi" not in n])
+@pytest.mark.parametrize("as_text", [True, False], ids=["arguments as text", "as objects"])
+def test_published_templates_with_calls(tokenizer, name, as_text):
+    """The text is transformers', also of arguments in a string and of a content of None.
+
+    Phi's template knows no calls.
+    """
+    template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+    _, last_end = PUBLISHED_ENDS[name]
+    arguments = {"city": "Paris", "days": 3}
+    with_objects = call("weather", **arguments)
+    with_text = {**with_objects, "function": dict(with_objects["function"])}
+    with_text["function"]["arguments"] = json.dumps(arguments)
+    used = with_text if as_text else with_objects
+    result = {"role": "tool", "name": "weather", "tool_call_id": "1", "content": "rain"}
+    messages = [user("weather?"), assistant(None, tool_calls=[used]), result, assistant("wet")]
+    tokenizer.chat_template = template
+    encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "data.jsonl:7")
+    # without keys of None, as newer versions of transformers pass them, or with an empty content
+    called = {"role": "assistant", "tool_calls": [with_objects]}
+    expected = [user("weather?"), called, *messages[2:]]
+    if (shown := _rendered(tokenizer, expected)) is None:
+        expected[1] = {"content": "", **called}
+        shown = _rendered(tokenizer, expected)
+    assert encoded.text == shown
+    spans = [encoded.text[start:end] for start, end in encoded.trained]
+    assert "".join(spans).count("weather") == 1 and "Paris" in spans[0]
+    assert spans[-1].endswith("wet" + last_end)
+    # as a prompt it begins the same
+    turns = encode_turns(tokenizer, Conversation(tuple(messages[:3])), "data.jsonl:7")
+    prompt = _rendered(tokenizer, expected[:3], add_generation_prompt=True)
+    assert turns == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
+def _rendered(tokenizer, messages, **options):
+    """What transformers makes of messages; None where the template raises."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception:  # what a template raises
+        return None
+
+
+def test_reasoning_before_an_answer_of_nothing(tokenizer):
+    """As GPT-OSS has it: all that the template writes after the reasoning is the assistant's."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+        "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant"
+        "{% endif %}<|channel|>final<|message|>{{ m.content }}<|return|>"
+        "{% else %}<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    thought = assistant("", thinking="need rain")
+    (span,) = trained(tokenizer, template, [user("x"), thought])
+    final = "<|start|>assistant<|channel|>final<|message|>"
+    assert span == f"<|channel|>analysis<|message|>need rain<|end|>{final}<|return|>"
+    (span,) = trained(tokenizer, template, [user("x"), assistant("yes", thinking="need rain")])
+    assert span.endswith(f"<|end|>{final}yes<|return|>")

@@ -18,8 +18,10 @@ from peagle_jax.checkpoints.inspect import (
     printable,
     printable_rows,
 )
-from peagle_jax.checkpoints.runs import write_run
-from peagle_jax.checkpoints.target_io import save_target
+from peagle_jax.checkpoints.runs import _state_of_head, config_from_json, write_run
+from peagle_jax.checkpoints.target_io import context_of, save_target
+from peagle_jax.cli import main
+from peagle_jax.types import InputError
 
 
 @pytest.fixture
@@ -46,6 +48,49 @@ def test_facts_of_a_run(folder, tmp_path):
     assert facts["num_parameters"] == describe(folder)["num_parameters"]
     assert facts["dtypes"] == ["float32"] and facts["source"] == "a"
     assert facts["checkpoints"] == [0] and facts["target"] is None and facts["left_out"] == []
+
+
+def test_a_run_whose_result_names_a_place(folder, tmp_path):
+    """The step that was kept is a number, and no path out of the run."""
+    run = tmp_path / "run"
+    convert(folder, run, to="orbax")
+    convert(folder, tmp_path / "other", to="orbax")
+    kept = str(tmp_path / "other" / "checkpoints" / "0")
+    for kept_step in (kept, "../../other/checkpoints/0", "x" * 300, 0.0, True):
+        (run / "result.json").write_text(json.dumps({"step": 0, "kept_step": kept_step}))
+        assert _state_of_head(run) == run / "checkpoints" / "0" / "default"
+
+
+@pytest.mark.parametrize("windows", [["a", None], [-3, None], [True, None], [0, None], [1.5, None]])
+def test_windows_of_a_run_are_numbers(folder, tmp_path, windows):
+    run = tmp_path / "run"
+    convert(folder, run, to="orbax")
+    head = json.loads((run / "head.json").read_text())
+    assert len(head["windows"]) == 2
+    (run / "head.json").write_text(json.dumps(head | {"windows": windows}))
+    with pytest.raises(InputError, match="with a number of 1 or more, or null, for each layer"):
+        config_from_json(run / "head.json")
+
+
+def test_facts_of_a_target_that_says_nonsense(tmp_path, capsys):
+    save_target(tiny.target(), tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    raw = json.loads(path.read_text())
+    odd = {"hidden_size": "\udc00", "vocab_size": [1], "model_type": "made_up", "head_dim": True}
+    path.write_text(json.dumps(raw | odd))
+    facts = describe(tmp_path / "target")
+    assert [facts[key] for key in ("hidden_size", "vocab_size", "head_dim")] == [None] * 3
+    assert facts["num_hidden_layers"] == raw["num_hidden_layers"]
+    assert main(["inspect", str(tmp_path / "target")]) == 0
+
+
+def test_a_context_that_cannot_be_known(tmp_path):
+    assert context_of("x" * 5000) is None and context_of(None) is None
+    for text_config in ([1], 5, "x", {"max_position_embeddings": "9"}):
+        raw = {"text_config": text_config, "max_position_embeddings": 7}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        want = None if isinstance(text_config, dict) else 7
+        assert context_of(str(tmp_path)) == want
 
 
 def test_facts_of_a_head(folder):

@@ -1,6 +1,7 @@
 """Every mistake is one line on stderr with exit code 2, and leaves nothing half-written."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,20 @@ DECODING = {
     "seed below 0": (
         f"{ASK} --temperature 1 --seed -1",
         ["seed: must lie", "-1", "use a seed of 0"],
+    ),
+    "K without a head": (f"{ASK} -k 3", ["-k: tokens are drafted by a head", "--drafter"]),
+    "K that is no number": (
+        f"{ASK} --drafter {{peagle}} -k many",
+        ["-k/--num-speculative-tokens: must be a number, or auto; got 'many'"],
+    ),
+    "a tree of too many nodes": (
+        f"{ASK} --drafter {{peagle}} --num-tree-nodes 257",
+        ["num_tree_nodes: at most 256 drafts", "got 257"],
+    ),
+    "log-probabilities that nobody sees": (f"{ASK} --logprobs", ["--logprobs", "no --out"]),
+    "an output with a long name": (
+        f"{ASK} --out {{tmp}}/" + "n" * 300,
+        ["the output file must be writable; got File name too long"],
     ),
     "output is a folder": (f"{ASK} --out {{cut}}", ["cut", "writable"]),
     "unwritable output": (
@@ -116,6 +131,10 @@ CHECKPOINTS = {
         "convert {peagle} {tmp}/x --to vllm --max-shard-size 12",
         ["--max-shard-size", "5GB"],
     ),
+    "into a folder above": (
+        "convert {tmp}/above/checkpoints {tmp}/above --to vllm",
+        ["above: only a checkpoint folder that peagle wrote is replaced"],
+    ),
     "onto itself": ("convert {peagle} {peagle} --to vllm", ["another folder"]),
     "unknown choice": ("convert {peagle} {tmp}/x --to onnx", ["onnx", "peagle convert --help"]),
     "inspect nothing": ("inspect {tmp}/file", ["must exist", "a file"]),
@@ -169,6 +188,7 @@ def places(folders, tmp_path):
     (tmp_path / "run.yaml").write_text("task: lm\nout: x\nspeed: 3\n")
     (tmp_path / "lacking.yaml").write_text("task: lm\nout: x\n")
     (tmp_path / "odd.yaml").write_text("task: chess\n")
+    shutil.copytree(folders / "peagle", tmp_path / "above" / "checkpoints")
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "f.py").write_text("def f(x):\n    return x\n" * 50)
     target, cut = folders / "target", tmp_path / "cut"

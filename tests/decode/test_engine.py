@@ -74,7 +74,7 @@ def alone(request: Request, k: int | None, method: str | None = None):
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
-        seed=request.seed,
+        seed=request.seed or 0,
         stop_ids=request.stop_ids,
     )
     return answer

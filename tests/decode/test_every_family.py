@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
         r"0.0 GB free; 2 x 390 would fit",
     ):
         generate(target, None, [[1], [2]], max_new_tokens=2047)
-    with pytest.raises(InputError, match="use a smaller batch, or a machine"):
+    with pytest.raises(InputError, match="lower max_batch, or use a machine"):
         memory.check_cache(target.config.cache_shapes(), 10**6, 4, jnp.float32, None, 1)
     monkeypatch.undo()
     with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: lower max_new_tokens"):

@@ -218,3 +218,24 @@ def test_the_command(tmp_path, capsys):
         [line] = said.err.strip().splitlines()
         assert code == 2 and words in line
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "c").exists()
+
+
+def test_answers_that_end_with_their_first_token_have_no_steps(tmp_path, capsys):
+    """Alone, and beside others."""
+    target, head = agreeing_pair()
+    seen = calibration.collect(target, head, PROMPTS, k=K, kind="greedy", max_new_tokens=1)
+    assert seen.logits.shape == (0, K) and len(seen.num_accepted) == len(seen.prompt) == 0
+    save_target(target, tmp_path / "target")
+    save_drafter(head, tmp_path / "head", "peagle_jax")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [1, 2]}\n')
+    command = ["calibrate", str(tmp_path / "head"), str(tmp_path / "out"), "-k", str(K)]
+    command += ["--target", str(tmp_path / "target"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    assert main([*command, "--max-new-tokens", "1"]) == 2
+    assert "--max-new-tokens: some answer must be longer" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (answer,) = generate(target, None, PROMPTS[-1:], max_new_tokens=1, stop_ids=())
+    config = dataclasses.replace(target.config, stop_ids=tuple(answer.output_token_ids))
+    stops = dataclasses.replace(target, config=config)
+    options = {"k": K, "kind": "greedy", "max_new_tokens": NEW, "batch_size": 1}
+    some = calibration.collect(stops, head, PROMPTS, **options)
+    assert 2 not in some.prompt

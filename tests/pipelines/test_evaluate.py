@@ -31,8 +31,12 @@ def test_conversations_are_asked_anew():
         conversation("system"),
         Document("a", None, (), (7, 8), (9,)),
     ]
-    prompts = eval_prompts(build(Eagle3Run, RAW, "test"), tokenizer, held_out)
+    run = build(Eagle3Run, RAW, "test")
+    prompts = eval_prompts(run, tokenizer, held_out, 100)
     assert prompts[0] == [7, 8]
+    # those that are too long for the target are passed over
+    longest = len(prompts[1])
+    assert eval_prompts(run, tokenizer, held_out, longest) == prompts[:2]
     shown = [tokenizer.decode(prompt) for prompt in prompts[1:]]
     end = "<|im_end|>\n<|im_start|>assistant\n"
     assert shown == [

@@ -9,9 +9,9 @@ from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
-from peagle_jax.documents import Document
+from peagle_jax.documents import BadRows, Document
 from peagle_jax.pipelines import regenerate_conversations
-from peagle_jax.pipelines.answer_writers import message_of
+from peagle_jax.pipelines.answer_writers import Answer, message_of
 from peagle_jax.pipelines.regenerate import RegenerationOptions, regenerate
 from peagle_jax.types import InputError
 from tests import tiny
@@ -167,6 +167,17 @@ def test_rows_are_read_back_as_training_data(place, tmp_path):
             assert trained == tokenizer.decode(document.output_ids)
 
 
+def test_training_finds_held_out_answers_in_what_is_written(place, tmp_path):
+    """Both choose by the same names: what one leaves out the other cannot measure with."""
+    prompts = [json.dumps({"prompt": f"x = {i}"}) + "\n" for i in range(120)]
+    (tmp_path / "c.jsonl").write_text("".join(prompts))
+    command = ["regenerate", "--target", str(place / "target"), "--data", str(tmp_path / "c.jsonl")]
+    command += ["--max-new-tokens", "2", "--out", str(tmp_path / "a.jsonl")]
+    assert main(command) == 0
+    train, held_out = corpus.split(corpus.read_corpus(tmp_path / "a.jsonl"), 0.05)
+    assert 0 < len(held_out) < 20 and len(train) + len(held_out) > 80
+
+
 def test_a_cut_file_is_completed_to_the_same_rows(place, tmp_path):
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     regenerate(place / "target", options(place), whole, lambda s: None)
@@ -211,6 +222,83 @@ def test_channels_become_fields():
     assert message_of(spelled) == assistant("4", thinking="2 + 2\nis easy")
     assert message_of("<|channel|>final<|message|>4") == assistant("4")
     assert message_of("<think>x</think>\n\n4") == assistant("<think>x</think>\n\n4")
+    # a call of a tool, which nobody runs here, is no answer
+    header = "<|channel|>analysis<|message|>rain?<|end|><|start|>assistant"
+    for kind in ("commentary to=functions.weather json", "commentary <|constrain|>json"):
+        assert message_of(f'{header}<|channel|>{kind}<|message|>{{"a": 1}}') is None
+
+
+class Refuses:
+    """Writes "new" to what is short; of other turns it says that they are too long, or wrong."""
+
+    def __init__(self):
+        self.coming = []
+
+    def submit(self, turn):
+        last = turn.conversation.messages[-1]["content"]
+        if last.startswith("long"):
+            return None
+        if last.startswith("wrong"):
+            raise InputError(turn.where, "must be right", last, "correct it")
+        self.coming.append(last)
+        return len(self.coming) - 1
+
+    def wait(self):
+        numbers = [i for i, last in enumerate(self.coming) if last is not None]
+        answer = Answer(assistant("new"), True, (1,), (2,), 1)
+        refusal = InputError("server", "must answer", "400", "correct it")
+        answers = {"server refuses": refusal, "server context": None, "calls": NO_MESSAGE}
+        news = [(i, answers.get(self.coming[i], answer)) for i in numbers]
+        self.coming = [None] * len(self.coming)
+        return news
+
+
+NO_MESSAGE = Answer(None, True, (1,), (2, 3), 2)
+
+
+def written(contents, bad_rows=None, at_a_time=2):
+    """The rows of conversations whose users say such things, one string a turn."""
+    documents = [
+        (i, Document(f"x:{i}", None, tuple(user(content) for content in turns)))
+        for i, turns in enumerate(contents)
+    ]
+    return list(
+        regenerate_conversations.rewrite(documents, Refuses(), None, (0.0,), 0, at_a_time, bad_rows)
+    )
+
+
+def test_conversations_that_cannot_be_answered_do_not_end_the_rest():
+    """Also where there are more of them in a row than are under way together."""
+    contents = [["a"], *[["long"]] * 5, ["b"], *[["long"]] * 3, ["c", "long"]]
+    there = written(contents)
+    assert [row["sample"] for row in there] == [0, 6, 10]
+    assert [row["finish_reason"] for row in there] == ["stop", "stop", "context"]
+    assert there[2]["messages"] == [user("c"), assistant("new")]
+
+
+def test_a_conversation_that_is_refused_is_left_out_or_ends_the_run():
+    contents = [["a"], ["wrong"], ["b", "wrong"], ["server refuses"], ["c", "server refuses"]]
+    contents += [["d", "server context"], ["calls"], ["e", "calls"], ["f"]]
+    for last in ("wrong", "server refuses"):
+        with pytest.raises(InputError, match="correct it"):
+            written([["a"], [last]])
+    bad_rows = BadRows("skip")
+    there = written(contents, bad_rows)
+    assert bad_rows.count == 4
+    assert {row["sample"]: row["finish_reason"] for row in there} == {
+        0: "stop",
+        2: "refused",
+        4: "refused",
+        5: "context",
+        6: "unreadable",
+        7: "unreadable",
+        8: "stop",
+    }
+    by_sample = {row["sample"]: row for row in there}
+    for sample, question in ((2, "b"), (4, "c"), (5, "d"), (7, "e")):
+        assert by_sample[sample]["messages"] == [user(question), assistant("new")]
+    # what the target wrote in the place of an answer is trained on as it is
+    assert by_sample[6]["output_token_ids"] == [2, 3]
 
 
 # ---------------------------------------------------------------- a server
@@ -226,8 +314,9 @@ class Server(Handler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         last = body["messages"][-1]["content"]
-        if last == "fail":
-            self.answer(json.dumps({"error": "no such\nthing"}), 400)
+        if last in ("fail", "too much"):
+            words = "no such\nthing" if last == "fail" else "maximum context length is 9"
+            self.answer(json.dumps({"error": words}), 400)
             return
         self.server.bodies.append(body)
         message = {"role": "assistant", "content": last.upper(), "reasoning_content": None}
@@ -268,6 +357,22 @@ def test_a_server_writes(place, tmp_path, server, capsys):
     assert main(command) == 0 and server.bodies == []
 
 
+def test_a_server_refuses_some(place, tmp_path, server, capsys):
+    """What is too long ends its conversation; others are skipped where that is asked for."""
+    contents = [["one"], ["two", "too much"], ["too much"], ["fail"], ["three", "fail"], ["four"]]
+    lines = [json.dumps({"turns": turns}) + "\n" for turns in contents]
+    (tmp_path / "c.jsonl").write_text("".join(lines))
+    command = ["regenerate", "--target", str(place / "target"), "--server", server.url]
+    command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
+    assert main(command) == 2
+    assert "c.jsonl:4, turn 2" in capsys.readouterr().err
+    assert main([*command, "--bad-rows", "skip"]) == 0
+    there = {row["sample"]: row["finish_reason"] for row in rows(tmp_path / "a.jsonl")}
+    assert there == {0: "stop", 1: "context", 4: "refused", 5: "stop"}
+    out = " ".join(capsys.readouterr().out.split())
+    assert "skipped: " in out and "2 conversations gave no row" in out
+
+
 @pytest.mark.parametrize(
     "prompt, path, words",
     [
@@ -290,6 +395,10 @@ def test_a_server_that_refuses(place, tmp_path, server, capsys, prompt, path, wo
     [
         (["--part", "3/2"], "--part: must be a part of all"),
         (["--part", "x"], "--part: must be a part of all"),
+        (
+            ["--server-model", "m"],
+            "--server-model: is the target's name at a server; got no --serv",
+        ),
         (["--server", "localhost:1"], "--server: must be the URL of a server"),
         (["--server", "http://127.0.0.1:1"], "the server must answer"),
         (["--max-new-tokens", "96"], "--max-new-tokens: prompt + new tokens must fit the"),

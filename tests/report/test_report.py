@@ -132,13 +132,15 @@ def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
     file = tmp_path / "peers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert peers.newest(file) == rows[:1] and peers.newest_elsewhere(file) == [rows[5:6]]
-    assert peers.newest_compiled(file) == [rows[1:3], rows[3:5]]
-    assert peers.newest_compiled(file, count=1) == [rows[3:5]]
-    assert peers.newest_compiled(file, "float32") == []
+    here = rows[0]["device"]
+    both = {here: [rows[1:3], rows[3:5]], "Old CPU": [rows[6:7]]}
+    assert peers.newest_compiled(file) == both and list(peers.newest_compiled(file))[0] == here
+    assert peers.newest_compiled(file, count=1) == both | {here: [rows[3:5]]}
+    assert peers.newest_compiled(file, "float32") == {}
     assert peers.ratios([rows[1:3]], "Compiled") == (
         "Compiled (commit abc1234) at batch 1: plain decoding 1.33x."
     )
-    assert peers.ratios(peers.newest_compiled(file)[::-1]) == (
+    assert peers.ratios(peers.newest_compiled(file)[here][::-1]) == (
         "On Some <CPU>, 2 cores (2 comparisons, commits def5678 and abc1234) at batch 1: "
         "plain decoding 1.33x to 2.50x."
     )

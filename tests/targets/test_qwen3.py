@@ -185,6 +185,16 @@ def test_converted_folder_is_transformers_too(pair, tmp_path):
 
 
 @pytest.mark.parametrize("pair", ["plain"], indirect=True)
+def test_a_link_is_not_copied(pair, tmp_path):
+    """What somebody's folder links to would be published with the output."""
+    source = shutil.copytree(pair[1], tmp_path / "in")
+    (tmp_path / "secret").write_text("mine")
+    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match=r"in: what is copied must lie in the folder itself; got"):
+        convert(source, tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_fp8_target(pair, tmp_path):
     """`weight_scale_inv` by blocks, as Qwen3's FP8 releases have it, is read as the product."""
     _, folder = pair

@@ -14,14 +14,14 @@ from recipes import load, minimal
 from peagle_jax import text
 from peagle_jax.checkpoints.checksums import FILE, check_checksums, write_checksums
 from peagle_jax.checkpoints.runs import config_from_json, head_json
+from peagle_jax.corpus import ABOUT
 from peagle_jax.decode.step_times import StepTimes
 from peagle_jax.pipelines.acceptance_rates import read_rates
-from peagle_jax.pipelines.regenerate import (
-    ABOUT,
+from peagle_jax.pipelines.answer_file import (
     ANSWER_BEGINS,
     CONVERSATION_BEGINS,
     NEEDED,
-    _lines_there,
+    lines_there,
 )
 from peagle_jax.train import corpus_store, run_folder, trackers
 from peagle_jax.train.corpus_store import CorpusChoice, make_store, read_store
@@ -186,7 +186,7 @@ def test_answers_that_were_begun(folder, begins):
         path.write_bytes(content)
         path.with_name(path.name + ABOUT).write_bytes(about_content)
         with only_input_errors():
-            for line in _lines_there(path, begins, about):
+            for line in lines_there(path, begins, about):
                 read = json.loads(line)
                 assert all(type(read[key]) is kind for key, kind in NEEDED[begins].items())
 

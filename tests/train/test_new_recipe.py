@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 import test_runs
 import tokenizers
+import yaml
 from transformers import PreTrainedTokenizerFast
 
 from peagle_jax import text
@@ -14,7 +15,7 @@ from peagle_jax.cli import main
 from peagle_jax.pipelines.tracing import abstract_target
 from peagle_jax.train.config import load_run
 from peagle_jax.train.head_config import head_config
-from peagle_jax.train.new_recipe import new_recipe
+from peagle_jax.train.new_recipe import _quoted, new_recipe
 from peagle_jax.types import InputError
 
 corpus, target = test_runs.corpus, test_runs.target  # fixtures
@@ -132,6 +133,7 @@ def test_rows_follow_from_the_data(target, conversations, tmp_path):
     run = write(tmp_path, new_recipe(str(target), str(conversations), say=said.append))
     assert run.data.source == str(conversations)  # its name has a space
     assert len(said) == 1 and ":193: " in said[0] and said[0].startswith("skipped: ")
+    assert run.data.bad_rows == "skip"  # what the recipe is made of can be trained on
     from peagle_jax.corpus import read_corpus
     from peagle_jax.documents import BadRows
 
@@ -156,3 +158,9 @@ def test_what_cannot_be_used(target, tmp_path):
     (bare / "config.json").write_text((target / "config.json").read_text())
     with pytest.raises(InputError, match=r"bare: needs a tokenizer; got no tokenizer\.json"):
         new_recipe(str(bare), str(questions))
+
+
+@pytest.mark.parametrize("name", ["2024", "null", "yes", "1e3", 'a "b": c', "runs/x"])
+def test_names_stay_names(name):
+    """Some are numbers or something else in YAML."""
+    assert yaml.safe_load(f"out: {_quoted(name)}") == {"out": name}

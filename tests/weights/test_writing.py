@@ -194,15 +194,20 @@ def test_cast_leaves_tables_alone():
 # ---------------------------------------------------------------- whole or not at all
 
 
+def write_ours(folder):
+    """What the next writer may replace."""
+    weights.write_folder(folder, {}, {"a": np.ones(2)}, {"writer": "peagle_jax 0.1.0"})
+
+
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     out = tmp_path / "deep" / "out"
     with weights.new_folder(out) as work:
-        (work / "config.json").write_text("1")
+        write_ours(work)
         assert not out.exists()
     with pytest.raises(RuntimeError), weights.new_folder(out) as work:
         (work / "b").write_text("2")
         raise RuntimeError
-    assert [p.name for p in out.iterdir()] == ["config.json"]
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
     assert [p.name for p in out.parent.iterdir()] == ["out"]
     with weights.new_folder(out) as work:
         (work / "c").write_text("3")
@@ -267,6 +272,47 @@ def test_a_download_is_not_replaced(facts, replaced, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    "files, replaced",
+    [
+        ({}, True),
+        ({"checkpoints/step_5/weights": "x"}, False),  # somebody's checkpoints
+        ({"checkpoints/5/default/x": "x"}, False),
+        ({"config.json": "{}", "tokenizer.json": "{}"}, False),
+        ({"head.json": "{}", "checkpoints/0/default/x": "x"}, False),
+        ({"head.json": "no json", "checkpoints/0/default/x": "x"}, False),
+        ({"head.json": '{"origin": {}}', "checkpoints/mine/x": "x"}, False),
+        ({"head.json": '{"origin": {}}', "checkpoints/0/default/x": "x"}, True),
+    ],
+)
+def test_folders_without_weights_of_their_own(files, replaced, tmp_path):
+    """Names alone do not say who wrote them."""
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    before = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*"))
+    if replaced:
+        with weights.new_folder(tmp_path) as work:
+            (work / "new").write_text("")
+        assert [p.name for p in tmp_path.iterdir()] == ["new"]
+        return
+    with pytest.raises(InputError, match="only a checkpoint folder"), weights.new_folder(tmp_path):
+        pass
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == before
+
+
+def test_a_file_that_another_one_replaced_meanwhile(tmp_path):
+    """What is written is what was opened and checked."""
+    source = tmp_path / "x.safetensors"
+    weights.write_safetensors(source, {"a": np.arange(5000.0)}, {})
+    opened = weights.open_safetensors(source)
+    weights.write_safetensors(tmp_path / "other", {"a": -np.arange(5000.0)}, {})
+    (tmp_path / "other").replace(source)
+    weights.write_safetensors(tmp_path / "y.safetensors", opened, {})
+    written = weights.open_safetensors(tmp_path / "y.safetensors")["a"]
+    np.testing.assert_array_equal(written, np.arange(5000.0))
+
+
 def test_a_failure_leaves_no_folders_above_it(tmp_path):
     with pytest.raises(RuntimeError), weights.new_folder(tmp_path / "x" / "y" / "out"):
         raise RuntimeError
@@ -276,6 +322,7 @@ def test_a_failure_leaves_no_folders_above_it(tmp_path):
 def test_the_old_output_stays_if_the_new_cannot_take_its_place(tmp_path, monkeypatch):
     out = tmp_path / "out"
     with weights.new_folder(out) as work:
+        write_ours(work)
         (work / "config.json").write_text("old")
     real, calls = Path.rename, []
 
@@ -331,6 +378,7 @@ def test_an_output_that_a_killed_process_had_moved_away_comes_back(tmp_path):
     """Killed between two renames: then neither the new output nor the old one has its name."""
     out = tmp_path / "out"
     with weights.new_folder(out) as work:
+        write_ours(work)
         (work / "config.json").write_text("old")
     away = tmp_path / ".out.peagle-old.abcd1234"
     away.mkdir()
@@ -382,7 +430,8 @@ except InputError as error:
 def test_a_disk_that_is_full_half_way(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    (out / "config.json").write_text("before")
+    write_ours(out)
+    before = (out / "model.safetensors").read_bytes()
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(out)], capture_output=True, text=True
     )
@@ -390,7 +439,7 @@ def test_a_disk_that_is_full_half_way(tmp_path):
     assert "must be written to the end" in done.stdout
     assert "what lay there before is untouched" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert (out / "config.json").read_text() == "before"
+    assert (out / "model.safetensors").read_bytes() == before
 
 
 def test_shards_of_a_limited_size_are_read_back(tmp_path):

@@ -1,0 +1,65 @@
+"""What transformers makes of conversations with a target's chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from peagle_jax.chat.pieces import Conversation, for_templates
+from peagle_jax.chat.rendering import one_line
+from peagle_jax.types import InputError
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    where: str,
+    *,
+    add_generation_prompt: bool = False,
+) -> tuple[list[dict[str, Any]], str]:
+    """A conversation's messages as its template takes them, and what transformers makes of them.
+
+    Some templates join the content of every message to something: where a message that only calls
+    tools has none, it is then empty, as vLLM passes it.
+
+    Raises:
+      InputError: the chat template is none, or it refuses the messages.
+    """
+    messages = [for_templates(message) for message in conversation.messages]
+    options = conversation.tools, where, add_generation_prompt
+    try:
+        return messages, _apply_template(tokenizer, messages, *options)
+    except InputError:
+        if all("content" in message for message in messages):
+            raise
+    messages = [{"content": "", **message} for message in messages]
+    return messages, _apply_template(tokenizer, messages, *options)
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    where: str,
+    add_generation_prompt: bool,
+) -> str:
+    """What transformers makes of messages.
+
+    Raises:
+      InputError: the chat template is none, or it refuses the messages.
+    """
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except MemoryError:
+        raise  # what `limited` makes one line of
+    except Exception as error:  # a template raises what it likes
+        rule = "the target's chat template must render these messages"
+        next_step = "correct the roles and contents, or leave the conversation out"
+        raise InputError(where, rule, one_line(error), next_step) from None
+    assert isinstance(rendered, str)
+    return rendered

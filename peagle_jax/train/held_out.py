@@ -1,0 +1,111 @@
+"""Loss and accuracy of a head on documents that are held out, while it trains.
+
+The decoding of prompts measures what users get, of some hundreds of tokens. This reads the target's
+own text, so that it needs no decoding, and says at which depth a head begins to learn by heart.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from transformers import PreTrainedTokenizerBase
+
+from peagle_jax import text
+from peagle_jax.documents import BadRows, Document
+from peagle_jax.train.config import EagleRun, HeadRun, PeagleRun
+from peagle_jax.train.data import EncodedDocument, PackedRows, pack
+from peagle_jax.train.head_batches import HeadBatch, HeadBatches
+from peagle_jax.train.loss import DepthCounts
+from peagle_jax.train.mesh import put_rows
+from peagle_jax.train.peagle_loss import FeatureNoise
+from peagle_jax.types import Model, Params
+
+MOST_ROWS = 16  # packed rows that are read at each evaluation
+
+# (parameters, batch, frozen parameters) -> its loss, and by depth how often the head was right
+Loss = Callable[[Params, HeadBatch, Any], tuple[jax.Array, DepthCounts]]
+# parameters that are trained -> keys of a row of metrics.jsonl
+Measure = Callable[[Params], dict[str, Any]]
+
+
+def evaluation_run(run: HeadRun) -> HeadRun:
+    """The run as its head is used: all depths, no noise, and placeholders in every place."""
+    rows = run.data.batch_size // run.gradient_accumulation
+    data = dataclasses.replace(run.data, batch_size=rows)
+    changes: dict[str, Any] = {
+        "data": data,
+        "gradient_accumulation": 1,
+        "depth_schedule": (),
+        "hidden_states_dir": None,  # of other rows
+    }
+    if isinstance(run, PeagleRun):
+        changes["placeholder"] = dataclasses.replace(run.placeholder, true_tokens=0.0)
+        changes["feature_noise"] = FeatureNoise()
+    if isinstance(run, EagleRun):
+        changes["regression"] = dataclasses.replace(run.regression, noise=0.0)
+    return dataclasses.replace(run, **changes)
+
+
+def held_out_rows(
+    run: HeadRun, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+) -> PackedRows | None:
+    """Packed rows of the first held-out documents; None where nothing of them is to be trained."""
+    encoded: list[EncodedDocument] = []
+    num_tokens = 0
+    for _, one in text.encode_stream(tokenizer, documents, BadRows("skip")):
+        encoded.append((one.tokens, one.loss_mask))
+        num_tokens += len(one.tokens)
+        if num_tokens >= MOST_ROWS * run.data.seq_len:
+            break
+    return pack(encoded, run.data.seq_len, packing=run.data.packing) if encoded else None
+
+
+def make_measure(
+    run: HeadRun,
+    target: Model,
+    rows: PackedRows,
+    loss: Loss,
+    frozen_params: Any,
+    mesh: Mesh | None,
+) -> Measure:
+    """Makes the function that measures a head on held-out rows.
+
+    Args:
+      run: from `evaluation_run`.
+      target: its target.
+      rows: from `held_out_rows`.
+      loss: of a batch, of that run.
+      frozen_params: of `loss`.
+      mesh: as for `trainer.fit`.
+
+    Returns:
+      A function to `held_out_loss`, `held_out_accuracy` by depth, and
+      `expected_acceptance_length`, in tokens: 1 and the chances that the first d drafts are all
+      right, if they were right independently.
+    """
+    batch_at = HeadBatches(run, rows, target)
+    size = run.data.batch_size
+    num_batches = max(1, min(MOST_ROWS, len(rows)) // size)
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    program = jax.jit(loss, out_shardings=everywhere)
+
+    def measure(params: Params) -> dict[str, Any]:
+        found = [
+            program(params, put_rows(batch_at(i), mesh), frozen_params) for i in range(num_batches)
+        ]
+        losses, counts = zip(*jax.device_get(found), strict=True)
+        correct, total = (sum(np.asarray(c[key]) for c in counts) for key in ("correct", "total"))
+        accuracy = correct / np.maximum(total, 1)
+        measured = {
+            "held_out_loss": round(float(np.mean(losses)), 6),
+            "held_out_accuracy": np.round(accuracy, 6).tolist(),
+        }
+        if len(accuracy) == run.num_depths:
+            expected = 1 + float(np.cumprod(accuracy).sum())
+            measured["expected_acceptance_length"] = round(expected, 4)
+        return measured
+
+    return measure
