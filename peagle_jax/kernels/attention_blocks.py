@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.kernels.attention import MASKED, round_to
+from peagle_jax.kernels.attention import MASKED, narrowed, round_to
 
 # Keys of a block: as many as make so many scores, at least and at most these (LOG.md, 2026-11-27).
 BLOCK_SCORES, LEAST_KEYS, MOST_KEYS = 2**21, 128, 512
@@ -68,7 +68,7 @@ def attend_in_blocks(
             scores += mask
         new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - new_top), jnp.exp(top - new_top)
-        weighed = weights.astype(read_dtype)
+        weighed = narrowed(weights, read_dtype)
         added = jnp.matmul(weighed, values, preferred_element_type=jnp.float32)
         norm = norm * kept + weights.sum(axis=-1, keepdims=True)
         return total * kept + added, norm, new_top

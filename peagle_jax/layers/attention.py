@@ -54,9 +54,10 @@ class CachedAttention:
         g, i = state.find(layer)
         group = state.groups[g]
         if k is not None and v is not None:
-            is_converted = attention.converts_cache(group.k[i].dtype, rule.operands, k.shape[1])
-            if rule.operands is not None:
-                k, v = (attention.round_to(rule.operands, x) for x in (k, v))
+            operands = attention.step_operands(rule.operands)
+            is_converted = attention.converts_cache(group.k[i].dtype, operands, k.shape[1])
+            if operands is not None:
+                k, v = (attention.round_to(operands, x) for x in (k, v))
             group = self._write(group, i, k, v, state.length, is_converted)
             groups = (*state.groups[:g], group, *state.groups[g + 1 :])
             state = dataclasses.replace(state, groups=groups)

@@ -7,8 +7,6 @@ bfloat16 models takes 6.5 ms this way, and 11.4 ms with bfloat16 activations (LO
 """
 
 import contextlib
-import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from peagle_jax.kernels.launch import platform
+from peagle_jax.kernels.processor import has_bfloat16_matrix_units, has_bfloat16_products
 from peagle_jax.types import Model
 
 # Rows of a product with bfloat16 weights on a CPU. XLA converts the weights of one-row products to
@@ -35,10 +34,11 @@ def attention_operands(param_dtype: DTypeLike) -> jnp.dtype | None:
     """The dtype in which cached attention multiplies; None for that of keys and values.
 
     Where activations and caches of bfloat16 models are float32, matrix units still want bfloat16,
-    which is what transformers multiplies: 1.6 ms for 8 layers at batch 8, and 2.6 in float32.
+    which is what transformers multiplies: 1.6 ms for 8 layers at batch 8, and 2.6 in float32. Other
+    processors with products of bfloat16 take it for prompts alone (`attention.step_operands`).
     """
     dtype = jnp.dtype(param_dtype)
-    return dtype if dtype == jnp.bfloat16 and has_bfloat16_matrix_units() else None
+    return dtype if dtype == jnp.bfloat16 and has_bfloat16_products() else None
 
 
 def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Float[Array, "*rows N"]:
@@ -136,17 +136,3 @@ def full_precision(model: Model) -> contextlib.AbstractContextManager:
     """
     is_float32 = jnp.dtype(model.config.dtype) == jnp.float32
     return jax.default_matmul_precision("highest" if is_float32 else None)
-
-
-def has_bfloat16_matrix_units() -> bool:
-    """Whether programs run on a CPU with matrix units for bfloat16: AMX of Intel processors."""
-    return platform() == "cpu" and "amx_bf16" in _processor()
-
-
-@functools.cache
-def _processor() -> str:
-    """What Linux says of this machine's processors."""
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""

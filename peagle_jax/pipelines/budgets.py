@@ -6,7 +6,7 @@ from typing import Any
 
 from peagle_jax import weights
 from peagle_jax.corpus import INSTALLED
-from peagle_jax.layers.products import has_bfloat16_matrix_units
+from peagle_jax.kernels.processor import has_bfloat16_matrix_units
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.config import (
     DataConfig,

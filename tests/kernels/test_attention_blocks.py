@@ -5,10 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.kernels import attention, attention_blocks
+from peagle_jax.kernels import attention, attention_blocks, processor
 from peagle_jax.kernels.attention_blocks import attend_in_blocks
 from peagle_jax.kernels.fp8_matmul import E4M3
+from peagle_jax.layers import CachedAttention, attention_operands
+from peagle_jax.types import AttentionRule, KVCache
+from tests import tiny
 from tests.kernels.test_cached_attention import RULES, case, ring, slow
+
+BF16 = jnp.dtype(jnp.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +146,60 @@ def test_who_attends_in_blocks(monkeypatch):
     attention.attend(*args, form="auto", **rule)
     attention.attend(*args, form="reference", **rule)
     assert len(calls) == 1
+
+
+def test_narrowed_is_rounded_to_the_nearest_and_even():
+    """As XLA converts, ties, the smallest and the largest numbers included."""
+    rng = np.random.default_rng(3)
+    bits = rng.integers(0, 2**32, 100_000, np.uint32)
+    halves = (bits & 0xFFFF0000) | 0x8000  # as near to one neighbour as to the other
+    some = [0.0, -0.0, np.inf, -np.inf, 1e-45, 3.4e38, -3.4e38, 1.0, 1 + 2**-8, 1 + 3 * 2**-8]
+    x = np.concatenate([bits.view(np.float32), halves.view(np.float32), np.float32(some)])
+    x = x[~np.isnan(x)]
+    got = np.asarray(attention.narrowed(jnp.asarray(x), jnp.bfloat16))
+    with np.errstate(over="ignore"):
+        want = x.astype(got.dtype)
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    assert np.isnan(attention.narrowed(jnp.float32(np.nan), jnp.bfloat16))
+    ones = np.float32([0.1, 0.7, 1.0])
+    half = attention.narrowed(jnp.asarray(ones), jnp.float16)
+    np.testing.assert_array_equal(half, ones.astype(np.float16))
+
+
+@pytest.mark.parametrize(
+    "flags, prompts, steps",
+    [("fpu sse2", None, None), ("avx512_bf16", BF16, None), ("avx512_bf16 amx_bf16", BF16, BF16)],
+)
+def test_what_is_multiplied_in_16_bits(flags, prompts, steps, monkeypatch):
+    """By AVX-512 only prompts: a step would convert the cache for it."""
+    monkeypatch.setattr(processor, "_processor", lambda: flags)
+    assert attention_operands(jnp.float32) is attention_operands(jnp.float16) is None
+    operands = attention_operands(jnp.bfloat16)
+    assert operands == prompts and attention.step_operands(operands) == steps
+    seen = []
+
+    def note(q, *_, operands, **rest):
+        seen.append(operands)
+        return q
+
+    monkeypatch.setattr(attention_blocks, "attend_in_blocks", note)
+    monkeypatch.setattr(attention, "FORMS", {"reference": note})
+    monkeypatch.setattr(attention, "MAX_SCORES", 1000)
+    rule = {"window": None, "scale": 1.0, "sinks": None, "operands": operands, "form": "auto"}
+    k = jnp.zeros((1, 1, 128, 8))
+    for tokens in (64, 8):
+        positions = jnp.arange(tokens)[None]
+        attention.attend(jnp.zeros((1, tokens, 2, 8)), k, k, positions, None, **rule)
+    assert seen == [prompts, steps]
+
+
+@pytest.mark.parametrize("flags, is_rounded", [("avx512_bf16", False), ("amx_bf16", True)])
+def test_what_a_step_multiplies_in_16_bits_was_rounded_when_written(flags, is_rounded, monkeypatch):
+    monkeypatch.setattr(processor, "_processor", lambda: flags)
+    cache = KVCache.empty(tiny.target().config.cache_shapes(), 1, 16, jnp.float32)
+    _, heads, _, width = cache.groups[0].k[0].shape
+    new = jnp.full((1, 1, heads, width), 1 + 2**-10, jnp.float32)
+    rule = AttentionRule(None, 1.0, None, attention_operands(jnp.bfloat16))
+    attend = CachedAttention(jnp.zeros((1, 1), jnp.int32))
+    _, after = attend(0, jnp.zeros((1, 1, 2 * heads, width)), new, new, cache, rule)
+    assert float(after.groups[0].k[0].max()) == (1 if is_rounded else 1 + 2**-10)
