@@ -15,8 +15,9 @@ LONGEST_NAME = 200  # characters of a file's name that its temporary one has, to
 def write_atomically(path: Path, text: str) -> None:
     """Writes UTF-8 under a temporary name beside `path`, then renames it.
 
-    Two processes that do so at the same time write one after the other. What a killed one has left
-    is written over by the next; an error leaves nothing.
+    Two processes that do so at the same time write one after the other, by a lock; where there are
+    none, under names of their own. What a killed one has left is written over by the next; an error
+    leaves nothing.
 
     Args:
       path: the file; one that is there is replaced.
@@ -28,10 +29,14 @@ def write_atomically(path: Path, text: str) -> None:
     """
     content = text.encode()
     temporary = path.with_name(f".{path.name[:LONGEST_NAME]}.tmp")
+    has_own_name = False
     while True:
         handle = _open(temporary)
         try:
-            wait_for_lock(handle)
+            if not has_own_name and not wait_for_lock(handle):
+                temporary = path.with_name(f".{path.name[:LONGEST_NAME]}.{os.getpid()}.tmp")
+                has_own_name = True
+                continue
             if not _is_at(handle, temporary):
                 continue  # who had the lock before has renamed it
             try:
@@ -66,13 +71,14 @@ def append_line(path: Path, line: str) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 content = b"\n" + content
+        done = 0
         try:
-            done = 0
             while done < len(content):
                 done += file.write(content[done:])
         except OSError:
             with contextlib.suppress(OSError):
-                file.truncate(end)
+                if file.seek(0, os.SEEK_END) == end + done:  # nobody has written behind it
+                    file.truncate(end)
             raise
 
 

@@ -26,7 +26,6 @@ SUFFIXES = {
     ".csv", ".tex",
 }
 # fmt: on
-TABLES = {".parquet", ".jsonl"}  # files of rows, as are those of JSON that have a list of rows
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 HUB = "hf:"  # before the name of a dataset that the `datasets` library finds
 # Files beside those of rows in a dataset's folder that are about it, and what the names of such
@@ -166,15 +165,16 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
         yield from _documents(saved_rows(root, ROW_KEYS), root.name, str(root), bad_rows)
         return
     files = sorted(p for p in root.rglob("*") if p.is_file())
-    tables = [p for p in files if p.suffix in TABLES or p.suffix == ".json" and _has_rows(p)]
-    texts = [p for p in files if p.suffix in SUFFIXES and p not in tables]
+    parquet = [p for p in files if p.suffix == ".parquet"]
+    texts = [p for p in files if p.suffix in SUFFIXES]
+    others = [p for p in texts if p.name not in CARDS and not p.name.endswith(ABOUT)]
+    if parquet and others:
+        rule = "a folder has Parquet files, or texts"
+        got = f"{others[0].relative_to(root)} beside {parquet[0].relative_to(root)}"
+        next_step = f"name the folder of the Parquet files: {parquet[0].parent}"
+        raise InputError(root, rule, got, next_step)
+    tables = parquet or row_files(root)
     for path in tables:
-        others = [p for p in texts if p.name not in CARDS and not p.name.endswith(ABOUT)]
-        if others:
-            rule = "a folder has files of rows (Parquet, JSONL, JSON), or texts"
-            got = f"{others[0].relative_to(root)} beside {path.relative_to(root)}"
-            next_step = f"name the file or folder of the rows: {path.parent}"
-            raise InputError(root, rule, got, next_step)
         yield from _file(path, str(path.relative_to(root)), bad_rows)
     if not tables:
         for path in texts:
@@ -182,6 +182,18 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
 
 
 # ---------------------------------------------------------------- rows
+
+
+def row_files(root: Path) -> list[Path]:
+    """The JSONL files of a folder, and those of JSON that are lists of rows, if it has no texts.
+
+    Beside texts they are none of the corpus: source code has such files for its tests.
+    """
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    tables = [p for p in files if p.suffix == ".jsonl" or p.suffix == ".json" and _has_rows(p)]
+    texts = (p for p in files if p.suffix in SUFFIXES and p not in tables)
+    has_texts = any(p.name not in CARDS and not p.name.endswith(ABOUT) for p in texts)
+    return [] if has_texts else tables
 
 
 def _file(path: Path, name: str, bad_rows: BadRows) -> Iterator[Document]:
@@ -335,6 +347,8 @@ def json_rows(path: Path, bad_rows: BadRows) -> Iterator[tuple[int, dict]]:
                 else:
                     got = type(row).__name__
                     bad_rows.take(InputError(f"{path}, item {number}", rule, got, next_step))
+            if (rest[1:] + file.read(HEAD_BYTES)).strip():
+                raise InputError(path, rule, "more after its end", next_step)
     except RecursionError as error:
         raise InputError(path, rule, error, next_step) from None
     except UnicodeDecodeError as error:

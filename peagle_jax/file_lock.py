@@ -29,10 +29,23 @@ def try_lock(file: int | IO[str]) -> bool:
     return True
 
 
-def wait_for_lock(handle: int) -> None:
-    """Takes the lock of an open file as soon as no other process has it."""
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(handle, fcntl.LOCK_EX)
+def wait_for_lock(handle: int, seconds: float = 10.0) -> bool:
+    """Takes the lock of an open file as soon as no other process has it.
+
+    Returns:
+      False where a process keeps it for longer, or the file system has no locks.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.005)
+        except OSError:
+            return False
 
 
 def open_locked(path: Path) -> IO[str] | None:

@@ -8,12 +8,14 @@ import threading
 
 import pytest
 
+from peagle_jax import atomic_write, file_lock
 from peagle_jax.atomic_write import append_line, write_atomically
 from peagle_jax.report.records import Records, read_rows
 
 FULL = """
 import resource, signal, sys
 from pathlib import Path
+from peagle_jax import atomic_write, file_lock
 from peagle_jax.atomic_write import append_line, write_atomically
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -104,3 +106,17 @@ def test_a_row_after_a_torn_one_is_whole(tmp_path):
     assert lines == ['{"a": 1}', '{"a": 2, "b', '{"a": 3}', '{"a": 4}']
     rows.path.write_text("\n".join([lines[0], *lines[2:]]))
     assert [row["a"] for row in read_rows(rows.path)] == [1, 3, 4]
+
+
+def test_a_writer_that_stands_still_blocks_nobody(tmp_path, monkeypatch):
+    """As one that was stopped with Ctrl-Z, or where locks do not work."""
+    monkeypatch.setattr(atomic_write, "wait_for_lock", lambda handle: False)
+    write_atomically(tmp_path / "a", "x")
+    assert (tmp_path / "a").read_text() == "x"
+    handle = os.open(tmp_path / "a", os.O_RDWR)
+    assert file_lock.wait_for_lock(handle)
+    other = os.open(tmp_path / "a", os.O_RDWR)
+    assert not file_lock.wait_for_lock(other, seconds=0.02)
+    os.close(handle)
+    assert file_lock.wait_for_lock(other)
+    os.close(other)

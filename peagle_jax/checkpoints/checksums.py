@@ -27,7 +27,7 @@ def check_checksums(folder: Path, next_step: str) -> None:
       InputError: a file is missing or has other bytes; or checksums.json is damaged.
     """
     path = folder / FILE
-    if not path.is_file():
+    if not path.exists():
         return
     try:
         expected = json.loads(path.read_text(encoding="utf-8"))

@@ -348,6 +348,7 @@ def convert_folder(
         hf.pop("quantization_config", None)
     if config.tied_embeddings:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    _check_tokenizer_files(src)
     with weights.new_folder(dst) as folder:
         weights.write_folder(
             folder,
@@ -416,12 +417,17 @@ def _export_config(config: TargetConfig, dtype: str) -> dict:
     return {key: value for key, value in hf.items() if key not in drop}
 
 
-def _copy_tokenizer(src: Path, dst: Path) -> None:
+def _check_tokenizer_files(src: Path) -> None:
+    """Raises InputError where a file that will be copied is a link out of its folder."""
     for name in TOKENIZER_FILES:
-        if not (src / name).exists():
-            continue
-        if not weights.is_inside(src, src / name):
+        if (src / name).exists() and not weights.is_inside(src, src / name):
             rule = "what is copied must lie in the folder itself"
             got, next_step = f"{name}, a link to elsewhere", f"copy {name} into the folder"
             raise InputError(src, rule, got, next_step)
-        shutil.copy(src / name, dst / name)
+
+
+def _copy_tokenizer(src: Path, dst: Path) -> None:
+    _check_tokenizer_files(src)
+    for name in TOKENIZER_FILES:
+        if (src / name).exists():
+            shutil.copy(src / name, dst / name)

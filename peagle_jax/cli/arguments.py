@@ -115,8 +115,8 @@ def check_writable(path: Path) -> None:
     """
     try:
         path.exists()
-    except OSError as error:  # a name too long
-        rule, next_step = "the output file must be writable", "choose a shorter name"
+    except OSError as error:  # a name too long, or a folder above that may not be searched
+        rule, next_step = "the output file must be writable", "choose a shorter name, or elsewhere"
         raise InputError(path, rule, error.strerror, next_step) from None
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         got = "a folder" if path.is_dir() else f"{path.parent}, which cannot be written to"

@@ -105,7 +105,7 @@ def add_k(parser: Parser, help: str, **options: Any) -> None:
     )
 
 
-def add_held_out(parser: Parser, default: float, why: str = "") -> None:
+def add_held_out(parser: Parser, default: float | None, why: str = "") -> None:
     """The share of a corpus that is left out, as training leaves it out; `why` ends its help."""
     parser.add_argument(
         "--held-out",

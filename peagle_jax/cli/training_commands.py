@@ -152,7 +152,8 @@ def regenerate(arguments: argparse.Namespace) -> int:
     check_at_least("--batch-size", arguments.batch_size, 1)
     check_at_least("--temperature", min(arguments.temperature), 0)
     check_at_least("--seed", arguments.seed, 0)
-    check_share("--held-out", arguments.held_out)
+    if arguments.held_out is not None:
+        check_share("--held-out", arguments.held_out)
     options = RegenerationOptions(
         source=arguments.data,
         held_out=arguments.held_out,

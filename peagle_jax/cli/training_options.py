@@ -5,8 +5,8 @@ from pathlib import Path
 from peagle_jax.cli.parser import Parser, add_bad_rows, add_held_out, add_server, add_target
 
 CORPUS = (
-    "a JSONL or Parquet file, a folder, hf:NAME:SPLIT for a dataset of the hub, or installed, as "
-    "data.source of a recipe"
+    "a JSONL, JSON or Parquet file, a folder, hf:NAME:SPLIT for a dataset of the hub, or "
+    "installed, as data.source of a recipe"
 )
 
 
@@ -85,7 +85,12 @@ def add_regenerate(parser: Parser) -> None:
         "prompts are answered turn by turn, texts are continued",
     )
     add_bad_rows(parser)
-    add_held_out(parser, 0.0, ": those would be missing when a head is measured on the answers")
+    add_held_out(
+        parser,
+        None,
+        ", where a head could not be measured on their answers; without it none, or as the file "
+        "was begun",
+    )
     parser.add_argument(
         "--num-samples",
         metavar="N",

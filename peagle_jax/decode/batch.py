@@ -205,10 +205,7 @@ class Batch:
             self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
         else:
             num_rows = growth.num_rows(len(running) + len(entering), self.max_rows)
-            slots = max(self._slots_needed(), new.output.shape[1])
-            if num_rows <= len(self.rows) and 2 * slots > self.slots:
-                slots = max(slots, self.slots)  # as many as they are: nothing is copied
-            self._resize(max(num_rows, len(self.rows)), slots)
+            self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
             free = [i for i, row in enumerate(self.rows) if row is None]
             for source, row in enumerate(entering):
                 place = free[source]

@@ -60,6 +60,7 @@ STEPS_PER_STOP_CHECK = 8
 # Steps of which the time is worth keeping, for an adaptive K.
 MIN_TIMED_STEPS = 4
 NO_LIMIT = 2**31 - 1  # steps
+NEWLINE = "\n"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in what XLA says where an array cannot be allocated
 
 
@@ -221,7 +222,8 @@ class Engine(BaseEngine):
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[Output]:
-        outputs = self._leave_queue() + self._take_failed()
+        self._failed += self._leave_queue()  # kept, if something is raised before they are returned
+        outputs = self._take_failed()
         with self._on_devices():
             if self._prefill is None:
                 self._prefill = self._begin_prefill()
@@ -240,7 +242,7 @@ class Engine(BaseEngine):
             more_to_come = self._waiting or self.others_wait or self._prefill is not None
             if not self._batch.running or not more_to_come:
                 self._batch.shrink()
-            elif any(output.answer is not None for output in outputs):
+            elif self._prefill is None and any(output.answer is not None for output in outputs):
                 self._batch.shrink_caches()  # a long request may have left
         self._forget_cancelled()
         if self.chooser is not None and self._sampling is not None and not self.has_work:
@@ -342,8 +344,8 @@ class Engine(BaseEngine):
         self._stats.num_chunks += 1
         try:
             state = next_chunk(self._prefill)
-        except Exception as error:
-            why = f"reading the prompt failed: {error}"
+        except BaseException as error:  # Ctrl-C, too: what reads the prompts has ended with it
+            why = f"reading the prompt failed: {str(error).partition(NEWLINE)[0]}"
             self._failed += [output_without_answer(row, "error", why) for row in self._entering]
             self._prefill, self._entering = None, []
             if OUT_OF_MEMORY not in str(error):

@@ -79,7 +79,8 @@ class Generation:
       prompt_token_ids: the prompt, as it was given.
       output_token_ids: the answer, its stop token included; at most `max_new_tokens`.
       finish_reason: "stop" after a stop token or string, "length" at the limit, "cancelled" after
-        `Engine.cancel`, "error" where the target computed NaN or infinity.
+        `Engine.cancel`, "error" where the target computed NaN or infinity, or where the memory did
+        not suffice to read the prompt.
       is_draft: which output tokens are accepted drafts; as long as `output_token_ids`.
       num_drafts: speculative steps; 0 with plain decoding.
       num_draft_tokens: tokens drafted, K per step.

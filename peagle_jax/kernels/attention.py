@@ -202,5 +202,7 @@ def attend(
         reason = "a mask says which keys are seen (a tree, or other attention of placeholders)"
     form = choose("attention", form, FORMS, reason)
     if form == "reference":
-        rule |= {"visible": visible, "operands": step_operands(operands)}
+        is_prompt = T >= LEAST_QUERIES  # by the tokens alone, and not by the rows beside them
+        operands = operands if is_prompt else step_operands(operands)
+        rule |= {"visible": visible, "operands": operands}
     return FORMS[form](q, k, v, positions, kv_positions, **rule)

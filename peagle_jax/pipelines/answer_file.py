@@ -97,6 +97,13 @@ def lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
     return lines
 
 
+def begun_with(out: Path) -> dict[str, Any]:
+    """What an output file was begun with; nothing where it has no rows yet."""
+    path = out.with_name(out.name + corpus.ABOUT)
+    has_rows = out.is_file() and out.stat().st_size > 0
+    return _read_about(path) if has_rows and path.exists() else {}
+
+
 def _read_about(path: Path) -> dict[str, Any]:
     content = corpus.read_text(path)
     try:

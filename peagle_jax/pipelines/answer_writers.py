@@ -193,6 +193,7 @@ class ServerWriter:
         self._pool = concurrent.futures.ThreadPoolExecutor(concurrency)
         self._running: dict[concurrent.futures.Future[Outcome], int] = {}
         self._num_submitted = 0
+        self.too_long: InputError | None = None  # the first such answer of the server
 
     def submit(self, turn: Turn) -> int:
         """Sends the turn when one of the requests before it is done."""
@@ -201,7 +202,7 @@ class ServerWriter:
         return number
 
     def wait(self) -> list[tuple[int, Outcome]]:
-        """Raises InputError where the server does not answer, or refuses all requests."""
+        """Raises InputError where the server does not answer."""
         done, _ = concurrent.futures.wait(
             self._running, return_when=concurrent.futures.FIRST_COMPLETED
         )
@@ -222,11 +223,16 @@ class ServerWriter:
             reply = self._server.ask("/chat/completions", body, turn.where)
         except RefusedError as error:
             # as vLLM and OpenAI say it: "maximum context length", "context_length_exceeded"
-            return None if "context" in str(error.got).lower() else error
+            if "context" not in str(error.got).lower():
+                return error
+            self.too_long = self.too_long or error
+            return None
         choice = item(reply, "choices", 0)
         said = item(choice, "message")
         kept = ("content", "reasoning_content", "reasoning", "tool_calls")
         message = {key: said[key] for key in kept if said.get(key)}
         message = {"role": "assistant", "content": "", **message}
+        if "tool_calls" in message:  # nobody runs them, and so nobody can go on
+            message = None
         num_tokens = int((reply.get("usage") or {}).get("completion_tokens") or 0)
         return Answer(message, choice.get("finish_reason") != "length", (), (), num_tokens)

@@ -16,7 +16,7 @@ from peagle_jax.decode.requests import acceptance_length, check_answered, check_
 from peagle_jax.documents import Document
 from peagle_jax.train.config import HeadRun
 from peagle_jax.train.train_head import Evaluate
-from peagle_jax.types import Model
+from peagle_jax.types import InputError, Model
 
 PROMPT_TOKENS = 48  # of an excerpt that serves as a prompt
 TEXTS_AT_ONCE = 64  # held-out texts that are in memory while excerpts are taken from them
@@ -65,6 +65,9 @@ def eval_prompts(
 
     Args:
       longest: tokens of a prompt that is taken from what is held out; longer ones are passed over.
+
+    Raises:
+      InputError: there are prompts, but all of them are too long.
     """
     count = run.eval.num_prompts
     if run.eval.prompts is not None:
@@ -76,10 +79,19 @@ def eval_prompts(
         if (question := _question(d))
     )
     # no more are read and encoded than are needed
-    prompts = itertools.chain(of_answers, of_conversations)
-    prompts = list(itertools.islice((p for p in prompts if len(p) <= longest), count))
-    if prompts:
-        return prompts
+    found, shortest = [], None
+    for prompt in itertools.chain(of_answers, of_conversations):
+        shortest = min(len(prompt), shortest or len(prompt))
+        if len(prompt) <= longest and len(found) < count:
+            found.append(prompt)
+        if len(found) == count:
+            break
+    if found:
+        return found
+    if shortest is not None:
+        rule = f"some held-out prompt must fit beside {run.eval.max_new_tokens} new tokens"
+        next_step = "lower eval.max_new_tokens, or set eval.prompts to a file of prompts"
+        raise InputError("eval", rule, f"{shortest} tokens in the shortest", next_step)
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
 
 

@@ -24,6 +24,7 @@ from peagle_jax.pipelines.answer_file import (
     ANSWER_BEGINS,
     CONVERSATION_BEGINS,
     appendable,
+    begun_with,
     lines_there,
 )
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
@@ -42,7 +43,8 @@ class RegenerationOptions:
     Attributes:
       source: the corpus, as `corpus.stream_corpus` takes it.
       held_out: share of documents that nothing is taken from. Training chooses by the same names:
-        with the same share it then finds no answer to measure a head on, and needs prompts.
+        with the same share it then finds no answer to measure a head on, and needs prompts. None:
+        0, or what the output file was begun with.
       num_samples: answers to excerpts, or conversations, in all; more conversations than the corpus
         has are sampled again. None: 4,096 excerpts, or every conversation once.
       prompt_tokens: tokens of an excerpt.
@@ -57,7 +59,7 @@ class RegenerationOptions:
     """
 
     source: str | None
-    held_out: float = 0.0
+    held_out: float | None = None
     num_samples: int | None = None
     prompt_tokens: int = 32
     max_new_tokens: int = 224
@@ -108,6 +110,13 @@ def regenerate(
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
     if options.server is None:
         _check_context(target_folder, options, prompt_tokens=1)  # before a corpus is read
+    source = None if options.source is None else Path(options.source)
+    if source is not None and source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+        if {path.resolve() for path in corpus.row_files(source)} - {out.resolve()}:
+            rule, next_step = "answers must not lie in the corpus", "name a file in another folder"
+            raise InputError(out, rule, f"one in {source}", next_step)
+    if options.held_out is None:  # as the file was begun, or nothing
+        options = dataclasses.replace(options, held_out=begun_with(out).get("held_out", 0.0))
     # they are answered in any order, and need not fit into memory
     with appendable(out), contextlib.ExitStack() as stack:
         try:
@@ -140,7 +149,7 @@ def _read_documents(
     paths = folder / "conversations", folder / "texts"
     with DocumentWriter(paths[0]) as conversations, DocumentWriter(paths[1]) as texts:
         for document in corpus.stream_corpus(options.source, bad_rows):
-            if corpus.is_held_out(document, options.held_out):
+            if corpus.is_held_out(document, options.held_out or 0.0):
                 continue
             if document.messages or document.prompt is not None:
                 conversations.add(document)
@@ -219,6 +228,8 @@ def _answer_conversations(
             num_tokens += row["num_tokens"]
             progress.update(len(rows))
     bad_rows.report(say)
+    if not rows and isinstance(writer, ServerWriter) and writer.too_long is not None:
+        raise writer.too_long  # of all turns: an option is wrong, and no conversation
     left_out = num_rows + len(mine) - len(rows)
     if left_out > 0:
         why = "too long, nobody asks anything in them, or refused"

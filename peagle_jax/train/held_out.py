@@ -23,6 +23,7 @@ from peagle_jax.train.mesh import put_rows
 from peagle_jax.train.peagle_loss import FeatureNoise
 from peagle_jax.types import Model, Params
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in what XLA says
 MOST_ROWS = 16  # packed rows that are read at each evaluation
 
 # (parameters, batch, frozen parameters) -> its loss, and by depth how often the head was right
@@ -32,9 +33,11 @@ Measure = Callable[[Params], dict[str, Any]]
 
 
 def evaluation_run(run: HeadRun) -> HeadRun:
-    """The run as its head is used: all depths, no noise, and placeholders in every place."""
-    rows = run.data.batch_size // run.gradient_accumulation
-    data = dataclasses.replace(run.data, batch_size=rows)
+    """The run as its head is used: all depths alike, no noise, and placeholders in every place.
+
+    Each device reads a row at a time, so that it takes no more memory than a step of training.
+    """
+    data = dataclasses.replace(run.data, batch_size=run.mesh.data * run.mesh.fsdp)
     changes: dict[str, Any] = {
         "data": data,
         "gradient_accumulation": 1,
@@ -43,7 +46,7 @@ def evaluation_run(run: HeadRun) -> HeadRun:
     }
     if isinstance(run, PeagleRun):
         changes["placeholder"] = dataclasses.replace(run.placeholder, true_tokens=0.0)
-        changes["feature_noise"] = FeatureNoise()
+        changes |= {"feature_noise": FeatureNoise(), "depth_weights": None}
     if isinstance(run, EagleRun):
         changes["regression"] = dataclasses.replace(run.regression, noise=0.0)
     return dataclasses.replace(run, **changes)
@@ -84,7 +87,8 @@ def make_measure(
     Returns:
       A function to `held_out_loss`, `held_out_accuracy` by depth, and
       `expected_acceptance_length`, in tokens: 1 and the chances that the first d drafts are all
-      right, if they were right independently.
+      right, if they were right independently. With a reduced draft vocabulary a draft is right if
+      it is the likeliest token of those. Nothing, where the memory does not suffice.
     """
     batch_at = HeadBatches(run, rows, target)
     size = run.data.batch_size
@@ -93,9 +97,15 @@ def make_measure(
     program = jax.jit(loss, out_shardings=everywhere)
 
     def measure(params: Params) -> dict[str, Any]:
-        found = [
-            program(params, put_rows(batch_at(i), mesh), frozen_params) for i in range(num_batches)
-        ]
+        try:
+            found = [
+                jax.block_until_ready(program(params, put_rows(batch_at(i), mesh), frozen_params))
+                for i in range(num_batches)
+            ]
+        except jax.errors.JaxRuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            return {}
         losses, counts = zip(*jax.device_get(found), strict=True)
         correct, total = (sum(np.asarray(c[key]) for c in counts) for key in ("correct", "total"))
         accuracy = correct / np.maximum(total, 1)

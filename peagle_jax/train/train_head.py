@@ -197,7 +197,7 @@ def _say_not_measured(run: HeadRun, num_held_out: int, say: Callable[[str], None
     got = f"{num_held_out} documents held out at data.held_out {run.data.held_out}, no prompt"
     next_step = "set eval.prompts to a file of prompts, or data.held_out higher"
     needs = "keep: best" if run.eval.keep == "best" else "patience"
-    if run.eval.keep == "best" or run.eval.patience is not None:
+    if (run.eval.keep == "best" or run.eval.patience is not None) and not has_checkpoints(run):
         raise InputError("eval", f"{needs} needs prompts to measure with", got, next_step)
     say(f"acceptance is not measured: {got}; {next_step}")
 

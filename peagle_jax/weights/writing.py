@@ -424,7 +424,10 @@ def _write(file: RawIOBase, block: np.ndarray) -> None:
         owner, start = mapping
         assert owner.filename is not None  # a mapping of a file by its name
         start += owner.offset - owner.offset % mmap.ALLOCATIONGRANULARITY
-        source = os.open(owner.filename, os.O_RDONLY)
+        try:
+            source = os.open(owner.filename, os.O_RDONLY)
+        except FileNotFoundError:  # what is mapped is there all the same
+            source = os.open(os.devnull, os.O_RDONLY)
         is_mapped = is_mapped_file(owner, source)
         try:
             while is_mapped and done < block.size:

@@ -1,7 +1,6 @@
 """Flipped and missing bytes in training states are named by file, and not trained on."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -94,15 +93,10 @@ def test_checksums_that_are_damaged(tmp_path, content):
 
 
 def test_checksums_that_cannot_be_read(tmp_path):
-    """A folder of that name is none; a file without permission is named."""
+    """Whatever it is, it is named, and not taken for none."""
     (tmp_path / "checksums.json").mkdir()
-    check_checksums(tmp_path, "do something")
-    (tmp_path / "checksums.json").rmdir()
-    write_checksums(tmp_path)
-    (tmp_path / "checksums.json").chmod(0)
-    if not os.access(tmp_path / "checksums.json", os.R_OK):  # root may read everything
-        with pytest.raises(InputError, match="checksums.json: must be readable; got Permission"):
-            check_checksums(tmp_path, "do something")
+    with pytest.raises(InputError, match="checksums.json: must be readable; got Is a directory"):
+        check_checksums(tmp_path, "do something")
 
 
 def test_states_of_former_versions_have_none(saved, tmp_path):

@@ -41,23 +41,6 @@ def test_slots_follow_what_is_in_use_where_others_wait():
     assert len(slots) - long[-1] > 6  # most of the others came after it
 
 
-def test_slots_that_are_too_many_are_not_multiplied_by_rows():
-    """Rows are added with the slots that are needed, and not with those of one that has left."""
-    server = make_engine(3, max_batch=4, max_steps=1)
-    server.add(Request(prompt=[5] * 300, max_new_tokens=2))
-    server.add(Request(prompt=[7, 8], max_new_tokens=60))
-    most = 0
-    while server.has_work:
-        server.step()
-        if server.num_running == 1 and not server.num_waiting and server.stats.num_steps > 4:
-            server.add(Request(prompt=[9], max_new_tokens=6))
-            server.add(Request(prompt=[9, 4], max_new_tokens=6))
-            server.step()
-            most = len(server._batch.rows) * server._batch.slots
-            break
-    assert 0 < most <= 4 * 64
-
-
 def test_other_threads_add_and_cancel_while_the_queue_is_looked_at():
     server = make_engine(None, max_batch=1)
     request = Request(prompt=[3], max_new_tokens=1)

@@ -37,6 +37,8 @@ def test_conversations_are_asked_anew():
     # those that are too long for the target are passed over
     longest = len(prompts[1])
     assert eval_prompts(run, tokenizer, held_out, longest) == prompts[:2]
+    with pytest.raises(InputError, match="fit beside 96 new tokens; got 2 tokens"):
+        eval_prompts(run, tokenizer, held_out, 1)
     shown = [tokenizer.decode(prompt) for prompt in prompts[1:]]
     end = "<|im_end|>\n<|im_start|>assistant\n"
     assert shown == [

@@ -373,6 +373,41 @@ def test_a_server_refuses_some(place, tmp_path, server, capsys):
     assert "skipped: " in out and "2 conversations gave no row" in out
 
 
+def test_a_server_for_which_all_is_too_long(place, tmp_path, server, capsys):
+    """As where --max-new-tokens is more than it has: said once, and no empty success."""
+    (tmp_path / "c.jsonl").write_text('{"prompt": "too much"}\n'{"turns": ["too much"]}\n')
+    command = ["regenerate", "--target", str(place / "target"), "--server", server.url]
+    command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "maximum context length is 9" in message and message.count("\n") == 1
+
+
+def test_a_file_keeps_the_share_that_it_was_begun_with(place, tmp_path, capsys):
+    prompts = [json.dumps({"prompt": f"x = {i}"}) + "\n" for i in range(30)]
+    (tmp_path / "c.jsonl").write_text("".join(prompts))
+    command = ["regenerate", "--target", str(place / "target"), "--max-new-tokens", "2"]
+    command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
+    assert main([*command, "--held-out", "0.5"]) == 0
+    whole = (tmp_path / "a.jsonl").read_text()
+    assert 5 < whole.count("\n") < 25
+    (tmp_path / "a.jsonl").write_text("".join(whole.splitlines(keepends=True)[:3]))
+    assert main(command) == 0 and (tmp_path / "a.jsonl").read_text() == whole
+    assert main([*command, "--held-out", "0.25"]) == 2
+    assert "held_out was 0.5 when a.jsonl was begun" in capsys.readouterr().err
+
+
+def test_answers_within_their_corpus_are_refused(place, tmp_path, capsys):
+    """The next start would answer them."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "c.jsonl").write_text('{"prompt": "x"}\n')
+    command = ["regenerate", "--target", str(place / "target"), "--data", str(tmp_path / "data")]
+    command += ["--max-new-tokens", "2"]
+    assert main([*command, "--out", str(tmp_path / "data" / "a.jsonl")]) == 2
+    assert "answers must not lie in the corpus" in capsys.readouterr().err
+    assert not (tmp_path / "data" / "a.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     "prompt, path, words",
     [

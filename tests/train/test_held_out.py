@@ -71,7 +71,8 @@ def test_a_run_logs_them_at_every_evaluation(task, corpus, target, tmp_path):
 def test_what_is_measured_is_what_will_be_used(corpus, tmp_path):
     raw = recipe("peagle", corpus, tmp_path / "run", tmp_path)
     run = evaluation_run(load_run(test_runs.write(tmp_path / "a.yaml", raw)))
-    assert (run.data.batch_size, run.gradient_accumulation) == (2, 1)
+    assert (run.data.batch_size, run.gradient_accumulation) == (1, 1)
+    assert run.depth_weights is None
     assert [run.num_depths_at(step) for step in (0, 5)] == [3, 3]
     assert (run.feature_noise.noise, run.feature_noise.dropout) == (0, 0)
     assert run.placeholder.true_tokens == 0
@@ -100,11 +101,11 @@ def test_counts_are_pooled_over_held_out_rows(corpus, tmp_path, monkeypatch):
     target = tiny.target(vocab=len(tokenizer))
     measure = make_measure(run, target, rows, loss, 2.0, None)
     batches = held_out.HeadBatches(run, rows, target)
-    seen = [int(batches(i).batch.tokens[:, 1].sum() % 5) for i in range(3)]
+    seen = [int(batches(i).batch.tokens[:, 1].sum() % 5) for i in range(6)]
     assert len(set(seen)) > 1
     measured = measure({"w": jnp.float32(3.0)})
     assert measured["held_out_loss"] == pytest.approx(6 * (np.mean(seen) + 1))
-    accuracy = [sum(seen) / (sum(seen) + 15), 0.25, 0.0]
+    accuracy = [sum(seen) / (sum(seen) + 30), 0.25, 0.0]
     assert measured["held_out_accuracy"] == pytest.approx(accuracy, abs=1e-6)
     expected = 1 + accuracy[0] + accuracy[0] * 0.25
     assert measured["expected_acceptance_length"] == pytest.approx(expected, abs=1e-4)

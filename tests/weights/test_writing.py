@@ -311,6 +311,10 @@ def test_a_file_that_another_one_replaced_meanwhile(tmp_path):
     weights.write_safetensors(tmp_path / "y.safetensors", opened, {})
     written = weights.open_safetensors(tmp_path / "y.safetensors")["a"]
     np.testing.assert_array_equal(written, np.arange(5000.0))
+    source.unlink()
+    weights.write_safetensors(tmp_path / "z.safetensors", opened, {})
+    written = weights.open_safetensors(tmp_path / "z.safetensors")["a"]
+    np.testing.assert_array_equal(written, np.arange(5000.0))
 
 
 def test_a_failure_leaves_no_folders_above_it(tmp_path):
