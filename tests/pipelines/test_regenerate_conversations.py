@@ -375,7 +375,7 @@ def test_a_server_refuses_some(place, tmp_path, server, capsys):
 
 def test_a_server_for_which_all_is_too_long(place, tmp_path, server, capsys):
     """As where --max-new-tokens is more than it has: said once, and no empty success."""
-    (tmp_path / "c.jsonl").write_text('{"prompt": "too much"}\n'{"turns": ["too much"]}\n')
+    (tmp_path / "c.jsonl").write_text('{"prompt": "too much"}\n')
     command = ["regenerate", "--target", str(place / "target"), "--server", server.url]
     command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
     assert main(command) == 2
