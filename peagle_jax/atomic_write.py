@@ -33,7 +33,7 @@ def write_atomically(path: Path, text: str) -> None:
     while True:
         handle = _open(temporary)
         try:
-            if not has_own_name and not wait_for_lock(handle):
+            if not has_own_name and not _is_locked(handle, temporary):
                 temporary = path.with_name(f".{path.name[:LONGEST_NAME]}.{os.getpid()}.tmp")
                 has_own_name = True
                 continue
@@ -93,6 +93,15 @@ def _open(temporary: Path) -> int:
                 raise
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def _is_locked(handle: int, temporary: Path) -> bool:
+    """Whether the lock was taken; where there are none, nobody writes under this name."""
+    try:
+        return wait_for_lock(handle)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        return False
 
 
 def _is_at(handle: int, path: Path) -> bool:

@@ -33,7 +33,10 @@ def wait_for_lock(handle: int, seconds: float = 10.0) -> bool:
     """Takes the lock of an open file as soon as no other process has it.
 
     Returns:
-      False where a process keeps it for longer, or the file system has no locks.
+      False where a process keeps it for longer.
+
+    Raises:
+      OSError: the file system has no locks.
     """
     until = time.monotonic() + seconds
     while True:
@@ -44,8 +47,6 @@ def wait_for_lock(handle: int, seconds: float = 10.0) -> bool:
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)
-        except OSError:
-            return False
 
 
 def open_locked(path: Path) -> IO[str] | None:

@@ -77,3 +77,8 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether XLA says that an array cannot be allocated."""
+    return "RESOURCE_EXHAUSTED" in str(error)

@@ -110,6 +110,13 @@ def test_a_row_after_a_torn_one_is_whole(tmp_path):
 
 def test_a_writer_that_stands_still_blocks_nobody(tmp_path, monkeypatch):
     """As one that was stopped with Ctrl-Z, or where locks do not work."""
+
+    def has_none(handle):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(atomic_write, "wait_for_lock", has_none)
+    write_atomically(tmp_path / "a", "before")
+    assert os.listdir(tmp_path) == ["a"]
     monkeypatch.setattr(atomic_write, "wait_for_lock", lambda handle: False)
     write_atomically(tmp_path / "a", "x")
     assert (tmp_path / "a").read_text() == "x"

@@ -47,6 +47,7 @@ from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, find_stop
 from peagle_jax.decode.switching import LOOKBACK
+from peagle_jax.free_memory import is_out_of_memory
 from peagle_jax.layers import full_precision
 from peagle_jax.targets.sharding import MODEL, mesh_of
 from peagle_jax.types import DecodeState, InputError, Model
@@ -60,8 +61,6 @@ STEPS_PER_STOP_CHECK = 8
 # Steps of which the time is worth keeping, for an adaptive K.
 MIN_TIMED_STEPS = 4
 NO_LIMIT = 2**31 - 1  # steps
-NEWLINE = "\n"
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in what XLA says where an array cannot be allocated
 
 
 class Engine(BaseEngine):
@@ -151,7 +150,8 @@ class Engine(BaseEngine):
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
-        self._failed: list[Output] = []  # of prompts that could not be read
+        # of prompts that were not read to their end; kept until a step returns, and raises nothing
+        self._unread: list[Output] = []
         self._new_ids = itertools.count()
         # whether requests wait that this engine may get next
         self.others_wait = False
@@ -200,7 +200,7 @@ class Engine(BaseEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._entering or self._failed or self._batch.running)
+        return bool(self._waiting or self._entering or self._unread or self._batch.running)
 
     @property
     def num_waiting(self) -> int:
@@ -222,8 +222,8 @@ class Engine(BaseEngine):
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[Output]:
-        self._failed += self._leave_queue()  # kept, if something is raised before they are returned
-        outputs = self._take_failed()
+        self._unread += self._leave_queue()
+        outputs: list[Output] = []
         with self._on_devices():
             if self._prefill is None:
                 self._prefill = self._begin_prefill()
@@ -231,7 +231,7 @@ class Engine(BaseEngine):
                 start = time.perf_counter()
                 self._read_chunk()
                 self._stats.prefill_seconds += time.perf_counter() - start
-                outputs += self._collect() + self._take_failed()
+                outputs += self._collect()
             if self._batch.running:
                 if self.chooser is not None:
                     self._choose_k(self.chooser)
@@ -247,6 +247,7 @@ class Engine(BaseEngine):
         self._forget_cancelled()
         if self.chooser is not None and self._sampling is not None and not self.has_work:
             self._step_times.keep_drafts(self._sampling, self.chooser.survival)
+        outputs, self._unread = outputs + self._unread, []
         return outputs
 
     @contextlib.contextmanager
@@ -345,20 +346,16 @@ class Engine(BaseEngine):
         try:
             state = next_chunk(self._prefill)
         except BaseException as error:  # Ctrl-C, too: what reads the prompts has ended with it
-            why = f"reading the prompt failed: {str(error).partition(NEWLINE)[0]}"
-            self._failed += [output_without_answer(row, "error", why) for row in self._entering]
+            first_line, _, _ = str(error).partition("\n")
+            why = f"reading the prompt failed: {first_line}"
+            self._unread += [output_without_answer(row, "error", why) for row in self._entering]
             self._prefill, self._entering = None, []
-            if OUT_OF_MEMORY not in str(error):
+            if not is_out_of_memory(error):
                 raise
             return
         if state is not None:
             entering, self._prefill, self._entering = self._entering, None, []
             self._batch.insert(entering, state)
-
-    def _take_failed(self) -> list[Output]:
-        """What is to be said of prompts that could not be read."""
-        failed, self._failed = self._failed, []
-        return failed
 
     def _decode(self) -> None:
         requests = [row.request for row in self._batch.rows if row is not None]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text
 from peagle_jax.documents import BadRows, Document
+from peagle_jax.free_memory import is_out_of_memory
 from peagle_jax.train.config import EagleRun, HeadRun, PeagleRun
 from peagle_jax.train.data import EncodedDocument, PackedRows, pack
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
@@ -23,7 +24,6 @@ from peagle_jax.train.mesh import put_rows
 from peagle_jax.train.peagle_loss import FeatureNoise
 from peagle_jax.types import Model, Params
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in what XLA says
 MOST_ROWS = 16  # packed rows that are read at each evaluation
 
 # (parameters, batch, frozen parameters) -> its loss, and by depth how often the head was right
@@ -103,7 +103,7 @@ def make_measure(
                 for i in range(num_batches)
             ]
         except jax.errors.JaxRuntimeError as error:
-            if OUT_OF_MEMORY not in str(error):
+            if not is_out_of_memory(error):
                 raise
             return {}
         losses, counts = zip(*jax.device_get(found), strict=True)
