@@ -9,9 +9,9 @@ from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
-from peagle_jax.documents import BadRows, Document
+from peagle_jax.documents import Document
 from peagle_jax.pipelines import regenerate_conversations
-from peagle_jax.pipelines.answer_writers import Answer, message_of
+from peagle_jax.pipelines.answer_writers import message_of
 from peagle_jax.pipelines.regenerate import RegenerationOptions, regenerate
 from peagle_jax.types import InputError
 from tests import tiny
@@ -226,79 +226,6 @@ def test_channels_become_fields():
     header = "<|channel|>analysis<|message|>rain?<|end|><|start|>assistant"
     for kind in ("commentary to=functions.weather json", "commentary <|constrain|>json"):
         assert message_of(f'{header}<|channel|>{kind}<|message|>{{"a": 1}}') is None
-
-
-class Refuses:
-    """Writes "new" to what is short; of other turns it says that they are too long, or wrong."""
-
-    def __init__(self):
-        self.coming = []
-
-    def submit(self, turn):
-        last = turn.conversation.messages[-1]["content"]
-        if last.startswith("long"):
-            return None
-        if last.startswith("wrong"):
-            raise InputError(turn.where, "must be right", last, "correct it")
-        self.coming.append(last)
-        return len(self.coming) - 1
-
-    def wait(self):
-        numbers = [i for i, last in enumerate(self.coming) if last is not None]
-        answer = Answer(assistant("new"), True, (1,), (2,), 1)
-        refusal = InputError("server", "must answer", "400", "correct it")
-        answers = {"server refuses": refusal, "server context": None, "calls": NO_MESSAGE}
-        news = [(i, answers.get(self.coming[i], answer)) for i in numbers]
-        self.coming = [None] * len(self.coming)
-        return news
-
-
-NO_MESSAGE = Answer(None, True, (1,), (2, 3), 2)
-
-
-def written(contents, bad_rows=None, at_a_time=2):
-    """The rows of conversations whose users say such things, one string a turn."""
-    documents = [
-        (i, Document(f"x:{i}", None, tuple(user(content) for content in turns)))
-        for i, turns in enumerate(contents)
-    ]
-    return list(
-        regenerate_conversations.rewrite(documents, Refuses(), None, (0.0,), 0, at_a_time, bad_rows)
-    )
-
-
-def test_conversations_that_cannot_be_answered_do_not_end_the_rest():
-    """Also where there are more of them in a row than are under way together."""
-    contents = [["a"], *[["long"]] * 5, ["b"], *[["long"]] * 3, ["c", "long"]]
-    there = written(contents)
-    assert [row["sample"] for row in there] == [0, 6, 10]
-    assert [row["finish_reason"] for row in there] == ["stop", "stop", "context"]
-    assert there[2]["messages"] == [user("c"), assistant("new")]
-
-
-def test_a_conversation_that_is_refused_is_left_out_or_ends_the_run():
-    contents = [["a"], ["wrong"], ["b", "wrong"], ["server refuses"], ["c", "server refuses"]]
-    contents += [["d", "server context"], ["calls"], ["e", "calls"], ["f"]]
-    for last in ("wrong", "server refuses"):
-        with pytest.raises(InputError, match="correct it"):
-            written([["a"], [last]])
-    bad_rows = BadRows("skip")
-    there = written(contents, bad_rows)
-    assert bad_rows.count == 4
-    assert {row["sample"]: row["finish_reason"] for row in there} == {
-        0: "stop",
-        2: "refused",
-        4: "refused",
-        5: "context",
-        6: "unreadable",
-        7: "unreadable",
-        8: "stop",
-    }
-    by_sample = {row["sample"]: row for row in there}
-    for sample, question in ((2, "b"), (4, "c"), (5, "d"), (7, "e")):
-        assert by_sample[sample]["messages"] == [user(question), assistant("new")]
-    # what the target wrote in the place of an answer is trained on as it is
-    assert by_sample[6]["output_token_ids"] == [2, 3]
 
 
 # ---------------------------------------------------------------- a server
