@@ -317,6 +317,7 @@ def main() -> int:
         "compared": len(load.kept),
         "different": different,
         "quarters": of_quarters,
+        "by_minute": {key: [seen[key] for seen in load.minutes] for key in WATCHED},
     }
     if args.record:
         append_rows(args.record, [row], "scripts/measure/long_load.py")
