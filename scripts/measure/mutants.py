@@ -1,12 +1,18 @@
-"""Do the tests notice a mistake? Draws small mistakes at random and says which tier finds them.
+"""Do the tests notice a mistake? Draws mutants of the code and says which tests find them.
 
-    .venv/bin/python scripts/measure/mutants.py --count 30 --seed 0 [--record results/mutants.jsonl]
+    .venv/bin/python -m pip install cosmic-ray==8.7.0
+    .venv/bin/python scripts/measure/mutants.py [--per-area 10] [--seed 0] [--areas AREA ...]
+        [--until near|test|slow|all] [--record results/mutants.jsonl]
 
-Each mutant is one changed operator, comparison, constant or condition in peagle_jax/decode,
-peagle_jax/train or peagle_jax/checkpoints. It is made in a copy of the checkout, never in the
-checkout itself. The tests of the same room run first and stop at the first failure, then the rest
-of `make test`, and, if the mutant is still alive, what `make test-all` has beyond it. Mutants that
-the recorded file has already are not judged again.
+cosmic-ray (https://cosmic-ray.readthedocs.io) makes the mutants: one operator, comparison, number,
+truth value, `not`, loop or exception of one file of `peagle_jax` is another one. Of every area so
+many are drawn, at most four a file, no two on one place; annotations, decorators and the texts of
+errors are left alone. Each is made in a copy of the checkout, never in the checkout itself.
+
+Tests run in four stages until one fails: those near the file (test files that name its module, then
+the folders of its area), all of `make test`, the slow ones near it, and all of `make test-all`.
+`--until` ends after a stage. The same call with a later one goes on with the mutants that are still
+alive, and does not judge the others again. The rows of a mutant: the last one stands.
 """
 
 import argparse
@@ -15,6 +21,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -24,210 +31,240 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("decode", "train", "checkpoints")
-FAST = "not slow and not long and not peer"
-REST = "(slow or long) and not peer"
-COMPARISONS = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.Is: "is not",
-    ast.IsNot: "is",
-    ast.In: "not in",
-    ast.NotIn: "in",
+sys.path.insert(0, str(ROOT))
+# area -> (files within peagle_jax, folders within tests that run first)
+AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "decode": (("decode/*.py",), ("decode",)),
+    "cod": (("train/cod.py",), ("train",)),
+    "attention": (
+        ("layers/attention.py", "train/attention.py", "draft/placeholder_attention.py"),
+        ("draft", "train", "decode", "targets"),
+    ),
+    "losses": (("train/*loss.py", "train/divergence.py"), ("train",)),
+    "placeholders": (
+        ("draft/placeholders.py", "checkpoints/export_placeholders.py"),
+        ("draft", "train", "checkpoints", "decode"),
+    ),
+    "checkpoints": (("checkpoints/*.py",), ("checkpoints", "pipelines", "cli")),
+    "weights": (("weights/*.py",), ("weights", "checkpoints", "targets")),
 }
-OPERATORS = {
-    ast.Add: "-",
-    ast.Sub: "+",
-    ast.Mult: "+",
-    ast.Div: "*",
-    ast.FloorDiv: "*",
-    ast.BitAnd: "|",
-    ast.BitOr: "&",
-}
+STAGES = ("near", "test", "slow", "all")
+FAST, SLOW = "not slow and not long and not peer", "(slow or long) and not peer"
+MOST_OF_A_FILE = 4
+HANGS = {FAST: 240, SLOW: 900}  # seconds of one test
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    file: str  # relative to the checkout
+    """One changed place.
+
+    Attributes:
+      file: relative to the checkout.
+      line: where it begins.
+      operator: cosmic-ray's name of what was done.
+      occurrence: which of the places in the file where it can be done.
+      before: the line, stripped.
+      after: the same one, mutated.
+    """
+
+    file: str
     line: int
-    start: int  # offsets in characters of the file
-    end: int
+    operator: str
+    occurrence: int
     before: str
     after: str
 
 
-def offsets(source: str) -> list[int]:
-    """Where each line of a file begins."""
-    begins = [0]
-    for line in source.splitlines(keepends=True):
-        begins.append(begins[-1] + len(line))
-    return begins
+def mutate(source: str, operator: str, occurrence: int) -> str | None:
+    """The source with one mutation; None if it has no such place."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    return mutate_code(source, get_operator(operator)(), occurrence)
 
 
-def candidates(file: str, source: str) -> Iterator[Mutant]:
-    """Every mutant of one file; annotations, docstrings and error messages are left alone."""
-    begins = offsets(source)
-    tree = ast.parse(source)
-    skipped = {
-        id(part)
-        for node in ast.walk(tree)
-        for part in _uninteresting(node)
-        for part in ast.walk(part)
-    }
+def places(source: str) -> dict[tuple, list[tuple[str, int]]]:
+    """Place in a file -> the (operator, occurrence) that change something there."""
+    import cosmic_ray.plugins as plugins
+    from cosmic_ray.ast import ast_nodes, get_ast
 
-    def between(left: ast.expr, right: ast.expr) -> tuple[int, int]:
-        assert left.end_lineno is not None and left.end_col_offset is not None
-        start = begins[left.end_lineno - 1] + left.end_col_offset
-        return start, begins[right.lineno - 1] + right.col_offset
-
-    for node in ast.walk(tree):
-        if id(node) in skipped:
+    skipped = [span for node in ast.walk(ast.parse(source)) for span in _uninteresting(node)]
+    nodes = list(ast_nodes(get_ast(source)))
+    found: dict[tuple, list[tuple[str, int]]] = {}
+    for name in sorted(plugins.operator_names()):
+        operator = plugins.get_operator(name)
+        if operator.arguments() or name.endswith("RemoveDecorator"):
             continue
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            start, end = between(node.left, node.comparators[0])
-            sign = COMPARISONS.get(type(node.ops[0]))
-        elif isinstance(node, ast.BinOp):
-            start, end = between(node.left, node.right)
-            sign = OPERATORS.get(type(node.op))
-        elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-            start = begins[node.lineno - 1] + node.col_offset
-            end = start + len(ast.get_source_segment(source, node) or "")
-            sign = repr(not node.value if isinstance(node.value, bool) else node.value + 1)
-            yield Mutant(file, node.lineno, start, end, source[start:end], sign)
-            continue
-        else:
-            continue
-        before = source[start:end]
-        if sign is not None and before.strip() in _spellings():  # no bracket or comment in between
-            yield Mutant(file, node.lineno, start, end, before, f" {sign} ")
+        spans = (span for node in nodes for span in operator().mutation_positions(node))
+        for occurrence, (start, end) in enumerate(spans):
+            if not any(a <= start and end <= b for a, b in skipped):
+                found.setdefault((start, end), []).append((name, occurrence))
+    return found
 
 
-def _spellings() -> set[str]:
-    signs = {*COMPARISONS.values(), *OPERATORS.values(), "*", "/", "//", "-", "+"}
-    return signs
+def is_another_program(source: str, mutated: str) -> bool:
+    """Whether a mutant can be parsed, and to something else."""
+    try:
+        return ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
+    except SyntaxError:
+        return False
 
 
-def _uninteresting(node: ast.AST) -> list[ast.AST]:
-    """Parts of a node whose change is no mistake of the program: types, decorators, messages."""
-    if isinstance(node, ast.FunctionDef):
+def _uninteresting(node: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Spans whose change is no mistake of the program: types, decorators, messages of errors."""
+    parts: list[ast.AST] = []
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         arguments = [*node.args.args, *node.args.kwonlyargs]
-        annotations = [a.annotation for a in arguments if a.annotation is not None]
-        return [*annotations, *node.decorator_list, *([node.returns] if node.returns else [])]
-    if isinstance(node, ast.AnnAssign):
-        return [node.annotation]
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
-        return [node]
-    return []
+        parts = [a.annotation for a in arguments if a.annotation is not None]
+        parts += [*node.decorator_list, *([node.returns] if node.returns else [])]
+    elif isinstance(node, ast.ClassDef):
+        parts = [*node.decorator_list]
+    elif isinstance(node, ast.AnnAssign):
+        parts = [node.annotation]
+    elif isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
+        parts = [node]
+    for part in parts:
+        start, end = (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)  # type: ignore[attr-defined]
+        yield start, end
 
 
-def draw(root: Path, rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, every room with about the same number, at most two a file."""
-    generator = random.Random(seed)
+def draw(root: Path, area: str, count: int, seed: int) -> list[Mutant]:
+    """`count` mutants of one area: a place at random, then one of the changes there."""
+    generator = random.Random(f"{area} {seed}")
+    package = root / "peagle_jax"
+    files = sorted({path for pattern in AREAS[area][0] for path in package.glob(pattern)})
+    sources = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files}
+    pool = [
+        (file, place, changes)
+        for file, source in sources.items()
+        for place, changes in places(source).items()
+    ]
+    generator.shuffle(pool)
     drawn: list[Mutant] = []
-    for number, room in enumerate(rooms):
-        pool = [
-            mutant
-            for path in sorted((root / "peagle_jax" / room).glob("*.py"))
-            for mutant in candidates(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
-        ]
-        generator.shuffle(pool)
-        wanted = count // len(rooms) + (number < count % len(rooms))
-        per_file: dict[str, int] = {}
-        for mutant in pool:
-            if wanted and per_file.get(mutant.file, 0) < 2:
-                per_file[mutant.file] = per_file.get(mutant.file, 0) + 1
-                drawn.append(mutant)
-                wanted -= 1
+    limit = MOST_OF_A_FILE if len(files) > 3 else count
+    for file, place, changes in pool:
+        if len(drawn) == count:
+            break
+        if sum(mutant.file == file for mutant in drawn) == limit:
+            continue
+        operator, occurrence = generator.choice(changes)
+        source = sources[file]
+        mutated = mutate(source, operator, occurrence)
+        if mutated is None or not is_another_program(source, mutated):
+            continue
+        line = place[0][0]
+        before, after = (text.splitlines()[line - 1].strip() for text in (source, mutated))
+        name = operator.removeprefix("core/")
+        drawn.append(Mutant(file, line, name, occurrence, before, after))
     return drawn
 
 
 def run_tests(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> bool:
-    """Whether any of these tests fails (or hangs, or cannot be collected). No paths: no tests."""
+    """Whether any of these tests fails, hangs, or cannot be collected. No paths: no tests."""
     if not paths:
         return False
+    hangs = HANGS.get(marker, max(HANGS.values()))
+    options = ["-o", f"faulthandler_timeout={hangs}", "-o", "faulthandler_exit_on_timeout=true"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marker]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     try:
         done = subprocess.run(
-            [*command, *paths], cwd=copy, env=environment, capture_output=True, timeout=timeout
+            [*command, *options, *paths],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired:
         return True
     return done.returncode not in (0, 5)  # 5: no test has this marker
 
 
-def judge(
-    copy: Path, mutant: Mutant, timeout: float, fast: str, rest: str, near_only: bool
-) -> dict:
-    """Which tier finds a mutant: "test", "test-all" or None."""
+def near(copy: Path, mutant: Mutant, area: str) -> list[str]:
+    """The tests that run first: files that name the module, then the folders of its area."""
+    path = Path(mutant.file)
+    module = ".".join(path.with_suffix("").parts)
+    package, stem = module.rpartition(".")[0], path.stem
+    named = re.compile(
+        rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{stem}\b|/{path.name}\b"
+    )
+    files = sorted((copy / "tests").rglob("test_*.py"))
+    files.sort(key=lambda file: stem not in file.stem)
+    naming = [file for file in files if stem in file.stem or named.search(file.read_text("utf-8"))]
+    folders = [Path("tests") / folder for folder in AREAS[area][1]]
+    return [*(str(file.relative_to(copy)) for file in naming), *map(str, folders)]
+
+
+def judge(copy: Path, mutant: Mutant, area: str, stages: Sequence[str], timeout: float) -> dict:
+    """The first of these stages that finds a mutant, or None."""
     path = copy / mutant.file
     source = path.read_text(encoding="utf-8")
-    path.write_text(source[: mutant.start] + mutant.after + source[mutant.end :], encoding="utf-8")
-    room = Path(mutant.file).parts[1]
-    near = [str(p) for p in (Path("tests") / room, Path("tests/pipelines")) if (copy / p).exists()]
+    mutated = mutate(source, f"core/{mutant.operator}", mutant.occurrence)
+    assert mutated is not None
+    path.write_text(mutated, encoding="utf-8")
+    tests = near(copy, mutant, area)
+    runs = {"near": (FAST, tests), "test": (FAST, ["tests"]), "slow": (SLOW, tests)}
+    runs["all"] = SLOW, ["tests"]
     began = time.monotonic()
     try:
-        tier = None
-        everything = [] if near_only else ["tests"]
-        for name, marker in (("test", fast), ("test-all", rest)):
-            is_found = any(run_tests(copy, marker, paths, timeout) for paths in (near, everything))
-            if is_found:
-                tier = name
-                break
+        found_by = next((s for s in stages if run_tests(copy, *runs[s], timeout)), None)
     finally:
         path.write_text(source, encoding="utf-8")
-    return {"found_by": tier, "seconds": round(time.monotonic() - began, 1)}
+    return {"found_by": found_by, "seconds": round(time.monotonic() - began, 1)}
 
 
-def recorded(path: Path | None, seed: int) -> set[int]:
-    """Numbers of the mutants that an earlier call, which was stopped, has judged."""
+def recorded(path: Path | None) -> dict[tuple, dict]:
+    """(area, seed, number) -> the last row, of earlier calls."""
     if path is None or not path.exists():
-        return set()
+        return {}
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {row["number"] for row in rows if row["seed"] == seed}
+    # rows of the tool before this one have no area
+    rows = [row for row in rows if "area" in row]
+    return {(row["area"], row["seed"], row["number"]): row for row in rows}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--count", type=int, default=30, help="mutants (default: 30)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--per-area", type=int, default=10, help="mutants (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--rooms", nargs="+", default=ROOMS, help=f"default: {' '.join(ROOMS)}")
-    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to test (default: this)")
-    # `--out` is the former spelling
-    parser.add_argument(
-        "--record", "--out", type=Path, help="JSONL to append to (default: print only)"
-    )
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
-    parser.add_argument("--fast", default=FAST, help=f"marker of `make test` (default: {FAST})")
-    parser.add_argument("--rest", default=REST, help=f"what test-all adds (default: {REST})")
-    parser.add_argument(
-        "--near-only",
-        action="store_true",
-        help="only the tests of the mutant's folder and of pipelines: half an hour, not hours",
-    )
+    parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS), metavar="AREA")
+    parser.add_argument("--until", choices=STAGES, default="all", help="the last stage")
+    parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds of a stage")
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     args = parser.parse_args()
-    mutants = draw(args.root, args.rooms, args.count, args.seed)
-    judged = recorded(args.record, args.seed)
+    try:
+        import cosmic_ray  # noqa: F401
+    except ImportError:
+        parser.error("cosmic-ray is not installed; run pip install cosmic-ray==8.7.0")
+    from peagle_jax.provenance import append_rows
+
+    known = recorded(args.record)
+    last = STAGES.index(args.until)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        if not args.list:
-            ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
-            shutil.copytree(args.root, copy, ignore=ignored)
-        for number, mutant in enumerate(mutants):
-            if number in judged:
-                continue
-            row = dataclasses.asdict(mutant) | {"number": number, "seed": args.seed}
-            if not args.list:
-                row |= judge(copy, mutant, args.timeout, args.fast, args.rest, args.near_only)
-            print(json.dumps(row), flush=True)
-            if args.record is not None and not args.list:
-                with args.record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+        ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        for area in args.areas:
+            for number, mutant in enumerate(draw(copy, area, args.per_area, args.seed)):
+                which = {"area": area, "seed": args.seed, "number": number}
+                before = known.get((area, args.seed, number), {"until": None, "found_by": None})
+                begun = STAGES.index(before["until"]) + 1 if before["until"] else 0
+                row = which | dataclasses.asdict(mutant)
+                if args.list:
+                    print(json.dumps(row), flush=True)
+                    continue
+                if before["found_by"] or begun > last:
+                    continue
+                stages = STAGES[begun : last + 1]
+                row |= {"until": args.until, **judge(copy, mutant, area, stages, args.timeout)}
+                print(json.dumps(row), flush=True)
+                if args.record is not None:
+                    append_rows(
+                        args.record, [{"name": "mutants"} | row], "scripts/measure/mutants.py"
+                    )
     return 0
 
 
