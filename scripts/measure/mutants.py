@@ -188,9 +188,14 @@ def near(copy: Path, mutant: Mutant, area: str) -> list[str]:
     named = re.compile(
         rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{stem}\b|/{path.name}\b"
     )
+    of_that_name = re.compile(rf"(^|_){stem}(_|$)")
     files = sorted((copy / "tests").rglob("test_*.py"))
-    files.sort(key=lambda file: stem not in file.stem)
-    naming = [file for file in files if stem in file.stem or named.search(file.read_text("utf-8"))]
+    files.sort(key=lambda file: not of_that_name.search(file.stem))
+    naming = [
+        file
+        for file in files
+        if of_that_name.search(file.stem) or named.search(file.read_text("utf-8"))
+    ]
     folders = [Path("tests") / folder for folder in AREAS[area][1]]
     return [*(str(file.relative_to(copy)) for file in naming), *map(str, folders)]
 
