@@ -9,8 +9,8 @@ truth value, `not`, loop or exception of one file of `peagle_jax` is another one
 many are drawn, at most four a file, no two on one place; annotations, decorators and the texts of
 errors are left alone. Each is made in a copy of the checkout, never in the checkout itself.
 
-Tests run in four stages until one fails: those near the file (test files that name its module, then
-the folders of its area), all of `make test`, the slow ones near it, and all of `make test-all`.
+Tests run in four stages until one fails: the test files that name the module, all of `make test`
+(the folders of the area first), the slow tests of both, and all of `make test-all`.
 `--until` ends after a stage. The same call with a later one goes on with the mutants that are still
 alive, and does not judge the others again. The rows of a mutant: the last one stands.
 """
@@ -180,8 +180,8 @@ def run_tests(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> 
     return done.returncode not in (0, 5)  # 5: no test has this marker
 
 
-def near(copy: Path, mutant: Mutant, area: str) -> list[str]:
-    """The tests that run first: files that name the module, then the folders of its area."""
+def near(copy: Path, mutant: Mutant) -> list[str]:
+    """The test files that name a module: in their own name first, then in an import."""
     path = Path(mutant.file)
     module = ".".join(path.with_suffix("").parts)
     package, stem = module.rpartition(".")[0], path.stem
@@ -196,8 +196,7 @@ def near(copy: Path, mutant: Mutant, area: str) -> list[str]:
         for file in files
         if of_that_name.search(file.stem) or named.search(file.read_text("utf-8"))
     ]
-    folders = [Path("tests") / folder for folder in AREAS[area][1]]
-    return [*(str(file.relative_to(copy)) for file in naming), *map(str, folders)]
+    return [str(file.relative_to(copy)) for file in naming]
 
 
 def judge(copy: Path, mutant: Mutant, area: str, stages: Sequence[str], timeout: float) -> dict:
@@ -207,9 +206,13 @@ def judge(copy: Path, mutant: Mutant, area: str, stages: Sequence[str], timeout:
     mutated = mutate(source, f"core/{mutant.operator}", mutant.occurrence)
     assert mutated is not None
     path.write_text(mutated, encoding="utf-8")
-    tests = near(copy, mutant, area)
-    runs = {"near": (FAST, tests), "test": (FAST, ["tests"]), "slow": (SLOW, tests)}
-    runs["all"] = SLOW, ["tests"]
+    named, folders = near(copy, mutant), [f"tests/{folder}" for folder in AREAS[area][1]]
+    runs = {
+        "near": (FAST, named),
+        "test": (FAST, [*folders, "tests"]),
+        "slow": (SLOW, [*named, *folders]),
+        "all": (SLOW, ["tests"]),
+    }
     began = time.monotonic()
     try:
         found_by = next((s for s in stages if run_tests(copy, *runs[s], timeout)), None)

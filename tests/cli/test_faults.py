@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+MOST_SECONDS = 2  # from Ctrl-C to the end of the program, as docs/reliability.md promises
 PROGRAM = "import sys; from peagle_jax.cli import main; sys.exit(main())"
 # a call that neither holds Python's lock nor returns before it is done, as XLA's compiler
 STUCK = """
@@ -85,12 +87,28 @@ def interrupt(process: subprocess.Popen) -> tuple[float, str, str]:
     return time.monotonic() - began, out, err
 
 
+def fastest_of_three(attempt: Callable[[], float]) -> float:
+    """The seconds of the first attempt within what is promised, or of the fastest of three.
+
+    A machine that is busy with other work may take longer than the program does.
+    """
+    seconds = attempt()
+    for _ in range(2):
+        if seconds < MOST_SECONDS:
+            break
+        seconds = min(seconds, attempt())
+    return seconds
+
+
 def test_a_call_that_cannot_be_interrupted():
-    process = start("-c", STUCK)
-    assert process.stdout.readline() == "begun\n"
-    seconds, _, err = interrupt(process)
-    assert (process.returncode, err) == (1, "peagle: interrupted\n")
-    assert seconds < 5  # 1.5 on a quiet machine
+    def attempt() -> float:
+        process = start("-c", STUCK)
+        assert process.stdout.readline() == "begun\n"
+        seconds, _, err = interrupt(process)
+        assert (process.returncode, err) == (1, "peagle: interrupted\n")
+        return seconds
+
+    assert fastest_of_three(attempt) < MOST_SECONDS
 
 
 def test_who_postpones_the_end_is_waited_for():
@@ -148,12 +166,17 @@ def test_a_program_that_is_interrupted(delay, folders, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def f"}\n' * 40_000)
     words += ["--prompts", prompts, "--max-new-tokens", "200", "--out", tmp_path / "out.jsonl"]
-    process = start("-c", PROGRAM, *words)
-    time.sleep(delay)
-    seconds, _, err = interrupt(process)
-    assert process.returncode == 1 and err.splitlines()[-1] == "peagle: interrupted"
-    assert "Traceback" not in err and seconds < 5
-    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+    def attempt() -> float:
+        process = start("-c", PROGRAM, *words)
+        time.sleep(delay)
+        seconds, _, err = interrupt(process)
+        assert process.returncode == 1 and err.splitlines()[-1] == "peagle: interrupted"
+        assert "Traceback" not in err
+        assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+        return seconds
+
+    assert fastest_of_three(attempt) < MOST_SECONDS
 
 
 RECIPE = """
