@@ -8,6 +8,7 @@ tell the split apart from the name, which has slashes. NAME may also be a folder
 library reads, of which one split is wanted.
 """
 
+import contextlib
 import hashlib
 import json
 import sysconfig
@@ -125,8 +126,12 @@ def source_state(source: str | Path | None) -> list[tuple[str, int, int]]:
         paths = list(Path(source).rglob("*"))
     else:
         paths = [Path(source)]
-    files = sorted(path for path in paths if path.is_file())
-    return [(str(p), (stat := p.stat()).st_size, stat.st_mtime_ns) for p in files]
+    found = []
+    for path in sorted(path for path in paths if path.is_file()):
+        with contextlib.suppress(FileNotFoundError):  # it was there when the folder was listed
+            status = path.stat()
+            found.append((str(path), status.st_size, status.st_mtime_ns))
+    return found
 
 
 # ---------------------------------------------------------------- texts

@@ -80,5 +80,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether XLA says that an array cannot be allocated."""
-    return "RESOURCE_EXHAUSTED" in str(error)
+    """Whether XLA or Python says that an array cannot be allocated."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -25,6 +25,7 @@ from peagle_jax.chat.rendering import one_line
 from peagle_jax.corpus import read_jsonl, read_text
 from peagle_jax.documents import BadRows, Document, check_unicode
 from peagle_jax.types import InputError
+from peagle_jax.weights.reading import GIT_LFS_POINTER, git_lfs_pointer
 
 END, MASK, START_TURN, END_TURN = "<|endoftext|>", "<|draft_mask|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -72,7 +73,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer of a folder; None if it has none.
 
     Raises:
-      InputError: one of its files is not JSON, or not that of a tokenizer.
+      InputError: one of its files is not JSON, or not that of a tokenizer, or asks for code of its
+        own to be run.
     """
     paths = [Path(folder) / name for name in ("tokenizer.json", "tokenizer_config.json")]
     paths = [path for path in paths if path.exists()]
@@ -82,8 +84,14 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
         _check_json_object(path)
     try:
         with panics_as_errors():
-            return AutoTokenizer.from_pretrained(str(folder))
+            # without this, transformers asks on stdin whether to run what the folder names
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise errors of any kind
+        if "trust_remote_code" in str(error):
+            rule = "a tokenizer must need no Python code of its own, which is never run here"
+            next_step = "save it with transformers as a fast tokenizer, which is tokenizer.json"
+            got = "one whose tokenizer_config.json names such code (auto_map)"
+            raise InputError(folder, rule, got, next_step) from None
         rule = f"{' and '.join(path.name for path in paths)} must be those of a tokenizer"
         next_step = "download them again from where the weights came from"
         raise InputError(folder, rule, one_line(error), next_step) from None
@@ -91,6 +99,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
 
 def _check_json_object(path: Path) -> None:
     text, next_step = read_text(path), "download the file again"
+    if text.encode().startswith(GIT_LFS_POINTER):
+        raise git_lfs_pointer(path)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

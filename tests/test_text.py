@@ -1,10 +1,14 @@
 """Tokenizer, prompts, loss masks."""
 
+import copy
+import json
+
 import numpy as np
 import pytest
 from tokenizers import processors
 
 from peagle_jax import corpus, text
+from peagle_jax.chat import apply_template
 from peagle_jax.train.data import pack
 from peagle_jax.types import InputError
 
@@ -139,3 +143,55 @@ def test_texts_begin_as_prompts_do(tmp_path):
     assert tokens[-1] == tokenizer.eos_token_id and tokenizer.decode(tokens[1:-1]) == spelled
     assert tokens_b[: len(prompt)].tolist() == prompt
     assert mask_b.tolist() == [i >= len(prompt) for i in range(len(tokens_b))]
+
+
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("ran").write_text("yes")
+class Tokenizer:
+    pass
+"""
+
+
+def test_code_of_a_tokenizer_is_never_run(tokenizer, tmp_path, monkeypatch):
+    """Not even where "y" waits on stdin, where transformers would ask for leave."""
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    raw = json.loads(path.read_text())
+    raw |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}
+    path.write_text(json.dumps(raw))
+    (tmp_path / "own.py").write_text(EVIL)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "y")
+    with pytest.raises(InputError, match="must need no Python code of its own") as error:
+        text.load_tokenizer(tmp_path)
+    assert not asked and not (tmp_path / "ran").exists()
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_cannot_leave_its_sandbox(tokenizer):
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = escape
+    with pytest.raises(InputError, match="SecurityError"):
+        text.encode_turns(own, text.Conversation(({"role": "user", "content": "hi"},)), "here")
+
+
+def test_a_rendered_conversation_has_a_largest_size(tokenizer, monkeypatch):
+    monkeypatch.setattr(apply_template, "MOST_CHARACTERS", 40)
+    own = copy.deepcopy(tokenizer)
+    chat = text.Conversation(({"role": "user", "content": "hi"},))
+    own.chat_template = "{{ 'ab' * 20 }}"
+    assert text.encode_turns(own, chat, "here")
+    own.chat_template = "{{ 'ab' * 20 }}c"
+    with pytest.raises(InputError, match="^here: .* at most 40 characters .*; got 41; leave it"):
+        text.encode_turns(own, chat, "here")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pointer_in_the_place_of_a_tokenizer(name, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(InputError, match=f"{name}: .*git-lfs pointer.*git lfs pull"):
+        text.load_tokenizer(tmp_path)

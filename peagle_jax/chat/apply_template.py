@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.pieces import Conversation, for_templates
-from peagle_jax.chat.rendering import one_line
+from peagle_jax.chat.rendering import MOST_CHARACTERS, one_line
 from peagle_jax.types import InputError
 
 
@@ -23,7 +23,7 @@ def render(
     tools has none, it is then empty, as vLLM passes it.
 
     Raises:
-      InputError: the chat template is none, or it refuses the messages.
+      InputError: the chat template is none, it refuses the messages, or makes too much of them.
     """
     messages = [for_templates(message) for message in conversation.messages]
     options = conversation.tools, where, add_generation_prompt
@@ -46,7 +46,7 @@ def _apply_template(
     """What transformers makes of messages.
 
     Raises:
-      InputError: the chat template is none, or it refuses the messages.
+      InputError: the chat template is none, it refuses the messages, or makes too much of them.
     """
     try:
         rendered = tokenizer.apply_chat_template(
@@ -62,4 +62,8 @@ def _apply_template(
         next_step = "correct the roles and contents, or leave the conversation out"
         raise InputError(where, rule, one_line(error), next_step) from None
     assert isinstance(rendered, str)
+    if len(rendered) > MOST_CHARACTERS:
+        rule = f"a conversation must be at most {MOST_CHARACTERS:,} characters when it is rendered"
+        next_step = "leave it out, or correct what the chat template repeats"
+        raise InputError(where, rule, f"{len(rendered):,}", next_step)
     return rendered

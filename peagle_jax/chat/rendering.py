@@ -31,6 +31,9 @@ RENDER_SECONDS = 30.0
 # Bytes that they may allocate. The longest take megabytes; a template can multiply a text by
 # anything.
 RENDER_BYTES = 2**31
+# Of a rendered conversation, which is then tokenized in time and memory that nothing else bounds.
+# Some four million tokens, and so more than the context of any target.
+MOST_CHARACTERS = 2**24
 
 
 class TooManyMarksError(ValueError):

@@ -6,6 +6,7 @@ be used. A mistake of the user is one line on stderr.
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ from peagle_jax.prompt_end import ends_promptly
 
 __all__ = ["COMMANDS", "main"]
 
+# what `errno` says of a file that was removed, of one on a server, or of its folder
+FILE_IS_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 # Commands that find what an interrupted one has finished, and do the rest.
 RESUMING = ("demo", "train", "regenerate", "extract")
 # Commands that have temporary files while they run, as large as a corpus.
@@ -79,11 +82,22 @@ def _run(arguments: argparse.Namespace) -> int:
         return code
     except InputError as error:
         return _refuse(error)
-    except OSError as error:  # wherever it is noticed that a disk is full
-        if error.errno not in DISK_IS_FULL:
+    except OSError as error:  # wherever it is noticed that a disk is full, or a file gone
+        if error.errno in DISK_IS_FULL:
+            where, next_step = error.filename or "the disk", "make room, and run this again"
+            return _refuse(InputError(where, "must have room", error.strerror, next_step))
+        if error.errno in FILE_IS_GONE and error.filename:
+            rule, next_step = "must stay where it is while this runs", "run this again"
+            return _refuse(InputError(error.filename, rule, error.strerror, next_step))
+        raise
+    except Exception as error:
+        from peagle_jax.free_memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
             raise
-        where, next_step = error.filename or "the disk", "make room, and run this again"
-        return _refuse(InputError(where, "must have room", error.strerror, next_step))
+        rule, got = "arrays must fit", " ".join(str(error).split())[:200] or "no memory"
+        next_step = "use smaller batches, or a device with more"
+        return _refuse(InputError("memory", rule, got, next_step))
 
 
 @contextlib.contextmanager

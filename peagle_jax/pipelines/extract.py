@@ -4,7 +4,6 @@ The same command resumes an interrupted extraction.
 """
 
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from peagle_jax.pipelines.extraction_folder import (
     locked_folder,
     read_old_index,
 )
+from peagle_jax.pipelines.temporary_folder import temporary_folder
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import versions
 from peagle_jax.targets import read_config
@@ -167,8 +167,8 @@ def extract_hidden_states(
         settings["format_version"] = old_index.format_version
     check_unchanged(out, old_index, settings)
     # for as long as this process needs it: its numbers come into the shards
-    with tempfile.TemporaryDirectory(prefix="peagle-corpus-") as temporary:
-        rows = _read_rows(tokenizer, options, settings["seq_len"], Path(temporary) / "corpus", say)
+    with temporary_folder() as temporary:
+        rows = _read_rows(tokenizer, options, settings["seq_len"], temporary / "corpus", say)
         return _extract(folder, rows, settings, old_index, out, say, command)
 
 

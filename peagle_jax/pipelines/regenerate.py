@@ -29,6 +29,7 @@ from peagle_jax.pipelines.answer_file import (
 )
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
 from peagle_jax.pipelines.regenerate_conversations import rewrite
+from peagle_jax.pipelines.temporary_folder import temporary_folder
 from peagle_jax.progress import ProgressReport
 from peagle_jax.train.document_file import DocumentFile, DocumentWriter
 from peagle_jax.types import InputError, Model
@@ -120,8 +121,7 @@ def regenerate(
     # they are answered in any order, and need not fit into memory
     with appendable(out), contextlib.ExitStack() as stack:
         try:
-            folder = tempfile.TemporaryDirectory(prefix="peagle-corpus-")
-            temporary = Path(stack.enter_context(folder))
+            temporary = stack.enter_context(temporary_folder())
             conversations, texts = _read_documents(options, temporary, say)
         except OSError as error:
             rule = "the corpus must fit the folder for temporary files"

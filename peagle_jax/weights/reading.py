@@ -69,7 +69,7 @@ def parse_json(
     """
     parse_constant = _refuse_constant if strict_numbers else None
     if content.startswith(GIT_LFS_POINTER):
-        raise _git_lfs_pointer(where)
+        raise git_lfs_pointer(where)
     try:
         value = json.loads(
             content.decode("utf-8"),
@@ -84,7 +84,8 @@ def parse_json(
     return value
 
 
-def _git_lfs_pointer(where: Path | str) -> InputError:
+def git_lfs_pointer(where: Path | str) -> InputError:
+    """The error of a file that is git-lfs's pointer to its contents."""
     rule, got = "this file must have its contents", "a git-lfs pointer to them"
     next_step = f"run git lfs pull --include {Path(where).name} in its repository, or download it"
     return InputError(where, rule, got, next_step)
@@ -176,7 +177,7 @@ def _read_header(path: Path, size: int) -> bytes:
     with path.open("rb") as file:
         begin = file.read(len(GIT_LFS_POINTER))
         if begin == GIT_LFS_POINTER:
-            raise _git_lfs_pointer(path)
+            raise git_lfs_pointer(path)
         length = int.from_bytes(begin[:8], "little")
         got = f"{length:,} bytes"
         if size < 8 or length > size - 8:
