@@ -4,7 +4,6 @@ Each has acceptance length, the same by kind of text, and acceptance by position
 shows how the heads were trained.
 """
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 from experiments import panels
 from experiments.findings import GROUPS, Finding, Findings
 from experiments.panels import GROUP_STYLE, LENGTH, MAX_LINES, PLAIN_BAR, SHADES
+from peagle_jax.report.pictures import save
 from peagle_jax.report.plots import INK, STYLE
 from peagle_jax.report.records import NAMES
 
@@ -52,13 +52,7 @@ def draw(findings: Findings, out: Path) -> list[tuple[str, str]]:
 
 
 def _save(path: Path, figure: Figure, caption: str) -> tuple[str, str]:
-    """Whole or not at all, like every file here."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", bbox_inches="tight")
-    plt.close(figure)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_bytes(data.getvalue())
-    unfinished.replace(path)
+    save(figure, path, bbox_inches="tight")
     return path.name, caption
 
 

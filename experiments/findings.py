@@ -120,12 +120,14 @@ def _finding(
     if name == experiment.reference or not reference:
         return finding, notes
     try:
-        common = min(len(finding.positions), len(per_position(reference)))
+        # with another K shares by position are of other drafts, and do not compare heads
+        is_same_k = len(finding.positions) == len(per_position(reference))
         finding = dataclasses.replace(
             finding,
             against=compare(rows, reference),
             against_by_position=tuple(
-                compare(rows, reference, positions=slice(i, i + 1)) for i in range(common)
+                compare(rows, reference, positions=slice(i, i + 1))
+                for i in range(len(finding.positions) if is_same_k else 0)
             ),
         )
     except ValueError as error:
@@ -146,7 +148,17 @@ def _cautions(rows: Sequence[Mapping]) -> list[str]:
         )
     if len({row["device"] for row in rows}) > 1:
         notes.append("The runs come from several machines: their speeds cannot be compared.")
-    targets = {row["stages"].get("target") for row in rows if isinstance(row.get("stages"), dict)}
+    targets = {
+        (row["stages"].get("target"), row.get("target_digest"))
+        for row in rows
+        if isinstance(row.get("stages"), dict)
+    }
+    prompts = [prompt for row in rows for prompt in row["measurements"][0]["prompts"]]
+    if unnamed := sum("module" not in prompt for prompt in prompts):
+        notes.append(
+            f"{unnamed:,} of {len(prompts):,} prompts do not say which module they are of, and are "
+            "resampled as if each were of its own: intervals may be too narrow."
+        )
     if len(targets) > 1:
         notes.append(
             f"The runs were measured on {len(targets)} different targets: acceptance lengths "

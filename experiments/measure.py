@@ -13,7 +13,7 @@ from peagle_jax.bench.suite import run_suite
 from peagle_jax.decode.generate import generate
 from peagle_jax.types import Model
 
-Prompt = dict  # a row of the prompts stage: kind, prompt_token_ids
+Prompt = dict  # a row of the prompts stage: kind, module, prompt_token_ids
 Text = dict  # a row of the continuations stage: those, and output_token_ids
 
 
@@ -96,7 +96,8 @@ def _row_of(
     num_accepted = np.sum([count["num_accepted_per_pos"] for count in counts], axis=0)
     lengths = [1 + sum(c["num_accepted_per_pos"]) / c["num_drafts"] for c in counts]
     by_prompt = [
-        {"kind": prompt["kind"], **count} for prompt, count in zip(prompts, counts, strict=True)
+        {"kind": prompt["kind"], "module": prompt["module"], **count}
+        for prompt, count in zip(prompts, counts, strict=True)
     ]
     return dataclasses.asdict(measurement) | {
         "prompts": by_prompt,

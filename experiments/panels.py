@@ -1,5 +1,6 @@
 """Panels of an experiment's pictures: each draws one thing into one axis of matplotlib."""
 
+import contextlib
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -279,10 +280,13 @@ def sampled_drafts(axis: Axes, variants: Sequence[Finding]) -> None:
     places, lengths = [], []
     for variant in variants:
         measurements = variant.rows[0]["measurements"]
-        for number, measurement in enumerate(measurements):
+        # rows of several versions may have fewer measurements than the first one
+        fewest = min(len(row["measurements"]) for row in variant.rows)
+        for number, measurement in enumerate(measurements[1:fewest], 1):
             if measurement.get("sample_drafts") and measurement["k"] == measurements[0]["k"]:
-                places.append(variant.x)
-                lengths.append(interval(variant.rows, measurement=number))
+                with contextlib.suppress(ValueError):  # those of one number do not fit each other
+                    lengths.append(interval(variant.rows, measurement=number))
+                    places.append(variant.x)
     if places:
         intervals(axis, places, lengths, PURPLE, "D", "drafts sampled too", line="--")
 

@@ -5,7 +5,6 @@ Everything between `<!-- NAME: ... -->` and `<!-- end -->` is written anew from 
 
 import argparse
 import re
-import shutil
 import sys
 import tempfile
 import textwrap
@@ -26,6 +25,7 @@ from experiments.tables import (
     overview,
 )
 from peagle_jax.atomic_write import write_atomically
+from peagle_jax.corpus import read_text
 from peagle_jax.types import InputError
 
 REPORT_COLUMNS = ("changes", "between seeds", "speedup", "lossless")  # the report's alone
@@ -43,8 +43,11 @@ def fill(readme: Path, rows: Sequence[Mapping], experiments: Mapping[str, Experi
 
     Returns:
       Names of experiments that have rows, but no marker in the file.
+
+    Raises:
+      InputError: the file cannot be read, or a marker in it has no end.
     """
-    text = readme.read_text(encoding="utf-8")
+    text = read_text(readme)
     by_name: dict[str, list[Mapping]] = {}
     for row in rows:
         by_name.setdefault(row["experiment"], []).append(row)
@@ -54,6 +57,8 @@ def fill(readme: Path, rows: Sequence[Mapping], experiments: Mapping[str, Experi
         if name in by_name
     }
     parts = {"overview": markdown(overview(list(all_findings.values()), []))}
+    for name in (*parts, *all_findings):
+        _check_end(readme, text, name)
     pictures = readme.parent / "pictures"
     pictures.mkdir(exist_ok=True)
     for name, findings in all_findings.items():
@@ -65,13 +70,23 @@ def fill(readme: Path, rows: Sequence[Mapping], experiments: Mapping[str, Experi
     return [name for name in by_name if f"<!-- {name}: " not in text]
 
 
+def _check_end(readme: Path, text: str, name: str) -> None:
+    """Raises InputError where a marker has no end of its own: what follows would be replaced."""
+    begin = re.search(rf"<!-- {name}: [^\n]*-->\n", text)
+    following = re.search(r"<!-- [^\n]*-->", text[begin.end() :]) if begin else None
+    if begin and (following is None or following.group() != "<!-- end -->"):
+        rule = f"the marker <!-- {name}: ... --> must be followed by <!-- end -->"
+        got = following.group() if following else "none"
+        raise InputError(readme, rule, got, "write the end where the tables end")
+
+
 def _section(findings: Findings, pictures: Path) -> str:
     """What stands between an experiment's markers; its picture goes to `pictures`."""
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         # the second picture, of training curves, is in the report only
         for name, caption in draw(findings, Path(folder))[:1]:
-            shutil.copy(Path(folder) / name, pictures / name)
+            write_atomically(pictures / name, (Path(folder) / name).read_bytes())
             parts.append(f"![{findings.experiment.name}](pictures/{name})")
             parts.append(textwrap.fill(caption, COLUMNS, break_long_words=False))
     parts += [f"> {note}" for note in findings.notes]
@@ -106,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--results",
         type=Path,
-        default=folders.ROOT / folders.RESULTS,
-        help=f"folder of rows (default: {folders.RESULTS})",
+        help=f"folder of rows (default: {folders.RESULTS}; for smoke, where its rows go)",
     )
     parser.add_argument(
         "--readme",
@@ -124,16 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.budget == "smoke" and args.readme.resolve() == README:
             rule = "smoke rows must not stand in the README that git tracks"
             raise InputError("--budget", rule, "smoke", "name another file with --readme")
-        rows, warnings = read_rows(args.results)
+        results = args.results or folders.ROOT / folders.default_results(args.budget)
+        rows, warnings = read_rows(results)
         for warning in warnings:
             print(f"experiments.readme: warning: {warning}", file=sys.stderr)
         rows = [row for row in rows if row["budget"] == args.budget]
         if not rows:
             rule = f"must hold rows of the budget {args.budget}"
-            raise InputError(args.results, rule, "none", "run python -m experiments.run NAME first")
-        if not args.readme.exists():
-            rule, next_step = "this file must exist", "name an existing file with --readme"
-            raise InputError(args.readme, rule, "nothing", next_step)
+            raise InputError(results, rule, "none", "run python -m experiments.run NAME first")
         without_marker = fill(args.readme, rows, EXPERIMENTS)
     except InputError as error:
         print(f"experiments.readme: {error}", file=sys.stderr)

@@ -8,7 +8,6 @@ caches and rows go to runs/experiments-smoke/. --list explains every experiment.
 
 import argparse
 import dataclasses
-import json
 import os
 import shlex
 import signal
@@ -26,10 +25,10 @@ from experiments.base import Experiment
 from experiments.base_run import base_run
 from experiments.budgets import BUDGETS
 from experiments.jobs import Job
-from experiments.old_names import experiment_name, variant_name, with_present_names
+from experiments.old_names import experiment_name, variant_name
 from experiments.queue import Queue
 from experiments.registry import EXPERIMENTS
-from experiments.rows import read_lines
+from experiments.rows import latest, read_rows
 from experiments.stages.cache import Stage, check_disk_space, missing_stages, prepare
 from experiments.watch import follow
 from peagle_jax.atomic_write import DISK_IS_FULL
@@ -233,19 +232,18 @@ def _identity(job: Job) -> tuple:
 
 
 def finished(results: Path) -> set[tuple]:
-    """Experiment, variant, seed, budget and key of all rows.
+    """Experiment, variant, seed, budget and key of the rows that a report would show.
 
-    Damaged lines are passed over; the report names them.
+    Of several rows of one variant, seed and budget that is the last. Lines that cannot be used are
+    passed over; the report names them.
     """
-    done = set()
-    for _, _, line in read_lines(results):
-        try:
-            row = with_present_names(json.loads(line))
-            fields = ("experiment", "variant", "seed", "budget", "key")
-            done.add(tuple(row[field] for field in fields))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # no row
-            continue
-    return done
+    rows, _ = read_rows(results)
+    fields = ("experiment", "variant", "seed", "budget", "key")
+    return {
+        tuple(row[field] for field in fields)
+        for row in latest(rows)
+        if isinstance(row.get("key"), str)
+    }
 
 
 # ---------------------------------------------------------------- what is said before

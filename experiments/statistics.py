@@ -4,8 +4,10 @@ What varies when an experiment is run again? The seed of the training, and the p
 acceptance length is pooled as vLLM counts it, 1 + accepted / drafts over all its seeds and prompts.
 Two 95 % intervals are made of it, and the WIDER one is reported:
 
-- A two-level bootstrap: seeds with replacement, then prompts with replacement, the same prompts for
-  all seeds (and, in a comparison, for both variants, because they answered the same prompts). Alone
+- A two-level bootstrap: seeds with replacement, then documents with replacement, each with all of
+  its prompts, the same ones for all seeds (and, in a comparison, for both variants, because they
+  answered the same prompts). A document is a module of the library: its texts, of several kinds,
+  resemble each other. In rows that do not name modules each prompt is one. Alone
   it is far too narrow where seeds matter: three values drawn from three have 2/3 of the seeds'
   variance, and percentiles know nothing of how badly three values tell a variance.
 - Student's t over the seeds' values (in a comparison: their paired differences), which knows that:
@@ -46,10 +48,12 @@ class Counts:
     Attributes:
       seeds: of the runs.
       kinds: of the prompts, in their order.
+      documents: which one each prompt is of: numbers from 0.
     """
 
     seeds: tuple[int, ...]
     kinds: tuple[str, ...]
+    documents: tuple[int, ...]
     num_drafts: Float[np.ndarray, "R P"]
     num_accepted: Float[np.ndarray, "R P K"]
 
@@ -123,7 +127,15 @@ def counts(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
         )
     num_accepted = [[prompt["num_accepted_per_pos"] for prompt in run] for run in prompts]
     kinds_read = tuple(prompt["kind"] for prompt in prompts[0])
-    return Counts(seeds, kinds_read, num_drafts, np.array(num_accepted, float))
+    documents = _documents(prompts[0])
+    return Counts(seeds, kinds_read, documents, num_drafts, np.array(num_accepted, float))
+
+
+def _documents(prompts: Sequence[Mapping]) -> tuple[int, ...]:
+    """Which document each prompt is of, in the order in which documents come."""
+    names = [prompt.get("module", number) for number, prompt in enumerate(prompts)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
 
 
 def _check_measured_alike(runs: Sequence[Mapping]) -> None:
@@ -131,7 +143,7 @@ def _check_measured_alike(runs: Sequence[Mapping]) -> None:
     first = runs[0]
     for run in runs[1:]:
         _check_same_kinds(_kinds(first), _kinds(run))
-        if run.get("prompts_stage") != first.get("prompts_stage"):
+        if _source(run) != _source(first):
             raise ValueError(
                 "runs are compared on the same prompts; got two sets of them; run all with one "
                 "cache"
@@ -141,6 +153,11 @@ def _check_measured_alike(runs: Sequence[Mapping]) -> None:
         raise ValueError(
             f"one variant's runs must be measured with one K; got {ks}; run the variant again"
         )
+
+
+def _source(run: Mapping) -> tuple:
+    """What the prompts of a measurement are: by code and settings, and by their contents."""
+    return run.get("prompts_stage"), run.get("prompts_digest")
 
 
 def _kinds(run: Mapping) -> list[str]:
@@ -166,7 +183,7 @@ def interval(
 ) -> Interval:
     """A variant's pooled acceptance length with its 95 % interval (see the top of this file)."""
     total = counts(rows, measurement=measurement, kinds=kinds)
-    seeds, prompts = _draws(len(total.seeds), len(total.kinds), draws)
+    seeds, prompts = _draws(len(total.seeds), total.documents, draws)
     value, by_seed = _pooled(total), _by_seed(total)
     low, high = _wider(value, by_seed, _pooled(total, seeds, prompts))
     return Interval(value.item(), low, high, dict(zip(total.seeds, by_seed.tolist(), strict=True)))
@@ -209,12 +226,12 @@ def compare(
     a, b = counts_of(rows_a), counts_of(rows_b)
     _check_same_kinds(a.kinds, b.kinds)
     both = (*rows_a, *rows_b)
-    if len({row["measurements"][measurement].get("prompts_stage") for row in both}) > 1:
+    if len({_source(row["measurements"][measurement]) for row in both}) > 1:
         raise ValueError(
             "variants are compared on the same prompts; got two sets of them; run all with one "
             "cache"
         )
-    drawn = _draws(len(a.seeds), len(a.kinds), draws)
+    drawn = _draws(len(a.seeds), a.documents, draws)
     difference, by_seed = _pooled(a) - _pooled(b), _by_seed(a) - _by_seed(b)
     low, high = _wider(difference, by_seed, _pooled(a, *drawn) - _pooled(b, *drawn))
     values = dict(zip(a.seeds, by_seed.tolist(), strict=True))
@@ -250,16 +267,18 @@ def _check_same_kinds(a: Sequence[str], b: Sequence[str]) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _draws(
-    seeds: int, prompts: int, draws: int
+    seeds: int, documents: tuple[int, ...], draws: int
 ) -> tuple[Int[np.ndarray, "draws R"], Int[np.ndarray, "draws P"]]:
     """How often each draw takes each seed and each prompt.
 
     They are cached: all variants of an experiment then share their draws.
     """
     generator = np.random.default_rng(20260201)
+    num_documents = max(documents) + 1
     drawn_seeds = generator.multinomial(seeds, np.full(seeds, 1 / seeds), draws)
-    drawn_prompts = generator.multinomial(prompts, np.full(prompts, 1 / prompts), draws)
-    return drawn_seeds, drawn_prompts
+    share = np.full(num_documents, 1 / num_documents)
+    drawn_documents = generator.multinomial(num_documents, share, draws)
+    return drawn_seeds, drawn_documents[:, documents]
 
 
 def _pooled(

@@ -38,6 +38,11 @@ def kinds_of(module: Document) -> Iterator[tuple[str, str]]:
                 yield kind, text
 
 
+def module_of(name: str) -> str:
+    """The module that a text of `by_kind` is of, by the text's name."""
+    return name.rpartition("#")[0]
+
+
 def by_kind(modules: Sequence[Document]) -> dict[str, list[Document]]:
     """All texts of some modules, by kind, named after their module."""
     documents: dict[str, list[Document]] = {kind: [] for kind in KINDS}

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from experiments.arithmetic import training_flops
 from experiments.jobs import Job
 from experiments.measure import measure, measure_on_text, measure_speed
 from experiments.rows import rounded
+from experiments.stages.cache import Stage
 from experiments.stages.prompts import prompts_stage
 from peagle_jax import corpus
 from peagle_jax.atomic_write import write_atomically
@@ -56,6 +58,7 @@ def do(job: Job, cache: Path, command: str) -> dict:
         "config": dataclasses.asdict(plain_run),
         **provenance(command),
         "stages": {stage.name: stage.key for stage in job.stages()[0].with_parents()},
+        "target_digest": _digest(Path(run.target) / "model.safetensors"),
         "head_key": job.head_key,
         "steps": result.step,
         "train_seconds": steps[-1]["seconds"],
@@ -130,14 +133,27 @@ def _measurements(
             path = stage.folder(cache) / "continuations.jsonl"
             texts = [row for _, row in corpus.read_jsonl(path)]
             numbers = measure_on_text(target, head, texts, measurement)
-            measured.append(numbers | {"prompts_stage": stage.key})
+            measured.append(numbers | _origin(stage, path))
             continue
         prompts = _prompts(job, cache, measurement.prompt_tokens)
         numbers, counts = measure(target, head, prompts, measurement, job.variant.method)
         stage = prompts_stage(job.budget, measurement.prompt_tokens)
-        measured.append(numbers | {"prompts_stage": stage.key})
+        measured.append(numbers | _origin(stage, stage.folder(cache) / "prompts.jsonl"))
         exact = {name: exact[name] + counts[name] for name in exact}
     return measured, exact
+
+
+def _origin(stage: Stage, path: Path) -> dict[str, str]:
+    """What a row says of the prompts: the key is of code and settings, the digest of the contents.
+
+    A target that is trained on another machine rounds otherwise, and so has other contents.
+    """
+    return {"prompts_stage": stage.key, "prompts_digest": _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _speed(job: Job, cache: Path, target: Model, head: Model) -> dict | None:
@@ -153,6 +169,10 @@ def _speed(job: Job, cache: Path, target: Model, head: Model) -> dict | None:
 def main(argv: list[str]) -> int:
     from experiments.registry import EXPERIMENTS
 
+    if len(argv) != 1:
+        rule = "one argument is needed, a job's file as experiments.run writes it"
+        print(f"experiments.work: {rule}; got {len(argv)}", file=sys.stderr)
+        return 2
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     job = Job(EXPERIMENTS[spec["experiment"]], spec["variant"], spec["seed"], spec["budget"])
     row = do(job, Path(spec["cache"]), spec["command"])

@@ -1,4 +1,4 @@
-"""Text files that appear whole or not at all, whenever the process is killed."""
+"""Small files that appear whole or not at all, whenever the process is killed."""
 
 import contextlib
 import errno
@@ -12,8 +12,8 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_NAME = 200  # characters of a file's name that its temporary one has, too
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes UTF-8 under a temporary name beside `path`, then renames it.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes text as UTF-8, or bytes, under a temporary name beside `path`, then renames it.
 
     Two processes that do so at the same time write one after the other, by a lock; where there are
     none, under names of their own. What a killed one has left is written over by the next; an error
@@ -21,13 +21,13 @@ def write_atomically(path: Path, text: str) -> None:
 
     Args:
       path: the file; one that is there is replaced.
-      text: all of its contents.
+      content: all of it.
 
     Raises:
       UnicodeEncodeError: the text has half of a surrogate pair.
       OSError: the folder cannot be written to; the caller knows what to tell the user.
     """
-    content = text.encode()
+    raw = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name[:LONGEST_NAME]}.tmp")
     has_own_name = False
     while True:
@@ -42,8 +42,8 @@ def write_atomically(path: Path, text: str) -> None:
             try:
                 os.ftruncate(handle, 0)
                 done = 0
-                while done < len(content):
-                    done += os.write(handle, content[done:])
+                while done < len(raw):
+                    done += os.write(handle, raw[done:])
                 temporary.replace(path)
             except BaseException:
                 with contextlib.suppress(OSError):

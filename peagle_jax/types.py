@@ -61,7 +61,7 @@ class InputError(ValueError):
 
 
 class WeightsWarning(UserWarning):
-    """The weights can be used but look wrong: they contain NaN or infinity."""
+    """The weights can be used but look wrong: NaN or infinity, or another model than theirs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,7 +184,9 @@ def test_a_rendered_conversation_has_a_largest_size(tokenizer, monkeypatch):
     own.chat_template = "{{ 'ab' * 20 }}"
     assert text.encode_turns(own, chat, "here")
     own.chat_template = "{{ 'ab' * 20 }}c"
-    with pytest.raises(InputError, match="^here: .* at most 40 characters .*; got 41; leave it"):
+    with pytest.raises(
+        InputError, match="^here: .* at most 40 characters .*; got 41; leave the conv"
+    ):
         text.encode_turns(own, chat, "here")
 
 

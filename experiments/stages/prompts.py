@@ -15,9 +15,10 @@ from peagle_jax.types import InputError
 
 
 def prompts_stage(budget: Budget, num_tokens: int) -> Stage:
-    """prompts.jsonl: rows of kind and prompt_token_ids, `budget.num_prompts` of every kind of text.
+    """prompts.jsonl: rows of kind, module and prompt_token_ids, `budget.num_prompts` of every kind.
 
-    Each is an excerpt of a held-out document that begins a quarter into it.
+    Each is an excerpt of a held-out document that begins a quarter into it. One module of the
+    library may give several documents, of one kind or of several.
 
     Args:
       num_tokens: length of every prompt.
@@ -28,9 +29,14 @@ def prompts_stage(budget: Budget, num_tokens: int) -> Stage:
         rows = [row for _, row in corpus.read_jsonl(parents[0] / "held_out.jsonl")]
         prompts = []
         for kind in texts.KINDS:
-            documents = [row["text"] for row in rows if row["kind"] == kind]
-            encoded = tokenizer(documents, add_special_tokens=False)["input_ids"]
-            long_enough = [ids for ids in encoded if len(ids) > num_tokens]
+            documents = [row for row in rows if row["kind"] == kind]
+            texts_of_kind = [document["text"] for document in documents]
+            encoded = tokenizer(texts_of_kind, add_special_tokens=False)["input_ids"]
+            long_enough = [
+                (texts.module_of(document["name"]), ids)
+                for document, ids in zip(documents, encoded, strict=True)
+                if len(ids) > num_tokens
+            ]
             if len(long_enough) < budget.num_prompts:
                 raise InputError(
                     folder,
@@ -40,9 +46,10 @@ def prompts_stage(budget: Budget, num_tokens: int) -> Stage:
                     next_step="use a Python with more of its library, or shorter prompts",
                 )
             for i in range(budget.num_prompts):
-                ids = long_enough[i * len(long_enough) // budget.num_prompts]
+                module, ids = long_enough[i * len(long_enough) // budget.num_prompts]
                 start = min(len(ids) // 4, len(ids) - num_tokens)
-                prompts.append({"kind": kind, "prompt_token_ids": ids[start : start + num_tokens]})
+                excerpt = ids[start : start + num_tokens]
+                prompts.append({"kind": kind, "module": module, "prompt_token_ids": excerpt})
         lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
         write_atomically(folder / "prompts.jsonl", lines)
 

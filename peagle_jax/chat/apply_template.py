@@ -64,6 +64,6 @@ def _apply_template(
     assert isinstance(rendered, str)
     if len(rendered) > MOST_CHARACTERS:
         rule = f"a conversation must be at most {MOST_CHARACTERS:,} characters when it is rendered"
-        next_step = "leave it out, or correct what the chat template repeats"
+        next_step = "leave the conversation out, or correct what the template repeats"
         raise InputError(where, rule, f"{len(rendered):,}", next_step)
     return rendered

@@ -199,6 +199,15 @@ def names_aux_layers(raw: Mapping, where: str | Path) -> bool:
     return bool(top.get(AUX_LAYER_IDS, None) or top.child("eagle_config").get(AUX_LAYER_IDS, None))
 
 
+def may_count_outputs(raw: Mapping, where: str | Path) -> bool:
+    """Whether ids of layers stand where SpecForge writes them, which counts outputs, and vLLM's
+    own writers do not: in `eagle_config` alone, of a head that does not draft in parallel."""
+    top = Fields(raw, where)
+    if detect_format(raw) in COUNTS_OUTPUTS or top.get(AUX_LAYER_IDS, None):
+        return False
+    return bool(top.child("eagle_config").get(AUX_LAYER_IDS, None))
+
+
 def names_mask_token(raw: Mapping, where: str | Path) -> bool:
     """Whether the config names the mask token, under any of its keys."""
     if any(raw.get(key) is not None for key in MASK_TOKEN_KEYS):

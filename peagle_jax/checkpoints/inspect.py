@@ -197,6 +197,12 @@ def _describe_head(
             "inspect with --target"
         )
         target_layers = ANY_LAYERS
+    if "mask_hidden" not in tensors and config_reading.may_count_outputs(raw, where):
+        open_questions.append(
+            f"{AUX_LAYER_IDS} stands in eagle_config alone, as SpecForge writes it, which counts "
+            "outputs of layers; it is read as vLLM reads it, as inputs: if the head is of "
+            "SpecForge, convert with --aux-layer-numbering output"
+        )
     mask_token_is_open = "mask_hidden" in tensors and not config_reading.names_mask_token(
         raw, where
     )
@@ -266,7 +272,7 @@ def _head_facts(config: HeadConfig) -> dict[str, Any]:
         "vocab_size": config.vocab,
         "draft_vocab_size": config.draft_vocab,
         "target_hidden_size": config.target_dim,
-        "min_target_layers": 1 if reads_final else max(aux_layers) + 1,
+        "min_target_layers": 1 if reads_final else max(1, *aux_layers),
         "known_targets": KNOWN_TARGETS.get((config.target_dim, config.vocab), []),
         "options": [name for name in OPTIONS if getattr(config, name)],
         "placeholder_hidden": config.placeholder_hidden if config.parallel else None,

@@ -298,6 +298,8 @@ def _text_part(
             for name, t in tensors.items()
             if not name.startswith(OTHER_PARTS)
         }
+    # frequencies that older writers saved, as with Llama 2; the config gives them
+    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     unused = family.unused(config) if family.unused else frozenset()
     if config.tied_embeddings:  # some writers store the tied matrix twice
         unused |= {"lm_head.weight"}

@@ -84,6 +84,8 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
         rule, next_step = "drafts at given rates are a chain", "leave out one of the two"
         raise InputError("--num-tree-nodes", rule, f"{SYNTHETIC}, too", next_step)
     questions = _questions(arguments)
+    for name in ("results.jsonl", "load.jsonl") if request_rates else ("results.jsonl",):
+        records.check_records(arguments.out, name)
     target, heads = _load_heads(arguments)
     if trees and "peagle" not in heads:
         rule, next_step = "trees are drafted by P-EAGLE heads", "give one with --drafter"
@@ -316,9 +318,10 @@ def _bench_server(arguments: argparse.Namespace) -> int:
     from peagle_jax.openai_server import OpenAIServer
     from peagle_jax.provenance import provenance
     from peagle_jax.report.load_table import load_table
-    from peagle_jax.report.records import Records
+    from peagle_jax.report.records import Records, check_records
 
     batch_sizes = parse_numbers("--batch-size", arguments.batch_size)
+    check_records(arguments.out, "load.jsonl")
     rates = parse_rates("--request-rate", arguments.request_rate) or [CLOSED]
     questions = _questions(arguments)
     next_step = "look at the server's log, and run the same command again"

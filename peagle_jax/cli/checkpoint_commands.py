@@ -63,10 +63,10 @@ def calibrate(arguments: argparse.Namespace) -> int:
     """Calibrates a head's confidence head."""
     from peagle_jax import text, weights
     from peagle_jax.checkpoints.runs import open_head
-    from peagle_jax.checkpoints.target_io import load_target
+    from peagle_jax.checkpoints.target_io import load_target, read_facts
     from peagle_jax.pipelines.calibration import calibrate_head, check_has_confidence
 
-    config = open_head(arguments.src).config
+    config = open_head(arguments.src, read_facts(arguments.target).layers).config
     check_has_confidence(config, arguments.src)  # before minutes of loading
     target = load_target(arguments.target, aux_hidden_state_layers=config.aux_hidden_state_layers)
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
@@ -101,16 +101,22 @@ def inspect(arguments: argparse.Namespace) -> int:
 def serve_config(arguments: argparse.Namespace) -> int:
     """Prints how another engine serves a head."""
     from peagle_jax import weights
+    from peagle_jax.checkpoints.config_reading import names_aux_layers
     from peagle_jax.checkpoints.config_writing import serving_flags, serving_notes
     from peagle_jax.checkpoints.convert import read_serving
     from peagle_jax.checkpoints.head_writing import SERVED_FORMATS, check_servable
     from peagle_jax.checkpoints.inspect import ANY_LAYERS
     from peagle_jax.checkpoints.other_engines import ENGINES, check_servable_by, notes
-    from peagle_jax.checkpoints.target_io import context_of
+    from peagle_jax.checkpoints.target_io import context_of, read_facts
 
     # For a head that names no aux hidden state layers vLLM makes its own choice, and the flag is
-    # the same however many layers the target has.
-    head = read_serving(arguments.dir, target_layers=ANY_LAYERS)
+    # the same however many layers the target has. Other engines are told the layers.
+    target_layers: int | None = ANY_LAYERS
+    config = weights.find_folder(arguments.dir) / "config.json"
+    if arguments.engine in ENGINES and config.exists():
+        if not names_aux_layers(weights.read_json(config), config):
+            target_layers = read_facts(arguments.target).layers if arguments.target else None
+    head = read_serving(arguments.dir, target_layers=target_layers)
     if head.checkpoint_format not in SERVED_FORMATS:
         raise InputError(
             arguments.dir,

@@ -77,6 +77,9 @@ def generate(arguments: argparse.Namespace) -> int:
         raise InputError("--method", rule, "no --drafter", next_step)
     if arguments.out is not None:
         check_writable(arguments.out)
+        if arguments.prompts is not None and arguments.out.resolve() == arguments.prompts.resolve():
+            rule, next_step = "answers must not replace the prompts", "name another file with --out"
+            raise InputError("--out", rule, f"--prompts {arguments.prompts}", next_step)
         if arguments.stream:
             rule, next_step = "prints to the terminal", "leave out --out or --stream"
             raise InputError("--stream", rule, f"--out {arguments.out}", next_step)

@@ -66,16 +66,19 @@ def check_rates(where: str, rates: list[float] | tuple[float, ...]) -> tuple[flo
 
 
 def _measured(path: Path, method: str) -> list[float]:
-    """The rates of a method's chain with the largest K; of several such rows, of the last."""
+    """The rates of a method's greedy chain with the largest K; of several of those, the last's."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         of_method = [row for row in rows if row.get("method") == method and row.get("k")]
-        of_method = chains(of_method)  # an adaptive K and a tree have other shares by position
+        # an adaptive K and a tree have other shares by position, and so has sampled text; of
+        # synthetic acceptance the shares are those that were asked for
+        of_method = [row for row in chains(of_method) if not row.get("temperature")]
+        of_method = [row for row in of_method if not row.get("synthetic_acceptance")]
         chosen = max(of_method, key=lambda row: (row["k"], rows.index(row)))
         return [float(rate) for rate in chosen["accepted_per_position"]]
     except OSError as error:
         rule, next_step = "this file must be readable", "name the results.jsonl of `peagle bench`"
         raise InputError(path, rule, error.strerror, next_step) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OverflowError):
-        rule = f"must have rows of `peagle bench` with method {method}"
+        rule = f"must have rows of `peagle bench` with greedy chains of method {method}"
         raise InputError(path, rule, "none", "run peagle bench --out DIR first") from None

@@ -41,6 +41,7 @@ from peagle_jax.types import InputError, Model
 PACKAGE = Path(__file__).parent.parent
 ASSETS = PACKAGE / "assets"  # target/, peagle/ and eagle3/: ordinary folders with model cards
 PEERS = PACKAGE.parent / "results" / "peers.jsonl"  # only in a checkout
+DEMO_FILE = "demo.json"  # which demo a folder has
 SEED = 0
 # New tokens per answer of the float32 check, where the timed decoding has another dtype.
 EXACTNESS_TOKENS = 64
@@ -74,9 +75,14 @@ def run_demo(out: Path, budget: str, say: Say = print, *, from_scratch: bool = F
       budget: "smoke", "small" or "full".
       say: is given lines, and tables of rich.
       from_scratch: train the target and both heads instead of using the packaged ones.
+
+    Raises:
+      InputError: `out` has another demo, or cannot be written.
     """
     b = budget_here(budget)
+    _check_same_demo(out, budget, from_scratch)
     results = records.Records(out)
+    write_atomically(out / DEMO_FILE, json.dumps(_demo_facts(budget, from_scratch)) + "\n")
     scratch = from_scratch or b.needs_scratch
 
     origin = "trained here, from scratch" if scratch else f"those of the package ({ASSETS})"
@@ -106,12 +112,35 @@ def run_demo(out: Path, budget: str, say: Say = print, *, from_scratch: bool = F
     return DemoResult(page, suite.lossless)
 
 
+def _demo_facts(budget: str, from_scratch: bool) -> dict[str, Any]:
+    """What all that is in the folder of a demo depends on."""
+    return {"budget": budget, "from_scratch": from_scratch}
+
+
+def _check_same_demo(out: Path, budget: str, from_scratch: bool) -> None:
+    """Raises InputError where a folder has a demo of another budget: its parts do not fit."""
+    path = out / DEMO_FILE
+    if not path.exists():
+        return
+    former = weights.read_json(path, "delete it, or choose another folder with --out")
+    facts = _demo_facts(budget, from_scratch)
+    if changed := [key for key in facts if former.get(key) != facts[key]]:
+        rule = "a folder has one demo"
+        got = ", ".join(f"{key} {facts[key]}, was {former.get(key)}" for key in changed)
+        raise InputError(out, rule, got, "choose another folder with --out")
+
+
 # ---------------------------------------------------------------- what would be done
 
 
 def plan(budget: str, out: Path, from_scratch: bool) -> list[tuple[str, str, str]]:
-    """What `run_demo` would do: (stage, description, whether it is done already)."""
+    """What `run_demo` would do: (stage, description, whether it is done already).
+
+    Raises:
+      InputError: `out` has another demo.
+    """
     b = budget_here(budget)
+    _check_same_demo(out, budget, from_scratch)
     scratch = from_scratch or b.needs_scratch
     stages = [_planned_model(b, out, scratch, name) for name in ("target", "peagle", "eagle3")]
     decoding = (
@@ -219,7 +248,7 @@ def _measure(
     say: Say,
 ) -> Suite:
     """The result rows of all decoders, from `out`/suite.json if nothing changed since."""
-    saved, key = out / "suite.json", _suite_key(b, models, name)
+    saved, key = out / "suite.json", _suite_key(b, models, prompts, name)
     if (suite := _read_suite(saved, key)) is not None:
         say("measured already; delete suite.json to measure again")
         return suite
@@ -306,9 +335,9 @@ def _read_suite(saved: Path, key: dict) -> Suite | None:
         return None
 
 
-def _suite_key(b: Budget, models: Models, name: str) -> dict:
-    """Everything that the numbers depend on: budget, code, weights, machine."""
-    digest = hashlib.sha256()
+def _suite_key(b: Budget, models: Models, prompts: Sequence[Sequence[int]], name: str) -> dict:
+    """Everything that the numbers depend on: budget, code, weights, prompts, machine."""
+    digest = hashlib.sha256(json.dumps([list(map(int, prompt)) for prompt in prompts]).encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
     for folder in (models.target, *models.heads.values()):

@@ -12,6 +12,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from peagle_jax.report.pictures import save
+
 # colors of cells
 REAL, PLACEHOLDER, DRAFT = "#d0ebff", "#ffe3b3", "#c3e6e9"
 ACCEPTED, CORRECTED, UNUSED = "#b7e4c7", "#f5c2c0", "#e3e7ec"
@@ -35,8 +37,7 @@ def draw_method(out: Path) -> tuple[str, str]:
     _draft(axis)
     _verify(axis)
     _accept(axis)
-    figure.savefig(out / "method.png", dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    save(figure, out / "method.png", dpi=120, bbox_inches="tight")
     caption = (
         "One decoding step with K = 4. EAGLE-3 would need four forwards of the head, one after the "
         "other, and feed each drafted token and hidden state back. P-EAGLE puts placeholders in "

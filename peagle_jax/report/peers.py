@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from peagle_jax.report.pictures import save
 from peagle_jax.report.plots import STYLE
 
 ENGINES = {"peagle_jax": "peagle_jax", "vllm": "vLLM", "transformers": "transformers"}
@@ -168,8 +169,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             axis.grid(axis="x", visible=False)
         axes[0, 0].legend(fontsize=9, loc="upper left")
         axes[0, 0].set_ylim(top=1.3 * axes[0, 0].get_ylim()[1])
-        figure.savefig(path, bbox_inches="tight")
-        plt.close(figure)
+        save(figure, path, bbox_inches="tight")
 
 
 def _cases(rows: Sequence[dict]) -> list[tuple[int, str]]:

@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from peagle_jax.report.pictures import save
 from peagle_jax.report.plots import COLORS, STYLE
 from peagle_jax.report.records import NAMES
 
@@ -53,5 +54,4 @@ def draw_plan(path: Path, title: str, panels: Mapping[str, Mapping[str, Points]]
         axes[0][0].legend()
         figure.suptitle(f"{title}; numbers are the best K", fontsize=11)
         figure.tight_layout()
-        figure.savefig(path)
-        plt.close(figure)
+        save(figure, path)

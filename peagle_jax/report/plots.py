@@ -1,5 +1,6 @@
 """Plots of result rows and training metrics. Captions come from `statements`."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from peagle_jax.report import statements
+from peagle_jax.report.pictures import save
 from peagle_jax.report.records import NAMES, batch_sizes, chains, greedy, methods
 
 INK = "#1d2430"
@@ -92,8 +94,7 @@ def draw(
 
 def _save(out: Path, name: str, figure: Figure, caption: str) -> tuple[str, str]:
     """Writes a figure as PNG. Returns its file name and caption."""
-    figure.savefig(out / f"{name}.png", bbox_inches="tight")
-    plt.close(figure)
+    save(figure, out / f"{name}.png", bbox_inches="tight")
     return f"{name}.png", caption
 
 
@@ -136,7 +137,8 @@ def _against_k(records: Sequence[dict]) -> Figure:
 
 
 def _acceptance_length(row: dict) -> float:
-    return float(row["acceptance_length"])
+    """Not a number, of which no point is drawn, where nothing was drafted."""
+    return math.nan if row["acceptance_length"] is None else float(row["acceptance_length"])
 
 
 def _draft_ms(row: dict) -> float:
@@ -177,8 +179,8 @@ def _break_even(records: Sequence[dict]) -> Figure:
             name, color = NAMES[method], COLORS[method]
             axis.plot(ks, needed, "--", color=color, label=f"{name}: needed")
             axis.plot(ks, reached, "o-", color=color, label=f"{name}: reached")
-            highest = max(highest, *needed, *reached)
-            lowest = min(lowest, *needed, *reached)
+            drawn = [value for value in (*needed, *reached) if not math.isnan(value)]
+            highest, lowest = max(highest, *drawn), min(lowest, *drawn)
         axis.set(title=f"Batch size {batch_size}")
         _label_k_axis(axis, here)
     margin = 0.05 * (highest - lowest)
@@ -266,12 +268,13 @@ def _per_position(panels: Sequence[Sequence[dict]]) -> Figure:
         width = 0.8 / len(rows)
         for i, row in enumerate(rows):
             shift = (i - (len(rows) - 1) / 2) * width
+            label = f"{NAMES[row['method']]}, acceptance length {_acceptance_length(row):.2f}"
             bars = axis.bar(
                 [position + shift for position in range(1, row["k"] + 1)],
                 [100 * share for share in row["accepted_per_position"]],
                 width * 0.94,
                 color=COLORS[row["method"]],
-                label=f"{NAMES[row['method']]}, acceptance length {row['acceptance_length']:.2f}",
+                label=label,
             )
             axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
         temperature = rows[0]["temperature"]

@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from peagle_jax.report.pictures import save
 from peagle_jax.report.plots import COLORS, STYLE
 from peagle_jax.report.published_tables import PublishedTable
 from peagle_jax.report.records import NAMES
@@ -300,8 +301,7 @@ def draw(path: Path, drawn: Sequence[Panel]) -> None:
             ax.set_axis_off()
         figure.suptitle("solid: ours, on CPUs; dashed: published, on GPUs and Trainium")
         figure.tight_layout()
-        figure.savefig(path, dpi=DPI)
-        plt.close(figure)
+        save(figure, path, dpi=DPI)
 
 
 def _panel(ax: Axes, panel: Panel) -> None:

@@ -1,6 +1,8 @@
 """Result rows of `bench.suite`: their JSONL file, the cells of a table, and one line of text."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from rich.table import Table
 
 from peagle_jax.atomic_write import append_line
 from peagle_jax.corpus import read_jsonl
-from peagle_jax.file_lock import lock_while_alive
+from peagle_jax.file_lock import lock_while_alive, try_lock
 from peagle_jax.old_names import RESULT_ROW_KEYS, with_new_names
 from peagle_jax.types import InputError
 
@@ -55,15 +57,44 @@ class Records:
             self.path.touch()
             is_mine = lock_while_alive(self, self.path)
         except OSError as error:
-            rule, next_step = "the output folder must be writable", "choose another with --out"
-            raise InputError(out, rule, error.strerror, next_step) from None
+            raise _not_writable(out, error) from None
         if not is_mine:
-            rule, got = "one command adds rows at a time", "another one at it"
-            raise InputError(self.path, rule, got, "wait for it, or choose another --out")
+            raise _is_locked(self.path)
 
     def add(self, record: dict) -> None:
         """Appends a row."""
         append_line(self.path, json.dumps(record))
+
+
+def check_records(out: Path, name: str = "results.jsonl") -> None:
+    """Refuses what `Records` would, before minutes of work; makes and keeps nothing.
+
+    Raises:
+      InputError: as for `Records`.
+    """
+    path = out / name
+    try:
+        there = next(p for p in (path, *path.parents) if p.exists())
+        if there == path:
+            with path.open("a", encoding="utf-8") as file:
+                if not try_lock(file):
+                    raise _is_locked(path)
+        elif not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        elif not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _not_writable(out, error) from None
+
+
+def _not_writable(out: Path, error: OSError) -> InputError:
+    rule, next_step = "the output folder must be writable", "choose another with --out"
+    return InputError(out, rule, error.strerror, next_step)
+
+
+def _is_locked(path: Path) -> InputError:
+    rule, got = "one command adds rows at a time", "another one at it"
+    return InputError(path, rule, got, "wait for it, or choose another --out")
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -111,10 +111,10 @@ def slowdown_reason(records: Sequence[dict], row: dict) -> str:
     The costs are the row's own seconds divided by a plain step's.
 
     Returns:
-      "" where plain decoding was not measured.
+      "" where plain decoding was not measured, or nothing was drafted.
     """
     plain = plain_row(records, row)
-    if plain is None:
+    if plain is None or row["acceptance_length"] is None:
         return ""
     step = row["step_seconds"] / plain["step_seconds"]
     cost = f"A step of {NAMES[row['method']]} at K = {row['k']} costs {step:.2f} plain steps"
@@ -213,6 +213,9 @@ def break_even_caption(records: Sequence[dict]) -> str:
 def _gain(records: Sequence[dict], method: str) -> str:
     """At which K a method is faster than plain decoding."""
     rows = sorted((r for r in records if r["method"] == method), key=lambda r: r["k"])
+    rows = [r for r in rows if r["acceptance_length"] is not None]
+    if not rows:
+        return f"{NAMES[method]} drafted nothing"
     ks = [str(r["k"]) for r in rows if r["acceptance_length"] > r["break_even"]]
     if not ks:
         return f"{NAMES[method]} gains at no K"

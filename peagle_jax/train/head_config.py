@@ -92,6 +92,14 @@ def _check_head(run: HeadRun, target: TargetConfig, head_dim: int, mask_token: i
         raise InputError(
             "head.mask_token", f"must lie in 0..{target.vocab - 1}", mask_token, next_step
         )
+    heads, kv_heads = (
+        _or_default(given, of_target)
+        for given, of_target in ((head.heads, target.heads), (head.kv_heads, target.kv_heads))
+    )
+    if heads % kv_heads:
+        rule = f"must be a multiple of head.kv_heads, {kv_heads}"
+        next_step = f"set both; for example head.heads: {max(heads // kv_heads, 1) * kv_heads}"
+        raise InputError("head.heads", rule, heads, next_step)
     layers = list(target.aux_hidden_state_layers)
     if layers != sorted(set(layers)):
         next_step = f"write {sorted(set(layers))}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from typing import Any, cast
 
 import jax
@@ -23,7 +24,7 @@ from peagle_jax.train.data import PackedRows
 from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_states import compute_hidden_states
 from peagle_jax.train.mesh import put, to_host
-from peagle_jax.types import Batch, InputError, Model, Params
+from peagle_jax.types import Batch, InputError, Model, Params, WeightsWarning
 from peagle_jax.weights import flatten_params
 
 MEAN_TOKENS = 8192  # over which the mean aux hidden states are taken
@@ -34,6 +35,17 @@ NOT_OF_ITS_LAYERS = (
     "dtype",
     "num_depths",
     "context",
+)
+# With others the weights of a trained head compute something else.
+SHAPES_OF_WEIGHTS = (
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "rope",
 )
 MARKOV_FIELDS = ("markov_rank", "markov_gated")
 
@@ -83,7 +95,10 @@ def new_head(
     trained = None
     if run.init_from is not None:
         trained = head_reading.to_model(
-            open_head(run.init_from), dtype=config.dtype, embedding=embedding, lm_head=output.T
+            open_head(run.init_from, target.config.layers),
+            dtype=config.dtype,
+            embedding=embedding,
+            lm_head=output.T,
         )
         if trained.config.confidence and not config.confidence:
             raise InputError(
@@ -95,6 +110,8 @@ def new_head(
             )
         if isinstance(run, PeagleRun) and run.trained_alone:
             _check_stays_whole(head, trained, run.init_from, run.trained_alone)
+        else:
+            _warn_of_other_meanings(config, trained.config, run.init_from)
         head = init_from_head(head, trained, run.init_from)
     if config.parallel:
         # last, because placeholders begin from the head's embedding and fusion
@@ -115,6 +132,23 @@ def new_head(
         trained = dataclasses.replace(trained, params=params)
         head = init_from_head(head, trained, str(run.init_from))
     return head
+
+
+def _warn_of_other_meanings(new: HeadConfig, trained: HeadConfig, where: str) -> None:
+    """Warns where a trained head's weights would compute something else in the new one.
+
+    Trained as a whole a head may differ; but it does not begin as the trained one.
+    """
+    for name in SHAPES_OF_WEIGHTS:
+        wanted, value = getattr(trained, name), getattr(new, name)
+        if _meaning(wanted) != _meaning(value):
+            key = _key_of(name) or f"head.{name}"
+            warnings.warn(
+                f"{where}: the head to start from has {key}: {_shown(name, wanted)}, the new one "
+                f"{_shown(name, value)}; it does not begin with the same drafts",
+                WeightsWarning,
+                stacklevel=2,
+            )
 
 
 def _check_stays_whole(head: Model, trained: Model, where: str, parts: tuple[str, ...]) -> None:

@@ -22,6 +22,7 @@ from peagle_jax.types import InputError
 # Keys that may differ when a run is resumed. A run may be extended: its learning rate then follows
 # the schedule of the new number of steps.
 MAY_CHANGE = (
+    "out",  # it is the folder that these settings lie in; it may be moved, or named another way
     "mesh",
     "gradient_accumulation",
     "cod.partitions",
@@ -83,7 +84,11 @@ def init_run_dir(run: Run) -> None:
     out = Path(run.out)
     path = out / "config.yaml"
     try:
-        if has_checkpoints(run) and path.exists():
+        if has_checkpoints(run):
+            if not path.exists():
+                rule = "a run that goes on needs the settings that it began with"
+                next_step = "copy the file from a backup, or set out to another folder"
+                raise InputError(path, rule, "nothing", next_step)
             old = load_run(path)
             _check_same_settings(old, run)
             if old != run and is_first_process():

@@ -346,8 +346,10 @@ def _no_weights(folder: Path) -> InputError:
     """The error for a folder without safetensors; another one if it has pickles instead."""
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
     if not pickles:
-        rule = f"must hold {SINGLE} or {INDEX}"
-        return InputError(folder, rule, "neither", "check the folder's name")
+        rule, next_step = f"must hold {SINGLE} or {INDEX}", "check the folder's name"
+        if folder.parent.name == "snapshots":  # of the hub; pickles are not fetched from there
+            next_step = "if the repository has only pickles (.bin), save them as safetensors"
+        return InputError(folder, rule, "neither", next_step)
     rule = "weights must be safetensors (pickles can run code)"
     return InputError(folder, rule, pickles[0], SAVE_AS_SAFETENSORS)
 

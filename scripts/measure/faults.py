@@ -35,6 +35,7 @@ from kills import metrics, same_weights, write_models  # noqa: E402
 
 MAX_SECONDS = 900  # of one command
 LONG_KILLS = 2  # of commands that take a minute or more
+LOCKED = " at a time"  # in each refusal by a lock
 # files whose bytes differ between two runs that are alike, because they hold times or random names
 TIMES = ("result.json", "origin.json", "lock", "metrics.jsonl", "checksums.json", "head.json")
 
@@ -64,9 +65,9 @@ def same_bytes(a: Path, b: Path) -> bool:
 
 
 def contents(path: Path) -> dict[str, str]:
-    """Name -> hash of every file."""
+    """Name -> hash of every file; of those that have times, only the name."""
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return {str(p.relative_to(path)): sha256(p) for p in files if p.name not in TIMES}
+    return {str(p.relative_to(path)): "" if p.name in TIMES else sha256(p) for p in files}
 
 
 def sha256(path: Path) -> str:
@@ -78,7 +79,8 @@ def same_run(a: Path, b: Path) -> bool:
     names = [sorted(p.name for p in run.iterdir()) for run in (a, b)]
     states = [sorted(p.name for p in (run / "checkpoints").iterdir()) for run in (a, b)]
     is_equal = names[0] == names[1] and states[0] == states[1] and metrics(a) == metrics(b)
-    return is_equal and same_weights(a / "head", b / "head")
+    heads = [sorted(contents(run / "head")) for run in (a, b)]
+    return is_equal and heads[0] == heads[1] and same_weights(a / "head", b / "head")
 
 
 def same_state(a: Path, b: Path) -> bool:
@@ -121,12 +123,13 @@ def same_demo(a: Path, b: Path) -> bool:
     weights = [
         {p.relative_to(out): sha256(p) for p in out.rglob("*.safetensors")} for out in (a, b)
     ]
-    return top_names(a) == top_names(b) and weights[0] == weights[1] and same_benchmark(a, b)
+    return names_of(a) == names_of(b) and weights[0] == weights[1] and same_benchmark(a, b)
 
 
-def top_names(folder: Path) -> list[str]:
-    """Of files two levels deep; names below are random."""
-    return sorted(str(p.relative_to(folder)) for p in folder.glob("*/*"))
+def names_of(folder: Path) -> list[str]:
+    """Of all files but those of Orbax's checkpoints, whose names are random."""
+    names = (p.relative_to(folder) for p in folder.rglob("*"))
+    return sorted(str(name) for name in names if "checkpoints" not in name.parts[:-2])
 
 
 def same_experiments(a: Path, b: Path) -> bool:
@@ -135,7 +138,10 @@ def same_experiments(a: Path, b: Path) -> bool:
     rows = [
         [{key: row[key] for key in of_run} for row in json_lines(out / "rows")] for out in (a, b)
     ]
-    names = [sorted(p.name for p in (out / "cache").iterdir()) for out in (a, b)]
+    names = [
+        [sorted(p.name for p in folder.iterdir()) for folder in (out, out / "cache", out / "rows")]
+        for out in (a, b)
+    ]
     return rows[0] == rows[1] and names[0] == names[1]
 
 
@@ -219,7 +225,10 @@ def make_models(folder: Path) -> None:
 
 
 def start(case: Case, folder: Path) -> subprocess.Popen:
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment["TMPDIR"] = str(temporary)
     return subprocess.Popen(
         [sys.executable, "-m", case.module, *case.words],
         cwd=folder,
@@ -285,7 +294,7 @@ def two_at_once(case: Case, folder: Path) -> str | None:
     if 0 not in codes:
         return f"both failed: {said}"
     for code, error in zip(codes, said, strict=True):
-        if code not in (0, 2) or (code == 2 and error.count("\n") != 1):
+        if code not in (0, 2) or (code == 2 and (error.count("\n") != 1 or LOCKED not in error)):
             return f"exit code {code}: {error[-600:]}"
     return None
 
@@ -323,7 +332,7 @@ def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
         problems.append(f"twice at once: {problem}")
     elif not case.same(folders["whole"] / case.out, folders["twice"] / case.out):
         problems.append("twice at once: another result")
-    names = {kind: sorted(p.name for p in folder.iterdir()) for kind, folder in folders.items()}
+    names = {kind: names_beside(folder) for kind, folder in folders.items()}
     for kind in ("killed", "twice"):
         if names[kind] != names["whole"]:
             problems.append(f"{kind}: files {names[kind]}, not {names['whole']}")
@@ -335,6 +344,11 @@ def judge(name: str, case: Case, work: Path, kills: int, seed: int) -> dict:
         "seconds_in_all": round(time.monotonic() - began, 1),
         "problems": problems,
     }
+
+
+def names_beside(folder: Path) -> list[str]:
+    """What is in a folder after a command, and in that for temporary files."""
+    return sorted(p.name for p in [*folder.iterdir(), *(folder / "tmp").iterdir()])
 
 
 def shares(kills: int, judged: dict[str, Case]) -> dict[str, int]:

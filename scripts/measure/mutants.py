@@ -124,8 +124,9 @@ def _uninteresting(node: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, 
     elif isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
         parts = [node]
     for part in parts:
-        start, end = (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)  # type: ignore[attr-defined]
-        yield start, end
+        assert isinstance(part, ast.expr | ast.stmt)
+        assert part.end_lineno is not None and part.end_col_offset is not None
+        yield (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
 
 
 def draw(root: Path, area: str, count: int, seed: int) -> list[Mutant]:
@@ -181,7 +182,10 @@ def run_tests(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> 
 
 
 def near(copy: Path, mutant: Mutant) -> list[str]:
-    """The test files that name a module: in their own name first, then in an import."""
+    """The test files that name a module: in their own name first, then in an import.
+
+    Those of kernels, which interpret GPU programs for minutes, only for a kernel's module.
+    """
     path = Path(mutant.file)
     module = ".".join(path.with_suffix("").parts)
     package, stem = module.rpartition(".")[0], path.stem
@@ -196,7 +200,9 @@ def near(copy: Path, mutant: Mutant) -> list[str]:
         for file in files
         if of_that_name.search(file.stem) or named.search(file.read_text("utf-8"))
     ]
-    return [str(file.relative_to(copy)) for file in naming]
+    names = [str(file.relative_to(copy)) for file in naming]
+    is_kernel = path.parent.name == "kernels"
+    return [name for name in names if is_kernel or not name.startswith("tests/kernels")]
 
 
 def judge(copy: Path, mutant: Mutant, area: str, stages: Sequence[str], timeout: float) -> dict:

@@ -7,7 +7,8 @@ For every Python from 3.11 to 3.13 that is here, two environments in .venv-versi
 lowest version of everything that pyproject.toml names, one with the highest. In each of them tests
 run that touch every dependency: training and its checkpoints, conversion, templates, decoding,
 reports; and the processor time of the import is measured, beside that of JAX alone. Exit code 1 if
-a test fails, an environment cannot be made, or a Python is not here, unless such are to be skipped.
+a test fails, an import takes more than MOST_IMPORT_SECONDS beyond JAX's, an environment cannot be
+made, or a Python is not here, unless such are to be skipped; 2 if that would be all of them.
 """
 
 import argparse
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 PYTHONS = ("3.11", "3.12", "3.13")
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
+MOST_IMPORT_SECONDS = 1.5
 FOLDER = ROOT / ".venv-versions"
 TESTS = (
     "tests/test_package.py",
@@ -114,7 +116,9 @@ def judge(version: str, which: str) -> dict:
     words += ["-m", "not slow and not long and not peer", *TESTS]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 0:
-        row["import_seconds"] = import_seconds(folder)
+        row["import_seconds"] = seconds = import_seconds(folder)
+        if seconds["peagle_jax"] - seconds["jax"] > MOST_IMPORT_SECONDS:
+            return row | {"outcome": f"importing takes over {MOST_IMPORT_SECONDS} s beyond JAX"}
     else:
         print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)
     counts = re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", done.stdout)
@@ -138,7 +142,8 @@ def main() -> int:
     table = Table("environment", *SHOWN, "import - jax's, s", "tests", "outcome")
     failed = 0
     if args.skip_absent and not any(find_python(name.partition("-")[0]) for name in args.only):
-        print("versions: none of these Pythons is here, and nothing was run", flush=True)
+        print("versions: none of these Pythons is here, and nothing was run", file=sys.stderr)
+        return 2
     for name in args.only:
         if args.skip_absent and find_python(name.partition("-")[0]) is None:
             print(f"{name}: SKIPPED, no such Python here", flush=True)

@@ -41,6 +41,26 @@ def test_inspect_says_what_loading_would(folder, tmp_path):
     assert describe(folder)["problem"] is None
 
 
+def test_a_head_whose_ids_may_count_outputs(tmp_path, capsys):
+    """As SpecForge writes them: in eagle_config alone. What is said is said of no other head."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    save_drafter(tiny.head(mask_token=None), tmp_path / "a", k=4)
+    nested = {"eagle_config": ids, "eagle_aux_hidden_state_layer_ids": ...}
+    both = {"eagle_config": ids, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    edit(tmp_path / "a", tmp_path / "nested", **nested)
+    edit(tmp_path / "a", tmp_path / "both", **both)
+    save_drafter(tiny.head(), tmp_path / "p", k=4)
+    edit(tmp_path / "p", tmp_path / "parallel", **nested)
+    facts = describe(tmp_path / "nested")
+    assert facts["aux_hidden_state_layers"] == [1, 3, 5] and facts["min_target_layers"] == 5
+    (question,) = facts["open_questions"]
+    assert "SpecForge" in question and "--aux-layer-numbering output" in question
+    assert main(["inspect", str(tmp_path / "nested")]) == 0
+    assert "SpecForge" in " ".join(capsys.readouterr().out.split())
+    for name in ("a", "both", "parallel"):
+        assert describe(tmp_path / name)["open_questions"] == []
+
+
 def test_facts_of_a_run(folder, tmp_path):
     convert(folder, tmp_path / "run", to="orbax")
     facts = describe(tmp_path / "run")
@@ -97,7 +117,7 @@ def test_facts_of_a_head(folder):
     facts = describe(folder)
     assert facts["kind"] == "draft_head" and facts["checkpoint_format"] == "vllm"
     assert facts["parallel"] is True and facts["mask_token_id"] == 5 and facts["num_depths"] == 9
-    assert facts["aux_hidden_state_layers"] == [1, 2, 3] and facts["min_target_layers"] == 4
+    assert facts["aux_hidden_state_layers"] == [1, 2, 3] and facts["min_target_layers"] == 3
     assert facts["hidden_size"] == 20 and facts["target_hidden_size"] == 24
     assert facts["sliding_windows"] == [None, None] and facts["known_targets"] == []
     assert facts["shares_embedding"] is False and facts["target"] is None

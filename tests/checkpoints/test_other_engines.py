@@ -16,6 +16,7 @@ from peagle_jax import weights
 from peagle_jax.checkpoints.head_reading import read_head
 from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.other_engines import check_servable_by
+from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.cli import main
 from peagle_jax.types import InputError
 
@@ -154,6 +155,22 @@ def test_sglangs_line(tmp_path, capsys):
     assert options["--speculative-num-draft-tokens"] == "4"
     ids = [i - 1 for i in read_head(folder).config.aux_hidden_state_layers]
     assert f"write {ids} as eagle_aux_hidden_state_layer_ids" in err
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers_that_the_head_does_not_name_are_the_targets(engine, tmp_path, capsys):
+    """vLLM's choice for so many layers; without the target nobody can say it."""
+    folder = write(tmp_path / "head", own_embedding=engine == "sglang")
+    where = folder / "config.json"
+    raw = json.loads(where.read_text())
+    del raw["eagle_aux_hidden_state_layer_ids"]
+    raw.get("eagle_config", {}).pop("eagle_aux_hidden_state_layer_ids", None)
+    where.write_text(json.dumps(raw))
+    save_target(tiny.target(layers=11, windows=(None,) * 11), tmp_path / "target")
+    code, out, err = serve(capsys, folder, engine, "--target", str(tmp_path / "target"))
+    assert code == 0 and "[1, 4, 7]" in out + err
+    code, _, err = serve(capsys, folder, engine)
+    assert code == 2 and err.count("\n") == 1 and "give --target" in err
 
 
 def test_tensorrt_llms_line(tmp_path, capsys):

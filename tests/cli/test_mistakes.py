@@ -51,6 +51,10 @@ DECODING = {
         f"{ASK} --temperature 1 --seed -1",
         ["seed: must lie", "-1", "use a seed of 0"],
     ),
+    "answers over the prompts": (
+        "generate --target {target} --prompts {tmp}/p.jsonl --out {tmp}/./p.jsonl",
+        ["--out: answers must not replace the prompts", "name another file"],
+    ),
     "K without a head": (f"{ASK} -k 3", ["-k: tokens are drafted by a head", "--drafter"]),
     "K that is no number": (
         f"{ASK} --drafter {{peagle}} -k many",

@@ -65,19 +65,21 @@ def test_of_equal_drafts_the_first_is_drafted():
     assert answer.acceptance_length == 5.0
 
 
-def of_nan(head):
-    """The head with NaN in the place of every weight."""
+def of_nan(head, value=np.nan):
+    """The head with NaN, or another number, in the place of every weight."""
     params = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        lambda x: jnp.full_like(x, value) if jnp.issubdtype(x.dtype, jnp.floating) else x,
         head.params,
     )
     return dataclasses.replace(head, params=params)
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_a_head_of_nan_changes_no_text(decoder):
-    """Its hidden states, logits and probabilities are NaN."""
-    target, head = tiny.target(), of_nan(tiny.head())
+@pytest.mark.parametrize(
+    "decoder, value", [*((name, np.nan) for name in DECODERS), ("chain", np.inf), ("tree", -np.inf)]
+)
+def test_a_head_of_nan_or_infinity_changes_no_text(decoder, value):
+    """Its hidden states, logits and probabilities are no numbers."""
+    target, head = tiny.target(), of_nan(tiny.head(), value)
     plain = [generate(target, None, [p], max_new_tokens=NEW)[0] for p in PROMPTS]
     answers = generate(target, head, PROMPTS, max_new_tokens=NEW, **DECODERS[decoder])
     for answer, want in zip(answers, plain, strict=True):
@@ -126,6 +128,12 @@ plain = [a.output_token_ids for a in generate(target, None, prompts, max_new_tok
 for options in {options!r}:
     answers = generate(target, head, prompts, max_new_tokens={new}, **options)
     assert [a.output_token_ids for a in answers] == plain, options
+def sampled(**options):
+    answers = generate(target, head, prompts, k=4, max_new_tokens={new}, temperature=0.8, **options)
+    return [a.output_token_ids for a in answers]
+# seeds decide, and top_k of 1 leaves the greedy text
+assert sampled(seed=7) == sampled(seed=7) != sampled(seed=8)
+assert sampled(seed=7, top_k=1) == plain
 print(plain)
 """
 

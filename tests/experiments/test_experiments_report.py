@@ -1,19 +1,22 @@
 """The page of experiments: which rows count, what is left out, and that it needs no other file."""
 
+import dataclasses
 import json
 import re
 import sys
 import types
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from made_rows import made, write
 
-from experiments import readme, report, tables
+from experiments import panels, readme, report, tables
 from experiments.base import Experiment, Measurement, Variant
 from experiments.findings import find
 from experiments.published import LENGTH_BY_K, NUMBERS, PEAGLE_POSITIONS
 from experiments.rows import latest, read_rows
+from peagle_jax.types import InputError
 
 
 def experiment(name, variants, reference, *, kind="bars", **replaced) -> Experiment:
@@ -143,6 +146,50 @@ def test_published_numbers_stand_beside_ours(built):
     assert all(n.source in text and n.differs in text for n in NUMBERS)
 
 
+def test_positions_are_not_compared_across_k():
+    """A share at position 1 of drafts of another length says nothing of the heads."""
+    rows = runs("hidden", {"shared": 0.5})
+    rows += [dict(row, variant="good") for row in runs("hidden", {"shared": 0.5}, k=6)]
+    good = next(v for v in find("hidden", rows, IDENTITY).variants if v.name == "good")
+    assert good.against is not None and good.against_by_position == ()
+
+
+def test_what_is_said_of_targets_and_modules():
+    rows = runs("hidden", {"shared": 0.5, "good": 0.6})
+    notes = " ".join(find("hidden", rows, IDENTITY).notes)
+    assert "144 of 144 prompts do not say which module" in notes and "targets" not in notes
+    for row in rows:
+        row["target_digest"] = "a" if row["seed"] else "b"
+        for number, prompt in enumerate(row["measurements"][0]["prompts"]):
+            prompt["module"] = f"m{number % 5}"
+    notes = " ".join(find("hidden", rows, IDENTITY).notes)
+    assert "which module" not in notes and "measured on 2 different targets" in notes
+
+
+def test_sampled_drafts_of_rows_with_fewer_measurements(tmp_path):
+    """Rows of before have the first measurement alone; that one is never drawn twice."""
+    variants = {
+        name: dataclasses.replace(v, x=float(i))
+        for i, (name, v) in enumerate(IDENTITY.variants.items())
+    }
+    experiment_of_curves = dataclasses.replace(IDENTITY, kind="curve", variants=variants)
+    rows = runs("hidden", {"shared": 0.5, "good": 0.6}, more_k=(4,))
+    for row in rows:
+        for measurement in row["measurements"]:
+            measurement["sample_drafts"] = True
+    found = find("hidden", rows, experiment_of_curves)
+    figure, axis = plt.subplots()
+    panels.sampled_drafts(axis, found.variants)
+    assert len(axis.containers) == 1
+    for row in rows:
+        if row["seed"] == 2:
+            del row["measurements"][1:]
+    figure, axis = plt.subplots()
+    panels.sampled_drafts(axis, find("hidden", rows, experiment_of_curves).variants)
+    assert not axis.containers
+    plt.close("all")
+
+
 def test_positions_are_compared_with_the_reference(built):
     _, page, text = built
     part = section(text, "hidden").split("**Accepted at each position")[1].split("**")[1]
@@ -164,10 +211,8 @@ def test_positions_are_compared_with_the_reference(built):
         and "| same | " in lines["| same"]
     )
     assert "**Accepted at each position" not in section(text, "unheard_of")  # one seed: no claim
-    deeper = section(text, "speculation_depth").split("**Accepted at each position")[1]
-    assert re.search(
-        r"\| k2 \| [^|]+ \| [^|]+ \|  \|  \|", deeper
-    )  # the reference drafts 4, this one 2
+    # drafts of other lengths: no position of one is that of the other
+    assert "**Accepted at each position" not in section(text, "speculation_depth")
 
 
 def test_tables_are_tables(built):
@@ -380,6 +425,36 @@ def test_the_readme_is_filled_between_its_markers(tmp_path):
     )
     readme.fill(path, rows, {"hidden": IDENTITY})
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "end, got",
+    [("", "<!-- hidden: y -->"), ("<!-- and -->\n", "<!-- and -->"), (None, "none")],
+)
+def test_a_marker_without_an_end_replaces_nothing(end, got, tmp_path):
+    path = tmp_path / "README.md"
+    rest = "" if end is None else "prose\n<!-- hidden: y -->\n<!-- end -->\n"
+    path.write_text(f"<!-- overview: x -->\nold\n{end or ''}{rest}")
+    before = path.read_text()
+    with pytest.raises(InputError, match=f"<!-- overview: .* followed by .*; got {got};"):
+        readme.fill(path, ROWS, {"hidden": IDENTITY})
+    assert path.read_text() == before and not (tmp_path / "pictures").exists()
+
+
+def test_the_readme_of_smoke_rows(tmp_path, monkeypatch, capsys):
+    """Rows are looked for where they go; the file must be one."""
+    monkeypatch.setattr(readme.folders, "ROOT", tmp_path)
+    words = ["--budget", "smoke", "--readme", str(tmp_path)]
+    assert readme.main(words) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / readme.folders.SMOKE_RESULTS) in said and said.count("\n") == 1
+    (tmp_path / "rows").mkdir()
+    rows = [dict(row, budget="smoke") for row in ROWS]
+    (tmp_path / "rows" / "hidden_designs.jsonl").write_text(
+        "".join(json.dumps(dict(row, experiment="hidden_designs")) + "\n" for row in rows)
+    )
+    assert readme.main([*words, "--results", str(tmp_path / "rows")]) == 2
+    assert f"{tmp_path}: must be a file; got a folder" in capsys.readouterr().err
 
 
 def test_the_readme_shows_other_measurements(tmp_path):

@@ -5,7 +5,9 @@ import io
 import json
 import shutil
 
+import numpy as np
 import pytest
+from made_rows import made
 
 from experiments import folders, run
 from experiments.registry import EXPERIMENTS
@@ -174,7 +176,23 @@ def test_former_names_of_experiments_and_variants_are_understood():
         run.plan(every.names, 1, "smoke", every.only)
 
 
+def write_row(path, **changes):
+    row = made(np.random.default_rng(0), "taps", "a norm per tap", 0, **changes)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def test_finished_rows_under_former_names_are_found(tmp_path):
-    row = {"experiment": "taps", "variant": "a norm per tap", "seed": 0}
-    (tmp_path / "taps.jsonl").write_text(json.dumps(row | {"budget": "small", "key": "3f"}) + "\n")
+    write_row(tmp_path / "taps.jsonl", key="3f")
     assert run.finished(tmp_path) == {("aux_layers", "a norm per aux layer", 0, "small", "3f")}
+
+
+def test_finished_is_what_a_report_would_show(tmp_path):
+    """A row that a later one replaces is run again, and so is one that the report leaves out."""
+    write_row(tmp_path / "taps.jsonl", key="3f")
+    write_row(tmp_path / "taps.jsonl", key="4a")
+    assert {key for *_, key in run.finished(tmp_path)} == {"4a"}
+    write_row(tmp_path / "taps.jsonl", key="3f")
+    assert {key for *_, key in run.finished(tmp_path)} == {"3f"}
+    (tmp_path / "taps.jsonl").rename(tmp_path / "taps_old.jsonl")
+    assert run.finished(tmp_path) == set()

@@ -71,7 +71,7 @@ def test_another_measurement_is_read_when_asked_for():
 def test_draws_against_resampling_by_hand():
     rows, _ = simulated(np.random.default_rng(0), 0.1, seeds=0.1, prompts=0.2, number=9)
     c = counts(rows)
-    seeds, prompts = statistics._draws(3, 9, 50)
+    seeds, prompts = statistics._draws(3, tuple(range(9)), 50)
     fast = statistics._pooled(c, seeds, prompts)
     for draw in range(50):
         accepted = drafts = 0
@@ -89,6 +89,41 @@ def test_draws_against_resampling_by_hand():
         and (prompts.sum(1) == 9).all()
         and len(np.unique(prompts, axis=0)) > 40
     )
+
+
+def of_modules(rows, modules):
+    """The rows with a module of each prompt."""
+    for row in rows:
+        for prompt, module in zip(row["measurements"][0]["prompts"], modules, strict=True):
+            prompt["module"] = module
+    return rows
+
+
+def test_a_document_is_drawn_with_all_of_its_prompts():
+    rows = of_modules([run(0, [10] * 5, [[5]] * 5)], ["b", "a", "b", "c", "a"])
+    assert counts(rows).documents == (0, 1, 0, 2, 1)
+    assert counts(rows, kinds=KINDS[1:3]).documents == (0, 1)
+    _, prompts = statistics._draws(1, (0, 1, 0, 2, 1), 200)
+    assert (prompts[:, 0] == prompts[:, 2]).all() and (prompts[:, 1] == prompts[:, 4]).all()
+    assert (prompts[:, [0, 1, 3]].sum(1) == 3).all()
+    assert len(np.unique(prompts, axis=0)) == 10  # ways to draw three of three
+
+
+def test_prompts_of_one_document_are_not_independent():
+    """Six prompts alike tell as much as one; taken as six they would tell 2.4 times as much."""
+    rng = np.random.default_rng(4)
+    widths = {}
+    for name in ("apart", "together"):
+        rows = []
+        for seed in range(3):
+            effects = np.repeat(np.random.default_rng(7).normal(0, 0.6, 12), 6)
+            accepted = np.round((2 + effects + rng.normal(0, 0.02)) * 30)
+            rows.append(run(seed, [30] * 72, accepted))
+        if name == "together":
+            rows = of_modules(rows, [str(i) for i in np.repeat(range(12), 6)])
+        found = interval(rows)
+        widths[name] = found.high - found.low
+    assert 2.0 < widths["together"] / widths["apart"] < 2.9
 
 
 def test_student_against_scipy():
@@ -115,7 +150,7 @@ def test_the_bootstrap_alone_would_be_too_narrow():
     rng, covered = np.random.default_rng(5), 0
     for _ in range(200):
         a, b = (counts(rows) for rows in simulated(rng, 0.15, seeds=0.1, prompts=0.0))
-        drawn = statistics._draws(3, 48, 400)
+        drawn = statistics._draws(3, tuple(range(48)), 400)
         low, high = np.percentile(
             statistics._pooled(a, *drawn) - statistics._pooled(b, *drawn), statistics.PERCENTILES
         )
@@ -223,15 +258,16 @@ def test_two_sets_of_prompts_are_not_compared():
     """The kinds may be the same where the prompts are not: another library, another target."""
     rows = [run(seed, [10, 20], [5, 9]) for seed in (0, 1)]
 
-    def of(key, rows):
-        return [
-            {**r, "measurements": [{**r["measurements"][0], "prompts_stage": key}]} for r in rows
-        ]
+    def of(key, rows, name="prompts_stage"):
+        return [{**r, "measurements": [{**r["measurements"][0], name: key}]} for r in rows]
 
     assert compare(of("a", rows), of("a", rows)).difference == 0
     for call in (
         lambda: compare(of("a", rows), of("b", rows)),
         lambda: counts([*of("a", rows[:1]), *of("b", rows[1:])]),
+        # the same code and settings, and other contents
+        lambda: compare(of("a", rows, "prompts_digest"), of("b", rows, "prompts_digest")),
+        lambda: counts([*of("a", rows[:1], "prompts_digest"), *of("b", rows[1:])]),
     ):
         with pytest.raises(
             ValueError, match="on the same prompts; got two sets of them; run all with one cache"

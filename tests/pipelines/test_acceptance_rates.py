@@ -19,6 +19,9 @@ def test_rates(tmp_path):
         # no chains of K drafts, although later and of a larger K
         {"method": "peagle", "k": 8, "adaptive_k": True, "accepted_per_position": [0.9] * 8},
         {"method": "peagle", "k": 3, "num_tree_nodes": 9, "accepted_per_position": [0.8] * 3},
+        # not greedy, as a demo's last rows; not measured
+        {"method": "peagle", "k": 3, "temperature": 1.0, "accepted_per_position": [0.7] * 3},
+        {"method": "peagle", "k": 4, "synthetic_acceptance": [1.0], "accepted_per_position": [1.0]},
         {"method": "eagle3", "k": 7, "accepted_per_position": [0.9] * 7},
         {"method": "none", "k": 0, "accepted_per_position": []},
     ]

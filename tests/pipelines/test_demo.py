@@ -4,10 +4,12 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from peagle_jax.pipelines import budgets, demo
 from peagle_jax.pipelines.budgets import Budget, ScratchModels, TrainingSize
+from peagle_jax.types import InputError
 
 TINY = Budget(
     minutes="1",
@@ -113,10 +115,28 @@ def test_new_weights_are_measured_again(made, monkeypatch, tmp_path):
         {"peagle": out / "peagle" / "head", "eagle3": out / "eagle3" / "head"},
         {},
     )
-    before = demo._suite_key(TINY, models, "x")
+    prompts = [[3, 1], [4]]
+    before = demo._suite_key(TINY, models, prompts, "x")
     swapped = dataclasses.replace(models, heads=models.heads | {"eagle3": models.heads["peagle"]})
-    assert demo._suite_key(TINY, models, "x") == before
-    assert demo._suite_key(TINY, swapped, "x")["digest"] != before["digest"]
+    assert demo._suite_key(TINY, models, [np.array([3, 1]), [4]], "x") == before
+    assert demo._suite_key(TINY, swapped, prompts, "x")["digest"] != before["digest"]
+    assert demo._suite_key(TINY, models, [[3, 1], [5]], "x")["digest"] != before["digest"]
+
+
+def test_a_folder_has_one_demo(tmp_path):
+    """Before anything is measured, and also where it is only said what would be done."""
+    (tmp_path / demo.DEMO_FILE).write_text('{"budget": "small", "from_scratch": false}\n')
+    before = sorted(tmp_path.iterdir())
+    for call in (
+        lambda: demo.run_demo(tmp_path, "smoke", lambda line: None),
+        lambda: demo.plan("smoke", tmp_path, False),
+    ):
+        with pytest.raises(InputError, match="one demo; got budget smoke, was small; choose"):
+            call()
+    with pytest.raises(InputError, match="from_scratch True, was False"):
+        demo.plan("small", tmp_path, True)
+    assert demo.plan("small", tmp_path, False)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("has_units, want", [(True, "bfloat16"), (False, "float32")])

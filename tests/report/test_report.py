@@ -3,12 +3,16 @@
 import json
 import re
 
+import matplotlib.pyplot as plt
 import pytest
 
+from peagle_jax import atomic_write
 from peagle_jax.report import method, peers, plots
 from peagle_jax.report.method import draw_method
 from peagle_jax.report.page import STYLE, SampleText, rounded, write_report
+from peagle_jax.report.pictures import save
 from peagle_jax.report.records import Records, best, cells, one_line, read_rows
+from peagle_jax.report.statements import headline
 from peagle_jax.types import InputError
 from tests.report.made_rows import CURVES, FRESH, ROWS, row
 
@@ -187,6 +191,34 @@ def test_one_method_alone_and_no_rows(tmp_path):
     )
     page = write_report(tmp_path, [], pictures=[], sample=None, runs=[])
     assert "P-EAGLE in JAX" in page.read_text()
+
+
+def test_rows_of_which_nothing_was_drafted(tmp_path):
+    """As where every answer ends with its first token: a report, and no number that is none."""
+    empty = {"acceptance_length": None, "accepted_per_position": [0.0] * 3, "break_even": 1.1}
+    rows = [row("none", 0), row("peagle", 3, speedup=0.9, **empty)]
+    pictures = plots.draw(tmp_path, rows, {}, [])
+    page = write_report(tmp_path, rows, pictures=pictures, sample=None, runs=[]).read_text()
+    assert "P-EAGLE drafted nothing" in page and "nan" not in page.split("data:image")[0]
+    assert headline(rows)
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    figure, _ = plt.subplots()
+    save(figure, tmp_path / "a.png")
+    before = (tmp_path / "a.png").read_bytes()
+    assert before.startswith(b"\x89PNG") and not plt.get_fignums()
+
+    def fail(handle, content):
+        raise OSError(28, "No space left on device")
+
+    figure, axis = plt.subplots()
+    axis.plot([1, 2])
+    monkeypatch.setattr(atomic_write.os, "write", fail)
+    with pytest.raises(OSError, match="No space"):
+        save(figure, tmp_path / "a.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert (tmp_path / "a.png").read_bytes() == before
 
 
 # ---------------------------------------------------------------- plots

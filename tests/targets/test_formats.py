@@ -376,3 +376,17 @@ def test_shards_with_experts_in_different_files(tmp_path):
     got = load_target(tmp_path / "shards", aux_hidden_state_layers=(0, 1, 4))
     leaves, expected = (jax.tree.leaves(t.params) for t in (got, ours("qwen3_moe")))
     assert all(np.array_equal(a, b) for a, b in zip(leaves, expected, strict=True))
+
+
+def test_frequencies_that_older_writers_saved(tmp_path):
+    """As in Llama 2's folders: the config gives them, and they are no parameter."""
+
+    def add(tensors) -> None:
+        name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+        tensors |= {name.format(i): np.ones(4, np.float32) for i in range(2)}
+
+    folder = edit("llama", tmp_path / "old", add)
+    want = dict(weights.flatten_params(load_target(make("llama")[1]).params))
+    got = dict(weights.flatten_params(load_target(folder).params))
+    assert got.keys() == want.keys()
+    assert all(np.array_equal(got[path], want[path]) for path in want)

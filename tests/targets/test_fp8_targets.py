@@ -144,7 +144,7 @@ SEVERAL_BLOCKS = dict(
 )
 
 
-def block_folder(tmp_path, expert_width):
+def block_folder(tmp_path, expert_width, suffix="_scale_inv"):
     """Qwen3-MoE with every projection in blocks of 128 x 128, as in released FP8 checkpoints.
 
     A matrix has several blocks, and the last of them are cut off.
@@ -156,17 +156,19 @@ def block_folder(tmp_path, expert_width):
     for name in [n for n in tensors if n.endswith("proj.weight")]:
         factors = np.random.default_rng(0).uniform(0.2, 3, tensors[name].shape)
         values, scale = quantize(tensors[name].astype(np.float32) * factors, blocks=True)
-        tensors[name], tensors[name + "_scale_inv"] = values, scale.astype(np.float32)
+        tensors[name], tensors[name + suffix] = values, scale.astype(np.float32)
     raw_config = json.loads((tmp_path / "config.json").read_text())
     weights.write_folder(tmp_path, raw_config, tensors, {}, None)
 
 
-def test_blocks_of_a_released_checkpoint(tmp_path):
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_blocks_of_a_released_checkpoint(suffix, tmp_path):
     """They stay bit for bit as they are, also where two tensors become one expert's matrix.
 
-    Decoded, they are what the plain loader reads.
+    Decoded, they are what the plain loader reads. Scales have the name of transformers' or of
+    compressed-tensors.
     """
-    block_folder(tmp_path, 128)
+    block_folder(tmp_path, 128, suffix)
     plain, fp8 = (
         dict(weights.flatten_params(load_target(tmp_path, fp8=fp8).params)) for fp8 in (False, True)
     )

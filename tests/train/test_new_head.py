@@ -1,6 +1,9 @@
 """What a head begins as: placeholders that differ in nothing but their design."""
 
 import dataclasses
+import json
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,7 @@ from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_states import compute_hidden_states
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.settings import build
-from peagle_jax.types import InputError
+from peagle_jax.types import InputError, WeightsWarning
 
 TOKENIZER = text.train_tokenizer(["def f"], 300)  # what it encodes is not asked
 
@@ -109,6 +112,53 @@ def test_a_parallel_head_of_another_design_to_begin_from(rows, tmp_path):
     kernel = trained.params["fusion"]["fc"]["kernel"]
     for params in (same, low_rank, fixed):
         assert jnp.array_equal(params["fusion"]["fc"]["kernel"], kernel)
+
+
+def test_a_head_to_begin_from_that_names_no_layers(rows, tmp_path):
+    """It reads those that vLLM chooses for the target that is trained with."""
+    save_drafter(finished(), tmp_path / "trained")
+    where = tmp_path / "trained" / "config.json"
+    raw = json.loads(where.read_text())
+    del raw["eagle_aux_hidden_state_layer_ids"]
+    raw.get("eagle_config", {}).pop("eagle_aux_hidden_state_layer_ids", None)
+    where.write_text(json.dumps(raw))
+    layers = tiny.target().config.layers
+    wanted = re.escape(str([2, layers // 2, layers - 3]))
+    with pytest.raises(InputError, match=f"set head.aux_hidden_state_layers: {wanted}"):
+        begun(rows, "shared", init_from=str(tmp_path / "trained"))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"norm_before_residual": True}, "has head.norm_before_residual: true, the new one false"),
+        ({"norm_output": True}, "has head.norm_output: true, the new one false; it does not begin"),
+        ({"heads": 2, "kv_heads": 1}, "has head.heads: 2, the new one 4"),
+        ({"rope": Rope.from_hf({"rope_theta": 778}, 12, "")}, "has head.rope: .*778.*777.0"),
+    ],
+)
+def test_a_head_to_begin_from_that_computes_something_else(changes, words, rows, tmp_path):
+    """Its weights fit, and mean something else: it is said."""
+    trained = finished(**changes)
+    write_run(from_model(trained), trained, tmp_path / "trained")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        begun(rows, "shared", init_from=str(tmp_path / "trained"))
+    said = [str(one.message) for one in said if one.category is WeightsWarning]
+    assert re.search(words, said[0]) and len(said) == (2 if "heads" in changes else 1)
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [({"heads": 3}, "kv_heads, 2; got 3; set both"), ({"kv_heads": 3}, "kv_heads, 3; got 4; set")],
+)
+def test_heads_of_which_one_number_is_the_targets(shape, words):
+    """Whether they go together is known when the target is."""
+    run = recipe("shared", head={"layers": 1, "mask_token": 5, **shape})
+    with pytest.raises(InputError, match=f"^head.heads: must be a multiple of head.{words}"):
+        head_config(run, tiny.target(), None)
+    other = recipe("shared", head={"layers": 1, "mask_token": 5, "heads": 6})
+    assert head_config(other, tiny.target(), None).heads == 6
 
 
 @pytest.mark.parametrize("trained_with", ["last_token", "mask"])
@@ -206,7 +256,9 @@ def test_another_head_than_the_one_that_stays_is_refused(changes, words, rows, t
     start = {"init_from": str(tmp_path / "trained")}
     with pytest.raises(InputError, match=words):
         begun(rows, "shared", **start, **ALONE)
-    begun(rows, "shared", **start)  # trained as a whole it may differ
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WeightsWarning)
+        begun(rows, "shared", **start)  # trained as a whole it may differ
 
 
 def test_a_parameter_that_the_head_that_stays_lacks(rows, tmp_path):

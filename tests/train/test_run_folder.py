@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from recipes import load, minimal
 
-from peagle_jax.train.run_folder import locked_run_folder
+from peagle_jax.train.config import load_run
+from peagle_jax.train.run_folder import init_run_dir, locked_run_folder
 from peagle_jax.types import InputError
 
 HOLD = """
@@ -20,6 +21,28 @@ with locked_run_folder(load_run(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(300)
 """
+
+
+def test_checkpoints_without_the_settings_that_they_began_with(tmp_path):
+    """Nobody could say whether they are these; nothing is written over."""
+    run = load(tmp_path, minimal("peagle", out=str(tmp_path / "run")))
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    with pytest.raises(InputError, match="run/config.yaml: a run that goes on needs the settings"):
+        init_run_dir(run)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
+def test_a_folder_that_was_moved_is_its_own(tmp_path):
+    """Its settings name the place where it was begun."""
+    init_run_dir(load(tmp_path, minimal("peagle", out=str(tmp_path / "run"))))
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run = load(tmp_path, minimal("peagle", out=str(tmp_path / "moved")))
+    init_run_dir(run)
+    assert load_run(tmp_path / "moved" / "config.yaml").out == str(tmp_path / "moved")
+    other = load(tmp_path, minimal("peagle", out=str(tmp_path / "moved"), seed=run.seed + 1))
+    with pytest.raises(InputError, match="only with the settings that it began with; got seed"):
+        init_run_dir(other)
 
 
 def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):

@@ -35,6 +35,15 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_repository_that_has_only_pickles(cache):
+    """They are not fetched, and so not found; what to do is said all the same."""
+    snapshot = cache / "hub" / "models--amazon--tiny-target" / "snapshots" / REVISION
+    for file in snapshot.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(InputError, match="got neither; if the repository has only pickles"):
+        load_target(TARGET)
+
+
 def test_wherever_a_folder_is_read(cache, capsys):
     head, target = load_drafter(HEAD), load_target(TARGET)
     assert head.config == tiny.head_config() and target.config.vocab == 41
