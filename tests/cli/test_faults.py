@@ -219,3 +219,11 @@ def test_a_disk_that_is_full(command, most, words, folders, tmp_path):
     assert process.returncode == 2 and err.count("\n") == 1 and words in err, err
     left = [path.name for path in Path(tmp_path).rglob("*") if "tmp" in path.name]
     assert not left and not (tmp_path / "out").exists()
+    if line[0] == "regenerate":  # what was finished stays, and the same command goes on from it
+        *finished, _ = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+        assert 0 < len(finished) < 40
+        process = start("-c", PROGRAM, *line)
+        _, err = process.communicate(timeout=300)
+        everything = (tmp_path / "out.jsonl").read_text()
+        assert process.returncode == 0 and everything.startswith("".join(finished)), err
+        assert everything.count("\n") == 40
