@@ -23,7 +23,8 @@ class Finding:
       groups: acceptance length by group of kinds of text.
       positions: share of all drafts that was accepted at each position, 0..1.
       against: comparison with the reference; None for the reference itself.
-      against_by_position: the same for each position that both draft.
+      against_by_position: the same for each position; empty where the two draft other numbers of
+        tokens.
     """
 
     name: str

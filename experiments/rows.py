@@ -63,7 +63,9 @@ def read_lines(folder: Path) -> Iterator[tuple[Path, int, bytes]]:
     Raises:
       InputError: a file cannot be read.
     """
-    for path in sorted(folder.glob("*.jsonl")):
+    # files with former names of experiments are older than those with today's
+    files = folder.glob("*.jsonl")
+    for path in sorted(files, key=lambda path: (experiment_name(path.stem) == path.stem, path)):
         try:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:

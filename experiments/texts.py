@@ -40,7 +40,7 @@ def kinds_of(module: Document) -> Iterator[tuple[str, str]]:
 
 def module_of(name: str) -> str:
     """The module that a text of `by_kind` is of, by the text's name."""
-    return name.rpartition("#")[0]
+    return name.rsplit("#", 1)[0]
 
 
 def by_kind(modules: Sequence[Document]) -> dict[str, list[Document]]:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
@@ -88,7 +89,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return _refuse(InputError(where, "must have room", error.strerror, next_step))
         if error.errno in FILE_IS_GONE and error.filename:
             rule, next_step = "must stay where it is while this runs", "run this again"
-            return _refuse(InputError(error.filename, rule, error.strerror, next_step))
+            # where it was missed, should it be our own mistake
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            got = f"{error.strerror} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+            return _refuse(InputError(error.filename, rule, got, next_step))
         raise
     except Exception as error:
         from peagle_jax.free_memory import is_out_of_memory

@@ -264,7 +264,7 @@ def calibrate_head(
       InputError: the head has no confidence head or cannot be read, `out` cannot be written, or a
         prompt does not fit.
     """
-    state = open_head(path)
+    state = open_head(path, target.config.layers)
     check_has_confidence(state.config, path)
     head_writing.check_expressible(state, path, "peagle_jax")
     weights.check_output(out)

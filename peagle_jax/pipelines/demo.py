@@ -114,7 +114,7 @@ def run_demo(out: Path, budget: str, say: Say = print, *, from_scratch: bool = F
 
 def _demo_facts(budget: str, from_scratch: bool) -> dict[str, Any]:
     """What all that is in the folder of a demo depends on."""
-    return {"budget": budget, "from_scratch": from_scratch}
+    return {"budget": budget, "from_scratch": from_scratch or budget_here(budget).needs_scratch}
 
 
 def _check_same_demo(out: Path, budget: str, from_scratch: bool) -> None:

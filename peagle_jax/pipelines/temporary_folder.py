@@ -9,7 +9,8 @@ from pathlib import Path
 
 from peagle_jax.file_lock import lock_briefly, try_lock, wait_for_lock
 
-PREFIX = "peagle-corpus-"
+# Not that of versions before, whose folders had no lock: they may be in use.
+PREFIX = "peagle-temporary-"
 
 
 @contextlib.contextmanager

@@ -268,7 +268,9 @@ def _per_position(panels: Sequence[Sequence[dict]]) -> Figure:
         width = 0.8 / len(rows)
         for i, row in enumerate(rows):
             shift = (i - (len(rows) - 1) / 2) * width
-            label = f"{NAMES[row['method']]}, acceptance length {_acceptance_length(row):.2f}"
+            label = NAMES[row["method"]]
+            if row["acceptance_length"] is not None:
+                label += f", acceptance length {row['acceptance_length']:.2f}"
             bars = axis.bar(
                 [position + shift for position in range(1, row["k"] + 1)],
                 [100 * share for share in row["accepted_per_position"]],

@@ -2,17 +2,18 @@
 
     .venv/bin/python -m pip install cosmic-ray==8.7.0
     .venv/bin/python scripts/measure/mutants.py [--per-area 10] [--seed 0] [--areas AREA ...]
-        [--until near|test|slow|all] [--record results/mutants.jsonl]
+        [--until near|room|test|slow|all] [--record results/mutants.jsonl]
 
 cosmic-ray (https://cosmic-ray.readthedocs.io) makes the mutants: one operator, comparison, number,
 truth value, `not`, loop or exception of one file of `peagle_jax` is another one. Of every area so
-many are drawn, at most four a file, no two on one place; annotations, decorators and the texts of
-errors are left alone. Each is made in a copy of the checkout, never in the checkout itself.
+many are drawn, in areas of more than three files at most four a file, no two on one place;
+annotations, decorators and the texts of errors are left alone. Each is made in a copy of the
+checkout, never in the checkout itself.
 
-Tests run in four stages until one fails: the test files that name the module, all of `make test`
-(the folders of the area first), the slow tests of both, and all of `make test-all`.
-`--until` ends after a stage. The same call with a later one goes on with the mutants that are still
-alive, and does not judge the others again. The rows of a mutant: the last one stands.
+Tests run in five stages until one fails: the test files that name the module, the folders of its
+area, all of `make test`, the slow tests of the first two, and all of `make test-all`. `--until`
+ends after a stage. The same call with a later one goes on with the mutants that are still alive,
+and does not judge the others again. Of the rows of a mutant the last one stands; it names the test.
 """
 
 import argparse
@@ -48,7 +49,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "checkpoints": (("checkpoints/*.py",), ("checkpoints", "pipelines", "cli")),
     "weights": (("weights/*.py",), ("weights", "checkpoints", "targets")),
 }
-STAGES = ("near", "test", "slow", "all")
+STAGES = ("near", "room", "test", "slow", "all")
 FAST, SLOW = "not slow and not long and not peer", "(slow or long) and not peer"
 MOST_OF_A_FILE = 4
 HANGS = {FAST: 240, SLOW: 900}  # seconds of one test
@@ -162,8 +163,13 @@ def draw(root: Path, area: str, count: int, seed: int) -> list[Mutant]:
 
 def run_tests(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> bool:
     """Whether any of these tests fails, hangs, or cannot be collected. No paths: no tests."""
+    return failing_test(copy, marker, paths, timeout) is not None
+
+
+def failing_test(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> str | None:
+    """The first of these tests that fails, or what else went wrong; None where all pass."""
     if not paths:
-        return False
+        return None
     hangs = HANGS.get(marker, max(HANGS.values()))
     options = ["-o", f"faulthandler_timeout={hangs}", "-o", "faulthandler_exit_on_timeout=true"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marker]
@@ -174,11 +180,15 @@ def run_tests(copy: Path, marker: str, paths: Sequence[str], timeout: float) -> 
             cwd=copy,
             env=environment,
             capture_output=True,
+            text=True,
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        return True
-    return done.returncode not in (0, 5)  # 5: no test has this marker
+        return "no end"
+    if done.returncode in (0, 5):  # 5: no test has this marker
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else f"exit code {done.returncode}"
 
 
 def near(copy: Path, mutant: Mutant) -> list[str]:
@@ -215,16 +225,21 @@ def judge(copy: Path, mutant: Mutant, area: str, stages: Sequence[str], timeout:
     named, folders = near(copy, mutant), [f"tests/{folder}" for folder in AREAS[area][1]]
     runs = {
         "near": (FAST, named),
-        "test": (FAST, [*folders, "tests"]),
+        "room": (FAST, folders),
+        "test": (FAST, ["tests"]),
         "slow": (SLOW, [*named, *folders]),
         "all": (SLOW, ["tests"]),
     }
-    began = time.monotonic()
+    began, found_by, failed = time.monotonic(), None, None
     try:
-        found_by = next((s for s in stages if run_tests(copy, *runs[s], timeout)), None)
+        for stage in stages:
+            if failed := failing_test(copy, *runs[stage], timeout):
+                found_by = stage
+                break
     finally:
         path.write_text(source, encoding="utf-8")
-    return {"found_by": found_by, "seconds": round(time.monotonic() - began, 1)}
+    seconds = round(time.monotonic() - began, 1)
+    return {"found_by": found_by, "failed": failed, "seconds": seconds}
 
 
 def recorded(path: Path | None) -> dict[tuple, dict]:
@@ -259,12 +274,15 @@ def main() -> int:
     last = STAGES.index(args.until)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__")
+        # with .git, which tests of provenance read
+        ignored = shutil.ignore_patterns(".venv*", "runs", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=ignored)
         for area in args.areas:
             for number, mutant in enumerate(draw(copy, area, args.per_area, args.seed)):
                 which = {"area": area, "seed": args.seed, "number": number}
-                before = known.get((area, args.seed, number), {"until": None, "found_by": None})
+                before = known.get((area, args.seed, number), {})
+                if any(before.get(key) != value for key, value in vars(mutant).items()):
+                    before = {"until": None, "found_by": None}  # the code has changed since
                 begun = STAGES.index(before["until"]) + 1 if before["until"] else 0
                 row = which | dataclasses.asdict(mutant)
                 if args.list:

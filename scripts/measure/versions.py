@@ -8,7 +8,7 @@ lowest version of everything that pyproject.toml names, one with the highest. In
 run that touch every dependency: training and its checkpoints, conversion, templates, decoding,
 reports; and the processor time of the import is measured, beside that of JAX alone. Exit code 1 if
 a test fails, an import takes more than MOST_IMPORT_SECONDS beyond JAX's, an environment cannot be
-made, or a Python is not here, unless such are to be skipped; 2 if that would be all of them.
+made, or a Python is not here, unless such are to be skipped; 3 if that would be all of them.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def main() -> int:
     failed = 0
     if args.skip_absent and not any(find_python(name.partition("-")[0]) for name in args.only):
         print("versions: none of these Pythons is here, and nothing was run", file=sys.stderr)
-        return 2
+        return 3
     for name in args.only:
         if args.skip_absent and find_python(name.partition("-")[0]) is None:
             print(f"{name}: SKIPPED, no such Python here", flush=True)

@@ -19,7 +19,7 @@ from peagle_jax import cli
         (MemoryError(), ["memory", "got no memory"]),
         (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "corpus/a.jsonl"),
-            ["corpus/a.jsonl: must stay where it is", "No such file", "run this again"],
+            ["corpus/a.jsonl: must stay where it is", "No such file", "(test_bad_days.py, line "],
         ),
         (OSError(errno.ESTALE, "Stale file handle", "shard"), ["shard: must stay", "Stale"]),
         (OSError(errno.ENOSPC, "No space left on device", "out"), ["out: must have room"]),

@@ -1,5 +1,6 @@
-"""Ctrl-C in the midst of commands that write, as programs: the end is prompt, what was finished
-stays, and the same command goes on from it."""
+"""Ctrl-C in the midst of commands that write, as programs: the end is prompt, and what was finished
+stays. That the same command goes on from it: tests of each command, and scripts/measure/faults.py,
+which kills them."""
 
 import json
 import os
@@ -65,8 +66,12 @@ def test_a_command_that_has_written_something(name, folders, tmp_path):
         places.append(place)
         words = command.format(folders=folders, tmp=place).split()
         process = start("-c", PROGRAM, *words)
-        wait_until(lambda: has_begun(place), process)
-        seconds, _, error = interrupt(process)
+        try:
+            wait_until(lambda: has_begun(place), process)
+            seconds, _, error = interrupt(process)
+        finally:
+            process.kill()
+            process.communicate()
         assert "Traceback" not in error, error[-2000:]
         assert process.returncode == 1, error[-2000:]
         goes_on = "" if name == "bench" else AGAIN
@@ -116,8 +121,12 @@ def test_while_xla_compiles():
 
     def attempt() -> float:
         process = start("-c", COMPILE, env=environment)
-        assert process.stdout.readline() == "begun\n"
-        seconds, out, error = interrupt(process)
+        try:
+            assert process.stdout.readline() == "begun\n"
+            seconds, out, error = interrupt(process)
+        finally:
+            process.kill()
+            process.communicate()
         assert (process.returncode, out, error) == (1, "", "peagle: interrupted\n")
         return seconds
 

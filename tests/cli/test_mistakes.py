@@ -51,6 +51,10 @@ DECODING = {
         f"{ASK} --temperature 1 --seed -1",
         ["seed: must lie", "-1", "use a seed of 0"],
     ),
+    "no place for rows, before models are read": (
+        "bench --target nowhere --drafter nowhere --out {cut}/config.json/b",
+        ["config.json/b: the output folder must be writable"],
+    ),
     "answers over the prompts": (
         "generate --target {target} --prompts {tmp}/p.jsonl --out {tmp}/./p.jsonl",
         ["--out: answers must not replace the prompts", "name another file"],

@@ -133,6 +133,8 @@ def test_rows(made):
         timed = lines_of(job, place, "result.json")["tokens_per_second"]
         assert row["train_tokens_per_second"] == rounded(timed, work.DIGITS)
         m, *others = row["measurements"]
+        assert len(row["target_digest"]) == len(m["prompts_digest"]) == 16
+        assert all(prompt["module"].endswith(".py") for prompt in m["prompts"])
         assert [(o["temperature"], o["sample_drafts"]) for o in others] == (
             [] if greedy else [(1.0, True)]
         ) and not m["sample_drafts"]

@@ -223,7 +223,7 @@ def corpora(tmp_path_factory):
         for kind in KINDS
     }
     rows = [
-        {"name": f"{kind}{i}", "kind": kind, "text": t}
+        {"name": f"module{i}.py#{kind}", "kind": kind, "text": t}
         for kind, many in lines.items()
         for i, t in enumerate(many)
     ]
@@ -248,8 +248,10 @@ def test_prompts_are_of_every_kind(corpora, tmp_path):
     wanted = prompts_stage(dataclasses.replace(BUDGETS["smoke"], num_prompts=3), 21)
     wanted.make(tmp_path, [source, target], lambda line: None)
     rows, tokenizer = read(tmp_path / "prompts.jsonl"), text.load_tokenizer(target / "model")
+    names = {row["name"].split("#")[0] for row in read(source / "held_out.jsonl")}
     assert [row["kind"] for row in rows] == [kind for kind in KINDS for _ in range(3)]
     for row in rows:
+        assert row["module"] in names and "#" not in row["module"]
         assert len(row["prompt_token_ids"]) == 21
         said = tokenizer.decode(row["prompt_token_ids"])
         assert any(said in line and not line.startswith(said) for line in lines[row["kind"]])

@@ -267,7 +267,9 @@ def test_two_sets_of_prompts_are_not_compared():
         lambda: counts([*of("a", rows[:1]), *of("b", rows[1:])]),
         # the same code and settings, and other contents
         lambda: compare(of("a", rows, "prompts_digest"), of("b", rows, "prompts_digest")),
-        lambda: counts([*of("a", rows[:1], "prompts_digest"), *of("b", rows[1:])]),
+        lambda: counts(
+            [*of("a", rows[:1], "prompts_digest"), *of("b", rows[1:], "prompts_digest")]
+        ),
     ):
         with pytest.raises(
             ValueError, match="on the same prompts; got two sets of them; run all with one cache"

@@ -186,7 +186,7 @@ def test_the_command_writes_a_calibrated_head(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     """Prints the errors and writes the folder; mistakes come before anything is decoded."""
     target, head = agreeing_pair()
     save_target(target, tmp_path / "target")
@@ -208,6 +208,15 @@ def test_the_command(tmp_path, capsys):
     code, said = calibrate("a", "b", "p.jsonl", "-k", K)
     assert code == 0 and "greedy: calibration error after" in said.out
     assert load_drafter(tmp_path / "b").config.confidence_calibration is not None
+    # a head that names no layers reads those that vLLM chooses for its target
+    opened = []
+    monkeypatch.setattr(calibration, "open_head", lambda *words: opened.append(words) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        calibrate("a", "c", "p.jsonl", "-k", K)
+    assert [(str(path), layers) for path, layers in opened] == [
+        (str(tmp_path / "a"), target.config.layers)
+    ]
+    monkeypatch.undo()
     for arguments, words in (
         (("plain", "c"), "plain: a calibration needs"),
         (("a", "file", "p.jsonl", "-k", K), "file"),

@@ -35,9 +35,9 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(parent):
         for _ in range(2)
     ]
     killed, alive = (process.stdout.readline().strip() for process in processes)
-    others = [parent / f"{PREFIX}file", parent / "peagle-other", parent / f"{PREFIX}link"]
+    others = [parent / f"{PREFIX}file", parent / "peagle-corpus-x", parent / f"{PREFIX}link"]
     others[0].write_text("no folder")
-    others[1].mkdir()
+    others[1].mkdir()  # of a version before this one, without a lock
     (parent / "elsewhere").mkdir()
     others[2].symlink_to(parent / "elsewhere")
     try:
@@ -54,6 +54,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(parent):
         for process in processes:
             process.kill()
             process.wait()
+            process.stdout.close()
 
 
 def test_without_locks_nothing_is_removed(parent, monkeypatch):

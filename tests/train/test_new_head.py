@@ -116,16 +116,20 @@ def test_a_parallel_head_of_another_design_to_begin_from(rows, tmp_path):
 
 def test_a_head_to_begin_from_that_names_no_layers(rows, tmp_path):
     """It reads those that vLLM chooses for the target that is trained with."""
-    save_drafter(finished(), tmp_path / "trained")
+    trained = finished(aux_hidden_state_layers=(2, 5, 8))
+    save_drafter(trained, tmp_path / "trained")
     where = tmp_path / "trained" / "config.json"
     raw = json.loads(where.read_text())
     del raw["eagle_aux_hidden_state_layer_ids"]
     raw.get("eagle_config", {}).pop("eagle_aux_hidden_state_layer_ids", None)
     where.write_text(json.dumps(raw))
-    layers = tiny.target().config.layers
-    wanted = re.escape(str([2, layers // 2, layers - 3]))
-    with pytest.raises(InputError, match=f"set head.aux_hidden_state_layers: {wanted}"):
-        begun(rows, "shared", init_from=str(tmp_path / "trained"))
+    run = recipe("shared", init_from=str(tmp_path / "trained"))
+    deep = tiny.target(layers=11, windows=(None,) * 11)
+    with pytest.raises(InputError, match=r"set head.aux_hidden_state_layers: \[2, 5, 8\]"):
+        new_head(run, deep, rows, TOKENIZER)
+    deep = tiny.target(layers=11, windows=(None,) * 11, aux_hidden_state_layers=(2, 5, 8))
+    params = new_head(run, deep, rows, TOKENIZER).params
+    np.testing.assert_array_equal(params["mask_hidden"], trained.params["mask_hidden"])
 
 
 @pytest.mark.parametrize(
