@@ -16,18 +16,21 @@ from transformers import PreTrainedTokenizerBase
 from peagle_jax import text
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.free_memory import is_out_of_memory
+from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import EagleRun, HeadRun, PeagleRun
 from peagle_jax.train.data import EncodedDocument, PackedRows, pack
-from peagle_jax.train.head_batches import HeadBatch, HeadBatches
+from peagle_jax.train.head_batches import HeadBatch
+from peagle_jax.train.hidden_states import shifted
 from peagle_jax.train.loss import DepthCounts
 from peagle_jax.train.mesh import put_rows
 from peagle_jax.train.peagle_loss import FeatureNoise
-from peagle_jax.types import Model, Params
+from peagle_jax.types import Params
 
 MOST_ROWS = 16  # packed rows that are read at each evaluation
 
-# (parameters, batch, frozen parameters) -> its loss, and by depth how often the head was right
-Loss = Callable[[Params, HeadBatch, Any], tuple[jax.Array, DepthCounts]]
+# (parameters, batch, frozen parameters, denominators of all batches) -> its share of the loss, and
+# by depth how often the head was right
+Loss = Callable[[Params, HeadBatch, Any, Any], tuple[jax.Array, DepthCounts]]
 # parameters that are trained -> keys of a row of metrics.jsonl
 Measure = Callable[[Params], dict[str, Any]]
 
@@ -68,40 +71,42 @@ def held_out_rows(
 
 def make_measure(
     run: HeadRun,
-    target: Model,
     rows: PackedRows,
     loss: Loss,
+    denominators: Callable[[HeadBatch], Any],
     frozen_params: Any,
     mesh: Mesh | None,
 ) -> Measure:
     """Makes the function that measures a head on held-out rows.
 
+    What it measures does not depend on how many devices read rows together.
+
     Args:
       run: from `evaluation_run`.
-      target: its target.
       rows: from `held_out_rows`.
       loss: of a batch, of that run.
+      denominators: of a batch, what the sums in its loss are divided by.
       frozen_params: of `loss`.
       mesh: as for `trainer.fit`.
 
     Returns:
-      A function to `held_out_loss`, `held_out_accuracy` by depth, and
+      A function to `held_out_loss`, pooled over all rows, `held_out_accuracy` by depth, and
       `expected_acceptance_length`, in tokens: 1 and the chances that the first d drafts are all
       right, if they were right independently. With a reduced draft vocabulary a draft is right if
       it is the likeliest token of those. Nothing, where the memory does not suffice.
     """
-    batch_at = HeadBatches(run, rows, target)
-    size = run.data.batch_size
-    num_batches = max(1, min(MOST_ROWS, len(rows)) // size)
+    size, num_rows = run.data.batch_size, min(MOST_ROWS, len(rows))
+    of_all = np.asarray(denominators(_batch(run, rows, range(num_rows), num_rows)))
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     program = jax.jit(loss, out_shardings=everywhere)
 
     def measure(params: Params) -> dict[str, Any]:
         try:
-            found = [
-                jax.block_until_ready(program(params, put_rows(batch_at(i), mesh), frozen_params))
-                for i in range(num_batches)
-            ]
+            found = []
+            for start in range(0, num_rows, size):
+                batch = put_rows(_batch(run, rows, range(start, start + size), num_rows), mesh)
+                result = program(params, batch, frozen_params, of_all)
+                found.append(jax.block_until_ready(result))
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -110,7 +115,7 @@ def make_measure(
         correct, total = (sum(np.asarray(c[key]) for c in counts) for key in ("correct", "total"))
         accuracy = correct / np.maximum(total, 1)
         measured = {
-            "held_out_loss": round(float(np.mean(losses)), 6),
+            "held_out_loss": round(float(np.sum(losses)), 6),
             "held_out_accuracy": np.round(accuracy, 6).tolist(),
         }
         if len(accuracy) == run.num_depths:
@@ -119,3 +124,24 @@ def make_measure(
         return measured
 
     return measure
+
+
+def _batch(run: HeadRun, rows: PackedRows, numbers: Sequence[int], num_rows: int) -> HeadBatch:
+    """Rows to read together, each as if it were read alone.
+
+    Args:
+      numbers: which of the evaluation's rows; those from `num_rows` on fill places, without a loss.
+    """
+    batch = rows.take([i for n in numbers for i in rows.indices_at(1, run.seed, n % num_rows)])
+    segment_ids, loss_mask = shifted(batch)
+    loss_mask = loss_mask & (np.asarray(numbers) < num_rows)[:, None]
+    cod = None
+    if isinstance(run, PeagleRun):
+        config = dataclasses.replace(run.cod, num_depths=run.num_depths)
+        samples = [
+            cod_sample(loss_mask[i : i + 1], segment_ids[i : i + 1], config, [run.seed, n])
+            for i, n in enumerate(numbers)
+        ]
+        cod = jax.tree.map(lambda *parts: np.concatenate(parts), *samples)
+    noise_ids = np.array([(n, 0) for n in numbers], np.int32)
+    return HeadBatch(batch, None, segment_ids, loss_mask, cod, noise_ids, run.num_depths)

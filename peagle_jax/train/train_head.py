@@ -219,7 +219,8 @@ def _measure_of_held_out(
         return None
     as_used = evaluation_run(run)
     loss = functools.partial(head_loss, as_used, target, head)
-    return make_measure(as_used, target, rows, loss, frozen_params, mesh)
+    denominators = functools.partial(head_denominators, as_used)
+    return make_measure(as_used, rows, loss, denominators, frozen_params, mesh)
 
 
 def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedTokenizerBase]:

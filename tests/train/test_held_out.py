@@ -1,6 +1,7 @@
 """Loss and accuracy on held-out documents, beside the decoding of prompts."""
 
 import dataclasses
+import functools
 import json
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from peagle_jax.train import held_out
 from peagle_jax.train.config import load_run
 from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
 from peagle_jax.train.held_out import evaluation_run, held_out_rows, make_measure
+from peagle_jax.train.train_head import head_denominators, head_loss
 from peagle_jax.types import InputError
 from tests import tiny
 
@@ -93,22 +95,53 @@ def test_counts_are_pooled_over_held_out_rows(corpus, tmp_path, monkeypatch):
     spelled = tokenizer.decode(rows.take(range(len(rows))).tokens.reshape(-1))
     assert kept[0].text.strip()[:40] in spelled and train[0].text.strip()[:40] not in spelled
 
-    def loss(params, batch, frozen):
+    def loss(params, batch, frozen, denominators):
         first = batch.batch.tokens[:, 1].sum() % 5
         counts = {"correct": jnp.stack([first, 1, 0]), "total": jnp.stack([first + 5, 4, 0])}
-        return params["w"] * frozen * (first + 1.0), counts
+        return params["w"] * frozen * (first + 1.0) / denominators, counts
 
-    target = tiny.target(vocab=len(tokenizer))
-    measure = make_measure(run, target, rows, loss, 2.0, None)
-    batches = held_out.HeadBatches(run, rows, target)
-    seen = [int(batches(i).batch.tokens[:, 1].sum() % 5) for i in range(6)]
+    measure = make_measure(run, rows, loss, lambda batch: len(batch.loss_mask) / 2, 2.0, None)
+    indices = [rows.indices_at(1, run.seed, i) for i in range(6)]
+    seen = [int(rows.take(i).tokens[:, 1].sum() % 5) for i in indices]
     assert len(set(seen)) > 1
     measured = measure({"w": jnp.float32(3.0)})
-    assert measured["held_out_loss"] == pytest.approx(6 * (np.mean(seen) + 1))
+    assert measured["held_out_loss"] == pytest.approx(6 * (np.sum(seen) + 6) / 3)
     accuracy = [sum(seen) / (sum(seen) + 30), 0.25, 0.0]
     assert measured["held_out_accuracy"] == pytest.approx(accuracy, abs=1e-6)
     expected = 1 + accuracy[0] + accuracy[0] * 0.25
     assert measured["expected_acceptance_length"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("task", ["peagle", "eagle3", "eagle"])
+def test_rows_that_are_read_together_count_as_if_alone(task, corpus, tmp_path, monkeypatch):
+    """Also the last ones, which do not fill a batch; their elements of COD are the same."""
+    monkeypatch.setattr(held_out, "MOST_ROWS", 5)
+    raw = recipe(task, corpus, tmp_path / "run", tmp_path)
+    run = evaluation_run(load_run(test_runs.write(tmp_path / "a.yaml", raw)))
+    train, kept = corpora.split(corpora.read_corpus(corpus), 0.1)
+    tokenizer = text.train_tokenizer([d.text for d in train], 320)
+    rows = held_out_rows(run, tokenizer, kept)
+    reads = tiny.FINAL if task == "eagle" else {}
+    target = tiny.target(vocab=len(tokenizer), **reads)
+    changes = {"vocab": len(tokenizer), "draft_vocab": len(tokenizer), "num_depths": run.num_depths}
+    if task == "eagle":
+        changes |= tiny.EAGLE
+    if task == "eagle3":
+        changes["mask_token"] = None
+    head = tiny.head(**changes)
+    measured = []
+    for size in (1, 3, 8):
+        data = dataclasses.replace(run.data, batch_size=size)
+        together = dataclasses.replace(run, data=data)
+        loss = functools.partial(head_loss, together, target, head)
+        denominators = functools.partial(head_denominators, together)
+        frozen = (target.params, {})
+        measure = make_measure(together, rows, loss, denominators, frozen, None)
+        measured.append(measure(head.params))
+    assert 0 < measured[0]["held_out_loss"] < 50
+    for other in measured[1:]:
+        assert other["held_out_loss"] == pytest.approx(measured[0]["held_out_loss"], rel=1e-5)
+        assert other["held_out_accuracy"] == measured[0]["held_out_accuracy"]
 
 
 def test_without_anything_to_train_there_is_nothing_to_measure(tmp_path, corpus):
