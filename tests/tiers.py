@@ -186,6 +186,7 @@ KEPT = (
     "tests/checkpoints/test_export_placeholders.py::test_a_run_keeps*shared_depth-mask*",
     "tests/checkpoints/test_export_placeholders.py::test_what*low_rank-mask-2-fc_norm*",
     "tests/checkpoints/test_export_placeholders.py::test_what*per_depth-mask-2-plain*",
+    "tests/checkpoints/test_export_placeholders.py::test_what*shared_fused-mask-6-norm_before*",
     "tests/checkpoints/test_export_placeholders.py::test_what*shared-frozen-6-fc_norm*",
     "tests/checkpoints/test_folders.py::*[[]bfloat16-vllm-reduced[]]",
     "tests/checkpoints/test_folders.py::*[[]bfloat16-vllm-window[]]",

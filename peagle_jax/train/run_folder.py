@@ -173,11 +173,10 @@ def read_result(run: Run, kind: type, say: Callable[[str], None] = print) -> Any
         return None  # written by another version
     step = result["step"] if isinstance(result["step"], int) else -1
     is_over = step >= run.optimizer.steps or result.get("stopped_early", False)
-    folder = os.path.realpath(result["folder"])
-    # of a run that was copied, or moved, the result is written again
-    is_here = Path(folder).is_relative_to(os.path.realpath(run.out)) and os.path.isdir(folder)
-    if not is_over or not is_here:
+    if not is_over or not os.path.isdir(result["folder"]):  # of any text, without an error
         return None
+    if not Path(os.path.realpath(result["folder"])).is_relative_to(os.path.realpath(run.out)):
+        return None  # of the run that this one was copied from, or moved
     say(f"{run.out} was finished before; without its {RESULT_FILE} it would be measured again")
     return kind(**result | {"folder": Path(result["folder"])})
 

@@ -171,7 +171,7 @@ def test_index_of_an_encoded_corpus(folder):
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("begins", NEEDED)
+@pytest.mark.parametrize("begins", NEEDED, ids=["excerpts", "conversations"])
 def test_answers_that_were_begun(folder, begins):
     row = {
         ANSWER_BEGINS: {"prompt_token_ids": [1, 2], "output_token_ids": [3]},

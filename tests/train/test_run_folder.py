@@ -1,6 +1,8 @@
 """A run's folder is locked while a process trains in it."""
 
+import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +12,12 @@ import pytest
 from recipes import load, minimal
 
 from peagle_jax.train.config import load_run
-from peagle_jax.train.run_folder import init_run_dir, locked_run_folder
+from peagle_jax.train.run_folder import (
+    init_run_dir,
+    locked_run_folder,
+    read_result,
+    write_result,
+)
 from peagle_jax.types import InputError
 
 HOLD = """
@@ -79,3 +86,25 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         locked_run_folder(run),
     ):
         pass
+
+
+@dataclasses.dataclass
+class Result:
+    folder: Path
+    step: int
+    tokens_per_second: float | None
+
+
+def test_a_copied_run_does_not_answer_with_the_original(tmp_path):
+    run = load(tmp_path, minimal("peagle", out=str(tmp_path / "a")))
+    init_run_dir(run)
+    (tmp_path / "a" / "head").mkdir()
+    result = {"folder": tmp_path / "a" / "head", "step": run.optimizer.steps}
+    write_result(run, result | {"tokens_per_second": 5.0})
+    assert read_result(run, Result, lambda line: None).folder == tmp_path / "a" / "head"
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copied = load(tmp_path, minimal("peagle", out=str(tmp_path / "b")))
+    assert read_result(copied, Result, lambda line: None) is None
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    linked = load(tmp_path, minimal("peagle", out=str(tmp_path / "link")))
+    assert read_result(linked, Result, lambda line: None) is not None
