@@ -167,7 +167,11 @@ def regenerate(arguments: argparse.Namespace) -> int:
         part=parse_part("--part", arguments.part),
         server=arguments.server,
         server_model=arguments.server_model,
+        dtype=arguments.dtype or "float32",
     )
+    if arguments.dtype is not None and arguments.server is not None:
+        rule, next_step = "is of a target that writes here", "leave out --dtype or --server"
+        raise InputError("--dtype", rule, f"--server {arguments.server}", next_step)
     if arguments.server_model is not None and arguments.server is None:
         rule, next_step = "is the target's name at a server", "give --server, or leave it out"
         raise InputError("--server-model", rule, "no --server", next_step)

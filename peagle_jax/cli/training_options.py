@@ -126,6 +126,11 @@ def add_regenerate(parser: Parser) -> None:
         "--batch-size", metavar="N", type=int, default=64, help="answers written together"
     )
     parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the target's weights, and of activations on a GPU; without it float32",
+    )
+    parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="of the excerpts and of sampling"
     )
     parser.add_argument(

@@ -84,7 +84,7 @@ def lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
         raise InputError(out, rule, "a file of something else", next_step)
     path = out.with_name(out.name + corpus.ABOUT)
     if lines and path.exists():
-        former = _read_about(path)
+        former = {"dtype": "float32"} | _read_about(path)  # the only one there was at first
         for key, value in about.items():
             if former.get(key) != value:
                 rule = f"{key} was {former.get(key)} when {out.name} was begun, and must stay so"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -57,6 +58,7 @@ class RegenerationOptions:
       server: URL of a server with OpenAI's chat completions that writes in the target's place.
       server_model: the target's name there; None for the first that the server lists.
       bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
+      dtype: "float32" or "bfloat16", of the target's weights where it writes here.
     """
 
     source: str | None
@@ -71,6 +73,7 @@ class RegenerationOptions:
     server: str | None = None
     server_model: str | None = None
     bad_rows: str = "refuse"
+    dtype: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +199,7 @@ def _answer_conversations(
     writer: Writer
     limits = options.max_new_tokens, options.batch_size
     if options.server is None:
-        target = _load_target(target_folder, tokenizer)
+        target = _load_target(target_folder, tokenizer, options.dtype)
         writer, name = EngineWriter(target, tokenizer, *limits), target_hash(target_folder)
     else:
         writer = ServerWriter(options.server, options.server_model, *limits)
@@ -250,7 +253,7 @@ def _continue_excerpts(
 ) -> Regenerated:
     total = options.num_samples or DEFAULT_EXCERPTS
     _check_context(target_folder, options, options.prompt_tokens)
-    target = _load_target(target_folder, tokenizer)
+    target = _load_target(target_folder, tokenizer, options.dtype)
     chosen = _excerpts(tokenizer, texts, dataclasses.replace(options, num_samples=total))
     excerpts = [ids for _, ids in chosen]
     check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
@@ -355,15 +358,16 @@ def _excerpts(
 # ---------------------------------------------------------------- both
 
 
-def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Model:
-    target = load_target(folder, aux_hidden_state_layers=())
+def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: str) -> Model:
+    target = load_target(folder, aux_hidden_state_layers=(), dtype=jnp.dtype(dtype))
     text.check_vocabulary(tokenizer, target.config.vocab, folder)
     return target
 
 
 def _about(options: RegenerationOptions, writer: str) -> dict[str, Any]:
     """What rows depend on, beside their number."""
-    return {
+    dtype = {} if options.server else {"dtype": options.dtype}
+    return dtype | {
         "target": writer,
         "held_out": options.held_out,
         "max_new_tokens": options.max_new_tokens,

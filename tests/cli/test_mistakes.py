@@ -55,6 +55,10 @@ DECODING = {
         "bench --target nowhere --drafter nowhere --out {cut}/config.json/b",
         ["config.json/b: the output folder must be writable"],
     ),
+    "a dtype of a server's target": (
+        "regenerate --target {target} --server http://localhost:1 --dtype bfloat16 --out {tmp}/a",
+        ["--dtype: is of a target that writes here", "leave out --dtype or --server"],
+    ),
     "answers over the prompts": (
         "generate --target {target} --prompts {tmp}/p.jsonl --out {tmp}/./p.jsonl",
         ["--out: answers must not replace the prompts", "name another file"],

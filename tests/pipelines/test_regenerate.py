@@ -16,6 +16,7 @@ from peagle_jax import corpus, file_lock, text
 from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
+from peagle_jax.pipelines import regenerate as module
 from peagle_jax.pipelines.regenerate import RegenerationOptions, excerpts_of, regenerate
 from peagle_jax.train.document_file import DocumentWriter
 from peagle_jax.types import InputError
@@ -279,3 +280,36 @@ def test_nothing_is_left_after_an_error(kind, words, place, tmp_path, monkeypatc
 
 def no_room(*_):
     raise OSError(28, "No space left on device")
+
+
+def test_answers_are_written_in_one_dtype(place, tmp_path):
+    """A file is of one dtype; those of before there was a choice are in float32."""
+    out, whole = tmp_path / "a.jsonl", tmp_path / "whole.jsonl"
+    few = options(place, num_samples=4, dtype="bfloat16")
+    regenerate(place / "target", few, out, lambda line: None)
+    assert json.loads((tmp_path / "a.jsonl.about.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(InputError, match="dtype was bfloat16 when a.jsonl was begun"):
+        regenerate(place / "target", options(place, num_samples=6), out, lambda line: None)
+    regenerate(place / "target", options(place, num_samples=4), whole, lambda line: None)
+    about = tmp_path / "whole.jsonl.about.json"
+    former = {key: v for key, v in json.loads(about.read_text()).items() if key != "dtype"}
+    about.write_text(json.dumps(former))
+    regenerate(place / "target", options(place, num_samples=5), whole, lambda line: None)
+    assert len(rows(whole)) == 5
+    with pytest.raises(InputError, match="dtype was float32 when whole.jsonl was begun"):
+        regenerate(place / "target", few, whole, lambda line: None)
+
+
+def test_the_dtype_is_the_weights(place, tmp_path, monkeypatch):
+    seen = []
+    real = module.load_target
+
+    def load(folder, **options):
+        seen.append(options["dtype"])
+        return real(folder, **options)
+
+    monkeypatch.setattr(module, "load_target", load)
+    for dtype in ("bfloat16", "float32"):
+        asked = options(place, num_samples=2, dtype=dtype)
+        regenerate(place / "target", asked, tmp_path / f"{dtype}.jsonl", lambda line: None)
+    assert [str(dtype) for dtype in seen] == ["bfloat16", "float32"]
