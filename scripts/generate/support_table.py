@@ -160,7 +160,50 @@ def mutations_page(results: Mapping[str, bool]) -> str:
     for name, case in read_mutations().items():
         noticed = summarize(results, re.escape(f"test_parity_notices[{name}]"))
         lines.append(f"| {case} | {name} | {noticed.removesuffix(' (1)')} |")
-    return "\n".join(lines) + "\n" + by_hand_section(ROOT / "results/mutants_by_hand.jsonl")
+    tool = tool_section(ROOT / "results/mutants.jsonl")
+    return "\n".join(lines) + "\n" + tool + by_hand_section(ROOT / "results/mutants_by_hand.jsonl")
+
+
+def tool_section(path: Path) -> str:
+    """What scripts/measure/mutants.py found last of each mutant."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    last = {(r["area"], r["seed"], r["number"]): r for r in rows if "area" in r}
+    lines = [
+        "",
+        "# Mutants made by a tool",
+        "",
+        "cosmic-ray changes one operator, comparison, number, truth value, loop or exception of",
+        "a file. Mutants are drawn at random by `.venv/bin/python scripts/measure/mutants.py`",
+        "([rows](../results/mutants.jsonl)). Tests run until one fails: the test files that name",
+        "the module, the folders of its area, all of `make test`, and the slow tests of both.",
+        "",
+        "| area | mutants | named files | folders | `make test` | slow | alive | equivalent |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    areas = list(dict.fromkeys(area for area, *_ in last))
+    for area in areas:
+        of_area = [row for row in last.values() if row["area"] == area]
+        stages = [row["found_by"] for row in of_area]
+        counts = [stages.count(stage) for stage in ("near", "room", "test")]
+        counts.append(stages.count("slow") + stages.count("all"))
+        is_equivalent = [row.get("reason", "").startswith("equivalent") for row in of_area]
+        counts += [stages.count(None) - sum(is_equivalent), sum(is_equivalent)]
+        lines.append(f"| {area} | {len(of_area)} | {' | '.join(map(str, counts))} |")
+    alive = [row for row in last.values() if row["found_by"] is None]
+    if alive:
+        lines += [
+            "",
+            "| not found | place | before | after | why |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+    for row in alive:
+        place = f"{row['file'].removeprefix('peagle_jax/')}:{row['line']}"
+        cells = [f"`{row[key].replace('|', chr(92) + '|')}`" for key in ("before", "after")]
+        reason = row.get("reason", f"looked for until the stage {row['until']!r}")
+        lines.append(
+            f"| {row['area']} {row['number']} | {place} | {' | '.join(cells)} | {reason} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def by_hand_section(path: Path) -> str:

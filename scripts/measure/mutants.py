@@ -3,6 +3,8 @@
     .venv/bin/python -m pip install cosmic-ray==8.7.0
     .venv/bin/python scripts/measure/mutants.py [--per-area 10] [--seed 0] [--areas AREA ...]
         [--until near|room|test|slow|all] [--record results/mutants.jsonl]
+    .venv/bin/python scripts/measure/mutants.py --explain AREA NUMBER "why no test can find it"
+        --record results/mutants.jsonl
 
 cosmic-ray (https://cosmic-ray.readthedocs.io) makes the mutants: one operator, comparison, number,
 truth value, `not`, loop or exception of one file of `peagle_jax` is another one. Of every area so
@@ -14,6 +16,8 @@ Tests run in five stages until one fails: the test files that name the module, t
 area, all of `make test`, the slow tests of the first two, and all of `make test-all`. `--until`
 ends after a stage. The same call with a later one goes on with the mutants that are still alive,
 and does not judge the others again. Of the rows of a mutant the last one stands; it names the test.
+`--explain` repeats the last row of a mutant that is alive with a reason. docs/mutations.md has a
+table of the rows, by scripts/generate/support_table.py.
 """
 
 import argparse
@@ -252,6 +256,19 @@ def recorded(path: Path | None) -> dict[tuple, dict]:
     return {(row["area"], row["seed"], row["number"]): row for row in rows}
 
 
+def explain(path: Path, area: str, number: int, seed: int, reason: str) -> int:
+    """Adds a reason to a mutant that no test has found."""
+    row = recorded(path).get((area, seed, number))
+    if row is None or row["found_by"]:
+        what = "was not judged" if row is None else f"was found by {row['found_by']}"
+        print(f"mutants.py: {area} {number} {what}; name one that is alive", file=sys.stderr)
+        return 2
+    from peagle_jax.provenance import append_rows
+
+    append_rows(path, [row | {"reason": reason}], "scripts/measure/mutants.py")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -262,8 +279,14 @@ def main() -> int:
     parser.add_argument("--until", choices=STAGES, default="all", help="the last stage")
     parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of a stage")
+    parser.add_argument("--explain", nargs=3, metavar=("AREA", "NUMBER", "REASON"))
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     args = parser.parse_args()
+    if args.explain:
+        if args.record is None:
+            parser.error("--explain: the rows' file is needed; give --record")
+        area, number, reason = args.explain
+        return explain(args.record, area, int(number), args.seed, reason)
     try:
         import cosmic_ray  # noqa: F401
     except ImportError:
