@@ -109,7 +109,8 @@ def changed(draw, raw: dict, more_keys: tuple[str, ...] = (), others=values) -> 
         for key in path[:-1]:
             node = node[key]
         if draw(st.booleans()) or not isinstance(node, dict):
-            node[path[-1]] = draw(others)
+            # a copy: what is drawn twice may be changed within itself otherwise
+            node[path[-1]] = copy.deepcopy(draw(others))
         else:
             node.pop(path[-1], None)
     return raw

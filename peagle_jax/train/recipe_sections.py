@@ -53,6 +53,8 @@ class OptimizerConfig:
         check(self.steps >= 1, "steps", "must be 1 or more", self.steps, "use 10000")
         check(self.peak_lr > 0, "peak_lr", "must be above 0", self.peak_lr, "use 1e-4")
         check(self.warmup >= 0, "warmup", "must be 0 or more", self.warmup, "use 300")
+        decay = self.weight_decay
+        check(decay >= 0, "weight_decay", "must be 0 or more", decay, "use 0.01")
         positive = self.max_grad_norm > 0
         check(positive, "max_grad_norm", "must be above 0", self.max_grad_norm, "use 1.0")
 

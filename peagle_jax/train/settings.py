@@ -6,6 +6,7 @@ breaks a rule are errors that name the key. Former names of keys are understood 
 
 import dataclasses
 import difflib
+import math
 import re
 import reprlib
 import types
@@ -239,7 +240,10 @@ def _value(hint: typing.Any, raw: object, where: str, path: str, default: typing
             raise InputError(_place(where, path), rule, _brief(raw), f"use {arguments[0]}")
         return raw
     if hint is float and isinstance(raw, str) and NUMBER.fullmatch(raw):
-        return float(raw)  # YAML 1.1 reads 3e-3, which has no point, as text
+        raw = float(raw)  # YAML 1.1 reads 3e-3, which has no point, as text
+    if hint is float and isinstance(raw, float) and not math.isfinite(raw):
+        next_step = f"write a number such as {EXAMPLES_BY_TYPE[float]}{or_null}"
+        raise InputError(_place(where, path), "must be a finite number", raw, next_step)
     is_bool = isinstance(raw, bool)
     accepted = (int, float) if hint is float else hint
     if not isinstance(raw, accepted) or is_bool != (hint is bool):

@@ -204,6 +204,16 @@ BAD = [
     ({"max_seconds": "long"}, "a number; got 'long'; write max_seconds: 3600, or null"),
     ({"max_seconds": "3e"}, "max_seconds: must be a number; got '3e'"),
     ({"max_seconds": True}, "max_seconds: must be a number; got True"),
+    (
+        {"max_seconds": float("nan")},
+        "max_seconds: must be a finite number; got nan; write a number",
+    ),
+    (
+        {"optimizer": {"peak_lr": float("inf")}},
+        "optimizer.peak_lr: must be a finite number; got inf",
+    ),
+    ({"optimizer": {"peak_lr": "1e999"}}, "optimizer.peak_lr: must be a finite number; got inf"),
+    ({"optimizer": {"weight_decay": -0.1}}, "optimizer.weight_decay: must be 0 or more; got -0.1"),
     ({"train_embedding": 1}, "train_embedding: must be true or false; got 1; write train_"),
     ({"train_embedding": "yes"}, "must be true or false; got 'yes'; write train_embedding: true"),
     ({"init": "lukewarm"}, "init: must be one of random, target; got 'lukewarm'; use random"),
