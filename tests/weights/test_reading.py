@@ -42,6 +42,19 @@ def test_an_empty_file_has_no_tensors(tmp_path):
     assert weights.open_folder(tmp_path) == {} and weights.read_metadata(tmp_path) == {}
 
 
+def test_shards_that_an_index_names_and_that_are_not_there(tmp_path):
+    """vLLM refuses such a folder, although its model.safetensors has everything."""
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    assert weights.absent_shards(tmp_path) == []
+    shards = {"a": "model.safetensors", "b": "two.safetensors", "c": "one.safetensors"}
+    index = tmp_path / weights.INDEX
+    index.write_text(json.dumps({"weight_map": shards | {"d": "two.safetensors"}}))
+    assert weights.absent_shards(tmp_path) == ["one.safetensors", "two.safetensors"]
+    index.write_text("{}")
+    with pytest.raises(InputError, match="weight_map must name the shard of each tensor"):
+        weights.absent_shards(tmp_path)
+
+
 GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:5a\nsize 28000000\n"
 ONE_F32 = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 
