@@ -108,7 +108,7 @@ def test_a_part_of_a_batch_is_divided_by_the_weights_of_all():
         ),
         ([0.0, 1.0, 1.0], "depth_weights: must be finite, 0 or more, the first above 0"),
         ([1.0, -1.0, 1.0], "depth_weights: must be finite, 0 or more"),
-        ([1.0, float("inf"), 1.0], "depth_weights: must be finite, 0 or more"),
+        ([1.0, float("inf"), 1.0], "depth_weights[1]: must be a finite number; got inf"),
     ],
 )
 def test_what_is_refused(weights, words):
