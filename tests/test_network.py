@@ -55,4 +55,4 @@ def test_local_folders_ask_no_network(words, tmp_path):
 def test_a_hub_id_would_be_noticed(tmp_path):
     """The hook sees what the libraries do."""
     done = run(["inspect", "someone/nothing-of-that-name"], tmp_path)
-    assert done.returncode == 2 and "NETWORK: socket.getaddrinfo" in done.stderr, done.stderr
+    assert done.returncode == 2 and "NETWORK: socket." in done.stderr, done.stderr
