@@ -200,8 +200,10 @@ def names_aux_layers(raw: Mapping, where: str | Path) -> bool:
 
 
 def may_count_outputs(raw: Mapping, where: str | Path) -> bool:
-    """Whether ids of layers stand where SpecForge writes them, which counts outputs, and vLLM's
-    own writers do not: in `eagle_config` alone, of a head that does not draft in parallel."""
+    """Whether ids of layers stand where SpecForge writes an EAGLE-3 head's, and counts outputs.
+
+    That is in `eagle_config` alone, where P-EAGLE heads for vLLM may have them, too.
+    """
     top = Fields(raw, where)
     if detect_format(raw) in COUNTS_OUTPUTS or top.get(AUX_LAYER_IDS, None):
         return False

@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if not is_out_of_memory(error):
             raise
         rule, got = "arrays must fit", " ".join(str(error).split())[:200] or "no memory"
-        next_step = "use smaller batches, or a device with more"
+        next_step = "use smaller batches, or a device with more memory"
         return _refuse(InputError("memory", rule, got, next_step))
 
 

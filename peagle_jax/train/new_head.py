@@ -37,7 +37,7 @@ NOT_OF_ITS_LAYERS = (
     "context",
 )
 # With others the weights of a trained head compute something else.
-SHAPES_OF_WEIGHTS = (
+MEANING_OF_WEIGHTS = (
     "heads",
     "kv_heads",
     "head_dim",
@@ -139,7 +139,7 @@ def _warn_of_other_meanings(new: HeadConfig, trained: HeadConfig, where: str) ->
 
     Trained as a whole a head may differ; but it does not begin as the trained one.
     """
-    for name in SHAPES_OF_WEIGHTS:
+    for name in MEANING_OF_WEIGHTS:
         wanted, value = getattr(trained, name), getattr(new, name)
         if _meaning(wanted) != _meaning(value):
             key = _key_of(name) or f"head.{name}"

@@ -121,10 +121,7 @@ def _product(
 def has_block_scales(tensors: Mapping[str, Tensor]) -> bool:
     """Whether a checkpoint's float8 matrices have a scale for each block, not row or matrix."""
     return any(
-        name.endswith(("_scale_inv", "_scale"))  # transformers' and compressed-tensors' names
-        and t.size > 1
-        and len(t.shape) == 2
-        and t.shape[1] > 1
+        name.endswith(SCALE_SUFFIXES) and t.size > 1 and len(t.shape) == 2 and t.shape[1] > 1
         for name, t in tensors.items()
     )
 

@@ -1,9 +1,11 @@
-"""Rows as the experiments write them, with acceptance that is known because it was drawn here."""
+"""Experiments, and rows as they write them, with acceptance that is known because it was drawn
+here."""
 
 import json
 
 import numpy as np
 
+from experiments.base import Experiment, Measurement, Variant
 from experiments.texts import KINDS, STRUCTURED
 
 PROMPTS = 24
@@ -115,3 +117,37 @@ def write(folder, rows) -> None:
     for row in rows:
         with (folder / f"{row['experiment']}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def experiment(name, variants, reference, *, kind="bars", **replaced) -> Experiment:
+    by_name = {
+        v: Variant(
+            measurements=(Measurement(k=4),),
+            x=x,
+            method="eagle3" if "eagle" in v else "peagle",
+        )
+        for v, x in variants.items()
+    }
+    words = {
+        "question": f"Does {name} matter?",
+        "expects": "A little <more>.",
+        "axis": "design",
+        "paper": "Table 9 & text",
+    } | replaced
+    return Experiment(name=name, kind=kind, reference=reference, variants=by_name, **words)
+
+
+def runs(name, chances, *, seeds=3, **options) -> list[dict]:
+    rng = np.random.default_rng(0)
+    effects = rng.normal(0, 0.05, 24)
+    return [
+        made(rng, name, v, s, chance=c, effects=effects, **options)
+        for v, c in chances.items()
+        for s in range(seeds)
+    ]
+
+
+IDENTITY = experiment(
+    "hidden", {"shared": None, "good": None, "same": None, "later": None}, "shared"
+)
+ROWS = runs("hidden", {"shared": 0.4, "good": 0.6, "same": 0.4})
