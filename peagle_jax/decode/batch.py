@@ -196,16 +196,19 @@ class Batch:
             error="the target computed NaN or infinity" if reason == "error" else None,
         )
 
+    def make_places(self, num_entering: int, new: DecodeState) -> None:
+        """Makes room for rows of `new`. Where that fails, the batch is as it was."""
+        if running := self.running:
+            num_rows = growth.num_rows(len(running) + num_entering, self.max_rows)
+            self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
+
     def insert(self, entering: Sequence[Row], new: DecodeState) -> None:
-        """Takes in requests whose prompts were read: the first rows of `new`."""
+        """Takes in requests whose prompts were read, after `make_places`: first rows of `new`."""
         self._numbers = None
-        running = self.running
-        if not running:
+        if not self.running:
             self._state = new
             self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
         else:
-            num_rows = growth.num_rows(len(running) + len(entering), self.max_rows)
-            self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
             free = [i for i, row in enumerate(self.rows) if row is None]
             for source, row in enumerate(entering):
                 place = free[source]

@@ -345,6 +345,8 @@ class Engine(BaseEngine):
         self._stats.num_chunks += 1
         try:
             state = next_chunk(self._prefill)
+            if state is not None:
+                self._batch.make_places(len(self._entering), state)
         except BaseException as error:  # Ctrl-C, too: what reads the prompts has ended with it
             first_line, _, _ = str(error).partition("\n")
             why = f"reading the prompt failed: {first_line}"

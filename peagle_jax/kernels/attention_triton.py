@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from peagle_jax.kernels.decode_triton import as_multiplied
 from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
 MAX_BLOCK = 64  # tokens that decoding may verify at once; more are a prompt's
@@ -135,7 +136,7 @@ def attention_kernel(
         inside = in_split[:, None] & (h[None, :] < H)
         k = tl.load(k_ptr + (base + s)[:, None] * H + h[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + (base + s)[:, None] * H + h[None, :], mask=inside, other=0.0)
-        x = tl.dot(q, k.to(q.dtype).T) * (SCALE * LOG2_E)
+        x = tl.dot(q, as_multiplied(k, q.dtype, 4).T) * (SCALE * LOG2_E)
         if SCALED:
             x *= tl.load(k_scale_ptr + base + s, mask=in_split, other=0.0)[None, :]
         if RING:
@@ -153,7 +154,7 @@ def attention_kernel(
         total = total * shrink + tl.sum(p, 1)
         if SCALED:
             p *= tl.load(v_scale_ptr + base + s, mask=in_split, other=0.0)[None, :]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+        acc = tl.dot(p.to(q.dtype), as_multiplied(v, q.dtype, 4), acc * shrink[:, None])
         top = new_top
     if SPLITS == 1:
         if SINKS:
@@ -173,10 +174,10 @@ def attention_kernel(
         out = (split * B * T * N + at).to(tl.int64)
         tl.store(
             lse_ptr + out,
-            tl.where(total > 0, (top + tl.log2(positive_total)) * LN_2, -1e30),
+            tl.where(total != 0, (top + tl.log2(positive_total)) * LN_2, -1e30),
             mask=real,
         )
-        has_part = real & (total > 0)  # `merge_kernel` reads no other parts
+        has_part = real & (total != 0)  # or NaN; `merge_kernel` reads no other parts
         tl.store(
             out_ptr + out[:, None] * H + h[None, :],
             acc / positive_total[:, None],

@@ -19,6 +19,12 @@ import triton
 import triton.language as tl
 
 from peagle_jax.kernels import experts, experts_gemv_triton
+from peagle_jax.kernels.decode_triton import (
+    MXFP4_TIMES,
+    as_multiplied,
+    mxfp4,
+    mxfp4_as_multiplied,
+)
 from peagle_jax.kernels.experts import ExpertWeights, StoredMatrices, Tiles
 from peagle_jax.kernels.launch import Gpu, Launch, Launcher, gpu, on_gpu
 
@@ -34,13 +40,11 @@ MAX_GATED_ROWS = 32  # of a tile, up to which SiLU is done within the product
 
 
 @triton.jit
-def decoded(code, scale):
-    """E2M1 codes in float32, times a scale.
-
-    float16 has the same fields further up, so shifted codes are its bits, 2^14 times too small.
-    """
-    bits = ((code & 7) << 9) | ((code & 8) << 12)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * scale
+def exponents(scale_ptr, e, n, at, end, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """uint8 [BN BK/32]: those of inputs from `at` to `end`, of which 32 share one."""
+    g = at // 32 + tl.arange(0, BK // 32)
+    inside = (n[:, None] < N) & (g[None, :] < end // 32)
+    return tl.load(scale_ptr + (e * N + n[:, None]) * (K // 32) + g[None, :], mask=inside, other=0)
 
 
 @triton.jit
@@ -73,8 +77,8 @@ def multiplied(
         down: tl.constexpr = (ROWS + 127) // 128
         block = (e * down + n // 128) * across + at // 128
         scale = tl.load(scale_ptr + block, mask=real, other=0.0)
-        return acc + tl.dot(w.to(x.dtype), x.T) * scale[:, None]
-    return tl.dot(w.to(x.dtype), x.T, acc)
+        return acc + tl.dot(as_multiplied(w, x.dtype, 2), x.T) * scale[:, None]
+    return tl.dot(as_multiplied(w, x.dtype, 2), x.T, acc)
 
 
 @triton.jit
@@ -112,8 +116,8 @@ def expert_kernel(
     once.
 
     GATHER: row i of the result comes from row `row_ptr[i]` of x; otherwise from row i. W: the kind
-    of `StoredMatrices`. For "mxfp4" x holds each row's even numbers before its odd ones: a byte
-    holds a pair of neighbors, and its two halves are then two products without any interleaving.
+    of `StoredMatrices`. For "mxfp4" x holds numbers 0, 4, 8, ... of each row before 1, 5, 9, ...:
+    two bytes hold four neighbors, and these go into four products without any interleaving.
 
     ONE_TOKEN: each tile is a choice of the only token, and its row is that of the tile: the other
     arrays of tiles are not read, so that nobody has to make them.
@@ -144,27 +148,28 @@ def expert_kernel(
     up = tl.zeros((BN, BM), tl.float32)
     SPAN: tl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK
     part = tl.program_id(2)
-    for at in range(part * SPAN, tl.where(size > 0, tl.minimum(part * SPAN + SPAN, K), 0), BK):
+    end = tl.where(size > 0, tl.minimum(part * SPAN + SPAN, K), 0)
+    if W == "mxfp4":
+        # a step ahead: rows of 90 bytes are not aligned for asynchronous copies
+        exponent = exponents(scale_ptr, e, n, part * SPAN, end, N, K, BK)
+    for at in range(part * SPAN, end, BK):
         if W == "mxfp4":
-            k = at // 2 + tl.arange(0, BK // 2)
-            even = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
-            odd = tl.load(x_row + K // 2 + k[None, :], mask=real & (k[None, :] < K // 2), other=0.0)
-            g = at // 32 + tl.arange(0, BK // 32)  # 16 bytes share a scale
-            inside = (n[:, None] < N) & (g[None, :] < K // 32)
-            group = (e * N + n[:, None]) * (K // 32) + g[None, :]
-            exponent = tl.load(scale_ptr + group, mask=inside, other=0)
-            # a power of two, times the 2^14 that `decoded` lacks
-            scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
-            scale = scale[:, :, None]
-            byte = tl.load(
-                w_ptr + group[:, :, None] * 16 + tl.arange(0, 16)[None, None, :],
-                mask=inside[:, :, None],
-                other=0,
-            ).to(tl.uint16)
-            low = tl.reshape(decoded(byte & 15, scale), (BN, BK // 2)).to(even.dtype)
-            high = tl.reshape(decoded(byte >> 4, scale), (BN, BK // 2)).to(even.dtype)
-            acc = tl.dot(low, even.T, acc)
-            acc = tl.dot(high, odd.T, acc)
+            k = at // 4 + tl.arange(0, BK // 4)  # words of four
+            inside = (n[:, None] < N) & (k[None, :] < K // 4)
+            words = w_ptr.to(tl.pointer_type(tl.uint16)) + (e * N + n[:, None]) * (K // 4)
+            word = tl.load(words + k[None, :], mask=inside, other=0)
+            w0, w1, w2, w3 = mxfp4(word, exponent, BN, BK)
+            exponent = exponents(scale_ptr, e, n, at + BK, end, N, K, BK)
+            x = x_row + k[None, :]
+            inside = real & (k[None, :] < K // 4)
+            x0 = tl.load(x, mask=inside, other=0.0)
+            acc = tl.dot(mxfp4_as_multiplied(w0, x0.dtype), x0.T, acc)
+            x1 = tl.load(x + K // 4, mask=inside, other=0.0)
+            acc = tl.dot(mxfp4_as_multiplied(w1, x1.dtype), x1.T, acc)
+            x2 = tl.load(x + K // 4 * 2, mask=inside, other=0.0)
+            acc = tl.dot(mxfp4_as_multiplied(w2, x2.dtype), x2.T, acc)
+            x3 = tl.load(x + K // 4 * 3, mask=inside, other=0.0)
+            acc = tl.dot(mxfp4_as_multiplied(w3, x3.dtype), x3.T, acc)
         else:
             k = at + tl.arange(0, BK)
             x = tl.load(x_row + k[None, :], mask=real & (k[None, :] < K), other=0.0)
@@ -174,6 +179,8 @@ def expert_kernel(
             if GATED:
                 w = weights(w_ptr, e, N + n, k, inside, ROWS, K, W)
                 up = multiplied(up, w, x, scale_ptr, e, N + n, at, n < N, ROWS, K, W)
+    if W == "mxfp4" and x_ptr.dtype.element_ty == tl.bfloat16:
+        acc *= MXFP4_TIMES
     if W == "row":
         acc *= tl.load(scale_ptr + e * ROWS + n, mask=n < N, other=0.0)[:, None]
         if GATED:
@@ -285,7 +292,7 @@ def make_tiles(topk_ids: jax.Array, count: int, rows: int, start: Launcher = on_
 def tile_config(rows: int, kind: str, tiles: int, N: int, K: int, gpu: Gpu) -> dict[str, int]:
     """Tile sizes, parts along K, and pipeline.
 
-    One step along K, 128 MXFP4 inputs of 64 outputs, takes a program 1.6 to 1.9 us, most of it
+    One step along K, then 128 MXFP4 inputs of 64 outputs, took a program 1.6 to 1.9 us, most of it
     waiting (GPT-OSS's experts of one token on an H200, results/gpu.jsonl). So K is split where
     programs are few, up to six a multiprocessor. XLA adds the parts in what comes after them.
 
@@ -297,6 +304,9 @@ def tile_config(rows: int, kind: str, tiles: int, N: int, K: int, gpu: Gpu) -> d
     bm = max(16, triton.next_power_of_2(rows))
     # decoding a tile of 128 x 128 numbers spills on sm_120
     bn = 128 if bm == 128 and kind != "mxfp4" else 64
+    bk = 64 if kind == "plain" else 128
+    if kind == "mxfp4" and bm <= 32:
+        bk = 256
     splits, programs = 1, tiles * triton.cdiv(N, bn)
     if kind == "mxfp4":
         while 2 * splits * programs <= 6 * gpu.num_sms and K // (2 * splits) >= MIN_SPLIT:
@@ -305,9 +315,9 @@ def tile_config(rows: int, kind: str, tiles: int, N: int, K: int, gpu: Gpu) -> d
         "splits": splits,
         "bm": bm,
         "bn": bn,
-        "bk": 64 if kind == "plain" else 128,
+        "bk": bk,
         "warps": 8 if bm == 128 else 4,
-        "stages": 3 if bm == 128 else 4,
+        "stages": 3 if bm == 128 or bk == 256 else 4,
     }
 
 
@@ -353,7 +363,7 @@ def product(
         raise ValueError(f"SiLU needs whole sums, and K is in {splits} parts")
     absent = jnp.zeros(1, jnp.float32)  # in the place of arrays that the kernel will not read
     if w.kind == "mxfp4":
-        x = x.reshape(-1, K // 2, 2).swapaxes(1, 2).reshape(-1, K)
+        x = x.reshape(-1, K // 4, 4).swapaxes(1, 2).reshape(-1, K)
     of_tiles = (tiles.token, tiles.expert, tiles.first, tiles.size)
     if one_token:
         of_tiles = (tiles.expert,) * 4

@@ -92,6 +92,9 @@ def scaled(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     top = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
     # zeros stay zeros, whatever they are divided by
     scale = jnp.where(top > SMALLEST, top / E4M3_MAX, 1)
+    # kernels that decode float8 numbers by their bits know no NaN; and on a CPU XLA's maximum over
+    # some 4,000 numbers and more leaves NaN out (jax 0.10.2)
+    scale = jnp.where(jnp.isnan(x).any(axis=axis, keepdims=True), jnp.nan, scale)
     return (x / scale).astype(E4M3), scale.squeeze(axis)
 
 

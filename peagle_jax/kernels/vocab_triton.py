@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from peagle_jax.kernels.decode_triton import as_multiplied
 from peagle_jax.kernels.launch import Launch, Launcher, on_gpu
 from peagle_jax.kernels.vocab import TopK
 
@@ -44,7 +45,7 @@ def logits(
             mask=(v[:, None] < V) & (k[None, :] < K),
             other=0.0,
         )
-        acc = tl.dot(w.to(x.dtype), x.T, acc)
+        acc = tl.dot(as_multiplied(w, x.dtype, 2), x.T, acc)
     return acc
 
 

@@ -51,8 +51,12 @@ TYPES = {
 }
 GPUS = (H200, B200, RTX_PRO_6000)
 INSTRUCTION = re.compile(
-    r"\b(QGMMA|HGMMA|QMMA|HMMA|IMMA|UTC\w*MMA|LDGSTS|UTMALDG|LDL|STL|F2FP\.\w+\.E4M3)[\w.]*"
+    r"\b(QGMMA|HGMMA|QMMA|HMMA|IMMA|UTC\w*MMA|LDGSTS|UTMALDG|LDL|STL|F2FP\.\w+\.E4M3"
+    r"|F2F(?=\.))[\w.]*"
 )
+# a line of nvdisasm's text: where a branch may lead, or an instruction with its operands
+LABEL = re.compile(r"\s*(\.L_x_\d+):")
+LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -61,8 +65,8 @@ def compile_for(launch: Launch, architecture: int) -> dict:
 
     Returns:
       Registers a thread; bytes of stack a thread (0: nothing spilled); bytes of shared memory a
-      block; instructions by name; columns of Blackwell's tensor memory; after how many products
-      Hopper's FP8 sums go to float32.
+      block; instructions by name, and how many the longest loop has; columns of Blackwell's tensor
+      memory; after how many products Hopper's FP8 sums go to float32.
     """
     names = launch.kernel.arg_names
     arrays = [*launch.inputs, *launch.new_outputs]
@@ -102,9 +106,25 @@ def compile_for(launch: Launch, architecture: int) -> dict:
         "stack": int(usage[2]),
         "shared": compiled.metadata.shared,
         "instructions": dict(counts),
+        "loop": longest_loop(code),
         "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "imprecise_sums": sorted(sums),
     }
+
+
+def longest_loop(code: str) -> int:
+    """Instructions of the longest loop of machine code as text; 0 where there is none."""
+    begins: dict[str, int] = {}
+    count = longest = 0
+    for line in code.splitlines():
+        if label := LABEL.match(line):
+            begins[label[1]] = count
+        elif instruction := LINE.search(line):
+            count += 1
+            target = re.search(r"\.L_x_\d+", instruction[2])
+            if instruction[1].startswith("BRA") and target and target[0] in begins:
+                longest = max(longest, count - begins[target[0]])
+    return longest
 
 
 def fill(doc: Path, rows: list[dict]) -> None:

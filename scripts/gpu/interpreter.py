@@ -22,6 +22,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
+from gpu.inline_assembly import execute
+
 
 def unusable_reason() -> str | None:
     """Why the interpreter fails with the versions that are installed; None where it does not."""
@@ -79,6 +81,29 @@ def dot(builder, a, b, d, precision, imprecise):
 
 
 interpreter.InterpreterBuilder.create_dot = dot
+
+
+@dataclasses.dataclass
+class Results:
+    """What `tl.inline_asm_elementwise` takes its outputs from."""
+
+    handles: list
+
+    def get_result(self, i: int):
+        return self.handles[i]
+
+
+def inline_asm(builder, text, constraints, values, types, is_pure, pack):
+    """Executes assembly, which Triton's interpreter cannot."""
+    stored = [np.dtype(f"u{dtype.scalar.primitive_bitwidth // 8}") for dtype in types]
+    found = execute(text, constraints, [x.data for x in values], stored, pack)
+    handles = [
+        interpreter.TensorHandle(x, dtype.scalar) for x, dtype in zip(found, types, strict=True)
+    ]
+    return Results(handles)
+
+
+interpreter.InterpreterBuilder.create_inline_asm = inline_asm
 _load = interpreter.InterpreterBuilder.create_masked_load
 _addresses: list[np.ndarray] | None = None  # of every number that is read, while somebody asks
 _arrays: list["Guarded"] = []  # of the launch that is executed
@@ -88,7 +113,8 @@ def load(builder, pointers, mask, *options):
     """Reads from one of the launch's arrays and no other memory, and notes from where."""
     addresses = pointers.data[mask.data.astype(bool)].ravel()
     if addresses.size and _arrays:
-        first, last = int(addresses.min()), int(addresses.max())
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        first, last = int(addresses.min()), int(addresses.max()) + size - 1
         assert any(x.data_ptr() <= first and last < x.end() for x in _arrays), (
             "a kernel reads outside its arrays"
         )
@@ -266,11 +292,21 @@ def interpret_later(launch) -> tuple:
 
 
 def unwrap(kernel: InterpretedFunction) -> None:
-    """Takes the tests' type checks off a module's kernels.
+    """Takes the tests' type checks off the kernels of a module, and of those that it imports from.
 
     The interpreter rewrites their source, in their own globals.
     """
-    for each in vars(sys.modules[inspect.unwrap(kernel.fn).__module__]).values():
-        if isinstance(each, InterpretedFunction) and each.fn is not inspect.unwrap(each.fn):
-            each.fn = inspect.unwrap(each.fn)
-            each.rewriter = FunctionRewriter(each.fn, **each.kwargs)
+    modules, names = set(), {inspect.unwrap(kernel.fn).__module__}
+    while names:
+        modules |= names
+        functions = [
+            each
+            for name in names
+            for each in vars(sys.modules[name]).values()
+            if isinstance(each, InterpretedFunction)
+        ]
+        for each in functions:
+            if each.fn is not inspect.unwrap(each.fn):
+                each.fn = inspect.unwrap(each.fn)
+                each.rewriter = FunctionRewriter(each.fn, **each.kwargs)
+        names = {each.fn.__module__ for each in functions} - modules

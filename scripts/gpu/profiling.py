@@ -24,7 +24,8 @@ def cases(tiny: bool) -> list[steps.Case]:
     """Plain decoding and a verification of eight tokens, of both targets at batch 1."""
     if tiny:
         return [steps.Case(steps.QWEN, "none", 0, 1, 2)]
-    methods = [(steps.QWEN, "none", 0), (steps.QWEN, "peagle", 7), (steps.OSS, "none", 0)]
+    methods = [(steps.OSS, "peagle", 7), (steps.QWEN, "none", 0), (steps.QWEN, "peagle", 7)]
+    methods += [(steps.OSS, "none", 0)]
     return [steps.Case(target, method, k, 1) for target, method, k in methods]
 
 

@@ -215,6 +215,65 @@ def matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
             yield row(f"{which}, {n} tokens", *compare(forms, sets, passes=PASSES), num_bytes)
 
 
+@with_triton
+def packed_matrices(ceilings: dict, tiny: bool) -> Iterator[dict]:
+    """The two products of GPT-OSS-20B's MXFP4 experts, in other tiles and parts."""
+    from peagle_jax.kernels import experts, experts_triton
+
+    row, rng = Rows("variants: MXFP4 experts", ceilings), np.random.default_rng(0)
+    count, k, dim, width = (5, 2, 64, 96) if tiny else (32, 4, 2880, 2880)
+    shapes = {"up": (dim, 2 * width), "down": (width, dim)}
+
+    def one():
+        return nnx.split(
+            nnx.List([random_expert_linear(rng, "mxfp4", count, *s) for s in shapes.values()])
+        )
+
+    (graph, state), (_, other_state) = one(), one()
+
+    def multiply(which, state, x, hidden, topk_ids, **overrides):
+        up, down = ExpertWeights(*nnx.merge(graph, state), GLU(jax.nn.silu), count).matrices()
+        n = len(x)
+        if n == 1:
+            tiles = experts.tiles_of_one_token(topk_ids, count)
+        else:
+            rows = experts.tile_rows(
+                n, k, count, num_shards=1, least=experts.MIN_GPU_TILE, most=128
+            )
+            tiles = experts.make_tiles(topk_ids, count, rows)
+        rule = dict(one_token=n == 1, **overrides)
+        if which == "up":
+            return experts_triton.product(x, tiles, up, gather=True, **rule)
+        return experts_triton.product(hidden, tiles, down, gather=False, **rule)
+
+    # inputs of a step, outputs of a tile, warps, stages
+    sizes = [(256, 64, 4, 3), (128, 64, 4, 4), (512, 64, 4, 3), (256, 128, 8, 3)]
+    parts = {1: (1, 2, 3, 4, 6), 8: (2,)}
+    for n in (3,) if tiny else (8, 1):
+        sets = []
+        for i in range(6):
+            a_state, x, topk_ids, _ = tokens(
+                rng, i, (state, other_state)[i % 2], n, dim, count, k, False
+            )
+            sets.append((a_state, x, normal(jax.random.key(i), n * k, width), topk_ids))
+        used = float(np.mean([len(np.unique(topk_ids)) for *_, topk_ids in sets]))
+        for which, (inputs, outputs) in shapes.items():
+            others = {}
+            for bk, bn, warps, stages in sizes[: 1 if tiny else None]:
+                name = f"{bk} inputs, {bn} outputs, {warps} warps, {stages} stages"
+                # without a part that has no inputs
+                rule = dict(bk=bk, bn=bn, warps=warps, stages=stages, splits=2 if n == 1 else 1)
+                others[name] = functools.partial(multiply, which, **rule)
+            for splits in parts.get(n, (2,)):
+                others[f"{splits} parts"] = functools.partial(multiply, which, splits=splits)
+            forms = twice(functools.partial(multiply, which), others)
+            num_bytes = used * inputs * outputs * 17 / 32
+            shape = f"{which}, {n} tokens of {k} of {count}"
+            yield row(shape, *compare(forms, sets, passes=PASSES), num_bytes) | {
+                "experts_read": used
+            }
+
+
 def routers(ceilings: dict, tiny: bool) -> Iterator[dict]:
     """The router in two launches, and by XLA."""
     row = Rows("variants: router", ceilings)
@@ -247,6 +306,7 @@ def routed(form: str, k: int, x, w):
 PARTS = {
     "variants: experts": mixtures,
     "variants: experts' tiles": matrices,
+    "variants: MXFP4 experts": packed_matrices,
     "variants: matmul": products,
     "variants: attention": splits,
     "variants: router": routers,

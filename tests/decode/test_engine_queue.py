@@ -10,6 +10,7 @@ import tiny
 from test_engine import CONTEXT, Letters, alone, make_engine, small_sizes
 
 from peagle_jax.decode import engine as engine_module
+from peagle_jax.decode import growth
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.requests import Request
 from peagle_jax.types import InputError
@@ -65,20 +66,25 @@ def test_other_threads_add_and_cancel_while_the_queue_is_looked_at():
 
 
 @pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: Out of memory", "a bug"])
-def test_prompts_that_cannot_be_read_fail_alone(monkeypatch, error):
-    """Of the others none is lost; what is no lack of memory is raised as well."""
+@pytest.mark.parametrize("place", [(engine_module, "next_chunk"), (growth, "resize")])
+def test_prompts_that_cannot_be_read_fail_alone(monkeypatch, place, error):
+    """Of the others none is lost; what is no lack of memory is raised as well.
+
+    It fails while the prompt is read, or while the batch grows for what was read.
+    """
+    module, name = place
     server = make_engine(3, max_batch=2)
     requests = [Request(prompt=[3, 9], max_new_tokens=30), Request(prompt=[8], max_new_tokens=4)]
     first = server.add(requests[0])
     server.max_steps = 2
     server.step()
-    read = engine_module.next_chunk
+    works = getattr(module, name)
 
-    def fails(reading):
-        monkeypatch.setattr(engine_module, "next_chunk", read)
+    def fails(*_):
+        monkeypatch.setattr(module, name, works)
         raise jax.errors.JaxRuntimeError(error)
 
-    monkeypatch.setattr(engine_module, "next_chunk", fails)
+    monkeypatch.setattr(module, name, fails)
     second = server.add(requests[1])
     if error == "a bug":
         with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):

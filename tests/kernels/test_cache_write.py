@@ -1,5 +1,7 @@
 """New keys and values in a cache: Triton against the reference, the reference against loops."""
 
+import functools
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -62,6 +64,20 @@ def test_all_agree(B, T, G, S, H, dtype):
                 assert np.allclose(a, b, rtol=2e-7, atol=0)
             else:
                 assert np.mean(a != b) < 0.01 and (np.abs(a - b) <= np.abs(b) / 8).all()
+
+
+def test_nan_is_in_the_scale_of_what_is_written_in_float8():
+    """Where numbers are decoded by their bits, NaN would otherwise count as 480."""
+    k, v, slots, cache = case(2, 3, 2, 20, 24, E4M3)
+    slots = jnp.asarray([[0, 1, 2], [5, 6, 7]], jnp.int32)
+    k, v = k.at[1, 2, 0, 5].set(jnp.nan), v.at[0, 1, 1, 0].set(jnp.nan)
+    for write in (
+        functools.partial(cache_write_triton.write, start=interpret),
+        cache_write.reference,
+    ):
+        _, _, k_scale, v_scale = write(k, v, slots, cache)
+        assert np.argwhere(np.isnan(k_scale)).tolist() == [[1, 0, 7]]
+        assert np.argwhere(np.isnan(v_scale)).tolist() == [[0, 1, 1]]
 
 
 def test_slots_before_the_first_are_dropped_by_the_kernel():

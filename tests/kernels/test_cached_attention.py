@@ -9,7 +9,7 @@ import pytest
 from gpu.interpreter import Sparse, interpret, interpret_sparse
 
 from peagle_jax.kernels import attention, attention_triton
-from peagle_jax.kernels.fp8_matmul import E4M3
+from peagle_jax.kernels.fp8_matmul import E4M3, scaled
 from peagle_jax.kernels.launch import H200
 
 
@@ -142,6 +142,24 @@ def test_float8_with_scales():
     got = attention_triton.attend(*args, **rule, **scales, start=interpret, **SPLIT)
     for y in (attention.reference(*args, **rule, **scales), got):
         assert np.abs(np.asarray(y) - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("splits", [SPLIT, WHOLE], ids=["split", "whole"])
+@pytest.mark.parametrize("kv", [np.float32, E4M3], ids=["float32", "float8"])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_reaches_those_who_see_it(which, kv, splits):
+    """The second row's keys or values of slot 100 have a NaN."""
+    q, k, v, positions = case(B=2, lengths=(70, 146))
+    slot = (1, slice(None), 100)
+    k, v = (x.at[*slot, 3].set(jnp.nan) if name == which else x for name, x in (("k", k), ("v", v)))
+    scales = {}
+    if kv == E4M3:
+        (k, k_scale), (v, v_scale) = scaled(k, axis=-1), scaled(v, axis=-1)
+        scales = dict(k_scale=k_scale, v_scale=v_scale)
+    rule = RULES["plain"] | scales
+    got = attention_triton.attend(q, k, v, positions, None, **rule, start=interpret, **splits)
+    for y in (attention.reference(q, k, v, positions, None, **rule), got):
+        assert np.isfinite(y[0]).all() and np.isnan(y[1]).any(axis=-1).all()
 
 
 def test_bfloat16():

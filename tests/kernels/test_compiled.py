@@ -101,6 +101,27 @@ def test_loads_run_ahead(rows):
     assert not [row["kernel"] for row in selected if not row["instructions"].get("LDGSTS")]
 
 
+def test_stored_numbers_are_decoded_without_conversions(rows):
+    """F2F, one for each number: a multiprocessor starts fewer of them a clock than of others."""
+    names = ("float8", "MXFP4")
+    selected = [row for row in rows if any(name in row["kernel"] for name in names)]
+    assert len(selected) >= 15
+    assert not [row["kernel"] for row in selected if row["instructions"].get("F2F")]
+
+
+def test_loops_that_decode_are_short(rows, sm):
+    """Instructions of a thread for each number that it decodes; before, MXFP4 took 10.1."""
+    if sm != 90:
+        pytest.skip("counted for Hopper")
+    loops: dict[str, int] = {}
+    for row in rows:
+        if row["function"] == "expert_kernel":
+            loops[row["kernel"]] = max(row["loop"], loops.get(row["kernel"], 0))
+    # numbers of a thread: of 256 and of 128 inputs, of 64 outputs, and of 64 for gate and for up
+    assert loops["experts, 8 tokens of 4, MXFP4"] <= 4.5 * 256 * 64 / 128
+    assert loops["experts, 64 tokens of 8, float8 blocks"] <= 5 * 128 * 128 / 128
+
+
 def test_fp8_products_are_done_in_fp8(rows):
     selected = [
         row

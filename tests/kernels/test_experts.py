@@ -144,7 +144,10 @@ def stored(kind, dtype):
     return ExpertWeights(*linears, GLU(jax.nn.silu), 5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("kind", ["row", "block", "mxfp4"])
 @pytest.mark.parametrize("n", [1, 6, 9, 40])
 def test_triton_decodes_what_is_stored(n, kind, dtype):
@@ -163,6 +166,35 @@ def test_triton_decodes_what_is_stored(n, kind, dtype):
     want = np.asarray(experts.reference(x.astype(jnp.float32), topk_ids, routing_weights, exact))
     got = np.asarray(experts_triton.mixture(x, topk_ids, routing_weights, b, start=interpret))
     assert np.abs(got - want).max() < (1e-5 if dtype == jnp.float32 else 2**-6) * np.abs(want).max()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("bk, K, rows", [(128, 160, 1), (256, 352, 3), (128, 288, 40)])
+def test_mxfp4_in_several_steps(bk, K, rows, splits):
+    """The last step and the last part are cut off; every step has the scales of its own inputs."""
+    rng = np.random.default_rng(K)
+    linear = Mxfp4ExpertLinear(3, K, 70, bias=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    linear.blocks[...] = jnp.asarray(rng.integers(0, 256, linear.blocks.shape), jnp.uint8)
+    linear.scales[...] = jnp.asarray(rng.integers(118, 127, linear.scales.shape), jnp.uint8)
+    linear.bias[...] = jnp.asarray(rng.normal(size=linear.bias.shape), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(rows, K)), jnp.bfloat16)
+    tiles = experts.make_tiles(jnp.full((rows, 1), 2), 3, max(2, rows))
+    rule = dict(gather=True, start=interpret, bk=bk, splits=splits)
+    got = np.asarray(experts_triton.product(x, tiles, linear.stored(), **rule), float)
+    matrix = np.asarray(linear.matrices(2, jnp.float32), float)
+    want = np.asarray(x, float) @ matrix + np.asarray(linear.bias[2], float)
+    assert np.abs(got - want).max() < 2**-7 * np.abs(want).max()
+
+
+def test_scales_of_tiles_without_rows_are_not_read():
+    b, reads = stored("mxfp4", jnp.bfloat16), []
+    topk_ids, start = jnp.array([[1, 2], [2, 1], [1, 2]]), interpret_counting(reads)
+    x, routing_weights = jnp.ones((3, 96), jnp.bfloat16), jnp.ones((3, 2))
+    experts_triton.mixture(x, topk_ids, routing_weights, b, start=start)
+    scales = [counts[6] for name, counts in reads if name == "expert_kernel"]
+    assert [counts.shape for counts in scales] == [(5, 320, 3), (5, 96, 5)]
+    for counts in scales:
+        assert (counts[[1, 2]] == 1).all() and not counts[[0, 3, 4]].any()
 
 
 @pytest.mark.parametrize("splits", [2, 3, 4])
