@@ -47,7 +47,7 @@ class Row:
 
 
 def output_without_answer(row: Row, reason: str, error: str | None = None) -> Output:
-    """The output of a request whose prompt was not read to its end."""
+    """The output of a request whose prompt was not read to its end, or whose row was lost."""
     answer = failed_answer(row.request, error, reason)
     return Output(row.id, [], answer, time.perf_counter())
 
@@ -172,7 +172,12 @@ class Batch:
         return output, is_draft, logprobs
 
     def answer(
-        self, row: int, reason: str, tokens: tuple[list, list, list], text: str | None
+        self,
+        row: int,
+        reason: str,
+        tokens: tuple[list, list, list],
+        text: str | None,
+        error: str | None = None,
     ) -> Generation:
         """The answer in a row.
 
@@ -180,6 +185,7 @@ class Batch:
           reason: why it ends.
           tokens: what of `self.tokens` is the answer's.
           text: what the tokens spell.
+          error: what failed.
         """
         numbers, request = self.numbers(), self._request(row)
         token_ids, is_draft, logprobs = tokens
@@ -193,14 +199,37 @@ class Batch:
             num_accepted_per_pos=numbers.num_accepted_per_pos[row].tolist(),
             logprobs=logprobs[: len(token_ids)] if request.logprobs else None,
             text=text,
-            error="the target computed NaN or infinity" if reason == "error" else None,
+            error=error,
         )
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether the state is all there: a failure may leave arrays that were given away."""
+        return not any(x.is_deleted() for x in jax.tree.leaves(self._state))
+
+    def give_up(self, why: str) -> list[Output]:
+        """Answers all rows with an error, and with what they have, and begins anew."""
+        outputs, is_intact = [], self.is_intact
+        for i in self.running:
+            row = self.rows[i]
+            assert row is not None
+            if is_intact:
+                tokens = self.tokens(i)
+                answer = self.answer(i, "error", tokens, None, why)
+                new = tokens[0][row.num_reported :]
+                outputs.append(Output(row.id, new, answer, time.perf_counter()))
+            else:
+                outputs.append(output_without_answer(row, "error", why))
+        self.rows, self._state, self._options, self._numbers = [], None, None, None
+        return outputs
+
     def make_places(self, num_entering: int, new: DecodeState) -> None:
-        """Makes room for rows of `new`. Where that fails, the batch is as it was."""
+        """Makes room for rows of `new`. Rows are no more than needed where slots become more."""
         if running := self.running:
             num_rows = growth.num_rows(len(running) + num_entering, self.max_rows)
-            self._resize(max(num_rows, len(self.rows)), max(self.slots, new.output.shape[1]))
+            slots = max(self.slots, new.output.shape[1])
+            self._resize(num_rows if slots > self.slots else max(num_rows, len(self.rows)), slots)
+            jax.block_until_ready(self._state)  # so that a failure is known now
 
     def insert(self, entering: Sequence[Row], new: DecodeState) -> None:
         """Takes in requests whose prompts were read, after `make_places`: first rows of `new`."""
@@ -225,7 +254,7 @@ class Batch:
 
     def decode(self, max_steps: int) -> int:
         """Takes steps until a further row is done, and returns how many."""
-        self._make_room()
+        self.make_room()
         num_free = len(self.rows) - len(self.running)
         num_steps = self._take_steps(self._step_spec, num_free + 1, max_steps)
         return int(num_steps)
@@ -234,7 +263,7 @@ class Batch:
         """Lets the next steps draft `k` tokens; with 0 they keep their tokens for the head."""
         if k == self.k:
             return
-        self._make_room()
+        self.make_room()
         assert self.spec.drafter is not None
         if 0 < k < self.k or not self.k:
             # of other steps the head may have more tokens to read than those with `k` pass to it
@@ -250,7 +279,7 @@ class Batch:
         Rows that are done cost as much as others, and steps leave them as they are. For the time
         of these steps all are.
         """
-        self._make_room()
+        self.make_room()
         spec = self.spec.with_k(k)
         state = self.state
         names = ("done", "tokens", "aux_hidden_states", "count")
@@ -258,10 +287,13 @@ class Batch:
         all_done, count = jnp.ones_like(state.done), jnp.ones_like(state.count)
         self._state = dataclasses.replace(state, done=all_done, count=count)
         jax.block_until_ready(self._state)
-        start = time.perf_counter()
-        jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, TIMED_STEPS))
-        seconds = time.perf_counter() - start
-        self._state = dataclasses.replace(self.state, **kept)
+        try:
+            start = time.perf_counter()
+            jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, TIMED_STEPS))
+            seconds = time.perf_counter() - start
+        finally:  # Ctrl-C while it compiles: no row is done because of it
+            self._state = dataclasses.replace(self.state, **kept)
+            self._numbers = None
         return seconds / TIMED_STEPS
 
     def _take_steps(self, spec: DecodeSpec, until_done: int, max_steps: int) -> jax.Array:
@@ -274,11 +306,12 @@ class Batch:
         self._numbers = None
         return num_steps
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Larger caches where the next step, or a switch of K, would not fit."""
         positions = self.numbers().position[self.running]
         if positions.max() + self.spec.num_ahead > self.slots:
-            self._resize(len(self.rows), self._slots_needed())
+            num_rows = growth.num_rows(len(self.running), self.max_rows)
+            self._resize(min(num_rows, len(self.rows)), self._slots_needed())
 
     def leave(self, row: int) -> None:
         """Makes a row free."""
@@ -302,7 +335,6 @@ class Batch:
         slots = self._slots_needed()
         if num_rows < len(self.rows) or 2 * slots <= self.slots:
             self._resize(num_rows, min(slots, self.slots))
-            self._options = row_options(self.rows, self.spec.target_config.vocab)
 
     def shrink_caches(self) -> None:
         """Makes the caches as small as the rows that are left, where that halves them at least."""
@@ -337,6 +369,7 @@ class Batch:
         kept = [self.rows[i] for i in rows]
         self.rows = [*kept, *[None] * (num_rows - len(kept))]
         self._numbers = None
+        self._options = row_options(self.rows, self.spec.target_config.vocab)
 
 
 def state_shape(state: DecodeState) -> tuple[int, int]:

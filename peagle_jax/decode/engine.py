@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from peagle_jax.decode import growth
@@ -41,11 +40,11 @@ from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.engine_checks import check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.loop import DecodeSpec
-from peagle_jax.decode.memory import cache_bytes, check_cache, free_bytes
-from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, num_positions, prefill
+from peagle_jax.decode.memory import CacheMemory
+from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, pad_prompts, prefill
 from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.step_times import open_step_times
-from peagle_jax.decode.stop_strings import Detokenizer, find_stop
+from peagle_jax.decode.stop_strings import Detokenizer, UndecodableError, first_line, spell
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.free_memory import is_out_of_memory
 from peagle_jax.layers import full_precision
@@ -138,6 +137,8 @@ class Engine(BaseEngine):
             everywhere = NamedSharding(self._mesh, PartitionSpec())
             draft_params = jax.device_put(draft_params, everywhere)
         self._batch = Batch(self.spec, target.params, draft_params, max_batch)
+        parts = 1 if self._mesh is None else self._mesh.shape[MODEL]
+        self._memory = CacheMemory(self.spec, max_batch, parts, num_threads)
         self.chooser = KChooser(self.spec.k) if adaptive_k else None
         if adaptive_k:
             about = self.spec, self._batch.params
@@ -150,12 +151,11 @@ class Engine(BaseEngine):
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
-        # of prompts that were not read to their end; kept until a step returns, and raises nothing
-        self._unread: list[Output] = []
+        # kept until a step returns, and raises nothing
+        self._outputs: list[Output] = []
         self._new_ids = itertools.count()
         # whether requests wait that this engine may get next
         self.others_wait = False
-        self._num_threads = num_threads
 
     def share_step_times(self, other: "Engine") -> None:
         """Chooses K by the times of another engine, so that each is measured once."""
@@ -182,8 +182,7 @@ class Engine(BaseEngine):
             raise InputError(where, "stop strings need a tokenizer", got, next_step)
         stop_ids = self.target.config.stop_ids if request.stop_ids is None else request.stop_ids
         row = Row(number, request, tuple(stop_ids))
-        positions = num_reserved(request, self.spec)
-        check_cache(*self._cache_arguments(1, positions), held=self._held_bytes())
+        self._memory.check(1, num_reserved(request, self.spec), self._held_bytes())
         return row
 
     def enqueue(self, row: Row) -> None:
@@ -193,14 +192,15 @@ class Engine(BaseEngine):
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         positions = max(num_reserved(request, self.spec) for request in requests)
-        check_cache(*self._cache_arguments(len(requests), positions), held=self._held_bytes())
+        num_rows = growth.num_rows(len(requests), max(self.max_batch, len(requests)))
+        self._memory.check(num_rows, positions, self._held_bytes())
 
     def cancel(self, request_id: int) -> None:
         self._cancelled.add(request_id)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._entering or self._unread or self._batch.running)
+        return bool(self._waiting or self._entering or self._outputs or self._batch.running)
 
     @property
     def num_waiting(self) -> int:
@@ -222,33 +222,44 @@ class Engine(BaseEngine):
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[Output]:
-        self._unread += self._leave_queue()
-        outputs: list[Output] = []
-        with self._on_devices():
-            if self._prefill is None:
-                self._prefill = self._begin_prefill()
-            if self._prefill is not None:
-                start = time.perf_counter()
-                self._read_chunk()
-                self._stats.prefill_seconds += time.perf_counter() - start
-                outputs += self._collect()
-            if self._batch.running:
-                if self.chooser is not None:
-                    self._choose_k(self.chooser)
-                start = time.perf_counter()
-                self._decode()
-                self._stats.decode_seconds += time.perf_counter() - start
-                outputs += self._collect()
-            more_to_come = self._waiting or self.others_wait or self._prefill is not None
-            if not self._batch.running or not more_to_come:
-                self._batch.shrink()
-            elif self._prefill is None and any(output.answer is not None for output in outputs):
-                self._batch.shrink_caches()  # a long request may have left
+        self._outputs += self._leave_queue()
+        try:
+            with self._on_devices():
+                self._read_and_decode()
+        except BaseException as error:  # Ctrl-C, too
+            is_expected = is_out_of_memory(error)
+            if self._batch.running and (is_expected or not self._batch.is_intact):
+                self._outputs += self._batch.give_up(f"decoding failed: {first_line(error)}")
+            if not is_expected:
+                raise
         self._forget_cancelled()
+        outputs, self._outputs = self._outputs, []
         if self.chooser is not None and self._sampling is not None and not self.has_work:
             self._step_times.keep_drafts(self._sampling, self.chooser.survival)
-        outputs, self._unread = outputs + self._unread, []
         return outputs
+
+    def _read_and_decode(self) -> None:
+        """Reads a chunk of prompts, and decodes; what is new in rows goes to the outputs."""
+        if self._prefill is None:
+            self._prefill = self._begin_prefill()
+        is_one_done = False
+        if self._prefill is not None:
+            start = time.perf_counter()
+            self._read_chunk()
+            self._stats.prefill_seconds += time.perf_counter() - start
+            is_one_done |= self._collect()
+        if self._batch.running:
+            if self.chooser is not None:
+                self._choose_k(self.chooser)
+            start = time.perf_counter()
+            self._decode()
+            self._stats.decode_seconds += time.perf_counter() - start
+            is_one_done |= self._collect()
+        more_to_come = self._waiting or self.others_wait or self._prefill is not None
+        if not self._batch.running or not more_to_come:
+            self._batch.shrink()
+        elif self._prefill is None and is_one_done:
+            self._batch.shrink_caches()  # a long request may have left
 
     @contextlib.contextmanager
     def _on_devices(self) -> Iterator[None]:
@@ -286,22 +297,24 @@ class Engine(BaseEngine):
 
     def _begin_prefill(self) -> Generator[None, None, DecodeState] | None:
         """Takes requests that can enter now from the queue; what reads their prompts."""
-        num_free = self.max_batch - len(self._batch.running)
-        group: list[Row] = []
-        while self._waiting and len(group) < num_free and self._may_enter(self._waiting[0], group):
-            group.append(self._waiting.popleft())
+        running = [row.request for row in self._batch.rows if row is not None]
+        with self._lock:
+            group = list(itertools.islice(self._waiting, self.max_batch - len(running)))
+        requests = [row.request for row in group]
+        group = group[: self._memory.num_allowed(requests, running, self._held_bytes())]
         if not group:
             return None
+        reading = self._reading(group)  # after Ctrl-C they still wait
+        with self._lock:
+            for row in group:
+                self._waiting.remove(row)
         self._entering = group
-        num_rows = growth.num_rows(len(group), self.max_batch)
-        longest = max(len(row.request.prompt) for row in group)
-        prompts = np.zeros((num_rows, longest), np.int32)
-        lengths = np.ones(num_rows, np.int32)
-        for i, row in enumerate(group):
-            lengths[i] = len(row.request.prompt)
-            prompts[i, : lengths[i]] = row.request.prompt
-        needed = max(longest + self.spec.num_ahead, num_positions(self.spec, longest))
-        slots = growth.num_slots(needed, max(num_reserved(r.request, self.spec) for r in group))
+        return reading
+
+    def _reading(self, group: Sequence[Row]) -> Generator[None, None, DecodeState]:
+        """What reads the prompts of a group."""
+        num_rows, slots, longest = self._memory.shape([row.request for row in group])
+        prompts, lengths = pad_prompts([row.request.prompt for row in group], num_rows)
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         chunk = chunk_size(self.spec, longest)
         sizes = cache_sizes(chunk, longest, slots)
@@ -309,32 +322,9 @@ class Engine(BaseEngine):
         self._stats.programs.add(("first tokens", num_rows, slots, sampling_kind(options)))
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
-    def _may_enter(self, row: Row, group: Sequence[Row]) -> bool:
-        """Whether a request can be read together with a group, and decoded beside all others."""
-        together = [*group, row]
-        running = [self._batch.rows[i] for i in self._batch.running]
-        if len(together) + len(running) == 1:
-            return True  # `add` has seen that it fits
-        # a group is padded to its longest prompt: at most as many tokens again
-        lengths = [num_positions(self.spec, len(r.request.prompt)) for r in together]
-        if len(lengths) * max(lengths) > 2 * sum(lengths):
-            return False
-        free, everyone = free_bytes(), [*together, *filter(None, running)]
-        num_rows = growth.num_rows(len(everyone), self.max_batch)
-        positions = max(num_reserved(r.request, self.spec) for r in everyone)
-        needed = cache_bytes(*self._cache_arguments(num_rows, positions))
-        # the other engines' caches grow, too
-        return free is None or needed <= free // self._num_threads + self._held_bytes()
-
-    def _cache_arguments(self, num_rows: int, positions: int) -> tuple:
-        """Arguments of `cache_bytes`."""
-        config, block = self.target.config, self.spec.ring_block
-        parts = 1 if self._mesh is None else self._mesh.shape[MODEL]
-        return config.cache_shapes(), num_rows, positions, config.kv_cache_dtype, block, parts
-
     def _held_bytes(self) -> int:
-        """Bytes of the target's cache that the batch has now."""
-        return cache_bytes(*self._cache_arguments(len(self._batch.rows), self._batch.slots))
+        """Bytes of the caches that the batch has now."""
+        return self._memory.size(len(self._batch.rows), self._batch.slots)
 
     def _read_chunk(self) -> None:
         """Reads one chunk; after the last, the requests are rows of the batch.
@@ -348,11 +338,10 @@ class Engine(BaseEngine):
             if state is not None:
                 self._batch.make_places(len(self._entering), state)
         except BaseException as error:  # Ctrl-C, too: what reads the prompts has ended with it
-            first_line, _, _ = str(error).partition("\n")
-            why = f"reading the prompt failed: {first_line}"
-            self._unread += [output_without_answer(row, "error", why) for row in self._entering]
+            why = f"reading the prompt failed: {first_line(error)}"
+            self._outputs += [output_without_answer(row, "error", why) for row in self._entering]
             self._prefill, self._entering = None, []
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or not self._batch.is_intact:
                 raise
             return
         if state is not None:
@@ -370,6 +359,7 @@ class Engine(BaseEngine):
             limits.append(STEPS_PER_CHUNK)
         if self.chooser is not None:
             limits.append(self.chooser.steps_left)
+        self._batch.make_room()  # which may leave rows out
         before, shape = self._batch.drafts(), self._batch.shape
         start = time.perf_counter()
         num_steps = self._batch.decode(min(limits))
@@ -399,9 +389,13 @@ class Engine(BaseEngine):
         self._stats.measure_seconds += time.perf_counter() - start
         self._batch.change_k(chooser.choose(seconds))
 
-    def _collect(self) -> list[Output]:
-        """What is new in the rows. Requests that are done leave theirs."""
-        outputs = []
+    def _collect(self) -> bool:
+        """Adds what is new in the rows to the outputs. Requests that are done leave theirs.
+
+        Returns:
+          Whether one is done.
+        """
+        is_one_done = False
         if self._batch.running:
             self._batch.numbers()  # waits for the device
         now = time.perf_counter()
@@ -409,13 +403,15 @@ class Engine(BaseEngine):
             row = self._batch.rows[i]
             assert row is not None
             output = self._output(i, row, now)
-            if output is not None:
-                outputs.append(output)
-                row.num_reported += len(output.new_token_ids)
-            if output is not None and output.answer is not None:
+            if output is None:
+                continue
+            row.num_reported += len(output.new_token_ids)
+            self._outputs.append(output)
+            if output.answer is not None:
+                is_one_done = True
                 self._cancelled.discard(row.id)
                 self._batch.leave(i)
-        return outputs
+        return is_one_done
 
     def _output(self, i: int, row: Row, now: float) -> Output | None:
         """What is new in one row; `now` is when the host had it. None for nothing."""
@@ -431,17 +427,19 @@ class Engine(BaseEngine):
             reason = "stop" if token_ids[-1] in row.stop_ids else "length"
         elif row.id in self._cancelled:
             reason = "cancelled"
+        why = "the target computed NaN or infinity" if reason == "error" else None
         text = None
-        if request.stop and self.tokenizer is not None:
-            found = find_stop(self.tokenizer, token_ids, request.stop_strings, row.num_checked)
+        if self.tokenizer is not None:
+            where = request.stop_strings, row.num_checked
+            try:
+                end, text = spell(self.tokenizer, token_ids, *where, is_done=reason is not None)
+            except UndecodableError as error:
+                end, reason, why = None, "error", str(error)
             row.num_checked = len(token_ids)
-            if found is not None:
-                num_tokens, text = found
-                token_ids, is_draft, reason = token_ids[:num_tokens], is_draft[:num_tokens], "stop"
+            if end is not None:
+                token_ids, is_draft, reason, why = token_ids[:end], is_draft[:end], "stop", None
         new = token_ids[row.num_reported :] if request.stream or reason else []
         if reason is None:
             return Output(row.id, new, None, now) if new else None
-        if text is None and self.tokenizer is not None:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        answer = self._batch.answer(i, reason, (token_ids, is_draft, logprobs), text)
+        answer = self._batch.answer(i, reason, (token_ids, is_draft, logprobs), text, why)
         return Output(row.id, new, answer, now)

@@ -1,10 +1,17 @@
-"""Whether a target's KV cache fits the device's memory, checked before it is allocated."""
+"""Whether the caches of requests fit the device's memory, checked before they are allocated."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from peagle_jax.decode import growth
+from peagle_jax.decode.batch import num_reserved
+from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.decode.prefill import num_positions
+from peagle_jax.decode.requests import Request
 from peagle_jax.free_memory import free_bytes
 from peagle_jax.types import CacheShape, InputError
 
@@ -16,6 +23,7 @@ def cache_bytes(
     dtype: DTypeLike,
     block: int | None = None,
     parts: int = 1,
+    slots: int | None = None,
 ) -> int:
     """Bytes on each device of the cache that `KVCache.empty` makes of the same arguments.
 
@@ -29,37 +37,27 @@ def cache_bytes(
     def group_bytes(shape: CacheShape) -> int:
         divides = shape.kv_heads % parts == 0
         heads = shape.kv_heads // parts if divides else shape.kv_heads
-        slots = shape.num_slots(cache_size, block)
-        vectors = 2 * len(shape.layers) * batch * heads * slots  # 2: keys and values
+        num_slots = shape.num_slots(cache_size, block)
+        if num_slots == cache_size and slots is not None:
+            num_slots = slots
+        vectors = 2 * len(shape.layers) * batch * heads * num_slots  # 2: keys and values
         return vectors * (shape.head_dim * value_bytes + scale_bytes)
 
     return sum(map(group_bytes, shapes))
 
 
-def check_cache(
-    shapes: Sequence[CacheShape],
-    batch: int,
-    cache_size: int,
-    dtype: DTypeLike,
-    block: int | None,
-    parts: int,
-    held: int = 0,
-) -> None:
-    """Checks that a target's cache fits its devices. Arguments as of `cache_bytes`.
+def check_cache(size: Callable[[int], int], batch: int, cache_size: int, free: int | None) -> None:
+    """Checks that caches fit the memory.
 
     Args:
-      held: bytes that are in use now, and will be free when this cache is needed.
+      size: the bytes of caches of so many positions.
+      batch: their rows.
+      cache_size: positions of a row.
+      free: bytes; None where nobody knows, and nothing is checked.
 
     Raises:
-      InputError: it does not. The message says how many tokens would fit.
+      InputError: they do not. The message says how many tokens would fit.
     """
-    free = free_bytes()
-    if free is not None:
-        free += held
-
-    def size(cache_size: int) -> int:
-        return cache_bytes(shapes, batch, cache_size, dtype, block, parts)
-
     if free is None or size(cache_size) <= free:
         return
     fits, too_many = 0, cache_size
@@ -76,3 +74,88 @@ def check_cache(
     else:
         next_step = "lower max_batch, or use a machine with more memory"
     raise InputError("cache_size", rule, got, next_step)
+
+
+class CacheMemory:
+    """The memory of an engine's caches: the target's, and the drafter's.
+
+    Args:
+      spec: how rows are decoded.
+      max_batch: the most rows.
+      parts: devices that the target's KV heads are spread over.
+      num_threads: engines that share the memory.
+    """
+
+    def __init__(self, spec: DecodeSpec, max_batch: int, parts: int, num_threads: int) -> None:
+        self._spec, self._max_batch = spec, max_batch
+        self._parts, self._num_threads = parts, num_threads
+        # what is taken later is taken by requests, and free again after them
+        self._free_at_first = free_bytes()
+
+    def size(self, num_rows: int, slots: int) -> int:
+        """Bytes on each device of the caches of so many rows with so many slots."""
+        spec, config = self._spec, self._spec.target_config
+        size = spec.ring_cache_size or slots
+        about = config.cache_shapes(), num_rows, size, config.kv_cache_dtype, spec.ring_block
+        return cache_bytes(*about, self._parts, slots) + _draft_bytes(spec, num_rows, slots)
+
+    def check(self, num_rows: int, positions: int, held: int) -> None:
+        """Raises InputError where rows of so many positions would not fit, if all else is done.
+
+        Args:
+          held: bytes that will be free then.
+        """
+        free = free_bytes()
+        if free is not None:
+            free = max(free + held, self._free_at_first or 0)
+        check_cache(lambda slots: self.size(num_rows, slots), num_rows, positions, free)
+
+    def shape(self, group: Sequence[Request]) -> tuple[int, int, int]:
+        """Rows and slots of the caches that a group's prompts are read into, and the longest."""
+        longest = max(len(request.prompt) for request in group)
+        needed = max(longest + self._spec.num_ahead, num_positions(self._spec, longest))
+        slots = growth.num_slots(needed, self._most_positions(group))
+        return growth.num_rows(len(group), self._max_batch), slots, longest
+
+    def num_allowed(self, waiting: Sequence[Request], running: Sequence[Request], held: int) -> int:
+        """How many of those who wait, from the first on, can be read together (see `allows`)."""
+        n = 0
+        while n < len(waiting) and self.allows(waiting[: n + 1], running, held):
+            n += 1
+        return n
+
+    def allows(self, group: Sequence[Request], running: Sequence[Request], held: int) -> bool:
+        """Whether a group can be read together, and decoded beside what is running.
+
+        Args:
+          held: bytes that the caches of what is running have now.
+        """
+        if len(group) + len(running) == 1:
+            return True  # `check` has seen that it fits
+        # a group is padded to its longest prompt: at most as many tokens again
+        lengths = [num_positions(self._spec, len(request.prompt)) for request in group]
+        if len(lengths) * max(lengths) > 2 * sum(lengths):
+            return False
+        everyone = [*group, *running]
+        num_rows = growth.num_rows(len(everyone), self._max_batch)
+        needed = self.size(num_rows, self._most_positions(everyone))
+        if running:
+            # until they are rows of the batch, what was read has caches of its own
+            num_read, slots, _ = self.shape(group)
+            needed += self.size(num_read, slots)
+        free = free_bytes()
+        # the other engines' caches grow, too
+        return free is None or needed <= free // self._num_threads + held
+
+    def _most_positions(self, requests: Sequence[Request]) -> int:
+        return max(num_reserved(request, self._spec) for request in requests)
+
+
+@functools.lru_cache(maxsize=256)
+def _draft_bytes(spec: DecodeSpec, num_rows: int, slots: int) -> int:
+    """Bytes of the drafter's cache."""
+    if spec.drafter is None:
+        return 0
+    init = functools.partial(spec.drafter.init, num_rows, slots + spec.k)
+    arrays = jax.eval_shape(lambda: jax.tree.leaves(init()))
+    return sum(x.size * x.dtype.itemsize for x in arrays)

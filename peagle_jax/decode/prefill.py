@@ -9,7 +9,7 @@ program.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, cast
 
 import jax
@@ -147,6 +147,18 @@ def _grow(spec: DecodeSpec, state: PrefillState, slots: int) -> PrefillState:
         draft = dataclasses.replace(draft, cache=cache)
     cache = growth.resize_cache(state.cache, slots)
     return dataclasses.replace(state, cache=cache, draft=draft)
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], num_rows: int
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+    """Prompts as rows of the longest one's length, and their lengths; further rows have one 0."""
+    padded = np.zeros((num_rows, max(map(len, prompts))), np.int32)
+    lengths = np.ones(num_rows, np.int32)
+    for i, prompt in enumerate(prompts):
+        lengths[i] = len(prompt)
+        padded[i, : len(prompt)] = prompt
+    return padded, lengths
 
 
 def next_chunk(reading: Generator[None, None, DecodeState]) -> DecodeState | None:

@@ -200,6 +200,10 @@ def check_request(
         if not 0 <= token < config.vocab:
             rule = f"token ids must lie in 0..{config.vocab - 1}"
             raise InputError("stop_ids", rule, token, "use the target's own tokenizer")
+    for string in request.stop_strings:
+        if not isinstance(string, str):
+            next_step = "give stop the text that ends an answer; stop_ids takes tokens"
+            raise InputError("stop", "must be strings", repr(string), next_step)
     if any(not string for string in request.stop_strings):
         next_step = "give stop the text that ends an answer, or no string"
         raise InputError("stop", "must have at least one character", "''", next_step)
@@ -215,7 +219,7 @@ def _check_penalties(request: Request, vocab: int) -> None:
         if not -2 <= value <= 2:
             raise InputError(name, "must lie in -2..2", value, "use 0 for no penalty, or 0.5")
     for token, value in (request.logit_bias or {}).items():
-        if not 0 <= token < vocab:
+        if not isinstance(token, int) or not 0 <= token < vocab:
             rule, next_step = f"token ids must lie in 0..{vocab - 1}", "use the target's tokenizer"
             raise InputError("logit_bias", rule, token, next_step)
         if not -100 <= value <= 100:

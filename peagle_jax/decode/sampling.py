@@ -12,6 +12,10 @@ from jaxtyping import Array, Float, Int, UInt32
 from peagle_jax.kernels import vocab
 from peagle_jax.types import InputError, SamplingParams
 
+# vLLM decodes greedily below (`_SAMPLING_EPS`); quotients by much less are not finite
+LEAST_TEMPERATURE = 1e-5
+MAX_TOP_K = 2**31 - 1  # of 32 bits; no vocabulary is as large
+
 
 class KeyUse(enum.IntEnum):
     """What a random key is for. Each use of a step has keys of its own.
@@ -34,6 +38,8 @@ def sampling_params(
 ) -> SamplingParams | None:
     """How the rows of a batch sample. Numbers are those of every row; sequences have one for each.
 
+    A temperature below 1e-5 decodes greedily, as in vLLM.
+
     Returns:
       None where every temperature is 0, which is greedy decoding.
 
@@ -45,12 +51,13 @@ def sampling_params(
     for row, seed in enumerate(seeds):
         numbers = float(temperatures[row]), int(top_ks[row]), float(top_ps[row])
         check_sampling(*numbers, seed, float(min_ps[row]))
+    temperatures = np.where(temperatures < LEAST_TEMPERATURE, 0, temperatures)
     if not temperatures.any():
         return None
     return SamplingParams(
         key=_keys(np.asarray(seeds, np.uint32)),
         temperature=temperatures.astype(np.float32),
-        top_k=top_ks.astype(np.int32),
+        top_k=np.minimum(top_ks, MAX_TOP_K).astype(np.int32),
         top_p=top_ps.astype(np.float32),
         min_p=min_ps.astype(np.float32),
         filtered=bool((top_ks > 0).any() or (top_ps < 1).any()),

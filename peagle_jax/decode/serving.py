@@ -47,7 +47,7 @@ class AsyncEngine:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._thread.shutdown()
+        await asyncio.to_thread(self._thread.shutdown)  # a step may take long: others go on
         self._tell_everybody(RuntimeError("the engine was closed"))
 
     async def stream(self, request: Request) -> AsyncIterator[Output]:
@@ -88,7 +88,9 @@ class AsyncEngine:
                     for output in outputs:
                         if output.request_id in self._news:
                             self._news[output.request_id].put_nowait(output)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic of a library is no Exception
             self._tell_everybody(error)
             raise
 

@@ -19,7 +19,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,10 +280,10 @@ class StepTimes:
             content = json.loads(self._file.read_text(encoding="utf-8"))
             for name, (slots, taken) in content["taken"].items():
                 _parts(name)
-                times = {int(k): [*map(float, x)][-NUM_KEPT:] for k, x in taken.items()}
+                times = {int(k): _numbers(x, least=1e-9)[-NUM_KEPT:] for k, x in taken.items()}
                 self._take(name, int(slots), times)
             for name, (tried, accepted) in content["drafts"].items():
-                self._drafts[name] = list(map(float, tried)), list(map(float, accepted))
+                self._drafts[name] = _numbers(tried), _numbers(accepted)
             for name, num_steps in content.get("steps", {}).items():
                 self._num_steps[name] = int(num_steps)
         except (
@@ -328,6 +328,14 @@ def _parts(name: str) -> tuple[int, int, str]:
     if min(numbers) < 1:
         raise ValueError(f"{name}: rows and slots must be at least 1")
     return *numbers, sampling
+
+
+def _numbers(values: Iterable[float], least: float = 0) -> list[float]:
+    """Of a file. ValueError where one is below `least`, not finite, or NaN, as after damage."""
+    numbers = [float(x) for x in values]
+    if not all(least <= x < math.inf for x in numbers):
+        raise ValueError(f"numbers must be finite, and at least {least}")
+    return numbers
 
 
 def _quantile(seconds: Sequence[float]) -> float:

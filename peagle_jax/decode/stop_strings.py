@@ -13,6 +13,47 @@ class Detokenizer(Protocol):
         ...
 
 
+class UndecodableError(Exception):
+    """A tokenizer cannot decode its own tokens."""
+
+
+def spell(
+    tokenizer: Detokenizer,
+    token_ids: Sequence[int],
+    stop: Sequence[str],
+    num_checked: int,
+    is_done: bool,
+) -> tuple[int | None, str | None]:
+    """Where a string ends an answer, and the answer's text.
+
+    Args:
+      is_done: whether the answer ends here in any case, so that its text is wanted.
+
+    Returns:
+      The tokens up to the first string, or None without one; and the text, None of one that goes
+      on. See `find_stop`.
+
+    Raises:
+      UndecodableError: the tokenizer raises, or panics.
+    """
+    try:
+        found = find_stop(tokenizer, token_ids, stop, num_checked) if stop else None
+        if found is not None:
+            return found
+        if is_done:
+            return None, tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return None, None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library tokenizers is no Exception
+        raise UndecodableError(f"the tokenizer cannot decode: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind where it has none."""
+    return (str(error) or type(error).__name__).partition("\n")[0]
+
+
 def find_stop(
     tokenizer: Detokenizer,
     token_ids: Sequence[int],

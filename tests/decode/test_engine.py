@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from peagle_jax.decode import batch, growth, loop
-from peagle_jax.decode import engine as engine_module
+from peagle_jax.decode import batch, growth, loop, memory
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
@@ -286,8 +285,9 @@ def test_who_stops_listening_leaves_nothing_behind():
 def test_requests_wait_for_memory(monkeypatch):
     """Where only one fits, the others enter one by one."""
     server = make_engine(3, max_batch=4)
-    one = engine_module.cache_bytes(*server._cache_arguments(1, 64))
-    monkeypatch.setattr(engine_module, "free_bytes", lambda: int(1.5 * one) - server._held_bytes())
+    one = server._memory.size(1, 64)
+    free = int(1.5 * one)
+    monkeypatch.setattr(memory, "free_bytes", lambda: free - server._held_bytes())
     requests = [Request(prompt=[i + 1], max_new_tokens=40) for i in range(5)]
     most = 0
     answers = {}
@@ -376,7 +376,7 @@ def test_tasks_share_an_engine():
 
 def test_an_engine_that_fails_tells_its_listeners(monkeypatch):
     def fail(*arguments):
-        raise MemoryError("no memory")
+        raise ArithmeticError("a bug")
 
     async def main():
         async with AsyncEngine(make_engine(3)) as server:
@@ -384,7 +384,7 @@ def test_an_engine_that_fails_tells_its_listeners(monkeypatch):
             with pytest.raises(RuntimeError, match="stopped before") as error:
                 async for _ in server.stream(Request(prompt=[3])):
                     pass
-            assert isinstance(error.value.__cause__, MemoryError)
+            assert isinstance(error.value.__cause__, ArithmeticError)
             with pytest.raises(RuntimeError, match="is not running"):
                 await anext(server.stream(Request(prompt=[3])))
 

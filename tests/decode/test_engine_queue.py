@@ -147,7 +147,7 @@ def test_what_waits_needs_no_memory(monkeypatch):
     """More prompts than fit are refused, unless they are decoded one after another."""
     target, head = tiny.pair(None, **CONTEXT)
     probe = make_engine(3, max_batch=2)
-    two = engine_module.cache_bytes(*probe._cache_arguments(2, 96))
+    two = probe._memory.size(2, 96)
     monkeypatch.setattr("peagle_jax.decode.memory.free_bytes", lambda: two)
     prompts = [[i] for i in range(1, 6)]
     with pytest.raises(InputError, match="max_batch"):

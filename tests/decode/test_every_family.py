@@ -19,7 +19,7 @@ import tiny  # noqa: E402
 from test_lossless import Scripted  # noqa: E402
 
 from peagle_jax import free_memory  # noqa: E402
-from peagle_jax.decode import engine, memory  # noqa: E402
+from peagle_jax.decode import memory  # noqa: E402
 from peagle_jax.decode.generate import generate  # noqa: E402
 from peagle_jax.kernels import attention_blocks  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
@@ -178,8 +178,7 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
     target = families.ours("llama")
     config = dataclasses.replace(target.config, context=3 * 10**9)
     target = dataclasses.replace(target, config=config)
-    for module in (memory, engine):
-        monkeypatch.setattr(module, "free_bytes", lambda: 10**6)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10**6)
     # 5 layers, keys and values of 2 heads x 16 in float32: 1,280 bytes a token
     with pytest.raises(
         InputError,
@@ -188,7 +187,7 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
     ):
         generate(target, None, [[1], [2]], max_new_tokens=2047)
     with pytest.raises(InputError, match="lower max_batch, or use a machine"):
-        memory.check_cache(target.config.cache_shapes(), 10**6, 4, jnp.float32, None, 1)
+        memory.check_cache(lambda slots: 1280 * 10**6 * slots, 10**6, 4, 10**6)
     monkeypatch.undo()
     with pytest.raises(InputError, match="GB free; 1 x [0-9]+ would fit: lower max_new_tokens"):
         generate(target, None, [[1]], max_new_tokens=10**9)

@@ -120,6 +120,7 @@ def test_times_are_kept_by_machine_and_models(tmp_path):
     file.write_text(json.dumps({"taken": {name: fine}, "drafts": {}}))
     assert StepTimes(about, tmp_path / "new")._seconds == {name: {1: 0.5}}
     damaged: list = ["", "[]", {name: 3}, {name: [256, {"x": [1]}]}, {name: [256, {"1": []}]}]
+    damaged += [{name: [256, {"1": [x]}]} for x in (0.0, -1.0, float("nan"), float("inf"))]
     damaged += [{wrong: fine} for wrong in ("a", "0 rows, 256 slots, greedy", "2 rows, greedy")]
     for taken in damaged:
         text = taken if isinstance(taken, str) else json.dumps({"taken": taken, "drafts": {}})

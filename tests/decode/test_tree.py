@@ -88,7 +88,8 @@ def truth():
     return [tiny.greedy(tuple(p), 30) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("k, num_nodes", [(1, 4), (3, 3), (4, 12), (6, 33)])
+# (6, 2): a path of fewer nodes than K has K + 1 places all the same, at the end of a cache, too
+@pytest.mark.parametrize("k, num_nodes", [(1, 4), (3, 3), (4, 12), (6, 33), (6, 2)])
 def test_greedy_text_is_plain_decodings(k, num_nodes, monkeypatch):
     monkeypatch.setattr(growth, "FIRST_SLOTS", 32)
     answers = generate(
