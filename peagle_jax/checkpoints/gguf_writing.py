@@ -159,8 +159,8 @@ def import_gguf(where: str | Path) -> ModuleType:
 def rope_factors(rope: Rope, head_dim: int) -> np.ndarray | None:
     """What llama.cpp divides the plain frequencies by, float32 [H/2]; None where that is 1."""
     theta = json.loads(rope.source)["rope_theta"]
-    plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    factors = (plain / np.asarray(rope.frequencies)).astype(np.float32)
+    plain = Rope.from_hf({"rope_theta": theta}, head_dim, "").frequencies
+    factors = (np.asarray(plain) / np.asarray(rope.frequencies)).astype(np.float32)
     return None if (factors == 1).all() else factors
 
 

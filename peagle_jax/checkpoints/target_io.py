@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from peagle_jax import weights
+from peagle_jax.checkpoints.target_tensors import as_tied, check_format, one_by_one
 from peagle_jax.layers.fp8 import quantize_linears
 from peagle_jax.provenance import versions
-from peagle_jax.targets import gpt_oss, qwen3, sharding
+from peagle_jax.targets import gpt_oss, qwen3, qwen3_moe, sharding
 from peagle_jax.targets.config import TargetConfig, read_stop_ids
 from peagle_jax.targets.families import TARGETS, Family, read_config, refuse_heads
 from peagle_jax.types import InputError, Model
@@ -119,7 +120,7 @@ def load_lm_head(path: str | Path) -> weights.Tensor:
     """
     where = weights.find_folder(path) / "config.json"
     _, config = read_config(weights.read_json(where), where=where)
-    return _load_matrix(path, EMBEDDINGS if config.tied_embeddings else LM_HEADS)
+    return _load_matrix(path, (*EMBEDDINGS, *LM_HEADS) if config.tied_embeddings else LM_HEADS)
 
 
 def _load_matrix(path: str | Path, names: Sequence[str]) -> weights.Tensor:
@@ -265,6 +266,7 @@ def _open(
         hf, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype, where=where
     )
     config = dataclasses.replace(config, stop_ids=_stop_ids(config, folder))
+    check_format(hf, where)
     tensors = weights.dequantize(weights.open_folder(folder), hf, folder).tensors
     is_packed = isinstance(config, gpt_oss.GptOssConfig) and weights.mxfp4.packed_names(tensors)
     if keep_packed and is_packed:
@@ -278,18 +280,18 @@ def _open(
             got=f"{config.layers} with {len(tensors)} tensors",
             next_step="use the config.json that came with these weights",
         )
-    return family, config, _text_part(tensors, family, config)
+    return family, config, _text_part(tensors, family, config, folder)
 
 
 def _stop_ids(config: TargetConfig, folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids; chat models list further ones in generation_config.json, as for vLLM."""
+    """End-of-sequence ids: generation_config.json's where it has any, as in transformers."""
     path = folder / "generation_config.json"
-    more = read_stop_ids(weights.read_json(path), path) if path.exists() else ()
-    return (*config.stop_ids, *(token for token in more if token not in config.stop_ids))
+    ids = read_stop_ids(weights.read_json(path), path) if path.exists() else ()
+    return ids or config.stop_ids
 
 
 def _text_part(
-    tensors: Mapping[str, weights.Tensor], family: Family, config: TargetConfig
+    tensors: Mapping[str, weights.Tensor], family: Family, config: TargetConfig, folder: Path
 ) -> dict[str, weights.Tensor]:
     """Without the other parts of a multimodal checkpoint, and without what no layer uses."""
     if any(name.startswith(TEXT_PART) for name in tensors):
@@ -301,9 +303,10 @@ def _text_part(
     # frequencies that older writers saved, as with Llama 2; the config gives them
     tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     unused = family.unused(config) if family.unused else frozenset()
-    if config.tied_embeddings:  # some writers store the tied matrix twice
-        unused |= {"lm_head.weight"}
-    return {name: tensor for name, tensor in tensors.items() if name not in unused}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
+    if isinstance(config, qwen3_moe.Qwen3MoeConfig):
+        tensors = one_by_one(tensors, folder)
+    return as_tied(tensors, folder) if config.tied_embeddings else tensors
 
 
 def convert_folder(
@@ -348,7 +351,7 @@ def convert_folder(
         )
     if dtype is not None or not weights.mxfp4.packed_names(tensors):
         hf.pop("quantization_config", None)
-    if config.tied_embeddings:
+    if config.tied_embeddings and any(name in tensors for name in EMBEDDINGS):
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     _check_tokenizer_files(src)
     with weights.new_folder(dst) as folder:

@@ -200,11 +200,11 @@ def check_request(
         if not 0 <= token < config.vocab:
             rule = f"token ids must lie in 0..{config.vocab - 1}"
             raise InputError("stop_ids", rule, token, "use the target's own tokenizer")
-    for string in request.stop_strings:
+    for string in request.stop or ():
         if not isinstance(string, str):
             next_step = "give stop the text that ends an answer; stop_ids takes tokens"
             raise InputError("stop", "must be strings", repr(string), next_step)
-    if any(not string for string in request.stop_strings):
+    if any(not string for string in request.stop or ()):
         next_step = "give stop the text that ends an answer, or no string"
         raise InputError("stop", "must have at least one character", "''", next_step)
 

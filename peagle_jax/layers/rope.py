@@ -1,6 +1,7 @@
 """Rotary embeddings of every kind that a supported checkpoint asks for.
 
-The formulas are those of transformers' modeling_rope_utils.py (5.23).
+The formulas are those of transformers' modeling_rope_utils.py (5.24), in float32 and in its order:
+at position 131,072 a frequency that is rounded otherwise turns a pair by up to 0.006 more or less.
 """
 
 import dataclasses
@@ -15,6 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.types import InputError
 
+# keys whose values are numbers
+AMOUNTS = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
+AMOUNTS += ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+AMOUNTS += ("attention_factor", "mscale", "mscale_all_dim")
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -25,26 +31,32 @@ class Rope:
     source: str = "{}"  # the config that it came from, as JSON, so that an export can write it back
 
     @classmethod
-    def from_hf(cls, config: Mapping, head_dim: int, where: str) -> "Rope":
+    def from_hf(
+        cls, config: Mapping, head_dim: int, where: str, default_theta: float = 10_000.0
+    ) -> "Rope":
         """Reads `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before).
 
         Args:
           config: of a model, as its config.json has it.
           where: names the config in error messages.
+          default_theta: where the config has none, as transformers' class of the family has it.
 
         Raises:
           InputError: a value is missing, is out of range, or asks for a kind that is not in
             ROPE_KINDS.
         """
-        spec = _read_spec(config, where)
+        spec = _read_spec(config, where, default_theta)
         kind = spec["rope_type"]
-        context = spec.get("original_max_position_embeddings") or config.get(
-            "max_position_embeddings"
-        )
+        # at top level it counts more, as in transformers
+        names = "original_max_position_embeddings", "max_position_embeddings"
+        given = config.get(names[0]), spec.get(names[0]), config.get(names[1])
+        context = next((x for x in given if x), None)
         _check_rope(spec, context, head_dim, where)
-        plain = spec["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        # exact, and rounded once: so are nearly all of PyTorch's powers
+        powers = np.power(spec["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
         try:
-            frequencies, scale = ROPE_KINDS[kind](plain, spec, context, head_dim)
+            frequencies, scale = ROPE_KINDS[kind](powers, spec, context, head_dim)
         except KeyError as missing:
             raise InputError(
                 where,
@@ -73,7 +85,7 @@ class Rope:
         return x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin
 
 
-def _read_spec(config: Mapping, where: str) -> dict[str, Any]:
+def _read_spec(config: Mapping, where: str, default_theta: float) -> dict[str, Any]:
     """The rotary embedding's keys with `rope_theta` and `rope_type` among them, and no nulls."""
     both = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     spec = both[0] or both[1]
@@ -86,16 +98,12 @@ def _read_spec(config: Mapping, where: str) -> dict[str, Any]:
         )
     if both[0] and both[1]:
         _check_same(both[0], both[1], where)
+    if "truncate" in spec:  # null truncates as little as false does
+        spec = {**spec, "truncate": bool(spec["truncate"])}
     spec = {key: value for key, value in spec.items() if value is not None}
     if "rope_theta" not in spec:
-        if config.get("rope_theta") is None:
-            raise InputError(
-                where,
-                rule="rope_theta must be given, at top level or in rope_parameters",
-                got="none",
-                next_step="add rope_theta as the model was trained with it; Llama 2 has 10000.0",
-            )
-        spec["rope_theta"] = config["rope_theta"]
+        theta = config.get("rope_theta")
+        spec["rope_theta"] = default_theta if theta is None else theta
     # `type` is the former name of `rope_type`
     old_kind, new_kind = spec.pop("type", None), spec.pop("rope_type", None)
     kind = spec["rope_type"] = new_kind or old_kind or "default"
@@ -135,7 +143,7 @@ def _check_same(parameters: Mapping, scaling: Mapping, where: str) -> None:
 
 def _check_rope(spec: Mapping, context: Any, head_dim: int, where: str) -> None:
     """Raises InputError where a value would make frequencies that mean nothing."""
-    amounts = {key: value for key, value in spec.items() if key not in ("rope_type", "truncate")}
+    amounts = {key: spec[key] for key in AMOUNTS if key in spec}  # others nobody reads
     amounts["max_position_embeddings"] = context or 0
     for key, value in amounts.items():
         if type(value) not in (int, float) or not (value == 0 or 1e-30 < value < 1e30):
@@ -177,27 +185,31 @@ def _check_rope(spec: Mapping, context: Any, head_dim: int, where: str) -> None:
         )
 
 
-# Each kind maps plain frequencies [H/2], the spec, the original context and the head's size to
-# (frequencies, scale of cos and sin).
+# Each kind maps powers of theta [H/2], of which plain frequencies are the reciprocals, the spec,
+# the original context and the head's size to (frequencies, scale of cos and sin).
 
 
-def _default(plain, spec, context, head_dim):
-    return plain, 1.0
+def _default(powers, spec, context, head_dim):
+    return 1 / powers, 1.0
 
 
-def _linear(plain, spec, context, head_dim):
-    return plain / spec["factor"], 1.0
+def _linear(powers, spec, context, head_dim):
+    return 1 / powers / np.float32(spec["factor"]), 1.0
 
 
-def _llama3(plain, spec, context, head_dim):
+def _llama3(powers, spec, context, head_dim):
     """Llama 3.1: slow pairs are interpolated, fast ones stay, and those between are blended."""
-    low, high, factor = spec["low_freq_factor"], spec["high_freq_factor"], spec["factor"]
-    wavelength = 2 * math.pi / plain
-    blend = np.clip((context / wavelength - low) / (high - low), 0, 1)
-    return (1 - blend) * plain / factor + blend * plain, 1.0
+    names = "low_freq_factor", "high_freq_factor", "factor"
+    low, high, factor = (np.float32(spec[name]) for name in names)
+    plain = 1 / powers
+    wavelength = np.float32(2 * math.pi) / plain
+    blend = (np.float32(context) / wavelength - low) / (high - low)
+    blended = (1 - blend) * plain / factor + blend * plain
+    is_slow, is_fast = wavelength > context / low, wavelength < context / high
+    return np.where(is_slow, plain / factor, np.where(is_fast, plain, blended)), 1.0
 
 
-def _yarn(plain, spec, context, head_dim):
+def _yarn(powers, spec, context, head_dim):
     """YaRN (arXiv:2309.00071): slow pairs are interpolated, fast ones stay, with a ramp between.
 
     Cos and sin are scaled.
@@ -212,7 +224,9 @@ def _yarn(plain, spec, context, head_dim):
     if spec.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    width = np.float32(high - low if high != low else 0.001)
+    stays = 1 - np.clip((pairs - np.float32(low)) / width, 0, 1)
 
     def mscale(weight):
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
@@ -224,16 +238,17 @@ def _yarn(plain, spec, context, head_dim):
             scale = mscale(weight) / mscale(weight_all_dim)
         else:
             scale = mscale(1)
-    return plain / factor * ramp + plain * (1 - ramp), scale
+    return 1 / (np.float32(factor) * powers) * (1 - stays) + 1 / powers * stays, scale
 
 
-def _proportional(plain, spec, context, head_dim):
+def _proportional(powers, spec, context, head_dim):
     """Gemma 4's full-attention layers.
 
     The first share of the pairs turns as in a fully rotated head; the others stand still.
     """
     pairs = int(spec.get("partial_rotary_factor", 1.0) * head_dim // 2)
-    return np.where(np.arange(head_dim // 2) < pairs, plain, 0.0) / spec.get("factor", 1.0), 1.0
+    turning = np.where(np.arange(head_dim // 2) < pairs, 1 / powers, np.float32(0))
+    return turning / np.float32(spec.get("factor", 1.0)), 1.0
 
 
 ROPE_KINDS = {

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from peagle_jax import weights
 from peagle_jax.checkpoints.runs import open_head
+from peagle_jax.checkpoints.target_tensors import stored_format
 from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
@@ -88,30 +89,15 @@ def stored_dtype(raw: dict, path: Path) -> str:
     Raises:
       InputError: it says a quantization that is none of DTYPES.
     """
-    quantization = raw.get("quantization_config")
-    if not quantization:
-        return "bfloat16"
+    stored = stored_format(raw)
+    if stored is not None:
+        return "bfloat16" if stored == "plain" else stored
+    quantization = raw["quantization_config"]
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method in ("mxfp4", "fp8"):
-        return method
-    if method == "compressed-tensors" and _has_fp8_groups(quantization):
-        return "fp8"
     rule = "weights of this quantization cannot be planned with: mxfp4, fp8 and"
     rule += " compressed-tensors of 8-bit floats can"
     next_step = "give --dtype, what they become: fp8, bfloat16 or float32"
     raise InputError(str(path), rule, f"quant_method {method!r}", next_step)
-
-
-def _has_fp8_groups(quantization: dict) -> bool:
-    """Whether every group of compressed-tensors stores weights as 8-bit floats."""
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        return False
-    weights_of = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-    return len(weights_of) == len(groups) and all(
-        isinstance(w, dict) and (w.get("type"), w.get("num_bits")) == ("float", 8)
-        for w in weights_of
-    )
 
 
 def default_head(target: TargetConfig, method: str, layers: int) -> HeadConfig:

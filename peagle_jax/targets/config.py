@@ -227,6 +227,11 @@ def read_stop_ids(raw: Mapping, where: str | Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def read_window(f: Fields) -> int | None:
+    """Qwen3's `sliding_window`; 4,096 where it is absent, as in transformers, and None for null."""
+    return f.get_int("sliding_window", None) if "sliding_window" in f.raw else 4096
+
+
 def read_layer_types(f: Fields, layers: int, default: Sequence[str]) -> tuple[str, ...]:
     """`layer_types`: "full_attention" or "sliding_attention" for each layer.
 

@@ -238,7 +238,9 @@ def _problem_of_layers(by_layer: Fields, full_layers: list[str]) -> str | None:
 def _read_rope(f: Fields, layer_type: str, head_dim: int) -> Rope:
     """The rotary embedding of one kind of layers; `rope_parameters` has one for each kind."""
     parameters = f.child("rope_parameters").child(layer_type).raw
-    return Rope.from_hf({"rope_parameters": dict(parameters)}, head_dim, f"{f.where}: {layer_type}")
+    context = f.get_int("max_position_embeddings", None)
+    of_type = {"rope_parameters": dict(parameters), "max_position_embeddings": context}
+    return Rope.from_hf(of_type, head_dim, f"{f.where}: {layer_type}")
 
 
 def _read_per_layer_embeddings(f: Fields) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from peagle_jax.layers import Attention, Decoder, Experts, LateRMSNorm, Linear, 
 from peagle_jax.targets import config, param_names
 from peagle_jax.weights import IDENTITY, Fields, ParamTable
 
+DEFAULT_THETA = 150_000.0  # configuration_gpt_oss.py, as what `_with_rope` adds
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(config.TargetConfig):
@@ -67,7 +69,7 @@ class GptOssConfig(config.TargetConfig):
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=Rope.from_hf(hf, head_dim, where),
+            rope=Rope.from_hf(_with_rope(hf), head_dim, where, DEFAULT_THETA),
             norm_eps=f.get_float("rms_norm_eps"),
             attention_bias=f.get_bool("attention_bias"),
             tied_embeddings=f.get_bool("tie_word_embeddings", False),
@@ -84,6 +86,15 @@ class GptOssConfig(config.TargetConfig):
             swiglu_alpha=f.get_float("swiglu_alpha", 1.702),
             packed=False,
         )
+
+
+def _with_rope(hf: Mapping) -> Mapping:
+    """The config with what configuration_gpt_oss.py (transformers 5.24) says where it is silent."""
+    if hf.get("rope_parameters") or hf.get("rope_scaling"):
+        return hf
+    parameters = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    parameters |= {"truncate": False, "original_max_position_embeddings": 4096}
+    return {**hf, "rope_parameters": parameters}
 
 
 class SparseMLP(nnx.Module):

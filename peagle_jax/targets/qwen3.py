@@ -62,7 +62,7 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     Layers only slide with `use_sliding_window`, and then from layer `max_window_layers` on, unless
     `layer_types` says which.
     """
-    window = f.get_int("sliding_window", None)
+    window = config.read_window(f)
     if not f.get_bool("use_sliding_window", False) or window is None:
         return (None,) * layers
     first = f.get_int("max_window_layers", 28, least=0)

@@ -75,7 +75,7 @@ class Qwen3MoeConfig(config.TargetConfig):
         is_moe_layer = tuple(i not in dense_layers and (i + 1) % step == 0 for i in range(layers))
         window = None
         if f.get_bool("use_sliding_window", False):
-            window = f.get_int("sliding_window", None)
+            window = config.read_window(f)
         return cls(
             vocab=f.get_int("vocab_size"),
             layers=layers,

@@ -1,0 +1,138 @@
+"""What a target's folder may hold: quantizations, tied matrices, experts stored together."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent.parent / "targets"))
+from families import make, truth  # noqa: E402
+from test_formats import TOLERANCE, edit, logits  # noqa: E402
+
+from peagle_jax import weights  # noqa: E402
+from peagle_jax.checkpoints.convert import convert  # noqa: E402
+from peagle_jax.checkpoints.target_io import load_lm_head, load_target  # noqa: E402
+from peagle_jax.checkpoints.target_tensors import stored_format  # noqa: E402
+from peagle_jax.types import InputError  # noqa: E402
+
+GROUP = {"weights": {"type": "float", "num_bits": 8}}
+
+
+@pytest.mark.parametrize(
+    "quantization, stored",
+    [
+        (None, "plain"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "fp8"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP, "b": {}}}, None),
+        ({"quant_method": "compressed-tensors"}, None),
+        ({"quant_method": "awq", "bits": 4}, None),
+        ({"quant_method": "bitnet"}, None),
+        ("fp8", None),
+    ],
+)
+def test_quantizations_are_known_or_not(quantization, stored):
+    assert stored_format({"quantization_config": quantization}) == stored
+
+
+def test_a_quantization_that_looks_plain_is_refused(tmp_path):
+    """BitNet's matrices are bfloat16, which transformers quantizes in every forward."""
+    said = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+    folder = edit("llama", tmp_path / "bitnet", quantization_config=said)
+    with pytest.raises(InputError, match=r"may be stored plain.*quantization_config of bitnet"):
+        load_target(folder)
+
+
+def tie(tensors, change) -> None:
+    tensors["lm_head.weight"] = np.array(tensors["model.embed_tokens.weight"])
+    change(tensors)
+
+
+def test_an_output_matrix_that_is_tied_and_another_is_refused(tmp_path):
+    """transformers would use it, and vLLM would not."""
+
+    def change(tensors):
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    folder = edit("llama_tied", tmp_path / "two", lambda tensors: tie(tensors, change))
+    for act in (load_target, lambda src: convert(src, tmp_path / "out", to="hf")):
+        with pytest.raises(
+            InputError, match=r"lm_head\.weight must be model\.embed_tokens\.weight"
+        ):
+            act(folder)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kept", ["both", "lm_head.weight"])
+def test_a_tied_matrix_may_stand_under_either_name(tmp_path, kept):
+    def change(tensors):
+        if kept != "both":
+            del tensors["model.embed_tokens.weight"]
+
+    folder = edit("llama_tied", tmp_path / "tied", lambda tensors: tie(tensors, change))
+    tokens, want, _ = truth("llama_tied")
+    target = load_target(folder, aux_hidden_state_layers=(0, 1, 2))
+    np.testing.assert_allclose(logits(target, tokens), want, atol=TOLERANCE, rtol=0)
+    assert np.asarray(load_lm_head(folder)).shape == (target.config.vocab, target.config.dim)
+    convert(folder, tmp_path / "again", to="hf")
+    target = load_target(tmp_path / "again", aux_hidden_state_layers=(0, 1, 2))
+    np.testing.assert_allclose(logits(target, tokens), want, atol=TOLERANCE, rtol=0)
+
+
+def fuse(tensors) -> None:
+    """As transformers 5 has them in memory: all experts of a layer in two tensors."""
+    for layer in range(99):
+        experts = f"model.layers.{layer}.mlp.experts"
+        count = sum(name.startswith(f"{experts}.") for name in tensors) // 3
+        if not count:
+            continue
+        parts = {
+            part: np.stack([tensors.pop(f"{experts}.{e}.{part}_proj.weight") for e in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{experts}.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+        tensors[f"{experts}.down_proj"] = parts["down"]
+
+
+def test_experts_that_are_stored_together(tmp_path):
+    folder = edit("qwen3_moe", tmp_path / "fused", fuse)
+    assert any(name.endswith("experts.gate_up_proj") for name in weights.open_folder(folder))
+    tokens, want, _ = truth("qwen3_moe")
+    target = load_target(folder, aux_hidden_state_layers=(0, 1, 2))
+    np.testing.assert_allclose(logits(target, tokens), want, atol=TOLERANCE, rtol=0)
+
+
+def test_fused_experts_of_an_odd_size_are_refused(tmp_path):
+    def change(tensors):
+        fuse(tensors)
+        name = next(name for name in tensors if name.endswith("gate_up_proj"))
+        tensors[name] = np.array(tensors[name][:, 1:])
+
+    folder = edit("qwen3_moe", tmp_path / "odd", change)
+    with pytest.raises(InputError, match="save the experts one by one"):
+        load_target(folder)
+
+
+def test_generation_config_decides_where_texts_end(tmp_path):
+    """As in transformers: config.json's ids count where it names none."""
+    folder = edit("llama", tmp_path / "target", eos_token_id=[3, 4])
+    assert load_target(folder).config.stop_ids == (3, 4)
+    path = folder / "generation_config.json"
+    for said, ids in ({"eos_token_id": [5, 3]}, (5, 3)), ({"eos_token_id": 4}, (4,)), ({}, (3, 4)):
+        path.write_text(json.dumps(said))
+        assert load_target(folder).config.stop_ids == ids
+
+
+def test_a_family_without_ties_keeps_its_output_matrix(tmp_path):
+    raw = json.loads((make("llama")[1] / "config.json").read_text())
+    assert not raw["tie_word_embeddings"]
+    folder = edit("llama", tmp_path / "target")
+    stored = weights.open_folder(folder)["lm_head.weight"]
+    np.testing.assert_array_equal(np.asarray(load_lm_head(folder)), np.asarray(stored))

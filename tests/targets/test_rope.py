@@ -1,0 +1,81 @@
+"""Rotary embeddings read as transformers reads them, number by number."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+from transformers import GptOssConfig, LlamaConfig, Qwen3Config  # noqa: E402
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
+
+from peagle_jax.layers import Rope  # noqa: E402
+from peagle_jax.targets import read_config  # noqa: E402
+from peagle_jax.types import InputError  # noqa: E402
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+SIZES = {"hidden_size": 512, "num_attention_heads": 4, "head_dim": 128, "num_key_value_heads": 4}
+# config.json's keys of a Llama, beside its sizes
+CASES = {
+    "plain": {"rope_theta": 1e6},
+    "no theta": {"rope_scaling": None},
+    "linear": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    "llama3": {
+        "rope_theta": 5e5,
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+    },
+    "yarn": {"rope_theta": 1e6, "rope_scaling": YARN | {"beta_fast": 20.0}},
+    "yarn, truncate false": {"rope_theta": 1e6, "rope_scaling": YARN | {"truncate": False}},
+    "yarn, truncate null": {"rope_theta": 1e6, "rope_scaling": YARN | {"truncate": None}},
+    "yarn, a key that nobody reads": {
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True, "mrope": [1, 2]},
+    },
+    "the context before scaling at top level": {
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 8192,
+        "rope_scaling": YARN | {"original_max_position_embeddings": 1024},
+    },
+}
+
+
+@pytest.mark.parametrize("keys", CASES.values(), ids=CASES)
+def test_frequencies_are_those_of_transformers(keys):
+    """All but a few of 64 equal bit for bit; in float64 a third would not."""
+    raw = SIZES | {"max_position_embeddings": 32_768} | keys
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**raw))
+    ours = Rope.from_hf(raw, 128, "config.json")
+    want = theirs.inv_freq.numpy()
+    got = np.array(ours.frequencies, np.float32)
+    assert (got == want).sum() >= 61
+    np.testing.assert_allclose(got, want, rtol=3e-7)
+    assert ours.scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": None}])
+def test_gpt_oss_has_a_rotation_of_its_own_where_none_is_named(scaling):
+    config = GptOssConfig(**scaling)
+    theirs = GptOssRotaryEmbedding(config)
+    raw = config.to_dict() | {"model_type": "gpt_oss", "layer_types": None}
+    raw.pop("rope_parameters")
+    raw |= scaling
+    _, ours = read_config(raw, where="config.json")
+    np.testing.assert_allclose(ours.rope.frequencies, theirs.inv_freq.numpy(), rtol=3e-7)
+    assert ours.rope.scale == pytest.approx(theirs.attention_scaling) and ours.rope.scale > 1.3
+
+
+@pytest.mark.parametrize("absent, window", [(True, 4096), (False, None)])
+def test_a_window_that_is_not_named(absent, window):
+    raw = Qwen3Config(**SIZES, num_hidden_layers=2, max_window_layers=1).to_dict()
+    raw |= {"model_type": "qwen3", "use_sliding_window": True, "layer_types": None}
+    raw["sliding_window"] = None
+    if absent:
+        del raw["sliding_window"]
+    _, config = read_config(raw, where="config.json")
+    assert config.windows == (None, window)
+
+
+def test_numbers_that_are_read_must_be_numbers():
+    scaling = YARN | {"factor": "4"}
+    with pytest.raises(InputError, match="factor of the rotary embedding must be a number"):
+        Rope.from_hf({"rope_theta": 1e4, "rope_scaling": scaling}, 64, "config.json")
