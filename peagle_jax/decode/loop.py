@@ -110,14 +110,9 @@ class DecodeSpec:
         return self.lookback or self.k + 1
 
     @property
-    def num_written(self) -> int:
-        """Slots that a step writes: of its block, or of the path of a tree, which has K + 1."""
-        return max(self.num_drafts, self.k) + 1
-
-    @property
     def num_ahead(self) -> int:
-        """Slots after a row's tokens that a step may write, or a change of K."""
-        return max(self.num_written, self.lookback)
+        """Slots after a row's tokens that a step may write, its path of K + 1, or a change of K."""
+        return max(self.num_drafts + 1, self.k + 1, self.lookback)
 
     def with_k(self, k: int) -> "DecodeSpec":
         """The same with K drafts per step, by a drafter that is a dataclass."""
@@ -129,7 +124,7 @@ class DecodeSpec:
         """The most positions that are written at once, which a ring holds beside its window."""
         if self.ring_cache_size is None or self.chunk is None:
             return None
-        return max(self.chunk, self.num_written)
+        return max(self.chunk, self.num_ahead)
 
 
 @functools.partial(jit_with_loops, static_argnames="spec", donate_argnames="state")
@@ -157,7 +152,7 @@ def decode(
     def goes_on(carry: tuple[Array, DecodeState]) -> Array:
         num_steps, state = carry
         longest = jnp.where(state.done, 0, state.cache.length).max()
-        fits = longest + spec.num_written <= state.output.shape[1]
+        fits = longest + spec.num_ahead <= state.output.shape[1]
         return (state.done.sum() < until_done) & (num_steps < max_steps) & fits
 
     num_steps, state = jax.lax.while_loop(goes_on, next_step, (jnp.zeros((), jnp.int32), state))

@@ -70,7 +70,7 @@ MISTAKES = {
     ),
     "a ring that ignores K + 1": Mistake(
         "decode/loop.py",
-        "return max(self.chunk, self.num_drafts + 1)",
+        "return max(self.chunk, self.num_ahead)",
         "return self.chunk",
         "decode/test_every_family.py::test_a_ring_holds_a_block_of_drafts",
     ),
