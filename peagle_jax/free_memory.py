@@ -81,4 +81,6 @@ def _lines(path: Path) -> list[str]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether XLA or Python says that an array cannot be allocated."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    # where a program runs by itself, XLA's CPU client says "INTERNAL: ... Out of memory"
+    text = str(error)
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "Out of memory" in text

@@ -204,8 +204,21 @@ class Batch:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the state is all there: a failure may leave arrays that were given away."""
-        return not any(x.is_deleted() for x in jax.tree.leaves(self._state))
+        """Whether the state is all there, and fits the rows.
+
+        A failure may leave arrays that were given away, or that a program failed to compute.
+        """
+        if self._state is None:
+            return not self.running
+        if any(x.is_deleted() for x in jax.tree.leaves(self._state)):
+            return False
+        try:
+            jax.block_until_ready(self._state)
+        except Exception:
+            return False
+        options = self._options
+        counts = len(self.rows), len(self._state.done), options and len(options.max_new_tokens)
+        return len(set(counts)) == 1
 
     def give_up(self, why: str) -> list[Output]:
         """Answers all rows with an error, and with what they have, and begins anew."""
@@ -213,13 +226,13 @@ class Batch:
         for i in self.running:
             row = self.rows[i]
             assert row is not None
-            if is_intact:
-                tokens = self.tokens(i)
-                answer = self.answer(i, "error", tokens, None, why)
-                new = tokens[0][row.num_reported :]
-                outputs.append(Output(row.id, new, answer, time.perf_counter()))
-            else:
+            if not is_intact:
                 outputs.append(output_without_answer(row, "error", why))
+                continue
+            tokens = self.tokens(i)
+            answer = self.answer(i, "error", tokens, None, why)
+            new = tokens[0][row.num_reported :]
+            outputs.append(Output(row.id, new, answer, time.perf_counter()))
         self.rows, self._state, self._options, self._numbers = [], None, None, None
         return outputs
 
@@ -233,24 +246,19 @@ class Batch:
 
     def insert(self, entering: Sequence[Row], new: DecodeState) -> None:
         """Takes in requests whose prompts were read, after `make_places`: first rows of `new`."""
-        self._numbers = None
         if not self.running:
-            self._state = new
-            self.rows = [*entering, *[None] * (len(new.done) - len(entering))]
+            state, rows = new, [*entering, *[None] * (len(new.done) - len(entering))]
         else:
-            free = [i for i, row in enumerate(self.rows) if row is None]
+            state, rows = self.state, list(self.rows)
+            free = [i for i, row in enumerate(rows) if row is None]
+            sizes = state_shape(state), state_shape(new)
             for source, row in enumerate(entering):
                 place = free[source]
-                self._put_row(new, source, place)
-                self.rows[place] = row
-        self._options = row_options(self.rows, self.spec.target_config.vocab)
-
-    def _put_row(self, new: DecodeState, source: int, place: int) -> None:
-        """Copies row `source` of `new` over the row at `place`."""
-        sizes = state_shape(self.state), state_shape(new)
-        with first_call("put_row", self.spec, *sizes):
-            self._state = growth.put_row(self.state, new, np.int32(source), np.int32(place))
-        self._numbers = None
+                with first_call("put_row", self.spec, *sizes):
+                    state = growth.put_row(state, new, np.int32(source), np.int32(place))
+                rows[place] = row
+        options = row_options(rows, self.spec.target_config.vocab)
+        self._state, self.rows, self._options, self._numbers = state, rows, options, None
 
     def decode(self, max_steps: int) -> int:
         """Takes steps until a further row is done, and returns how many."""
@@ -285,9 +293,10 @@ class Batch:
         names = ("done", "tokens", "aux_hidden_states", "count")
         kept = {name: jnp.copy(getattr(state, name)) for name in names}
         all_done, count = jnp.ones_like(state.done), jnp.ones_like(state.count)
-        self._state = dataclasses.replace(state, done=all_done, count=count)
-        jax.block_until_ready(self._state)
+        state = dataclasses.replace(state, done=all_done, count=count)
+        jax.block_until_ready(state)
         try:
+            self._state = state
             start = time.perf_counter()
             jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, TIMED_STEPS))
             seconds = time.perf_counter() - start
@@ -364,12 +373,12 @@ class Batch:
         rows = list(range(num_rows)) if num_rows == len(self.rows) else running
         keeps_rows = rows == list(range(len(self.rows)))
         sizes = *state_shape(self.state), num_rows, slots
-        with first_call("resize", self.spec, *sizes, keeps_rows):
-            self._state = growth.resize(self.state, slots, rows, num_rows)
         kept = [self.rows[i] for i in rows]
-        self.rows = [*kept, *[None] * (num_rows - len(kept))]
-        self._numbers = None
-        self._options = row_options(self.rows, self.spec.target_config.vocab)
+        kept += [None] * (num_rows - len(kept))
+        options = row_options(kept, self.spec.target_config.vocab)
+        with first_call("resize", self.spec, *sizes, keeps_rows):
+            state = growth.resize(self.state, slots, rows, num_rows)
+        self._state, self.rows, self._options, self._numbers = state, kept, options, None
 
 
 def state_shape(state: DecodeState) -> tuple[int, int]:

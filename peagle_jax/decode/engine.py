@@ -12,11 +12,9 @@ then decodes until a row is done. Waiting requests take the places of rows that 
 none waits, the rows that are left go on in a smaller batch.
 """
 
-import collections
 import contextlib
 import dataclasses
 import itertools
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -25,13 +23,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from peagle_jax.decode import growth
 from peagle_jax.decode.adaptive_k import KChooser, candidates
 from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.batch import (
     Batch,
     Row,
-    num_reserved,
     output_without_answer,
     row_options,
     sampling_kind,
@@ -42,6 +38,7 @@ from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import CacheMemory
 from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, pad_prompts, prefill
+from peagle_jax.decode.request_queue import RequestQueue
 from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, UndecodableError, first_line, spell
@@ -144,15 +141,13 @@ class Engine(BaseEngine):
             about = self.spec, self._batch.params
             self._step_times = open_step_times(*about, step_times, num_threads)
             self._sampling: str | None = None  # how rows sampled when K was last chosen
-        # other threads add requests while a step looks at those that wait
-        self._waiting: collections.deque[Row] = collections.deque()
-        self._lock = threading.Lock()
-        self._cancelled: set[int] = set()
+        self._waiting = RequestQueue()
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
         # kept until a step returns, and raises nothing
         self._outputs: list[Output] = []
+        self._steps_at_failure = -1
         self._new_ids = itertools.count()
         # whether requests wait that this engine may get next
         self.others_wait = False
@@ -169,8 +164,12 @@ class Engine(BaseEngine):
         self.enqueue(row)
         return row.id
 
-    def check(self, request: Request) -> Row:
-        """The row of a request that can be served. InputError as of `add`."""
+    def check(self, request: Request, held_elsewhere: int = 0) -> Row:
+        """The row of a request that can be served. InputError as of `add`.
+
+        Args:
+          held_elsewhere: bytes of caches of other engines.
+        """
         number = next(self._new_ids)
         if request.seed is None:
             request = dataclasses.replace(request, seed=number)
@@ -181,22 +180,18 @@ class Engine(BaseEngine):
             got = request.stop_strings[0]
             raise InputError(where, "stop strings need a tokenizer", got, next_step)
         stop_ids = self.target.config.stop_ids if request.stop_ids is None else request.stop_ids
-        row = Row(number, request, tuple(stop_ids))
-        self._memory.check(1, num_reserved(request, self.spec), self._held_bytes())
-        return row
+        self._memory.check([request], self.held_bytes + held_elsewhere)
+        return Row(number, request, tuple(stop_ids))
 
     def enqueue(self, row: Row) -> None:
         """Takes in a row that `check` made, of this engine or of one like it."""
-        with self._lock:
-            self._waiting.append(row)
+        self._waiting.add(row)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
-        positions = max(num_reserved(request, self.spec) for request in requests)
-        num_rows = growth.num_rows(len(requests), max(self.max_batch, len(requests)))
-        self._memory.check(num_rows, positions, self._held_bytes())
+        self._memory.check(requests, self.held_bytes)
 
     def cancel(self, request_id: int) -> None:
-        self._cancelled.add(request_id)
+        self._waiting.cancel(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -227,12 +222,15 @@ class Engine(BaseEngine):
             with self._on_devices():
                 self._read_and_decode()
         except BaseException as error:  # Ctrl-C, too
-            is_expected = is_out_of_memory(error)
+            is_expected = is_out_of_memory(error) and jax.process_count() == 1
             if self._batch.running and (is_expected or not self._batch.is_intact):
                 self._outputs += self._batch.give_up(f"decoding failed: {first_line(error)}")
+            # nor where nothing was decoded since the last time
+            is_expected &= self._stats.num_steps != self._steps_at_failure
+            self._steps_at_failure = self._stats.num_steps
             if not is_expected:
                 raise
-        self._forget_cancelled()
+        self._waiting.forget_cancelled([*self._entering, *filter(None, self._batch.rows)])
         outputs, self._outputs = self._outputs, []
         if self.chooser is not None and self._sampling is not None and not self.has_work:
             self._step_times.keep_drafts(self._sampling, self.chooser.survival)
@@ -240,9 +238,9 @@ class Engine(BaseEngine):
 
     def _read_and_decode(self) -> None:
         """Reads a chunk of prompts, and decodes; what is new in rows goes to the outputs."""
+        is_one_done = is_refused = False
         if self._prefill is None:
-            self._prefill = self._begin_prefill()
-        is_one_done = False
+            is_refused = not self._begin_prefill()
         if self._prefill is not None:
             start = time.perf_counter()
             self._read_chunk()
@@ -256,8 +254,8 @@ class Engine(BaseEngine):
             self._stats.decode_seconds += time.perf_counter() - start
             is_one_done |= self._collect()
         more_to_come = self._waiting or self.others_wait or self._prefill is not None
-        if not self._batch.running or not more_to_come:
-            self._batch.shrink()
+        if not self._batch.running or not more_to_come or is_refused:
+            self._batch.shrink()  # spare rows take memory that others wait for
         elif self._prefill is None and is_one_done:
             self._batch.shrink_caches()  # a long request may have left
 
@@ -269,52 +267,47 @@ class Engine(BaseEngine):
             yield
 
     def _leave_queue(self) -> list[Output]:
-        """Answers requests that were cancelled before their prompt was read.
-
-        Prompts that are read together are read to their end, unless all were cancelled.
-        """
-        if not self._cancelled:
-            return []
-        cancelled = set(self._cancelled)
-        with self._lock:
-            leaving = [row for row in self._waiting if row.id in cancelled]
-            for row in leaving:
-                self._waiting.remove(row)
-        if {row.id for row in self._entering} <= cancelled:
-            leaving += self._entering
+        """Answers requests that were cancelled before their prompt was read."""
+        leaving = self._waiting.take_cancelled(self._entering)
+        if self._entering and self._entering[0] in leaving:
             self._prefill, self._entering = None, []
-        self._cancelled -= {row.id for row in leaving}
         return [output_without_answer(row, "cancelled") for row in leaving]
 
-    def _forget_cancelled(self) -> None:
-        """Drops the numbers of requests that are done."""
-        if not self._cancelled:
-            return
-        cancelled = set(self._cancelled)  # first, because another thread may add and cancel one
-        with self._lock:
-            rows = (*self._waiting, *self._entering, *filter(None, self._batch.rows))
-        self._cancelled -= cancelled - {row.id for row in rows}
+    def _begin_prefill(self) -> bool:
+        """Takes requests that can enter now from the queue, to read their prompts.
 
-    def _begin_prefill(self) -> Generator[None, None, DecodeState] | None:
-        """Takes requests that can enter now from the queue; what reads their prompts."""
+        Returns:
+          False where one must wait although there is a free row.
+        """
         running = [row.request for row in self._batch.rows if row is not None]
-        with self._lock:
-            group = list(itertools.islice(self._waiting, self.max_batch - len(running)))
-        requests = [row.request for row in group]
-        group = group[: self._memory.num_allowed(requests, running, self._held_bytes())]
+        group = self._waiting.first(self.max_batch - len(running))
+        requests, is_asked = [row.request for row in group], bool(group)
+        group = group[: self._memory.num_allowed(requests, running, self._held_by_rows())]
         if not group:
-            return None
-        reading = self._reading(group)  # after Ctrl-C they still wait
-        with self._lock:
-            for row in group:
-                self._waiting.remove(row)
-        self._entering = group
-        return reading
+            return not is_asked
+        error = None
+        try:
+            reading = self._reading(group)  # after Ctrl-C they still wait
+        except Exception as failure:
+            reading, error = None, failure
+        self._entering, self._prefill = [] if error else group, reading
+        self._waiting.remove(group)
+        if error is not None:
+            self._fail(group, error)
+        return True
+
+    def _fail(self, rows: Sequence[Row], error: BaseException) -> None:
+        """Answers requests whose prompts cannot be read; raises what is no lack of memory."""
+        why = f"reading the prompt failed: {first_line(error)}"
+        self._outputs += [output_without_answer(row, "error", why) for row in rows]
+        if not is_out_of_memory(error) or not self._batch.is_intact:
+            raise error
 
     def _reading(self, group: Sequence[Row]) -> Generator[None, None, DecodeState]:
         """What reads the prompts of a group."""
-        num_rows, slots, longest = self._memory.shape([row.request for row in group])
+        num_rows, slots = self._memory.shape([row.request for row in group])
         prompts, lengths = pad_prompts([row.request.prompt for row in group], num_rows)
+        longest = prompts.shape[1]
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         chunk = chunk_size(self.spec, longest)
         sizes = cache_sizes(chunk, longest, slots)
@@ -322,9 +315,16 @@ class Engine(BaseEngine):
         self._stats.programs.add(("first tokens", num_rows, slots, sampling_kind(options)))
         return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
 
-    def _held_bytes(self) -> int:
+    def _held_by_rows(self) -> int:
         """Bytes of the caches that the batch has now."""
         return self._memory.size(len(self._batch.rows), self._batch.slots)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all caches of this engine: of its rows, and of prompts that are being read."""
+        entering = [row.request for row in self._entering]
+        read = self._memory.size(*self._memory.shape(entering)) if entering else 0
+        return self._held_by_rows() + read
 
     def _read_chunk(self) -> None:
         """Reads one chunk; after the last, the requests are rows of the batch.
@@ -333,20 +333,18 @@ class Engine(BaseEngine):
         """
         assert self._prefill is not None
         self._stats.num_chunks += 1
+        entering = self._entering
         try:
             state = next_chunk(self._prefill)
-            if state is not None:
-                self._batch.make_places(len(self._entering), state)
-        except BaseException as error:  # Ctrl-C, too: what reads the prompts has ended with it
-            why = f"reading the prompt failed: {first_line(error)}"
-            self._outputs += [output_without_answer(row, "error", why) for row in self._entering]
-            self._prefill, self._entering = None, []
-            if not is_out_of_memory(error) or not self._batch.is_intact:
-                raise
-            return
-        if state is not None:
-            entering, self._prefill, self._entering = self._entering, None, []
+            if state is None:
+                return
+            self._batch.make_places(len(entering), state)
             self._batch.insert(entering, state)
+        except BaseException as error:  # Ctrl-C, too: what reads the prompts has ended with it
+            self._prefill, self._entering = None, []
+            placed = {row.id for row in self._batch.rows if row is not None}
+            self._fail([row for row in entering if row.id not in placed], error)
+        self._prefill, self._entering = None, []
 
     def _decode(self) -> None:
         requests = [row.request for row in self._batch.rows if row is not None]
@@ -380,6 +378,7 @@ class Engine(BaseEngine):
 
     def _choose_k(self, chooser: KChooser) -> None:
         """Lets the batch draft as many tokens as pay."""
+        self._batch.make_room()  # which may leave rows out
         start = time.perf_counter()
         ks, measure = candidates(self.spec.k), self._batch.step_seconds
         seconds = self._step_times.get(ks, *self._batch.shape, measure)
@@ -409,7 +408,6 @@ class Engine(BaseEngine):
             self._outputs.append(output)
             if output.answer is not None:
                 is_one_done = True
-                self._cancelled.discard(row.id)
                 self._batch.leave(i)
         return is_one_done
 
@@ -417,7 +415,7 @@ class Engine(BaseEngine):
         """What is new in one row; `now` is when the host had it. None for nothing."""
         numbers, request = self._batch.numbers(), row.request
         is_done = bool(numbers.done[i])
-        if not (is_done or request.stream or request.stop or row.id in self._cancelled):
+        if not (is_done or request.stream or request.stop or self._waiting.is_cancelled(row.id)):
             return None
         token_ids, is_draft, logprobs = self._batch.tokens(i)
         reason = None
@@ -425,7 +423,7 @@ class Engine(BaseEngine):
             reason = "error"
         elif is_done:
             reason = "stop" if token_ids[-1] in row.stop_ids else "length"
-        elif row.id in self._cancelled:
+        elif self._waiting.is_cancelled(row.id):
             reason = "cancelled"
         why = "the target computed NaN or infinity" if reason == "error" else None
         text = None

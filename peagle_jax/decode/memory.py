@@ -89,8 +89,6 @@ class CacheMemory:
     def __init__(self, spec: DecodeSpec, max_batch: int, parts: int, num_threads: int) -> None:
         self._spec, self._max_batch = spec, max_batch
         self._parts, self._num_threads = parts, num_threads
-        # what is taken later is taken by requests, and free again after them
-        self._free_at_first = free_bytes()
 
     def size(self, num_rows: int, slots: int) -> int:
         """Bytes on each device of the caches of so many rows with so many slots."""
@@ -99,23 +97,27 @@ class CacheMemory:
         about = config.cache_shapes(), num_rows, size, config.kv_cache_dtype, spec.ring_block
         return cache_bytes(*about, self._parts, slots) + _draft_bytes(spec, num_rows, slots)
 
-    def check(self, num_rows: int, positions: int, held: int) -> None:
-        """Raises InputError where rows of so many positions would not fit, if all else is done.
+    def check(self, requests: Sequence[Request], held: int) -> None:
+        """Raises InputError where requests would not fit together, if all others were done.
 
         Args:
-          held: bytes that will be free then.
+          held: bytes that are free then.
         """
         free = free_bytes()
-        if free is not None:
-            free = max(free + held, self._free_at_first or 0)
-        check_cache(lambda slots: self.size(num_rows, slots), num_rows, positions, free)
+        num_rows = growth.num_rows(len(requests), max(self._max_batch, len(requests)))
+        check_cache(
+            lambda positions: self.size(num_rows, growth.num_slots(positions, positions)),
+            num_rows,
+            self._most_positions(requests),
+            None if free is None else free + held,
+        )
 
-    def shape(self, group: Sequence[Request]) -> tuple[int, int, int]:
-        """Rows and slots of the caches that a group's prompts are read into, and the longest."""
+    def shape(self, group: Sequence[Request]) -> tuple[int, int]:
+        """Rows and slots of the caches that a group's prompts are read into."""
         longest = max(len(request.prompt) for request in group)
         needed = max(longest + self._spec.num_ahead, num_positions(self._spec, longest))
         slots = growth.num_slots(needed, self._most_positions(group))
-        return growth.num_rows(len(group), self._max_batch), slots, longest
+        return growth.num_rows(len(group), self._max_batch), slots
 
     def num_allowed(self, waiting: Sequence[Request], running: Sequence[Request], held: int) -> int:
         """How many of those who wait, from the first on, can be read together (see `allows`)."""
@@ -138,23 +140,26 @@ class CacheMemory:
             return False
         everyone = [*group, *running]
         num_rows = growth.num_rows(len(everyone), self._max_batch)
-        needed = self.size(num_rows, self._most_positions(everyone))
+        positions = self._most_positions(everyone)
+        needed = self.size(num_rows, growth.num_slots(positions, positions))
         if running:
-            # until they are rows of the batch, what was read has caches of its own
-            num_read, slots, _ = self.shape(group)
-            needed += self.size(num_read, slots)
+            # until they are rows of the batch, what was read has caches beside those of the batch
+            needed = max(needed, held) + self.size(*self.shape(group))
         free = free_bytes()
         # the other engines' caches grow, too
         return free is None or needed <= free // self._num_threads + held
 
     def _most_positions(self, requests: Sequence[Request]) -> int:
-        return max(num_reserved(request, self._spec) for request in requests)
+        """Of answers as long as they may be, or of prompts in whole chunks."""
+        longest = max(len(request.prompt) for request in requests)
+        reserved = max(num_reserved(request, self._spec) for request in requests)
+        return max(reserved, num_positions(self._spec, longest))
 
 
 @functools.lru_cache(maxsize=256)
 def _draft_bytes(spec: DecodeSpec, num_rows: int, slots: int) -> int:
     """Bytes of the drafter's cache."""
-    if spec.drafter is None:
+    if spec.drafter is None or not num_rows:
         return 0
     init = functools.partial(spec.drafter.init, num_rows, slots + spec.k)
     arrays = jax.eval_shape(lambda: jax.tree.leaves(init()))

@@ -159,7 +159,8 @@ class ParallelEngine(BaseEngine):
     # ------------------------------------------------------------ requests
 
     def add(self, request: Request) -> int:
-        row = self.engines[0].check(request)  # which counts the requests of all
+        elsewhere = sum(engine.held_bytes for engine in self.engines[1:])
+        row = self.engines[0].check(request, elsewhere)  # which counts the requests of all
         with self._lock:
             self._waiting.append(row)
         return row.id

@@ -1,6 +1,7 @@
 """What decoding is asked for, and what it answers: requests, answers, and checks of the former."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 
 from peagle_jax.decode.sampling import check_sampling
@@ -192,8 +193,8 @@ def check_request(
     """
     if request.max_new_tokens < 1:
         raise InputError("max_new_tokens", "must be 1 or more", request.max_new_tokens, "use 128")
-    numbers = request.temperature, request.top_k, request.top_p
-    check_sampling(*numbers, request.seed or 0, request.min_p)
+    options = request.temperature, request.top_k, request.top_p
+    check_sampling(*options, request.seed or 0, request.min_p)
     _check_penalties(request, config.vocab)
     _check_prompt(where, request.prompt, config, request.max_new_tokens, k, cache_size)
     for token in request.stop_ids or ():
@@ -219,7 +220,7 @@ def _check_penalties(request: Request, vocab: int) -> None:
         if not -2 <= value <= 2:
             raise InputError(name, "must lie in -2..2", value, "use 0 for no penalty, or 0.5")
     for token, value in (request.logit_bias or {}).items():
-        if not isinstance(token, int) or not 0 <= token < vocab:
+        if not isinstance(token, numbers.Integral) or not 0 <= token < vocab:
             rule, next_step = f"token ids must lie in 0..{vocab - 1}", "use the target's tokenizer"
             raise InputError("logit_bias", rule, token, next_step)
         if not -100 <= value <= 100:

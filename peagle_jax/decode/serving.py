@@ -47,8 +47,8 @@ class AsyncEngine:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown)  # a step may take long: others go on
         self._tell_everybody(RuntimeError("the engine was closed"))
+        await asyncio.to_thread(self._thread.shutdown)  # a step may take long: others go on
 
     async def stream(self, request: Request) -> AsyncIterator[Output]:
         """The outputs of a request: for one that streams as tokens are written, else one.

@@ -191,7 +191,7 @@ def test_cancel(moment):
     for i in set(ids) - {victim}:
         assert answers[i] == alone(requests[i], 3)
     server.step()
-    assert not server._cancelled
+    assert not server._waiting._cancelled
 
 
 def with_bad_token(token: int, value: float):
@@ -287,7 +287,7 @@ def test_requests_wait_for_memory(monkeypatch):
     server = make_engine(3, max_batch=4)
     one = server._memory.size(1, 64)
     free = int(1.5 * one)
-    monkeypatch.setattr(memory, "free_bytes", lambda: free - server._held_bytes())
+    monkeypatch.setattr(memory, "free_bytes", lambda: free - server._held_by_rows())
     requests = [Request(prompt=[i + 1], max_new_tokens=40) for i in range(5)]
     most = 0
     answers = {}

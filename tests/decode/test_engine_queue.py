@@ -60,7 +60,7 @@ def test_other_threads_add_and_cancel_while_the_queue_is_looked_at():
     answered = 0
     while any(thread.is_alive() for thread in threads):
         answered += len(server._leave_queue())
-        server._forget_cancelled()
+        server._waiting.forget_cancelled([])
     answered += len(server._leave_queue())
     assert not failures and answered == 800 and not server.has_work
 

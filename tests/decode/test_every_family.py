@@ -183,7 +183,7 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
     with pytest.raises(
         InputError,
         match=r"cache_size: 2 rows x 2048 tokens must fit the memory; got 0.0 GB wanted, "
-        r"0.0 GB free; 2 x 390 would fit",
+        r"0.0 GB free; 2 x 256 would fit",
     ):
         generate(target, None, [[1], [2]], max_new_tokens=2047)
     with pytest.raises(InputError, match="lower max_batch, or use a machine"):
