@@ -206,6 +206,7 @@ def config_from_json(path: Path) -> HeadConfig:
                 {"rope_parameters": rope, "max_position_embeddings": context},
                 raw["head_dim"],
                 str(path),
+                default_theta=None,
             ),
             "aux_hidden_state_layers": tuple(raw["aux_hidden_state_layers"]),
             "windows": tuple(raw["windows"]),

@@ -109,7 +109,7 @@ def load_embedding(path: str | Path) -> weights.Tensor:
     Raises:
       InputError: the folder holds no such matrix.
     """
-    return _load_matrix(path, EMBEDDINGS)
+    return _load_matrix(path, (*EMBEDDINGS, *LM_HEADS))
 
 
 def load_lm_head(path: str | Path) -> weights.Tensor:
@@ -120,7 +120,7 @@ def load_lm_head(path: str | Path) -> weights.Tensor:
     """
     where = weights.find_folder(path) / "config.json"
     _, config = read_config(weights.read_json(where), where=where)
-    return _load_matrix(path, (*EMBEDDINGS, *LM_HEADS) if config.tied_embeddings else LM_HEADS)
+    return _load_matrix(path, (*LM_HEADS, *EMBEDDINGS) if config.tied_embeddings else LM_HEADS)
 
 
 def _load_matrix(path: str | Path, names: Sequence[str]) -> weights.Tensor:
@@ -280,7 +280,7 @@ def _open(
             got=f"{config.layers} with {len(tensors)} tensors",
             next_step="use the config.json that came with these weights",
         )
-    return family, config, _text_part(tensors, family, config, folder)
+    return family, *_text_part(tensors, family, config, folder)
 
 
 def _stop_ids(config: TargetConfig, folder: Path) -> tuple[int, ...]:
@@ -292,8 +292,12 @@ def _stop_ids(config: TargetConfig, folder: Path) -> tuple[int, ...]:
 
 def _text_part(
     tensors: Mapping[str, weights.Tensor], family: Family, config: TargetConfig, folder: Path
-) -> dict[str, weights.Tensor]:
-    """Without the other parts of a multimodal checkpoint, and without what no layer uses."""
+) -> tuple[TargetConfig, dict[str, weights.Tensor]]:
+    """Without the other parts of a multimodal checkpoint, and without what no layer uses.
+
+    Returns:
+      The config, whose matrices are not tied where two that differ are stored; and the tensors.
+    """
     if any(name.startswith(TEXT_PART) for name in tensors):
         tensors = {
             name.replace(TEXT_PART, "model.", 1): t
@@ -305,8 +309,14 @@ def _text_part(
     unused = family.unused(config) if family.unused else frozenset()
     tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
     if isinstance(config, qwen3_moe.Qwen3MoeConfig):
-        tensors = one_by_one(tensors, folder)
-    return as_tied(tensors, folder) if config.tied_embeddings else tensors
+        sizes = config.experts, config.dim, config.expert_dim
+        tensors = one_by_one(tensors, *sizes, folder)
+    if config.tied_embeddings:
+        tied = as_tied(tensors, (config.vocab, config.dim))
+        if tied is None:
+            return dataclasses.replace(config, tied_embeddings=False), tensors
+        tensors = tied
+    return config, tensors
 
 
 def convert_folder(
@@ -351,8 +361,14 @@ def convert_folder(
         )
     if dtype is not None or not weights.mxfp4.packed_names(tensors):
         hf.pop("quantization_config", None)
-    if config.tied_embeddings and any(name in tensors for name in EMBEDDINGS):
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    if config.tied_embeddings:
+        # vLLM wants the matrix under this name
+        stored = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
+        matrix = tensors.get(stored, tensors.get(LM_HEADS[0]))
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in LM_HEADS}
+        tensors[stored] = matrix
+    elif read_config(hf, where=src / "config.json")[1].tied_embeddings:
+        hf = hf | {"tie_word_embeddings": False}  # two matrices that differ are stored
     _check_tokenizer_files(src)
     with weights.new_folder(dst) as folder:
         weights.write_folder(
@@ -414,6 +430,7 @@ def _export_config(config: TargetConfig, dtype: str) -> dict:
         stops = {"eos_token_id": list(config.stop_ids)} if config.stop_ids else {}
         text_model = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
         hf = hf["text_config"] | stops | text_model
+    if "tie_word_embeddings" in hf or not config.tied_embeddings:
         hf["tie_word_embeddings"] = config.tied_embeddings
     hf["dtype"] = dtype
     drop = {"torch_dtype"}

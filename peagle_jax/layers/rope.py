@@ -20,6 +20,7 @@ from peagle_jax.types import InputError
 AMOUNTS = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
 AMOUNTS += ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 AMOUNTS += ("attention_factor", "mscale", "mscale_all_dim")
+SCALED_BY_CONTEXT = ("yarn", "llama3")  # by the context before scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +33,19 @@ class Rope:
 
     @classmethod
     def from_hf(
-        cls, config: Mapping, head_dim: int, where: str, default_theta: float = 10_000.0
+        cls,
+        config: Mapping,
+        head_dim: int,
+        where: str,
+        default_theta: float | None = 10_000.0,
     ) -> "Rope":
         """Reads `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before).
 
         Args:
           config: of a model, as its config.json has it.
           where: names the config in error messages.
-          default_theta: where the config has none, as transformers' class of the family has it.
+          default_theta: where the config has none, as transformers' class of the family has it;
+            None where there is no such default.
 
         Raises:
           InputError: a value is missing, is out of range, or asks for a kind that is not in
@@ -52,9 +58,12 @@ class Rope:
         given = config.get(names[0]), spec.get(names[0]), config.get(names[1])
         context = next((x for x in given if x), None)
         _check_rope(spec, context, head_dim, where)
+        if kind in SCALED_BY_CONTEXT:
+            spec[names[0]] = context  # so that an export says it, too
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         # exact, and rounded once: so are nearly all of PyTorch's powers
-        powers = np.power(spec["rope_theta"], exponents.astype(np.float64)).astype(np.float32)
+        theta = float(np.float32(spec["rope_theta"]))
+        powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
         try:
             frequencies, scale = ROPE_KINDS[kind](powers, spec, context, head_dim)
         except KeyError as missing:
@@ -85,7 +94,7 @@ class Rope:
         return x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin
 
 
-def _read_spec(config: Mapping, where: str, default_theta: float) -> dict[str, Any]:
+def _read_spec(config: Mapping, where: str, default_theta: float | None) -> dict[str, Any]:
     """The rotary embedding's keys with `rope_theta` and `rope_type` among them, and no nulls."""
     both = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     spec = both[0] or both[1]
@@ -97,12 +106,19 @@ def _read_spec(config: Mapping, where: str, default_theta: float) -> dict[str, A
             next_step='write an object, for example "rope_parameters": {"rope_theta": 10000.0}',
         )
     if both[0] and both[1]:
-        _check_same(both[0], both[1], where)
+        _check_same(both[0], both[1], config.get("rope_theta"), where)
     if "truncate" in spec:  # null truncates as little as false does
         spec = {**spec, "truncate": bool(spec["truncate"])}
     spec = {key: value for key, value in spec.items() if value is not None}
     if "rope_theta" not in spec:
         theta = config.get("rope_theta")
+        if theta is None and default_theta is None:
+            raise InputError(
+                where,
+                rule="rope_theta must be given, at top level or in rope_parameters",
+                got="none",
+                next_step="add rope_theta as the model was trained with it",
+            )
         spec["rope_theta"] = default_theta if theta is None else theta
     # `type` is the former name of `rope_type`
     old_kind, new_kind = spec.pop("type", None), spec.pop("rope_type", None)
@@ -118,7 +134,7 @@ def _read_spec(config: Mapping, where: str, default_theta: float) -> dict[str, A
     return spec
 
 
-def _check_same(parameters: Mapping, scaling: Mapping, where: str) -> None:
+def _check_same(parameters: Mapping, scaling: Mapping, theta: Any, where: str) -> None:
     """Raises InputError where `rope_parameters` and `rope_scaling` ask for different rotations.
 
     transformers and vLLM then take `rope_scaling`; older readers of `rope_parameters` do not.
@@ -128,8 +144,9 @@ def _check_same(parameters: Mapping, scaling: Mapping, where: str) -> None:
         kind = one.get("rope_type") or one.get("type") or "default"
         values = {key: x for key, x in one.items() if x is not None and key != "type"}
         asked.append(values | {"rope_type": kind})
-    shared_theta = {"rope_theta"} if all("rope_theta" in one for one in asked) else set()
-    keys = (asked[0].keys() | asked[1].keys()) - {"rope_theta"} | shared_theta
+    if theta is not None:  # what one of them has, and the other takes from the top level
+        asked = [{"rope_theta": theta} | one for one in asked]
+    keys = asked[0].keys() | asked[1].keys()
     differing = sorted(key for key in keys if asked[0].get(key) != asked[1].get(key))
     if differing:
         key = "rope_type" if "rope_type" in differing else differing[0]
@@ -153,15 +170,16 @@ def _check_rope(spec: Mapping, context: Any, head_dim: int, where: str) -> None:
                 got=repr(value)[:80],
                 next_step=f"give {key} as a number",
             )
-    low, high = spec.get("low_freq_factor", 0), spec.get("high_freq_factor", 1)
+    low, high = spec.get("low_freq_factor", 1), spec.get("high_freq_factor", 2)
     theta, factor = spec["rope_theta"], spec.get("factor", 1)
     least_theta = 1 if spec["rope_type"] == "yarn" else 0
     head_dim_fits = head_dim % 2 == 0 and 0 < head_dim <= 65_536
-    if theta <= least_theta or factor <= 0 or low >= high or not head_dim_fits:
+    is_in_range = theta > least_theta and 0 < factor and factor * theta < 1e37
+    if not is_in_range or not 0 < low < high or not head_dim_fits:
         raise InputError(
             where,
-            rule="rope_theta must be above 0 (YaRN: 1), factor above 0, "
-            "low_freq_factor below high_freq_factor, head_dim even, to 65,536",
+            rule="rope_theta must be above 0 (YaRN: 1), factor above 0, low_freq_factor above 0 "
+            "and below high_freq_factor, head_dim even, to 65,536",
             got=f"{theta}, {factor}, {low} and {high}, {head_dim}",
             next_step="change the one that is out of range; typical are 10000.0, 8.0, 1.0 and 4.0, "
             "128",
@@ -175,7 +193,14 @@ def _check_rope(spec: Mapping, context: Any, head_dim: int, where: str) -> None:
             got=share,
             next_step="use a checkpoint whose heads are rotated as a whole",
         )
-    if spec["rope_type"] in ("yarn", "llama3") and not context:
+    if spec.get("use_fope") or "rope_dim" in spec:
+        raise InputError(
+            where,
+            rule="use_fope and rope_dim, which vLLM reads, are not supported",
+            got=f"{spec.get('use_fope')} and {spec.get('rope_dim')}",
+            next_step="use a checkpoint without them",
+        )
+    if spec["rope_type"] in SCALED_BY_CONTEXT and not context:
         raise InputError(
             where,
             rule="llama3 and YaRN need original_max_position_embeddings or max_position_embeddings",
@@ -199,14 +224,16 @@ def _linear(powers, spec, context, head_dim):
 
 def _llama3(powers, spec, context, head_dim):
     """Llama 3.1: slow pairs are interpolated, fast ones stay, and those between are blended."""
-    names = "low_freq_factor", "high_freq_factor", "factor"
-    low, high, factor = (np.float32(spec[name]) for name in names)
+    low, high, factor = (spec[f] for f in ("low_freq_factor", "high_freq_factor", "factor"))
     plain = 1 / powers
-    wavelength = np.float32(2 * math.pi) / plain
-    blend = (np.float32(context) / wavelength - low) / (high - low)
-    blended = (1 - blend) * plain / factor + blend * plain
-    is_slow, is_fast = wavelength > context / low, wavelength < context / high
-    return np.where(is_slow, plain / factor, np.where(is_fast, plain, blended)), 1.0
+    # PyTorch divides a number by an array as its reciprocals times the number
+    wavelength = 1 / plain * np.float32(2 * math.pi)
+    blend = (1 / wavelength * np.float32(context) - np.float32(low)) / np.float32(high - low)
+    slow = plain / np.float32(factor)
+    blended = (1 - blend) * plain / np.float32(factor) + blend * plain
+    is_slow = wavelength > np.float32(context / low)
+    is_fast = wavelength < np.float32(context / high)
+    return np.where(is_slow, slow, np.where(is_fast, plain, blended)), 1.0
 
 
 def _yarn(powers, spec, context, head_dim):

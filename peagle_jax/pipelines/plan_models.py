@@ -1,7 +1,7 @@
 """The target and the heads of `peagle plan`, from a config.json and a few choices."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from peagle_jax import weights
 from peagle_jax.checkpoints.runs import open_head
-from peagle_jax.checkpoints.target_tensors import stored_format
+from peagle_jax.checkpoints.target_tensors import quantization_of, stored_format
 from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
@@ -92,10 +92,9 @@ def stored_dtype(raw: dict, path: Path) -> str:
     stored = stored_format(raw)
     if stored is not None:
         return "bfloat16" if stored == "plain" else stored
-    quantization = raw["quantization_config"]
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    rule = "weights of this quantization cannot be planned with: mxfp4, fp8 and"
-    rule += " compressed-tensors of 8-bit floats can"
+    quantization = quantization_of(raw)
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    rule = "weights of this quantization cannot be planned with: MXFP4 and 8-bit floats can"
     next_step = "give --dtype, what they become: fp8, bfloat16 or float32"
     raise InputError(str(path), rule, f"quant_method {method!r}", next_step)
 

@@ -18,6 +18,15 @@ from peagle_jax.types import CacheShape, InputError
 from peagle_jax.weights import Fields
 
 FAMILIES = "docs/targets.md lists the families"
+# of a config without rope_parameters, as configuration_gemma4.py has them (transformers 5.24)
+ROPE_PARAMETERS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,10 +246,13 @@ def _problem_of_layers(by_layer: Fields, full_layers: list[str]) -> str | None:
 
 def _read_rope(f: Fields, layer_type: str, head_dim: int) -> Rope:
     """The rotary embedding of one kind of layers; `rope_parameters` has one for each kind."""
-    parameters = f.child("rope_parameters").child(layer_type).raw
+    if f.raw.get("rope_parameters") is None:
+        parameters = ROPE_PARAMETERS[layer_type]
+    else:
+        parameters = f.child("rope_parameters").child(layer_type).raw
     context = f.get_int("max_position_embeddings", None)
     of_type = {"rope_parameters": dict(parameters), "max_position_embeddings": context}
-    return Rope.from_hf(of_type, head_dim, f"{f.where}: {layer_type}")
+    return Rope.from_hf(of_type, head_dim, f"{f.where}: {layer_type}", default_theta=None)
 
 
 def _read_per_layer_embeddings(f: Fields) -> tuple[int, int]:

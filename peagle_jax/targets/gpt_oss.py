@@ -90,7 +90,7 @@ class GptOssConfig(config.TargetConfig):
 
 def _with_rope(hf: Mapping) -> Mapping:
     """The config with what configuration_gpt_oss.py (transformers 5.24) says where it is silent."""
-    if hf.get("rope_parameters") or hf.get("rope_scaling"):
+    if hf.get("rope_parameters") is not None or hf.get("rope_scaling"):
         return hf
     parameters = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
     parameters |= {"truncate": False, "original_max_position_embeddings": 4096}

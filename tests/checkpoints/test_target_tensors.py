@@ -9,16 +9,24 @@ import pytest
 
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent.parent / "targets"))
+import torch  # noqa: E402
+import transformers  # noqa: E402
 from families import make, truth  # noqa: E402
 from test_formats import TOLERANCE, edit, logits  # noqa: E402
 
 from peagle_jax import weights  # noqa: E402
 from peagle_jax.checkpoints.convert import convert  # noqa: E402
-from peagle_jax.checkpoints.target_io import load_lm_head, load_target  # noqa: E402
+from peagle_jax.checkpoints.target_io import (  # noqa: E402
+    load_embedding,
+    load_lm_head,
+    load_target,
+    save_target,
+)
 from peagle_jax.checkpoints.target_tensors import stored_format  # noqa: E402
 from peagle_jax.types import InputError  # noqa: E402
 
 GROUP = {"weights": {"type": "float", "num_bits": 8}}
+QUARK = {"weight": {"dtype": "fp8_e4m3"}}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,21 @@ GROUP = {"weights": {"type": "float", "num_bits": 8}}
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}}, "fp8"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP, "b": {}}}, None),
+        # a group without weights is of keys and values
+        ({"quant_method": "compressed_tensors", "config_groups": {"a": GROUP, "b": {}}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"b": {"weights": None}}}, None),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_per_channel_per_token"}, "fp8"),
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, "fp8"),
+        ({"quant_method": "quark", "global_quant_config": QUARK}, "fp8"),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": QUARK,
+                "layer_quant_config": {"lm_head": {"weight": {"dtype": "int4"}}},
+            },
+            None,
+        ),
+        ({"quant_method": "torchao"}, None),
         ({"quant_method": "compressed-tensors"}, None),
         ({"quant_method": "awq", "bits": 4}, None),
         ({"quant_method": "bitnet"}, None),
@@ -40,6 +62,7 @@ GROUP = {"weights": {"type": "float", "num_bits": 8}}
 )
 def test_quantizations_are_known_or_not(quantization, stored):
     assert stored_format({"quantization_config": quantization}) == stored
+    assert stored_format({"text_config": {"compression_config": quantization}}) == stored
 
 
 def test_a_quantization_that_looks_plain_is_refused(tmp_path):
@@ -55,19 +78,26 @@ def tie(tensors, change) -> None:
     change(tensors)
 
 
-def test_an_output_matrix_that_is_tied_and_another_is_refused(tmp_path):
-    """transformers would use it, and vLLM would not."""
+def test_two_matrices_that_differ_are_both_used(tmp_path):
+    """As by transformers 5.24 and vLLM 0.32, whatever tie_word_embeddings says."""
 
     def change(tensors):
-        tensors["lm_head.weight"][-1, -1] += 1
+        tensors["lm_head.weight"][:] *= 3
 
     folder = edit("llama_tied", tmp_path / "two", lambda tensors: tie(tensors, change))
-    for act in (load_target, lambda src: convert(src, tmp_path / "out", to="hf")):
-        with pytest.raises(
-            InputError, match=r"lm_head\.weight must be model\.embed_tokens\.weight"
-        ):
-            act(folder)
-    assert not (tmp_path / "out").exists()
+    tokens, want, _ = truth("llama_tied")
+    stored = np.asarray(weights.open_folder(folder)["lm_head.weight"])
+    np.testing.assert_array_equal(np.asarray(load_lm_head(folder)), stored)
+    convert(folder, tmp_path / "again", to="hf")
+    target = load_target(folder, aux_hidden_state_layers=(0, 1, 2))
+    save_target(target, tmp_path / "saved")
+    for path in (folder, tmp_path / "again", tmp_path / "saved"):
+        target = load_target(path, aux_hidden_state_layers=(0, 1, 2))
+        assert not target.config.tied_embeddings
+        np.testing.assert_allclose(logits(target, tokens), 3 * want, atol=3 * TOLERANCE, rtol=0)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+        got = theirs(torch.from_numpy(np.array(tokens))).logits.detach().numpy()
+        np.testing.assert_allclose(got, 3 * want, atol=3 * TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("kept", ["both", "lm_head.weight"])
@@ -80,8 +110,10 @@ def test_a_tied_matrix_may_stand_under_either_name(tmp_path, kept):
     tokens, want, _ = truth("llama_tied")
     target = load_target(folder, aux_hidden_state_layers=(0, 1, 2))
     np.testing.assert_allclose(logits(target, tokens), want, atol=TOLERANCE, rtol=0)
-    assert np.asarray(load_lm_head(folder)).shape == (target.config.vocab, target.config.dim)
+    for load in (load_lm_head, load_embedding):
+        assert np.asarray(load(folder)).shape == (target.config.vocab, target.config.dim)
     convert(folder, tmp_path / "again", to="hf")
+    assert "lm_head.weight" not in weights.open_folder(tmp_path / "again")
     target = load_target(tmp_path / "again", aux_hidden_state_layers=(0, 1, 2))
     np.testing.assert_allclose(logits(target, tokens), want, atol=TOLERANCE, rtol=0)
 
@@ -107,13 +139,23 @@ def test_experts_that_are_stored_together(tmp_path):
     tokens, want, _ = truth("qwen3_moe")
     target = load_target(folder, aux_hidden_state_layers=(0, 1, 2))
     np.testing.assert_allclose(logits(target, tokens), want, atol=TOLERANCE, rtol=0)
+    convert(folder, tmp_path / "half", to="hf", dtype="bfloat16")
+    target = load_target(tmp_path / "half", aux_hidden_state_layers=(0, 1, 2))
+    np.testing.assert_allclose(logits(target, tokens), want, atol=0.1, rtol=0)
 
 
-def test_fused_experts_of_an_odd_size_are_refused(tmp_path):
+@pytest.mark.parametrize("wrong", ["odd", "none of many", "twice"])
+def test_fused_experts_that_do_not_fit_are_refused(tmp_path, wrong):
     def change(tensors):
+        single = {name: x for name, x in tensors.items() if ".experts." in name}
         fuse(tensors)
         name = next(name for name in tensors if name.endswith("gate_up_proj"))
-        tensors[name] = np.array(tensors[name][:, 1:])
+        if wrong == "odd":
+            tensors[name] = np.array(tensors[name][:, 1:])
+        elif wrong == "none of many":  # no bytes, and a loop without an end
+            tensors[name] = np.zeros((2**20, 0, 2), np.float32)
+        else:
+            tensors |= single
 
     folder = edit("qwen3_moe", tmp_path / "odd", change)
     with pytest.raises(InputError, match="save the experts one by one"):
@@ -121,7 +163,7 @@ def test_fused_experts_of_an_odd_size_are_refused(tmp_path):
 
 
 def test_generation_config_decides_where_texts_end(tmp_path):
-    """As in transformers: config.json's ids count where it names none."""
+    """As in transformers. Where it names none, config.json's ids count."""
     folder = edit("llama", tmp_path / "target", eos_token_id=[3, 4])
     assert load_target(folder).config.stop_ids == (3, 4)
     path = folder / "generation_config.json"

@@ -1,10 +1,17 @@
 """Rotary embeddings read as transformers reads them, number by number."""
 
+import json
+
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from transformers import GptOssConfig, LlamaConfig, Qwen3Config  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma4TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
 
@@ -18,7 +25,12 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 4, "head_dim": 128, "num_key
 # config.json's keys of a Llama, beside its sizes
 CASES = {
     "plain": {"rope_theta": 1e6},
+    "a theta that float32 does not have": {"rope_theta": 283461213.0},
     "no theta": {"rope_scaling": None},
+    "llama3, a longer context": {
+        "rope_theta": 5e5,
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32_768},
+    },
     "linear": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "llama3": {
         "rope_theta": 5e5,
@@ -48,8 +60,21 @@ def test_frequencies_are_those_of_transformers(keys):
     want = theirs.inv_freq.numpy()
     got = np.array(ours.frequencies, np.float32)
     assert (got == want).sum() >= 61
-    np.testing.assert_allclose(got, want, rtol=3e-7)
+    np.testing.assert_array_max_ulp(got, want, 1)
+    again = Rope.from_hf({"rope_parameters": json.loads(ours.source)}, 128, "an export")
+    assert again.frequencies == ours.frequencies and again.scale == ours.scale
     assert ours.scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_gemma_has_rotations_of_its_own_where_none_is_named():
+    raw = Gemma4TextConfig(num_hidden_layers=6).to_dict() | {"model_type": "gemma4_text"}
+    said = raw.pop("rope_parameters")
+    _, ours = read_config(raw, where="config.json")
+    _, want = read_config(raw | {"rope_parameters": said}, where="config.json")
+    assert ours.rope == want.rope and ours.full_rope == want.full_rope
+    assert ours.full_rope.frequencies[-1] == 0 and ours.rope != ours.full_rope
+    with pytest.raises(InputError, match="rope_theta must be given"):
+        read_config(raw | {"rope_parameters": {"rope_theta": 1e4}}, where="config.json")
 
 
 @pytest.mark.parametrize("scaling", [{}, {"rope_scaling": None}])
@@ -73,6 +98,20 @@ def test_a_window_that_is_not_named(absent, window):
         del raw["sliding_window"]
     _, config = read_config(raw, where="config.json")
     assert config.windows == (None, window)
+
+
+def test_two_spellings_must_say_the_same_of_theta():
+    linear = {"rope_type": "linear", "factor": 2.0}
+    both = {"rope_parameters": linear, "rope_scaling": linear | {"rope_theta": 1e6}}
+    with pytest.raises(InputError, match="must say the same about rope_theta; got None and"):
+        Rope.from_hf(both, 64, "config.json")
+    rope = Rope.from_hf(both | {"rope_theta": 1e6}, 64, "config.json")
+    assert rope == Rope.from_hf({"rope_parameters": linear | {"rope_theta": 1e6}}, 64, "")
+
+
+def test_what_vllm_reads_besides_is_refused():
+    with pytest.raises(InputError, match="use_fope and rope_dim, which vLLM reads"):
+        Rope.from_hf({"rope_theta": 1e4, "rope_scaling": {"use_fope": True}}, 64, "config.json")
 
 
 def test_numbers_that_are_read_must_be_numbers():
