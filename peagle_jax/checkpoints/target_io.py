@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from peagle_jax import weights
-from peagle_jax.checkpoints.target_tensors import as_tied, check_format, one_by_one
+from peagle_jax.checkpoints.target_tensors import TEXT_PART, check_format, text_part
 from peagle_jax.layers.fp8 import quantize_linears
 from peagle_jax.provenance import versions
-from peagle_jax.targets import gpt_oss, qwen3, qwen3_moe, sharding
+from peagle_jax.targets import gpt_oss, qwen3, sharding
 from peagle_jax.targets.config import TargetConfig, read_stop_ids
 from peagle_jax.targets.families import TARGETS, Family, read_config, refuse_heads
 from peagle_jax.types import InputError, Model
@@ -34,14 +34,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
-)
-# A multimodal checkpoint holds its text model under TEXT_PART, and other models beside it.
-TEXT_PART = "model.language_model."
-OTHER_PARTS = (
-    "model.vision_tower.",
-    "model.embed_vision.",
-    "model.audio_tower.",
-    "model.embed_audio.",
 )
 EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -280,7 +272,8 @@ def _open(
             got=f"{config.layers} with {len(tensors)} tensors",
             next_step="use the config.json that came with these weights",
         )
-    return family, *_text_part(tensors, family, config, folder)
+    unused = family.unused(config) if family.unused else frozenset()
+    return family, *text_part(tensors, unused, config, folder)
 
 
 def _stop_ids(config: TargetConfig, folder: Path) -> tuple[int, ...]:
@@ -288,35 +281,6 @@ def _stop_ids(config: TargetConfig, folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     ids = read_stop_ids(weights.read_json(path), path) if path.exists() else ()
     return ids or config.stop_ids
-
-
-def _text_part(
-    tensors: Mapping[str, weights.Tensor], family: Family, config: TargetConfig, folder: Path
-) -> tuple[TargetConfig, dict[str, weights.Tensor]]:
-    """Without the other parts of a multimodal checkpoint, and without what no layer uses.
-
-    Returns:
-      The config, whose matrices are not tied where two that differ are stored; and the tensors.
-    """
-    if any(name.startswith(TEXT_PART) for name in tensors):
-        tensors = {
-            name.replace(TEXT_PART, "model.", 1): t
-            for name, t in tensors.items()
-            if not name.startswith(OTHER_PARTS)
-        }
-    # frequencies that older writers saved, as with Llama 2; the config gives them
-    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    unused = family.unused(config) if family.unused else frozenset()
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
-    if isinstance(config, qwen3_moe.Qwen3MoeConfig):
-        sizes = config.experts, config.dim, config.expert_dim
-        tensors = one_by_one(tensors, *sizes, folder)
-    if config.tied_embeddings:
-        tied = as_tied(tensors, (config.vocab, config.dim))
-        if tied is None:
-            return dataclasses.replace(config, tied_embeddings=False), tensors
-        tensors = tied
-    return config, tensors
 
 
 def convert_folder(

@@ -1,5 +1,6 @@
 """What a target's folder may hold, and under which names: quantizations, tied matrices, experts."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,9 +8,19 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax import weights
+from peagle_jax.targets import qwen3_moe
+from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import InputError
 from peagle_jax.weights.tensors import release
 
+# A multimodal checkpoint holds its text model under TEXT_PART, and other models beside it.
+TEXT_PART = "model.language_model."
+OTHER_PARTS = (
+    "model.vision_tower.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+)
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # of modelopt: one scale for a matrix, or one for each row
 FLOAT8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
@@ -97,6 +108,43 @@ def check_format(hf: Mapping, where: Path) -> None:
             got=f"quantization_config of {got[:80]}",
             next_step="use the checkpoint that this one was quantized from, or its FP8 version",
         )
+
+
+def text_part(
+    tensors: Mapping[str, weights.Tensor],
+    unused: frozenset[str],
+    config: TargetConfig,
+    folder: Path,
+) -> tuple[TargetConfig, dict[str, weights.Tensor]]:
+    """Without the other parts of a multimodal checkpoint, and without what no layer uses.
+
+    Args:
+      tensors: as they are stored, without quantization.
+      unused: names of the latter.
+      config: of the target, for shapes.
+      folder: for errors.
+
+    Returns:
+      The config, whose matrices are not tied where two that differ are stored; and the tensors.
+    """
+    if any(name.startswith(TEXT_PART) for name in tensors):
+        tensors = {
+            name.replace(TEXT_PART, "model.", 1): t
+            for name, t in tensors.items()
+            if not name.startswith(OTHER_PARTS)
+        }
+    # frequencies that older writers saved, as with Llama 2; the config gives them
+    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
+    if isinstance(config, qwen3_moe.Qwen3MoeConfig):
+        sizes = config.experts, config.dim, config.expert_dim
+        tensors = one_by_one(tensors, *sizes, folder)
+    if config.tied_embeddings:
+        tied = as_tied(tensors, (config.vocab, config.dim))
+        if tied is None:
+            return dataclasses.replace(config, tied_embeddings=False), tensors
+        tensors = tied
+    return config, tensors
 
 
 def as_tied(

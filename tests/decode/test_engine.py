@@ -284,7 +284,7 @@ def test_who_stops_listening_leaves_nothing_behind():
 
 def test_requests_wait_for_memory(monkeypatch):
     """Where only one fits, the others enter one by one."""
-    server = make_engine(3, max_batch=4)
+    server = make_engine(3, max_batch=4, max_steps=5)
     one = server._memory.size(1, 64)
     free = int(1.5 * one)
     monkeypatch.setattr(memory, "free_bytes", lambda: free - server._held_by_rows())

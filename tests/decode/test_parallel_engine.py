@@ -134,7 +134,7 @@ def test_cancelling():
     assert reasons[ids[0]][0] == "cancelled" and 0 < reasons[ids[0]][1] < 200
     assert reasons[ids[1]] == ("length", 200)
     several.cancel(ids[1])
-    assert not several.has_work and not any(e._cancelled for e in several.engines)
+    assert not several.has_work and not any(e._waiting._cancelled for e in several.engines)
 
 
 def test_streams_of_tasks(alone):
