@@ -328,7 +328,7 @@ def convert_folder(
     if config.tied_embeddings:
         # vLLM wants the matrix under this name
         stored = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
-        matrix = tensors.get(stored, tensors.get(LM_HEADS[0]))
+        matrix = tensors[stored if stored in tensors else LM_HEADS[0]]
         tensors = {name: tensor for name, tensor in tensors.items() if name not in LM_HEADS}
         tensors[stored] = matrix
     elif read_config(hf, where=src / "config.json")[1].tied_embeddings:

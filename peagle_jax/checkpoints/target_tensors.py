@@ -179,8 +179,8 @@ def _are_equal(a: weights.Tensor, b: weights.Tensor) -> bool:
     def are_equal_from(i: int) -> bool:
         parts = one[i : i + step], other[i : i + step]
         if one.dtype == other.dtype:  # bits compare four times as fast as bfloat16
-            return np.array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in parts))
-        return np.array_equal(*parts)
+            parts = tuple(np.ascontiguousarray(x).view(np.uint8) for x in parts)
+        return np.array_equal(parts[0], parts[1])
 
     try:
         return all(are_equal_from(i) for i in range(0, len(one), step))
