@@ -7,7 +7,9 @@ than its minimum; `max_anchors` bounds the chains of a row. Steps are equal, so 
 elements mean less arithmetic (train_flops of the rows) as well as less to learn from.
 Expects: at equal steps, more elements are better, with diminishing returns; a low ratio costs
 late positions first.
-Result: not run yet.
+Result: cb67f9b, 2026-11-28, 3 seeds, budget sampled: 0.02 tokens between a ratio of 0.5 and all
+elements, which are worse; 16 anchors lose 0.06. A low ratio gains at the first position what it
+loses at late ones.
 """
 
 import dataclasses

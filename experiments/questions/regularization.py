@@ -5,7 +5,8 @@
 Expects: dropout, which replaces real hidden states by the placeholder's vector, trains that
 vector on many more rows; it may help late positions and cost the first one. Small noise changes
 nothing, large noise hurts.
-Result: not run yet.
+Result: cb67f9b, 2026-11-28, 3 seeds, budget sampled: noise changes nothing, 0.15 of dropout costs
+0.03 tokens at the first position, and late ones gain nothing.
 """
 
 import dataclasses

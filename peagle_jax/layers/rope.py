@@ -106,7 +106,8 @@ def _read_spec(config: Mapping, where: str, default_theta: float | None) -> dict
             next_step='write an object, for example "rope_parameters": {"rope_theta": 10000.0}',
         )
     if both[0] and both[1]:
-        _check_same(both[0], both[1], config.get("rope_theta"), where)
+        _check_same(both[0], both[1], where)
+        spec = {**both[1], **both[0]}  # a theta that only one of them has
     if "truncate" in spec:  # null truncates as little as false does
         spec = {**spec, "truncate": bool(spec["truncate"])}
     spec = {key: value for key, value in spec.items() if value is not None}
@@ -134,7 +135,7 @@ def _read_spec(config: Mapping, where: str, default_theta: float | None) -> dict
     return spec
 
 
-def _check_same(parameters: Mapping, scaling: Mapping, theta: Any, where: str) -> None:
+def _check_same(parameters: Mapping, scaling: Mapping, where: str) -> None:
     """Raises InputError where `rope_parameters` and `rope_scaling` ask for different rotations.
 
     transformers and vLLM then take `rope_scaling`; older readers of `rope_parameters` do not.
@@ -144,9 +145,8 @@ def _check_same(parameters: Mapping, scaling: Mapping, theta: Any, where: str) -
         kind = one.get("rope_type") or one.get("type") or "default"
         values = {key: x for key, x in one.items() if x is not None and key != "type"}
         asked.append(values | {"rope_type": kind})
-    if theta is not None:  # what one of them has, and the other takes from the top level
-        asked = [{"rope_theta": theta} | one for one in asked]
-    keys = asked[0].keys() | asked[1].keys()
+    shared_theta = {"rope_theta"} if all("rope_theta" in one for one in asked) else set()
+    keys = (asked[0].keys() | asked[1].keys()) - {"rope_theta"} | shared_theta
     differing = sorted(key for key in keys if asked[0].get(key) != asked[1].get(key))
     if differing:
         key = "rope_type" if "rope_type" in differing else differing[0]

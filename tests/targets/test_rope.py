@@ -100,12 +100,12 @@ def test_a_window_that_is_not_named(absent, window):
     assert config.windows == (None, window)
 
 
-def test_two_spellings_must_say_the_same_of_theta():
+@pytest.mark.parametrize("has_theta", ["rope_parameters", "rope_scaling"])
+def test_theta_may_stand_in_one_of_two_spellings(has_theta):
     linear = {"rope_type": "linear", "factor": 2.0}
-    both = {"rope_parameters": linear, "rope_scaling": linear | {"rope_theta": 1e6}}
-    with pytest.raises(InputError, match="must say the same about rope_theta; got None and"):
-        Rope.from_hf(both, 64, "config.json")
-    rope = Rope.from_hf(both | {"rope_theta": 1e6}, 64, "config.json")
+    both = {"rope_parameters": linear, "rope_scaling": linear}
+    both[has_theta] = linear | {"rope_theta": 1e6}
+    rope = Rope.from_hf(both, 64, "config.json")
     assert rope == Rope.from_hf({"rope_parameters": linear | {"rope_theta": 1e6}}, 64, "")
 
 
