@@ -4,8 +4,8 @@
 
 Expects: a frozen embedding costs little beyond the mask token's row. A trained lm_head gains a
 little. A draft vocabulary of the most frequent half loses the drafts of the other half.
-Result: cb67f9b, 2026-11-28, 3 seeds, budget sampled: frozen 0.05 tokens less, half of the vocabulary
-0.04, a quarter 0.17; training the output matrix too is within noise.
+Result: cb67f9b, 2026-11-28, 3 seeds, budget sampled: frozen 0.05 tokens less, half of the
+vocabulary 0.04, a quarter 0.17; training the output matrix too is within noise.
 """
 
 import dataclasses
