@@ -15,7 +15,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from peagle_jax import weights
-from peagle_jax.checkpoints.target_tensors import TEXT_PART, check_format, text_part
+from peagle_jax.checkpoints.target_tensors import (
+    TEXT_PART,
+    check_format,
+    quantization_of,
+    text_part,
+    without_quantization,
+)
 from peagle_jax.layers.fp8 import quantize_linears
 from peagle_jax.provenance import versions
 from peagle_jax.targets import gpt_oss, qwen3, sharding
@@ -101,7 +107,11 @@ def load_embedding(path: str | Path) -> weights.Tensor:
     Raises:
       InputError: the folder holds no such matrix.
     """
-    return _load_matrix(path, (*EMBEDDINGS, *LM_HEADS))
+    raw = weights.read_json(weights.find_folder(path) / "config.json")
+    # of families that are not supported the config is not understood, but for this
+    parts = [one for one in (raw, raw.get("text_config")) if isinstance(one, Mapping)]
+    ties = [one.get("tie_word_embeddings") for one in parts]
+    return _load_matrix(path, (*EMBEDDINGS, *LM_HEADS) if any(ties) else EMBEDDINGS)
 
 
 def load_lm_head(path: str | Path) -> weights.Tensor:
@@ -259,7 +269,8 @@ def _open(
     )
     config = dataclasses.replace(config, stop_ids=_stop_ids(config, folder))
     check_format(hf, where)
-    tensors = weights.dequantize(weights.open_folder(folder), hf, folder).tensors
+    about_scales = {"quantization_config": quantization_of(hf) or {}}
+    tensors = weights.dequantize(weights.open_folder(folder), about_scales, folder).tensors
     is_packed = isinstance(config, gpt_oss.GptOssConfig) and weights.mxfp4.packed_names(tensors)
     if keep_packed and is_packed:
         config = dataclasses.replace(config, packed=True)
@@ -324,10 +335,11 @@ def convert_folder(
             next_step="give --dtype bfloat16 or float32",
         )
     if dtype is not None or not weights.mxfp4.packed_names(tensors):
-        hf.pop("quantization_config", None)
+        hf = without_quantization(hf)
     if config.tied_embeddings:
         # vLLM wants the matrix under this name
-        stored = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
+        is_part = any(name.startswith(TEXT_PART) for name in tensors)
+        stored = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[is_part])
         matrix = tensors[stored if stored in tensors else LM_HEADS[0]]
         tensors = {name: tensor for name, tensor in tensors.items() if name not in LM_HEADS}
         tensors[stored] = matrix
@@ -397,10 +409,8 @@ def _export_config(config: TargetConfig, dtype: str) -> dict:
     if "tie_word_embeddings" in hf or not config.tied_embeddings:
         hf["tie_word_embeddings"] = config.tied_embeddings
     hf["dtype"] = dtype
-    drop = {"torch_dtype"}
-    if not getattr(config, "packed", False):
-        drop.add("quantization_config")
-    return {key: value for key, value in hf.items() if key not in drop}
+    hf.pop("torch_dtype", None)
+    return hf if getattr(config, "packed", False) else without_quantization(hf)
 
 
 def _check_tokenizer_files(src: Path) -> None:

@@ -22,6 +22,7 @@ OTHER_PARTS = (
     "model.embed_audio.",
 )
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+QUANTIZATIONS = ("quantization_config", "compression_config")
 # of modelopt: one scale for a matrix, or one for each row
 FLOAT8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -31,10 +32,18 @@ def quantization_of(hf: Mapping) -> object:
     """What config.json says of a quantization, under each of its names; None for nothing."""
     text = hf.get("text_config")
     for raw in (hf, text if isinstance(text, Mapping) else {}):
-        for name in ("quantization_config", "compression_config"):
+        for name in QUANTIZATIONS:
             if raw.get(name):
                 return raw[name]
     return None
+
+
+def without_quantization(hf: Mapping) -> dict:
+    """The config without what `quantization_of` finds."""
+    kept = {name: x for name, x in hf.items() if name not in QUANTIZATIONS}
+    if isinstance(text := kept.get("text_config"), Mapping):
+        kept["text_config"] = {name: x for name, x in text.items() if name not in QUANTIZATIONS}
+    return kept
 
 
 def stored_format(hf: Mapping) -> str | None:
@@ -49,6 +58,11 @@ def stored_format(hf: Mapping) -> str | None:
     if not isinstance(quantization, Mapping):
         return None
     method = str(quantization.get("quant_method")).lower().replace("_", "-")
+    sparsity = quantization.get("sparsity_config")
+    if method == "compressed-tensors" and not quantization.get("config_groups"):
+        # pruned matrices that are stored whole
+        is_dense = isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense"
+        return "plain" if is_dense else None
     inner = quantization.get("quantization")  # as modelopt writes it by itself
     algorithm = (inner if isinstance(inner, Mapping) else quantization).get("quant_algo")
     is_float8 = (

@@ -147,7 +147,6 @@ class Engine(BaseEngine):
         self._prefill: Generator[None, None, DecodeState] | None = None
         # kept until a step returns, and raises nothing
         self._outputs: list[Output] = []
-        self._steps_at_failure = -1
         self._new_ids = itertools.count()
         # whether requests wait that this engine may get next
         self.others_wait = False
@@ -222,13 +221,10 @@ class Engine(BaseEngine):
             with self._on_devices():
                 self._read_and_decode()
         except BaseException as error:  # Ctrl-C, too
-            is_expected = is_out_of_memory(error) and jax.process_count() == 1
-            if self._batch.running and (is_expected or not self._batch.is_intact):
+            can_go_on = _can_go_on(error)
+            if self._batch.running and (can_go_on or not self._batch.is_intact):
                 self._outputs += self._batch.give_up(f"decoding failed: {first_line(error)}")
-            # nor where nothing was decoded since the last time
-            is_expected &= self._stats.num_steps != self._steps_at_failure
-            self._steps_at_failure = self._stats.num_steps
-            if not is_expected:
+            if not can_go_on or not self._outputs:  # nor where nothing would change
                 raise
         self._waiting.forget_cancelled([*self._entering, *filter(None, self._batch.rows)])
         outputs, self._outputs = self._outputs, []
@@ -300,7 +296,7 @@ class Engine(BaseEngine):
         """Answers requests whose prompts cannot be read; raises what is no lack of memory."""
         why = f"reading the prompt failed: {first_line(error)}"
         self._outputs += [output_without_answer(row, "error", why) for row in rows]
-        if not is_out_of_memory(error) or not self._batch.is_intact:
+        if not _can_go_on(error) or not self._batch.is_intact:
             raise error
 
     def _reading(self, group: Sequence[Row]) -> Generator[None, None, DecodeState]:
@@ -441,3 +437,8 @@ class Engine(BaseEngine):
             return Output(row.id, new, None, now) if new else None
         answer = self._batch.answer(i, reason, (token_ids, is_draft, logprobs), text, why)
         return Output(row.id, new, answer, now)
+
+
+def _can_go_on(error: BaseException) -> bool:
+    """Whether it is a lack of memory; of several processes one cannot go on without the others."""
+    return is_out_of_memory(error) and jax.process_count() == 1

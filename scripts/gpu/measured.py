@@ -25,6 +25,7 @@ PROFILED = {
     "kernels": "qwen3-coder-30b-a3b-instruct, none K=0, batch 1",
     "kernels of eight tokens": "qwen3-coder-30b-a3b-instruct, peagle K=7, batch 1",
     "kernels of GPT-OSS": "gpt-oss-20b, none K=0, batch 1",
+    "kernels of GPT-OSS's eight tokens": "gpt-oss-20b, peagle K=7, batch 1",
 }
 # states of the code, by when the first of their rows was written; who measures another adds it
 STATES = {
@@ -33,6 +34,7 @@ STATES = {
     "third": "2026-11-26T13:00:00Z",
     "fourth": "2026-11-26T13:58:00Z",
     "fifth": "2026-11-26T22:00:00Z",
+    "sixth": "2026-11-28T05:00:00Z",
 }
 METHODS = {"none": "plain", "peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
 # columns of the table of experts -> what their rows call them

@@ -54,6 +54,8 @@ QUARK = {"weight": {"dtype": "fp8_e4m3"}}
             None,
         ),
         ({"quant_method": "torchao"}, None),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "dense"}}, "plain"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "24"}}, None),
         ({"quant_method": "compressed-tensors"}, None),
         ({"quant_method": "awq", "bits": 4}, None),
         ({"quant_method": "bitnet"}, None),
@@ -71,6 +73,23 @@ def test_a_quantization_that_looks_plain_is_refused(tmp_path):
     folder = edit("llama", tmp_path / "bitnet", quantization_config=said)
     with pytest.raises(InputError, match=r"may be stored plain.*quantization_config of bitnet"):
         load_target(folder)
+
+
+def test_a_quantization_that_is_gone_is_not_written(tmp_path):
+    """Under any of its names: vLLM would look for scales."""
+    said = {"quant_method": "fp8"}
+    folder = edit("llama", tmp_path / "fp8", compression_config=said, text_config={"x": 1})
+    convert(folder, tmp_path / "plain", to="hf", dtype="float32")
+    raw = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "compression_config" not in raw and raw["text_config"] == {"x": 1}
+
+
+def test_the_embedding_of_an_untied_target_is_never_its_output_matrix(tmp_path):
+    def change(tensors):
+        del tensors["model.embed_tokens.weight"]
+
+    with pytest.raises(InputError, match="the target must hold model.embed_tokens.weight"):
+        load_embedding(edit("llama", tmp_path / "cut", change))
 
 
 def tie(tensors, change) -> None:
