@@ -16,7 +16,7 @@ class Request:
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: limit of the answer.
-      temperature: 0 decodes greedily.
+      temperature: 0, and less than 1e-5, decodes greedily.
       top_k: sample among the k most probable tokens; 0 for all.
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
       min_p: sample among the tokens that have this share of the largest probability; 0 for all.
@@ -80,8 +80,8 @@ class Generation:
       prompt_token_ids: the prompt, as it was given.
       output_token_ids: the answer, its stop token included; at most `max_new_tokens`.
       finish_reason: "stop" after a stop token or string, "length" at the limit, "cancelled" after
-        `Engine.cancel`, "error" where the target computed NaN or infinity, or where the memory did
-        not suffice to read the prompt.
+        `Engine.cancel`, "error" where the target computed NaN or infinity, where the memory did
+        not suffice, or where the tokenizer cannot decode the answer; `error` says which.
       is_draft: which output tokens are accepted drafts; as long as `output_token_ids`.
       num_drafts: speculative steps; 0 with plain decoding.
       num_draft_tokens: tokens drafted, K per step.
@@ -220,7 +220,10 @@ def _check_penalties(request: Request, vocab: int) -> None:
         if not -2 <= value <= 2:
             raise InputError(name, "must lie in -2..2", value, "use 0 for no penalty, or 0.5")
     for token, value in (request.logit_bias or {}).items():
-        if not isinstance(token, numbers.Integral) or not 0 <= token < vocab:
+        if not isinstance(token, numbers.Integral):
+            rule, next_step = "token ids must be whole numbers", "write 5 and not '5' or 5.0"
+            raise InputError("logit_bias", rule, repr(token), next_step)
+        if not 0 <= token < vocab:
             rule, next_step = f"token ids must lie in 0..{vocab - 1}", "use the target's tokenizer"
             raise InputError("logit_bias", rule, token, next_step)
         if not -100 <= value <= 100:

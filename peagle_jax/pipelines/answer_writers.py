@@ -129,7 +129,7 @@ class EngineWriter:
         return number
 
     def wait(self) -> list[tuple[int, Outcome]]:
-        """Raises InputError where the target computed NaN."""
+        """Raises InputError where an answer failed, as where the target computed NaN."""
         done: list[tuple[int, Outcome]] = []
         while not done:
             for output in self._engine.step():
@@ -138,7 +138,7 @@ class EngineWriter:
                     continue
                 where = self._where.pop(output.request_id)
                 if answer.error is not None:
-                    next_step = "look for NaN in the target's weights"
+                    next_step = "look for NaN in the target's weights, or rewrite fewer at a time"
                     raise InputError(where, "the target must answer", answer.error, next_step)
                 is_complete = answer.finish_reason == "stop"
                 ids = answer.output_token_ids

@@ -283,7 +283,7 @@ def _continue_excerpts(
     with progress, out.open("a", encoding="utf-8") as file:
         for answer in _in_order(engine.run(requests)):
             if answer.error is not None:
-                next_step = "look for NaN in its weights"
+                next_step = "look for NaN in its weights, or lower --batch-size"
                 raise InputError(target_folder, "must answer", answer.error, next_step)
             row = {
                 "prompt_token_ids": answer.prompt_token_ids,

@@ -225,8 +225,8 @@ def test_an_asyncio_listener_learns_of_a_panic():
     [
         ({"stop": [5]}, "stop: must be strings; got 5"),
         ({"stop": [b"x"]}, "stop: must be strings; got b'x'"),
-        ({"logit_bias": {5.0: 1.0}}, "logit_bias: token ids must lie in"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias: token ids must lie in"),
+        ({"logit_bias": {5.0: 1.0}}, "logit_bias: token ids must be whole numbers"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias: token ids must be whole numbers"),
     ],
 )
 def test_requests_that_could_not_be_decoded_are_refused(wrong, error):
