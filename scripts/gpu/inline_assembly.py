@@ -12,11 +12,27 @@ import numpy as np
 STATEMENT = re.compile(r"(?<![.\w])([a-z][\w.]*)\s+([^;]*);")  # a declaration begins with a point
 
 
+# Of each of bfloat16's bits. Made once, because code that XLA calls back runs on threads of XLA's,
+# where a processor takes subnormal float32 numbers for zero.
+with np.errstate(invalid="ignore"):
+    BFLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(float)
+
+
+def bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    """Numbers in float64, rounded to bfloat16, whose subnormal numbers are multiples of 2^-133."""
+    bits = x.astype(ml_dtypes.bfloat16).view(np.uint16)
+    is_small = np.abs(x) < 2.0**-126
+    small = np.rint(np.abs(x[is_small]) * 2.0**133).astype(np.uint16)
+    bits[is_small] = small | np.signbit(x[is_small]).astype(np.uint16) << 15
+    return bits
+
+
 def multiplied(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Both bfloat16 halves of each register, multiplied with one rounding."""
     with np.errstate(all="ignore"):  # infinity, and what is no number, are results here
-        a, b = (register.view(ml_dtypes.bfloat16).astype(float) for register in (x, y))
-        return (a * b).astype(ml_dtypes.bfloat16).view(np.uint32)
+        return bfloat16_bits(BFLOAT16[x.view(np.uint16)] * BFLOAT16[y.view(np.uint16)]).view(
+            np.uint32
+        )
 
 
 def lookup(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:

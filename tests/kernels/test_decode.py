@@ -140,19 +140,30 @@ def prmt(a: int, b: int, places: tuple[int, ...]) -> int:
     return int.from_bytes(bytes(both[place] for place in places), "little")
 
 
+@pytest.mark.parametrize("on_xla_thread", [False, True])
 @pytest.mark.parametrize(
     "a, b, product",
     [
         (0x0040, 0x7E80, 0x3F00),  # 2^-127, which is subnormal, times 2^126
         (0x81C0, 0x7E80, 0xC0C0),  # -1.5 x 2^-124
         (0x0001, 0x4000, 0x0002),
+        (0x81C0, 0x3E00, 0x8060),  # a subnormal result
         (0x3F81, 0x3FC0, 0x3FC2),  # between 0x3FC1 and 0x3FC2: to the even one
         (0x7F00, 0x4000, 0x7F80),  # infinite
         (0x8000, 0x3F80, 0x8000),
     ],
 )
-def test_products_of_bfloat16(a, b, product):
-    """In both halves of a register."""
+def test_products_of_bfloat16(a, b, product, on_xla_thread):
+    """In both halves of a register; subnormal numbers on threads of XLA's, too, which drop them."""
+
+    def multiply(x, y):
+        register = [np.dtype(np.uint16)]
+        return execute("mul.bf16x2 $0, $1, $2;", "=r,r,r", [*map(np.asarray, (x, y))], register, 2)
+
     one, other = np.full(2, a, np.uint16), np.array([b, 0x3F80], np.uint16)
-    (got,) = execute("mul.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], [np.dtype(np.uint16)], 2)
+    if on_xla_thread:
+        result = [jax.ShapeDtypeStruct((2,), np.uint16)]
+        (got,) = jax.jit(lambda *pair: jax.pure_callback(multiply, result, *pair))(one, other)
+    else:
+        (got,) = multiply(one, other)
     assert got.tolist() == [product, a]
