@@ -301,8 +301,8 @@ class AutoregressiveDrafter(_HeadDrafter):
     ) -> Proposal:
         head = self._head(params)
         start = _cache(state)
-        hidden, cache = _forward(head, head.embed(tokens), head.fuse(aux_hidden_states), start)
-        hidden = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
+        inputs = head.embed(tokens), head.fuse(aux_hidden_states), start
+        hidden, cache = _forward(head, *inputs, wanted=(count - 1)[:, None])
         last = last_committed(tokens, count)
         ids, logits = draft_tokens(head, hidden, last, _with_depth_keys(state.sampling, 0))
         cache = dataclasses.replace(cache, length=cache.length + count)

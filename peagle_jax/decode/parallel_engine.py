@@ -5,8 +5,9 @@
 XLA spreads an operation over the processor's cores. Where weights fit the cores' caches, operations
 take some 0.1 ms, and handing half of each to another core and waiting for it costs as much as it
 saves: a step of 8 rows takes two cores 10.7 ms and one core 11.7. Two engines of 4 rows, each with
-an operation of its own at any time, take 7.2 ms each (LOG.md, "one engine for each core"). Where
-weights come from memory, each engine reads all of them, and one engine is faster.
+an operation of its own at any time, take 7.2 ms each (LOG.md, "one engine for each core"), and
+their matrices can be in the layout that one core reads fastest (`matrix_layout`). Where weights
+come from memory, each engine reads all of them, and one engine is faster.
 
 The tokens of a request do not depend on the rows beside it, and so not on the number of engines: in
 float32 up to ties of the largest logits that are closer than rounding. Which rows are beside it
@@ -33,6 +34,7 @@ from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.engine_checks import check_at_least_1
 from peagle_jax.decode.engine_stats import EngineStats
+from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.requests import Output, Request
 from peagle_jax.decode.stop_strings import Detokenizer
 from peagle_jax.kernels.launch import platform
@@ -90,10 +92,19 @@ def make_engine(
     if num_threads > 1 and mesh_of(target.params) is not None:
         rule = "a target that is spread over devices is decoded by one engine"
         raise InputError("num_threads", rule, num_threads, "leave out num_threads")
-    models = target, drafter, draft_params
     if num_threads == 1:
-        return Engine(*models, max_batch=max_batch, **options)
+        return Engine(target, drafter, draft_params, max_batch=max_batch, **options)
     rows = [len(range(i, max_batch, num_threads)) for i in range(num_threads)]
+    if platform() == "cpu":
+        num_drafts = options.get("num_tree_nodes") or (drafter.k if drafter else 0)
+        target, draft_params = in_fastest_layout(
+            target,
+            draft_params,
+            rows=rows[0],
+            num_places=1 + num_drafts,
+            num_threads=num_threads,
+        )
+    models = target, drafter, draft_params
     engines = [Engine(*models, max_batch=n, num_threads=num_threads, **options) for n in rows]
     return ParallelEngine(engines)
 

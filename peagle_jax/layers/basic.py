@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.row_sums import with_one_axis_of_rows
-from peagle_jax.layers.products import activation_dtype, product
+from peagle_jax.layers.products import activation_dtype, block_product, product
 
 
 def normal(
@@ -33,7 +33,8 @@ def along_last(vector: Float[Array, " D"], x: Float[Array, "*rows D"]) -> Float[
 class Linear(nnx.Module):
     """`x @ kernel`, by `products.product`.
 
-    The kernel is [in, out], which is faster than torch's [out, in] on a CPU from two rows on.
+    The kernel is [in, out], which is faster than torch's [out, in] on a CPU from two rows on. For
+    decoding it may be in blocks of columns (`column_blocks`).
     """
 
     def __init__(
@@ -45,13 +46,22 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         # All rows in one axis: on a CPU XLA's gradient of a matrix contracts one axis of rows twice
         # as fast as two (LOG.md).
-        y = product(x.reshape(-1, x.shape[-1]), self.kernel[...]).reshape(*x.shape[:-1], -1)
+        rows, kernel = x.reshape(-1, x.shape[-1]), self.kernel[...]
+        y = product(rows, kernel) if kernel.ndim == 2 else block_product(rows, kernel)
+        y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
     def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
         """The argmax of each row of the product."""
-        ids = vocab.argmax_logits(x, self.kernel[...]) if self.bias is None else None
+        ids = self.argmax_by_kernel(x)
         return vocab.argmax(self(x)) if ids is None else ids
+
+    def argmax_by_kernel(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"] | None:
+        """`argmax_logits` where a kernel finds it without the product in memory; else None."""
+        kernel = self.kernel[...]
+        if self.bias is not None or kernel.ndim != 2:
+            return None
+        return vocab.argmax_logits(x, kernel)
 
 
 def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:

@@ -107,15 +107,19 @@ class Decoder(nnx.Module):
 
     def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits of hidden states that the final norm has been applied to."""
-        logits = product(hidden.reshape(-1, hidden.shape[-1]), self.lm_head_weight())
-        return soft_cap(logits.reshape(*hidden.shape[:-1], -1), self.logit_cap)
+        if self.lm_head is None:
+            logits = product(hidden.reshape(-1, hidden.shape[-1]), self.lm_head_weight())
+            logits = logits.reshape(*hidden.shape[:-1], -1)
+        else:
+            logits = self.lm_head(hidden)
+        return soft_cap(logits, self.logit_cap)
 
     def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
         """The argmax of `compute_logits`, greedy decoding's next token. A cap changes no order."""
         if self.lm_head is None:
             ids = vocab.argmax_logits(hidden, self.embed.table[...], vocab_first=True)
         else:
-            ids = vocab.argmax_logits(hidden, self.lm_head.kernel[...])
+            ids = self.lm_head.argmax_by_kernel(hidden)
         return vocab.argmax(self.compute_logits(hidden)) if ids is None else ids
 
     def lm_head_weight(self) -> Float[Array, "D V"]:

@@ -45,12 +45,30 @@ def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Floa
     """`x @ w` with operands in the dtype of `w`, and the result in the wider of both dtypes."""
     num_rows = x.shape[-2]
     is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
-    if is_narrowed and num_rows < MIN_BFLOAT16_ROWS and platform() == "cpu":
-        missing = MIN_BFLOAT16_ROWS - num_rows
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
+    x = _with_least_rows(x, w)
     by_units = is_narrowed and has_bfloat16_matrix_units() and x.ndim == w.ndim == 2
     y = _narrowed(x, w) if by_units else _matmul(x, w)
     return y[..., :num_rows, :]
+
+
+def block_product(
+    x: Float[Array, "rows K"], w: Float[Array, "blocks K columns"]
+) -> Float[Array, "rows N"]:
+    """`product` of x and a matrix in blocks of columns (`column_blocks`)."""
+    num_rows, wider = len(x), jnp.promote_types(x.dtype, w.dtype)
+    # converted once, and not once for each block
+    x = _with_least_rows(x, w).astype(w.dtype)
+    y = jnp.matmul(jnp.broadcast_to(x, (len(w), *x.shape)), w, preferred_element_type=wider)
+    return y[:, :num_rows].swapaxes(0, 1).reshape(num_rows, -1)
+
+
+def _with_least_rows(x: Array, w: Array) -> Array:
+    """`x` with further rows of zeros, where a CPU wants more of them with such weights."""
+    missing = MIN_BFLOAT16_ROWS - x.shape[-2]
+    is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
+    if not is_narrowed or missing <= 0 or platform() != "cpu":
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
 
 
 def _matmul(x: Array, w: Array) -> Array:

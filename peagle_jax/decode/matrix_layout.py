@@ -1,0 +1,105 @@
+"""In which layout engines that each have one core of a CPU read their models' matrices.
+
+Blocks of columns are faster on some processors (`layers/column_blocks.py`), by how much depends on
+the rows of a step. So the first of such engines in a process measures both layouts, with matrices
+of the model itself and on all cores at once, as the engines will multiply: half a second, most of
+it compiling.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from peagle_jax.layers.column_blocks import in_blocks, matrices, to_blocks
+from peagle_jax.layers.products import block_product, product
+from peagle_jax.types import Model
+
+# Weights that fit into the cache of one core are as fast in any layout.
+LEAST_BYTES = 4 << 20
+# What is measured: matrices of so many bytes, at most so many rows, in rounds of so many calls.
+SAMPLE_BYTES, MOST_ROWS, ROUNDS, CALLS = 12 << 20, 64, 5, 3
+# Of the time of plain matrices. The copy takes memory, and a moment to make.
+WORTH_IT = 0.95
+
+Matrices = list[jax.Array]
+
+
+def in_fastest_layout(
+    target: Model, draft_params: Any, *, rows: int, num_places: int, num_threads: int
+) -> tuple[Model, Any]:
+    """The models of engines that decode at the same time, each on a core of its own.
+
+    Args:
+      rows: requests that one engine decodes together.
+      num_places: tokens of each that a step reads.
+      num_threads: the engines.
+
+    Returns:
+      The target and the parameters of its head; with large matrices in blocks of columns, which
+      are a copy, where those were found to be faster.
+    """
+    sample: Matrices = []
+    for w in matrices(target.params):
+        if sum(x.nbytes for x in sample) < SAMPLE_BYTES:
+            sample.append(w)
+    num_rows = min(rows * num_places, MOST_ROWS)
+    if sum(x.nbytes for x in sample) < LEAST_BYTES:
+        return target, draft_params
+    shapes = tuple(w.shape for w in sample)
+    if not _are_blocks_faster(shapes, sample[0].dtype.name, num_rows, num_threads):
+        return target, draft_params
+    change = functools.partial(in_blocks, one_token=num_places == 1)
+    return dataclasses.replace(target, params=change(target.params)), change(draft_params)
+
+
+@functools.cache
+def _are_blocks_faster(
+    shapes: tuple[tuple[int, int], ...], dtype: str, num_rows: int, num_threads: int
+) -> bool:
+    """Measured once for each kind of step; what the numbers are makes no difference."""
+    plain = [jnp.full(shape, 0.01, dtype) for shape in shapes]
+    blocks = [to_blocks(w) for w in plain]
+    seconds = _fastest_seconds(
+        {"plain": (product, plain), "blocks": (block_product, blocks)}, num_rows, num_threads
+    )
+    return seconds["blocks"] < WORTH_IT * seconds["plain"]
+
+
+def _fastest_seconds(
+    forms: dict[str, tuple[Callable, Matrices]], num_rows: int, num_threads: int
+) -> dict[str, float]:
+    """Seconds that all threads take for CALLS passes over the matrices; forms take turns."""
+
+    def passes(multiply: Callable, num_inputs: list[int]) -> Callable[[Matrices], jax.Array]:
+        def run(ws: Matrices) -> jax.Array:
+            number = jnp.float32(1)
+            for w, inputs in zip(ws, num_inputs, strict=True):
+                number = multiply(jnp.full((num_rows, inputs), number), w).sum()
+            return number
+
+        return jax.jit(run)
+
+    calls = {}
+    for name, (multiply, ws) in forms.items():
+        num_inputs = [w.shape[-2] for w in ws]
+        calls[name] = passes(multiply, num_inputs).lower(ws).compile()
+    fastest = dict.fromkeys(forms, float("inf"))
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                ws = forms[name][1]
+
+                def repeat(_: int, call: Callable = call, ws: Matrices = ws) -> None:
+                    for _ in range(CALLS):
+                        jax.block_until_ready(call(ws))
+
+                start = time.perf_counter()
+                list(pool.map(repeat, range(num_threads)))
+                fastest[name] = min(fastest[name], time.perf_counter() - start)
+    return fastest
