@@ -14,7 +14,6 @@ import weakref
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 # Numbers of a block's row. In bfloat16 128 are as fast for 384 inputs, and slower for 1,024.
@@ -32,7 +31,7 @@ AFTER_ATTENTION = re.compile(r"attn\.o\.kernel$")
 _made: dict[int, tuple[weakref.ref, Array]] = {}
 
 
-def to_blocks(w: Float[Array, "K N"]) -> Float[Array, "blocks K 64"]:
+def to_blocks(w: Float[Array, "K N"]) -> Float[Array, "blocks K columns"]:
     """The same matrix in blocks of columns; N is a multiple of COLUMNS."""
     return w.reshape(len(w), -1, COLUMNS).swapaxes(0, 1)
 

@@ -1,0 +1,135 @@
+"""Engines of one core each: which layout they choose for matrices, and that answers stay."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from peagle_jax.decode import matrix_layout, parallel_engine
+from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.decode.matrix_layout import in_fastest_layout
+from peagle_jax.decode.parallel_engine import make_engine
+from peagle_jax.layers import column_blocks
+from peagle_jax.layers.products import product
+
+SIZES = {"vocab": 48, "draft_vocab": 48, "target_dim": 24, "dim": 24, "mlp_dim": 40}
+
+
+def models(**changes):
+    """A target and a head with matrices of blocks of 8 columns."""
+    sizes = {**SIZES, **changes}
+    of_target = {x: y for x, y in sizes.items() if x not in ("draft_vocab", "target_dim")}
+    return tiny.target(**of_target), tiny.head(**sizes)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks of 8 columns for all models, whatever the machine; and the calls that asked."""
+    calls = []
+
+    def are_faster(*kind):
+        calls.append(kind)
+        return True
+
+    monkeypatch.setattr(column_blocks, "COLUMNS", 8)
+    monkeypatch.setattr(matrix_layout, "LEAST_BYTES", 0)
+    monkeypatch.setattr(matrix_layout, "_are_blocks_faster", are_faster)
+    return calls
+
+
+@pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_answers_are_those_of_plain_matrices(blocks, method, temperature):
+    target, head = models()
+    head = None if method == "none" else head
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 48, n).tolist() for n in (3, 17, 9, 5)]
+    options = dict(k=head and 3, method=head and method, temperature=temperature, seed=5)
+
+    def answers(num_threads):
+        found = generate(
+            target, head, prompts, max_new_tokens=20, num_threads=num_threads, **options
+        )
+        return [answer.output_token_ids for answer in found]
+
+    assert answers(2) == answers(1)
+    # 2 of the requests, and what a step reads of each; once for all matrices of 12 MB at most
+    (kind,) = blocks
+    shapes, dtype, num_rows, num_threads = kind
+    assert num_rows == 2 * (1 if head is None else 4)
+    assert (dtype, num_threads, len(shapes)) == ("float32", 2, 4 * 7 + 1)
+
+
+def test_all_engines_have_the_same_copy(blocks):
+    target, head = models()
+    drafter = make_drafter(head, 3, "peagle")
+    engine = make_engine(target, drafter, head.params, max_batch=4, num_threads=2)
+    one, other = (each._batch.params for each in engine.engines)
+    for params in (one, other):
+        assert params[0]["blocks"][0]["mlp"]["up"]["kernel"].shape == (5, 24, 8)
+        assert params[1]["layers"][0]["mlp"]["up"]["kernel"].shape == (5, 24, 8)
+    assert all(map(lambda x, y: x is y, jax.tree.leaves(one), jax.tree.leaves(other)))
+    # trees read a node in each place
+    make_engine(target, drafter, head.params, max_batch=4, num_threads=2, num_tree_nodes=6)
+    assert [kind[2] for kind in blocks] == [2 * 4, 2 * 7]
+
+
+def test_one_engine_keeps_its_matrices(blocks):
+    target, _ = models()
+    engine = make_engine(target, max_batch=4, num_threads=1)
+    assert engine.target is target and not blocks
+
+
+def test_other_devices_keep_theirs(blocks, monkeypatch):
+    monkeypatch.setattr(parallel_engine, "platform", lambda: "gpu")
+    target, _ = models()
+    engine = make_engine(target, max_batch=4, num_threads=2)
+    assert all(each.target is target for each in engine.engines) and not blocks
+
+
+def test_small_models_are_not_measured(blocks, monkeypatch):
+    monkeypatch.setattr(matrix_layout, "LEAST_BYTES", 1 << 20)
+    target, head = models()
+    found = in_fastest_layout(target, head.params, rows=2, num_places=4, num_threads=2)
+    assert found[0] is target and found[1] is head.params and not blocks
+
+
+def test_slower_blocks_are_left(blocks, monkeypatch):
+    monkeypatch.setattr(matrix_layout, "_are_blocks_faster", lambda *kind: False)
+    target, head = models()
+    found = in_fastest_layout(target, head.params, rows=2, num_places=4, num_threads=2)
+    assert found[0] is target and found[1] is head.params
+
+
+@pytest.mark.parametrize("blocks_take, expected", [(0.90, True), (0.99, False), (1.2, False)])
+def test_blocks_must_be_worth_it(monkeypatch, blocks_take, expected):
+    def seconds(forms, num_rows, num_threads):
+        assert (num_rows, num_threads) == (7, 3)
+        assert [w.shape for w in forms["plain"][1]] == [(8, 128), (16, 64)]
+        assert [w.shape for w in forms["blocks"][1]] == [(2, 8, 64), (1, 16, 64)]
+        return {"plain": 1.0, "blocks": blocks_take}
+
+    matrix_layout._are_blocks_faster.cache_clear()
+    monkeypatch.setattr(matrix_layout, "_fastest_seconds", seconds)
+    kind = ((8, 128), (16, 64)), "bfloat16", 7, 3
+    assert matrix_layout._are_blocks_faster(*kind) == expected
+    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: 1 / 0)
+    assert matrix_layout._are_blocks_faster(*kind) == expected  # measured once
+    matrix_layout._are_blocks_faster.cache_clear()
+
+
+def test_the_slower_form_is_recognized():
+    def twenty_times(x, w):
+        def again(_, y):
+            return product(x + 1e-9 * y[:, :1], w)
+
+        return jax.lax.fori_loop(0, 20, again, product(x, w))
+
+    ws = [jnp.ones((256, 512)), jnp.ones((512, 256))]
+    forms = {"slow": (twenty_times, ws), "fast": (product, ws)}
+    start = time.perf_counter()
+    found = matrix_layout._fastest_seconds(forms, 8, 2)
+    assert 0 < found["fast"] < found["slow"] < time.perf_counter() - start
