@@ -42,8 +42,9 @@ from peagle_jax.targets.sharding import mesh_of
 from peagle_jax.types import InputError, Model
 
 # With larger weights one engine is faster. Of 58 MB one and two take the same time with 8 rows, and
-# of 400 MB two take 1.5 times as long (LOG.md, "one engine for each core").
-MOST_WEIGHT_BYTES = 64 << 20
+# of 400 MB two take 1.5 times as long (Xeon; LOG.md, "one engine for each core"). Of 72 MB, in the
+# layout that one core reads fastest, two take 0.8 times as long (EPYC; LOG.md, 2026-11-28).
+MOST_WEIGHT_BYTES = 96 << 20
 # Measured with two cores. More than four engines would each have few rows.
 MOST_THREADS = 4
 # Steps of an engine before `ParallelEngine.step` may hand it other requests, so that a process that
