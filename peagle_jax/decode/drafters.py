@@ -24,6 +24,7 @@ from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.draft.placeholder_attention import attended
 from peagle_jax.draft.placeholders import PlaceholderRow
+from peagle_jax.kernels.launch import platform
 from peagle_jax.layers import CachedAttention, take_rows
 from peagle_jax.types import DraftState, KVCache, Params, SamplingParams
 
@@ -302,7 +303,12 @@ class AutoregressiveDrafter(_HeadDrafter):
         head = self._head(params)
         start = _cache(state)
         inputs = head.embed(tokens), head.fuse(aux_hidden_states), start
-        hidden, cache = _forward(head, *inputs, wanted=(count - 1)[:, None])
+        last_row = (count - 1)[:, None]
+        if platform() == "cpu":
+            hidden, cache = _forward(head, *inputs, wanted=last_row)
+        else:  # whose kernels take all rows in the time of one
+            hidden, cache = _forward(head, *inputs)
+            hidden = take_rows(hidden, last_row)
         last = last_committed(tokens, count)
         ids, logits = draft_tokens(head, hidden, last, _with_depth_keys(state.sampling, 0))
         cache = dataclasses.replace(cache, length=cache.length + count)

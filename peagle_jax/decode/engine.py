@@ -45,6 +45,7 @@ from peagle_jax.decode.stop_strings import Detokenizer, UndecodableError, first_
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.free_memory import is_out_of_memory
 from peagle_jax.layers import full_precision
+from peagle_jax.layers.column_blocks import are_in_blocks
 from peagle_jax.targets.sharding import MODEL, mesh_of
 from peagle_jax.types import DecodeState, InputError, Model
 
@@ -127,6 +128,7 @@ class Engine(BaseEngine):
             lookback=max(LOOKBACK, drafter.k + 1) if adaptive_k and drafter else 0,
             chunk=PREFILL_CHUNK if sliding_cache and prefill_chunk is None else prefill_chunk,
             ring_cache_size=(cache_size or target.config.context) if sliding_cache else None,
+            column_blocks=are_in_blocks(target.params),
         )
         self._mesh = mesh_of(target.params)
         if self._mesh is not None:

@@ -64,14 +64,14 @@ class DecodeSpec:
       target: the target's graph, without its arrays.
       target_config: sizes of the target and of its cache.
       drafter: what proposes tokens; None for plain decoding.
-      sample_drafts: at a temperature above 0, sample the drafts (True), or draft argmaxes (False,
-        vLLM's default). Both leave the target's distribution as it is.
+      sample_drafts: at a temperature above 0, draft by sampling, or argmaxes (as vLLM does by default).
       chunk: the most prompt tokens of one forward of the prefill; None for whole prompts.
       num_nodes: verify a tree of so many drafts; None for a chain of K.
       lookback: where K changes, a state has as many places for tokens that the drafter has not
         read, at least K + 1, and plain steps keep the newest in them; 0 where K never changes.
       ring_cache_size: None gives every layer slots for all positions. A number gives layers with a
         sliding window ring caches, if a ring has fewer slots than that; it takes a `chunk`.
+      column_blocks: whether large matrices are in blocks of columns, which is another program.
     """
 
     target: nnx.GraphDef
@@ -82,6 +82,7 @@ class DecodeSpec:
     num_nodes: int | None = None
     lookback: int = 0
     ring_cache_size: int | None = None
+    column_blocks: bool = False
 
     def __hash__(self) -> int:
         return self._hash

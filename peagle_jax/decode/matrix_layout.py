@@ -1,9 +1,9 @@
 """In which layout engines that each have one core of a CPU read their models' matrices.
 
-Blocks of columns are faster on some processors (`layers/column_blocks.py`), by how much depends on
-the rows of a step. So the first of such engines in a process measures both layouts, with matrices
-of the model itself and on all cores at once, as the engines will multiply: half a second, most of
-it compiling.
+Blocks of columns are faster on some processors (`layers/column_blocks.py`); by how much depends on
+the rows of a step. So both layouts are measured before such engines are made, with matrices of the
+model's sizes and on all cores at once, as the engines will multiply. That takes some 0.3 s, most of
+it for compiling, and once in a process for each kind of step.
 """
 
 import concurrent.futures
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.layers.column_blocks import in_blocks, matrices, to_blocks
 from peagle_jax.layers.products import block_product, product
 from peagle_jax.types import Model
@@ -31,13 +32,20 @@ Matrices = list[jax.Array]
 
 
 def in_fastest_layout(
-    target: Model, draft_params: Any, *, rows: int, num_places: int, num_threads: int
+    target: Model,
+    drafter: Drafter | None,
+    draft_params: Any,
+    *,
+    rows: int,
+    num_places: int,
+    num_threads: int,
 ) -> tuple[Model, Any]:
     """The models of engines that decode at the same time, each on a core of its own.
 
     Args:
+      target, drafter, draft_params: as of `Engine`. Somebody else's drafter keeps its parameters.
       rows: requests that one engine decodes together.
-      num_places: tokens of each that a step reads.
+      num_places: tokens of each that a step of the target reads.
       num_threads: the engines.
 
     Returns:
@@ -48,14 +56,14 @@ def in_fastest_layout(
     for w in matrices(target.params):
         if sum(x.nbytes for x in sample) < SAMPLE_BYTES:
             sample.append(w)
-    num_rows = min(rows * num_places, MOST_ROWS)
     if sum(x.nbytes for x in sample) < LEAST_BYTES:
         return target, draft_params
-    shapes = tuple(w.shape for w in sample)
-    if not _are_blocks_faster(shapes, sample[0].dtype.name, num_rows, num_threads):
+    shapes, dtype = tuple(w.shape for w in sample), sample[0].dtype.name
+    if not _are_blocks_faster(shapes, dtype, min(rows * num_places, MOST_ROWS), num_threads):
         return target, draft_params
-    change = functools.partial(in_blocks, one_token=num_places == 1)
-    return dataclasses.replace(target, params=change(target.params)), change(draft_params)
+    if isinstance(drafter, tuple(METHODS.values())):
+        draft_params = in_blocks(draft_params)
+    return dataclasses.replace(target, params=in_blocks(target.params)), draft_params
 
 
 @functools.cache

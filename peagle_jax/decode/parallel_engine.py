@@ -96,10 +96,11 @@ def make_engine(
     if num_threads == 1:
         return Engine(target, drafter, draft_params, max_batch=max_batch, **options)
     rows = [len(range(i, max_batch, num_threads)) for i in range(num_threads)]
-    if platform() == "cpu":
+    if platform() == "cpu" and weight_bytes(target, draft_params) <= MOST_WEIGHT_BYTES:
         num_drafts = options.get("num_tree_nodes") or (drafter.k if drafter else 0)
         target, draft_params = in_fastest_layout(
             target,
+            drafter,
             draft_params,
             rows=rows[0],
             num_places=1 + num_drafts,
@@ -118,10 +119,15 @@ def default_threads(
         return 1
     if drafter is not None and not isinstance(drafter, tuple(METHODS.values())):
         return 1  # somebody else's, which may not expect it
-    arrays = jax.tree.leaves((target.params, draft_params))
-    if sum(x.nbytes for x in arrays if hasattr(x, "nbytes")) > MOST_WEIGHT_BYTES:
+    if weight_bytes(target, draft_params) > MOST_WEIGHT_BYTES:
         return 1
     return max(1, min(num_cores(), max_batch, MOST_THREADS))
+
+
+def weight_bytes(target: Model, draft_params: Any) -> int:
+    """Bytes of all arrays of both models."""
+    arrays = jax.tree.leaves((target.params, draft_params))
+    return sum(x.nbytes for x in arrays if hasattr(x, "nbytes"))
 
 
 def num_cores() -> int:

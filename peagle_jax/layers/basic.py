@@ -58,10 +58,7 @@ class Linear(nnx.Module):
 
     def argmax_by_kernel(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"] | None:
         """`argmax_logits` where a kernel finds it without the product in memory; else None."""
-        kernel = self.kernel[...]
-        if self.bias is not None or kernel.ndim != 2:
-            return None
-        return vocab.argmax_logits(x, kernel)
+        return None if self.bias is not None else vocab.argmax_logits(x, self.kernel[...])
 
 
 def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:

@@ -19,16 +19,13 @@ from jaxtyping import Array, Float
 # Numbers of a block's row. In bfloat16 128 are as fast for 384 inputs, and slower for 1,024.
 COLUMNS = 64
 # Kernels of `Linear`, those that hold nearly all weights of a target or a head. Experts have other
-# products, and routers are read by kernels.
-MATRICES = re.compile(r"(attn\.[qkvo]|mlp\.(gate|up|down)|lm_head|fc)\.kernel$")
-# Their inputs are heads side by side, which attention over several tokens has one after the other.
-# XLA puts them into order once for each block: 55 us of a product that takes 70.
-AFTER_ATTENTION = re.compile(r"attn\.o\.kernel$")
-
-
-# Matrices by their identity, and what was made of them: as long as a model is there, engines share
-# one copy in blocks.
-_made: dict[int, tuple[weakref.ref, Array]] = {}
+# products, and routers are read by kernels. After attention (`attn.o`) matrices stay as they are:
+# heads stand in another order there than they are computed in, and XLA puts them into order once
+# for each block, 55 us of a product that takes 70.
+MATRICES = re.compile(r"(^|\.)(attn\.[qkv]|mlp\.(gate|up|down)|lm_head|fc)\.kernel$")
+# Matrices by their identity, and what was made of them: as long as a model is there, its engines
+# share one copy in blocks.
+_copies: dict[int, tuple[weakref.ref, Array]] = {}
 
 
 def to_blocks(w: Float[Array, "K N"]) -> Float[Array, "blocks K columns"]:
@@ -37,36 +34,37 @@ def to_blocks(w: Float[Array, "K N"]) -> Float[Array, "blocks K columns"]:
 
 
 def matrices(params: Any) -> list[Array]:
-    """The matrices of a model that `in_blocks` changes, those after attention among them."""
+    """The matrices of a model that `in_blocks` changes."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return [w for path, w in leaves if _is_large(_name(path), w)]
+    return [w for path, w in leaves if _is_changed(path, w)]
 
 
-def in_blocks(params: Any, *, one_token: bool) -> Any:
+def in_blocks(params: Any) -> Any:
     """Parameters of a model with its large matrices in blocks of columns.
 
     `Linear` multiplies by either form (`products.block_product`). Matrices of another number of
     columns than a multiple of COLUMNS stay as they are. Copies are kept as long as the matrices.
-
-    Args:
-      one_token: whether a step reads one token of each sequence, and no drafts.
     """
 
-    def change(path: tuple, w: Array) -> Array:
-        name = _name(path)
-        is_skipped = AFTER_ATTENTION.search(name) and not one_token
-        return _blocks_of(w) if _is_large(name, w) and not is_skipped else w
+    def change(path: tuple, w: Any) -> Any:
+        return _blocks_of(w) if _is_changed(path, w) else w
 
     return jax.tree_util.tree_map_with_path(change, params)
+
+
+def are_in_blocks(params: Any) -> bool:
+    """Whether `in_blocks` made these parameters, and changed some."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return any(w.ndim == 3 and MATRICES.search(_name(path)) for path, w in leaves)
 
 
 def _blocks_of(w: Array) -> Array:
     """`to_blocks`, once for each array."""
     key = id(w)
-    reference, blocks = _made.get(key, (None, None))
+    reference, blocks = _copies.get(key, (None, None))
     if reference is None or blocks is None or reference() is not w:
         blocks = to_blocks(w)
-        _made[key] = weakref.ref(w, lambda _: _made.pop(key, None)), blocks
+        _copies[key] = weakref.ref(w, lambda _: _copies.pop(key, None)), blocks
     return blocks
 
 
@@ -75,5 +73,6 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _is_large(name: str, w: Array) -> bool:
-    return bool(MATRICES.search(name)) and w.ndim == 2 and w.shape[1] % COLUMNS == 0
+def _is_changed(path: tuple, w: Any) -> bool:
+    is_array = isinstance(w, jax.Array) and w.ndim == 2
+    return is_array and w.shape[1] % COLUMNS == 0 and bool(MATRICES.search(_name(path)))

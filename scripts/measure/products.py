@@ -1,6 +1,6 @@
 """Milliseconds of a decoder's matrix products alone, by every form, at 1 to 64 rows.
 
-    .venv/bin/python scripts/measure/products.py [--record results/products.jsonl]
+    .venv/bin/python scripts/measure/products.py [--one-core] [--record results/products.jsonl]
 
 The products are those of the packaged target's layers: q, k, v, o, gate, up, down, each reading
 what the one before it wrote, with nothing between them but what makes the shapes fit. A form is
@@ -11,6 +11,7 @@ forms of torch are left out where torch is not installed.
 import argparse
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -24,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.layers import product
+from peagle_jax.layers.column_blocks import to_blocks
+from peagle_jax.layers.products import block_product
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import append_rows
 
@@ -39,7 +42,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
+    parser.add_argument("--one-core", action="store_true", help="let one core compute")
     args = parser.parse_args()
+    if args.one_core:  # before XLA and torch count them
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     config = json.loads((ASSETS / "target" / "config.json").read_text())
     layers = make_layers(config)
     num_weights = sum(w.size for layer in layers for w in layer)
@@ -53,6 +59,7 @@ def main() -> None:
     for form, numbers in by_form.items():
         table.add_row(form, *(f"{ms:.2f}" for ms in numbers))
         rows.append({"name": "products", "form": form, "weights": num_weights})
+        rows[-1]["cores"] = len(os.sched_getaffinity(0))
         rows[-1]["ms"] = dict(zip(map(str, ROWS), numbers, strict=True))
     Console(width=110).print(table)
     if args.record:
@@ -106,6 +113,7 @@ def jax_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callab
 
     narrow = jnp.bfloat16
     joined = [merged(layer) for layer in layers]
+    blocks = [[to_blocks(w) for w in layer] for layer in layers]
     forms = {
         "XLA float32": (jnp.matmul, layers, jnp.float32, {}),
         "XLA float32, merged": (jnp.matmul, joined, jnp.float32, {}),
@@ -114,6 +122,8 @@ def jax_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callab
         "XLA bfloat16 operands, merged": (bfloat16, joined, narrow, {}),
         "XLA bfloat16 operands, no YNNPACK": (bfloat16, layers, narrow, WITHOUT_YNNPACK),
         "peagle_jax.layers.product": (product, layers, narrow, {}),
+        "in blocks of columns, bfloat16": (block_product, blocks, narrow, {}),
+        "in blocks of columns, float32": (block_product, blocks, jnp.float32, {}),
     }
     calls = {}
     for name, (multiply, matrices, dtype, options) in forms.items():

@@ -10,7 +10,7 @@ import tiny
 from flax import nnx
 
 from peagle_jax.layers import Linear, column_blocks
-from peagle_jax.layers.column_blocks import in_blocks, matrices, to_blocks
+from peagle_jax.layers.column_blocks import are_in_blocks, in_blocks, matrices, to_blocks
 from peagle_jax.layers.products import block_product, product
 
 
@@ -45,10 +45,10 @@ def test_a_linear_layer_takes_either_form(narrow, bias):
     np.testing.assert_array_equal(linear.argmax_logits(x), ids)
 
 
-@pytest.mark.parametrize("one_token", [False, True])
-def test_large_matrices_of_a_target(narrow, one_token):
+def test_large_matrices_of_a_target(narrow):
     params = tiny.target(vocab=48, head_dim=10).params
-    changed = in_blocks(params, one_token=one_token)
+    changed = in_blocks(params)
+    assert are_in_blocks(changed) and not are_in_blocks(params)
     found = set()
     pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(changed), strict=True)
     for (path, before), after in pairs:
@@ -56,30 +56,38 @@ def test_large_matrices_of_a_target(narrow, one_token):
             continue
         found.add(jax.tree_util.keystr(path[-2:-1], simple=True))
         np.testing.assert_array_equal(after.swapaxes(0, 1).reshape(before.shape), before)
-    # k and v have 20 columns, and q 40
-    assert found == {"q", "gate", "up", "down", "lm_head"} | ({"o"} if one_token else set())
-    assert len(matrices(params)) == 4 * 5 + 1
+    # k and v have 20 columns, q has 40, and o is read after attention
+    assert found == {"q", "gate", "up", "down", "lm_head"}
+    assert len(matrices(params)) == 4 * 4 + 1
 
 
-def test_heads_have_fc_too_and_experts_stay(narrow):
+def test_heads_have_fc_too(narrow):
     head = tiny.head(dim=24, mlp_dim=40, draft_vocab=24, vocab=41)
-    changed = in_blocks(head.params, one_token=False)
+    changed = in_blocks(head.params)
     assert changed["fusion"]["fc"]["kernel"].shape == (3, 72, 8)
     assert changed["lm_head"]["kernel"].shape == (3, 24, 8)
-    experts = {"mlp": {"experts": {"up": {"kernel": random(3, 8, 16)}}}}
-    router = {"mlp": {"router": {"kernel": random(8, 16)}}}
-    for params in (experts, router):
-        assert in_blocks(params, one_token=True) == params
+
+
+@pytest.mark.parametrize("name", ["mlp.experts.up", "mlp.router", "markov.w2", "old_lm_head"])
+def test_other_matrices_stay(narrow, name):
+    params = {name + ".kernel": random(3, 8, 16) if "experts" in name else random(8, 16)}
+    assert in_blocks(params) == params
+    assert not are_in_blocks(params)
+
+
+def test_arrays_of_numpy_stay(narrow):
+    params = {"lm_head.kernel": np.ones((8, 16), np.float32)}
+    assert in_blocks(params) == params
 
 
 def test_copies_are_shared_and_leave_with_their_matrices(narrow, monkeypatch):
-    monkeypatch.setattr(column_blocks, "_made", {})
+    monkeypatch.setattr(column_blocks, "_copies", {})
     params = {"attn": {"q": {"kernel": random(4, 16)}}}
-    first = in_blocks(params, one_token=True)["attn"]["q"]["kernel"]
-    assert in_blocks(params, one_token=True)["attn"]["q"]["kernel"] is first
-    assert len(column_blocks._made) == 1
+    first = in_blocks(params)["attn"]["q"]["kernel"]
+    assert in_blocks(params)["attn"]["q"]["kernel"] is first
+    assert len(column_blocks._copies) == 1
     other = {"attn": {"q": {"kernel": random(4, 16, seed=1)}}}
-    assert in_blocks(other, one_token=True)["attn"]["q"]["kernel"] is not first
+    assert in_blocks(other)["attn"]["q"]["kernel"] is not first
     params["attn"]["q"]["kernel"] = None
     gc.collect()
-    assert len(column_blocks._made) == 1
+    assert len(column_blocks._copies) == 1
