@@ -56,15 +56,13 @@ from peagle_jax.types import (
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
-    """The static description of a generation.
-
-    Calls with equal specs and equal array shapes share one compiled program.
+    """The static description of a generation. Equal specs and array shapes share a program.
 
     Attributes:
       target: the target's graph, without its arrays.
       target_config: sizes of the target and of its cache.
       drafter: what proposes tokens; None for plain decoding.
-      sample_drafts: at a temperature above 0, draft by sampling, or argmaxes (as vLLM does by default).
+      sample_drafts: at a temperature above 0, draft by sampling, or argmaxes (vLLM's default).
       chunk: the most prompt tokens of one forward of the prefill; None for whole prompts.
       num_nodes: verify a tree of so many drafts; None for a chain of K.
       lookback: where K changes, a state has as many places for tokens that the drafter has not
