@@ -150,6 +150,7 @@ def torch_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Call
     except ImportError:
         print("torch is not installed: its forms are left out", file=sys.stderr)
         return {}
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     calls = {}
     for dtype in (torch.float32, torch.bfloat16):
         # transposed views of row-major [outputs, inputs], so that `@` is a linear layer
