@@ -306,7 +306,7 @@ class AutoregressiveDrafter(_HeadDrafter):
         last_row = (count - 1)[:, None]
         if platform() == "cpu":
             hidden, cache = _forward(head, *inputs, wanted=last_row)
-        else:  # whose kernels take all rows in the time of one
+        else:  # a GPU's fused kernels take all rows of a layer, or have no part in it
             hidden, cache = _forward(head, *inputs)
             hidden = take_rows(hidden, last_row)
         last = last_committed(tokens, count)

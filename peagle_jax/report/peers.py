@@ -85,7 +85,8 @@ def ratios(comparisons: Sequence[Sequence[dict]], where: str | None = None) -> s
         over = [_ratios(rows, method) for rows in comparisons]
         if all(batch in one for one in over for batch in batches):
             parts.append(f"{METHODS[method]} {' and '.join(_span(over, b) for b in batches)}")
-    commits = " and ".join(dict.fromkeys(rows[0]["commit"] for rows in comparisons))
+    *others, last = dict.fromkeys(rows[0]["commit"] for rows in comparisons)
+    commits = f"{', '.join(others)} and {last}" if others else last
     commits = f"commit{'s' if ' ' in commits else ''} {commits}"
     number = f"{len(comparisons)} comparisons, " if len(comparisons) > 1 else ""
     return (

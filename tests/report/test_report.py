@@ -148,6 +148,8 @@ def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
         "On Some <CPU>, 2 cores (2 comparisons, commits def5678 and abc1234) at batch 1: "
         "plain decoding 1.33x to 2.50x."
     )
+    third = [row | {"commit": "0123abc"} for row in rows[3:5]]
+    assert "commits abc1234, def5678 and 0123abc)" in peers.ratios([rows[1:3], rows[3:5], third])
 
 
 def test_numbers_of_the_page_are_rounded(tmp_path):
