@@ -17,6 +17,7 @@ LEVELS = [  # lowest first
         "assembler",
         "atomic_write",
         "prompt_end",
+        "user_cache",
     },
     {
         "kernels",

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from peagle_jax.types import WeightsWarning
+from peagle_jax.user_cache import user_cache
 
 # of /proc/cpuinfo: a processor's name and what it can do, on x86 and on ARM
 PROCESSOR_LINES = ("model name", "flags", "CPU part", "Features")
@@ -63,7 +64,7 @@ def cache_folder(processors: Path = Path("/proc/cpuinfo")) -> Path:
     kinds = {x for x in lines if x.partition("\t")[0].strip() in PROCESSOR_LINES}
     name = "\n".join(sorted(kinds)) or platform.processor() or platform.machine()
     kind = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return Path.home() / ".cache" / "peagle_jax" / f"xla-{kind}"
+    return user_cache(f"xla-{kind}")
 
 
 def _print_unraisable(failure: Any) -> None:

@@ -3,23 +3,36 @@
 Blocks of columns are faster on some processors (`layers/column_blocks.py`); by how much depends on
 the rows of a step. So both layouts are measured before such engines are made, with matrices of the
 model's sizes and on all cores at once, as the engines will multiply. That takes some 0.3 s, most of
-it for compiling, and once in a process for each kind of step.
+it for compiling. What was measured is kept, so that all processes of a machine take the same
+layout, and sums have the same order in each:
+
+    ~/.cache/peagle_jax/matrix_layouts/9c1d...json      one file for each kind of step
+
+A file that cannot be read is measured anew; one may be deleted at any time.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
+import json
+import math
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.layers.column_blocks import in_blocks, matrices, to_blocks
 from peagle_jax.layers.products import block_product, product
+from peagle_jax.provenance import device_name, versions
 from peagle_jax.types import Model
+from peagle_jax.user_cache import user_cache
 
 # Weights that fit into the cache of one core are as fast in any layout.
 LEAST_BYTES = 4 << 20
@@ -70,13 +83,46 @@ def in_fastest_layout(
 def _are_blocks_faster(
     shapes: tuple[tuple[int, int], ...], dtype: str, num_rows: int, num_threads: int
 ) -> bool:
-    """Measured once for each kind of step; what the numbers are makes no difference."""
-    plain = [jnp.full(shape, 0.01, dtype) for shape in shapes]
-    blocks = [to_blocks(w) for w in plain]
-    seconds = _fastest_seconds(
-        {"plain": (product, plain), "blocks": (block_product, blocks)}, num_rows, num_threads
-    )
+    """As kept of an earlier process, or measured; what the numbers are makes no difference."""
+    about = {
+        "device": device_name(),
+        "versions": versions(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "matrices": " ".join(f"{inputs}x{outputs}" for inputs, outputs in shapes),
+        "dtype": dtype,
+        "rows": str(num_rows),
+        "threads": str(num_threads),
+    }
+    line = json.dumps(about, sort_keys=True)
+    file = user_cache("matrix_layouts") / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
+    seconds = _kept_seconds(file)
+    if seconds is None:
+        plain = [jnp.full(shape, 0.01, dtype) for shape in shapes]
+        blocks = [to_blocks(w) for w in plain]
+        seconds = _fastest_seconds(
+            {"plain": (product, plain), "blocks": (block_product, blocks)}, num_rows, num_threads
+        )
+        _keep_seconds(file, about, seconds)
     return seconds["blocks"] < WORTH_IT * seconds["plain"]
+
+
+def _kept_seconds(file: Path) -> dict[str, float] | None:
+    """The seconds of both layouts; None where there are none, or after damage."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))["seconds"]
+        seconds = {form: float(content[form]) for form in ("plain", "blocks")}
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        return None
+    return seconds if all(0 < x < math.inf for x in seconds.values()) else None
+
+
+def _keep_seconds(file: Path, about: dict[str, str], seconds: dict[str, float]) -> None:
+    """For later processes; where the folder cannot be written, each measures for itself."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps({"about": about, "seconds": seconds}, indent=1) + "\n")
+    except OSError:
+        pass
 
 
 def _fastest_seconds(

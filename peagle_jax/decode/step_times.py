@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import statistics
 import threading
 import time
@@ -31,6 +30,7 @@ from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.adaptive_k import KChooser, Survival
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.provenance import device_name, versions
+from peagle_jax.user_cache import user_cache
 
 # Times of this many slots also stand for up to four times fewer.
 FIRST_SLOTS = 256
@@ -46,12 +46,6 @@ STEPS_BEFORE_MEASURING, MOST_TIMES_AS_MANY = 512, 4
 NUM_KEPT, QUANTILE = 16, 0.25
 # Between two times that accepted drafts are written.
 KEEP_SECONDS = 60
-
-
-def default_folder() -> Path:
-    """Where times are kept: in $XDG_CACHE_HOME, or in ~/.cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "peagle_jax" / "step_times"
 
 
 def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dict[str, str]:
@@ -84,7 +78,7 @@ def open_step_times(
       num_threads: engines that decode at the same time.
     """
     about = what_times_depend_on(spec, params, num_threads)
-    return StepTimes(about, folder or default_folder(), head_digest(params[1]))
+    return StepTimes(about, folder or user_cache("step_times"), head_digest(params[1]))
 
 
 def head_digest(draft_params: Any) -> str:

@@ -1,5 +1,6 @@
 """Engines of one core each: which layout they choose for matrices, and that answers stay."""
 
+import json
 import time
 
 import jax
@@ -152,29 +153,77 @@ def test_slower_blocks_are_left(blocks, monkeypatch):
     assert found[0] is target and found[1] is head.params
 
 
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """An empty folder for what is measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    matrix_layout._are_blocks_faster.cache_clear()
+    yield tmp_path / "peagle_jax" / "matrix_layouts"
+    matrix_layout._are_blocks_faster.cache_clear()
+
+
 @pytest.mark.parametrize("blocks_take, expected", [(0.90, True), (0.99, False), (1.2, False)])
-def test_blocks_must_be_worth_it(monkeypatch, blocks_take, expected):
+def test_blocks_must_be_worth_it(kept, monkeypatch, blocks_take, expected):
     def seconds(forms, num_rows, num_threads):
         assert (num_rows, num_threads) == (7, 3)
         assert [w.shape for w in forms["plain"][1]] == [(8, 128), (16, 64)]
         assert [w.shape for w in forms["blocks"][1]] == [(2, 8, 64), (1, 16, 64)]
         return {"plain": 1.0, "blocks": blocks_take}
 
-    matrix_layout._are_blocks_faster.cache_clear()
     monkeypatch.setattr(matrix_layout, "_fastest_seconds", seconds)
     kind = ((8, 128), (16, 64)), "bfloat16", 7, 3
     assert matrix_layout._are_blocks_faster(*kind) == expected
     monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: 1 / 0)
     assert matrix_layout._are_blocks_faster(*kind) == expected  # measured once
     matrix_layout._are_blocks_faster.cache_clear()
-
-
-def test_both_layouts_are_measured_in_fact():
-    """Whichever is faster here."""
+    assert matrix_layout._are_blocks_faster(*kind) == expected  # nor by another process
+    for i, other in enumerate([((8, 128),), "float32", 6, 2]):
+        changed = [*kind[:i], other, *kind[i + 1 :]]
+        with pytest.raises(ZeroDivisionError):
+            matrix_layout._are_blocks_faster(*changed)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_process")
     matrix_layout._are_blocks_faster.cache_clear()
+    with pytest.raises(ZeroDivisionError):
+        matrix_layout._are_blocks_faster(*kind)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[" * 100_000,
+        "[]",
+        '{"seconds": {"plain": 1}}',
+        '{"seconds": {"plain": 1, "blocks": "x"}}',
+        '{"seconds": {"plain": 1, "blocks": -1}}',
+        '{"seconds": {"plain": NaN, "blocks": 1}}',
+        b"\xff",
+    ],
+)
+def test_a_damaged_file_is_measured_anew(kept, monkeypatch, content):
+    kind = ((8, 128),), "bfloat16", 7, 3
+    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: {"plain": 9.0, "blocks": 1.0})
+    assert matrix_layout._are_blocks_faster(*kind)
+    (file,) = kept.iterdir()
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: {"plain": 1.0, "blocks": 9.0})
+    matrix_layout._are_blocks_faster.cache_clear()
+    assert not matrix_layout._are_blocks_faster(*kind)
+    assert json.loads(file.read_text())["seconds"] == {"plain": 1.0, "blocks": 9.0}
+    assert json.loads(file.read_text())["about"]["rows"] == "7"
+
+
+def test_a_folder_that_cannot_be_written(kept, monkeypatch):
+    kept.parent.write_text("a file in its place")
+    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: {"plain": 9.0, "blocks": 1.0})
+    assert matrix_layout._are_blocks_faster(((8, 128),), "bfloat16", 7, 3)
+
+
+def test_both_layouts_are_measured_in_fact(kept):
+    """Whichever is faster here."""
     for dtype in ("float32", "bfloat16"):
         assert matrix_layout._are_blocks_faster(((8, 128), (16, 64)), dtype, 3, 2) in (True, False)
-    matrix_layout._are_blocks_faster.cache_clear()
+    assert len(list(kept.iterdir())) == 2
 
 
 def test_the_slower_form_is_recognized():
