@@ -183,7 +183,8 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
         yield from _file(path, str(path.relative_to(root)), bad_rows)
     if not tables:
         for path in texts:
-            yield Document(str(path.relative_to(root)), read_text(path))
+            if not path.name.endswith(ABOUT):  # of answers beside them
+                yield Document(str(path.relative_to(root)), read_text(path))
 
 
 # ---------------------------------------------------------------- rows

@@ -120,6 +120,11 @@ class Document:
     source: str | None = None
 
     @property
+    def from_name(self) -> str:
+        """The document that it was made of, or its own name."""
+        return self.source or self.name
+
+    @property
     def plain(self) -> str:
         """The text, the prompt and its completion, or the contents of the messages."""
         if self.text is not None:
@@ -167,7 +172,7 @@ def document_of_row(row: Mapping[str, Any], name: str, where: str) -> Document:
     # rows of `peagle regenerate`; elsewhere a column of this name may say which data set it is
     is_made = row.get("output_token_ids") is not None or isinstance(row.get("sample"), int)
     source = row.get("source") if is_made else None
-    document = _document(row, name, where)
+    document = _with_system(_document(row, name, where), row.get("system"), where)
     return dataclasses.replace(document, source=source if isinstance(source, str) else None)
 
 
@@ -178,7 +183,7 @@ def _document(row: Mapping[str, Any], name: str, where: str) -> Document:
     if row.get("messages") is not None:
         return Document(name, None, check_messages(row["messages"], "messages", where), tools=tools)
     if row.get("conversations") is not None:
-        messages = _from_share_gpt(row["conversations"], row.get("system"), where)
+        messages = _from_share_gpt(row["conversations"], where)
         return Document(name, None, messages, tools=tools)
     if row.get("prompt") is not None:
         return _prompt(row, name, where, tools)
@@ -188,6 +193,31 @@ def _document(row: Mapping[str, Any], name: str, where: str) -> Document:
         return Document(name, _text(row["text"], "text", where))
     rule = f"a row needs {KEYS}"
     raise InputError(where, rule, sorted(map(str, row)), 'write it as {"messages": [..]}')
+
+
+def _with_system(document: Document, system: object, where: str) -> Document:
+    """The document with its row's system message in front of what is said.
+
+    Texts, and rows of token ids, are no conversations: there the column is none of theirs.
+    """
+    is_prompt = document.prompt is not None
+    if not system or not (document.messages or is_prompt):
+        return document
+    if document.completion is not None:
+        rule = "a prompt and its completion are read without a chat template, which has no place "
+        next_step = "name the completion response, or write the row as messages"
+        raise InputError(where, rule + "for system", _short(system), next_step)
+    messages = document.messages
+    if is_prompt:
+        messages = ({"role": "user", "content": document.prompt},)
+    (first,) = check_messages([{"role": "system", "content": system}], "system", where)
+    if messages[0]["role"] == "system":
+        if messages[0] != first:
+            rule = "a conversation has one system message"
+            next_step = "leave out system, or the message"
+            raise InputError(where, rule, _short([system, messages[0]["content"]]), next_step)
+        return document
+    return dataclasses.replace(document, messages=(first, *messages), prompt=None)
 
 
 def check_messages(value: object, key: str, where: str) -> tuple[dict[str, Any], ...]:
@@ -253,14 +283,14 @@ def _check_calls(calls: object, place: str) -> None:
         raise InputError(place, "tool_calls must name functions", _short(calls), next_step)
 
 
-def _from_share_gpt(value: object, system: object, where: str) -> tuple[dict[str, Any], ...]:
+def _from_share_gpt(value: object, where: str) -> tuple[dict[str, Any], ...]:
     """Messages of ShareGPT's rows; a row that has role and content is taken as it is."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         rule, next_step = "conversations must be a list", "write each turn with from and value"
         raise InputError(where, rule, _short(value), next_step)
     if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
         return check_messages(value, "conversations", where)
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = []
     for number, turn in enumerate(value, start=1):
         place = f"{where}, turn {number}"
         role = turn.get("from") if isinstance(turn, Mapping) else None
@@ -293,7 +323,7 @@ def _prompt(
             messages += check_messages(answer, str(key), where)
         return Document(name, None, messages, tools=tools)
     if answer is None:
-        return Document(name, None, prompt=prompt)
+        return Document(name, None, prompt=prompt, tools=tools)
     answer = _text(answer, str(key), where)
     if key == "completion":
         return Document(name, None, prompt=prompt, completion=answer)

@@ -45,6 +45,52 @@ def test_a_system_prompt_of_its_own():
     assert said(read(row)) == [("system", "be kind"), ("user", "hi")]
 
 
+SYSTEM = [("system", "be kind")]
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"messages": MESSAGES}, TALK),
+        ({"conversations": MESSAGES}, TALK),
+        ({"turns": ["hi"]}, TALK[:1]),
+        ({"prompt": "hi"}, TALK[:1]),
+        ({"prompt": "hi", "response": "yes"}, TALK),
+        ({"prompt": MESSAGES[:1], "completion": "yes"}, TALK),
+        ({"messages": [{"role": "system", "content": "be kind"}, *MESSAGES]}, TALK),
+    ],
+)
+def test_a_system_message_comes_first(row, expected):
+    document = read({"system": "be kind", **row})
+    assert said(document) == [*SYSTEM, *expected] and document.prompt is None
+    for nothing in (None, ""):
+        plain = read({"system": nothing, **row})
+        assert [x for x in said(plain) or [("user", plain.prompt)] if x not in SYSTEM] == expected
+
+
+def test_texts_and_answers_have_no_system_message():
+    assert read({"system": "be kind", "text": "t"}) == read({"text": "t"})
+    ids = {"prompt_token_ids": [1], "output_token_ids": [2]}
+    assert read({"system": "linux", **ids}) == read(ids)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"system": 7, "messages": MESSAGES}, "content must be text"),
+        ({"system": "x", "prompt": "a", "completion": "b"}, "has no place for system"),
+        (
+            {"system": "x", "messages": [{"role": "system", "content": "y"}, *MESSAGES]},
+            "one system message",
+        ),
+    ],
+)
+def test_system_messages_that_are_refused(row, words):
+    with pytest.raises(InputError, match=words) as error:
+        read(row)
+    assert str(error.value).count("\n") == 0
+
+
 def test_roles_of_share_gpt():
     names = ["system", "human", "user", "gpt", "chatgpt", "model", "assistant", "tool"]
     turns = [{"from": name, "value": name} for name in [*names, "observation"]]
@@ -66,6 +112,7 @@ def test_prompts_and_texts():
 def test_tools(tools):
     assert read({"messages": MESSAGES, "tools": tools}).tools == ({"name": "f"},)
     assert read({"messages": MESSAGES, "tools": ""}).tools == ()
+    assert read({"prompt": "hi", "tools": tools}).tools == ({"name": "f"},)
 
 
 def test_contents_are_parts_of_the_digest():

@@ -145,6 +145,7 @@ class Decoding:
             drafter = cast(Any, self.drafter)
             self.drafter = dataclasses.replace(drafter, synthetic_rates=self.synthetic)
         self.seconds: list[float] = []
+        self.num_tokens: list[int] = []  # of the answers of each timed round
         self.prompt_seconds: list[float] = []
         self.answers: list[Generation] = []
         self.num_threads, self.num_steps = 1, 0
@@ -185,12 +186,18 @@ class Decoding:
         self.steps_by_k = dict(sorted(engine.stats.steps_by_k.items()))
         if timed:
             self.seconds.append(seconds)
+            self.num_tokens.append(sum(len(answer.output_token_ids) for answer in self.answers))
             self.prompt_seconds.append(engine.stats.prefill_seconds)
         known = len(self._programs)
         self._programs |= engine.stats.programs
         num_new = len(self._programs) - known
         self.num_compiled += num_new if timed else 0
         return num_new
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """Of each timed round. In few bits answers may end sooner in one than in another."""
+        return [n / s for n, s in zip(self.num_tokens, self.seconds, strict=True)]
 
     def record(self) -> dict:
         """The result row, without provenance and comparisons.
@@ -218,7 +225,7 @@ class Decoding:
             COMPILED: self.num_compiled,
             "num_threads": self.num_threads,
             "seconds": self.seconds,
-            "tokens_per_second": num_tokens / seconds,
+            "tokens_per_second": statistics.median(self.tokens_per_second),
             "prompt_seconds": prompt_seconds,
             "step_seconds": (seconds - prompt_seconds) / max(1, self.num_steps),
             "acceptance_length": acceptance_length(answers),
@@ -370,7 +377,8 @@ def _group_records(
     plain = group[0]
     is_greedy = plain.case.temperature == 0
     # in fewer bits the same logits may be summed in another order, and texts may differ
-    is_exact = is_greedy and np.dtype(target.config.dtype) == np.float32
+    dtypes = target.config.dtype, target.config.kv_cache_dtype
+    is_exact = is_greedy and all(np.dtype(dtype) == np.float32 for dtype in dtypes)
     verify_seconds: dict[tuple[int, int], float] = {}
     for decoding in group:
         record = decoding.record()
@@ -396,9 +404,9 @@ def _group_records(
 
 
 def _speedup(decoding: Decoding, plain: Decoding) -> float:
-    """Over plain decoding: the median of the rounds' own ratios."""
-    ratios = [p / s for p, s in zip(plain.seconds, decoding.seconds, strict=True)]
-    return statistics.median(ratios)
+    """Over plain decoding, of tokens per second: the median of the rounds' own ratios."""
+    rates = zip(decoding.tokens_per_second, plain.tokens_per_second, strict=True)
+    return statistics.median(rate / plain_rate for rate, plain_rate in rates)
 
 
 def _draft_seconds(decoding: Decoding, context: int, repeats: int) -> float:

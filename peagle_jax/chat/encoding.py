@@ -13,7 +13,7 @@ from peagle_jax.chat.apply_template import render
 from peagle_jax.chat.pieces import Conversation, Span
 from peagle_jax.chat.rendering import limited, one_line
 from peagle_jax.chat.trained_spans import trained_spans
-from peagle_jax.documents import Document, content_text
+from peagle_jax.documents import REASONING, Document, content_text
 from peagle_jax.types import InputError
 
 
@@ -158,7 +158,8 @@ def _check_end_of_turn(
     """
     end = str(tokenizer.eos_token or "")
     for number, message in enumerate(conversation.messages, start=1):
-        if end and end in content_text(message):
+        said = [content_text(message), *(str(message.get(key) or "") for key in REASONING)]
+        if end and any(end in part for part in said):
             rule = "a message may not contain the end-of-sequence token"
             next_step = "remove it from the message, or leave the conversation out"
             raise InputError(f"{where}, turn {number}", rule, end, next_step)

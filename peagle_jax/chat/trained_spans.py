@@ -324,7 +324,8 @@ class _Located:
         """
         if block is None:
             tag = self._tag_at(end, len(self.text))
-            ends_with_tag = self.text[start:end].endswith(self.special) or (
+            shown = self.text[start:end].rstrip()  # a line may end within what a template marks
+            ends_with_tag = shown.endswith(self.special) or (
                 tag not in self.special
                 and any(tag.end() == end for tag in TAG.finditer(self.text, start, end))
             )

@@ -1,8 +1,9 @@
 """`generate`: token ids of prompts in, answers and acceptance counters out."""
 
+import numbers
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.drafters import METHODS, Drafter
@@ -90,7 +91,10 @@ def generate(
         drafter = make_drafter(drafter, k, method)
     num_drafts = drafter.k if drafter else 0
     check_prompts(prompts, target.config, max_new_tokens, num_drafts, cache_size)
-    seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else seed
+    if isinstance(seed, numbers.Integral):
+        seeds = [int(seed) + i for i in range(len(prompts))]
+    else:
+        seeds = cast(Sequence[int], seed)
     requests = [
         Request(
             prompt=prompt,

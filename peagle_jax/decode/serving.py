@@ -32,6 +32,7 @@ class AsyncEngine:
         self._news: dict[int, asyncio.Queue[Output | BaseException]] = {}
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None  # that ended the task
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._decode())
@@ -58,6 +59,8 @@ class AsyncEngine:
           RuntimeError: the engine was closed, or failed.
         """
         if self._task is None or self._task.done():
+            if (error := self._error) is not None:
+                raise RuntimeError("the engine has failed: make a new one") from error
             raise RuntimeError("the engine is not running: use `async with AsyncEngine(...)`")
         number = self._engine.add(request)
         news = self._news[number] = asyncio.Queue()
@@ -91,6 +94,7 @@ class AsyncEngine:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a panic of a library is no Exception
+            self._error = error
             self._tell_everybody(error)
             raise
 

@@ -25,6 +25,7 @@ from peagle_jax.weights import flatten_params, unflatten_params
 # How much of the random fusion stays beside the identity on the last aux hidden state.
 FC_NOISE = 0.1
 SMALL = 0.02  # standard deviation of what begins at random
+OF_DRAFT_VOCAB = ("d2t", "markov.w2.kernel")  # beside the output matrix
 SAME_AS_TARGET = ("dim", "heads", "kv_heads", "head_dim", "attention_bias")
 
 
@@ -159,6 +160,9 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
         for path, leaf in new.items()
         if path in old and old[path].shape == leaf.shape
     }
+    if "d2t" in common and "lm_head.kernel" not in common:
+        # the columns of the new output matrix are tokens of the new draft vocabulary
+        common = {path: x for path, x in common.items() if path not in OF_DRAFT_VOCAB}
     if not common:
         raise InputError(
             where,

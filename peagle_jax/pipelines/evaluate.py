@@ -72,15 +72,9 @@ def eval_prompts(
     count = run.eval.num_prompts
     if run.eval.prompts is not None:
         return text.read_prompts(Path(run.eval.prompts), tokenizer)[:count]
-    of_answers = (list(d.prompt_ids) for d in held_out if d.prompt_ids)
-    of_conversations = (
-        encode_turns(tokenizer, Conversation(question, d.tools), d.name)
-        for d in held_out
-        if (question := _question(d))
-    )
     # no more are read and encoded than are needed
     found, shortest = [], None
-    for prompt in itertools.chain(of_answers, of_conversations):
+    for prompt in filter(None, (_prompt_of(document, tokenizer) for document in held_out)):
         shortest = min(len(prompt), shortest or len(prompt))
         if len(prompt) <= longest and len(found) < count:
             found.append(prompt)
@@ -93,6 +87,18 @@ def eval_prompts(
         next_step = "lower eval.max_new_tokens, or set eval.prompts to a file of prompts"
         raise InputError("eval", rule, f"{shortest} tokens in the shortest", next_step)
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
+
+
+def _prompt_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """The tokens that a held-out answer, conversation or completion answers; None of a text."""
+    if document.prompt_ids:
+        return list(document.prompt_ids)
+    if question := _question(document):
+        conversation = Conversation(question, document.tools)
+        return encode_turns(tokenizer, conversation, document.name)
+    if document.prompt and document.completion:
+        return text.encode_prompt(document.prompt, tokenizer, chat=False, where=document.name)
+    return None
 
 
 def _question(document: Document) -> tuple[Mapping, ...]:

@@ -222,9 +222,8 @@ def _answer_conversations(
     progress = ProgressReport("regenerate", num_rows + len(mine), num_rows, "conversations")
     with progress, out.open("a", encoding="utf-8") as file:
         temperatures, under_way = options.temperatures, 2 * options.batch_size
-        for row in rewrite(
-            documents, writer, tokenizer, temperatures, options.seed, under_way, bad_rows
-        ):
+        how = temperatures, options.seed, under_way, bad_rows, len(conversations)
+        for row in rewrite(documents, writer, tokenizer, *how):
             file.write(json.dumps(row) + "\n")
             file.flush()
             rows.append({})

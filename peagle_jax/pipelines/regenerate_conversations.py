@@ -62,6 +62,7 @@ def rewrite(
     seed: int,
     at_a_time: int,
     bad_rows: BadRows | None = None,
+    num_documents: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The conversations with the assistant's turns written anew, as rows for JSONL, in order.
 
@@ -76,11 +77,13 @@ def rewrite(
       writer: of the answers.
       tokenizer: of the target, which rows are tried with: what its template cannot show again is
         written as tokens. None: rows are not tried.
-      temperatures: row i takes i modulo their number.
+      temperatures: row i takes i modulo their number, and in every further pass over the
+        conversations the one after it.
       seed: of sampling, together with the number of the row and of the turn.
       at_a_time: conversations under way.
       bad_rows: takes what the chat template or a server refuses, whose row ends before that; None:
         the first is an error.
+      num_documents: in one pass; None: there is no second one.
 
     Raises:
       InputError: a conversation is refused, or the writer fails.
@@ -96,7 +99,8 @@ def rewrite(
         messages = tuple(job.said)
         conversation = Conversation(messages, job.document.tools)
         where = f"{job.document.name}, turn {len(messages) + 1}"
-        temperature = temperatures[job.number % len(temperatures)]
+        passes = 0 if num_documents is None else job.number // num_documents
+        temperature = temperatures[(job.number + passes) % len(temperatures)]
         own_seed = np.random.SeedSequence([seed, job.number, job.num_turns]).generate_state(1)[0]
         turn = Turn(conversation, temperature, int(own_seed) >> 1, where)
         try:
@@ -181,9 +185,14 @@ def _can_be_read(job: _Rewriting, tokenizer: PreTrainedTokenizerBase) -> bool:
     return True
 
 
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    """Whether the assistant says something; what calls a tool stands before an answer."""
+    return message["role"] == "assistant" and not message.get("tool_calls")
+
+
 def _row(job: _Rewriting, answer: Answer | None, finish_reason: str) -> dict[str, Any] | None:
     """The row of a conversation that has ended, after this answer or before it."""
-    row: dict[str, Any] = {"sample": job.number, "source": job.document.name}
+    row: dict[str, Any] = {"sample": job.number, "source": job.document.from_name}
     counts = {"num_tokens": job.num_tokens, "finish_reason": finish_reason}
     if job.num_turns == 0:
         if answer is None or not answer.output_ids:
@@ -193,8 +202,8 @@ def _row(job: _Rewriting, answer: Answer | None, finish_reason: str) -> dict[str
             "output_token_ids": list(answer.output_ids),
         }
         return row | ids | {"num_turns": 1} | counts
-    # without a question that was not answered to the end
-    while finish_reason != "stop" and job.said[-1]["role"] != "assistant":
+    # without a question that was not answered to the end, and calls that were made for it
+    while finish_reason != "stop" and not _is_answer(job.said[-1]):
         job.said.pop()
     row["messages"] = job.said
     if job.document.tools:

@@ -12,14 +12,15 @@ class Evaluations:
     Args:
       patience: after so many evaluations without a longer acceptance length training is over;
         None: never.
+      patience_from: evaluations up to this step do not use up patience.
 
     Attributes:
       best_step: of the longest acceptance length, the first of equals; None before there is one.
       best_length: that length.
     """
 
-    def __init__(self, patience: int | None) -> None:
-        self._patience = patience
+    def __init__(self, patience: int | None, patience_from: int = 0) -> None:
+        self._patience, self._patience_from = patience, patience_from
         self._since_best = 0
         self.best_step: int | None = None
         self.best_length = 0.0
@@ -40,7 +41,8 @@ class Evaluations:
         if self.best_step is None or length > self.best_length:
             self.best_step, self.best_length, self._since_best = row["step"], length, 0
             return True
-        self._since_best += 1
+        if row["step"] > self._patience_from:
+            self._since_best += 1
         return False
 
     @property

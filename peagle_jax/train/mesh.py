@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax._src import distributed  # where Orbax and Flax, too, find the processes' common notes
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from peagle_jax.targets import sharding
@@ -59,7 +59,7 @@ def on_mesh(model: Model, mesh: Mesh | None) -> Model:
     return dataclasses.replace(model, params=unflatten_params(dict(params)))
 
 
-def put(x: Any, where: NamedSharding) -> jax.Array:
+def put(x: Any, where: Sharding) -> jax.Array:
     """An array of this process, or of all, spread as `where` says.
 
     Every process has the same numbers, and gives its own devices their parts.

@@ -48,10 +48,17 @@ MEANING_OF_WEIGHTS = (
     "rope",
 )
 MARKOV_FIELDS = ("markov_rank", "markov_gated")
+# Parameters that are the target's where the head is as wide, by the key that trains them.
+TRAINED_BY = {"embed": "train_embedding", "lm_head": "train_lm_head"}
 
 
 def new_head(
-    run: HeadRun, target: Model, rows: PackedRows, tokenizer: PreTrainedTokenizerBase
+    run: HeadRun,
+    target: Model,
+    rows: PackedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    resumes: bool = False,
 ) -> Model:
     """The head to train, before its first step.
 
@@ -65,6 +72,8 @@ def new_head(
       target: its target.
       rows: its packed rows, which decide a reduced draft vocabulary.
       tokenizer: the target's.
+      resumes: whether all parameters will be replaced by those of an earlier session, so that what
+        they begin from is not read.
 
     Raises:
       InputError: the run's head does not fit the target, or the trained head cannot be read; or it
@@ -86,6 +95,8 @@ def new_head(
     embedding, output = module.embed.table[...], module.lm_head_weight()
     head = random_head(config, seed=run.seed, embedding=embedding, output=output, ids=ids)
 
+    if resumes:
+        return init_placeholders(head, None, seed=run.seed) if config.parallel else head
     mean_aux_hidden_states = None
     is_fixed = config.parallel and config.placeholder_hidden in FIXED_DESIGNS
     if run.init == "target" or is_fixed:
@@ -113,6 +124,8 @@ def new_head(
         else:
             _warn_of_other_meanings(config, trained.config, run.init_from)
         head = init_from_head(head, trained, run.init_from)
+    if embedding.shape[1] != config.dim:
+        _check_no_random_part_stays(run, head, trained, embedding.shape[1])
     if config.parallel:
         # last, because placeholders begin from the head's embedding and fusion
         head = init_placeholders(
@@ -132,6 +145,25 @@ def new_head(
         trained = dataclasses.replace(trained, params=params)
         head = init_from_head(head, trained, str(run.init_from))
     return head
+
+
+def _check_no_random_part_stays(
+    run: HeadRun, head: Model, trained: Model | None, target_dim: int
+) -> None:
+    """Checks that embedding and output matrix of a head of another width are not random for ever.
+
+    Raises:
+      InputError: one is neither trained nor that of the trained head.
+    """
+    shapes = {} if trained is None else {p: x.shape for p, x in flatten_params(trained.params)}
+    for path, x in flatten_params(head.params):
+        key = TRAINED_BY.get(path.split(".")[0])
+        if key is not None and not getattr(run, key) and shapes.get(path) != x.shape:
+            rule = (
+                f"a head that is not as wide as its target, {target_dim}, has none of its matrices"
+            )
+            next_step = f"set {key}: true, head.dim: null, or init_from to a trained head"
+            raise InputError("head.dim", rule, head.config.dim, next_step)
 
 
 def _warn_of_other_meanings(new: HeadConfig, trained: HeadConfig, where: str) -> None:

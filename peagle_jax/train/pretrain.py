@@ -23,7 +23,14 @@ from peagle_jax.targets import qwen3
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.config import LmRun
 from peagle_jax.train.data import pack
-from peagle_jax.train.mesh import make_training_mesh, on_mesh, to_host
+from peagle_jax.train.mesh import (
+    from_first_process,
+    is_first_process,
+    make_training_mesh,
+    on_mesh,
+    to_host,
+    wait_for_all,
+)
 from peagle_jax.train.run_folder import (
     check_same_data,
     has_checkpoints,
@@ -37,6 +44,7 @@ from peagle_jax.train.update import Objective
 from peagle_jax.types import Batch, Model, Params
 
 CHUNK = 2048  # tokens whose logits exist at one time
+TOKENIZER_SECONDS = 3600.0  # that other processes wait for the first one's tokenizer
 EVAL_ROWS, EVAL_BATCH = 64, 8  # packed rows of the held-out evaluation, and rows of a forward
 
 
@@ -89,7 +97,10 @@ def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
     train = corpus.subsample(train, max_chars, run.seed)
     held_out = corpus.subsample(held_out, max_chars and max_chars // 20, run.seed)
     tokenizer_folder = Path(run.out) / "tokenizer"
-    tokenizer = _tokenizer(run, tokenizer_folder, train)
+    make = functools.partial(_make_tokenizer, run, tokenizer_folder, train)
+    from_first_process(make, "train the tokenizer", TOKENIZER_SECONDS)
+    tokenizer = text.load_tokenizer(tokenizer_folder)
+    assert tokenizer is not None
     encoded = text.encode(tokenizer, train, bad_rows)
     bad_rows.report(say)
     rows = pack(encoded, run.data.seq_len, run.data.source, run.data.packing)
@@ -117,7 +128,8 @@ def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
     bits_per_byte = held_out_bits(trained, tokenizer, held_out, run.data.seq_len)
     folder = Path(run.out) / "model"
     metadata = {"source": f"peagle train, step {fitted.step}"}
-    save_target(trained, folder, tokenizer_from=tokenizer_folder, metadata=metadata)
+    if is_first_process():
+        save_target(trained, folder, tokenizer_from=tokenizer_folder, metadata=metadata)
     result = LmResult(
         folder,
         parameters=sum(x.size for x in jax.tree.leaves(fitted.params)),
@@ -126,14 +138,14 @@ def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
         tokens_per_second=fitted.tokens / fitted.seconds if fitted.tokens else None,
         minutes=fitted.minutes,
     )
-    write_result(run, vars(result))
+    if is_first_process():
+        write_result(run, vars(result))
+    wait_for_all("the run is finished")
     return result
 
 
-def _tokenizer(
-    run: LmRun, folder: Path, documents: Sequence[corpus.Document]
-) -> PreTrainedTokenizerBase:
-    """The run's tokenizer.
+def _make_tokenizer(run: LmRun, folder: Path, documents: Sequence[corpus.Document]) -> str:
+    """Makes the run's tokenizer, and returns its folder.
 
     It is saved before the first step, so that a resumed run keeps it even if the corpus has
     changed.
@@ -142,7 +154,7 @@ def _tokenizer(
     if tokenizer is None:
         tokenizer = text.train_tokenizer((d.plain for d in documents), run.model.vocab)
         tokenizer.save_pretrained(folder)
-    return tokenizer
+    return str(folder)
 
 
 def _target_config(run: LmRun, vocab: int, stop_id: int) -> qwen3.Qwen3Config:

@@ -79,7 +79,8 @@ def init_run_dir(run: Run) -> None:
     several processes the first writes.
 
     Raises:
-      InputError: the folder cannot be written, or has checkpoints of a run with other settings.
+      InputError: the folder cannot be written, or has checkpoints or the result of a run with other
+        settings.
     """
     out = Path(run.out)
     path = out / "config.yaml"
@@ -96,6 +97,8 @@ def init_run_dir(run: Run) -> None:
             return
         if not is_first_process():
             return
+        if (out / RESULT_FILE).exists() and path.exists():
+            _check_same_settings(load_run(path), run)  # else its result would be taken for this one
         out.mkdir(parents=True, exist_ok=True)
         # machine, versions and commit that began the run, for the model card
         write_atomically(out / "origin.json", json.dumps(provenance(), indent=2) + "\n")
@@ -109,19 +112,26 @@ def _not_writable(out: Path, error: OSError) -> InputError:
     return InputError(out, rule, error.strerror, next_step)
 
 
-def check_same_data(run: Run, rows: PackedRows) -> None:
-    """Checks that a run that goes on trains on the rows that it began with.
+def check_same_data(run: Run, rows: PackedRows, target: str | None = None) -> None:
+    """Checks that a run that goes on trains on the rows and for the target that it began with.
 
     The recipe names a corpus, which may have changed: with it the order of rows would, and the
     tokens of a reduced draft vocabulary.
 
     Of several processes the first writes what the run began with.
 
+    Args:
+      run: the run.
+      rows: its packed rows.
+      target: the `target_hash` of a head's target.
+
     Raises:
-      InputError: the rows are others.
+      InputError: the rows, or the target, are others.
     """
     path = Path(run.out) / DATA_FILE
     data = {"num_rows": len(rows), "digest": rows.digest(), "padding": round(rows.padding, 6)}
+    if target is not None:
+        data["target"] = target
     if has_checkpoints(run) and path.exists():
         former = weights.read_json(
             path, f"copy {DATA_FILE} from a backup, or set out to another folder"
@@ -131,6 +141,10 @@ def check_same_data(run: Run, rows: PackedRows) -> None:
             got = f"{len(rows):,} other rows, were {former.get('num_rows')}"
             next_step = f"restore {run.data.source}, or set out to another folder"
             raise InputError(run.out, rule, got, next_step)
+        if former.get("target", target) != target:  # older runs did not write it
+            rule = "a run is resumed only with the target that it began with"
+            next_step = f"restore {getattr(run, 'target', '')}, or set out to another folder"
+            raise InputError(run.out, rule, "one with other weights", next_step)
         return
     if is_first_process():
         write_atomically(path, json.dumps(data) + "\n")

@@ -9,15 +9,13 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text, weights
 from peagle_jax.checkpoints import head_writing
-from peagle_jax.checkpoints.orbax_io import open_tree
-from peagle_jax.checkpoints.runs import FROZEN, write_run_header
-from peagle_jax.checkpoints.target_io import load_target
+from peagle_jax.checkpoints.runs import write_run_header
+from peagle_jax.checkpoints.target_io import load_target, target_hash
 from peagle_jax.documents import Document
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.layers import Decoder
@@ -26,6 +24,7 @@ from peagle_jax.train.corpus_store import CorpusChoice, make_store, read_store
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.eagle_loss import eagle_loss
+from peagle_jax.train.frozen_params import in_place_of, kept_frozen
 from peagle_jax.train.head_batches import HeadBatch, HeadBatches
 from peagle_jax.train.held_out import Measure, evaluation_run, held_out_rows, make_measure
 from peagle_jax.train.loss import DepthCounts
@@ -128,9 +127,10 @@ def _train(
     """What is left of `train_head` for a run that has not finished."""
     target, tokenizer = _load_target(run, mesh)
     rows, held_out = _read_rows(run, tokenizer, say)
-    check_same_data(run, rows)
+    check_same_data(run, rows, target_hash(weights.find_folder(run.target)))
     batches = HeadBatches(run, rows, target)
-    head = new_head(run, target, rows, tokenizer)
+    kept = kept_frozen(run)
+    head = new_head(run, target, rows, tokenizer, resumes=kept is not None)
     layers = list(target.config.aux_hidden_state_layers)
     say(f"head: {_count(head):,} parameters, aux hidden states of layers {layers}")
 
@@ -138,9 +138,9 @@ def _train(
     evaluate = make_evaluator(run, target, tokenizer, held_out) if make_evaluator else None
     if evaluate is None:
         _say_not_measured(run, len(held_out), say)
-    frozen_on_host = to_host(frozen)
-    _check_same_draft_vocab(run, frozen_on_host)
-    write_run_header(head, frozen_on_host, Path(run.out))
+    if kept is not None:
+        frozen = in_place_of(run, frozen, kept)
+    write_run_header(head, {} if kept is not None else to_host(frozen), Path(run.out))
 
     def with_params(params: Params) -> Model:
         """The whole head, of its trained and its frozen parameters."""
@@ -149,14 +149,12 @@ def _train(
     frozen_params = target.params, frozen
     measure = _measure_of_held_out(run, target, head, tokenizer, held_out, frozen_params, mesh)
 
-    def evaluate_at(step: int, params: Params) -> dict | None:
-        every = run.eval.every
-        if every is None:
-            return None
+    def is_due(step: int) -> bool:
         # the best can only be known if the last was measured as well
         is_last = run.eval.keep == "best" and step == run.optimizer.steps
-        if step % every and not is_last:
-            return None
+        return run.eval.every is not None and (step % run.eval.every == 0 or is_last)
+
+    def evaluate_at(step: int, params: Params) -> dict | None:
         measured = {} if evaluate is None else evaluate(with_params(params))
         return measured | ({} if measure is None else measure(params)) or None
 
@@ -164,7 +162,10 @@ def _train(
     denominators = functools.partial(head_denominators, run)
     objective = Objective(loss, denominators, head_metrics)
     rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
-    evaluation = Evaluation(evaluate_at, run.eval.keep == "best", run.eval.patience)
+    last_stage = max((stage.until for stage in run.depth_schedule), default=0)
+    evaluation = Evaluation(
+        evaluate_at, run.eval.keep == "best", run.eval.patience, last_stage, is_due
+    )
     fitted = fit(run, trained, objective, batches, frozen_params, evaluation, say, rows_at, mesh)
     head = with_params(fitted.params)
     on_host = dataclasses.replace(head, params=to_host(head.params)) if mesh else head
@@ -273,28 +274,6 @@ def _read_rows(
         f"{rows.padding:.2%} of them padding; {len(store.held_out)} documents held out"
     )
     return rows, store.held_out
-
-
-def _check_same_draft_vocab(run: HeadRun, frozen: Params) -> None:
-    """Checks that a run that goes on has the draft vocabulary with which it began.
-
-    It is made of the corpus, and the rows of lm_head in the checkpoint are of its tokens. Where
-    data.json is lost, or of a version that wrote none, nothing else would notice.
-
-    Raises:
-      InputError: it has other tokens.
-    """
-    folder = Path(run.out) / FROZEN
-    if "d2t" not in frozen or not has_checkpoints(run) or not folder.exists():
-        return
-    try:
-        former = np.asarray(open_tree(folder)["d2t"])
-    except (InputError, KeyError):
-        return  # it was being written when the process was killed, and is written anew
-    if not np.array_equal(former, frozen["d2t"]):
-        rule = "a run is resumed only with the draft vocabulary that it began with"
-        next_step = f"restore {run.data.source}, or set out to another folder"
-        raise InputError(run.out, rule, "that of another corpus", next_step)
 
 
 def _count(head: Model) -> int:

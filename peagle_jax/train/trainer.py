@@ -42,15 +42,19 @@ class Evaluation:
     """What is measured between steps, and what follows from it.
 
     Attributes:
-      measure: what is called after every step; the row that it returns, if any, is logged.
+      measure: what is called after a step that is due; the row that it returns, if any, is logged.
       keeps_best: return the parameters of the evaluation with the longest acceptance length, not
         those of the last step.
       patience: stop after so many evaluations without a longer one; None: never.
+      patience_from: the step after which evaluations count for that, when all depths are trained.
+      is_due: whether a step is measured.
     """
 
     measure: EvalFn
     keeps_best: bool = False
     patience: int | None = None
+    patience_from: int = 0
+    is_due: Callable[[int], bool] = lambda step: True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +110,7 @@ def fit(
       InputError: `run.out` has checkpoints of another configuration, or cannot be written; or a
         step does not fit the memory, and those before it are saved; or its loss or gradients are
         not finite. What such a step made is not saved.
-      KeyboardInterrupt: after Ctrl-C. The last finished step is saved.
+      KeyboardInterrupt: after Ctrl-C, here or in another process. The last finished step is saved.
     """
     out, steps = Path(run.out), run.optimizer.steps
     init_run_dir(run)
@@ -124,7 +128,8 @@ def fit(
     log = MetricsLog(out / "metrics.jsonl", first_step, trackers)
     clock = TrainingClock(log.seconds)
     keeps_best = evaluation is not None and evaluation.keeps_best
-    evaluations = Evaluations(None if evaluation is None else evaluation.patience)
+    patience = (None, 0) if evaluation is None else (evaluation.patience, evaluation.patience_from)
+    evaluations = Evaluations(*patience)
     for row in log.rows:
         evaluations.add(row)
     if keeps_best:
@@ -181,7 +186,9 @@ def fit(
                 log.write(row)
                 progress.update(step, note=f"loss {row['loss']:.4f}")
             is_best = False
-            if evaluation is not None:
+            if evaluation is not None and evaluation.is_due(step):
+                jax.block_until_ready(state)
+                check()
                 began = time.perf_counter()
                 measured = evaluation.measure(step, state["params"])
                 if measured is not None:
@@ -203,7 +210,11 @@ def fit(
     if step > first_step and step != checkpoints.latest():
         checkpoints.save(step, state)
     checkpoints.wait()
+    is_interrupted = any_process(interruption.is_requested)
     interruption.deliver()
+    if is_interrupted and not interruption.is_requested:
+        # another process was: none goes on as if training were over
+        raise KeyboardInterrupt
     kept_step = step
     if keeps_best and evaluations.best_step not in (None, step):
         kept_step = evaluations.best_step

@@ -73,7 +73,11 @@ def test_speedups_are_medians_of_the_rounds_own_ratios():
     case = Case("none", 0, 1, 0.0)
     plain, fast = (Decoding(case, tiny.target(), None, PROMPTS, 4) for _ in range(2))
     plain.seconds, fast.seconds = [1.0, 10.0, 2.0], [0.5, 4.0, 1.0]
+    plain.num_tokens, fast.num_tokens = [8, 8, 8], [8, 8, 8]
     assert suites._speedup(fast, plain) == 2.0
+    fast.num_tokens = [4, 4, 4]  # its answers ended sooner: half as fast for half of the tokens
+    assert suites._speedup(fast, plain) == 1.0
+    assert fast.tokens_per_second == [8.0, 1.0, 4.0]
 
 
 def test_parts_and_break_even(suite):

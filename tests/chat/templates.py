@@ -81,6 +81,13 @@ MARKED = (
     "{% else %}{{ message['content'] }}{% endif %}" + END + DONE + PROMPT
 )
 
+# the token that ends the turn is marked, too, and the end of its line
+MARKED_TO_THE_LINE = (
+    LOOP + HEAD + "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }}" + END + "{% endgeneration %}"
+    "{% else %}{{ message['content'] }}" + END + "{% endif %}" + DONE + PROMPT
+)
+
 CAPITALS = PLAIN.replace("message['content'] }}", "message['content'] | upper }}")
 BACKWARDS = PLAIN.replace("message['content'] }}", "message['content'][::-1] }}")
 TWICE = PLAIN.replace(

@@ -109,6 +109,12 @@ def test_answers_and_their_ends(tokenizer, name, turns, system):
         assert found == [content + ENDS[name] for content in contents]
 
 
+def test_marks_may_end_with_the_line(tokenizer):
+    """What begins the next turn is not trained."""
+    found = trained(tokenizer, templates.MARKED_TO_THE_LINE, dialogue("yes", "no"))
+    assert found == ["yes<|im_end|>\n", "no<|im_end|>\n"]
+
+
 def test_space_belongs_to_an_answer_that_keeps_it(tokenizer):
     messages = dialogue("  yes \n", "\n\nno", " ")
     assert trained(tokenizer, templates.PLAIN, messages) == [

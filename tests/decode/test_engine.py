@@ -385,8 +385,11 @@ def test_an_engine_that_fails_tells_its_listeners(monkeypatch):
                 async for _ in server.stream(Request(prompt=[3])):
                     pass
             assert isinstance(error.value.__cause__, ArithmeticError)
-            with pytest.raises(RuntimeError, match="is not running"):
+            with pytest.raises(RuntimeError, match="has failed: make a new one") as error:
                 await anext(server.stream(Request(prompt=[3])))
+            assert isinstance(error.value.__cause__, ArithmeticError)
+        with pytest.raises(RuntimeError, match="is not running"):
+            await anext(AsyncEngine(make_engine(3)).stream(Request(prompt=[3])))
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

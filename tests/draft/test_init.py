@@ -175,6 +175,23 @@ def test_other_shapes_are_refused(changes):
         init_from_target(tiny.head(3, **{**IDENTITY, **changes}), tiny.target())
 
 
+def test_a_draft_vocabulary_goes_with_its_output_matrix():
+    """Of a head of another width, whose tokens are others than the new one's."""
+    vocab = {"vocab": 48, "draft_vocab": 20}
+    new, old = tiny.head(2, **vocab), tiny.head(1, dim=24, **vocab)
+    old_ids, new_ids = (jnp.arange(20) % n for n in (7, 3))
+    old = dataclasses.replace(old, params={**old.params, "d2t": old_ids})
+    new = dataclasses.replace(new, params={**new.params, "d2t": new_ids})
+    made = init_from_head(new, old, "x").params
+    np.testing.assert_array_equal(made["d2t"], new_ids)
+    np.testing.assert_array_equal(made["lm_head"]["kernel"], new.params["lm_head"]["kernel"])
+    alike = tiny.head(1, **vocab)
+    alike = dataclasses.replace(alike, params={**alike.params, "d2t": old_ids})
+    made = init_from_head(new, alike, "x").params
+    np.testing.assert_array_equal(made["d2t"], old_ids)
+    np.testing.assert_array_equal(made["lm_head"]["kernel"], alike.params["lm_head"]["kernel"])
+
+
 def test_another_heads_parameters_are_taken_over():
     """An EAGLE-3 head of one layer into a P-EAGLE head of two.
 

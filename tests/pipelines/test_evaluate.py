@@ -14,7 +14,7 @@ from peagle_jax.train.settings import build
 from peagle_jax.types import InputError
 from tests import tiny
 
-RAW = {"target": "t", "out": "o", "data": {"source": "s"}, "eval": {"num_prompts": 3}}
+RAW = {"target": "t", "out": "o", "data": {"source": "s"}, "eval": {"num_prompts": 4}}
 
 
 def conversation(*roles, tools=()):
@@ -29,21 +29,24 @@ def test_conversations_are_asked_anew():
         conversation("system", "user"),
         conversation("assistant", "user"),  # a greeting: nobody has asked
         conversation("system"),
-        Document("a", None, (), (7, 8), (9,)),
+        Document("a", None, prompt="user", completion=" x"),
+        Document("b", None, prompt="nobody answers"),
+        Document("c", None, (), (7, 8), (9,)),
     ]
     run = build(Eagle3Run, RAW, "test")
     prompts = eval_prompts(run, tokenizer, held_out, 100)
-    assert prompts[0] == [7, 8]
+    assert prompts[3] == [7, 8]
     # those that are too long for the target are passed over
-    longest = len(prompts[1])
-    assert eval_prompts(run, tokenizer, held_out, longest) == prompts[:2]
-    with pytest.raises(InputError, match="fit beside 96 new tokens; got 2 tokens"):
-        eval_prompts(run, tokenizer, held_out, 1)
-    shown = [tokenizer.decode(prompt) for prompt in prompts[1:]]
+    longest = len(prompts[0])
+    assert eval_prompts(run, tokenizer, held_out, longest) == [prompts[0], *prompts[2:]]
+    with pytest.raises(InputError, match="fit beside 96 new tokens; got 1 tokens"):
+        eval_prompts(run, tokenizer, held_out, 0)
+    shown = [tokenizer.decode(prompt) for prompt in prompts[:3]]
     end = "<|im_end|>\n<|im_start|>assistant\n"
     assert shown == [
         f"<|im_start|>user\nuser x{end}",
         f"<|im_start|>system\nsystem x<|im_end|>\n<|im_start|>user\nuser x{end}",
+        "user",
     ]
 
 

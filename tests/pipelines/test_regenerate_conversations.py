@@ -74,7 +74,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def said_alone(place, number, messages, num_turns):
+def said_alone(place, number, messages, num_turns, temperature):
     """(message or None if it reached the limit, prompt, token ids), by transformers' template.
 
     None where the prompt is too long.
@@ -87,7 +87,6 @@ def said_alone(place, number, messages, num_turns):
     if len(prompt) + LIMIT > target.config.context:
         return None
     seed = int(np.random.SeedSequence([SEED, number, num_turns]).generate_state(1)[0]) >> 1
-    temperature = TEMPERATURES[number % 2]
     (answer,) = generate(
         target, None, [prompt], max_new_tokens=LIMIT, temperature=temperature, seed=[seed]
     )
@@ -97,7 +96,7 @@ def said_alone(place, number, messages, num_turns):
     return assistant(tokenizer.decode(ids[:-1])), prompt, ids
 
 
-def expected_row(place, number, document):
+def expected_row(place, number, document, temperature):
     """What a simple loop over the turns of one conversation writes."""
     messages, num_turns, num_tokens = [], 0, 0
     for message in regenerate_conversations.turns_of(document):
@@ -105,7 +104,7 @@ def expected_row(place, number, document):
         if message["role"] != "assistant" or not asked or message.get("tool_calls"):
             messages.append(message)
             continue
-        said = said_alone(place, number, messages, num_turns)
+        said = said_alone(place, number, messages, num_turns, temperature)
         if said is None:
             reason = "context"
             break
@@ -130,7 +129,13 @@ def test_every_turn_is_the_targets_own(place, tmp_path):
     out = tmp_path / "a.jsonl"
     there = regenerate(place / "target", options(place, num_samples=16), out, lambda s: None)
     documents = corpus.read_corpus(place / "chats.jsonl")
-    expected = [expected_row(place, i, documents[i % 6]) for i in range(16) if i % 6 != 5]
+    # of every second pass each conversation has the other temperature
+    one, other = TEMPERATURES
+    by_pass = [[one, other] * 3, [other, one] * 3, [one, other] * 2]
+    temperatures = [temperature for a_pass in by_pass for temperature in a_pass]
+    expected = [
+        expected_row(place, i, documents[i % 6], temperatures[i]) for i in range(16) if i % 6 != 5
+    ]
     got = rows(out)
     assert got == expected
     assert there.rows == len(got) and there.tokens == sum(row["num_tokens"] for row in got)
@@ -147,7 +152,10 @@ def test_a_conversation_ends_where_the_context_does(place, tmp_path):
     regenerate(place / "target", options(place, **changes), tmp_path / "a.jsonl", said.append)
     documents = corpus.read_corpus(tmp_path / "long.jsonl")
     got = rows(tmp_path / "a.jsonl")
-    assert got == [expected_row(place, i, documents[0]) for i in range(0, 8, 2)]
+    expected = [
+        expected_row(place, i, documents[0], TEMPERATURES[i // 2 % 2]) for i in range(0, 8, 2)
+    ]
+    assert got == expected
     assert "context" in {row["finish_reason"] for row in got}
     assert said[-1].startswith("4 conversations gave no row")
 
@@ -213,6 +221,10 @@ def test_calls_of_tools_stay(place):
     job.said.append(assistant("new"))
     assert job.go_on() and job.said == [*messages, assistant("new"), user("b")]
     assert not job.go_on()
+    # where the answer after the results is cut, nothing of its question is left
+    job.said, job.num_turns = [user("a"), assistant("new"), user("b"), *messages[1:]], 1
+    row = regenerate_conversations._row(job, None, "context")
+    assert row is not None and row["messages"] == [user("a"), assistant("new")]
 
 
 def test_channels_become_fields():

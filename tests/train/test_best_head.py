@@ -22,7 +22,9 @@ def loss(params, batch, frozen, denominators):
     return jnp.sum((params["w"] - batch) ** 2), {}
 
 
-def train(folder, keeps_best=True, patience=None, stop_after=None, said=None, **changes):
+def train(
+    folder, keeps_best=True, patience=None, stop_after=None, said=None, patience_from=0, **changes
+):
     raw = {
         "target": "not read here",
         "out": str(folder),
@@ -45,7 +47,7 @@ def train(folder, keeps_best=True, patience=None, stop_after=None, said=None, **
         Objective(loss, lambda batch: None, lambda sums: sums),
         lambda step: jnp.array([[1.0 + step, 0.5]]),
         None,
-        Evaluation(measure, keeps_best, patience),
+        Evaluation(measure, keeps_best, patience, patience_from),
         (said if said is not None else []).append,
     )
     return fitted, seen
@@ -76,6 +78,12 @@ def test_the_best_is_returned_and_its_checkpoint_stays(tmp_path):
     kept = Checkpoints(tmp_path / "best" / "checkpoints").manager.restore(4)
     np.testing.assert_array_equal(kept["params"]["w"], best.params["w"])
     assert newest(tmp_path / "best" / "checkpoints").parent.name == "12"
+
+
+@pytest.mark.parametrize("start, end", [(5, 6), (6, 10), (9, 10), (10, 12)])
+def test_patience_waits_for_the_last_depths(tmp_path, start, end):
+    fitted, _ = train(tmp_path, patience=1, patience_from=start)
+    assert (fitted.step, fitted.stopped_early, fitted.kept_step) == (end, True, 4)
 
 
 @pytest.mark.parametrize("patience, end", [(1, 6), (2, 10), (3, 12)])

@@ -1,6 +1,8 @@
 """A loss that is no number ends a run: it names step and rows, and saves nothing of them."""
 
+import dataclasses
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -115,5 +117,13 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path):
     assert data.pop("padding") == 0
     path.write_text(json.dumps(data))  # of a run of a former version
     check_same_data(run, packed(2))
+    check_same_data(run, packed(2), "t")  # it did not write the target
     path.unlink()  # of an older one
     check_same_data(run, packed(3))
+    checked = dataclasses.replace(run, out=str(tmp_path / "another"))
+    tmp_path.joinpath("another").mkdir()
+    check_same_data(checked, packed(2), "t")
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "another" / "checkpoints")
+    check_same_data(checked, packed(2), "t")
+    with pytest.raises(InputError, match="target that it began with; got one with other weights"):
+        check_same_data(checked, packed(2), "u")

@@ -114,6 +114,33 @@ def test_a_parallel_head_of_another_design_to_begin_from(rows, tmp_path):
         assert jnp.array_equal(params["fusion"]["fc"]["kernel"], kernel)
 
 
+@pytest.mark.parametrize(
+    "changes, key",
+    [
+        ({}, "train_lm_head"),
+        ({"train_embedding": False, "train_lm_head": True}, "train_embedding"),
+        ({"train_lm_head": True}, None),
+    ],
+)
+def test_no_matrix_stays_as_it_began_at_random(rows, changes, key):
+    """A head of another width has none of the target's."""
+    raw = {"head": {"layers": 1, "mask_token": 5, "dim": 16, "head_dim": None}, **changes}
+    if key is None:
+        assert begun(rows, "shared", **raw)["lm_head"]["kernel"].shape[0] == 16
+        return
+    with pytest.raises(InputError, match=f"has none of its matrices; got 16; set {key}: true"):
+        begun(rows, "shared", **raw)
+
+
+def test_another_width_may_begin_with_a_trained_heads(rows, tmp_path):
+    changes = {"layers": 1, "windows": (None,), "mlp_dim": 40, "num_depths": 4, "dim": 16}
+    trained = tiny.head.__wrapped__(3, head_dim=12, rope=tiny.target_config().rope, **changes)
+    save_drafter(trained, tmp_path / "trained")
+    raw = {"head": {"layers": 1, "mask_token": 5, "dim": 16, "mlp_dim": 40}}
+    params = begun(rows, "shared", init_from=str(tmp_path / "trained"), **raw)
+    np.testing.assert_array_equal(params["lm_head"]["kernel"], trained.params["lm_head"]["kernel"])
+
+
 def test_a_head_to_begin_from_that_names_no_layers(rows, tmp_path):
     """It reads those that vLLM chooses for the target that is trained with."""
     trained = finished(aux_hidden_state_layers=(2, 5, 8))

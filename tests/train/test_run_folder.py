@@ -39,6 +39,22 @@ def test_checkpoints_without_the_settings_that_they_began_with(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
 
 
+def test_a_result_of_other_settings_is_not_this_runs(tmp_path):
+    """Also where its checkpoints were deleted."""
+    out = str(tmp_path / "run")
+    run = load(tmp_path, minimal("peagle", out=out))
+    init_run_dir(run)
+    (tmp_path / "run" / "result.json").write_text("{}")
+    other = load(tmp_path, minimal("peagle", out=out, seed=run.seed + 1))
+    with pytest.raises(InputError, match="only with the settings that it began with.*seed"):
+        init_run_dir(other)
+    assert load_run(tmp_path / "run" / "config.yaml").seed == run.seed
+    init_run_dir(run)
+    (tmp_path / "run" / "result.json").unlink()
+    init_run_dir(other)
+    assert load_run(tmp_path / "run" / "config.yaml").seed == run.seed + 1
+
+
 def test_a_folder_that_was_moved_is_its_own(tmp_path):
     """Its settings name the place where it was begun."""
     init_run_dir(load(tmp_path, minimal("peagle", out=str(tmp_path / "run"))))

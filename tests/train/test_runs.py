@@ -12,6 +12,7 @@ import yaml
 
 from peagle_jax import weights
 from peagle_jax.cli import main
+from peagle_jax.train import train_head
 from peagle_jax.train.config import TASKS, load_run
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "train"
@@ -315,6 +316,7 @@ def test_a_markov_head_is_trained_on_top_of_a_finished_head(corpus, target, tmp_
     raw["optimizer"]["steps"] = 2
     assert main(["train", str(write(tmp_path / "run.yaml", raw))]) == 0
     first = weights.open_folder(tmp_path / "first" / "head")
+    first = {name: np.array(x) for name, x in first.items()}
     raw |= {
         "out": str(tmp_path / "second"),
         "init_from": str(tmp_path / "first" / "head"),
@@ -324,6 +326,11 @@ def test_a_markov_head_is_trained_on_top_of_a_finished_head(corpus, target, tmp_
     raw["optimizer"]["steps"] = 12
     path = write(tmp_path / "run.yaml", raw)
     assert main(["train", str(path), "--max_seconds", "0"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_head, "target_hash", lambda folder: "of another")
+        assert main(["train", str(path)]) == 2
+    assert "target that it began with; got one with other weights" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "first")  # the run has what it needs of it
     assert main(["train", str(path)]) == 0
     second = weights.open_folder(tmp_path / "second" / "head")
     plain = {name.replace("layers.0.", "midlayer."): x for name, x in second.items()}
