@@ -188,6 +188,10 @@ class Engine(BaseEngine):
         """Takes in a row that `check` made, of this engine or of one like it."""
         self._waiting.add(row)
 
+    def give_back(self) -> list[Row]:
+        """Takes back what `enqueue` got and what does not enter yet, for another engine."""
+        return self._waiting.take_all()
+
     def check_memory(self, requests: Sequence[Request]) -> None:
         self._memory.check(requests, self.held_bytes)
 

@@ -160,6 +160,8 @@ class ParallelEngine(BaseEngine):
         self._engine_of: dict[int, Engine] = {}
         self._cancelled: list[Output] = []
         self._lock = threading.Lock()
+        # is done when a request was added or cancelled since requests were handed out
+        self._news: concurrent.futures.Future[None] = concurrent.futures.Future()
         # the steps that are under way, by engine
         self._running: dict[concurrent.futures.Future[list[Output]], Engine] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(len(engines), "peagle-decode")
@@ -181,6 +183,7 @@ class ParallelEngine(BaseEngine):
         row = self.engines[0].check(request, elsewhere)  # which counts the requests of all
         with self._lock:
             self._waiting.append(row)
+            self._wake()
         return row.id
 
     def cancel(self, request_id: int) -> None:
@@ -190,6 +193,12 @@ class ParallelEngine(BaseEngine):
             for row in [row for row in self._waiting if row.id == request_id]:
                 self._waiting.remove(row)
                 self._cancelled.append(output_without_answer(row, "cancelled"))
+            self._wake()
+
+    def _wake(self) -> None:
+        """Ends a step that waits for engines, so that one with nothing to do gets the request."""
+        if not self._news.done():
+            self._news.set_result(None)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         self.engines[0].check_memory(requests)
@@ -218,6 +227,7 @@ class ParallelEngine(BaseEngine):
         idle = [engine for engine in self.engines if engine not in under_way]
         with self._lock:
             outputs, self._cancelled = self._cancelled, []
+            self._news = concurrent.futures.Future()
             self._hand_out(idle)
             others_wait = bool(self._waiting)
         device = cast(Any, jax.config).jax_default_device  # may be set for this thread alone
@@ -239,9 +249,13 @@ class ParallelEngine(BaseEngine):
         return outputs
 
     def _finished(self) -> list[Output]:
-        """What the engines say that end a step first. An error is raised after what others say."""
+        """What the engines say that end a step first. An error is raised after what others say.
+
+        Nothing where a request was added meanwhile.
+        """
         outputs: list[Output] = []
-        done = concurrent.futures.wait(self._running, return_when="FIRST_COMPLETED").done
+        concurrent.futures.wait({*self._running, self._news}, return_when="FIRST_COMPLETED")
+        done = {future for future in self._running if future.done()}
         failed = [future for future in done if future.exception()]
         for future in done.difference(failed):
             del self._running[future]
@@ -252,7 +266,15 @@ class ParallelEngine(BaseEngine):
         return outputs
 
     def _hand_out(self, idle: Sequence[Engine]) -> None:
-        """Gives requests that wait to engines with free rows, to the emptiest first."""
+        """Gives requests that wait to engines with free rows, to the emptiest first.
+
+        Also those that such an engine has and cannot begin yet, for it reads long prompts.
+        """
+        if given_back := [row for engine in idle for row in engine.give_back()]:
+            for row in given_back:
+                del self._engine_of[row.id]
+            in_order = sorted([*given_back, *self._waiting], key=lambda row: row.id)
+            self._waiting = collections.deque(in_order)
         free = {engine: engine.max_batch - engine.num_taken for engine in idle}
         while self._waiting and free:
             engine = max(free, key=lambda engine: free[engine])

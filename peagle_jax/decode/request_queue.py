@@ -36,6 +36,13 @@ class RequestQueue:
             for row in rows:
                 self._rows.remove(row)
 
+    def take_all(self) -> list[Row]:
+        """Takes out all rows that somebody still wants."""
+        with self._lock:
+            wanted = [row for row in self._rows if row.id not in self._cancelled]
+        self.remove(wanted)
+        return wanted
+
     def cancel(self, request_id: int) -> None:
         """Marks a request that nobody wants any more, wherever it is."""
         self._cancelled.add(request_id)

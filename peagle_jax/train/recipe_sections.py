@@ -101,7 +101,8 @@ class EvalConfig:
     # The parameters that become the head: of the last step, or of the evaluation with the longest
     # acceptance length.
     keep: typing.Literal["last", "best"] = "last"
-    patience: int | None = None  # stop after so many evaluations without a longer one; null: never
+    # Stop after so many evaluations without a longer one, with all depths in training; null: never.
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         positive = self.every is None or self.every >= 1

@@ -165,6 +165,8 @@ def test_step_and_speed_follow_from_the_rounds():
     run = Decoding(Case("none", 0, 1, 0.0), tiny.target(), None, PROMPTS, 4)
     run.run(timed=True)
     run.seconds, run.prompt_seconds = [2.0, 9.0, 1.0], [0.5, 0.2, 0.8]
+    assert run.num_tokens == [12]
+    run.num_tokens = [12] * 3
     record = run.record()
     assert record["step_seconds"] == pytest.approx((2.0 - 0.5) / 9)
     assert record["tokens_per_second"] == 12 / 2.0

@@ -180,6 +180,47 @@ def test_an_error_in_a_thread_is_raised_after_what_others_have_done(monkeypatch)
     assert answered == [0]
 
 
+def test_a_request_does_not_wait_while_an_engine_is_idle(monkeypatch):
+    """It comes from another thread in the middle of the other engine's step."""
+    several = engine(max_batch=2)
+    step, begun, answered = Engine.step, threading.Event(), threading.Event()
+    in_time = []
+
+    def slow(self):
+        if self is several.engines[0]:
+            begun.set()
+            in_time.append(answered.wait(30))
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slow)
+    first = several.add(Request(prompt=[3], max_new_tokens=2))
+
+    def decode():
+        while several.has_work:
+            if any(output.request_id != first for output in several.step()):
+                answered.set()
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    assert begun.wait(60)
+    several.add(Request(prompt=[4], max_new_tokens=2))
+    thread.join(90)
+    assert not thread.is_alive() and all(in_time) and not several._engine_of
+
+
+def test_a_request_that_cannot_begin_goes_to_another_engine(monkeypatch):
+    """The engine that has it has no memory left for it, say."""
+    several = engine(max_batch=4, max_steps=1)
+    memory = several.engines[0]._memory
+    monkeypatch.setattr(memory, "num_allowed", lambda asked, running, held: 0 if running else 1)
+    for number, limit in enumerate((100, 2, 2)):  # the first and the third are one engine's
+        several.add(Request(prompt=[3 + number], max_new_tokens=limit, stop_ids=()))
+    ends = []
+    while several.has_work:
+        ends += [out.request_id for out in several.step() if out.answer is not None]
+    assert ends == [1, 2, 0] and not several._engine_of
+
+
 def test_step_times_are_measured_once(tmp_path, monkeypatch):
     """Engines that choose K share what they measure; texts do not depend on K."""
     measured = []

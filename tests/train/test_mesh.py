@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -222,6 +223,31 @@ def test_a_dead_process_ends_the_others(dead, corpus, target, tmp_path):
     assert processes[1 - dead].returncode not in (0, -9)
     named = "task 1 heartbeat timeout" if dead else "coordination service"
     assert named in error.lower(), error[-3000:]
+
+
+@pytest.mark.long
+def test_ctrl_c_in_one_process_ends_both(corpus, target, tmp_path):
+    """With the same step saved, and nothing exported, as if training were over."""
+    path = recipe("peagle", "run", corpus, target, tmp_path, mesh=MESHES["all"], save_every=2)
+    raw = yaml.safe_load(path.read_text())
+    raw["optimizer"]["steps"] = 100_000
+    processes = start_two(test_runs.write(path, raw))
+    saved = tmp_path / "run" / "checkpoints"
+    try:
+        until = time.monotonic() + 300
+        while not any(saved.glob("[0-9]*")):
+            assert time.monotonic() < until and all(p.poll() is None for p in processes)
+            time.sleep(1)
+        processes[1].send_signal(signal.SIGINT)
+        errors = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [1, 1], errors
+    assert "stopping: this step is finished and saved first" in errors[1]
+    assert not (tmp_path / "run" / "head").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
 
 
 def test_rows_must_be_divisible(corpus, target, tmp_path):
