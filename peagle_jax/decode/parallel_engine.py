@@ -254,7 +254,8 @@ class ParallelEngine(BaseEngine):
         Nothing where a request was added meanwhile.
         """
         outputs: list[Output] = []
-        concurrent.futures.wait({*self._running, self._news}, return_when="FIRST_COMPLETED")
+        ends: list[concurrent.futures.Future[Any]] = [*self._running, self._news]
+        concurrent.futures.wait(ends, return_when="FIRST_COMPLETED")
         done = {future for future in self._running if future.done()}
         failed = [future for future in done if future.exception()]
         for future in done.difference(failed):
