@@ -157,9 +157,17 @@ def plan_of(run: HeadRun, target: Model, head: Model) -> TrainingPlan:
     head_bytes = bytes_on(head.params, head.config, mesh)
     all_parameters = sum(math.prod(x.shape) * 4 for _, x in flatten_params(trained))
     optimizer_bytes = round(optimizer * divided / all_parameters)
-    flops = step_flops(run, target, head, packed)
-    reads = run.gradient_accumulation * (target_bytes + 3 * head_bytes) + 2 * optimizer_bytes
-    rate = H200.rates[jnp.dtype(run.compute.dtype).itemsize]
+    of_target, of_head = target_flops(run, target), head_flops(run, target, head, packed)
+    read_of_target = target_bytes
+    if run.hidden_states_dir is not None:  # of the target the output matrix alone is read
+        output = {name: x for name, x in target.params.items() if name in ("embed", "lm_head")}
+        output = {"lm_head": output["lm_head"]} if "lm_head" in output else output
+        read_of_target = bytes_on(output, target.config, mesh)
+    reads = run.gradient_accumulation * (read_of_target + 3 * head_bytes) + 2 * optimizer_bytes
+    target_rate, rate = (
+        H200.rates[jnp.dtype(dtype).itemsize] for dtype in (run.target_dtype, run.compute.dtype)
+    )
+    multiplying = (of_target / target_rate + of_head / rate) / num_devices
     return TrainingPlan(
         devices=num_devices,
         mesh=" x ".join(map(str, sizes)),
@@ -173,8 +181,8 @@ def plan_of(run: HeadRun, target: Model, head: Model) -> TrainingPlan:
         optimizer_bytes=optimizer_bytes,
         gradient_bytes=gradients + copies,
         activation_bytes=activation_bytes(run, target.config, head.config, rows),
-        step_flops=flops,
-        step_floor=max(flops / rate / num_devices, reads / H200.bandwidth),
+        step_flops=of_target + of_head,
+        step_floor=max(multiplying, reads / H200.bandwidth),
     )
 
 
@@ -309,8 +317,20 @@ def _runs_kernels(run: HeadRun, dtype: str) -> bool:
     return dtype == "bfloat16" and run.mesh.data * run.mesh.fsdp * run.mesh.model == 1
 
 
-def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
-    """Multiplications and additions of a step: products with matrices, and attention.
+def target_flops(run: HeadRun, target: Model) -> float:
+    """Multiplications and additions of the target's forward in a step; none with hidden states."""
+    n, rows, t = run.data.seq_len - 1, run.data.batch_size, cast(TargetConfig, target.config)
+    if run.hidden_states_dir is not None:
+        return 0.0
+    experts, per_token = experts_of(t)
+    used = per_token / experts if experts else 1
+    dense = matrix_sizes(target.params, ("blocks",), experts=False)
+    active = dense + used * matrix_sizes(target.params, ("blocks",), experts=True)
+    return 2.0 * rows * n * active + rows * n * n / 2 * 4 * t.heads * t.head_dim * t.layers
+
+
+def head_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
+    """Multiplications and additions of the head in a step: with matrices, and in attention.
 
     A product costs 2 for each weight and element forward, and twice that backward. What is computed
     again costs its forward once more. Logits and their gradients are computed once, and the
@@ -330,11 +350,4 @@ def step_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     flops += 6.0 * rows * n * fusion
     # half of the keys, twice 2 for scores and values, and 2.5 times that backward
     flops += elements * n / 2 * 4 * c.heads * c.head_dim * c.layers * (2.5 + again)
-    if run.hidden_states_dir is None:
-        experts, per_token = experts_of(t)
-        used = per_token / experts if experts else 1
-        dense = matrix_sizes(target.params, ("blocks",), experts=False)
-        active = dense + used * matrix_sizes(target.params, ("blocks",), experts=True)
-        flops += 2.0 * rows * n * active
-        flops += rows * n * n / 2 * 4 * t.heads * t.head_dim * t.layers
     return flops

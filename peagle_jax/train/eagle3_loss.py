@@ -104,6 +104,7 @@ def eagle3_loss(
             1,
             logit_cap,
             loss,
+            batch_size=B,
         )
         count = jnp.maximum(weight.sum(), 1) if denominators is None else denominators[step]
         summed += decay**step * step_loss / count

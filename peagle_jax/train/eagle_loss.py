@@ -100,6 +100,7 @@ def eagle_loss(
         1,
         logit_cap,
         loss,
+        batch_size=B,
     )
     count = jnp.maximum(weight.sum(), 1) if denominators is None else denominators[0]
     of_features = jnp.sum(weight * distance)

@@ -7,16 +7,19 @@ that keeps logits out of memory altogether (LOG.md, 2026-11-25).
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.draft.markov import MarkovHead
 from peagle_jax.layers import float32_product, soft_cap
+from peagle_jax.targets.sharding import DATA, FSDP
 
 CHUNK = 2048  # packed elements whose logits exist at one time
 MIN_OVERLAP, HYBRID_ETA = 1e-5, 3.0  # as in speculators 0.9
@@ -147,6 +150,7 @@ def distill(
     loss: str = "forward_kl",
     bias: MarkovBias | None = None,
     confidence: Float[Array, " P"] | None = None,
+    batch_size: int = 1,
 ) -> tuple[Float[Array, ""], DepthCounts]:
     """Weighted sum of the elements' losses, and how often the head's argmax is the target's.
 
@@ -165,6 +169,9 @@ def distill(
       bias: of the head's logits; None for a head without a Markov head.
       confidence: logits of a confidence head, which learn the share of an element's drafts that
         sampling accepts; None for a head without one.
+      batch_size: sequences of which the elements, and the rows of `teacher_hidden`, are as many
+        equal parts, one after another; no element learns from another sequence. On a mesh that
+        divides them each device computes the logits of its own.
 
     Returns:
       sum(weight * loss), and {"correct", "total"} by depth. With `confidence` the loss has its
@@ -175,7 +182,7 @@ def distill(
         code = bias.head.code(bias.previous, inputs[0]).astype(inputs[0].dtype)
         inputs, matrices = (*inputs, code), (*matrices, bias.head.w2.kernel[...])
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
-    form = Form(loss, num_depths, logit_cap, confidence is not None)
+    form = Form(loss, num_depths, logit_cap, confidence is not None, batch_size)
     rows = teacher_row, weight, depth
     results = cast(Any, _distill_chunks(form, inputs, matrices, teacher, rows))
     total, counts, overlap = results
@@ -209,6 +216,7 @@ class Form:
     num_depths: int
     logit_cap: float | None
     wants_overlap: bool
+    batch_size: int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -261,10 +269,46 @@ _distill_chunks.defvjp(_distill_chunks_forward, _distill_chunks_backward, symbol
 def _sums_and_grads(form, inputs, matrices, teacher, rows, wanted):
     """What `_distill_chunks` returns, and the gradients of its sum.
 
+    On a mesh each device has chunks of its own sequences. Cut from all elements, a chunk would be
+    of one device's sequences, and XLA would have every device compute every chunk.
+
     Args:
       wanted: the numbers of the inputs, and of the matrices, whose gradients are computed. Others
         are None.
     """
+    axes, num_shards = _axes_of_sequences()
+    if num_shards == 1 or form.batch_size % num_shards:
+        return _sums_and_grads_of_chunks(form, inputs, matrices, teacher, rows, wanted)
+
+    def of_one_shard(inputs, matrices, teacher, rows):
+        teacher_row, weight, depth = rows
+        teacher_row -= jax.lax.axis_index(axes) * teacher[0].shape[0]
+        rows = teacher_row, weight, depth
+        (summed, counts, overlap), (of_inputs, of_matrices) = _sums_and_grads_of_chunks(
+            form, inputs, matrices, teacher, rows, wanted
+        )
+        summed, counts, of_matrices = jax.lax.psum((summed, counts, of_matrices), axes)
+        return (summed, counts, overlap), (of_inputs, of_matrices)
+
+    divided, whole = PartitionSpec(axes), PartitionSpec()
+    return jax.shard_map(
+        of_one_shard,
+        in_specs=(divided, whole, (divided, whole), divided),
+        out_specs=((whole, whole, divided), (divided, whole)),
+        axis_names=set(axes),
+        check_vma=False,
+    )(inputs, matrices, teacher, rows)
+
+
+def _axes_of_sequences() -> tuple[tuple[str, ...], int]:
+    """The axes of the mesh at hand that divide a batch's sequences, and into how many parts."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    axes = tuple(axis for axis in (DATA, FSDP) if sizes.get(axis, 1) > 1)
+    return axes, math.prod(sizes[axis] for axis in axes)
+
+
+def _sums_and_grads_of_chunks(form, inputs, matrices, teacher, rows, wanted):
+    """As `_sums_and_grads`, of the elements of one device."""
     teacher_hidden, teacher_weight = teacher
     P = inputs[0].shape[0]
     chunks = max(1, -(-P // CHUNK))

@@ -277,6 +277,7 @@ class Teacher:
             self.loss,
             bias,
             confidence,
+            B,
         )
 
 

@@ -212,25 +212,24 @@ def next_token_loss(target: Decoder, batch: Batch) -> tuple[Float[Array, ""], Fl
     positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     tokens, segment_ids = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
     out, _ = target(tokens, positions, PackedCausal(segment_ids), None)
-    weight = _tokens_in_loss(batch).reshape(-1)
-    labels = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)]).reshape(-1)
-    hidden = out.hidden.reshape(B * T, -1)
+    weight = _tokens_in_loss(batch)
+    labels = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])
     chunks = max(1, -(-B * T // CHUNK))
 
     def split(x: Array) -> Array:
-        """[B*T ..] -> [chunks n ..], padded with zeros."""
-        padding = [(0, -len(x) % chunks), *[(0, 0)] * (x.ndim - 1)]
-        return jnp.pad(x, padding).reshape(chunks, -1, *x.shape[1:])
+        """[B T ..] -> [chunks B n ..], padded with zeros: each device keeps its sequences."""
+        padding = [(0, 0), (0, -T % chunks), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, padding).reshape(B, chunks, -1, *x.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
     def chunk_loss(total, chunk):
         hidden, labels, weight = chunk
         log_probs = jax.nn.log_softmax(target.compute_logits(hidden).astype(jnp.float32))
-        of_labels = jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+        of_labels = jnp.take_along_axis(log_probs, labels[..., None], axis=-1)[..., 0]
         return total - jnp.sum(weight * of_labels), None
 
     total, _ = jax.lax.scan(
-        chunk_loss, jnp.zeros(()), (split(hidden), split(labels), split(weight))
+        chunk_loss, jnp.zeros(()), (split(out.hidden), split(labels), split(weight))
     )
     return total, weight.sum()
 

@@ -208,6 +208,27 @@ def test_floor_of_a_step():
         plan.step_flops / (67e12 * (790 / 989)),
         (plan.target_bytes + 3 * plan.head_bytes + 2 * plan.optimizer_bytes) / 4.3e12,
     )
+    # the target in 16 bits, at their rate
+    narrow = dataclasses.replace(RUN, target_dtype="bfloat16")
+    of_target = training_plan.target_flops(RUN, target)
+    of_head = plan.step_flops - of_target
+    by_products = of_target / (989e12 * (790 / 989)) + of_head / (67e12 * (790 / 989))
+    assert 0 < of_target < plan.step_flops
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            training_plan, "H200", dataclasses.replace(training_plan.H200, bandwidth=1e99)
+        )
+        floor = training_plan.plan_of(narrow, target, head).step_floor
+        assert math.isclose(floor, by_products)
+        stored = dataclasses.replace(RUN, hidden_states_dir="x")
+        floor = training_plan.plan_of(stored, target, head).step_floor
+        assert math.isclose(floor, of_head / (67e12 * (790 / 989)))
+        no_products = dict.fromkeys((4, 2, 1), 1e99)
+        device = dataclasses.replace(training_plan.H200, bandwidth=1.0, rates=no_products)
+        patch.setattr(training_plan, "H200", device)
+        output = target.params["lm_head"]["kernel"]
+        bytes_read = 4 * math.prod(output.shape) + 3 * plan.head_bytes + 2 * plan.optimizer_bytes
+        assert training_plan.plan_of(stored, target, head).step_floor == bytes_read
     assert math.isclose(
         plan.total_bytes,
         sum(

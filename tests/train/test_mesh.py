@@ -160,6 +160,20 @@ def test_a_run_goes_on_with_other_devices(corpus, target, tmp_path):
     assert_same(tmp_path, "moved", "one")
 
 
+@pytest.mark.parametrize("sizes, chunks", [((8, 1, 1), []), ((2, 4, 1), []), ((2, 1, 4), [4])])
+def test_each_device_computes_the_logits_of_its_own_sequences(sizes, chunks):
+    """Eight chunks, one for each sequence, on one device; on eight one each. Numbers are the same.
+
+    Where the vocabulary is divided between four devices, two groups have four sequences each.
+    """
+    program = Path(__file__).with_name("mesh_loss.py")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(program.parents[2])}
+    words = [sys.executable, str(program), *map(str, sizes)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == [[8], chunks]
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_same_curve(corpus, target, tmp_path):
     """Killed and begun again; the second process is silent, and writes no metrics."""
