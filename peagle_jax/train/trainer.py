@@ -47,14 +47,18 @@ class Evaluation:
         those of the last step.
       patience: stop after so many evaluations without a longer one; None: never.
       patience_from: the step after which evaluations count for that, when all depths are trained.
-      is_due: whether a step is measured.
+      is_due: whether a step is measured; None: every step is.
     """
 
     measure: EvalFn
     keeps_best: bool = False
     patience: int | None = None
     patience_from: int = 0
-    is_due: Callable[[int], bool] = lambda step: True
+    is_due: Callable[[int], bool] | None = None
+
+    def measures(self, step: int) -> bool:
+        """Whether what was trained up to a step is measured."""
+        return self.is_due is None or self.is_due(step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +190,7 @@ def fit(
                 log.write(row)
                 progress.update(step, note=f"loss {row['loss']:.4f}")
             is_best = False
-            if evaluation is not None and evaluation.is_due(step):
+            if evaluation is not None and evaluation.measures(step):
                 jax.block_until_ready(state)
                 check()
                 began = time.perf_counter()
