@@ -212,7 +212,7 @@ def _with_system(document: Document, system: object, where: str) -> Document:
         messages = ({"role": "user", "content": document.prompt},)
     (first,) = check_messages([{"role": "system", "content": system}], "system", where)
     if messages[0]["role"] == "system":
-        if messages[0] != first:
+        if content_text(messages[0]).strip() != content_text(first).strip():
             rule = "a conversation has one system message"
             next_step = "leave out system, or the message"
             raise InputError(where, rule, _short([system, messages[0]["content"]]), next_step)

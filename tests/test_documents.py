@@ -58,6 +58,7 @@ SYSTEM = [("system", "be kind")]
         ({"prompt": "hi", "response": "yes"}, TALK),
         ({"prompt": MESSAGES[:1], "completion": "yes"}, TALK),
         ({"messages": [{"role": "system", "content": "be kind"}, *MESSAGES]}, TALK),
+        ({"messages": [{"role": "system", "content": "be kind", "name": None}, *MESSAGES]}, TALK),
     ],
 )
 def test_a_system_message_comes_first(row, expected):

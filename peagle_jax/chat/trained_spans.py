@@ -327,7 +327,7 @@ class _Located:
             shown = self.text[start:end].rstrip()  # a line may end within what a template marks
             ends_with_tag = shown.endswith(self.special) or (
                 tag not in self.special
-                and any(tag.end() == end for tag in TAG.finditer(self.text, start, end))
+                and any(tag.end() == len(shown) for tag in TAG.finditer(shown))
             )
             return start, end if ends_with_tag else end + len(tag)
         place, best = end, end

@@ -77,7 +77,7 @@ def rewrite(
       writer: of the answers.
       tokenizer: of the target, which rows are tried with: what its template cannot show again is
         written as tokens. None: rows are not tried.
-      temperatures: row i takes i modulo their number, and in every further pass over the
+      temperatures: conversation i takes i modulo their number, and in every further pass over the
         conversations the one after it.
       seed: of sampling, together with the number of the row and of the turn.
       at_a_time: conversations under way.
@@ -99,8 +99,8 @@ def rewrite(
         messages = tuple(job.said)
         conversation = Conversation(messages, job.document.tools)
         where = f"{job.document.name}, turn {len(messages) + 1}"
-        passes = 0 if num_documents is None else job.number // num_documents
-        temperature = temperatures[(job.number + passes) % len(temperatures)]
+        passes, document = divmod(job.number, num_documents or job.number + 1)
+        temperature = temperatures[(document + passes) % len(temperatures)]
         own_seed = np.random.SeedSequence([seed, job.number, job.num_turns]).generate_state(1)[0]
         turn = Turn(conversation, temperature, int(own_seed) >> 1, where)
         try:

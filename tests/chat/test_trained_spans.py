@@ -113,6 +113,10 @@ def test_marks_may_end_with_the_line(tokenizer):
     """What begins the next turn is not trained."""
     found = trained(tokenizer, templates.MARKED_TO_THE_LINE, dialogue("yes", "no"))
     assert found == ["yes<|im_end|>\n", "no<|im_end|>\n"]
+    plain = text.train_tokenizer(["yes no\n" * 40], 300)
+    plain.add_tokens(["<|im_start|>"])  # of which transformers does not say that they are special
+    found = trained(plain, templates.MARKED_TO_THE_LINE.replace("im_end", "done"), dialogue("a"))
+    assert found == ["a<|done|>\n"]
 
 
 def test_space_belongs_to_an_answer_that_keeps_it(tokenizer):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+from peagle_jax import user_cache
 from peagle_jax.decode import matrix_layout, parallel_engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.matrix_layout import in_fastest_layout
@@ -215,6 +216,16 @@ def test_a_damaged_file_is_measured_anew(kept, monkeypatch, content):
 
 def test_a_folder_that_cannot_be_written(kept, monkeypatch):
     kept.parent.write_text("a file in its place")
+    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: {"plain": 9.0, "blocks": 1.0})
+    assert matrix_layout._are_blocks_faster(((8, 128),), "bfloat16", 7, 3)
+
+
+def test_a_user_without_a_home(kept, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(user_cache.Path, "home", no_home)
     monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: {"plain": 9.0, "blocks": 1.0})
     assert matrix_layout._are_blocks_faster(((8, 128),), "bfloat16", 7, 3)
 

@@ -12,7 +12,7 @@ from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
 from peagle_jax.documents import Document
 from peagle_jax.pipelines import regenerate_conversations
-from peagle_jax.pipelines.answer_writers import message_of
+from peagle_jax.pipelines.answer_writers import Answer, message_of
 from peagle_jax.pipelines.regenerate import RegenerationOptions, regenerate
 from peagle_jax.types import InputError
 from tests import tiny
@@ -142,6 +142,31 @@ def test_every_turn_is_the_targets_own(place, tmp_path):
     # of both kinds, or this test shows little
     assert {row["finish_reason"] for row in got} == {"stop", "length"}
     assert max(row["num_turns"] for row in got) > 1 and any("messages" not in row for row in got)
+
+
+class Echo:
+    """Says yes, and remembers at which temperature it was asked what."""
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, turn):
+        self.asked.append((turn.conversation.messages[-1]["content"], turn.temperature))
+        return len(self.asked)
+
+    def wait(self):
+        return [(len(self.asked), Answer(assistant("yes"), True, (), (), 1))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_every_pass_takes_the_next_temperature(count):
+    echo = Echo()
+    documents = [(i, Document(str(i), None, prompt=f"{i % count}")) for i in range(3 * count)]
+    list(
+        regenerate_conversations.rewrite(documents, echo, None, (0.0, 0.5, 1.0), 0, 1, None, count)
+    )
+    for i in range(count):
+        assert sorted(t for said, t in echo.asked if said == str(i)) == [0.0, 0.5, 1.0]
 
 
 def test_a_conversation_ends_where_the_context_does(place, tmp_path):
