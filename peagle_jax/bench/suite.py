@@ -89,7 +89,7 @@ class Suite:
 
     Attributes:
       records: result rows, in the order in which they were measured.
-      lossless: whether every greedy float32 answer equals plain decoding's.
+      lossless: whether every greedy answer of float32 weights and caches equals plain decoding's.
       sample: see `choose_sample`; None without a P-EAGLE head.
       decodings: what was measured, with their requests.
     """

@@ -3,7 +3,7 @@
 Blocks of columns are faster on some processors (`layers/column_blocks.py`); by how much depends on
 the rows of a step. So both layouts are measured before such engines are made, with matrices of the
 model's sizes and on all cores at once, as the engines will multiply. That takes some 0.3 s, most of
-it for compiling. What was measured is kept, so that all processes of a machine take the same
+it for compiling. What was measured is kept, so that later processes of a machine take the same
 layout, and sums have the same order in each:
 
     ~/.cache/peagle_jax/matrix_layouts/9c1d...json      one file for each kind of step

@@ -99,7 +99,9 @@ def rewrite(
         messages = tuple(job.said)
         conversation = Conversation(messages, job.document.tools)
         where = f"{job.document.name}, turn {len(messages) + 1}"
-        passes, document = divmod(job.number, num_documents or job.number + 1)
+        passes, document = 0, job.number
+        if num_documents is not None:
+            passes, document = divmod(job.number, num_documents)
         temperature = temperatures[(document + passes) % len(temperatures)]
         own_seed = np.random.SeedSequence([seed, job.number, job.num_turns]).generate_state(1)[0]
         turn = Turn(conversation, temperature, int(own_seed) >> 1, where)

@@ -160,9 +160,8 @@ def plan_of(run: HeadRun, target: Model, head: Model) -> TrainingPlan:
     of_target, of_head = target_flops(run, target), head_flops(run, target, head, packed)
     read_of_target = target_bytes
     if run.hidden_states_dir is not None:  # of the target the output matrix alone is read
-        output = {name: x for name, x in target.params.items() if name in ("embed", "lm_head")}
-        output = {"lm_head": output["lm_head"]} if "lm_head" in output else output
-        read_of_target = bytes_on(output, target.config, mesh)
+        output = "lm_head" if "lm_head" in target.params else "embed"  # tied
+        read_of_target = bytes_on({output: target.params[output]}, target.config, mesh)
     reads = run.gradient_accumulation * (read_of_target + 3 * head_bytes) + 2 * optimizer_bytes
     target_rate, rate = (
         H200.rates[jnp.dtype(dtype).itemsize] for dtype in (run.target_dtype, run.compute.dtype)
