@@ -23,6 +23,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from peagle_jax.atomic_write import append_line
 from peagle_jax.bench import timing
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.draft.confidence import NO_CONFIDENCE
@@ -228,10 +229,11 @@ def main() -> None:
         f"python -m experiments.drafting_time --layers {args.layers} --dim {args.dim} "
         f"--repeats {args.repeats}"
     )
-    rows = measure(target, heads, args.repeats)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(provenance(command) | row) + "\n" for row in rows)
+    args.out.open("a").close()  # before minutes of work, not after
+    origin = provenance(command)
+    rows = measure(target, heads, args.repeats)
+    append_line(args.out, "\n".join(json.dumps(origin | row) for row in rows))
     bandwidth, flops, plain = (rows[0][key] for key in ("bandwidth", "flops", "plain_step_seconds"))
     speeds = f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s"
     Console(width=150).print(f"{speeds}; plain step {1e3 * plain:.2f} ms", _table(rows))

@@ -45,7 +45,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from peagle_jax.assembler import check_assembler  # noqa: E402
-from peagle_jax.atomic_write import write_atomically  # noqa: E402
+from peagle_jax.atomic_write import append_line, write_atomically  # noqa: E402
 from peagle_jax.kernels.launch import gpu, interpret_kernels, unavailable_reason  # noqa: E402
 from peagle_jax.provenance import CODE, provenance, without_folders  # noqa: E402
 from peagle_jax.types import InputError  # noqa: E402
@@ -268,8 +268,7 @@ def read(path: Path) -> list[dict]:
 def write(path: Path, row: dict) -> None:
     """Adds a row to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_line(path, json.dumps(row))
 
 
 def show(rows: list[dict]) -> None:

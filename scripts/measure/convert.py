@@ -219,6 +219,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     from peagle_jax import weights
+    from peagle_jax.atomic_write import append_line
     from peagle_jax.provenance import provenance
 
     command = "python scripts/measure/convert.py " + " ".join(sys.argv[1:])
@@ -245,8 +246,7 @@ def main() -> None:
                 "peak_resident_bytes": max(run.resident_bytes for run in runs),
             }
             args.record.parent.mkdir(parents=True, exist_ok=True)
-            with args.record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(args.record, json.dumps(row))
             print(describe(row, seconds), flush=True)
         shutil.rmtree(source)
     shutil.rmtree(args.work)

@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/corpus_memory"))
     parser.add_argument("--record", type=Path, default=Path("results/corpus_memory.jsonl"))
     args = parser.parse_args()
+    from peagle_jax.atomic_write import append_line
     from peagle_jax.provenance import provenance
 
     command = "python scripts/measure/corpus_memory.py " + " ".join(sys.argv[1:])
@@ -149,8 +150,7 @@ def main() -> None:
             **measure(corpus, store, args.packing, args.seq_len),
         }
         args.record.parent.mkdir(parents=True, exist_ok=True)
-        with args.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(args.record, json.dumps(row))
         print(describe(row), flush=True)
         shutil.rmtree(args.work)
 

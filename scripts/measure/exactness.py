@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import corpus, generate, load_pair, text
+from peagle_jax.atomic_write import append_line
 from peagle_jax.bench.exact import first_gap
 from peagle_jax.pipelines.demo import ASSETS, HELD_OUT
 from peagle_jax.progress import ProgressReport
@@ -172,8 +173,7 @@ def main() -> None:
             of_format = measure(name, prompts, args.max_new_tokens, progress)
             rows += of_format
             if args.record is not None:  # at once: a format takes minutes
-                with args.record.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(origin | row) + "\n" for row in of_format)
+                append_line(args.record, "\n".join(json.dumps(origin | row) for row in of_format))
     Console(width=110).print(table_of(rows))
 
 

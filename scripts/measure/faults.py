@@ -372,6 +372,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/faults"))
     parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
     args = parser.parse_args()
+    from peagle_jax.atomic_write import append_line
     from peagle_jax.provenance import provenance
 
     work = args.work.absolute()
@@ -392,8 +393,7 @@ def main() -> int:
         say = "; ".join(row["problems"]) or "the same result"
         print(f"{name}: {len(row['moments'])} kills in {row['seconds']} s: {say}", flush=True)
         if args.record is not None:
-            with args.record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(args.record, json.dumps(row))
     return 1 if failed else 0
 
 

@@ -167,6 +167,7 @@ def main() -> int:
     if args.search:
         search(args.search[0], args.seconds, Path(args.search[1]))
         return 0
+    from peagle_jax.atomic_write import append_line
     from peagle_jax.provenance import provenance
 
     of_this = provenance(" ".join(["python scripts/measure/guided_fuzz.py", *sys.argv[1:]]))
@@ -181,8 +182,7 @@ def main() -> int:
             flush=True,
         )
         if args.record is not None:
-            with args.record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(args.record, json.dumps(row))
     return 1 if failed else 0
 
 

@@ -291,14 +291,14 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/kills"))
     parser.add_argument("--record", type=Path, default=Path("results/kills.jsonl"))
     args = parser.parse_args()
+    from peagle_jax.atomic_write import append_line
     from peagle_jax.provenance import provenance
 
     shutil.rmtree(args.work, ignore_errors=True)
     command = " ".join(["python scripts/measure/kills.py", *sys.argv[1:]])
     row = provenance(command) | compare(args.work.absolute(), args.kills, args.seed)
     args.record.parent.mkdir(parents=True, exist_ok=True)
-    with args.record.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_line(args.record, json.dumps(row))
     is_equal = row["equal_weights"] and row["equal_metrics"]
     print(f"{row['kills']} kills, weights and metrics {'equal' if is_equal else 'DIFFER'}")
     return 0 if is_equal else 1

@@ -145,6 +145,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=MISTAKES, metavar="NAME")
     parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
     args = parser.parse_args()
+    from peagle_jax.atomic_write import append_line
     from peagle_jax.provenance import provenance
 
     of_this = provenance(" ".join(["python scripts/measure/mutants_by_hand.py", *sys.argv[1:]]))
@@ -161,8 +162,7 @@ def main() -> int:
             row = {"name": "mutants_by_hand", **of_this, "mistake": name, "noticed": is_noticed}
             row |= {"file": mistake.file, "tests": mistake.tests}
             if args.record is not None:
-                with args.record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_line(args.record, json.dumps(row))
     return 1 if survivors else 0
 
 

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import load_target, text
+from peagle_jax.atomic_write import append_line
 from peagle_jax.bench.timing import median_seconds
 from peagle_jax.draft.head import DraftHead, random_head
 from peagle_jax.layers import Decoder, product
@@ -298,8 +299,7 @@ def main() -> None:
     )
     if args.record is not None:
         command = f"python scripts/measure/training.py --dtype {args.dtype}"
-        with args.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(provenance(command) | row) + "\n")
+        append_line(args.record, json.dumps(provenance(command) | row))
 
 
 if __name__ == "__main__":

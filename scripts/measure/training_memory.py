@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle_jax.atomic_write import append_line
 from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
@@ -189,8 +190,7 @@ def main() -> int:
             slope = exponent([row["tokens"] for row in known], [row[key] for row in known])
             print(f"{key}: exponent {slope:.3f}")
     if args.record is not None:
-        with args.record.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_line(args.record, "\n".join(map(json.dumps, rows)))
     return 0
 
 

@@ -136,6 +136,7 @@ def main() -> int:
     parser.add_argument("--skip-absent", action="store_true", help="pass over absent Pythons")
     parser.add_argument("--record", type=Path, help="JSONL to append to (default: print only)")
     args = parser.parse_args()
+    from peagle_jax.atomic_write import append_line
     from peagle_jax.provenance import provenance
 
     of_this = provenance(" ".join(["python scripts/measure/versions.py", *sys.argv[1:]]))
@@ -158,8 +159,7 @@ def main() -> int:
         table.add_row(name, *cells, row["outcome"])
         print(f"{name}: {row['outcome']}", flush=True)
         if args.record is not None:
-            with args.record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(args.record, json.dumps(row))
     Console(width=150).print(table)
     return 1 if failed else 0
 

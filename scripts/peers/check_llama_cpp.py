@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax import text
+from peagle_jax.atomic_write import append_line
 from peagle_jax.bench.exact import compare
 from peagle_jax.checkpoints import gguf_writing
 from peagle_jax.checkpoints.convert import convert
@@ -292,8 +293,7 @@ def main() -> int:
             rows.append(row)
             print(f"{row['drafter']}: {'agrees' if row['agrees'] else 'DIFFERS'}", flush=True)
             if args.record:
-                with args.record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(origin | row) + "\n")
+                append_line(args.record, json.dumps(origin | row))
     except InputError as error:
         print(f"check_llama_cpp: {error}", file=sys.stderr)
         return 2
