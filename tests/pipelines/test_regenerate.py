@@ -168,16 +168,25 @@ def test_a_file_of_something_else_is_left_alone(content, place, tmp_path):
     assert (tmp_path / "notes").read_text() == content
 
 
-def test_no_excerpt_is_of_a_held_out_file(place):
-    tokenizer = text.load_tokenizer(place / "target")
+def test_no_excerpt_is_of_a_held_out_file(place, tmp_path):
+    names = {path.name for path in (place / "corpus").iterdir()}
     train, held_out = corpus.split(corpus.read_corpus(place / "corpus"), 0.3)
     assert held_out
-    found = excerpts_of(tokenizer, train, options(place, num_samples=200))
+    many = options(place, num_samples=40, max_new_tokens=1)
+    regenerate(place / "target", many, tmp_path / "a.jsonl", lambda s: None)
+    sources = {row["source"] for row in rows(tmp_path / "a.jsonl")}
+    assert len(sources) > 5 and sources <= names - {document.name for document in held_out}
+
+
+def test_excerpts_are_of_all_texts(place):
+    tokenizer = text.load_tokenizer(place / "target")
+    documents = corpus.read_corpus(place / "corpus")
+    found = excerpts_of(tokenizer, documents, options(place, num_samples=200))
     texts = [tokenizer.decode(ids) for ids in found]
     assert all(len(ids) == 3 for ids in found) and len(set(texts)) > 20
-    assert all(any(t in d.text for d in train) for t in texts)
+    assert all(any(t in d.text for d in documents) for t in texts)
     with pytest.raises(InputError, match="more than 99999 tokens"):
-        excerpts_of(tokenizer, train, options(place, prompt_tokens=99999))
+        excerpts_of(tokenizer, documents, options(place, prompt_tokens=99999))
 
 
 def test_answers_become_rows_supervised_on_the_answer(place, tmp_path):
