@@ -106,3 +106,8 @@ class Experiment:
             raise ValueError(f"{self.name}: the reference {self.reference} must be one of {names}")
         if self.kind == "curve" and any(v.x is None for v in self.variants.values()):
             raise ValueError(f"{self.name}: every variant of a curve needs x")
+        for name, variant in self.variants.items():
+            start = self.variants.get(variant.init_from or name)
+            if start is None or (variant.init_from and start.init_from):
+                rule = "a head starts from a variant of its experiment that starts from none"
+                raise ValueError(f"{self.name}, {name}: {rule}; got {variant.init_from}")

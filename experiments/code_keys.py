@@ -43,23 +43,27 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @functools.cache
-def code_key(modules: tuple[str, ...]) -> str:
+def code_key(modules: tuple[str, ...], without: tuple[str, ...] = ()) -> str:
     """The key of some modules and of everything that they import.
 
     Args:
       modules: dotted names, for example ("peagle_jax.pipelines.train_head",).
+      without: modules, or packages with all their modules, that cannot change what these make.
 
     Raises:
       ValueError: a module does not exist, or an import cannot be followed.
     """
     digest = hashlib.sha256()
-    for module in imported_modules(modules):
+    for module in imported_modules(modules, without):
         digest.update(f"{module}\n{_syntax(module)}\n".encode())
     return digest.hexdigest()[:12]
 
 
-def imported_modules(modules: tuple[str, ...]) -> list[str]:
+def imported_modules(modules: tuple[str, ...], without: tuple[str, ...] = ()) -> list[str]:
     """The modules themselves and all modules of this repository that they import, sorted.
+
+    Args:
+      without: as in `code_key`.
 
     Raises:
       ValueError: a module does not exist, or an import cannot be followed.
@@ -68,7 +72,7 @@ def imported_modules(modules: tuple[str, ...]) -> list[str]:
     waiting = list(modules)
     while waiting:
         module = waiting.pop()
-        if module in reached or not _has_influence(module):
+        if module in reached or not _has_influence(module, without):
             continue
         reached.add(module)
         waiting += _imports(module)
@@ -76,10 +80,10 @@ def imported_modules(modules: tuple[str, ...]) -> list[str]:
     return sorted(reached)
 
 
-def _has_influence(module: str) -> bool:
+def _has_influence(module: str, without: tuple[str, ...]) -> bool:
     parts = module.split(".")
     names = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    return not any(name in WITHOUT_INFLUENCE for name in names)
+    return not any(name in WITHOUT_INFLUENCE or name in without for name in names)
 
 
 def _imports(module: str) -> Iterator[str]:

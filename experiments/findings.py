@@ -7,6 +7,15 @@ from experiments.base import Experiment, Variant
 from experiments.statistics import Comparison, Interval, compare, counts, interval, per_position
 from experiments.texts import OPEN, STRUCTURED
 
+# keys of a row -> what several values of them are
+ORIGINS = {
+    "base": "base runs",
+    "training_code": "versions of the code that trains",
+    "measuring_code": "versions of the code that measures",
+    "jax": "versions of JAX",
+    "flax": "versions of Flax",
+}
+PACKAGES = ("jax", "flax")
 GROUPS = {"structured": STRUCTURED, "code": ("code",), "open": OPEN}
 
 
@@ -104,7 +113,7 @@ def _finding(
     x, method = (known.x, known.method) if known else (None, "peagle")
     finding = Finding(name, tuple(rows), x, method)
     notes = []
-    if len({str(row["changes"]) for row in rows}) > 1:
+    if len({str((row["changes"], _settings(row))) for row in rows}) > 1:
         notes.append(f"The runs of {name} differ in more than their seed.")
     try:
         total = counts(rows)
@@ -136,6 +145,12 @@ def _finding(
     return finding, notes
 
 
+def _settings(row: Mapping) -> dict | None:
+    """The configuration of a row's training without its seed; None in rows that have none."""
+    config = row.get("config")
+    return {**config, "seed": None} if isinstance(config, dict) else None
+
+
 def _cautions(rows: Sequence[Mapping]) -> list[str]:
     """What a reader of the numbers must know about where they come from."""
     notes = []
@@ -147,10 +162,18 @@ def _cautions(rows: Sequence[Mapping]) -> list[str]:
             f"{dirty} of {len(rows)} runs were made in a working tree with changes that their "
             "commit does not hold."
         )
-    if len({row["device"] for row in rows}) > 1:
-        notes.append("The runs come from several machines: their speeds cannot be compared.")
+    # as "AMD EPYC, 2 cores"
+    if len(machines := {row["device"].rpartition(",")[0] or row["device"] for row in rows}) > 1:
+        names = ", ".join(sorted(machines))
+        notes.append(f"The runs come from several machines ({names}): do not compare speeds.")
+    for key, what in ORIGINS.items():
+        values = dict.fromkeys(str(row[key]) for row in rows if row.get(key) is not None)
+        if len(values) > 1:
+            shown = f": {', '.join(values)}" if key in PACKAGES else ""
+            notes.append(f"The runs come from several {what}{shown}: differences may be of that.")
+    # by its contents, or in older rows by its stage
     targets = {
-        (row["stages"].get("target"), row.get("target_digest"))
+        row.get("target_digest") or row["stages"].get("target")
         for row in rows
         if isinstance(row.get("stages"), dict)
     }

@@ -17,10 +17,12 @@ from experiments.stages.hidden_states import hidden_states_stage
 from experiments.stages.prompts import prompts_stage
 from experiments.stages.target import target_stage
 from peagle_jax.train.config import EagleRun, HeadRun
+from peagle_jax.types import InputError
 
 # where the code begins that decides what a head learns, and what is measured of it
 TRAINING = ("peagle_jax.pipelines.train_head",)
 MEASURING = ("experiments.measure",)
+CODE_HAS_CHANGED = 3  # exit code of experiments.work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +56,41 @@ class Job:
         return list(dict.fromkeys(complete))
 
     def stages(self) -> list[Stage]:
-        """What must be made before it runs: its hidden states, then its prompts and texts."""
+        """What must be made before it runs: its hidden states, then its prompts and texts.
+
+        Last come the hidden states of the head that it starts from.
+        """
         lengths = {m.prompt_tokens for m in self.measurements()}
         lengths.add(self.budget.answers.prompt_tokens)
         prompts = [prompts_stage(self.budget, n) for n in sorted(lengths)]
         texts = {text.key: text for m in self.measurements() if (text := self.text_of(m))}
-        return [self._hidden_states(), *prompts, *texts.values()]
+        initial = self.initial_job()
+        others = [initial._hidden_states()] if initial else []
+        return [self._hidden_states(), *prompts, *texts.values(), *others]
+
+    def check(self) -> None:
+        """Raises InputError for what could only fail after hours: in training or measuring."""
+        run, where = self.plain_run(), f"{self.experiment.name}, {self.name}"
+        if run.task != self.variant.method:
+            rule = f"a head that a run of task {run.task} trains drafts by that method"
+            raise InputError(where, rule, self.variant.method, f'set method="{run.task}"')
+        stored = self._hidden_states().config["aux_hidden_state_layers"]
+        if not set(run.aux_hidden_state_layers) <= set(stored):
+            rule = f"a head reads those of the target's layers that are stored, {list(stored)}"
+            next_step = "choose among them, or add layers to the budget"
+            raise InputError(where, rule, list(run.aux_hidden_state_layers), next_step)
+        for m in self.measurements():
+            assert m.max_new_tokens is not None and m.k is not None
+            least = m.k + 1 if m.on_text else 2
+            if m.max_new_tokens < least:
+                rule = f"at least {least} new tokens must be measured"
+                raise InputError(where, rule, m.max_new_tokens, "measure longer texts")
 
     def text_of(self, measurement: Measurement) -> Stage | None:
         """The texts along which a measurement without None is computed; None if it decodes."""
         m = measurement
         if not m.on_text:
             return None
-        if m.max_new_tokens <= m.k:
-            rule = f"{self.experiment.name}, {self.name}: texts must be longer than K = {m.k}"
-            raise ValueError(f"{rule}; got {m.max_new_tokens} new tokens; measure longer ones")
         return continuations_stage(self.budget, m.prompt_tokens, m.max_new_tokens, m.temperature)
 
     def _hidden_states(self) -> Stage:
@@ -108,6 +130,16 @@ class Job:
             code_key(MEASURING),
         ]
         return _hash(facts)
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What rows must have in common to be compared: code, and the run that variants change."""
+        base = [dataclasses.asdict(x) for x in (base_run(self.budget, 0), self.budget.answers)]
+        return {
+            "training_code": code_key(TRAINING),
+            "measuring_code": code_key(MEASURING),
+            "base": _hash(base),
+        }
 
     def run(self, cache: Path) -> HeadRun:
         """Its training run, with the folders of a cache."""

@@ -1,6 +1,6 @@
 """Former names in rows: what was written before the words of docs/glossary.md is read in them.
 
-Rows are never rewritten. Those of before have former names of experiments, variants, keys and
+Names in rows are not rewritten. Those of before have former names of experiments, variants, keys and
 settings, and get the present ones when they are read.
 """
 

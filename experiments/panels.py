@@ -1,7 +1,7 @@
 """Panels of an experiment's pictures: each draws one thing into one axis of matplotlib."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -45,7 +45,8 @@ def colors_of(variants: Sequence[Finding]) -> list[Color]:
     num_used = {method: 0 for method in SHADES}
     colors: list[Color] = []
     for variant in variants:
-        colors.append(SHADES[variant.method][num_used[variant.method]])
+        shades = SHADES[variant.method]
+        colors.append(shades[num_used[variant.method] % len(shades)])
         num_used[variant.method] += 1
     return colors
 
@@ -283,12 +284,19 @@ def sampled_drafts(axis: Axes, variants: Sequence[Finding]) -> None:
         # rows of several versions may have fewer measurements than the first one
         fewest = min(len(row["measurements"]) for row in variant.rows)
         for number, measurement in enumerate(measurements[1:fewest], 1):
-            if measurement.get("sample_drafts") and measurement["k"] == measurements[0]["k"]:
+            if _differs_in_sampled_drafts(measurements[0], measurement):
                 with contextlib.suppress(ValueError):  # those of one number do not fit each other
                     lengths.append(interval(variant.rows, measurement=number))
                     places.append(variant.x)
     if places:
         intervals(axis, places, lengths, PURPLE, "D", "drafts sampled too", line="--")
+
+
+def _differs_in_sampled_drafts(first: Mapping, other: Mapping) -> bool:
+    """Whether a measurement samples its drafts, and is otherwise the first, which does not."""
+    keys = ("k", "temperature", "on_text", "prompt_tokens", "max_new_tokens")
+    is_alike = all(first.get(key) == other.get(key) for key in keys)
+    return is_alike and bool(other.get("sample_drafts")) and not first.get("sample_drafts")
 
 
 def published_lengths(axis: Axes) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from experiments.folders import ROOT
-from experiments.jobs import Job
+from experiments.jobs import CODE_HAS_CHANGED, Job
 from peagle_jax import allocator
 from peagle_jax.atomic_write import append_line, write_atomically
 from peagle_jax.file_lock import lock_while_alive
@@ -88,6 +88,7 @@ class Queue:
         self.running: list[Running] = []
         self.rows: list[dict] = []
         self.failed: list[tuple[Job, Path]] = []  # with their logs
+        self.code_has_changed = False  # since the command began: no further job begins
         self._num_announced = 0
         try:
             results.mkdir(parents=True, exist_ok=True)
@@ -120,9 +121,10 @@ class Queue:
             self.free_cores.append(running.core)
             self._collect(running)
         is_late = self.is_late
-        while self.free_cores and not is_late and (job := self._next()) is not None:
+        is_ending = is_late or self.code_has_changed
+        while self.free_cores and not is_ending and (job := self._next()) is not None:
             self._begin(job)
-        return bool(self.running) or (bool(self.waiting) and not is_late)
+        return bool(self.running) or (bool(self.waiting) and not is_ending)
 
     def news(self) -> list[str]:
         """One line for every row since the last call."""
@@ -169,6 +171,7 @@ class Queue:
             "variant": job.name,
             "seed": job.seed,
             "budget": job.budget_name,
+            "key": job.key,
             "cache": str(self.cache),
             "out": str(out),
             "command": self.command,
@@ -197,6 +200,10 @@ class Queue:
         }
 
     def _collect(self, running: Running) -> None:
+        if running.process.returncode == CODE_HAS_CHANGED:
+            self.code_has_changed = True
+            self.waiting.insert(0, running.job)
+            return
         succeeded = running.process.returncode == 0 and self._take_row(running.job, running.out)
         if not succeeded:
             self.failed.append((running.job, running.log))

@@ -1,5 +1,8 @@
 """All experiments, in the order in which they are reported."""
 
+from collections.abc import Sequence
+from types import ModuleType
+
 from experiments.base import Experiment
 from experiments.questions import (
     against_eagle3,
@@ -23,27 +26,40 @@ from experiments.questions import (
     warm_start,
 )
 
-EXPERIMENTS: dict[str, Experiment] = {
-    module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (
-        hidden_designs,
-        token_designs,
-        block_attention,
-        context_injection,
-        true_tokens,
-        regularization,
-        head_layers,
-        speculation_depth,
-        cod_sampling,
-        context_length,
-        embeddings,
-        losses,
-        depth_weights,
-        aux_layers,
-        data_amount,
-        warm_start,
-        against_eagle3,
-        sequential_head,
-        sampling,
-    )
-}
+MODULES: tuple[ModuleType, ...] = (
+    hidden_designs,
+    token_designs,
+    block_attention,
+    context_injection,
+    true_tokens,
+    regularization,
+    head_layers,
+    speculation_depth,
+    cod_sampling,
+    context_length,
+    embeddings,
+    losses,
+    depth_weights,
+    aux_layers,
+    data_amount,
+    warm_start,
+    against_eagle3,
+    sequential_head,
+    sampling,
+)
+
+
+def by_name(modules: Sequence[ModuleType]) -> dict[str, Experiment]:
+    """The experiments of some files.
+
+    Raises:
+      ValueError: a file has the name of another experiment: its rows would be taken for those.
+    """
+    for module in modules:
+        name, file = module.EXPERIMENT.name, module.__name__.rpartition(".")[2]
+        if name != file:
+            raise ValueError(f"{module.__file__}: must have name={file!r}; got {name!r}")
+    return {module.EXPERIMENT.name: module.EXPERIMENT for module in modules}
+
+
+EXPERIMENTS = by_name(MODULES)

@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -31,12 +31,15 @@ from experiments.registry import EXPERIMENTS
 from experiments.rows import latest, read_rows
 from experiments.stages.cache import Stage, check_disk_space, missing_stages, prepare
 from experiments.watch import follow
+from experiments.work import target_digest
 from peagle_jax.atomic_write import DISK_IS_FULL
 from peagle_jax.types import InputError
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 140)
 TRAIN_OVER_MEASURE = 6  # training the base takes so many times as long as measuring a head
 STATE_COPIES = 7  # times its parameters that a head takes on disk: two training states, its folder
+# of `stage_minutes`, measured with the budget sampled on two cores of an AMD EPYC
+STAGE_SHARES = {"text": 0.04, "target": 0.85, "answers": 0.08, "hidden_states": 0.02}
 STOPPED = 130  # exit code after Ctrl-C, as shells have it
 
 
@@ -84,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
     add("names", nargs="*", metavar="NAME", help="experiments; all: every one")
     add("--seeds", type=int, default=3, help="runs of each variant (3)")
     add("--budget", choices=BUDGETS, default="small", help="how long heads train (small)")
-    add("--only", nargs="+", metavar="VARIANT", help="these variants (and what they need)")
+    only_help = "these variants (and the heads that they start from)"
+    add("--only", nargs="+", metavar="VARIANT", help=only_help)
     jobs_help = f"runs at a time ({num_cores}, the cores of this machine)"
     add("--jobs", type=int, default=num_cores, help=jobs_help)
     minutes_help = "begin no run after so many minutes; the same command continues later"
@@ -159,13 +163,14 @@ def go(options: Options) -> int:
         return 0 if options.list else 2
     _check(options)
     jobs = plan(options.names, options.seeds, options.budget, options.only)
-    done = finished(options.results)
-    todo = [job for job in jobs if _identity(job) not in done]
+    todo = to_do(jobs, options.results, options.cache)
     stages = [stage for job in todo for stage in job.stages()]
     missing = missing_stages(stages, options.cache)
     heads = _heads_to_train(todo, options.cache)
     if options.dry_run:
         CONSOLE.print(_plan_table(jobs, todo, options.budget))
+    for line in _without_reference(jobs, options.results):
+        CONSOLE.print(line)
     CONSOLE.print(_estimate(jobs, todo, missing, heads, options))
     model = BUDGETS[options.budget].model
     head_bytes = sum(4 * STATE_COPIES * num_parameters(run, model) for run in heads.values())
@@ -179,6 +184,11 @@ def go(options: Options) -> int:
     )
     if not queue.is_late:
         prepare(stages, options.cache, CONSOLE.print)
+        # only now is it known whether finished runs are of this target
+        queue.waiting = to_do(jobs, options.results, options.cache)
+        if more := len(queue.waiting) - len(todo):
+            CONSOLE.print(f"{more} finished runs are of a target with other weights: made anew")
+            prepare([s for job in queue.waiting for s in job.stages()], options.cache)
     return follow(queue, CONSOLE)
 
 
@@ -215,24 +225,44 @@ def plan(names: Sequence[str], seeds: int, budget: str, only: Sequence[str] | No
     if unknown:
         rule = f"must be variants: {', '.join(known)}"
         raise InputError("--only", rule, ", ".join(unknown), "choose among them")
-    return [
+    jobs = [
         Job(experiment, name, seed, budget)
         for seed in range(seeds)
         for experiment in experiments
         for name in _chosen(experiment, only)
     ]
+    for job in jobs:
+        job.check()
+    return jobs
 
 
 def _chosen(experiment: Experiment, only: Sequence[str] | None) -> list[str]:
     return [name for name in experiment.variants if not only or name in only]
 
 
+def to_do(jobs: Sequence[Job], results: Path, cache: Path) -> list[Job]:
+    """The jobs without a row. A row of a target with other weights than the cache's is none."""
+    done = finished(results)
+    digest = target_digest(jobs[0], cache) if jobs else None  # jobs of one budget have one target
+    rows = [(job, done.get(_identity(job))) for job in jobs]
+    return [job for job, row in rows if row is None or not _is_of_target(row, digest)]
+
+
 def _identity(job: Job) -> tuple:
     return job.experiment.name, job.name, job.seed, job.budget_name, job.key
 
 
-def finished(results: Path) -> set[tuple]:
-    """Experiment, variant, seed, budget and key of the rows that a report would show.
+def _is_of_target(row: Mapping, digest: str | None) -> bool:
+    """Whether a row may be compared with what is measured on a target.
+
+    Args:
+      digest: of the target; None where it is not made yet.
+    """
+    return digest is None or row.get("target_digest", digest) == digest
+
+
+def finished(results: Path) -> dict[tuple, Mapping]:
+    """The rows that a report would show, by experiment, variant, seed, budget and key.
 
     Of several rows of one variant, seed and budget that is the last. Lines that cannot be used are
     passed over; the report names them.
@@ -240,13 +270,25 @@ def finished(results: Path) -> set[tuple]:
     rows, _ = read_rows(results)
     fields = ("experiment", "variant", "seed", "budget", "key")
     return {
-        tuple(row[field] for field in fields)
+        tuple(row[field] for field in fields): row
         for row in latest(rows)
         if isinstance(row.get("key"), str)
     }
 
 
 # ---------------------------------------------------------------- what is said before
+
+
+def _without_reference(jobs: Sequence[Job], results: Path) -> list[str]:
+    """A line for each experiment whose reference neither has a row nor is among the jobs."""
+    known = {(job.experiment.name, job.name) for job in jobs}
+    known |= {identity[:2] for identity in finished(results)}
+    experiments = {job.experiment.name: job.experiment.reference for job in jobs}
+    return [
+        f"{name}: without {reference}, the reference, nothing is compared; add it to --only"
+        for name, reference in experiments.items()
+        if (name, reference) not in known
+    ]
 
 
 def explain() -> Table:
@@ -300,8 +342,7 @@ def _estimate(
     base_flops = training_flops(base_run(budget, 0), budget.model)
     trainings = sum(training_flops(run, budget.model) for run in heads.values()) / base_flops
     minutes = budget.minutes * (trainings + len(todo) / TRAIN_OVER_MEASURE) / options.jobs
-    if missing:
-        minutes += budget.stage_minutes
+    minutes += sum(budget.stage_minutes * STAGE_SHARES.get(s.name, 0.01) for s in missing)
     names = [f"{stage.name} ({stage.num_bytes / 1e9:.2f} GB)" for stage in missing]
     each = f"the base about {budget.minutes:g} minutes each on {budget.measured_on}"
     return (

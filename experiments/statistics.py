@@ -155,9 +155,9 @@ def _check_measured_alike(runs: Sequence[Mapping]) -> None:
         )
 
 
-def _source(run: Mapping) -> tuple:
-    """What the prompts of a measurement are: by code and settings, and by their contents."""
-    return run.get("prompts_stage"), run.get("prompts_digest")
+def _source(run: Mapping) -> str | None:
+    """What the prompts of a measurement are: by their contents, or in older rows by their stage."""
+    return run.get("prompts_digest") or run.get("prompts_stage")
 
 
 def _kinds(run: Mapping) -> list[str]:

@@ -38,9 +38,12 @@ def follow(queue: Queue, console: Console) -> int:
     for job, log in queue.failed:
         words = f"failed: {job.experiment.name}, {job.name}, seed {job.seed}; its log: {log}"
         console.print(words, soft_wrap=True, markup=False)  # a path that can be copied
+    if queue.code_has_changed:
+        words = "the code has changed since this command began, and is that of other rows"
+        console.print(f"stopped: {words}; change code in another checkout, and begin again")
     if queue.waiting:
         console.print(f"{len(queue.waiting)} runs are left; the same command continues with them")
-    return 1 if queue.failed else 0
+    return 1 if queue.failed or queue.code_has_changed else 0
 
 
 def _live_table(queue: Queue) -> Table:

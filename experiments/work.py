@@ -3,9 +3,12 @@
 `python -m experiments.work JOB.json` does one job alone; `experiments.run` writes such files.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import jax
 import numpy as np
 
 from experiments.arithmetic import training_flops
-from experiments.jobs import Job
+from experiments.jobs import CODE_HAS_CHANGED, Job
 from experiments.measure import measure, measure_on_text, measure_speed
 from experiments.rows import rounded
 from experiments.stages.cache import Stage
@@ -31,10 +34,13 @@ from peagle_jax.types import Model
 
 CURVE_POINTS = 24  # of a training curve in a row
 DIGITS, CURVE_DIGITS = 8, 6  # significant digits in a row
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def do(job: Job, cache: Path, command: str) -> dict:
     """Trains what is not trained yet, measures, and returns the row. The stages must be there."""
+    # of the code that is imported now: it may be changed while the head is trained
+    origin = {"key": job.key, **provenance(command), **job.origin}
     run = job.run(cache)
     if (initial := job.initial_job()) is not None:
         train_head(initial.run(cache))
@@ -53,12 +59,11 @@ def do(job: Job, cache: Path, command: str) -> dict:
         "variant": job.name,
         "seed": job.seed,
         "budget": job.budget_name,
-        "key": job.key,
+        **origin,
         "changes": job.changes(),
         "config": dataclasses.asdict(plain_run),
-        **provenance(command),
         "stages": {stage.name: stage.key for stage in job.stages()[0].with_parents()},
-        "target_digest": _digest(Path(run.target) / "model.safetensors"),
+        "target_digest": target_digest(job, cache),
         "head_key": job.head_key,
         "steps": result.step,
         "train_seconds": steps[-1]["seconds"],
@@ -71,6 +76,15 @@ def do(job: Job, cache: Path, command: str) -> dict:
         "export": _export_status(run, head.config),
     }
     return rounded(row, DIGITS) | {"curve": rounded(_curve(steps), CURVE_DIGITS)}
+
+
+def target_digest(job: Job, cache: Path) -> str | None:
+    """The contents of a job's target; None where it is not made yet.
+
+    A target that is trained on another machine rounds otherwise, and so has other contents.
+    """
+    path = Path(job.run(cache).target) / "model.safetensors"
+    return _digest(path) if path.exists() else None
 
 
 def _logged_steps(folder: Path) -> list[dict]:
@@ -144,10 +158,7 @@ def _measurements(
 
 
 def _origin(stage: Stage, path: Path) -> dict[str, str]:
-    """What a row says of the prompts: the key is of code and settings, the digest of the contents.
-
-    A target that is trained on another machine rounds otherwise, and so has other contents.
-    """
+    """What a row says of its prompts: a key of code and settings, and a digest of the contents."""
     return {"prompts_stage": stage.key, "prompts_digest": _digest(path)}
 
 
@@ -166,6 +177,16 @@ def _speed(job: Job, cache: Path, target: Model, head: Model) -> dict | None:
     return measure_speed(target, head, chosen, first, job.variant.method, job.budget.repeats)
 
 
+def end_with_parent() -> None:
+    """On Linux, SIGTERM as soon as the command ends that began this process, however it ends.
+
+    The runs of a command that is killed would otherwise go on, and hold heads that the next command
+    wants to train.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # no Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def main(argv: list[str]) -> int:
     from experiments.registry import EXPERIMENTS
 
@@ -174,7 +195,13 @@ def main(argv: list[str]) -> int:
         print(f"experiments.work: {rule}; got {len(argv)}", file=sys.stderr)
         return 2
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    end_with_parent()
     job = Job(EXPERIMENTS[spec["experiment"]], spec["variant"], spec["seed"], spec["budget"])
+    if job.key != spec["key"]:
+        rule = "a run is made by the code that its command began with"
+        next_step = "begin experiments.run again"
+        print(f"experiments.work: {rule}; got other code; {next_step}", file=sys.stderr)
+        return CODE_HAS_CHANGED
     row = do(job, Path(spec["cache"]), spec["command"])
     write_atomically(Path(spec["out"]), json.dumps(row) + "\n")
     return 0

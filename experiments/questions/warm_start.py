@@ -3,8 +3,8 @@
     python -m experiments.run warm_start --seeds 3
 
 The EAGLE-3 head of as many layers is trained first, for as many steps. The parallel head then
-begins with its embedding, layers, fusion and norms. `twice the steps` is the base with about as
-much arithmetic as both together (train_flops of a row counts its own head alone).
+begins with its embedding, layers, fusion and norms. Both together take 2.5 times the base's
+arithmetic at K = 7 (train_flops of a row counts its own head alone), `twice the steps` 2 times.
 Expects: the first position is better at once, late ones hardly; at equal total arithmetic, to
 begin as the target's last layer is better.
 Result: not run yet.

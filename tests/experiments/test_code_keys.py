@@ -7,6 +7,7 @@ import pytest
 from experiments import code_keys, folders, jobs
 from experiments.code_keys import WITHOUT_INFLUENCE, code_key, imported_modules
 from experiments.registry import EXPERIMENTS
+from experiments.stages.cache import WITHOUT
 
 SOURCE = '''
 """What it is."""
@@ -183,11 +184,22 @@ def checkout(tmp_path, monkeypatch):
 def keys() -> dict[tuple[str, ...], str]:
     """By entry modules: of training, measuring and every stage."""
     code_keys.forget()
-    return {modules: code_key(modules) for modules in ENTRIES}
+    of_heads = {modules: code_key(modules) for modules in HEADS}
+    return of_heads | {modules: code_key(modules, WITHOUT) for modules in STAGES}
 
 
-STAGES = [s for s in jobs.Job(EXPERIMENTS["sampling"], "0", 0, "smoke").stages()[0].with_parents()]
-ENTRIES = [jobs.TRAINING, jobs.MEASURING, *(stage.modules for stage in STAGES)]
+JOB = jobs.Job(EXPERIMENTS["sampling"], "0", 0, "sampled")
+HEADS = [jobs.TRAINING, jobs.MEASURING]
+STAGES = list({s.modules: s for one in JOB.stages() for s in one.with_parents()})
+ENTRIES = [*HEADS, *STAGES]
+
+
+def test_a_new_design_makes_heads_anew_and_no_stage(checkout):
+    before = keys()
+    designs = checkout / "peagle_jax" / "draft" / "placeholders.py"
+    designs.write_text(f"{designs.read_text()}\nONE_MORE = 1\n")
+    changed = {modules for modules, key in keys().items() if key != before[modules]}
+    assert changed == {*HEADS} and len(STAGES) == 6
 
 
 def test_shared_types_and_lazily_imported_kernels_change_the_keys(checkout):

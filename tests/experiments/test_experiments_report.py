@@ -128,6 +128,30 @@ def test_what_is_said_of_targets_and_modules():
             prompt["module"] = f"m{number % 5}"
     notes = " ".join(find("hidden", rows, IDENTITY).notes)
     assert "which module" not in notes and "measured on 2 different targets" in notes
+    for row in rows:  # the same contents, made by other code
+        row |= {"target_digest": "a", "stages": {"target": f"t{row['seed']}"}}
+    assert "targets" not in " ".join(find("hidden", rows, IDENTITY).notes)
+
+
+def test_what_is_said_of_rows_that_differ_in_their_origin():
+    rows = runs("hidden", {"shared": 0.5, "good": 0.6})
+    for row in rows:
+        row |= {"training_code": "5a", "base": "6b", "measuring_code": "7c"}
+    rows[0]["device"] = "AMD EPYC, 2 cores"
+    notes = " ".join(find("hidden", rows, IDENTITY).notes)
+    assert "several" not in notes and "differ" not in notes
+    rows[3] |= {"training_code": "8d", "base": "9e", "jax": "0.11.0", "config": {"x": 1, "seed": 0}}
+    rows[4] |= {"device": "Intel Xeon, 2 cores", "measuring_code": "af"}
+    notes = " ".join(find("hidden", rows, IDENTITY).notes)
+    assert "several machines (AMD EPYC, Intel Xeon)" in notes
+    assert "several base runs: differences" in notes
+    assert "several versions of the code that trains: " in notes
+    assert "several versions of the code that measures: " in notes
+    assert "several versions of JAX: 0.10.2, 0.11.0: " in notes and "Flax" not in notes
+    assert "The runs of good differ in more than their seed." in notes
+    for row in rows[3:]:
+        row["config"] = {"x": 1, "seed": row["seed"]}
+    assert "in more than their seed" not in " ".join(find("hidden", rows, IDENTITY).notes)
 
 
 def test_sampled_drafts_of_rows_with_fewer_measurements(tmp_path):
@@ -139,12 +163,19 @@ def test_sampled_drafts_of_rows_with_fewer_measurements(tmp_path):
     experiment_of_curves = dataclasses.replace(IDENTITY, kind="curve", variants=variants)
     rows = runs("hidden", {"shared": 0.5, "good": 0.6}, more_k=(4,))
     for row in rows:
-        for measurement in row["measurements"]:
-            measurement["sample_drafts"] = True
+        row["measurements"][1]["sample_drafts"] = True
     found = find("hidden", rows, experiment_of_curves)
     figure, axis = plt.subplots()
     panels.sampled_drafts(axis, found.variants)
     assert len(axis.containers) == 1
+    # with other prompts, or after drafts that were sampled too, it is something else
+    for place, key, value in ((1, "prompt_tokens", 97), (0, "sample_drafts", True)):
+        figure, axis = plt.subplots()
+        with pytest.MonkeyPatch.context() as patch:
+            for row in rows:
+                patch.setitem(row["measurements"][place], key, value)
+            panels.sampled_drafts(axis, find("hidden", rows, experiment_of_curves).variants)
+        assert not axis.containers
     for row in rows:
         if row["seed"] == 2:
             del row["measurements"][1:]

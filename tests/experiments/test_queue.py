@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from waiting import lines, until
 
-from experiments import queue
-from experiments.jobs import Job
+from experiments import queue, watch, work
+from experiments.jobs import CODE_HAS_CHANGED, Job
 from experiments.queue import Queue
 from experiments.registry import EXPERIMENTS
 from peagle_jax.types import InputError
@@ -24,11 +25,15 @@ time.sleep(0.4)
 outcome = json.load(open(os.path.join(spec["cache"], "outcomes.json"))).get(spec["variant"])
 if outcome == "fails":
     sys.exit("no luck")
+if outcome == "changed":
+    sys.exit(3)
 row = {k: spec[k] for k in ("experiment", "variant", "seed")} | {
+    "exact": {"same": 1, "near_ties": 0, "different": 0},
+    "export": "as it is",
     "cores": sorted(os.sched_getaffinity(0)),
     "begin": begin,
     "end": time.time(),
-    "measurements": [{"acceptance_length": 2.5}],
+    "measurements": [{"acceptance_length": 2.5, "accepted_per_position": [0.5]}],
     "train_seconds": 60,
 }
 text = "{torn" if outcome == "torn" else json.dumps(row)
@@ -206,6 +211,58 @@ def test_no_run_begins_late_and_those_that_began_end(line):
     q = line(*(("sampling", "0", seed) for seed in range(5)), minutes=0.3 / 60)
     assert q.step() and len(q.running) == 2
     assert len(finish(q)) == 2 and len(q.waiting) == 3 and q.is_late
+
+
+def test_no_run_begins_after_the_code_has_changed(line, tmp_path, capsys):
+    """Its keys would be those of other code, and its stages not there."""
+    wanted = [("sampling", "0", 0), ("sampling", "1", 0), ("sampling", "0.5", 0)]
+    q = line(*wanted, most=1, **{"1": "changed"})
+    spec = json.loads(next(iter(q_specs(q, tmp_path))).read_text())
+    assert spec["key"] == Job(EXPERIMENTS["sampling"], "0", 0, "smoke").key
+    assert watch.follow(q, Console(width=200)) == 1
+    assert [row["variant"] for row in q.rows] == ["0"] and q.failed == []
+    assert [job.name for job in q.waiting] == ["1", "0.5"]
+    said = capsys.readouterr().out
+    assert "the code has changed since this command began" in said and "2 runs are left" in said
+
+
+def q_specs(q: Queue, place: Path):
+    q.step()
+    return (place / "cache" / "jobs").glob("*.spec.json")
+
+
+def test_a_worker_refuses_a_job_of_other_code(tmp_path, capsys):
+    spec = {"experiment": "sampling", "variant": "0", "seed": 0, "budget": "smoke", "key": "5a"}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    assert work.main([str(tmp_path / "spec.json")]) == CODE_HAS_CHANGED == 3
+    assert "made by the code that its command began with; got other" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers outlive a killed command")
+def test_a_killed_command_ends_its_workers(tmp_path):
+    worker = (
+        "import time; from experiments.work import end_with_parent\n"
+        f"end_with_parent(); open({str(tmp_path / 'ready')!r}, 'w').close(); time.sleep(100)"
+    )
+    command = (
+        "import subprocess, sys, time\n"
+        f"worker = subprocess.Popen([sys.executable, '-c', {worker!r}])\n"
+        "print(worker.pid, flush=True); worker.wait()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", command], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        child = int(parent.stdout.readline())
+        until((tmp_path / "ready").exists)
+        parent.kill()
+    until(lambda: is_gone(child), 10)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
 
 
 def test_stopping_leaves_nobody(line):

@@ -1,10 +1,12 @@
 """Every variant of every experiment, under every budget: what it changes, and what it shares."""
 
 import dataclasses
+import types
+from pathlib import Path
 
 import pytest
 
-from experiments import registry
+from experiments import questions, registry
 from experiments.base import Experiment, Measurement, Variant
 from experiments.base_run import as_eagle3, base_run, depth_schedule, with_depths
 from experiments.budgets import BUDGETS
@@ -12,6 +14,7 @@ from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
 from experiments.rows import NAME
 from peagle_jax.train.config import DepthStage, PeagleRun
+from peagle_jax.types import InputError
 
 VARIANTS = [
     (experiment, name) for experiment in EXPERIMENTS.values() for name in experiment.variants
@@ -71,9 +74,9 @@ def jobs(budget: str, seed: int = 0) -> list[Job]:
 
 
 def test_every_question_is_in_the_registry_with_command_expectation_and_result():
-    modules = [value for value in vars(registry).values() if hasattr(value, "EXPERIMENT")]
-    assert len(modules) == len(EXPERIMENTS) == 19  # two of one name would be one
-    for module in modules:
+    names = {path.stem for path in Path(questions.__file__).parent.glob("*.py")} - {"__init__"}
+    assert set(EXPERIMENTS) == names and len(registry.MODULES) == len(names)
+    for module in registry.MODULES:
         e = module.EXPERIMENT
         assert module.__name__ == f"experiments.questions.{e.name}" and NAME.fullmatch(e.name)
         assert e.question.endswith("?") and module.__doc__.startswith(e.question), e.name
@@ -81,7 +84,7 @@ def test_every_question_is_in_the_registry_with_command_expectation_and_result()
             word in module.__doc__
             for word in (f"python -m experiments.run {e.name} ", "\nExpects: ", "\nResult: ")
         ), e.name
-        assert e.expects and e.axis and e.paper and len(e.variants) > 2, e.name
+        assert e.expects and e.axis and e.paper and len(e.variants) > 1, e.name
 
 
 def test_what_an_experiment_refuses():
@@ -93,12 +96,55 @@ def test_what_an_experiment_refuses():
             **{f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
             | {"variants": {"0": Variant()}}
         )
+    base, after_base = Variant(x=0.0), Variant(x=1.0, init_from="0")
+    for wrong in (
+        {"0": base, "1": Variant(x=1.0, init_from="3")},  # which it does not have
+        {"0": base, "1": after_base, "2": Variant(x=2.0, init_from="1")},
+        {"0": Variant(x=0.0, init_from="0")},
+    ):
+        with pytest.raises(ValueError, match="a head starts from a variant of its experiment"):
+            dataclasses.replace(plain, variants=wrong)
+
+
+def test_a_file_has_the_name_of_its_experiment():
+    copied = types.ModuleType("experiments.questions.learning_rate")
+    copied.EXPERIMENT, copied.__file__ = EXPERIMENTS["losses"], "learning_rate.py"
+    with pytest.raises(ValueError, match="learning_rate.py: must have name='learning_rate'; got"):
+        registry.by_name([*registry.MODULES, copied])
+
+
+def reading_layer_0(base: PeagleRun) -> PeagleRun:
+    head = dataclasses.replace(base.head, aux_hidden_state_layers=(0, 4, 5))
+    return dataclasses.replace(base, head=head)
+
+
+@pytest.mark.parametrize(
+    ("variant", "budget", "said"),
+    [
+        (Variant(run=as_eagle3), "small", "task eagle3 trains drafts by that method; got peagle; set"),
+        (
+            Variant(run=reading_layer_0),
+            "small",
+            r"that are stored, \[1, 4, 5\]; got \[0, 4, 5\]; choose",
+        ),
+        (Variant(measurements=(Measurement(max_new_tokens=1),)), "small", "at least 2 new tokens"),
+        (Variant(measurements=(Measurement(max_new_tokens=7),)), "sampled", "at least 8 new"),
+    ],
+)
+def test_what_would_fail_after_training_is_refused_before(variant, budget, said):
+    experiment = dataclasses.replace(
+        EXPERIMENTS["losses"], reference="new", variants={"new": variant}
+    )
+    job = Job(experiment, "new", 0, budget)
+    with pytest.raises(InputError, match=f"losses, new: .*{said}"):
+        job.check()
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_run_is_valid_and_its_hidden_states_are_stored(budget):
     for job in jobs(budget):
         run = job.plain_run()  # its dataclasses check themselves
+        job.check()
         hidden_states, *others = job.stages()
         prompts = [stage for stage in others if stage.name == "prompts"]
         texts = [stage for stage in others if stage.name == "continuations"]
@@ -317,5 +363,3 @@ def test_measurements_on_text():
     (first, *_) = sampling.measurements()
     assert sampling.text_of(dataclasses.replace(first, on_text=False)) is None
     assert sampling.text_of(dataclasses.replace(first, max_new_tokens=8)) is not None
-    with pytest.raises(ValueError, match="must be longer than K = 7; got 7 new tokens"):
-        sampling.text_of(dataclasses.replace(first, max_new_tokens=7))

@@ -4,12 +4,14 @@ import contextlib
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from made_rows import made
 
-from experiments import folders, run
+from experiments import folders, run, work
+from experiments.jobs import Job
 from experiments.registry import EXPERIMENTS
 from peagle_jax.types import InputError
 
@@ -177,14 +179,15 @@ def test_former_names_of_experiments_and_variants_are_understood():
 
 
 def write_row(path, **changes):
-    row = made(np.random.default_rng(0), "taps", "a norm per tap", 0, **changes)
+    facts = {"experiment": "taps", "variant": "a norm per tap"} | changes
+    row = made(np.random.default_rng(0), seed=0, **facts)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def test_finished_rows_under_former_names_are_found(tmp_path):
     write_row(tmp_path / "taps.jsonl", key="3f")
-    assert run.finished(tmp_path) == {("aux_layers", "a norm per aux layer", 0, "small", "3f")}
+    assert set(run.finished(tmp_path)) == {("aux_layers", "a norm per aux layer", 0, "small", "3f")}
 
 
 def test_finished_is_what_a_report_would_show(tmp_path):
@@ -195,4 +198,32 @@ def test_finished_is_what_a_report_would_show(tmp_path):
     write_row(tmp_path / "taps.jsonl", key="3f")
     assert {key for *_, key in run.finished(tmp_path)} == {"3f"}
     (tmp_path / "taps.jsonl").rename(tmp_path / "taps_old.jsonl")
-    assert run.finished(tmp_path) == set()
+    assert run.finished(tmp_path) == {}
+
+
+def test_a_row_of_another_target_is_made_anew(tmp_path):
+    """A checkout's rows count as finished until this machine has a target with other weights."""
+    job = Job(EXPERIMENTS["sampling"], "0", 0, "small")
+    wanted = {"experiment": "sampling", "variant": "0"}
+    write_row(tmp_path / "sampling.jsonl", key=job.key, target_digest="5a", **wanted)
+    cache = tmp_path / "cache"
+    assert run.to_do([job], tmp_path, cache) == []
+    model = Path(job.run(cache).target)
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    assert run.to_do([job], tmp_path, cache) == [job]
+    digest = work.target_digest(job, cache)
+    write_row(tmp_path / "sampling.jsonl", key=job.key, target_digest=digest, **wanted)
+    assert run.to_do([job], tmp_path, cache) == []
+
+
+def test_variants_without_their_reference(tmp_path):
+    jobs = run.plan(["losses", "sampling"], 1, "small", ["cross_entropy", "1"])
+    said = run._without_reference(jobs, tmp_path)
+    assert [line.split(",")[0] for line in said] == [
+        "losses: without forward_kl",
+        "sampling: without 0",
+    ]
+    write_row(tmp_path / "sampling.jsonl", key="5a", experiment="sampling", variant="0")
+    jobs = run.plan(["losses", "sampling"], 1, "small", ["forward_kl", "1"])
+    assert run._without_reference(jobs, tmp_path) == []

@@ -10,7 +10,7 @@ import pytest
 from experiments import code_keys, folders
 from experiments.budgets import BUDGETS
 from experiments.stages.answers import answers_stage
-from experiments.stages.cache import DONE, Stage, missing_stages, prepare
+from experiments.stages.cache import DONE, WITHOUT, Stage, missing_stages, prepare
 from experiments.stages.hidden_states import hidden_states_stage
 from experiments.stages.prompts import prompts_stage
 from experiments.stages.target import target_stage
@@ -97,7 +97,7 @@ def test_made_once_and_found_again(made, root, tmp_path):
     assert facts == {
         "name": "features",
         "config": {"chars": 5},
-        "code": code_keys.code_key(("experiments.text",)),
+        "code": code_keys.code_key(("experiments.text",), WITHOUT),
         "parents": [source.key],
     }
     said.clear()
