@@ -1,7 +1,7 @@
 """Former names in rows: what was written before the words of docs/glossary.md is read in them.
 
-Names in rows are not rewritten. Those of before have former names of experiments, variants, keys and
-settings, and get the present ones when they are read.
+Names in rows are not rewritten. Rows of before have former names of experiments, variants, keys
+and settings, and get the present ones when they are read.
 """
 
 import ast

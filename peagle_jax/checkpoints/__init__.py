@@ -13,11 +13,13 @@ Draft heads in detail:
   head_state.py            `HeadState`: a head's configuration and tensors, outside any model
   head_reading.py          a folder in any format -> HeadState -> model
   head_writing.py          model -> HeadState -> a folder for vLLM or speculators (`save_drafter`)
+  checkpoint_format.py     whose format a config.json is in
   config_reading.py        config.json in any format -> `HeadConfig`
   config_writing.py        `HeadConfig` -> config.json, and the flag with which vLLM serves it
   param_mapping.py         names of tensors in folders <-> paths of our parameters
   export_placeholders.py   placeholder designs rewritten into the only one that vLLM knows
   model_card.py            README.md of an exported head
+  serving_checks.py        what vLLM would refuse or misread of a folder as it is
 
 Everything together:
   convert.py               `convert`: one kind of checkpoint into another

@@ -8,6 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle_jax.checkpoints.checkpoint_format import (
+    AUX_LAYER_IDS,
+    CALIBRATION,
+    COUNTS_OUTPUTS,
+    MARKOV_KINDS,
+    MASK_TOKEN_KEYS,
+    architectures_of,
+    detect_format,
+    is_eagle1,
+)
 from peagle_jax.draft.confidence import (
     NO_CONFIDENCE,
     calibration_from_json,
@@ -20,58 +30,13 @@ from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.types import InputError
 from peagle_jax.weights import Fields, Tensor
 
-# In the order in which vLLM looks for them, after dflash_config.mask_token_id.
-MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Of this package's own format, which holds what the others cannot: no other reader knows it.
-OWN_ARCHITECTURE = "PeagleJaxDraftHead"
-CALIBRATION = "confidence_calibration"
-# Whether a Markov head has a gate -> its kind, as in DSpark's configs.
-MARKOV_KINDS = {False: "vanilla", True: "gated"}
-EAGLE1_ARCHITECTURE = "EagleLlamaForCausalLM"
-# The writers of these formats name the layer whose OUTPUT the head reads. In the others, as in
-# vLLM and speculators, an id names the layer whose INPUT it reads.
-COUNTS_OUTPUTS = ("automodel", "specforge")
 # What transformers' LlamaConfig and Qwen3Config mean by a rope_theta that is not there.
 DEFAULT_ROPE_THETA = 10000.0
-
-
-def detect_format(raw: Mapping) -> str:
-    """The checkpoint format of a config.json, told by the keys that only one writer writes.
-
-    Returns:
-      "speculators", "automodel", "specforge", "peagle_jax" or, where nothing tells otherwise,
-      "vllm".
-    """
-    architectures = _architectures(raw)
-    if "speculators_model_type" in raw:
-        return "speculators"
-    if "LlamaEagle3DraftModel" in architectures:
-        return "automodel"
-    if "PEagleDraftModel" in architectures:
-        return "specforge"
-    if OWN_ARCHITECTURE in architectures:
-        return "peagle_jax"
-    return "vllm"
-
-
-def is_drafter(raw: Mapping) -> bool:
-    """Whether a config.json describes a draft head rather than a target."""
-    return (
-        "speculators_model_type" in raw
-        or any("agle" in name for name in _architectures(raw))  # Eagle3..., PEagle...
-        or "draft_vocab_size" in raw
-    )
-
-
-def is_eagle1(raw: Mapping) -> bool:
-    """Whether a config.json is an EAGLE-1 head's, as vLLM's llama_eagle.py reads it."""
-    return EAGLE1_ARCHITECTURE in _architectures(raw)
-
-
-def _architectures(raw: Mapping) -> list[str]:
-    names = raw.get("architectures")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+# What transformers' Qwen3Config means by a head_dim that is not there.
+QWEN3_HEAD_DIM = 128
+# What vLLM makes heads of Qwen3's layers for.
+QWEN3_ARCHITECTURES = ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM")
+Q_NORM = "layers.0.self_attn.q_norm.weight"
 
 
 def read_config(
@@ -118,6 +83,7 @@ def read_config(
             next_step="train the head again with task: eagle",
         )
     _refuse_unsupported_options(top, shape, eagle)
+    _refuse_contradictions(raw, shape, tensors)
     dim = shape.get_int("hidden_size")
     heads = shape.get_int("num_attention_heads")
     layers = shape.get_int("num_hidden_layers")
@@ -127,7 +93,7 @@ def read_config(
         # that the head does not have.
         layers = _count_layers(tensors) or layers
     kv_heads = shape.get_int("num_key_value_heads", heads)
-    head_dim = shape.get_int("head_dim", None) or dim // heads or 1
+    head_dim = _head_dim(shape, dim, heads)
     if heads % kv_heads:
         raise InputError(
             where,
@@ -143,6 +109,7 @@ def read_config(
             next_step="use the config.json that came with these weights",
         )
     if predicts_features:
+        _refuse_numbering(aux_layer_numbering)
         aux_layers, target_dim = (FINAL_HIDDEN_STATE,), dim
         _check_features(top, tensors["fc.weight"].shape, dim, vocab)
     else:
@@ -167,7 +134,7 @@ def read_config(
         aux_hidden_state_layers=aux_layers,
         mask_token=mask_token_id,
         num_depths=_num_depths(top),
-        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        qk_norm=Q_NORM in tensors,
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         # An absent norm_before_residual means True in speculators' EAGLE-3 alone.
         norm_before_residual=top.get_bool(
@@ -191,43 +158,51 @@ def read_target(raw: Mapping, where: str | Path) -> tuple[str | None, str | None
     return verifier.get_str("name_or_path", None), architectures[0]
 
 
-def names_aux_layers(raw: Mapping, where: str | Path) -> bool:
-    """Whether the config says which aux hidden states the head reads."""
-    top = Fields(raw, where)
-    if is_eagle1(raw):
-        return True
-    return bool(top.get(AUX_LAYER_IDS, None) or top.child("eagle_config").get(AUX_LAYER_IDS, None))
-
-
-def may_count_outputs(raw: Mapping, where: str | Path) -> bool:
-    """Whether ids of layers stand where SpecForge writes an EAGLE-3 head's, and counts outputs.
-
-    That is in `eagle_config` alone, where P-EAGLE heads for vLLM may have them, too.
-    """
-    top = Fields(raw, where)
-    if detect_format(raw) in COUNTS_OUTPUTS or top.get(AUX_LAYER_IDS, None):
-        return False
-    return bool(top.child("eagle_config").get(AUX_LAYER_IDS, None))
-
-
-def names_mask_token(raw: Mapping, where: str | Path) -> bool:
-    """Whether the config names the mask token, under any of its keys."""
-    if any(raw.get(key) is not None for key in MASK_TOKEN_KEYS):
-        return True
-    return Fields(raw, where).child("dflash_config").get("mask_token_id", None) is not None
-
-
 def _refuse_unsupported_options(top: Fields, shape: Fields, eagle: Fields) -> None:
     shape.require("mlp_bias", False, "the MLP has no biases here")
     shape.require("hidden_act", "silu", "the MLP is gated by SiLU")
     shape.require("hidden_activation", "silu", "the MLP is gated by SiLU")
     shape.require("partial_rotary_factor", 1.0, "all of a head is rotated")
-    top.require("logit_scale", 1.0, "logits are not scaled")
+    for part in (top, shape):
+        part.require("logit_scale", 1.0, "logits are not scaled")
     eagle.require(
         "use_aux_hidden_state",
         True,
         "an EAGLE-3 head reads aux hidden states of its target",
     )
+
+
+def _refuse_contradictions(raw: Mapping, shape: Fields, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InputError where weights have what config.json denies, or lack what it promises.
+
+    vLLM goes by config.json: without a word it leaves biases out, and norms as they begin.
+    """
+    biases = (n for n in tensors if ".self_attn." in n and n.endswith("_proj.bias"))
+    if not shape.get_bool("attention_bias", False):
+        if name := next((name for name in biases if np.asarray(tensors[name]).any()), None):
+            raise InputError(
+                shape.where,
+                rule="attention_bias must be true where the weights have biases",
+                got=name,
+                next_step="set attention_bias to true, if the head was trained with them",
+            )
+    kinds = architectures_of(raw)
+    if detect_format(raw) == "speculators":
+        kinds = [shape.get("model_type", None)]
+    if Q_NORM not in tensors and {"qwen3", *QWEN3_ARCHITECTURES} & {*kinds}:
+        raise InputError(
+            shape.where,
+            rule=f"a head of {kinds[0]} has norms of queries and keys",
+            got=f"no {Q_NORM}",
+            next_step="use the weights that came with this config.json",
+        )
+
+
+def _head_dim(shape: Fields, dim: int, heads: int) -> int:
+    """Width of a head; where the key is absent, what transformers' configuration has."""
+    if "head_dim" not in shape.raw and shape.get("model_type", None) == "qwen3":
+        return QWEN3_HEAD_DIM
+    return shape.get_int("head_dim", None) or dim // heads or 1
 
 
 def _count_layers(tensors: Mapping[str, Tensor]) -> int:
@@ -299,13 +274,7 @@ def _aux_layers(
         )
     ids = ids or nested_ids
     if not ids:
-        if numbering is not None:
-            raise InputError(
-                "--aux-layer-numbering",
-                rule="needs layer ids, and the config has none",
-                got=numbering,
-                next_step="leave out --aux-layer-numbering",
-            )
+        _refuse_numbering(numbering)
         if target_layers is None:
             raise InputError(
                 top.where,
@@ -319,6 +288,17 @@ def _aux_layers(
         numbering = "output" if checkpoint_format in COUNTS_OUTPUTS else "input"
     ids = ids if checkpoint_format == "peagle_jax" else sorted(ids)
     return tuple(i + 1 for i in ids) if numbering == "output" else tuple(ids)
+
+
+def _refuse_numbering(numbering: str | None) -> None:
+    """Raises InputError where a numbering of layers was given, and there are none to number."""
+    if numbering is not None:
+        raise InputError(
+            "--aux-layer-numbering",
+            rule="needs layer ids, and the config has none",
+            got=numbering,
+            next_step="leave out --aux-layer-numbering",
+        )
 
 
 def _mask_token(

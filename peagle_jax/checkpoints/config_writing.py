@@ -2,7 +2,7 @@
 
 import json
 
-from peagle_jax.checkpoints.config_reading import (
+from peagle_jax.checkpoints.checkpoint_format import (
     AUX_LAYER_IDS,
     CALIBRATION,
     EAGLE1_ARCHITECTURE,
@@ -175,10 +175,15 @@ def serving_notes(cfg: HeadConfig, target_context: int | None) -> list[str]:
         "at a temperature above 0 vLLM drafts the likeliest tokens; with "
         '"draft_sample_method": "probabilistic" in this JSON drafts are sampled'
     )
-    if target_context is not None and cfg.context < target_context:
+    # vLLM multiplies a context by the factor of a linearly scaled rotation
+    rope = json.loads(cfg.rope.source)
+    factor = rope.get("factor", 1.0) if rope["rope_type"] == "linear" else 1.0
+    context = int(cfg.context * factor)
+    if target_context is not None and context < target_context:
+        runner = "vLLM" if cfg.parallel else "vLLM's V1 model runner"
         notes.append(
-            f"vLLM drafts nothing in texts of more than {cfg.context} tokens, the head's "
-            f"max_position_embeddings; its target reads {target_context}"
+            f"{runner} drafts nothing in texts of more than {context} tokens, which the head's "
+            f"config.json allows; its target reads {target_context}"
         )
     return notes
 

@@ -11,10 +11,14 @@ from peagle_jax import weights
 from peagle_jax.checkpoints import gguf_writing, head_reading, head_writing, runs, target_io
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.checkpoints.pair import check_made_for
-from peagle_jax.checkpoints.param_mapping import EMBEDDING
+from peagle_jax.checkpoints.param_mapping import EMBEDDING, LM_HEAD
 from peagle_jax.old_names import CONVERSION_OPTIONS, with_new_names
 from peagle_jax.types import InputError
+from peagle_jax.weights import Tensor
 
+PIECE = 1 << 24  # bytes of two matrices that are compared at a time
+# What numbers may be written as: of float8 a head needs scales, which no format here has.
+DTYPES = ("float32", "bfloat16", "float16")
 # Options that an output has no use for; given all the same, they are refused.
 UNUSED_OPTIONS = {
     "orbax": ("k", "max_shard_bytes", "share_embedding", "identity_d2t"),
@@ -56,6 +60,9 @@ class ConversionOptions:
     on_bytes: Callable[[int, int], None] | None = None
 
     def __post_init__(self):
+        if self.dtype is not None and str(self.dtype) not in DTYPES:
+            rule = f"must be one of {', '.join(DTYPES)}"
+            raise InputError("--dtype", rule, self.dtype, "use bfloat16")
         for name in UNUSED_OPTIONS.get(self.to, ()):
             value = getattr(self, name)
             if value is not None and value is not False:
@@ -157,6 +164,8 @@ def convert(
             dst, "the output must be another folder than the input", src, "choose another name"
         )
     metadata = {"command": given.command} if given.command else {}
+    if given.target is not None and (revision := weights.split_revision(str(given.target))[1]):
+        metadata["target_revision"] = revision
     if to == "hf":
         target_io.convert_folder(
             folder,
@@ -168,6 +177,8 @@ def convert(
         )
         return
     head = _open(src, folder, given)
+    if head.config.predicts_features and to != "orbax" and not runs.is_run(folder):
+        _check_shares_with_target(src, head, given.target)
     if given.drop_confidence:
         head = head_writing.without_confidence(head)
     if given.drop_markov:
@@ -298,12 +309,34 @@ def _check_embedding_is_targets(src: str | Path, head: HeadState, target: str | 
     """Raises InputError unless the head's embedding equals the target's, in the head's dtype."""
     if head.shares_embedding:
         return
-    embedding = head.tensors[EMBEDDING]
-    targets = np.asarray(target_io.load_embedding(target)).astype(embedding.dtype)
-    if not np.array_equal(np.asarray(embedding), targets):
+    if not _is_equal(head.tensors[EMBEDDING], target_io.load_embedding(target)):
         raise InputError(
             src,
             rule="--share-embedding needs a head whose embedding is the target's",
             got="one trained further",
             next_step="leave out --share-embedding",
         )
+
+
+def _check_shares_with_target(src: str | Path, head: HeadState, target: str | Path | None) -> None:
+    """Raises InputError unless what an EAGLE-1 head stores beside its layers is the target's.
+
+    Written folders have neither matrix. vLLM reads a head's own embedding where it has one.
+    """
+    loads = {EMBEDDING: target_io.load_embedding, LM_HEAD: target_io.load_lm_head}
+    for name in loads.keys() & head.tensors.keys():
+        rule = f"an EAGLE-1 head is written without {name}, which must be its target's"
+        if target is None:
+            raise InputError(src, rule, "one that was not compared", "give --target")
+        if not _is_equal(head.tensors[name], loads[name](target)):
+            raise InputError(src, rule, "another one", "let vLLM serve the folder as it is")
+
+
+def _is_equal(tensor: Tensor, targets: Tensor) -> bool:
+    """Whether a matrix is the target's in its own dtype; compared in pieces."""
+    if tensor.shape != targets.shape:
+        return False
+    own, other = np.asarray(tensor), np.asarray(targets)
+    rows = max(1, PIECE // max(1, own[:1].nbytes))
+    pieces = (slice(i, i + rows) for i in range(0, len(own), rows))
+    return all(np.array_equal(own[piece], other[piece].astype(own.dtype)) for piece in pieces)

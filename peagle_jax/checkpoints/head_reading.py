@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from peagle_jax import weights
 from peagle_jax.checkpoints import config_reading, param_mapping
-from peagle_jax.checkpoints.config_reading import detect_format
+from peagle_jax.checkpoints.checkpoint_format import detect_format
 from peagle_jax.checkpoints.head_state import HeadState, head_maker
 from peagle_jax.draft import draft_vocab
 from peagle_jax.draft.head import HeadConfig

@@ -135,7 +135,8 @@ def write_head(
     head = export_placeholders.to_vllm_placeholders(head)
     cfg = head.config
     k = k or cfg.num_depths
-    _refuse_inexpressible(head, path, checkpoint_format, k, dtype, own_embedding)
+    refuse_inexpressible(head, path, checkpoint_format, k, dtype)
+    _refuse_shared(head, path, checkpoint_format, own_embedding)
     tensors = _tensors_to_write(head, dtype, identity_d2t)
     dtype_name = np.dtype(cfg.dtype if dtype is None else dtype).name
     if checkpoint_format == "peagle_jax":
@@ -232,44 +233,8 @@ def check_expressible(head: HeadState, path: str | Path, checkpoint_format: str 
       InputError: the format has no place for something in it.
     """
     rewritten = export_placeholders.to_vllm_placeholders(head)
-    k = head.config.num_depths
-    _refuse_inexpressible(rewritten, path, checkpoint_format, k, None, own_embedding=True)
-
-
-def check_servable(head: HeadState, path: str | Path) -> None:
-    """Checks that vLLM would serve the folder that `head` was read from as it is.
-
-    Raises:
-      InputError: vLLM would refuse the folder, or draft wrongly with it.
-    """
-    head.check()
-    stored = weights.open_folder(weights.find_folder(path))
-    if head.config.draft_vocab == head.config.vocab and "d2t" in stored:
-        raise InputError(
-            path,
-            rule="vLLM refuses d2t at full vocabulary",
-            got="one",
-            next_step="peagle convert --to vllm first, which leaves it out",
-        )
-    foreign = sorted(
-        name for name in stored if param_mapping.plain_name(name) in param_mapping.VERIFIER_TENSORS
-    )
-    if foreign and head.checkpoint_format == "vllm":
-        raise InputError(
-            path,
-            rule="vLLM refuses tensors that are the target's",
-            got=", ".join(foreign),
-            next_step="peagle convert --to vllm first, which leaves them out",
-        )
-    if absent := weights.absent_shards(weights.find_folder(path)):
-        raise InputError(
-            path,
-            rule=f"vLLM refuses a {weights.INDEX} that names files which are not there",
-            got=", ".join(absent),
-            next_step=f"delete {weights.INDEX}, because model.safetensors holds all tensors",
-        )
-    k = head.config.num_depths or 1
-    _refuse_inexpressible(head, path, head.checkpoint_format, k, np.float32, own_embedding=True)
+    refuse_inexpressible(rewritten, path, checkpoint_format, head.config.num_depths, None)
+    _refuse_shared(rewritten, path, checkpoint_format, own_embedding=True)
 
 
 def _tensors_to_write(
@@ -310,15 +275,19 @@ def _provenance(
     return {key: value for key, value in facts.items() if value}
 
 
-def _refuse_inexpressible(
+def refuse_inexpressible(
     head: HeadState,
     path: str | Path,
     checkpoint_format: str,
     k: int | None,
     dtype: DTypeLike | None,
-    own_embedding: bool,
 ) -> None:
-    """Raises InputError where a reader of the format would refuse the head, or misread it."""
+    """Raises InputError where a reader of the format would refuse the head, or misread it.
+
+    Args:
+      k: tokens to draft in one step; None where nothing says it.
+      dtype: of the written tensors; None for the head's.
+    """
     cfg = head.config
     if cfg.markov_rank is not None and checkpoint_format in SERVED_FORMATS:
         raise InputError(
@@ -363,6 +332,22 @@ def _refuse_inexpressible(
             got=got,
             next_step="train without head.qk_norm" if cfg.qk_norm else "use --to vllm",
         )
+    if cfg.predicts_features and set(cfg.windows) - {None}:
+        # llama.py takes an EAGLE-1 head's layers for its target's, and finds no layer_types of them
+        raise InputError(
+            path,
+            rule="vLLM's EAGLE-1 heads have no sliding window",
+            got=cfg.windows,
+            next_step="train without head.sliding_window, or with task: eagle3",
+        )
+    if cfg.qk_norm and checkpoint_format in SERVED_FORMATS and (name := _output_bias(head)):
+        raise InputError(
+            path,
+            rule="vLLM's layers with norms of queries and keys have no bias of the output, and it "
+            "says nothing where a head has one",
+            got=name,
+            next_step="train the head without this bias, or with zeros in it",
+        )
     if len(set(cfg.windows)) > 1:
         # vLLM 0.32: "All drafting layers should belong to the same kv cache group"
         raise InputError(
@@ -380,13 +365,16 @@ def _refuse_inexpressible(
             next_step="train a head with qk_norm, or with a number of heads that divides its width",
         )
     if checkpoint_format == "speculators":
-        _refuse_inexpressible_in_speculators(head, path, k, own_embedding)
+        _refuse_inexpressible_in_speculators(cfg, path, k)
 
 
-def _refuse_inexpressible_in_speculators(
-    head: HeadState, path: str | Path, k: int | None, own_embedding: bool
-) -> None:
-    cfg = head.config
+def _output_bias(head: HeadState) -> str | None:
+    """The first bias of an output of attention that is not zero."""
+    names = (name for name in head.tensors if name.endswith("self_attn.o_proj.bias"))
+    return next((name for name in names if np.asarray(head.tensors[name]).any()), None)
+
+
+def _refuse_inexpressible_in_speculators(cfg: HeadConfig, path: str | Path, k: int | None) -> None:
     if cfg.norm_before_fc and cfg.fc_norm:
         raise InputError(
             path, "speculators takes norm_before_fc or fc_norm, not both", "both", "use --to vllm"
@@ -401,7 +389,17 @@ def _refuse_inexpressible_in_speculators(
         )
     if k is None:
         raise InputError(path, "the speculators format carries K", "none", "give it with -k")
-    # speculators 0.9 reads a folder without an embedding with one of zeros
+
+
+def _refuse_shared(
+    head: HeadState, path: str | Path, checkpoint_format: str, own_embedding: bool
+) -> None:
+    """Raises InputError for a speculators folder without what speculators 0.9 reads as zeros.
+
+    vLLM takes the target's in its place.
+    """
+    if checkpoint_format != "speculators":
+        return
     if head.shares_embedding or not own_embedding:
         raise InputError(
             path,

@@ -13,7 +13,14 @@ import numpy as np
 
 from peagle_jax import weights
 from peagle_jax.checkpoints import config_reading, export_placeholders, param_mapping, runs
-from peagle_jax.checkpoints.config_reading import AUX_LAYER_IDS, detect_format, is_drafter
+from peagle_jax.checkpoints.checkpoint_format import (
+    AUX_LAYER_IDS,
+    detect_format,
+    is_drafter,
+    may_count_outputs,
+    names_aux_layers,
+    names_mask_token,
+)
 from peagle_jax.checkpoints.gguf_writing import llama_cpp_lacks
 from peagle_jax.checkpoints.head_reading import read_head
 from peagle_jax.checkpoints.target_io import read_facts
@@ -115,7 +122,8 @@ WRITERS = {
 def describe(path: str | Path, target: str | Path | None = None) -> dict[str, Any]:
     """Facts about a folder, in the order in which to print them.
 
-    Reads no weights but the tables of a draft vocabulary.
+    Reads no weights but the tables of a draft vocabulary; of a training run all bytes of the newest
+    checkpoint, to compare their checksums.
 
     Args:
       path: a folder or a Hugging Face hub id.
@@ -190,22 +198,20 @@ def _describe_head(
     tensors = fp8.tensors
     open_questions: list[str] = []
     mask_token = None
-    layers_are_open = target_layers is None and not config_reading.names_aux_layers(raw, where)
+    layers_are_open = target_layers is None and not names_aux_layers(raw, where)
     if layers_are_open:
         open_questions.append(
             f"{AUX_LAYER_IDS}: vLLM then takes (2, L//2, L-3) of its target's L layers; "
             "inspect with --target"
         )
         target_layers = ANY_LAYERS
-    if "mask_hidden" not in tensors and config_reading.may_count_outputs(raw, where):
+    if "mask_hidden" not in tensors and may_count_outputs(raw, where):
         open_questions.append(
             f"{AUX_LAYER_IDS} stands in eagle_config alone, as SpecForge writes it, which counts "
             "outputs of layers; it is read as vLLM reads it, as inputs: if the head is of "
             "SpecForge, convert with --aux-layer-numbering output"
         )
-    mask_token_is_open = "mask_hidden" in tensors and not config_reading.names_mask_token(
-        raw, where
-    )
+    mask_token_is_open = "mask_hidden" in tensors and not names_mask_token(raw, where)
     if mask_token_is_open:
         open_questions.append("the mask token's id: convert with --mask-token")
         mask_token = 0

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from peagle_jax import weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints import param_mapping
-from peagle_jax.checkpoints.config_reading import CALIBRATION, is_drafter
+from peagle_jax.checkpoints.checkpoint_format import CALIBRATION, is_drafter
 from peagle_jax.checkpoints.head_reading import read_head, to_model
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.draft.confidence import (

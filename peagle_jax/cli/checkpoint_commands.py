@@ -101,12 +101,13 @@ def inspect(arguments: argparse.Namespace) -> int:
 def serve_config(arguments: argparse.Namespace) -> int:
     """Prints how another engine serves a head."""
     from peagle_jax import weights
-    from peagle_jax.checkpoints.config_reading import names_aux_layers
+    from peagle_jax.checkpoints.checkpoint_format import names_aux_layers
     from peagle_jax.checkpoints.config_writing import serving_flags, serving_notes
     from peagle_jax.checkpoints.convert import read_serving
-    from peagle_jax.checkpoints.head_writing import SERVED_FORMATS, check_servable
+    from peagle_jax.checkpoints.head_writing import SERVED_FORMATS
     from peagle_jax.checkpoints.inspect import ANY_LAYERS
     from peagle_jax.checkpoints.other_engines import ENGINES, check_servable_by, notes
+    from peagle_jax.checkpoints.serving_checks import check_servable
     from peagle_jax.checkpoints.target_io import context_of, read_facts
 
     # For a head that names no aux hidden state layers vLLM makes its own choice, and the flag is
@@ -132,17 +133,20 @@ def serve_config(arguments: argparse.Namespace) -> int:
     if k < 1:
         raise InputError(arguments.dir, "K must be 1 or more", k, "give -k 1 or more")
     name, revision = weights.split_revision(arguments.dir)
-    target = arguments.target or head.target or "TARGET"
+    target, target_revision = weights.split_revision(arguments.target or head.target or "TARGET")
     if arguments.engine in ENGINES:
         check_servable_by(arguments.engine, head, arguments.dir)
         line = ENGINES[arguments.engine](head.config, name, target, k)
         advice = notes(arguments.engine, head.config, target)
     else:
         flags = shlex.quote(serving_flags(head.config, name, k, revision))
-        line = f"vllm serve {shlex.quote(target)} --speculative-config {flags}"
+        revision_flag = f" --revision {shlex.quote(target_revision)}" if target_revision else ""
+        line = f"vllm serve {shlex.quote(target)}{revision_flag} --speculative-config {flags}"
         if arguments.engine == "sagemaker":
             line = f"SM_VLLM_SPECULATIVE_CONFIG={flags}"
         advice = serving_notes(head.config, context_of(arguments.target or head.target))
+    if target_revision and arguments.engine in ENGINES:
+        advice = [f"serve revision {target_revision} of {target}", *advice]
     if target == "TARGET" and arguments.engine != "sagemaker":
         advice = ["the head names no target: put its folder or hub id in TARGET's place", *advice]
     for sentence in advice:

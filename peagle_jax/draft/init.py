@@ -231,6 +231,14 @@ def _check_shapes(cfg: HeadConfig, target: Model) -> None:
             got=cfg.mlp_dim,
             next_step=f"set head.mlp_dim: {target.config.mlp_dim}, or init: random",
         )
+    has_norms = "q_norm" in last["attn"]
+    if cfg.qk_norm != has_norms:
+        raise InputError(
+            "init: target, head.qk_norm",
+            rule="queries and keys must have norms where the target's last layer has them",
+            got=cfg.qk_norm,
+            next_step=f"set head.qk_norm: {str(has_norms).lower()}, or init: random",
+        )
 
 
 def _widened_attention(attention: Params, last: Params, dim: int) -> Params:

@@ -105,6 +105,13 @@ def _read_spec(config: Mapping, where: str, default_theta: float | None) -> dict
             got=repr(both[1] if isinstance(both[0], Mapping) else both[0])[:80],
             next_step='write an object, for example "rope_parameters": {"rope_theta": 10000.0}',
         )
+    if nested := [key for one in both for key, value in one.items() if isinstance(value, Mapping)]:
+        raise InputError(
+            where,
+            rule="the rotation must be of one kind for all layers",
+            got=f"parameters of {', '.join(nested)}",
+            next_step="keep those of the layers that this model has, without the name around them",
+        )
     if both[0] and both[1]:
         _check_same(both[0], both[1], where)
         spec = {**both[1], **both[0]}  # a theta that only one of them has

@@ -362,6 +362,8 @@ class EagleRun(HeadRun):
         k = self.num_speculative_tokens
         check(k >= 1, "num_speculative_tokens", "must be 1 or more", k, "use 6")
         super().__post_init__()
+        rule, window = "vLLM's EAGLE-1 heads have none", self.head.sliding_window
+        check(window is None, "head.sliding_window", rule, window, "leave the key out")
         for key in NOT_IN_EAGLE:
             value, default = getattr(self.head, key), getattr(HeadShape(layers=1), key)
             rule = "an EAGLE-1 head reads and predicts the target's final hidden state as it is"

@@ -49,7 +49,7 @@ class Dequantized:
 
 
 def dequantize(tensors: Mapping[str, Tensor], config: Mapping, where: str | Path) -> Dequantized:
-    """The tensors of a checkpoint with every float8 matrix lazily in float32, without rounding.
+    """The tensors of a checkpoint with every float8 matrix lazily in float32, rounded once.
 
     Args:
       config: config.json, for `quantization_config.weight_block_size`.

@@ -278,6 +278,7 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
     """
     folder = Path(folder)
     if _has_single_file(folder):
+        _check_no_other_weights(folder)
         return open_safetensors(folder / SINGLE)
     weight_map = _read_index(folder)
     shards = {file: open_safetensors(folder / file) for file in sorted(set(weight_map.values()))}
@@ -307,6 +308,23 @@ def _has_single_file(folder: Path) -> bool:
         rule, got = "weights must lie in the folder itself", f"{SINGLE}, a link to elsewhere"
         raise InputError(folder, rule, got, f"copy {SINGLE} into the folder")
     return True
+
+
+def _check_no_other_weights(folder: Path) -> None:
+    """Raises InputError where an index names other files than model.safetensors, all of them there.
+
+    vLLM reads those, transformers model.safetensors; one of the two is old.
+    """
+    if not (folder / INDEX).exists():
+        return
+    try:
+        files = set(_read_index(folder).values())
+    except InputError:
+        return  # a damaged one: whoever needs it says so
+    if files - {SINGLE} and all((folder / file).exists() for file in files):
+        rule = f"weights must be {SINGLE}, or the files that {INDEX} names"
+        next_step = f"remove {SINGLE}, or {INDEX} and its files, whichever is old"
+        raise InputError(folder, rule, "both", next_step)
 
 
 def absent_shards(folder: Path) -> list[str]:

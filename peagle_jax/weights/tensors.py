@@ -10,7 +10,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,30 @@ class CastTensor(LazyTensor):
     source: Tensor = dataclasses.field(kw_only=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class StackedTensor(LazyTensor):
+    """Tensors of one shape along a new first axis, which the writer reads one after the other.
+
+    Attributes:
+      parts: the tensors.
+    """
+
+    parts: Sequence[Tensor] = dataclasses.field(kw_only=True)
+
+
+def stack(parts: Sequence[Tensor]) -> StackedTensor:
+    """Tensors of one shape and dtype along a new first axis. Nothing is read yet."""
+    shape, dtype = (len(parts), *parts[0].shape), np.dtype(parts[0].dtype)
+
+    def read() -> np.ndarray:
+        whole = np.empty(shape, dtype)
+        for place, part in zip(whole, parts, strict=True):
+            place[...] = np.asarray(part)
+        return whole
+
+    return StackedTensor(shape, dtype, read, parts=tuple(parts))
+
+
 def _convert_into(array: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Writes `array` in the dtype of `out` to the beginning of `out`; returns what was written."""
     # The writer says which tensor became infinite; NumPy need not.
@@ -152,6 +176,10 @@ def byte_blocks(tensor: Tensor) -> Iterator[np.ndarray]:
     """
     if isinstance(tensor, CastTensor):
         yield from _converted_blocks(tensor)
+        return
+    if isinstance(tensor, StackedTensor):
+        for part in tensor.parts:
+            yield from byte_blocks(part)
         return
     array = np.asarray(tensor)
     if array.ndim == 2 and not array.flags.c_contiguous:

@@ -43,7 +43,7 @@ WRITTEN_FILES = re.compile(
     r"config\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|README\.md|head\.json"
     r"|checkpoints|tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)"
-    r"|generation_config\.json"
+    r"|generation_config\.json|(video_)?(pre)?processor_config\.json"
 )
 
 

@@ -68,11 +68,12 @@ Change = Callable[[Draft, np.random.Generator], None]
 def bias(d: Draft, rng):
     """Biases in attention."""
     d.set(attention_bias=True)
+    # vLLM's layers with norms of q and k have no bias of the output: heads with one are refused
+    scales = {"q": 0.03, "k": 0.03, "v": 0.03, "o": 0.0 if d.config.qk_norm else 0.1}
     for p in d.layers():
-        for q in "qkvo":
-            d.params[f"{p}.attn.{q}.bias"] = 0.03 * rng.normal(
-                size=d.params[f"{p}.attn.{q}.kernel"].shape[1]
-            )
+        for q, scale in scales.items():
+            size = d.params[f"{p}.attn.{q}.kernel"].shape[1]
+            d.params[f"{p}.attn.{q}.bias"] = scale * rng.normal(size=size)
 
 
 def llama(d: Draft, rng):

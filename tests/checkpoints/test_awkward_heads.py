@@ -16,9 +16,10 @@ from peagle_jax import weights
 from peagle_jax.checkpoints.config_reading import read_config
 from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.head_reading import read_head
-from peagle_jax.checkpoints.head_writing import check_servable, save_drafter
+from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.checkpoints.runs import load_drafter
+from peagle_jax.checkpoints.serving_checks import check_servable
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.decode.generate import generate
 from peagle_jax.layers import Rope

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import tiny
-from checkpoints.folder_edits import equal, files_equal
+from checkpoints.folder_edits import edit, equal, files_equal
 
 import peagle_jax
 from peagle_jax import weights
@@ -117,6 +117,33 @@ def test_round_trips(folders, tmp_path):
     convert(tmp_path / "run", tmp_path / "again", to="vllm")
     files_equal(root / "head", tmp_path / "again")
     equal(load_drafter(tmp_path / "run"), peagle_jax.load_pair(root / "target", root / "head")[1])
+
+
+def test_matrices_of_its_own_are_compared_with_the_targets(folders, tmp_path):
+    """Written folders have none, and vLLM would read a head's own embedding."""
+    root, made = folders
+    shared = {
+        "embed_tokens.weight": np.asarray(made.params["embed"]["table"]),
+        "lm_head.weight": np.asarray(made.bind(made.params).lm_head_weight()).T,
+    }
+    for name, matrix in shared.items():
+        stem = name.split(".")[0]
+        own = edit(root / "head", tmp_path / stem, lambda t, n=name, x=matrix: t | {n: x})
+        with pytest.raises(InputError, match=f"{name}, which must be its target's; got one that"):
+            convert(own, tmp_path / "out", to="vllm")
+        convert(own, tmp_path / f"{stem}_out", to="vllm", target=root / "target")
+        files_equal(root / "head", tmp_path / f"{stem}_out")
+        other = edit(
+            root / "head", tmp_path / f"{stem}_other", lambda t, n=name, x=matrix: t | {n: x + 1}
+        )
+        with pytest.raises(InputError, match="its target's; got another one; let vLLM serve"):
+            convert(other, tmp_path / "out", to="vllm", target=root / "target")
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_it_does_not_have_are_not_numbered(folders, tmp_path):
+    with pytest.raises(InputError, match="--aux-layer-numbering: needs layer ids"):
+        convert(folders[0] / "head", tmp_path / "a", to="vllm", aux_layer_numbering="output")
 
 
 def test_what_it_is_in_words(folders):

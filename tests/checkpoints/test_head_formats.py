@@ -6,7 +6,7 @@ import tiny
 from checkpoints.folder_edits import edit, equal
 
 from peagle_jax import weights
-from peagle_jax.checkpoints.config_reading import detect_format
+from peagle_jax.checkpoints.checkpoint_format import detect_format
 from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.head_reading import read_head
 from peagle_jax.checkpoints.head_writing import save_drafter
@@ -271,6 +271,26 @@ def test_biases_without_the_outputs(tmp_path):
     tensors = weights.open_folder(tmp_path / "c")
     assert all(not tensors[f"{p}.self_attn.o_proj.bias"].any() for p in ("midlayer", "layers.1"))
     assert tensors["midlayer.self_attn.q_proj.bias"].any()
+
+
+def test_an_absent_head_dim_is_that_of_transformers(tmp_path):
+    for qk_norm, head_dim in ((True, 128), (False, 10)):
+        folder = tmp_path / f"head{head_dim}"
+        save_drafter(tiny.head(qk_norm=qk_norm, heads=2, kv_heads=1, head_dim=head_dim), folder)
+        less = edit(folder, tmp_path / f"less{head_dim}", head_dim=...)
+        assert read_head(less).config.head_dim == head_dim
+        read_head(less).check()
+
+
+def test_a_scale_of_logits_in_the_speculators_format(tmp_path):
+    """vLLM reads it from the configuration of the layers."""
+    save_drafter(tiny.head(), tmp_path / "a", "speculators", k=3, target="x/y")
+    raw = weights.read_json(tmp_path / "a" / "config.json")["transformer_layer_config"]
+    scaled = edit(
+        tmp_path / "a", tmp_path / "b", transformer_layer_config=raw | {"logit_scale": 0.5}
+    )
+    with pytest.raises(InputError, match="logit_scale must be 1.0"):
+        read_head(scaled)
 
 
 def test_mask_hidden_in_other_shapes(folder, tmp_path):

@@ -114,6 +114,15 @@ def round_trip(name, dtype, shards, root):
     )
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64", "half"])
+def test_a_dtype_that_no_head_is_written_in(dtype, tmp_path):
+    """Integers would cut weights, float8 needs scales that no format here has."""
+    save_drafter(tiny.head(), tmp_path / "a")
+    with pytest.raises(InputError, match="--dtype: must be one of float32, bfloat16, float16; got"):
+        convert(tmp_path / "a", tmp_path / "b", to="vllm", dtype=dtype)
+    assert not (tmp_path / "b").exists()
+
+
 def test_what_float32_cannot_lose_another_dtype_may(tmp_path):
     """A cast rounds once, as NumPy does; there and back again is stable."""
     save_drafter(tiny.head(), tmp_path / "a")

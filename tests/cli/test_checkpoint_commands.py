@@ -38,6 +38,14 @@ def test_serve_config_takes_k_from_the_folder(folders, peagle):
     assert json.loads(words[-1])["num_speculative_tokens"] == 6
 
 
+def test_serve_config_of_a_revision(folders, peagle):
+    """vLLM takes it as an option of its own; SGLang's and TensorRT-LLM's lines leave it to a note."""
+    line = peagle(f"serve-config {folders}/peagle --engine vllm --target owner/name@abc")[1]
+    assert line.startswith("vllm serve owner/name --revision abc --speculative-config ")
+    line = peagle(f"serve-config {folders}/peagle --engine vllm --target owner/name")[1]
+    assert line.startswith("vllm serve owner/name --speculative-config ")
+
+
 def test_serve_config_names_what_the_folder_names(folders, peagle, tmp_path):
     line = f"convert {folders}/peagle {tmp_path}/b --to speculators --target {folders}/target"
     assert peagle(line)[0] == 0

@@ -154,7 +154,7 @@ def test_a_narrower_mlp_gets_the_neurons_of_largest_weights():
     mlp["down"]["kernel"][17] *= 0.01
     blocks = {**target.params["blocks"], 3: {**target.params["blocks"][3], "mlp": mlp}}
     target = dataclasses.replace(target, params={**target.params, "blocks": blocks})
-    made = init_from_target(tiny.head(3, **{**IDENTITY, "mlp_dim": 38}), target)
+    made = init_from_target(tiny.head(3, qk_norm=True, **{**IDENTITY, "mlp_dim": 38}), target)
     for layer in made.params["layers"].values():
         np.testing.assert_array_equal(
             layer["mlp"]["gate"]["kernel"], np.delete(mlp["gate"]["kernel"], [3, 17], axis=1)
@@ -173,6 +173,19 @@ def test_other_shapes_are_refused(changes):
     message = f"^init: target, head.{key}: the head's {key} must be (at most )?the target's"
     with pytest.raises(InputError, match=message):
         init_from_target(tiny.head(3, **{**IDENTITY, **changes}), tiny.target())
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_norms_of_queries_and_keys_are_the_targets(qk_norm):
+    """Queries and keys that were trained in front of norms have any size."""
+    target = tiny.target()
+    if qk_norm:  # a target without
+        last = target.params["blocks"][3]
+        attention = {name: x for name, x in last["attn"].items() if not name.endswith("_norm")}
+        blocks = {**target.params["blocks"], 3: {**last, "attn": attention}}
+        target = dataclasses.replace(target, params={**target.params, "blocks": blocks})
+    with pytest.raises(InputError, match=f"got {qk_norm}; set head.qk_norm: {str(not qk_norm).lower()},"):
+        init_from_target(tiny.head(3, qk_norm=qk_norm, **IDENTITY), target)
 
 
 def test_a_draft_vocabulary_goes_with_its_output_matrix():

@@ -121,7 +121,11 @@ def reading_layer_0(base: PeagleRun) -> PeagleRun:
 @pytest.mark.parametrize(
     ("variant", "budget", "said"),
     [
-        (Variant(run=as_eagle3), "small", "task eagle3 trains drafts by that method; got peagle; set"),
+        (
+            Variant(run=as_eagle3),
+            "small",
+            "task eagle3 trains drafts by that method; got peagle",
+        ),
         (
             Variant(run=reading_layer_0),
             "small",

@@ -109,6 +109,14 @@ def test_theta_may_stand_in_one_of_two_spellings(has_theta):
     assert rope == Rope.from_hf({"rope_parameters": linear | {"rope_theta": 1e6}}, 64, "")
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rotations_by_kind_of_layer_are_refused(key):
+    """They would be read as the default one with theta 10000."""
+    nested = {"full_attention": YARN, "sliding_attention": {"rope_theta": 5e5}}
+    with pytest.raises(InputError, match="one kind for all layers; got parameters of full_att"):
+        Rope.from_hf({"rope_theta": 1e4, key: nested}, 64, "config.json")
+
+
 def test_what_vllm_reads_besides_is_refused():
     with pytest.raises(InputError, match="use_fope and rope_dim, which vLLM reads"):
         Rope.from_hf({"rope_theta": 1e4, "rope_scaling": {"use_fope": True}}, 64, "config.json")

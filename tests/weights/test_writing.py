@@ -292,6 +292,23 @@ def test_two_at_a_time_and_what_a_killed_one_leaves(tmp_path):
     assert (out / "config.json").read_text() == "whole"
 
 
+def test_what_another_removes_meanwhile(tmp_path, monkeypatch):
+    """Between listing and opening what a killed process had left, another writer cleared it up."""
+    left = tmp_path / f".out{writing.TEMPORARY}x"
+    left.mkdir()
+    real = os.open
+
+    def open_after_it_went(path, *args, **options):
+        if Path(path) == left and left.exists():
+            left.rmdir()
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(writing.os, "open", open_after_it_went)
+    with weights.new_folder(tmp_path / "out") as work:
+        (work / "config.json").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_an_output_that_a_killed_process_had_moved_away_comes_back(tmp_path):
     """Killed between two renames: then neither the new output nor the old one has its name."""
     out = tmp_path / "out"
