@@ -39,7 +39,7 @@ def test_serve_config_takes_k_from_the_folder(folders, peagle):
 
 
 def test_serve_config_of_a_revision(folders, peagle):
-    """vLLM takes it as an option of its own; SGLang's and TensorRT-LLM's lines leave it to a note."""
+    """vLLM takes it as an option of its own."""
     line = peagle(f"serve-config {folders}/peagle --engine vllm --target owner/name@abc")[1]
     assert line.startswith("vllm serve owner/name --revision abc --speculative-config ")
     line = peagle(f"serve-config {folders}/peagle --engine vllm --target owner/name")[1]

@@ -184,7 +184,8 @@ def test_norms_of_queries_and_keys_are_the_targets(qk_norm):
         attention = {name: x for name, x in last["attn"].items() if not name.endswith("_norm")}
         blocks = {**target.params["blocks"], 3: {**last, "attn": attention}}
         target = dataclasses.replace(target, params={**target.params, "blocks": blocks})
-    with pytest.raises(InputError, match=f"got {qk_norm}; set head.qk_norm: {str(not qk_norm).lower()},"):
+    right = str(not qk_norm).lower()
+    with pytest.raises(InputError, match=f"got {qk_norm}; set head.qk_norm: {right}, or"):
         init_from_target(tiny.head(3, qk_norm=qk_norm, **IDENTITY), target)
 
 
