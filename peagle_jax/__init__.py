@@ -23,7 +23,7 @@ Models and checkpoints:
   load_target        a target alone: a Hugging Face folder or id
   load_drafter       a draft head alone: a folder, a Hugging Face id or a training run
   save_target        writes a target's folder, for transformers and vLLM
-  save_drafter       writes a head's folder, for vLLM or speculators
+  save_drafter       writes a head's folder, for vLLM, speculators or this package
   convert            converts heads, training runs and targets between formats
   Model              what the loaders return: a configuration and a dict of arrays
   HeadConfig         the configuration of a draft head
@@ -43,7 +43,7 @@ Decoding:
 
 Training:
   load_run           reads a YAML recipe
-  train_head         trains a P-EAGLE or EAGLE-3 head as a recipe says
+  train_head         trains a P-EAGLE, EAGLE-3 or EAGLE-1 head as a recipe says
   train_lm           trains a small target as a recipe says
   CodConfig          the settings of COD sampling
   cod_sample         chooses which elements of a row are trained on
