@@ -33,7 +33,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
     concurrencies = parse_numbers("--concurrency", arguments.concurrency)
     contexts = parse_tokens("--context", arguments.context)
-    check_at_least("--heads", arguments.head_layers, 1)
+    check_at_least("--head-layers", arguments.head_layers, 1)
     rates = {method: tuple(x / 100 for x in of_method) for method, of_method in PUBLISHED.items()}
     given = dict(read_rates("--acceptance", text) for text in arguments.acceptance)
     path = find_config(arguments.target, TARGET_CONFIGS)

@@ -23,10 +23,9 @@ def add_plan(parser: Parser) -> None:
         help=f"one of {', '.join(DEVICE_NAMES)}; the last is measured first",
     )
     parser.add_argument(
-        "--heads",
         "--head-layers",
+        formerly=["--heads"],
         metavar="N",
-        dest="head_layers",
         type=int,
         default=4,
         help="layers of the P-EAGLE head, where --drafter names none; the EAGLE-3 head has one",

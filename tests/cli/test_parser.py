@@ -41,6 +41,7 @@ FORMER = {
     ),
     "serve-config": ("A --engine vllm", {"--k 3": "-k 3"}),
     "calibrate": ("A B --target T --prompts P", {"--k 3": "-k 3"}),
+    "plan": ("--target T", {"--heads 3": "--head-layers 3"}),
 }
 
 

@@ -352,7 +352,7 @@ def test_command(tmp_path, capsys):
     out = tmp_path / "plan"
     code = plan(
         *("--target", PACKAGED, "--device", "h200", "--drafter", ASSETS / "peagle"),
-        *("--concurrency", "1,8", "--context", "1k,2048", "--heads", 2),
+        *("--concurrency", "1,8", "--context", "1k,2048", "--head-layers", 2),
         *("--acceptance", "peagle=90,80,70", "--out", out),
     )
     printed = capsys.readouterr().out
@@ -384,7 +384,8 @@ def test_floors_are_called_so(capsys):
         (("--concurrency", "0"), "--concurrency"),
         (("--context", "1m"), "numbers of tokens"),
         (("--context", "1000k"), "longest sequence; got 1024000; give --context 1024"),
-        (("--heads", "0"), "--heads"),
+        (("--head-layers", "0"), "--head-layers"),
+        (("--heads", "0"), "--head-layers"),
         (("--acceptance", "peagle=10,20"), "must not rise"),
         (("--dtype", "mxfp4"), "GPT-OSS"),
         (("--target", ROOT / "configs/draft/qwen3_coder_30b.json"), "a draft head's"),
