@@ -127,9 +127,9 @@ def same_demo(a: Path, b: Path) -> bool:
 
 
 def names_of(folder: Path) -> list[str]:
-    """Of all files but those of Orbax's checkpoints, whose names are random."""
+    """Of all files but those of Orbax's folders, whose names are random."""
     names = (p.relative_to(folder) for p in folder.rglob("*"))
-    return sorted(str(name) for name in names if "checkpoints" not in name.parts[:-2])
+    return sorted(str(n) for n in names if not {"checkpoints", "frozen"} & {*n.parts[:-2]})
 
 
 def same_experiments(a: Path, b: Path) -> bool:
