@@ -75,6 +75,14 @@ def test_position_zero_is_nobodys_child():
     assert anchor.min() == 0
 
 
+def test_padding_is_of_no_document():
+    """Also where a mask forgets it: the padding behind two documents is no chain."""
+    cod = CodConfig(num_depths=3, down_sample_ratio=1.0)
+    segment_ids = np.array([0, 0, 1, 1, -1, -1, -1])
+    anchor, depth = sample_row(np.ones(7, bool), segment_ids, cod, np.random.default_rng(1))
+    assert list(zip(anchor.tolist(), depth.tolist(), strict=True)) == [(0, 1), (2, 1)]
+
+
 def test_draws_are_uniform():
     """Each of 19 candidates is kept at depth 1 about equally often."""
     cod, counts = (
