@@ -116,6 +116,7 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
         "seed": 0,
         **of_sets,
     }
+    of_load = {"max_new_tokens": arguments.max_new_tokens}
     ways = len(heads) * (len(ks) + is_adaptive) + len(ks) * len(trees)
     decoders = len(batch_sizes) * (1 + ways)
     with ProgressReport("bench", decoders, unit="decoders") as progress:
@@ -149,7 +150,7 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     loads = []
     if load_rows is not None:
         for rate in request_rates:
-            loads += _serve(load_rows, suite.decodings, rate, label)
+            loads += _serve(load_rows, suite.decodings, rate, label | of_load)
     pictures = plots.draw(arguments.out, suite.records, {}, [])
     page = write_report(arguments.out, suite.records, pictures=pictures, sample=None, runs=[])
     print_marked(records.table(suite.records))
@@ -216,6 +217,7 @@ def _serve(
         drawn = list(decoding.synthetic) if decoding.synthetic else None
         about = {"method": case.method, "k": case.k, "synthetic_acceptance": drawn}
         about |= {"adaptive_k": case.adaptive_k, "num_tree_nodes": case.num_tree_nodes}
+        about |= {"ignore_eos": case.ignore_eos}
         rows.append(provenance() | label | {"name": "bench/load"} | about | result)
         file.add(rows[-1])
         title = f"{NAMES[case.method]}, K = {k_label(about)}, concurrency {case.batch_size}"

@@ -20,9 +20,12 @@ NUM_SENSITIVE = 2  # inputs that are named in a row of the table
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plans decoding on a device, prints a table, and draws it with --out."""
+    import jax
+    import jax.numpy as jnp
+
     from peagle_jax.pipelines.acceptance_rates import PUBLISHED, read_rates
     from peagle_jax.pipelines.decoding_plan import Models, plan_row
-    from peagle_jax.pipelines.devices import find_device
+    from peagle_jax.pipelines.devices import THIS_MACHINE, find_device
     from peagle_jax.pipelines.plan_models import (
         cache_sizes,
         head_costs,
@@ -37,20 +40,22 @@ def plan(arguments: argparse.Namespace) -> int:
     rates = {method: tuple(x / 100 for x in of_method) for method, of_method in PUBLISHED.items()}
     given = dict(read_rates("--acceptance", text) for text in arguments.acceptance)
     path = find_config(arguments.target, TARGET_CONFIGS)
-    target = planned_target(path, arguments.dtype, arguments.kv_cache_dtype)
+    device = find_device(arguments.device)
+    on_cpu = arguments.device == THIS_MACHINE and jax.default_backend() == "cpu"
+    target = planned_target(path, arguments.dtype, arguments.kv_cache_dtype, on_cpu)
+    cache_dtype = jnp.float32 if on_cpu else jnp.bfloat16  # of heads
     if max(contexts) > target.config.context:
         rule = f"must be at most {target.config.context}, the target's longest sequence"
         next_step = f"give --context {min(1024, target.config.context)}"
         raise InputError("--context", rule, max(contexts), next_step)
     heads = planned_heads(target, arguments.head_layers, arguments.drafter)
-    device = find_device(arguments.device)
     models = Models(
         target=target.costs,
-        heads={method: head_costs(config) for method, config in heads.items()},
+        heads={method: head_costs(c, cache_dtype=cache_dtype) for method, c in heads.items()},
         rates={**rates, **given},
         routing=arguments.routing,
     )
-    size = cache_sizes(target, heads)
+    size = cache_sizes(target, heads, cache_dtype)
     rows = [
         plan_row(models, device, concurrency, context, size(concurrency, context))
         for context in contexts
@@ -93,7 +98,8 @@ def plan_table(rows: "Sequence[PlanRow]", title: str):
             speedup = choice.tokens_per_second / row.plain.tokens_per_second
             cells.append(f"{choice.tokens_per_second:,.0f} (K {choice.k}, {speedup:.2f})")
         fastest = max(row.best.values(), key=lambda choice: choice.tokens_per_second)
-        memory = f"{row.memory / 1e9:,.0f} GB" + (", too much" if row.fits is False else "")
+        digits = 0 if row.memory >= 1e10 else 2
+        memory = f"{row.memory / 1e9:,.{digits}f} GB" + (", too much" if row.fits is False else "")
         effects = list(row.sensitivity.items())[:NUM_SENSITIVE]
         sensitive = ", ".join(f"{name} {100 * effect:+.0f} %" for name, effect in effects)
         table.add_row(

@@ -43,7 +43,9 @@ class PlannedTarget:
     cache_dtype: Any
 
 
-def planned_target(path: Path, dtype: str, kv_cache_dtype: str) -> PlannedTarget:
+def planned_target(
+    path: Path, dtype: str, kv_cache_dtype: str, on_cpu: bool = False
+) -> PlannedTarget:
     """The target of a config.json.
 
     Args:
@@ -51,6 +53,7 @@ def planned_target(path: Path, dtype: str, kv_cache_dtype: str) -> PlannedTarget
       dtype: of its weights, one of DTYPES; "auto" is what the config says of its quantization, or
         else bfloat16.
       kv_cache_dtype: "auto", that of the activations, or "fp8".
+      on_cpu: where activations are float32, whatever the weights are.
 
     Raises:
       InputError: it is no config of a target, its experts cannot be MXFP4, or "auto" does not
@@ -73,7 +76,8 @@ def planned_target(path: Path, dtype: str, kv_cache_dtype: str) -> PlannedTarget
             packed=dtype == "mxfp4",
             fp8="rows" if dtype == "fp8" else None,
         )
-    cache_dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else numbers
+    activations = jnp.dtype("float32") if on_cpu else numbers
+    cache_dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else activations
     costs = model_costs(stored, plain, cache_dtype)
     return PlannedTarget(plain.config, dtype, costs, cache_dtype)
 
@@ -164,10 +168,12 @@ def planned_heads(
     return heads
 
 
-def head_costs(config: HeadConfig, dtype: DTypeLike = jnp.bfloat16) -> ModelCosts:
-    """The costs of a head whose weights, keys and values have a dtype."""
+def head_costs(
+    config: HeadConfig, dtype: DTypeLike = jnp.bfloat16, cache_dtype: DTypeLike = jnp.bfloat16
+) -> ModelCosts:
+    """The costs of a head whose weights have one dtype, and keys and values another."""
     model = abstract_head(dataclasses.replace(config, dtype=dtype))
-    return model_costs(model, model, dtype)
+    return model_costs(model, model, cache_dtype)
 
 
 def cache_sizes(

@@ -325,7 +325,18 @@ def target_flops(run: HeadRun, target: Model) -> float:
     used = per_token / experts if experts else 1
     dense = matrix_sizes(target.params, ("blocks",), experts=False)
     active = dense + used * matrix_sizes(target.params, ("blocks",), experts=True)
-    return 2.0 * rows * n * active + rows * n * n / 2 * 4 * t.heads * t.head_dim * t.layers
+    scores = 0.0  # numbers that queries and keys have in common, over all layers that read a cache
+    for shape in t.cache_shapes():
+        readers = sum(window == shape.window for window in t.windows)
+        scores += readers * t.heads * shape.head_dim * mean_keys(n, shape.window)
+    return 2.0 * rows * n * active + 4.0 * rows * n * scores
+
+
+def mean_keys(n: int, window: int | None) -> float:
+    """Keys that a query sees, at the mean over `n` positions of one document."""
+    if window is None or window >= n:
+        return n / 2
+    return window * (1 - window / (2 * n))
 
 
 def head_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
@@ -347,6 +358,7 @@ def head_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     learned_from = rows * n if rows * n <= loss.CHUNK else elements
     flops += 2.0 * (elements * output * (2 + run.train_lm_head) + learned_from * teacher)
     flops += 6.0 * rows * n * fusion
-    # half of the keys, twice 2 for scores and values, and 2.5 times that backward
-    flops += elements * n / 2 * 4 * c.heads * c.head_dim * c.layers * (2.5 + again)
+    # twice 2 for scores and values, and 2.5 times that backward
+    keys = sum(mean_keys(n, window) for window in c.windows)
+    flops += elements * keys * 4 * c.heads * c.head_dim * (2.5 + again)
     return flops

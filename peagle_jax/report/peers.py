@@ -4,7 +4,8 @@ Its rows are in results/peers.jsonl of the repository. An installed package has 
 """
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -19,6 +20,8 @@ METHODS = {
     "eagle3": "EAGLE-3",
     "peagle": "P-EAGLE",
 }
+# What is compared in the README: other prompts, targets and lengths may be recorded beside it.
+STANDARD = {"target": "target", "num_prompts": 8, "max_new_tokens": 128}
 COLORS = {"peagle_jax": "#0b6e4f", "vllm": "#8d99ae", "transformers": "#d9c27e"}
 
 
@@ -56,7 +59,7 @@ def newest_elsewhere(path: Path, dtype: str = "bfloat16") -> list[list[dict]]:
 
 
 def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
-    """All rows of comparisons with torch.compile, or without it.
+    """All rows of comparisons as the README's, with vLLM: with torch.compile, or without it.
 
     Rows that do not say it have it in their command.
     """
@@ -64,6 +67,9 @@ def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
+    rows = [row for row in rows if STANDARD.items() <= row.items()]
+    with_vllm = {(row["device"], row["time"]) for row in rows if row["engine"] == "vllm"}
+    rows = [row for row in rows if (row["device"], row["time"]) in with_vllm]
     option = "--vllm-compile"
     return [r for r in rows if r.get("vllm_compiled", option in r["command"]) == compiled]
 
@@ -103,16 +109,27 @@ def _span(over: Sequence[dict[int, float]], batch: int) -> str:
 
 def _ratios(rows: Sequence[dict], method: str) -> dict[int, float]:
     """Batch size -> our speed over vLLM's, where both were timed."""
-    speeds = {
-        (row["engine"], row["batch_size"]): row["tokens_per_second"]
-        for row in rows
-        if row["method"] == method
-    }
+    found = {(row["engine"], row["batch_size"]): row for row in rows if row["method"] == method}
     return {
-        batch: speed / speeds["vllm", batch]
-        for (engine, batch), speed in speeds.items()
-        if engine == "peagle_jax" and ("vllm", batch) in speeds
+        batch: speed_ratio(row, found["vllm", batch])
+        for (engine, batch), row in found.items()
+        if engine == "peagle_jax" and ("vllm", batch) in found
     }
+
+
+def speed_ratio(row: Mapping, other: Mapping) -> float:
+    """The speed of a row over another's: the median over rounds, in which both were timed.
+
+    A machine that is slow in a round is so for both. The speeds of a row are its own medians, whose
+    ratio may be another one.
+    """
+    of_medians = row["tokens_per_second"] / other["tokens_per_second"]
+    mine, theirs = row["seconds"], other["seconds"]
+    if len(mine) != len(theirs):
+        return of_medians
+    seconds = statistics.median(mine) / statistics.median(theirs)
+    paired = statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
+    return of_medians * seconds * paired  # the first two are the numbers of tokens
 
 
 def table(rows: Sequence[dict]) -> list[list[str]]:
@@ -129,12 +146,13 @@ def table(rows: Sequence[dict]) -> list[list[str]]:
     ]
     lines = [["method", "K", *titles]]
     speeds = {(r["batch_size"], r["engine"], r["method"]): r["tokens_per_second"] for r in rows}
+    ratios_of = {method: _ratios(rows, method) for method in METHODS}
     for method in _methods(rows):
         k = next(row["k"] for row in rows if row["method"] == method)
         cells = []
         for batch, name in cases:
-            speed, vllm = (speeds.get((batch, engine, method)) for engine in (name, "vllm"))
-            ratio = f" ({speed / vllm:.2f}x)" if name == "peagle_jax" and speed and vllm else ""
+            speed, over = speeds.get((batch, name, method)), ratios_of[method].get(batch)
+            ratio = f" ({over:.2f}x)" if name == "peagle_jax" and over else ""
             cells.append(f"{speed:,.0f}{ratio}" if speed else "")
         lines.append([METHODS[method], str(k or ""), *cells])
     return lines
@@ -147,7 +165,7 @@ def caption(rows: Sequence[dict]) -> str:
     return (
         f"Greedy tokens/s on {row['device']}, {row['dtype']}, commit {row['commit']}, "
         f"{row['time'][:10]}, in turns with vLLM {version} (uncompiled) and transformers; "
-        "in brackets, our speed over vLLM's."
+        "in brackets, our speed over vLLM's, the median over rounds."
     )
 
 

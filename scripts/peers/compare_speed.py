@@ -101,6 +101,7 @@ def start_engine(
         rule="the engine must decode the prompts",
         next_step="see what it prints with --verbose, or leave it out with --engines",
         verbose=args.verbose,
+        environment={"LD_PRELOAD": args.vllm_preload or ""} if name == "vllm" else None,
     )
     return Engine(name, method, dtype, k, worker)
 
@@ -154,6 +155,7 @@ def rows_of(
             rows.append(
                 {
                     "vllm_compiled": args.vllm_compile,
+                    "vllm_preload": Path(args.vllm_preload).name if args.vllm_preload else None,
                     "name": "peers",
                     "engine": engine.name,
                     "engine_version": engine.worker.version,
@@ -183,11 +185,7 @@ def table_of(rows: Sequence[dict]) -> Table:
     table = Table(
         "engine", "method", "K", "dtype", "batch", "tokens/s", "beside vLLM", "length", "same texts"
     )
-    of_vllm = {
-        (r["method"], r["dtype"], r["batch_size"]): r["tokens_per_second"]
-        for r in rows
-        if r["engine"] == "vllm"
-    }
+    of_vllm = {(r["method"], r["dtype"], r["batch_size"]): r for r in rows if r["engine"] == "vllm"}
     for row in rows:
         theirs = of_vllm.get((row["method"], row["dtype"], row["batch_size"]))
         length = row["acceptance_length"]
@@ -199,7 +197,7 @@ def table_of(rows: Sequence[dict]) -> Table:
             row["dtype"],
             str(row["batch_size"]),
             f"{row['tokens_per_second']:.0f}",
-            f"{row['tokens_per_second'] / theirs:.2f}" if theirs else "",
+            f"{peers.speed_ratio(row, theirs):.2f}" if theirs else "",
             f"{length:.2f}" if length else "",
             f"{row['same']}/{row['num_prompts']}{near_ties}",
         )
@@ -243,6 +241,14 @@ def run(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def find_tcmalloc() -> str | None:
+    """The library that vLLM's installation page for CPUs says to preload (libtcmalloc-minimal4).
+
+    Its other one, Intel's OpenMP, made vLLM slower in this comparison (LOG.md, 2026-11-28).
+    """
+    return max(map(str, Path("/usr/lib").glob("*/libtcmalloc_minimal.so.*")), default=None)
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -265,6 +271,13 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument(
         "--vllm-compile", action="store_true", help="vLLM with torch.compile (default: eager)"
+    )
+    parser.add_argument(
+        "--vllm-preload",
+        metavar="LIBRARY",
+        default=find_tcmalloc(),
+        help="what vLLM allocates memory with; '' for none (default: tcmalloc, where it is "
+        "installed)",
     )
     parser.add_argument(
         "--static-cache",

@@ -1,8 +1,9 @@
 """The side that asks: it starts a worker of line_worker.py, and reads an answer for each line."""
 
 import json
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peagle_jax.types import InputError
@@ -18,6 +19,7 @@ class LineProcess:
       rule: what it must do, in errors.
       next_step: for whom it ends without doing so.
       verbose: what it prints is shown.
+      environment: variables beside this process's.
 
     Attributes:
       version: of the package that it measures.
@@ -35,6 +37,7 @@ class LineProcess:
         rule: str,
         next_step: str,
         verbose: bool,
+        environment: Mapping[str, str] | None = None,
     ):
         self._name, self._rule, self._next_step = name, rule, next_step
         self._process = subprocess.Popen(
@@ -43,6 +46,7 @@ class LineProcess:
             stdout=subprocess.PIPE,
             stderr=None if verbose else subprocess.DEVNULL,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
         try:
             self.version = self.ask(job)["version"]

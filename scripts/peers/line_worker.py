@@ -18,8 +18,8 @@ def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None
 
     The first line is the job, which `start` gets. It returns a function from a request to an
     answer; of an engine {"prompts", "max_new_tokens", "batch_size"} -> {"outputs", ..}. "seconds"
-    are added here. An exception becomes {"error": message}, and ends the process. The answer to
-    the job itself is {"version"} of `package`.
+    are added here, unless the answer has its own. An exception becomes {"error": message}, and ends
+    the process. The answer to the job itself is {"version"} of `package`.
 
     What libraries print goes to stderr: stdout has answers only.
     """
@@ -36,7 +36,7 @@ def serve(start: Callable[[dict], Callable[[dict], dict]], package: str) -> None
         for line in sys.stdin:
             began = time.perf_counter()
             answer = answer_to(json.loads(line))
-            say(answer | {"seconds": time.perf_counter() - began})
+            say({"seconds": time.perf_counter() - began} | answer)
     except Exception as error:  # whatever an engine raises is its answer
         traceback.print_exc()
         say({"error": f"{type(error).__name__}: {error}"})

@@ -1,6 +1,7 @@
 """Real vLLM (CPU) as an engine of compare_speed.py: in the environment of install_vllm.sh."""
 
 import os
+import time
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -39,10 +40,12 @@ def start(job: dict):
             temperature=0, max_tokens=request["max_new_tokens"], ignore_eos=True, detokenize=False
         )
         before, outputs = count(llm), []
+        began = time.perf_counter()
         for prompts in batches(request):
             inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
             answers = llm.generate(inputs, sampling, use_tqdm=False)
             outputs += [list(answer.outputs[0].token_ids) for answer in answers]
+        seconds = time.perf_counter() - began  # without the counters, which only this script reads
         after = count(llm)
         counted = {name: after[name] - before[name] for name in COUNTERS}
         earlier = before["num_accepted_per_pos"] or [0] * len(after["num_accepted_per_pos"])
@@ -51,6 +54,7 @@ def start(job: dict):
         if counted["num_drafts"]:
             length = 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
         return {
+            "seconds": seconds,
             "outputs": outputs,
             "num_drafts": counted["num_drafts"],
             "num_accepted_per_pos": [a - b for a, b in pairs],

@@ -63,8 +63,24 @@ def peer_row(engine: str, method: str, batch_size: int, speed: float, **changes)
         "dtype": "bfloat16",
         "batch_size": batch_size,
         "tokens_per_second": speed,
+        "seconds": [1024 / speed] * 3,
+        "target": "target",
+        "num_prompts": 8,
+        "max_new_tokens": 128,
     }
     return row | changes
+
+
+def test_a_ratio_of_speeds_is_the_median_over_rounds():
+    """A round in which the machine was slow was slow for both."""
+    ours = peer_row("peagle_jax", "plain", 1, 10.0, seconds=[1.0, 2.0, 4.0])
+    vllm = peer_row("vllm", "plain", 1, 10.0, seconds=[1.5, 4.0, 2.0])
+    # both medians are 2 seconds; of the rounds vLLM took 1.5, 2 and 0.5 times as long
+    assert peers.speed_ratio(ours, vllm) == 1.5
+    # twice the tokens in the same seconds
+    assert peers.speed_ratio(ours | {"tokens_per_second": 20.0}, vllm) == 3.0
+    assert peers.speed_ratio(ours, vllm | {"seconds": [1.0, 4.0]}) == 1.0  # not of the same rounds
+    assert "1.50x" in peers.table([ours, vllm])[1][2] and "1.50x" in peers.ratios([[ours, vllm]])
 
 
 def test_the_newest_comparison_with_other_engines(tmp_path):
@@ -72,7 +88,7 @@ def test_the_newest_comparison_with_other_engines(tmp_path):
         peer_row("peagle_jax", "plain", 1, 1.0, time="2026-11-19T10:00:00Z"),
         peer_row("peagle_jax", "plain", 1, 1200.4),
         peer_row("peagle_jax", "peagle", 1, 1500.0),
-        peer_row("peagle_jax", "peagle", 8, 90.0, dtype="float32", time="2026-11-21T10:00:00Z"),
+        peer_row("vllm", "peagle", 8, 90.0, dtype="float32", time="2026-11-21T10:00:00Z"),
         peer_row("vllm", "plain", 1, 600.2),
         peer_row("vllm", "peagle", 1, 1000.0),
         peer_row("transformers", "plain", 1, 300.0),
@@ -84,6 +100,17 @@ def test_the_newest_comparison_with_other_engines(tmp_path):
     newest = peers.newest(file)
     assert peers.newest(file, "float32") == [rows[3]] and not peers.newest(tmp_path / "none")
     assert newest == [rows[i] for i in (1, 2, 4, 5, 6, 7, 8)]
+    # comparisons of something else, or without vLLM, are not those of the README
+    later = {"time": "2026-11-22T10:00:00Z"}
+    others = [
+        peer_row("peagle_jax", "plain", 1, 1.0, **later),
+        peer_row("transformers", "plain", 1, 1.0, **later),
+        peer_row("vllm", "plain", 1, 1.0, num_prompts=4, **later),
+        peer_row("vllm", "plain", 1, 1.0, max_new_tokens=64, **later),
+        peer_row("vllm", "plain", 1, 1.0, target="mine", **later),
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows + others))
+    assert peers.newest(file) == newest
     assert peers.table(newest) == [
         ["method", "K", "batch 1: ours", "vLLM", "transformers", "batch 8: vLLM"],
         ["plain decoding", "", "1,200 (2.00x)", "600", "300", "5,000"],
@@ -108,7 +135,7 @@ def test_ratios_of_other_devices(tmp_path):
         for engine, method, speed in speeds
         for batch in (1, 4)
     ]
-    rows[6]["tokens_per_second"] = 50.0  # the newest of the old device
+    rows[6] |= {"tokens_per_second": 50.0, "seconds": [1024 / 50] * 3}  # the newest of the old one
     file = tmp_path / "peers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert peers.newest(file) == rows[6:12]
