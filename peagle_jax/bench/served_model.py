@@ -164,7 +164,7 @@ class ServedModel:
         self._news.put(Piece(number, 0, answer, time.perf_counter()))
 
     def _receive(self, number: int, request: ServerRequest) -> ServerAnswer:
-        texts: list[str] = []
+        said: list[str] = []  # without reasoning, which is no part of a later turn's prompt
         usage: Any = None
         is_cut = False
         body = request.body(self._server.model)
@@ -174,16 +174,16 @@ class ServedModel:
                 is_cut = choice.get("finish_reason") == "length" or is_cut
                 text = _text_of(choice)
                 if text is not None:
-                    texts.append(text)
+                    said.append(text)
                     self._news.put(Piece(number, 1, None, now))
         counted = {"usage": usage}
         num_prompt_tokens = int(item(counted, "usage", "prompt_tokens"))
         num_tokens = int(item(counted, "usage", "completion_tokens"))
-        return ServerAnswer(num_prompt_tokens, num_tokens, "".join(texts), is_cut)
+        return ServerAnswer(num_prompt_tokens, num_tokens, "".join(said), is_cut)
 
 
 def _text_of(choice: Any) -> str | None:
-    """The text of a piece, "" too, of a completion or a chat; None where it brings no token.
+    """What a piece of an answer says, without reasoning; None where it brings no token.
 
     A chat begins with a piece that says nothing but the role, and may end with an empty one.
     """
@@ -192,9 +192,8 @@ def _text_of(choice: Any) -> str | None:
     delta = choice.get("delta") or {}
     # vLLM has sent the reasoning under both names in some versions
     reasoning = delta.get("reasoning") or delta.get("reasoning_content")
-    spoken = [text for text in (reasoning, delta.get("content")) if text]
-    if spoken or delta.get("tool_calls"):
-        return "".join(map(str, spoken))
+    if reasoning or delta.get("content") or delta.get("tool_calls"):
+        return str(delta.get("content") or "")
     return "" if "content" in delta and "role" not in delta else None
 
 

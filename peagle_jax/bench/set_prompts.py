@@ -10,11 +10,12 @@ from peagle_jax.bench.served_model import ServedModel, ServerRequest
 from peagle_jax.bench.sets import Question
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
+from peagle_jax.chat.written_messages import message_of
 from peagle_jax.decode.parallel_engine import make_engine
-from peagle_jax.decode.requests import Request, check_answered
+from peagle_jax.decode.requests import Generation, Request, check_answered
 from peagle_jax.types import InputError, Model
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +74,11 @@ def ask(
         _check_length(target, token_ids, max_new_tokens, where)
         return token_ids
 
-    def write(prompts: Sequence[BenchPrompt]) -> list[tuple[str, bool]]:
+    def write(prompts: Sequence[BenchPrompt]) -> list[tuple[dict[str, Any], bool]]:
         requests = [Request(prompt=p.content, max_new_tokens=max_new_tokens) for p in prompts]
         answers = dict(make_engine(target, max_batch=batch_size).run(requests))
         check_answered([answers[i] for i in range(len(prompts))], "bench")
-        return [
-            (
-                str(tokenizer.decode(answers[i].output_token_ids, skip_special_tokens=True)),
-                answers[i].finish_reason == "length",
-            )
-            for i in range(len(prompts))
-        ]
+        return [_written(tokenizer, answers[i]) for i in range(len(prompts))]
 
     return _ask_turns(questions, encode_to_fit, write)
 
@@ -106,9 +101,10 @@ def ask_server(
     def encode(messages: Messages, where: str) -> list[Any]:
         return list(messages) if tokenizer is None else _encode(tokenizer, messages, where)
 
-    def write(prompts: Sequence[BenchPrompt]) -> list[tuple[str, bool]]:
+    def write(prompts: Sequence[BenchPrompt]) -> list[tuple[dict[str, Any], bool]]:
         requests = [ServerRequest(p.content, max_new_tokens, name=p.name) for p in prompts]
-        return [(answer.text, answer.is_cut) for answer in model.run(requests)]
+        answers = model.run(requests)
+        return [({"role": "assistant", "content": a.text}, a.is_cut) for a in answers]
 
     return _ask_turns(questions, encode, write)
 
@@ -116,13 +112,13 @@ def ask_server(
 def _ask_turns(
     questions: Sequence[Question],
     encode: Callable[[Messages, str], list[Any]],
-    write: Callable[[Sequence[BenchPrompt]], list[tuple[str, bool]]],
+    write: Callable[[Sequence[BenchPrompt]], list[tuple[dict[str, Any], bool]]],
 ) -> BenchPrompts:
     """The prompts of questions.
 
     Args:
       encode: what was said, and the question's name, as a prompt.
-      write: prompts -> their answers, and whether each was cut by its limit.
+      write: prompts -> the assistant's messages, and whether each was cut by its limit.
     """
     said: list[Messages] = [[] for _ in questions]
     prompts: list[BenchPrompt] = []
@@ -143,10 +139,21 @@ def _ask_turns(
             if turn + 1 < len(questions[i].turns)
         ]
         answers = write([prompt for _, prompt in goes_on]) if goes_on else []
-        for (i, _), (text, is_cut) in zip(goes_on, answers, strict=True):
+        for (i, _), (message, is_cut) in zip(goes_on, answers, strict=True):
             num_cut += is_cut
-            said[i].append({"role": "assistant", "content": text})
+            said[i].append(message)
     return BenchPrompts(prompts, num_cut)
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, answer: Generation) -> tuple[dict[str, Any], bool]:
+    """The message of an answer, whose special tokens may be channels; and whether it was cut.
+
+    An answer that was cut before it said anything to the user is empty.
+    """
+    is_cut = answer.finish_reason == "length"
+    ids = answer.output_token_ids
+    message = message_of(str(tokenizer.decode(ids if is_cut else ids[:-1])))
+    return message or {"role": "assistant", "content": ""}, is_cut
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str) -> list[int]:

@@ -1,13 +1,17 @@
 """What transformers makes of conversations with a target's chat template."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from peagle_jax.chat.pieces import Conversation, for_templates
+from peagle_jax.chat.pieces import Conversation, for_templates, with_joined_parts
 from peagle_jax.chat.rendering import MOST_CHARACTERS, one_line
 from peagle_jax.types import InputError
+
+# what a template writes of [{"type": "text", "text": ".."}] that takes it for a text
+PART_AS_CODE = re.compile(r"""['"]type['"]\s*:\s*['"]text['"]""")
 
 
 def render(
@@ -20,20 +24,29 @@ def render(
     """A conversation's messages as its template takes them, and what transformers makes of them.
 
     Some templates join the content of every message to something: where a message that only calls
-    tools has none, it is then empty, as vLLM passes it.
+    tools has none, it is then empty, as vLLM passes it. Most templates know contents of text alone:
+    of parts they raise, or write what Python shows of a list. Such parts are joined to a text.
 
     Raises:
       InputError: the chat template is none, it refuses the messages, or makes too much of them.
     """
     messages = [for_templates(message) for message in conversation.messages]
     options = conversation.tools, where, add_generation_prompt
+    joined = [with_joined_parts(message) for message in messages]
+    if joined != messages:
+        try:
+            text = _apply_template(tokenizer, messages, *options)
+        except InputError:
+            text = None
+        if text is not None and not PART_AS_CODE.search(text):
+            return messages, text
     try:
-        return messages, _apply_template(tokenizer, messages, *options)
+        return joined, _apply_template(tokenizer, joined, *options)
     except InputError:
-        if all("content" in message for message in messages):
+        if all("content" in message for message in joined):
             raise
-    messages = [{"content": "", **message} for message in messages]
-    return messages, _apply_template(tokenizer, messages, *options)
+    joined = [{"content": "", **message} for message in joined]
+    return joined, _apply_template(tokenizer, joined, *options)
 
 
 def _apply_template(

@@ -211,6 +211,10 @@ def _with_offsets(
     for start, end in spans:
         space = start - len(text[:start].rstrip(" "))
         inside = (starts >= start - space) & (starts < end) & (ends > np.maximum(start, starts))
+        if inside.any():
+            # some tokenizers give space no width
+            first, last = np.flatnonzero(inside)[[0, -1]]
+            inside[first:last] |= ends[first:last] == starts[first:last]
         loss_mask |= inside
         if inside.any():
             first = max(start, int(starts[inside].min()))

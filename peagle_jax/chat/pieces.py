@@ -48,9 +48,17 @@ class Piece:
 
 
 def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: without keys of None, and calls' arguments as objects."""
-    message = {key: value for key, value in message.items() if value is not None}
-    if message.get("tool_calls"):
+    """A message as templates expect it: without keys of None, and calls' arguments as objects.
+
+    Templates ask whether there are tool calls, or reasoning, by their keys: empty ones are none.
+    """
+    optional = ("tool_calls", *REASONING)
+    message = {
+        key: value
+        for key, value in message.items()
+        if value is not None and (value or key not in optional)
+    }
+    if "tool_calls" in message:
         message["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
     reasoning = next((message[key] for key in REASONING if message.get(key)), None)
     if reasoning is not None:
@@ -60,8 +68,13 @@ def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments, where they are JSON in a string, are an object, as vLLM does it."""
+    """A call whose arguments are an object: no arguments, or JSON in a string, as vLLM reads them.
+
+    A string of something else stays: templates that write arguments as they are may have meant it.
+    """
     function = dict(function_of(call))
+    if not function.get("arguments"):
+        function["arguments"] = {}
     if isinstance(function.get("arguments"), str):
         try:
             parsed = json.loads(function["arguments"])
@@ -70,6 +83,16 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(parsed, dict):
             function["arguments"] = parsed
     return {**call, "function": function} if "function" in call else function
+
+
+def with_joined_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose texts in parts are one, line by line, as vLLM joins them."""
+    return {
+        key: "\n".join(part["text"] for part in value)
+        if key in ("content", *REASONING, "thinking") and isinstance(value, list)
+        else value
+        for key, value in message.items()
+    }
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -233,34 +233,46 @@ class _Located:
         start, end = block
         header = self._header_end(block)
         own_end = start + len(self.text[start:end].rstrip())
-        results = [
-            span
-            for other, found in self._pieces.items()
-            if self.messages[other]["role"] == "tool"
-            for _, span in found
-            if start <= span[0] < end
-        ]
         begin = header + _length(EMPTY_PAIR.match(self.text[header:end]))
         names = [str(function_of(call).get("name")) for call in self.messages[number]["tool_calls"]]
-        if any(name not in self.text[header:end] for name in names):
+        # of several calls of one function GPT-OSS writes the first alone
+        if any(self.text.count(name, header, end) < names.count(name) for name in names):
             raise self._not_located(number)
         if pieces and names[0] not in self.text[header : pieces[0][1][0]]:
             begin = self._start(pieces, block)
-        if not results:
+        if not self._holds_results(number, block):
             return [(begin, own_end)]
         # the results of the calls stand within the block (Gemma 4): what the template writes where
         # the conversation ends here is the assistant's
         calls_end = self._end_without_results(number, block)
         spans = [(begin, calls_end)]
-        after = [found for found in pieces if found[1][0] >= max(end for _, end in results)]
+        after = [found for found in pieces if found[1][0] >= calls_end]
         if after:
             last = self._right(after[-1], block)
             spans.append(self.with_end_of_turn(after[0][1][0], last, block))
         return spans
 
+    def _holds_results(self, number: int, block: Span) -> bool:
+        """Whether the results of an answer's calls stand within its block, as in Gemma 4's.
+
+        They are `tool_responses` of the message itself, or the messages behind it. One with an
+        empty content has no place of its own, and is known by having no block.
+        """
+        if self.messages[number].get("tool_responses"):
+            return True
+        found = False
+        for other in range(number + 1, len(self.messages)):
+            if self.messages[other]["role"] != "tool":
+                break
+            spans = [span for _, span in self._pieces.get(other, [])]
+            found |= any(block[0] <= start < block[1] for start, _ in spans)
+            found |= not spans and not self.blocks.get(other)
+        return found
+
     def _end_without_results(self, number: int, block: Span) -> int:
         marks = Marks(self.text)
-        message = {k: v for k, v in self.messages[number].items() if k != "content"}
+        left_out = ("content", "tool_responses")
+        message = {k: v for k, v in self.messages[number].items() if k not in left_out}
         text, places = self.render([*self.messages[:number], message], marks)
         blocks = blocks_of_messages(places).get(number, [])
         if len(blocks) != 1:

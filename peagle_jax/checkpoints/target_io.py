@@ -406,9 +406,11 @@ def _export_config(config: TargetConfig, dtype: str) -> dict:
         return qwen3.to_hf(config, dtype)
     hf = json.loads(config.source)
     if "text_config" in hf:  # our tensors carry the text model's names
-        stops = {"eos_token_id": list(config.stop_ids)} if config.stop_ids else {}
         text_model = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
-        hf = hf["text_config"] | stops | text_model
+        hf = hf["text_config"] | text_model
+    # those of generation_config.json, which may not be there any more
+    if config.stop_ids and read_stop_ids(hf, "config.json") != config.stop_ids:
+        hf["eos_token_id"] = list(config.stop_ids)
     if "tie_word_embeddings" in hf or not config.tied_embeddings:
         hf["tie_word_embeddings"] = config.tied_embeddings
     hf["dtype"] = dtype

@@ -1,6 +1,7 @@
 """Experts: gated MLPs of which a router chooses a few a token. Weights are plain, FP8 or MXFP4."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -18,6 +19,7 @@ from peagle_jax.layers.basic import normal
 from peagle_jax.layers.products import product
 
 AXIS = "model"  # of a device mesh, over which experts and heads are spread
+ROW_AXES = ("data", "fsdp")  # likewise, over which the sequences of a batch are (train/mesh.py)
 BLOCK = 32  # numbers that share one MXFP4 scale (OCP Microscaling formats, 1.0)
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (
@@ -168,7 +170,8 @@ class Experts(nnx.Module):
     """`down(act(gate_up(x)))` of each chosen expert, weighted and summed.
 
     On a mesh with an axis "model" every device runs the experts that it holds, and their sums are
-    added up.
+    added up. On axes that divide a batch's sequences every device runs those of its own: rows are
+    sorted by expert, and sorted together they would be those of all devices on each.
 
     Args:
       act: maps [.. 2I] to [.. I]; families keep gate and up in different orders.
@@ -200,32 +203,44 @@ class Experts(nnx.Module):
     ) -> Float[Array, "*rows D"]:
         """The weighted sum of the experts `topk_ids` of each of the n rows."""
         rows = x.reshape(-1, x.shape[-1])
-        num_devices = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+        mesh = dict(jax.sharding.get_abstract_mesh().shape)
+        num_devices = mesh.get(AXIS, 1)
         if self.count % num_devices:
             num_devices = 1  # experts that cannot be divided evenly are on every device
         num_local = self.count // num_devices
+        axes = tuple(axis for axis in ROW_AXES if mesh.get(axis, 1) > 1)
+        if x.ndim < 3 or x.shape[0] % math.prod(mesh[axis] for axis in axes):
+            axes = ()
         n, k = topk_ids.shape
+        n //= math.prod(mesh[axis] for axis in axes)
         name = experts.choose(n, k, num_local, platform(), non_16bit_reason(x))
         form = experts.FORMS[name]
-        if num_devices == 1:
+        if num_devices == 1 and not axes:
             weights = ExpertWeights(self.gate_up, self.down, self.act, num_local)
             y = form(rows, topk_ids, routing_weights, weights)
             return y.astype(x.dtype).reshape(x.shape)
         graph, state = nnx.split((self.gate_up, self.down))
 
         def run_local(state, rows, topk_ids, routing_weights):
-            """Runs this device's experts, and adds up the sums of all devices."""
+            """Runs this device's experts on its rows, and adds up the sums of all its experts."""
             gate_up, down = nnx.merge(graph, state)
             weights = ExpertWeights(gate_up, down, self.act, num_local, num_devices)
+            if num_devices == 1:
+                return form(rows, topk_ids, routing_weights, weights)
             local_ids = topk_ids - jax.lax.axis_index(AXIS) * num_local
             is_local = (local_ids >= 0) & (local_ids < num_local)
             # `num_local` is no expert of this device
             local_ids = jnp.where(is_local, local_ids, num_local)
             return jax.lax.psum(form(rows, local_ids, routing_weights, weights), AXIS)
 
-        state_specs = jax.tree.map(lambda _: P(AXIS), state)
+        of_experts = (AXIS,) if num_devices > 1 else ()
+        state_specs, of_rows = jax.tree.map(lambda _: P(*of_experts), state), P(axes or None)
         run_all = jax.shard_map(
-            run_local, in_specs=(state_specs, P(), P(), P()), out_specs=P(), check_vma=False
+            run_local,
+            in_specs=(state_specs, of_rows, of_rows, of_rows),
+            out_specs=of_rows,
+            axis_names={*axes, *of_experts},
+            check_vma=False,
         )
         y = run_all(state, rows, topk_ids, routing_weights)
         return y.astype(x.dtype).reshape(x.shape)

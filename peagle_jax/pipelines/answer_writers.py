@@ -6,7 +6,6 @@ batch need not be in step.
 
 import concurrent.futures
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,15 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
+from peagle_jax.chat.written_messages import message_of
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
 from peagle_jax.openai_server import OpenAIServer, RefusedError, item
 from peagle_jax.types import InputError, Model
-
-# GPT-OSS's channels: <|channel|>analysis<|message|>..<|end|><|start|>assistant<|channel|>final..
-CHANNEL = re.compile(
-    r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|$)", re.DOTALL
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,24 +147,6 @@ class EngineWriter:
                 )
                 done.append((output.request_id, written))
         return done
-
-
-def message_of(text: str) -> dict[str, Any] | None:
-    """The assistant's message that a target has written, without its stop token.
-
-    Reasoning between tags stays in the content, where templates look for it; of GPT-OSS's channels
-    all but `final` are the reasoning, because its template refuses them in a content. Without a
-    final channel it called a tool, or said nothing to the user: None.
-    """
-    if "<|channel|>" not in text:
-        return {"role": "assistant", "content": text}
-    channels = CHANNEL.findall(text)
-    by_name = dict(channels)
-    if "final" not in by_name:
-        return None
-    message = {"role": "assistant", "content": by_name["final"]}
-    thoughts = "\n".join(thought for name, thought in channels if name != "final")
-    return message | ({"thinking": thoughts} if thoughts else {})
 
 
 class ServerWriter:

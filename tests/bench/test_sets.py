@@ -10,7 +10,7 @@ import pytest
 from peagle_jax import text
 from peagle_jax.bench import sets
 from peagle_jax.bench.answer_statistics import lengths_by_category, mean_acceptance_length
-from peagle_jax.bench.set_prompts import ask
+from peagle_jax.bench.set_prompts import _written, ask
 from peagle_jax.bench.sets import SETS, Question, read_set, turns_of_row
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
@@ -270,3 +270,21 @@ def test_synthetic_rates_for_every_head(tmp_path, capsys):
     assert code == 2 and "got eagle, eagle3; give their heads, too" in lines[0]
     code, lines = bench(capsys, tmp_path, option, "peagle=10,20")
     assert code == 2 and "must not rise" in lines[0]
+
+
+def test_what_was_said_between_turns_has_its_channels(monkeypatch):
+    """GPT-OSS's special tokens name them: without these, reasoning would be read as the answer."""
+    spelled = "<|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final"
+    spelled += "<|message|>4"
+    asked = []
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: asked.append(list(ids)) or spelled)
+    stopped, cut = (
+        Generation([1], [7, 8, 9], reason, [False] * 3, 0, 0, []) for reason in ("stop", "length")
+    )
+    message = {"role": "assistant", "content": "4", "thinking": "2 + 2"}
+    assert _written(tokenizer, stopped) == (message, False)
+    assert _written(tokenizer, cut) == (message, True)
+    assert asked == [[7, 8], [7, 8, 9]]  # without the stop token
+    spelled = "<|channel|>analysis<|message|>2 +"
+    assert _written(tokenizer, cut) == ({"role": "assistant", "content": ""}, True)

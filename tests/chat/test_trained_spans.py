@@ -10,6 +10,8 @@ import templates
 from transformers.utils import chat_template_utils
 
 from peagle_jax import text
+from peagle_jax.chat import encoding
+from peagle_jax.chat.apply_template import render
 from peagle_jax.chat.encoding import encode_conversation, encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.types import InputError
@@ -211,6 +213,86 @@ def test_contents_in_parts(tokenizer):
     )
     messages = [user([parts[1]]), assistant(parts)]
     assert trained(tokenizer, template, messages) == ["yesno<|im_end|>"]
+
+
+def test_contents_in_parts_of_templates_that_know_text_alone(tokenizer):
+    """They would write what Python shows of a list. Parts are lines of one text, as in vLLM."""
+    parts = [{"type": "text", "text": "yes"}, {"type": "text", "text": "no"}]
+    messages = [user(parts[1:]), assistant(parts)]
+    tokenizer.chat_template = templates.PLAIN
+    assert trained_text(tokenizer, messages) == ["yes\nno<|im_end|>"]
+    for name in (n for n in PUBLISHED_ENDS if PUBLISHED.is_dir()):
+        tokenizer.chat_template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+        system = {"role": "system", "content": [{"type": "text", "text": "be"}]}
+        encoded = encode_conversation(
+            tokenizer, Conversation((system, user(parts[1:]), assistant("a"))), "x:1"
+        )
+        assert "no" in encoded.text and "be" in encoded.text, name
+        assert "type" not in encoded.text and "[{" not in encoded.text, name
+
+
+def test_keys_that_hold_nothing(tokenizer):
+    """Templates ask whether there are calls, or reasoning, by the keys."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{% endfor %}"
+    empty = {"tool_calls": [], "reasoning_content": "", "thinking": [], "reasoning": None}
+    _, rendered = render(tokenizer, Conversation((assistant("a", **empty),)), "x:1")
+    assert rendered == "['role', 'content']"
+    for name in (n for n in PUBLISHED_ENDS if PUBLISHED.is_dir()):
+        tokenizer.chat_template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+        plain = trained_text(tokenizer, [user("b"), assistant("a")])
+        assert trained_text(tokenizer, [user("b"), assistant("a", **empty)]) == plain, name
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}])
+def test_calls_without_arguments(tokenizer, arguments):
+    """An empty object, as in vLLM: nothing, or null, is no JSON that a parser of calls reads."""
+    used = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+    messages = [user("time?"), assistant("", tool_calls=[used])]
+    tokenizer.chat_template = templates.DROPS_REASONING
+    assert "now {}" in trained_text(tokenizer, messages)[0]
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
+def test_results_that_are_empty_or_in_the_message_itself_are_not_trained(tokenizer):
+    """Gemma 4 writes results within the turn that called the tool."""
+    tokenizer.chat_template = (PUBLISHED / "google-gemma-4-31B-it.jinja").read_text("utf-8")
+    asked = [user("weather?"), assistant("", tool_calls=[call("weather", city="Paris")])]
+    for content in ("rain", "", []):
+        result = {"role": "tool", "name": "weather", "content": content}
+        spans = trained_text(tokenizer, [*asked, result, assistant("wet")])
+        assert "Paris" in spans[0] and spans[-1] == "wet<turn|>"
+        assert not any("response" in span.replace("<|tool_response>", "") for span in spans)
+    native = assistant(
+        "wet",
+        tool_calls=asked[1]["tool_calls"],
+        tool_responses=[{"name": "weather", "response": {"value": "rain"}}],
+    )
+    spans = trained_text(tokenizer, [asked[0], native])
+    assert "Paris" in spans[0] and "wet" in spans[-1] and not any("rain" in s for s in spans)
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
+def test_a_second_call_of_one_function_that_a_template_forgets_is_refused(tokenizer):
+    tokenizer.chat_template = (PUBLISHED / "openai-gpt-oss-120b.jinja").read_text("utf-8")
+    calls = [call("weather", city="Paris"), call("weather", city="Rome")]
+    results = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}]
+    messages = [user("weather?"), assistant("", tool_calls=calls), *results, assistant("wet")]
+    with pytest.raises(InputError, match="turn 2, which the template drops or rewrites"):
+        trained_text(tokenizer, messages)
+    messages[1]["tool_calls"] = calls[:1]
+    spans = trained_text(tokenizer, [*messages[:3], assistant("wet")])
+    assert "Paris" in spans[0]
+
+
+def test_space_without_width_is_trained(tokenizer, monkeypatch):
+    """Some tokenizers trim offsets, which leaves the indentation of code no characters."""
+    trimmed = {
+        "input_ids": [5, 6, 7, 8, 9],
+        "offset_mapping": [(0, 2), (2, 4), (6, 6), (6, 8), (8, 9)],
+    }
+    monkeypatch.setattr(encoding, "tokenize", lambda *args, **options: trimmed)
+    found = encoding._with_offsets(tokenizer, "ab(c  d)e", [(2, 8)], "x")
+    assert found.loss_mask.tolist() == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize("name", ["BACKWARDS", "TWICE", "FORGETS"])

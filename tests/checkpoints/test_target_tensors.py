@@ -188,7 +188,12 @@ def test_generation_config_decides_where_texts_end(tmp_path):
     path = folder / "generation_config.json"
     for said, ids in ({"eos_token_id": [5, 3]}, (5, 3)), ({"eos_token_id": 4}, (4,)), ({}, (3, 4)):
         path.write_text(json.dumps(said))
-        assert load_target(folder).config.stop_ids == ids
+        target = load_target(folder)
+        assert target.config.stop_ids == ids
+        # a folder that is written without that file ends texts where this one does
+        save_target(target, tmp_path / f"again{len(ids)}{ids[0]}")
+        again = load_target(tmp_path / f"again{len(ids)}{ids[0]}")
+        assert again.config.stop_ids == ids
 
 
 def test_a_family_without_ties_keeps_its_output_matrix(tmp_path):

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from peagle_jax import corpus, text
+from peagle_jax.chat.written_messages import message_of
 from peagle_jax.checkpoints.target_io import load_target, save_target
 from peagle_jax.cli import main
 from peagle_jax.decode.generate import generate
 from peagle_jax.documents import Document
 from peagle_jax.pipelines import regenerate_conversations
-from peagle_jax.pipelines.answer_writers import Answer, message_of
+from peagle_jax.pipelines.answer_writers import Answer
 from peagle_jax.pipelines.regenerate import RegenerationOptions, regenerate
 from peagle_jax.types import InputError
 from tests import tiny

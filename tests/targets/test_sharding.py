@@ -82,6 +82,22 @@ def test_eight_devices():
     assert got["gemma4_ple"]["shards"]["blocks.0.mlp.gate.kernel"] == [32, 8]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "most_rows"), [("8 1 1", 24), ("1 8 1", 24), ("2 2 2", 28), ("1 1 8", 112)]
+)
+def test_each_device_runs_the_experts_of_its_own_rows(mesh, most_rows):
+    """Eight sequences of 6 rows, two experts each: 96 pairs, and a tile of 16 behind them.
+
+    A device that divides sequences with others has the pairs of its own alone.
+    """
+    program = PROGRAM.with_name("mesh_experts.py")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(program), *mesh.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [most_rows] * 2  # looped, and grouped
+
+
 @pytest.mark.long
 def test_eight_devices_every_family():
     results = eight((*CASES, *MORE), [*CASES, *MORE])
