@@ -40,12 +40,15 @@ def newest_compiled(
 ) -> dict[str, list[list[dict]]]:
     """Device -> the rows of each of its newest comparisons with torch.compile, newest last.
 
-    The device of the newest comparison is the first.
+    The device of the newest comparison is the first. Of a device where vLLM has run with what it
+    says to preload, comparisons without that do not count.
     """
     rows = sorted(_comparisons(path, dtype, compiled=True), key=lambda row: row["time"])
     found = {}
     for device in dict.fromkeys(row["device"] for row in reversed(rows)):
-        times = sorted({row["time"] for row in rows if row["device"] == device})[-count:]
+        of_device = [row for row in rows if row["device"] == device]
+        preloaded = [row for row in of_device if row.get("vllm_preload")]
+        times = sorted({row["time"] for row in preloaded or of_device})[-count:]
         found[device] = [[row for row in rows if row["time"] == time] for time in times]
     return found
 

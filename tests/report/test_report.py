@@ -168,6 +168,11 @@ def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
     assert peers.newest_compiled(file) == both and list(peers.newest_compiled(file))[0] == here
     assert peers.newest_compiled(file, count=1) == both | {here: [rows[3:5]]}
     assert peers.newest_compiled(file, "float32") == {}
+    # vLLM at its best counts alone
+    best = [row | {"vllm_preload": "libtcmalloc_minimal.so.4"} for row in rows[1:3]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], *best, *rows[3:]]))
+    assert peers.newest_compiled(file) == {here: [best], "Old CPU": [rows[6:7]]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert peers.ratios([rows[1:3]], "Compiled") == (
         "Compiled (commit abc1234) at batch 1: plain decoding 1.33x."
     )
