@@ -162,10 +162,9 @@ def _cautions(rows: Sequence[Mapping]) -> list[str]:
             f"{dirty} of {len(rows)} runs were made in a working tree with changes that their "
             "commit does not hold."
         )
-    # as "AMD EPYC, 2 cores"
-    if len(machines := {row["device"].rpartition(",")[0] or row["device"] for row in rows}) > 1:
-        names = ", ".join(sorted(machines))
-        notes.append(f"The runs come from several machines ({names}): do not compare speeds.")
+    if len(devices := {row["device"] for row in rows}) > 1:
+        names = "; ".join(sorted(devices))
+        notes.append(f"The runs come from several devices ({names}): do not compare speeds.")
     for key, what in ORIGINS.items():
         values = dict.fromkeys(str(row[key]) for row in rows if row.get(key) is not None)
         if len(values) > 1:

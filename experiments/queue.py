@@ -172,6 +172,7 @@ class Queue:
             "seed": job.seed,
             "budget": job.budget_name,
             "key": job.key,
+            "ends_with_command": True,
             "cache": str(self.cache),
             "out": str(out),
             "command": self.command,

@@ -281,13 +281,12 @@ def finished(results: Path) -> dict[tuple, Mapping]:
 
 def _without_reference(jobs: Sequence[Job], results: Path) -> list[str]:
     """A line for each experiment whose reference neither has a row nor is among the jobs."""
-    known = {(job.experiment.name, job.name) for job in jobs}
-    known |= {identity[:2] for identity in finished(results)}
-    experiments = {job.experiment.name: job.experiment.reference for job in jobs}
+    known = {(job.experiment.name, job.name, job.budget_name) for job in jobs}
+    known |= {(name, variant, budget) for name, variant, _, budget, _ in finished(results)}
+    wanted = {(job.experiment.name, job.experiment.reference, job.budget_name) for job in jobs}
     return [
         f"{name}: without {reference}, the reference, nothing is compared; add it to --only"
-        for name, reference in experiments.items()
-        if (name, reference) not in known
+        for name, reference, _ in sorted(wanted - known)
     ]
 
 

@@ -195,9 +195,10 @@ def main(argv: list[str]) -> int:
         print(f"experiments.work: {rule}; got {len(argv)}", file=sys.stderr)
         return 2
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    end_with_parent()
+    if spec.get("ends_with_command"):  # and not with a shell, in which somebody runs it alone
+        end_with_parent()
     job = Job(EXPERIMENTS[spec["experiment"]], spec["variant"], spec["seed"], spec["budget"])
-    if job.key != spec["key"]:
+    if job.key != spec.get("key", job.key):
         rule = "a run is made by the code that its command began with"
         next_step = "begin experiments.run again"
         print(f"experiments.work: {rule}; got other code; {next_step}", file=sys.stderr)

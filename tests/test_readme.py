@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,16 @@ def test_every_number_of_the_demo_is_its_row():
         assert cells[-1] == f"{max(many):.2f}"
 
 
+OURS_AND_VLLM = ("peagle_jax", "vllm")
+
+
+def times_as_fast(row, other):
+    """The median over rounds, in each of which both wrote all answers."""
+    assert row["num_prompts"] == other["num_prompts"] == 8
+    rounds = zip(row["seconds"], other["seconds"], strict=True)
+    return statistics.median(theirs / mine for mine, theirs in rounds)
+
+
 def test_every_number_beside_vllm_is_its_row():
     """The first table: of the newest comparison in bfloat16."""
     header, *lines = table_after(demo_table()["PEERS_BEGIN"])
@@ -142,15 +153,15 @@ def test_every_number_beside_vllm_is_its_row():
     sentence = words[words.index("torch.compile** on ") : words.index("<!-- end of peers")]
     for device in {row["device"] for row in compiled}:
         here = [row for row in compiled if row["device"] == device]
+        # vLLM at its best counts alone, where it has run so
+        here = [row for row in here if row.get("vllm_preload")] or here
         times = sorted({row["time"] for row in here})[-3:]
-        speeds = {
-            (r["time"], r["engine"], r["batch_size"]): r["tokens_per_second"]
-            for r in here
-            if r["method"] == "peagle"
+        found = {
+            (r["time"], r["engine"], r["batch_size"]): r for r in here if r["method"] == "peagle"
         }
         spans = []
         for batch in (1, 8):
-            over = [speeds[t, "peagle_jax", batch] / speeds[t, "vllm", batch] for t in times]
+            over = [times_as_fast(*(found[t, e, batch] for e in OURS_AND_VLLM)) for t in times]
             low, high = f"{min(over):.2f}x", f"{max(over):.2f}x"
             spans.append(low if low == high else f"{low} to {high}")
         name = "Intel" if device.startswith("Intel") else "AMD"
@@ -176,8 +187,8 @@ def test_every_number_beside_vllm_is_its_row():
             row = by_case.get((engine, names[method], int(batch)))
             wanted = f"{row['tokens_per_second']:,.0f}" if row else ""
             if row and engine == "peagle_jax":
-                vllm = by_case["vllm", names[method], int(batch)]["tokens_per_second"]
-                wanted += f" ({row['tokens_per_second'] / vllm:.2f}x)"
+                vllm = by_case["vllm", names[method], int(batch)]
+                wanted += f" ({times_as_fast(row, vllm):.2f}x)"
             assert cell == wanted
             assert row is None or k == str(row["k"] or "")
 

@@ -10,7 +10,7 @@ from peagle_jax.bench.served_model import ServedModel, ServerRequest
 from peagle_jax.bench.sets import Question
 from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
-from peagle_jax.chat.written_messages import message_of
+from peagle_jax.chat.written_messages import CHANNEL, message_of
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_answered
 from peagle_jax.types import InputError, Model
@@ -146,14 +146,16 @@ def _ask_turns(
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, answer: Generation) -> tuple[dict[str, Any], bool]:
-    """The message of an answer, whose special tokens may be channels; and whether it was cut.
+    """The message of an answer, without special tokens but for channels; and whether it was cut.
 
     An answer that was cut before it said anything to the user is empty.
     """
     is_cut = answer.finish_reason == "length"
     ids = answer.output_token_ids
-    message = message_of(str(tokenizer.decode(ids if is_cut else ids[:-1])))
-    return message or {"role": "assistant", "content": ""}, is_cut
+    spelled = str(tokenizer.decode(ids if is_cut else ids[:-1]))
+    if CHANNEL.search(spelled) is None:
+        spelled = str(tokenizer.decode(ids, skip_special_tokens=True))
+    return message_of(spelled) or {"role": "assistant", "content": ""}, is_cut
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str) -> list[int]:

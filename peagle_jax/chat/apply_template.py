@@ -6,12 +6,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from peagle_jax.chat.pieces import Conversation, for_templates, with_joined_parts
+from peagle_jax.chat.pieces import (
+    Conversation,
+    for_templates,
+    is_list_of_parts,
+    with_joined_parts,
+)
 from peagle_jax.chat.rendering import MOST_CHARACTERS, one_line
 from peagle_jax.types import InputError
 
-# what a template writes of [{"type": "text", "text": ".."}] that takes it for a text
-PART_AS_CODE = re.compile(r"""['"]type['"]\s*:\s*['"]text['"]""")
+# a template that goes through the parts of a content, and what one that does not may write of them
+GOES_THROUGH_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\]'\"]*content\b")
+LIST_AS_CODE = re.compile(r"\[\]|\[\{\s*['\"]")
 
 
 def render(
@@ -25,7 +31,7 @@ def render(
 
     Some templates join the content of every message to something: where a message that only calls
     tools has none, it is then empty, as vLLM passes it. Most templates know contents of text alone:
-    of parts they raise, or write what Python shows of a list. Such parts are joined to a text.
+    of parts they raise, write what Python shows of a list, or nothing. Then parts are joined.
 
     Raises:
       InputError: the chat template is none, it refuses the messages, or makes too much of them.
@@ -33,12 +39,13 @@ def render(
     messages = [for_templates(message) for message in conversation.messages]
     options = conversation.tools, where, add_generation_prompt
     joined = [with_joined_parts(message) for message in messages]
-    if joined != messages:
+    source = tokenizer.get_chat_template(tools=[dict(tool) for tool in conversation.tools] or None)
+    if joined != messages and GOES_THROUGH_PARTS.search(source):
         try:
             text = _apply_template(tokenizer, messages, *options)
         except InputError:
-            text = None
-        if text is not None and not PART_AS_CODE.search(text):
+            text = ""
+        if _has_all_parts(text, messages):
             return messages, text
     try:
         return joined, _apply_template(tokenizer, joined, *options)
@@ -47,6 +54,13 @@ def render(
             raise
     joined = [{"content": "", **message} for message in joined]
     return joined, _apply_template(tokenizer, joined, *options)
+
+
+def _has_all_parts(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rendered conversation has what all parts of contents say, and no list as code."""
+    lists = [value for message in messages for value in message.values() if is_list_of_parts(value)]
+    said = [part["text"].strip() for parts in lists for part in parts]
+    return all(part in text for part in said) and not LIST_AS_CODE.search(text)
 
 
 def _apply_template(

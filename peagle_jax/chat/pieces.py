@@ -89,10 +89,17 @@ def with_joined_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose texts in parts are one, line by line, as vLLM joins them."""
     return {
         key: "\n".join(part["text"] for part in value)
-        if key in ("content", *REASONING, "thinking") and isinstance(value, list)
+        if key in ("content", *REASONING, "thinking") and is_list_of_parts(value)
         else value
         for key, value in message.items()
     }
+
+
+def is_list_of_parts(value: Any) -> bool:
+    """Whether it is a content in parts of text; also without any."""
+    return isinstance(value, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value
+    )
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:

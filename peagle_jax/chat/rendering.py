@@ -118,6 +118,7 @@ class MarkedTemplate:
         # `{% generation %}`, which is a call block
         environment = chat_template_utils._compile_jinja_template(source).environment
         tree = environment.parse(source)
+        self.source = source
         self.has_generations = False
         for block in tree.find_all(nodes.CallBlock):
             if isinstance(block.call.node, nodes.ExtensionAttribute):

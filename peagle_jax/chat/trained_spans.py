@@ -244,7 +244,10 @@ class _Located:
             return [(begin, own_end)]
         # the results of the calls stand within the block (Gemma 4): what the template writes where
         # the conversation ends here is the assistant's
-        calls_end = self._end_without_results(number, block)
+        is_after_text = bool(pieces) and pieces[0][1][0] < self.text.find(names[0], header)
+        calls_end = self._end_without_results(number, block, with_content=is_after_text)
+        if any(self.text.count(name, begin, calls_end) < names.count(name) for name in names):
+            raise self._not_located(number)
         spans = [(begin, calls_end)]
         after = [found for found in pieces if found[1][0] >= calls_end]
         if after:
@@ -256,22 +259,30 @@ class _Located:
         """Whether the results of an answer's calls stand within its block, as in Gemma 4's.
 
         They are `tool_responses` of the message itself, or the messages behind it. One with an
-        empty content has no place of its own, and is known by having no block.
+        empty content has no place of its own; without a block it may stand within this one, or
+        nowhere, and then the conversation is the same without it.
         """
-        if self.messages[number].get("tool_responses"):
+        responses = "tool_responses"
+        if self.messages[number].get(responses) and responses in self.template.source:
             return True
-        found = False
+        nowhere = []
         for other in range(number + 1, len(self.messages)):
             if self.messages[other]["role"] != "tool":
                 break
             spans = [span for _, span in self._pieces.get(other, [])]
-            found |= any(block[0] <= start < block[1] for start, _ in spans)
-            found |= not spans and not self.blocks.get(other)
-        return found
+            if any(block[0] <= start < block[1] for start, _ in spans):
+                return True
+            if not spans and not self.blocks.get(other):
+                nowhere.append(other)
+        if not nowhere:
+            return False
+        rest = [message for i, message in enumerate(self.messages) if i not in nowhere]
+        return self.render(rest, Marks(self.text))[0] != self.text
 
-    def _end_without_results(self, number: int, block: Span) -> int:
+    def _end_without_results(self, number: int, block: Span, *, with_content: bool) -> int:
+        """Where the calls of an answer end; its content stands before them, or behind results."""
         marks = Marks(self.text)
-        left_out = ("content", "tool_responses")
+        left_out = ("tool_responses",) if with_content else ("content", "tool_responses")
         message = {k: v for k, v in self.messages[number].items() if k not in left_out}
         text, places = self.render([*self.messages[:number], message], marks)
         blocks = blocks_of_messages(places).get(number, [])

@@ -178,7 +178,9 @@ def _refuse_contradictions(raw: Mapping, shape: Fields, tensors: Mapping[str, Te
     vLLM goes by config.json: without a word it leaves biases out, and norms as they begin.
     """
     biases = (n for n in tensors if ".self_attn." in n and n.endswith("_proj.bias"))
-    if not shape.get_bool("attention_bias", False):
+    # vLLM's llama.py knows three names of the key
+    keys = ("attention_bias", "bias", "qkv_bias")
+    if not any(shape.get_bool(key, False) for key in keys):
         if name := next((name for name in biases if np.asarray(tensors[name]).any()), None):
             raise InputError(
                 shape.where,
@@ -188,7 +190,7 @@ def _refuse_contradictions(raw: Mapping, shape: Fields, tensors: Mapping[str, Te
             )
     kinds = architectures_of(raw)
     if detect_format(raw) == "speculators":
-        kinds = [shape.get("model_type", None)]
+        kinds = [shape.get_str("model_type", "")]
     if Q_NORM not in tensors and {"qwen3", *QWEN3_ARCHITECTURES} & {*kinds}:
         raise InputError(
             shape.where,

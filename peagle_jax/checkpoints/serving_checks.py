@@ -11,7 +11,8 @@ import numpy as np
 
 from peagle_jax import weights
 from peagle_jax.checkpoints import head_writing, param_mapping
-from peagle_jax.checkpoints.checkpoint_format import AUX_LAYER_IDS
+from peagle_jax.checkpoints.checkpoint_format import AUX_LAYER_IDS, architectures_of
+from peagle_jax.checkpoints.config_reading import QWEN3_ARCHITECTURES
 from peagle_jax.checkpoints.head_state import HeadState
 from peagle_jax.types import InputError
 from peagle_jax.weights import Fields
@@ -20,11 +21,15 @@ CONVERT = "peagle convert --to vllm first"
 DEFAULT_AUX_LAYERS = 3  # that vLLM counts where a config does not say how many there are
 
 
-def check_servable(head: HeadState, path: str | Path) -> None:
-    """Checks that vLLM would serve the folder that `head` was read from as it is.
+def check_servable(head: HeadState, path: str | Path, by_vllm: bool = True) -> None:
+    """Checks that an engine would serve the folder that `head` was read from as it is.
+
+    Args:
+      by_vllm: the engine is vLLM, and reads config.json in its own way; what any engine would
+        refuse is checked for others, too.
 
     Raises:
-      InputError: vLLM would refuse the folder, or draft wrongly with it.
+      InputError: it would refuse the folder, or draft wrongly with it.
     """
     head.check()
     folder = weights.find_folder(path)
@@ -38,11 +43,13 @@ def check_servable(head: HeadState, path: str | Path) -> None:
             got=", ".join(absent),
             next_step=f"delete {weights.INDEX}, because model.safetensors holds all tensors",
         )
-    _check_biases(head, stored, raw, path)
-    if head.config.predicts_features:
-        _check_features(head, stored, raw, path)
-    else:
-        _check_aux_layers(head, raw, path)
+    if by_vllm:
+        _check_biases(head, stored, raw, path)
+        if head.config.predicts_features:
+            _check_features(head, stored, raw, path)
+        else:
+            _check_layers(head, raw, path)
+            _check_aux_layers(head, raw, path)
     k = head.config.num_depths or 1
     head_writing.refuse_inexpressible(head, path, head.checkpoint_format, k, np.float32)
 
@@ -94,12 +101,14 @@ def _check_features(
     head: HeadState, stored: Collection[str], raw: Mapping, path: str | Path
 ) -> None:
     """What vLLM's EAGLE-1 heads cannot have."""
-    if _shape_of(head, raw, path).get("layer_types", None):
+    shape = _shape_of(head, raw, path)
+    if shape.get("layer_types", None) or shape.get("model_type", None) == "qwen3":
+        # transformers' Qwen3Config makes layer_types where there are none
         raise InputError(
             path,
             rule="vLLM does not start with layer_types of an EAGLE-1 head",
-            got="some",
-            next_step="remove layer_types, if no layer has a sliding window",
+            got="some" if "layer_types" in shape.raw else "those of model_type qwen3",
+            next_step=f"{CONVERT}, which writes a Llama head without",
         )
     if param_mapping.LM_HEAD in stored:
         raise InputError(
@@ -107,6 +116,20 @@ def _check_features(
             rule="vLLM refuses an EAGLE-1 head's output matrix, in whose place it has its target's",
             got=param_mapping.LM_HEAD,
             next_step=f"{CONVERT}, which leaves it out",
+        )
+
+
+def _check_layers(head: HeadState, raw: Mapping, path: str | Path) -> None:
+    """vLLM chooses Llama's or Qwen3's layers by the architecture, in format A."""
+    names = architectures_of(raw)
+    is_llama = head.checkpoint_format == "vllm" and not {*QWEN3_ARCHITECTURES} & {*names}
+    if head.config.qk_norm and is_llama:
+        raise InputError(
+            path,
+            rule=f"vLLM makes Llama's layers of {', '.join(names) or 'this architecture'}, which "
+            "have no norms of queries and keys",
+            got="a head with such norms",
+            next_step=f"{CONVERT}, which writes {QWEN3_ARCHITECTURES[0]}",
         )
 
 
@@ -122,9 +145,12 @@ def _check_aux_layers(head: HeadState, raw: Mapping, path: str | Path) -> None:
             rule=f"vLLM reads the {AUX_LAYER_IDS} of such a head at top level alone, and takes "
             "other layers where it finds none",
             got="some in eagle_config",
-            next_step=f"{CONVERT}, which writes both",
+            next_step=f"{CONVERT}, which writes both (with --aux-layer-numbering output, if the "
+            "ids count outputs, as SpecForge's and SGLang's do)",
         )
     counted = shape.get_int("num_aux_hidden_states", None)
+    if cfg.qk_norm:
+        counted = shape.get_int("num_aux_layers", None) or counted
     if counted is None:
         ids = shape.child("eagle_config").get_ints(AUX_LAYER_IDS, None)
         if cfg.qk_norm:

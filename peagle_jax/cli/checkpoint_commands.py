@@ -125,7 +125,7 @@ def serve_config(arguments: argparse.Namespace) -> int:
             got=head.checkpoint_format,
             next_step="convert it first: peagle convert --to vllm",
         )
-    check_servable(head, arguments.dir)
+    check_servable(head, arguments.dir, by_vllm=arguments.engine not in ENGINES)
     k = head.config.num_depths if arguments.k is None else arguments.k
     if k is None:
         rule = "the folder does not say which K the head was trained for"
@@ -134,6 +134,8 @@ def serve_config(arguments: argparse.Namespace) -> int:
         raise InputError(arguments.dir, "K must be 1 or more", k, "give -k 1 or more")
     name, revision = weights.split_revision(arguments.dir)
     target, target_revision = weights.split_revision(arguments.target or head.target or "TARGET")
+    if arguments.target is None:
+        target_revision = weights.read_metadata(config.parent).get("target_revision")
     if arguments.engine in ENGINES:
         check_servable_by(arguments.engine, head, arguments.dir)
         line = ENGINES[arguments.engine](head.config, name, target, k)
@@ -145,7 +147,7 @@ def serve_config(arguments: argparse.Namespace) -> int:
         if arguments.engine == "sagemaker":
             line = f"SM_VLLM_SPECULATIVE_CONFIG={flags}"
         advice = serving_notes(head.config, context_of(arguments.target or head.target))
-    if target_revision and arguments.engine in ENGINES:
+    if target_revision and arguments.engine != "vllm":
         advice = [f"serve revision {target_revision} of {target}", *advice]
     if target == "TARGET" and arguments.engine != "sagemaker":
         advice = ["the head names no target: put its folder or hub id in TARGET's place", *advice]

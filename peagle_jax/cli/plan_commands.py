@@ -40,7 +40,6 @@ def plan(arguments: argparse.Namespace) -> int:
     rates = {method: tuple(x / 100 for x in of_method) for method, of_method in PUBLISHED.items()}
     given = dict(read_rates("--acceptance", text) for text in arguments.acceptance)
     path = find_config(arguments.target, TARGET_CONFIGS)
-    device = find_device(arguments.device)
     on_cpu = arguments.device == THIS_MACHINE and jax.default_backend() == "cpu"
     target = planned_target(path, arguments.dtype, arguments.kv_cache_dtype, on_cpu)
     cache_dtype = jnp.float32 if on_cpu else jnp.bfloat16  # of heads
@@ -49,6 +48,7 @@ def plan(arguments: argparse.Namespace) -> int:
         next_step = f"give --context {min(1024, target.config.context)}"
         raise InputError("--context", rule, max(contexts), next_step)
     heads = planned_heads(target, arguments.head_layers, arguments.drafter)
+    device = find_device(arguments.device)
     models = Models(
         target=target.costs,
         heads={method: head_costs(c, cache_dtype=cache_dtype) for method, c in heads.items()},

@@ -97,6 +97,8 @@ def ratios(comparisons: Sequence[Sequence[dict]], where: str | None = None) -> s
     *others, last = dict.fromkeys(rows[0]["commit"] for rows in comparisons)
     commits = f"{', '.join(others)} and {last}" if others else last
     commits = f"commit{'s' if ' ' in commits else ''} {commits}"
+    if not any(row.get("vllm_preload") for rows in comparisons for row in rows):
+        commits += ", vLLM without tcmalloc"
     number = f"{len(comparisons)} comparisons, " if len(comparisons) > 1 else ""
     return (
         f"{where or 'On ' + comparisons[0][0]['device']} ({number}{commits}) at batch "

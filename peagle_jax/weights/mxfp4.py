@@ -54,7 +54,8 @@ def unpack(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor
 def _check_pair(name: str, blocks: Tensor, scales: Tensor, where: str | Path) -> None:
     """Raises an InputError unless blocks and scales fit each other and the format."""
     shape = tuple(blocks.shape)
-    if len(shape) != 4 or shape[3] != 16 or tuple(scales.shape) != shape[:3]:
+    is_right = len(shape) == 4 and shape[3] == 16 and 0 not in shape
+    if not is_right or tuple(scales.shape) != shape[:3]:
         rule = f"{name}{BLOCKS} must be [E, out, in/32, 16] and its scales [E, out, in/32]"
         got = f"{blocks.shape} and {scales.shape}"
         raise InputError(where, rule, got, DOWNLOAD_AGAIN)

@@ -311,9 +311,10 @@ def _has_single_file(folder: Path) -> bool:
 
 
 def _check_no_other_weights(folder: Path) -> None:
-    """Raises InputError where an index names other files than model.safetensors, all of them there.
+    """Raises InputError where an index names other files, and these hold other tensors.
 
-    vLLM reads those, transformers model.safetensors; one of the two is old.
+    vLLM reads those, transformers model.safetensors; one of the two is old. Some repositories have
+    the same weights in both, and tensors of the same names, shapes and dtypes are taken for it.
     """
     if not (folder / INDEX).exists():
         return
@@ -321,10 +322,21 @@ def _check_no_other_weights(folder: Path) -> None:
         files = set(_read_index(folder).values())
     except InputError:
         return  # a damaged one: whoever needs it says so
-    if files - {SINGLE} and all((folder / file).exists() for file in files):
+    if not files - {SINGLE} or not all((folder / file).exists() for file in files):
+        return
+    of_single = _facts(open_safetensors(folder / SINGLE))
+    of_index: dict[str, tuple] = {}
+    for file in sorted(files):
+        of_index |= _facts(open_safetensors(folder / file))
+    if of_single != of_index:
         rule = f"weights must be {SINGLE}, or the files that {INDEX} names"
         next_step = f"remove {SINGLE}, or {INDEX} and its files, whichever is old"
         raise InputError(folder, rule, "both", next_step)
+
+
+def _facts(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple]:
+    """Shapes and dtypes by name."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def absent_shards(folder: Path) -> list[str]:

@@ -132,6 +132,37 @@ def test_layers_that_one_model_runner_does_not_find(served, tmp_path):
     assert "at top level alone" in refusal(nested)
 
 
+def test_other_engines_read_in_their_own_way(served, tmp_path):
+    """SGLang's own layout has ids in `eagle_config` alone."""
+    awkward = edit(served(**EAGLE3), tmp_path / "out", **{IDS: ...})
+    check_servable(read_head(awkward), awkward, by_vllm=False)
+    extra = {"verifier_norm.weight": np.ones(24, np.float32)}
+    foreign = edit(served(**EAGLE3), tmp_path / "foreign", lambda tensors: tensors | extra)
+    with pytest.raises(InputError, match="tensors that are the target's"):
+        check_servable(read_head(foreign), foreign, by_vllm=False)
+
+
+def test_llamas_layers_have_no_norms_of_queries(served, tmp_path):
+    folder = served(qk_norm=True)
+    awkward = edit(folder, tmp_path / "out", architectures=["LlamaForCausalLMEagle3"])
+    assert "makes Llama's layers of LlamaForCausalLMEagle3, which have no norms" in refusal(awkward)
+
+
+@pytest.mark.parametrize("key", ["bias", "qkv_bias"])
+def test_other_names_of_the_key_of_biases(served, tmp_path, key):
+    """As vLLM's llama.py knows them."""
+    folder = served(attention_bias=True)
+    read_head(edit(folder, tmp_path / "out", **{"attention_bias": False, key: True}))
+
+
+def test_a_kind_of_layers_that_is_no_word(served, tmp_path):
+    folder = served("speculators")
+    shape = weights.read_json(folder / "config.json")["transformer_layer_config"]
+    awkward = edit(folder, tmp_path / "out", transformer_layer_config=shape | {"model_type": [1]})
+    with pytest.raises(InputError, match="model_type must be"):
+        read_head(awkward)
+
+
 def test_how_many_hidden_states_are_counted(served, tmp_path):
     """In `eagle_config`, or three; a Qwen3 head counts those at top level, too."""
     four = {"aux_hidden_state_layers": (1, 2, 3, 4)}
@@ -142,6 +173,8 @@ def test_how_many_hidden_states_are_counted(served, tmp_path):
         served(**four, qk_norm=True), tmp_path / "b", eagle_config=..., num_aux_hidden_states=...
     )
     check_servable(read_head(qwen3), qwen3)
+    qwen3 = edit(served(**four, qk_norm=True), tmp_path / "d", num_aux_layers=3)
+    assert "vLLM would count 3" in refusal(qwen3)
     nested = edit(served(**four), tmp_path / "c", num_aux_hidden_states=...)
     check_servable(read_head(nested), nested)
 
@@ -181,6 +214,8 @@ def test_eagle1(tmp_path):
     layers = head.config.layers
     kinds = edit(tmp_path / "a", tmp_path / "b", layer_types=["full_attention"] * layers)
     assert "does not start with layer_types" in refusal(kinds)
+    qwen3 = edit(tmp_path / "a", tmp_path / "qwen3", model_type="qwen3")
+    assert "got those of model_type qwen3" in refusal(qwen3)
     matrix = {"lm_head.weight": np.ones((41, 24), np.float32)}
     own = edit(tmp_path / "a", tmp_path / "c", lambda tensors: tensors | matrix)
     assert "refuses an EAGLE-1 head's output matrix" in refusal(own)
@@ -193,9 +228,12 @@ def test_an_index_of_other_files_beside_the_weights(served, tmp_path):
     """vLLM reads the files that an index names, transformers model.safetensors."""
     folder = served()
     names = list(weights.open_folder(folder))
+    other = served(qk_norm=True)
     (folder / "old-1.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "old-1.safetensors")}
     (folder / weights.INDEX).write_text(json.dumps(index))
+    check_servable(read_head(folder), folder)  # the same weights twice, as some repositories have
+    (folder / "old-1.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     with pytest.raises(InputError, match=r"weights must be model.safetensors, or the files that"):
         read_head(folder)
     index["weight_map"] = dict.fromkeys(names, "model.safetensors")

@@ -42,6 +42,10 @@ def test_serve_config_of_a_revision(folders, peagle):
     """vLLM takes it as an option of its own."""
     line = peagle(f"serve-config {folders}/peagle --engine vllm --target owner/name@abc")[1]
     assert line.startswith("vllm serve owner/name --revision abc --speculative-config ")
+    _, line, advice = peagle(
+        f"serve-config {folders}/peagle --engine sagemaker --target owner/name@abc"
+    )
+    assert line.startswith("SM_VLLM") and "serve revision abc of owner/name" in advice
     line = peagle(f"serve-config {folders}/peagle --engine vllm --target owner/name")[1]
     assert line.startswith("vllm serve owner/name --speculative-config ")
 

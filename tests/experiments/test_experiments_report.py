@@ -137,13 +137,12 @@ def test_what_is_said_of_rows_that_differ_in_their_origin():
     rows = runs("hidden", {"shared": 0.5, "good": 0.6})
     for row in rows:
         row |= {"training_code": "5a", "base": "6b", "measuring_code": "7c"}
-    rows[0]["device"] = "AMD EPYC, 2 cores"
     notes = " ".join(find("hidden", rows, IDENTITY).notes)
     assert "several" not in notes and "differ" not in notes
     rows[3] |= {"training_code": "8d", "base": "9e", "jax": "0.11.0", "config": {"x": 1, "seed": 0}}
     rows[4] |= {"device": "Intel Xeon, 2 cores", "measuring_code": "af"}
     notes = " ".join(find("hidden", rows, IDENTITY).notes)
-    assert "several machines (AMD EPYC, Intel Xeon)" in notes
+    assert "several devices (AMD EPYC, 1 core; Intel Xeon, 2 cores)" in notes
     assert "several base runs: differences" in notes
     assert "several versions of the code that trains: " in notes
     assert "several versions of the code that measures: " in notes

@@ -227,3 +227,5 @@ def test_variants_without_their_reference(tmp_path):
     write_row(tmp_path / "sampling.jsonl", key="5a", experiment="sampling", variant="0")
     jobs = run.plan(["losses", "sampling"], 1, "small", ["forward_kl", "1"])
     assert run._without_reference(jobs, tmp_path) == []
+    jobs = run.plan(["sampling"], 1, "sampled", ["1"])  # the row is of another budget
+    assert len(run._without_reference(jobs, tmp_path)) == 1

@@ -142,7 +142,8 @@ def test_ratios_of_other_devices(tmp_path):
     (elsewhere,) = peers.newest_elsewhere(file)
     assert elsewhere == rows[12:]
     assert peers.ratios([rows[6:12]]) == (
-        "On Old CPU (commit abc1234) at batch 1 and 4: plain decoding 2.50x and 1.50x."
+        "On Old CPU (commit abc1234, vLLM without tcmalloc) at batch 1 and 4: plain decoding 2.50x "
+        "and 1.50x."
     )
     assert peers.newest_elsewhere(tmp_path / "none") == []
 
@@ -172,16 +173,17 @@ def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
     best = [row | {"vllm_preload": "libtcmalloc_minimal.so.4"} for row in rows[1:3]]
     file.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], *best, *rows[3:]]))
     assert peers.newest_compiled(file) == {here: [best], "Old CPU": [rows[6:7]]}
+    assert "(commit abc1234) at batch 1" in peers.ratios([best])
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert peers.ratios([rows[1:3]], "Compiled") == (
-        "Compiled (commit abc1234) at batch 1: plain decoding 1.33x."
+        "Compiled (commit abc1234, vLLM without tcmalloc) at batch 1: plain decoding 1.33x."
     )
     assert peers.ratios(peers.newest_compiled(file)[here][::-1]) == (
-        "On Some <CPU>, 2 cores (2 comparisons, commits def5678 and abc1234) at batch 1: "
-        "plain decoding 1.33x to 2.50x."
+        "On Some <CPU>, 2 cores (2 comparisons, commits def5678 and abc1234, vLLM without "
+        "tcmalloc) at batch 1: plain decoding 1.33x to 2.50x."
     )
     third = [row | {"commit": "0123abc"} for row in rows[3:5]]
-    assert "commits abc1234, def5678 and 0123abc)" in peers.ratios([rows[1:3], rows[3:5], third])
+    assert "commits abc1234, def5678 and 0123abc, " in peers.ratios([rows[1:3], rows[3:5], third])
 
 
 def test_numbers_of_the_page_are_rounded(tmp_path):

@@ -69,6 +69,7 @@ def test_one_expert_is_read_at_a_time():
     [
         (pair(blocks=PACKED[..., :8]), "must be .E, out, in/32, 16."),
         (pair(blocks=PACKED[0], scales=POWERS[0]), "must be .E, out, in/32, 16."),
+        (pair(blocks=PACKED[:0], scales=POWERS[:0]), "must be .E, out, in/32, 16."),
         (pair(scales=POWERS[:, :4]), "must be .E, out, in/32, 16."),
         (pair(scales=POWERS.astype(np.int8)), "must be uint8; got uint8 and int8"),
         (pair(blocks=PACKED.astype(np.int32)), "must be uint8; got int32 and uint8"),
