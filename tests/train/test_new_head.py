@@ -38,7 +38,7 @@ def recipe(design, **changes):
         "target": "not read here",
         "out": "runs/x",
         "data": {"source": "not read here", "seq_len": 23, "batch_size": 1},
-        "head": {"layers": 1, "mask_token": 5},
+        "head": {"layers": 1, "mask_token": 5, "qk_norm": True},  # as the target has
         "cod": {"num_depths": 4},
         "placeholder": {"hidden": design},
     }
@@ -268,7 +268,7 @@ def test_a_confidence_head_is_not_lost_unseen(rows, tmp_path):
         ),
         ({"mlp_dim": 20}, "head.mlp_dim: .*, 20; got .*; set head.mlp_dim: 20, or"),
         ({"windows": (9,)}, "head.sliding_window: .*, 9; got null; set head.sliding_window: 9"),
-        ({"qk_norm": True}, "head.qk_norm: .*, true; got false; set head.qk_norm: true"),
+        ({"qk_norm": False}, "head.qk_norm: .*, false; got true; set head.qk_norm: false"),
         ({"norm_before_residual": True}, "head.norm_before_residual: .*; got false"),
         ({"mask_token": 7}, "head.mask_token: .*, 7; got 5; set head.mask_token: 7"),
         ({"norm_eps": 0.5}, "^norm_eps: .*, 0.5; got .*; set markov.train_alone: false$"),
