@@ -39,8 +39,7 @@ def render(
     messages = [for_templates(message) for message in conversation.messages]
     options = conversation.tools, where, add_generation_prompt
     joined = [with_joined_parts(message) for message in messages]
-    source = tokenizer.get_chat_template(tools=[dict(tool) for tool in conversation.tools] or None)
-    if joined != messages and GOES_THROUGH_PARTS.search(source):
+    if joined != messages and _goes_through_parts(tokenizer, conversation):
         try:
             text = _apply_template(tokenizer, messages, *options)
         except InputError:
@@ -54,6 +53,11 @@ def render(
             raise
     joined = [{"content": "", **message} for message in joined]
     return joined, _apply_template(tokenizer, joined, *options)
+
+
+def _goes_through_parts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> bool:
+    tools = [dict(tool) for tool in conversation.tools] or None
+    return GOES_THROUGH_PARTS.search(tokenizer.get_chat_template(tools=tools)) is not None
 
 
 def _has_all_parts(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
