@@ -73,15 +73,15 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     A string of something else stays: templates that write arguments as they are may have meant it.
     """
     function = dict(function_of(call))
-    if not function.get("arguments"):
-        function["arguments"] = {}
-    if isinstance(function.get("arguments"), str):
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
         try:
-            parsed = json.loads(function["arguments"])
+            parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             parsed = None
         if isinstance(parsed, dict):
-            function["arguments"] = parsed
+            arguments = parsed
+    function["arguments"] = arguments
     return {**call, "function": function} if "function" in call else function
 
 
