@@ -1,5 +1,6 @@
 """What transformers makes of conversations with a target's chat template."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +16,8 @@ from peagle_jax.chat.pieces import (
 from peagle_jax.chat.rendering import MOST_CHARACTERS, one_line
 from peagle_jax.types import InputError
 
-# a template that goes through the parts of a content, and what one that does not may write of them
+# a template that goes through the parts of a content
 GOES_THROUGH_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\]'\"]*content\b")
-LIST_AS_CODE = re.compile(r"\[\]|\[\{\s*['\"]")
 
 
 def render(
@@ -64,7 +64,8 @@ def _has_all_parts(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a rendered conversation has what all parts of contents say, and no list as code."""
     lists = [value for message in messages for value in message.values() if is_list_of_parts(value)]
     said = [part["text"].strip() for parts in lists for part in parts]
-    return all(part in text for part in said) and not LIST_AS_CODE.search(text)
+    as_code = {str(parts) for parts in lists} | {json.dumps(p, ensure_ascii=False) for p in lists}
+    return all(part in text for part in said) and not any(code in text for code in as_code)
 
 
 def _apply_template(

@@ -36,6 +36,7 @@ TESTS = (
     "tests/test_text.py",
     "tests/test_datasets.py",
     "tests/test_progress.py",
+    "tests/chat/test_published_templates.py",
     "tests/chat/test_trained_spans.py",
     "tests/checkpoints/test_folders.py",
     "tests/checkpoints/test_gguf.py",

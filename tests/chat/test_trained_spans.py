@@ -1,97 +1,16 @@
 """What of a conversation is trained: the answers and the ends of their turns, and nothing else."""
 
-import itertools
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import templates
-from transformers.utils import chat_template_utils
+from spans import CONTENTS, assistant, call, dialogue, trained, trained_text, user
 
 from peagle_jax import text
 from peagle_jax.chat import encoding
 from peagle_jax.chat.apply_template import render
-from peagle_jax.chat.encoding import encode_conversation, encode_turns
+from peagle_jax.chat.encoding import encode_conversation
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.types import InputError
-
-PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "chat_templates"
-SPECIAL = ["<|im_start|>", "<|eot|>", "<|return|>", "<turn|>", "</s>"]
-# contents that are easily taken for something else
-CONTENTS = [
-    "yes",
-    "a",
-    "",
-    "assistant",
-    "im_end",
-    "user\nhi",
-    "<b>bold</b> x",
-    "no\n\nyes",
-    "yes yes",
-    "é漢🙂",
-    "1 < 2 > 0",
-    "[INST] x",
-    "\U00100005 private",
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = text.train_tokenizer(["<|im_start|>assistant\nyes no\n" * 40], 300)
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "bos_token": "<s>"})
-    return tokenizer
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content, **further):
-    return {"role": "assistant", "content": content, **further}
-
-
-def call(name, **arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def as_newer_versions_pass_it(message):
-    """A message whose reasoning has all of its names; older transformers pass it as it is."""
-    names = "reasoning_content", "reasoning", "thinking"
-    found = [message[name] for name in names if name in message]
-    if not found or hasattr(chat_template_utils, "_alias_reasoning_fields"):
-        return message
-    return {"thinking": found[0], **message, "reasoning_content": found[0]}
-
-
-def trained(tokenizer, template, messages):
-    """What is trained; its tokens spell the same."""
-    tokenizer.chat_template = template
-    encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "data.jsonl:7")
-    spans = [encoded.text[start:end] for start, end in encoded.trained]
-    ids = tokenizer.apply_chat_template(
-        [
-            as_newer_versions_pass_it({k: v for k, v in m.items() if v is not None})
-            for m in messages
-        ],
-        tokenize=False,
-    )
-    assert encoded.text == ids
-    assert encoded.tokens.tolist() == tokenizer(ids, add_special_tokens=False)["input_ids"]
-    spelled = tokenizer.decode(encoded.tokens[encoded.loss_mask])
-    if template == templates.COUNTS:  # a word's first token has the space before it
-        assert spelled.replace(" ", "") == "".join(spans).replace(" ", "")
-    else:
-        assert spelled == "".join(spans)
-    return spans
-
-
-def dialogue(*contents, system=None):
-    """A conversation with such answers, to questions that have the same words."""
-    first = [{"role": "system", "content": system}] if system else []
-    turns = [(user(f"{content} {content}"), assistant(content)) for content in contents]
-    return [*first, *itertools.chain.from_iterable(turns)]
-
 
 ENDS = {"PLAIN": "<|im_end|>", "GOES_ON": "<|im_end|>", "COUNTS": "</s>", "MARKED": "<|im_end|>"}
 
@@ -178,11 +97,6 @@ def test_calls_of_tools(tokenizer, content):
     assert trained_text(tokenizer, messages) == [first, last]
 
 
-def trained_text(tokenizer, messages):
-    encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "x:1")
-    return [encoded.text[start:end] for start, end in encoded.trained]
-
-
 def test_results_of_tools_within_a_turn_are_not_trained(tokenizer):
     messages = [
         user("weather?"),
@@ -230,15 +144,6 @@ def test_contents_in_parts_of_templates_that_know_text_alone(tokenizer):
     assert "no<|im_end|>" in encoded.text and "yes\nno<|im_end|>" in encoded.text
     tokenizer.chat_template = templates.PLAIN
     assert trained_text(tokenizer, messages) == ["yes\nno<|im_end|>"]
-    for name in (n for n in PUBLISHED_ENDS if PUBLISHED.is_dir()):
-        tokenizer.chat_template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
-        for kind in ({"type": "text"}, {"type": "input_text"}, {}):
-            system = {"role": "system", "content": [kind | {"text": "SYSTEM"}]}
-            asked = user([kind | {"text": "QUESTION"}, kind | {"text": "AGAIN"}])
-            said = Conversation((system, asked, assistant("a"), user([]), assistant("b")))
-            shown = encode_conversation(tokenizer, said, "x:1").text
-            assert all(word in shown for word in ("SYSTEM", "QUESTION", "AGAIN")), name
-            assert not any(code in shown for code in ("type", "[{", "[]")), name
 
 
 def test_keys_that_hold_nothing(tokenizer):
@@ -247,10 +152,6 @@ def test_keys_that_hold_nothing(tokenizer):
     empty = {"tool_calls": [], "reasoning_content": "", "thinking": [], "reasoning": None}
     _, rendered = render(tokenizer, Conversation((assistant("a", **empty),)), "x:1")
     assert rendered == "['role', 'content']"
-    for name in (n for n in PUBLISHED_ENDS if PUBLISHED.is_dir()):
-        tokenizer.chat_template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
-        plain = trained_text(tokenizer, [user("b"), assistant("a")])
-        assert trained_text(tokenizer, [user("b"), assistant("a", **empty)]) == plain, name
 
 
 @pytest.mark.parametrize("arguments", ["", None, {}])
@@ -260,25 +161,6 @@ def test_calls_without_arguments(tokenizer, arguments):
     messages = [user("time?"), assistant("", tool_calls=[used])]
     tokenizer.chat_template = templates.DROPS_REASONING
     assert "now {}" in trained_text(tokenizer, messages)[0]
-
-
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
-def test_results_that_are_empty_or_in_the_message_itself_are_not_trained(tokenizer):
-    """Gemma 4 writes results within the turn that called the tool."""
-    tokenizer.chat_template = (PUBLISHED / "google-gemma-4-31B-it.jinja").read_text("utf-8")
-    asked = [user("weather?"), assistant("", tool_calls=[call("weather", city="Paris")])]
-    for content in ("rain", "", []):
-        result = {"role": "tool", "name": "weather", "content": content}
-        spans = trained_text(tokenizer, [*asked, result, assistant("wet")])
-        assert "Paris" in spans[0] and spans[-1] == "wet<turn|>"
-        assert not any("response" in span.replace("<|tool_response>", "") for span in spans)
-    native = assistant(
-        "wet",
-        tool_calls=asked[1]["tool_calls"],
-        tool_responses=[{"name": "weather", "response": {"value": "rain"}}],
-    )
-    spans = trained_text(tokenizer, [asked[0], native])
-    assert "Paris" in spans[0] and "wet" in spans[-1] and not any("rain" in s for s in spans)
 
 
 def test_calls_behind_a_text_keep_what_stands_there(tokenizer):
@@ -293,19 +175,6 @@ def test_calls_behind_a_text_keep_what_stands_there(tokenizer):
     tokenizer.chat_template = templates.DROPS_REASONING.replace(templates.LOOP, without_tools)
     result = {"role": "tool", "content": ""}
     assert trained_text(tokenizer, [user("time?"), used, result, assistant("ten")])[0] == want[0]
-
-
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
-def test_a_second_call_of_one_function_that_a_template_forgets_is_refused(tokenizer):
-    tokenizer.chat_template = (PUBLISHED / "openai-gpt-oss-120b.jinja").read_text("utf-8")
-    calls = [call("weather", city="Paris"), call("weather", city="Rome")]
-    results = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}]
-    messages = [user("weather?"), assistant("", tool_calls=calls), *results, assistant("wet")]
-    with pytest.raises(InputError, match="turn 2, which the template drops or rewrites"):
-        trained_text(tokenizer, messages)
-    messages[1]["tool_calls"] = calls[:1]
-    spans = trained_text(tokenizer, [*messages[:3], assistant("wet")])
-    assert "Paris" in spans[0]
 
 
 def test_space_without_width_is_trained(tokenizer, monkeypatch):
@@ -368,73 +237,6 @@ def test_as_transformers_masks_marked_templates(tokenizer):
     assert (found.loss_mask == encoded.loss_mask).all()
 
 
-# the end of a turn, and of the last turn, in each published template
-PUBLISHED_ENDS = {
-    "Qwen-Qwen3-0.6B": ("<|im_end|>", "<|im_end|>"),
-    "Qwen3-Coder": ("<|im_end|>", "<|im_end|>"),
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("<｜end▁of▁sentence｜>",) * 2,
-    "google-gemma-4-31B-it": ("<turn|>", "<turn|>"),
-    "meta-llama-Llama-3.1-8B-Instruct": ("<|eot_id|>", "<|eot_id|>"),
-    "microsoft-Phi-3.5-mini-instruct": ("<|end|>", "<|end|>"),
-    "openai-gpt-oss-120b": ("<|end|>", "<|return|>"),
-}
-
-
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
-@pytest.mark.parametrize("name", PUBLISHED_ENDS)
-def test_published_templates(tokenizer, name):
-    template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
-    end, last_end = PUBLISHED_ENDS[name]
-    rng = np.random.default_rng(5)
-    for turns, system in itertools.product((1, 2, 3, 4, 5), (None, "be yes")):
-        contents = [CONTENTS[i] for i in rng.integers(0, len(CONTENTS), turns)]
-        found = trained(tokenizer, template, dialogue(*contents, system=system))
-        assert found == [*(c + end for c in contents[:-1]), contents[-1] + last_end]
-
-
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not in this checkout")
-@pytest.mark.parametrize("name", [n for n in PUBLISHED_ENDS if "Phi" not in n])
-@pytest.mark.parametrize("as_text", [True, False], ids=["arguments as text", "as objects"])
-def test_published_templates_with_calls(tokenizer, name, as_text):
-    """The text is transformers', also of arguments in a string and of a content of None.
-
-    Phi's template knows no calls.
-    """
-    template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
-    _, last_end = PUBLISHED_ENDS[name]
-    arguments = {"city": "Paris", "days": 3}
-    with_objects = call("weather", **arguments)
-    with_text = {**with_objects, "function": dict(with_objects["function"])}
-    with_text["function"]["arguments"] = json.dumps(arguments)
-    used = with_text if as_text else with_objects
-    result = {"role": "tool", "name": "weather", "tool_call_id": "1", "content": "rain"}
-    messages = [user("weather?"), assistant(None, tool_calls=[used]), result, assistant("wet")]
-    tokenizer.chat_template = template
-    encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "data.jsonl:7")
-    # without keys of None, as newer versions of transformers pass them, or with an empty content
-    called = {"role": "assistant", "tool_calls": [with_objects]}
-    expected = [user("weather?"), called, *messages[2:]]
-    if (shown := _rendered(tokenizer, expected)) is None:
-        expected[1] = {"content": "", **called}
-        shown = _rendered(tokenizer, expected)
-    assert encoded.text == shown
-    spans = [encoded.text[start:end] for start, end in encoded.trained]
-    assert "".join(spans).count("weather") == 1 and "Paris" in spans[0]
-    assert spans[-1].endswith("wet" + last_end)
-    # as a prompt it begins the same
-    turns = encode_turns(tokenizer, Conversation(tuple(messages[:3])), "data.jsonl:7")
-    prompt = _rendered(tokenizer, expected[:3], add_generation_prompt=True)
-    assert turns == tokenizer(prompt, add_special_tokens=False)["input_ids"]
-
-
-def _rendered(tokenizer, messages, **options):
-    """What transformers makes of messages; None where the template raises."""
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception:  # what a template raises
-        return None
-
-
 def test_reasoning_before_an_answer_of_nothing(tokenizer):
     """As GPT-OSS has it: all that the template writes after the reasoning is the assistant's."""
     template = (
@@ -450,3 +252,27 @@ def test_reasoning_before_an_answer_of_nothing(tokenizer):
     assert span == f"<|channel|>analysis<|message|>need rain<|end|>{final}<|return|>"
     (span,) = trained(tokenizer, template, [user("x"), assistant("yes", thinking="need rain")])
     assert span.endswith(f"<|end|>{final}yes<|return|>")
+
+
+def test_parts_beside_tools(tokenizer):
+    """Tools are lists of objects, too: a template that goes through parts still gets them."""
+    loop = "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
+    template = templates.PLAIN.replace("{{ message['content'] }}", loop)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + template
+    parts = [{"type": "text", "text": "yes"}, {"type": "text", "text": "no"}]
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"required": []}}}]
+    said = Conversation((user(parts), assistant(parts)), tuple(tools))
+    assert "yesno<|im_end|>" in encode_conversation(tokenizer, said, "x:1").text
+
+
+def test_a_second_call_that_a_template_forgets_is_refused(tokenizer):
+    """As GPT-OSS's template, which writes the first call of a message alone."""
+    tokenizer.chat_template = templates.DROPS_REASONING.replace(
+        "message['tool_calls'] or []", "(message['tool_calls'] or [])[:1]"
+    )
+    assert tokenizer.chat_template != templates.DROPS_REASONING
+    calls = [call("now", city="Paris"), call("now", city="Rome")]
+    with pytest.raises(InputError, match="turn 2, which the template drops or rewrites"):
+        trained_text(tokenizer, [user("time?"), assistant("", tool_calls=calls)])
+    (span,) = trained_text(tokenizer, [user("time?"), assistant("", tool_calls=calls[:1])])
+    assert "Paris" in span
