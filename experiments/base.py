@@ -21,6 +21,8 @@ class Measurement:
         is vLLM's default.
       on_text: nothing is decoded with the head; its expected acceptance is computed along what the
         target writes without it (text_acceptance.py).
+      drafts_known: each placeholder reads the draft before it, which no decoding in one forward can
+        give it: a bound. Measured on text.
       prompt_tokens: length of each prompt.
       max_new_tokens: tokens written after each prompt.
     """
@@ -29,6 +31,7 @@ class Measurement:
     temperature: float | None = None
     sample_drafts: bool | None = None
     on_text: bool | None = None
+    drafts_known: bool = False
     prompt_tokens: int | None = None
     max_new_tokens: int | None = None
 

@@ -63,6 +63,9 @@ def base_run(budget: Budget, seed: int) -> PeagleRun:
         held_out=0.0,
         seq_len=budget.seq_len,
         batch_size=budget.batch_size,
+        packing="cut",
+        bad_rows="refuse",
+        chat_template_kwargs=None,
     )
     return PeagleRun(
         task="peagle",

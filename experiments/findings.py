@@ -34,6 +34,9 @@ class Finding:
       against: comparison with the reference; None for the reference itself.
       against_by_position: the same for each position; empty where the two draft other numbers of
         tokens.
+      chances: of each draft behind accepted ones, the chance to be accepted, at all places of the
+        texts alike; empty where drafts were decoded, or in older rows.
+      chances_against: these compared with the reference's.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Finding:
     positions: tuple[float, ...] = ()
     against: Comparison | None = None
     against_by_position: tuple[Comparison, ...] = ()
+    chances: tuple[float, ...] = ()
+    chances_against: tuple[Comparison, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +132,10 @@ def _finding(
     finding = dataclasses.replace(
         finding, length=interval(rows), groups=groups, positions=tuple(per_position(rows))
     )
+    has_chances = _has_chances(rows)
+    if has_chances:
+        chances = tuple(per_position(rows, chances=True))
+        finding = dataclasses.replace(finding, chances=chances)
     if name == experiment.reference or not reference:
         return finding, notes
     try:
@@ -139,10 +148,20 @@ def _finding(
                 compare(rows, reference, positions=slice(i, i + 1))
                 for i in range(len(finding.positions) if is_same_k else 0)
             ),
+            chances_against=tuple(
+                compare(rows, reference, positions=slice(i, i + 1), chances=True)
+                for i in range(len(finding.chances))
+                if is_same_k and _has_chances(reference)
+            ),
         )
     except ValueError as error:
         notes.append(f"{name} cannot be compared with {experiment.reference}: {error}.")
     return finding, notes
+
+
+def _has_chances(rows: Sequence[Mapping]) -> bool:
+    prompts = (prompt for row in rows for prompt in row["measurements"][0]["prompts"])
+    return all("chance_per_pos" in prompt for prompt in prompts)
 
 
 def _settings(row: Mapping) -> dict | None:

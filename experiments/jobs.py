@@ -81,6 +81,9 @@ class Job:
             raise InputError(where, rule, list(run.aux_hidden_state_layers), next_step)
         for m in self.measurements():
             assert m.max_new_tokens is not None and m.k is not None
+            if m.drafts_known and (not m.on_text or run.task != "peagle"):
+                rule, next_step = "drafts are known of parallel heads on text", "set on_text=True"
+                raise InputError(where, rule, f"task {run.task}, on_text={m.on_text}", next_step)
             least = m.k + 1 if m.on_text else 2
             if m.max_new_tokens < least:
                 rule = f"at least {least} new tokens must be measured"

@@ -82,6 +82,7 @@ def measure_on_text(
         measurement.k,
         measurement.temperature or 0.0,
         bool(measurement.sample_drafts),
+        measurement.drafts_known,
     )
     return _row_of(measurement, texts, counts, [text["output_token_ids"] for text in texts])
 

@@ -17,7 +17,9 @@ from experiments.figures import draw
 from experiments.findings import Findings, find
 from experiments.rows import latest, read_rows
 from experiments.tables import (
+    CHANCES,
     Table,
+    chances,
     conditional,
     main_table,
     markdown,
@@ -25,7 +27,7 @@ from experiments.tables import (
     overview,
 )
 from peagle_jax.atomic_write import write_atomically
-from peagle_jax.corpus import read_text
+from peagle_jax.json_files import read_text
 from peagle_jax.types import InputError
 
 REPORT_COLUMNS = ("changes", "between seeds", "speedup", "lossless")  # the report's alone
@@ -95,6 +97,9 @@ def _section(findings: Findings, pictures: Path) -> str:
     if len(positions[0]) > 2:
         parts += ["Accepted where all drafts before were, by position, in percent:"]
         parts.append(markdown(positions))
+    everywhere = chances(findings)
+    if len(everywhere[0]) > 2:
+        parts += [f"{CHANCES}:", markdown(everywhere)]
     others = other_measurements(findings)
     if len(others[0]) > 1:
         parts += ["Acceptance length, other measurements:", markdown(others)]

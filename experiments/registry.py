@@ -17,6 +17,7 @@ from experiments.questions import (
     head_layers,
     hidden_designs,
     losses,
+    one_forward,
     regularization,
     sampling,
     sequential_head,
@@ -45,6 +46,7 @@ MODULES: tuple[ModuleType, ...] = (
     warm_start,
     against_eagle3,
     sequential_head,
+    one_forward,
     sampling,
 )
 

@@ -19,9 +19,11 @@ from experiments.figures import draw
 from experiments.findings import Findings, find
 from experiments.rows import latest, read_rows
 from experiments.tables import (
+    CHANCES,
     VERDICTS,
     Table,
     by_position,
+    chances,
     conditional,
     main_table,
     markdown,
@@ -128,6 +130,7 @@ def _section_tables(findings: Findings) -> list[tuple[str, Table]]:
         ("", main_table(findings)),
         (BY_POSITION, by_position(findings)),
         (CONDITIONAL, conditional(findings)),
+        (CHANCES, chances(findings)),
         ("Acceptance length, other measurements", other_measurements(findings)),
         ("Training", training_table(findings)),
     ]

@@ -150,6 +150,13 @@ def _measurement_problem(measurement: Any, where: str) -> str | None:
         if len(accepted) != k or not in_range:
             rule = f"must be {k} counts of at most {num_drafts} each"
             return f"{place}.num_accepted_per_pos {rule}"
+        chances = prompt.get("chance_per_pos", [0.0] * k)
+        if not (
+            isinstance(chances, list)
+            and len(chances) == k
+            and all(isinstance(chance, NUMBER) and 0 <= chance <= 1 + 1e-6 for chance in chances)
+        ):
+            return f"{place}.chance_per_pos must be {k} chances"
     if not any(prompt["num_drafts"] for prompt in measurement["prompts"]):
         return f"{where} has no drafts"
     return None

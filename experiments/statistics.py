@@ -96,12 +96,20 @@ class Comparison:
     by_seed: dict[int, float]
 
 
-def counts(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS) -> Counts:
+def counts(
+    rows: Sequence[Row],
+    *,
+    measurement: int = 0,
+    kinds: Sequence[str] = KINDS,
+    chances: bool = False,
+) -> Counts:
     """The counts of one variant's runs, in the order of their seeds.
 
     Args:
       measurement: which of `row["measurements"]`.
       kinds: of prompts to read; all others are left out.
+      chances: count one draft for each text, accepted with its `chance_per_pos`, and not the drafts
+        of decoding's steps.
 
     Raises:
       ValueError: there is no run, two of one seed, other prompts in one run than in another,
@@ -119,13 +127,18 @@ def counts(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
     runs = [row["measurements"][measurement] for row in rows]
     _check_measured_alike(runs)
     prompts = [[prompt for prompt in run["prompts"] if prompt["kind"] in kinds] for run in runs]
-    num_drafts = np.array([[prompt["num_drafts"] for prompt in run] for run in prompts], float)
+    key = "chance_per_pos" if chances else "num_accepted_per_pos"
+    if not all(key in prompt for run in prompts for prompt in run):
+        raise ValueError(f"{key} is of measurements on text; got others; run them again")
+    num_drafts = np.array(
+        [[1 if chances else prompt["num_drafts"] for prompt in run] for run in prompts], float
+    )
     if (num_drafts.sum(1) == 0).any():
         raise ValueError(
             f"an acceptance length needs drafts; got none on {', '.join(kinds)} in one run or "
             "more; measure longer texts"
         )
-    num_accepted = [[prompt["num_accepted_per_pos"] for prompt in run] for run in prompts]
+    num_accepted = [[prompt[key] for prompt in run] for run in prompts]
     kinds_read = tuple(prompt["kind"] for prompt in prompts[0])
     documents = _documents(prompts[0])
     return Counts(seeds, kinds_read, documents, num_drafts, np.array(num_accepted, float))
@@ -171,10 +184,14 @@ def pooled(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
 
 
 def per_position(
-    rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = KINDS
+    rows: Sequence[Row],
+    *,
+    measurement: int = 0,
+    kinds: Sequence[str] = KINDS,
+    chances: bool = False,
 ) -> list[float]:
-    """Share of all drafts that was accepted at each position, 0..1."""
-    total = counts(rows, measurement=measurement, kinds=kinds)
+    """Share of all drafts that was accepted at each position, 0..1; `chances` as of `counts`."""
+    total = counts(rows, measurement=measurement, kinds=kinds, chances=chances)
     return (total.num_accepted.sum((0, 1)) / total.num_drafts.sum()).tolist()
 
 
@@ -196,6 +213,7 @@ def compare(
     measurement: int = 0,
     kinds: Sequence[str] = KINDS,
     positions: slice = slice(None),
+    chances: bool = False,
     draws: int = DRAWS,
 ) -> Comparison:
     """The pooled acceptance length of A minus that of B, on the seeds that both have.
@@ -205,6 +223,7 @@ def compare(
     Args:
       positions: of the draft, whose accepted tokens count. Of a single position, the difference is
         one of its share of accepted drafts.
+      chances: as of `counts`.
 
     Raises:
       ValueError: there is no common seed, or A and B were not measured on the same prompts.
@@ -220,7 +239,7 @@ def compare(
     def counts_of(rows: Sequence[Row]) -> Counts:
         """Of the common seeds, at the positions that count."""
         with_common_seed = [row for row in rows if row["seed"] in common]
-        total = counts(with_common_seed, measurement=measurement, kinds=kinds)
+        total = counts(with_common_seed, measurement=measurement, kinds=kinds, chances=chances)
         return dataclasses.replace(total, num_accepted=total.num_accepted[:, :, positions])
 
     a, b = counts_of(rows_a), counts_of(rows_b)

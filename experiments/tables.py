@@ -11,6 +11,10 @@ from experiments.statistics import Comparison, Interval, interval
 
 VERDICTS = ("better", "worse", "within noise", "one seed only")
 Table = list[list[str]]  # the first row is the head
+CHANCES = (
+    "Chance of a draft behind accepted ones, as the mean over all places of the texts, in percent, "
+    "with the difference to the reference in points"
+)
 
 
 def overview(all_findings: Sequence[Findings], without_rows: Sequence[Experiment]) -> Table:
@@ -150,6 +154,24 @@ def conditional(findings: Findings) -> Table:
             f"{100 * share / reached:.0f}" if reached else ""
             for share, reached in zip(variant.positions, before, strict=False)
         ]
+        table.append([variant.name, *cells, *([""] * (width - len(cells)))])
+    return table
+
+
+def chances(findings: Findings) -> Table:
+    """Chances of drafts behind accepted ones, at all places of the texts, by position.
+
+    Each with the difference to the reference, and its 95 % interval in percentage points.
+    """
+    width = max((len(variant.chances) for variant in findings.variants), default=0)
+    table = [[findings.experiment.axis, *(str(position + 1) for position in range(width))]]
+    for variant in findings.variants:
+        if not variant.chances:
+            continue
+        cells = [f"{100 * chance:.0f}" for chance in variant.chances]
+        for i, comparison in enumerate(variant.chances_against):
+            if comparison.verdict != VERDICTS[-1]:
+                cells[i] += f": {_share_difference(comparison)}"
         table.append([variant.name, *cells, *([""] * (width - len(cells)))])
     return table
 

@@ -42,6 +42,7 @@ def chances_of_text(
     k: int,
     temperature: float,
     sample_drafts: bool,
+    drafts_known: bool = False,
 ) -> Float[np.ndarray, "N T-2 K"]:
     """How likely each draft of a step at each position is accepted, if those before it are.
 
@@ -52,12 +53,13 @@ def chances_of_text(
       k: K.
       temperature: of the target, in 0..; 0: the texts are greedy.
       sample_drafts: whether drafts are sampled at the temperature, too; else they are argmaxes.
+      drafts_known: whether the placeholders of a parallel head read the drafts before them.
 
     Returns:
       Of text n, at [n, i, d], draft d of the step that has written x[i + 1] last. That draft stands
       for x[i + 2 + d]; behind the text's end the chance is 0.
     """
-    form = k, temperature, sample_drafts
+    form = k, temperature, sample_drafts, drafts_known
     chances = []
     for start in range(0, len(texts), BATCH_SIZE):
         part = texts[start : start + BATCH_SIZE]
@@ -69,7 +71,7 @@ def chances_of_text(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _chances(target_graph, head_graph, form, target_params, head_params, texts):
-    k, temperature, sample_drafts = form
+    k, temperature, sample_drafts, drafts_known = form
     target = cast(Decoder, Model(None, target_graph, target_params).bind(target_params))
     head = cast(DraftHead, Model(None, head_graph, head_params).bind(head_params))
     one_document = jnp.zeros(texts.shape, jnp.int32)
@@ -78,7 +80,7 @@ def _chances(target_graph, head_graph, form, target_params, head_params, texts):
     rows = training_rows(target, batch, one_document[:, 1:], everything[:, 1:])
     B, n = rows.tokens.shape
     anchor, depth = (jnp.asarray(x) for x in elements(n - 1, k))
-    hidden = _hidden(head, rows, anchor, depth, k)
+    hidden = _hidden(head, rows, anchor, depth, k, drafts_known)
     here = jnp.broadcast_to(anchor + depth, (B, len(anchor)))  # what an element learns from
     written = jnp.take_along_axis(rows.tokens, here + 1, axis=1)
 
@@ -108,7 +110,7 @@ def elements(n: int, k: int) -> tuple[Int[np.ndarray, " P"], Int[np.ndarray, " P
 
 
 def _hidden(
-    head: DraftHead, rows: TrainingRows, anchor: Array, depth: Array, k: int
+    head: DraftHead, rows: TrainingRows, anchor: Array, depth: Array, k: int, drafts_known: bool
 ) -> Float[Array, "B P D"]:
     """The head's residual stream of all elements; the last of the rows' positions is left out."""
     B, n = rows.tokens.shape
@@ -119,7 +121,9 @@ def _hidden(
     anchors, depths = (jnp.broadcast_to(x[n - 1 :], shape) for x in (anchor, depth))
     cod = CodSample(anchors, depths, jnp.ones(shape, bool))
     embeddings, fused = head.embed(rows.tokens), head.fuse(rows.aux_hidden_states)
-    hidden, _ = packed_hidden(head, embeddings, fused, rows.segment_ids, cod, k)
+    reads_text = jnp.ones((B, n), bool) if drafts_known else None
+    attended = embeddings, fused, rows.segment_ids
+    hidden, _ = packed_hidden(head, *attended, cod, k, reads_text=reads_text)
     return jnp.concatenate([hidden[:, : n - 1], hidden[:, n:]], axis=1)
 
 
@@ -147,6 +151,18 @@ def expected_counts(
     return float(visited.sum()), visited @ all_before[first:num_steps]
 
 
+def mean_chances(chances: Float[np.ndarray, "n K"], first: int) -> Float[np.ndarray, " K"]:
+    """The chance of each draft behind accepted ones, as the mean over all steps of a text.
+
+    Decoding takes steps where the drafts before were rejected, and reaches late drafts on easy
+    text alone, the worse the head the more so. Here every head is asked at the same places.
+
+    Arguments are those of `expected_counts`.
+    """
+    n, k = chances.shape
+    return chances[first : n - k + 1].mean(axis=0)
+
+
 def expected_acceptance(
     target: Model,
     head: Model,
@@ -155,8 +171,11 @@ def expected_acceptance(
     k: int,
     temperature: float,
     sample_drafts: bool,
+    drafts_known: bool = False,
 ) -> list[dict]:
     """Of every text, what a row of results has of a prompt: num_drafts, num_accepted_per_pos.
+
+    And chance_per_pos, which is `mean_chances`.
 
     Args:
       texts: prompts with what the target wrote behind them, at this temperature.
@@ -164,9 +183,15 @@ def expected_acceptance(
 
     Other arguments are those of `chances_of_text`.
     """
-    chances = chances_of_text(target, head, np.array(texts), k, temperature, sample_drafts)
-    counts = [expected_counts(of_text, prompt_tokens - 1) for of_text in chances.astype(float)]
-    return [
-        {"num_drafts": num_drafts, "num_accepted_per_pos": accepted.tolist()}
-        for num_drafts, accepted in counts
-    ]
+    form = k, temperature, sample_drafts, drafts_known
+    first, found = prompt_tokens - 1, []
+    for chances in chances_of_text(target, head, np.array(texts), *form).astype(float):
+        num_drafts, accepted = expected_counts(chances, first)
+        found.append(
+            {
+                "num_drafts": num_drafts,
+                "num_accepted_per_pos": accepted.tolist(),
+                "chance_per_pos": mean_chances(chances, first).tolist(),
+            }
+        )
+    return found

@@ -21,7 +21,7 @@ from experiments.measure import measure, measure_on_text, measure_speed
 from experiments.rows import rounded
 from experiments.stages.cache import Stage
 from experiments.stages.prompts import prompts_stage
-from peagle_jax import corpus
+from peagle_jax import json_files
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints import export_placeholders, head_writing
 from peagle_jax.checkpoints.runs import read_run
@@ -134,7 +134,7 @@ def training_speed(run: HeadRun, last_step: dict) -> float:
 
 def _prompts(job: Job, cache: Path, num_tokens: int) -> list[dict]:
     path = prompts_stage(job.budget, num_tokens).folder(cache) / "prompts.jsonl"
-    return [row for _, row in corpus.read_jsonl(path)]
+    return [row for _, row in json_files.read_jsonl(path)]
 
 
 def _measurements(
@@ -145,7 +145,7 @@ def _measurements(
     for measurement in job.measurements():
         if (stage := job.text_of(measurement)) is not None:
             path = stage.folder(cache) / "continuations.jsonl"
-            texts = [row for _, row in corpus.read_jsonl(path)]
+            texts = [row for _, row in json_files.read_jsonl(path)]
             numbers = measure_on_text(target, head, texts, measurement)
             measured.append(numbers | _origin(stage, path))
             continue

@@ -9,16 +9,20 @@ library reads, of which one split is wanted.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from peagle_jax.dataset_rows import parquet_rows, saved_rows, stream_rows
-from peagle_jax.documents import ROW_KEYS, BadRows, Document, document_of_row
+from peagle_jax.document_rows import CONTENT_KEYS, ROW_KEYS, document_of_row
+from peagle_jax.documents import BadRows, Document
+from peagle_jax.json_files import HEAD_BYTES, json_rows, read_jsonl, read_text, unreadable
 from peagle_jax.types import InputError
 
 # fmt: off
@@ -33,18 +37,24 @@ HUB = "hf:"  # before the name of a dataset that the `datasets` library finds
 # files end with that `peagle regenerate` writes.
 CARDS = {"README.md", "dataset_infos.json", "dataset_info.json", "LICENSE.txt", "LICENSE.md"}
 ABOUT = ".about.json"
-HEAD_BYTES = 1 << 16  # that tell what a file is
-MAX_ROW = 1 << 28  # characters of a row in a list
 # Digests that are looked up in a set before they are merged into the sorted array.
 RECENT_DIGESTS = 1 << 16
 
 
-def read_corpus(source: str | Path | None, bad_rows: BadRows | None = None) -> list[Document]:
+def read_corpus(
+    source: str | Path | None,
+    bad_rows: BadRows | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Document]:
     """`stream_corpus` as a list, for work that needs all documents at once."""
-    return list(stream_corpus(source, bad_rows))
+    return list(stream_corpus(source, bad_rows, chat_template_kwargs))
 
 
-def stream_corpus(source: str | Path | None, bad_rows: BadRows | None = None) -> Iterator[Document]:
+def stream_corpus(
+    source: str | Path | None,
+    bad_rows: BadRows | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Iterator[Document]:
     """Reads the documents of a corpus, in a fixed order and without exact duplicates.
 
     One document is in memory at a time; of those before it, 16 bytes each.
@@ -56,6 +66,7 @@ def stream_corpus(source: str | Path | None, bad_rows: BadRows | None = None) ->
         this machine's Python standard library, its tests included; "installed" for that and all
         packages of this environment.
       bad_rows: takes the rows that cannot be used; None: the first is an error.
+      chat_template_kwargs: of conversations and prompts, where their rows do not set them.
 
     Raises:
       InputError: there are no documents, or a file is not UTF-8, or a row is none of the above; or
@@ -77,6 +88,9 @@ def stream_corpus(source: str | Path | None, bad_rows: BadRows | None = None) ->
     for document in documents:
         if not document.is_empty and seen.add(document.digest()[:16]):
             is_empty = False
+            if chat_template_kwargs and document.may_be_chat:
+                options = {**chat_template_kwargs, **document.chat_template_kwargs}
+                document = dataclasses.replace(document, chat_template_kwargs=options)
             yield document
     if is_empty and bad_rows.errors:
         rule, next_step = "a corpus needs at least one row that can be used", "correct the rows"
@@ -191,15 +205,25 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
 
 
 def row_files(root: Path) -> list[Path]:
-    """The JSONL files of a folder, and those of JSON that are lists of rows, if it has no texts.
+    """The JSONL files of a folder, and those of JSON that have rows, if it has no texts.
 
-    Beside texts they are none of the corpus: source code has such files for its tests.
+    Source code has such files for its tests, in folders of their own: these are none of the corpus.
+
+    Raises:
+      InputError: there are texts, and rows where a dataset has them, in the folder or in its data/.
     """
     files = sorted(p for p in root.rglob("*") if p.is_file())
     tables = [p for p in files if p.suffix == ".jsonl" or p.suffix == ".json" and _has_rows(p)]
-    texts = (p for p in files if p.suffix in SUFFIXES and p not in tables)
-    has_texts = any(p.name not in CARDS and not p.name.endswith(ABOUT) for p in texts)
-    return [] if has_texts else tables
+    others = (p for p in files if p.suffix in SUFFIXES and p not in tables)
+    text = next((p for p in others if p.name not in CARDS and not p.name.endswith(ABOUT)), None)
+    if text is None:
+        return tables
+    for path in tables:
+        if path.parent in (root, root / "data"):
+            got = f"{text.relative_to(root)} beside {path.relative_to(root)}"
+            next_step = f"name {path}, or a folder that has texts alone"
+            raise InputError(root, "a folder has files of rows, or texts", got, next_step)
+    return []
 
 
 def _file(path: Path, name: str, bad_rows: BadRows) -> Iterator[Document]:
@@ -214,8 +238,14 @@ def _file(path: Path, name: str, bad_rows: BadRows) -> Iterator[Document]:
 
 
 def _has_rows(path: Path) -> bool:
-    """Whether a JSON file seems to be a list of rows, as ShareGPT's are."""
+    """Whether a JSON file seems to have rows: a list of them, as ShareGPT's, or one each line."""
     head = _head(path)
+    if head.startswith("{"):
+        try:
+            row = json.loads(head.partition("\n")[0])
+        except (ValueError, RecursionError):
+            return False
+        return any(key in row for key in CONTENT_KEYS)
     is_list = head.startswith("[") and head[1:].lstrip().startswith("{")
     return is_list and any(f'"{key}"' in head for key in ROW_KEYS)
 
@@ -226,7 +256,7 @@ def _head(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(HEAD_BYTES).decode(errors="replace").lstrip("\ufeff \n\r\t")
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def _documents(
@@ -268,111 +298,6 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
 def _is_saved(folder: Path) -> bool:
     """Whether a folder is of `Dataset.save_to_disk`."""
     return (folder / "state.json").exists() and (folder / "dataset_info.json").exists()
-
-
-def read_text(path: Path) -> str:
-    """Reads a UTF-8 file.
-
-    Raises:
-      InputError: it is missing, a folder, not readable, or not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    except UnicodeDecodeError as error:
-        got = f"byte {error.object[error.start]:#04x} at {error.start}"
-        next_step = "convert the file to UTF-8, or remove it"
-        raise InputError(path, "must be UTF-8 text", got, next_step) from None
-
-
-def _unreadable(path: Path, error: OSError) -> InputError:
-    if isinstance(error, FileNotFoundError):
-        return InputError(path, "this file must exist", "nothing", "check the name")
-    if isinstance(error, IsADirectoryError):
-        return InputError(path, "must be a file", "a folder", "name a file in it")
-    next_step = "name a file that you may read"
-    return InputError(path, "this file must be readable", error.strerror, next_step)
-
-
-def read_jsonl(path: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[int, dict]]:
-    """The line number, from 1, and the object of each line that is not blank.
-
-    Args:
-      path: the file.
-      bad_rows: takes lines that are no JSON objects; None: the first is an error.
-
-    Raises:
-      InputError: the file cannot be read, or a line is not a JSON object.
-    """
-    bad_rows = bad_rows or BadRows()
-    rule, next_step = "each line must be a JSON object", "correct or remove the line"
-    for number, line in _lines(path):
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            got = f"byte {line[error.start]:#04x} at {error.start} of the line"
-            bad_rows.take(InputError(where, "must be UTF-8 text", got, next_step))
-            continue
-        except (ValueError, RecursionError) as error:
-            bad_rows.take(InputError(where, rule, error, next_step))
-            continue
-        if isinstance(row, dict):
-            yield number, row
-        else:
-            bad_rows.take(InputError(where, rule, type(row).__name__, next_step))
-
-
-def json_rows(path: Path, bad_rows: BadRows) -> Iterator[tuple[int, dict]]:
-    """The number, from 1, and the object of each item of a JSON file that is one list.
-
-    It is read in pieces: of the whole, no more than the longest row is in memory.
-
-    Raises:
-      InputError: the file cannot be read, or is no list of objects.
-    """
-    rule, next_step = "must be a list of JSON objects", "write it as JSONL: one object a line"
-    decoder, number = json.JSONDecoder(), 0
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            rest = file.read(HEAD_BYTES).lstrip().removeprefix("[")
-            while not (rest := rest.lstrip(", \n\r\t")).startswith("]"):
-                try:
-                    row, end = decoder.raw_decode(rest)
-                except ValueError as error:
-                    more = file.read(max(HEAD_BYTES, len(rest)))
-                    if not more or len(rest) > MAX_ROW:
-                        where = f"{path}, item {number + 1}"
-                        raise InputError(where, rule, error, next_step) from None
-                    rest += more
-                    continue
-                rest, number = rest[end:], number + 1
-                if isinstance(row, dict):
-                    yield number, row
-                else:
-                    got = type(row).__name__
-                    bad_rows.take(InputError(f"{path}, item {number}", rule, got, next_step))
-            if (rest[1:] + file.read(HEAD_BYTES)).strip():
-                raise InputError(path, rule, "more after its end", next_step)
-    except RecursionError as error:
-        raise InputError(path, rule, error, next_step) from None
-    except UnicodeDecodeError as error:
-        got, step = f"byte {error.object[error.start]:#04x}", "convert the file to UTF-8"
-        raise InputError(path, "must be UTF-8 text", got, step) from None
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The number, from 1, and the bytes of each line that is not blank, one after another."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise _unreadable(path, error) from None
 
 
 # ---------------------------------------------------------------- choices

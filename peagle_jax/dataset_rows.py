@@ -129,13 +129,15 @@ def _without_nulls(value: Any) -> Any:
     """A value of a table without the keys that it lacks, as the same row has in a JSONL.
 
     Every row of a table has every key, null where there is nothing; to a template, a key that is
-    null is there. The content of a message stays: next to calls of tools it may be null.
+    null is there. The content of a message stays: next to calls of tools it may be null. Arguments
+    of calls may have that name, too: they are no messages, which have a role.
     """
     if isinstance(value, dict):
+        kept = "content" if value.get("role") is not None else None
         return {
             key: _without_nulls(item)
             for key, item in value.items()
-            if item is not None or key == "content"
+            if item is not None or key == kept
         }
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]

@@ -5,6 +5,7 @@
 
 import http.client
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +17,9 @@ from peagle_jax.types import InputError
 TIMEOUT = 3600.0  # seconds that a server may take for an answer
 MAX_BYTES = 1 << 28  # of an answer; a million tokens with log-probabilities are less
 REFUSED = {400, 413, 422}  # of HTTP: the request cannot be answered as it is
+BUSY = {429, 502, 503, 504}  # of HTTP: the same request may be answered later
+WAITS = (1.0, 4.0, 16.0, 60.0)  # seconds before a busy server is asked again
+KEY_VARIABLE = "OPENAI_API_KEY"  # of the environment, as OpenAI's own client reads it
 MAX_CHARS = 200  # of a server's own words about an error
 DATA = b"data:"  # what a line of a stream of events begins with
 END = b"[DONE]"
@@ -55,7 +59,7 @@ class OpenAIServer:
         self._owner = str(next(iter(listed), {}).get("owned_by") or "server")
 
     def ask(self, path: str, body: Mapping | None = None, where: str = "") -> dict[str, Any]:
-        """The answer to a request, which is JSON.
+        """The answer to a request, which is JSON. Where a server is busy, it is asked again.
 
         Args:
           path: below /v1.
@@ -67,7 +71,7 @@ class OpenAIServer:
           InputError: it refuses for another reason, or does not answer with a JSON object.
         """
         try:
-            with self._open(path, body) as response:
+            with self._open_when_free(path, body) as response:
                 answer = json.loads(_whole(response))
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise self._refusal(path, where, error) from None
@@ -121,9 +125,28 @@ class OpenAIServer:
         except (OSError, ValueError, http.client.HTTPException):
             return None
 
+    def _open_when_free(self, path: str, body: Mapping | None) -> Any:
+        """As `_open`, again after a while where the server is busy or has lost the connection."""
+        for seconds in WAITS:
+            try:
+                return self._open(path, body)
+            except urllib.error.HTTPError as error:
+                if error.code not in BUSY:
+                    raise
+                error.close()
+            except (ConnectionResetError, http.client.RemoteDisconnected):
+                pass
+            except urllib.error.URLError as error:
+                if not isinstance(error.reason, ConnectionResetError):
+                    raise
+            time.sleep(seconds)
+        return self._open(path, body)
+
     def _open(self, path: str, body: Mapping | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(f"{self.root}/v1{path}", data, headers)
         return urllib.request.urlopen(request, timeout=TIMEOUT)
 

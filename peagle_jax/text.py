@@ -3,6 +3,7 @@
 The rest of the package works with token ids only.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from peagle_jax.chat.encoding import (
     Encoded,
     check_tokenizer,
+    conversation_of,
     encode_document,
     encode_turns,
     panics_as_errors,
@@ -22,8 +24,9 @@ from peagle_jax.chat.encoding import (
 )
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.chat.rendering import one_line
-from peagle_jax.corpus import read_jsonl, read_text
-from peagle_jax.documents import BadRows, Document, check_unicode
+from peagle_jax.document_rows import check_unicode, document_of_row
+from peagle_jax.documents import BadRows, Document, content_text
+from peagle_jax.json_files import read_jsonl, read_text
 from peagle_jax.types import InputError
 from peagle_jax.weights.reading import GIT_LFS_POINTER, git_lfs_pointer
 
@@ -181,54 +184,63 @@ def encode_stream(
 # ---------------------------------------------------------------- prompts
 
 
-# token ids, text, or the messages of a chat
-Prompt = list[int] | str | list[dict[str, str]]
+# token ids, text, or a chat that the assistant is to answer
+Prompt = list[int] | str | Conversation
 
 
-def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+def read_prompts(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
     """`read_named_prompts` without the names."""
-    return [ids for _, ids in read_named_prompts(path, tokenizer)]
+    return [ids for _, ids in read_named_prompts(path, tokenizer, chat_template_kwargs)]
 
 
 def read_named_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerBase | None
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, list[int]]]:
     """Reads the prompts of a JSONL file as token ids, each with its line as `FILE:NUMBER`.
 
     Args:
-      path: its lines have `prompt_token_ids`, `prompt`, or `turns`; of turns the first one is
-        taken, through the chat template.
+      path: as of `read_plain_prompts`; chats go through the chat template.
       tokenizer: the target's; None if it has none.
+      chat_template_kwargs: as of `read_plain_prompts`.
 
     Raises:
-      InputError: there are no lines, or a line is none of the above, or has text for a target
-        without a tokenizer.
+      InputError: there are no lines, or a line is no prompt, or has text for a target without a
+        tokenizer.
     """
-    prompts = []
-    for where, prompt in read_plain_prompts(path):
-        if isinstance(prompt, str):
-            ids = encode_prompt(prompt, tokenizer, chat=False, where=where)
-        elif prompt and isinstance(prompt[0], dict):
-            ids = encode_prompt(prompt[0]["content"], tokenizer, chat=True, where=where)
-        else:
-            ids = prompt
-        prompts.append((where, ids))
-    return prompts
+    return [
+        (where, prompt if isinstance(prompt, list) else encode_prompt(prompt, tokenizer, where))
+        for where, prompt in read_plain_prompts(path, chat_template_kwargs)
+    ]
 
 
-def read_plain_prompts(path: Path) -> list[tuple[str, Prompt]]:
+def read_plain_prompts(
+    path: Path, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[tuple[str, Prompt]]:
     """Reads the prompts of a JSONL file as they stand there, each with its place.
 
     Args:
-      path: as of `read_prompts`; the first of `turns` becomes the message of a chat.
+      path: its lines have `prompt_token_ids`; `prompt`, a text to continue; `messages`, a
+        conversation whose last turn is to be answered, with `tools` if it has any; or `turns`, of
+        which the first one is asked.
+      chat_template_kwargs: options of the chat template, where a line does not set them.
 
     Raises:
       InputError: there are no lines, or a line is no prompt.
     """
-    prompts = [
-        (f"{path}:{number}", _prompt_of_row(row, f"{path}:{number}"))
-        for number, row in read_jsonl(path)
-    ]
+    prompts = []
+    for number, row in read_jsonl(path):
+        where = f"{path}:{number}"
+        prompt = _prompt_of_row(row, where)
+        if isinstance(prompt, Conversation):
+            options = {**(chat_template_kwargs or {}), **prompt.chat_template_kwargs}
+            prompt = dataclasses.replace(prompt, chat_template_kwargs=options)
+        prompts.append((where, prompt))
     if not prompts:
         next_step = 'add a line like {"prompt": "def main"}'
         raise InputError(path, "at least one prompt is needed", "an empty file", next_step)
@@ -242,35 +254,49 @@ def _prompt_of_row(row: Mapping[str, Any], where: str) -> Prompt:
             rule = "prompt_token_ids must be a list of whole numbers"
             raise InputError(where, rule, json.dumps(ids)[:60], "write it as [1, 2, 3]")
         return ids
+    if "messages" in row:
+        return _conversation_of_row(row, where)
     turns = row.get("turns")
     first_turn = turns[0] if isinstance(turns, list) and turns else None
     text = row.get("prompt") or first_turn
     if not isinstance(text, str):
-        rule = "a prompt needs prompt_token_ids, prompt or turns"
+        rule = "a prompt needs prompt_token_ids, prompt, messages or turns"
         raise InputError(where, rule, sorted(row), 'write it as {"prompt": "def main"}')
-    return [{"role": "user", "content": text}] if "turns" in row else text
+    if "turns" not in row:
+        return text
+    return conversation_of(document_of_row({**row, "turns": [text], "prompt": None}, where, where))
+
+
+def _conversation_of_row(row: Mapping[str, Any], where: str) -> Conversation:
+    conversation = conversation_of(document_of_row(row, where, where))
+    if conversation.messages[-1]["role"] == "assistant":
+        rule = "messages of a prompt must end with what the assistant is to answer"
+        raise InputError(where, rule, "an answer", "leave out the last answer")
+    return conversation
 
 
 def encode_prompt(
-    text: str, tokenizer: PreTrainedTokenizerBase | None, *, chat: bool, where: str | Path
+    prompt: str | Conversation, tokenizer: PreTrainedTokenizerBase | None, where: str
 ) -> list[int]:
     """Token ids of a prompt.
 
     Args:
-      text: the prompt.
+      prompt: a text to continue, or a chat, which goes through the chat template; without one, a
+        chat of one turn is its text.
       tokenizer: the target's; None if it has none.
-      chat: whether the prompt is a user's turn, which goes through the chat template if there is
-        one.
       where: the prompt's place, for errors.
 
     Raises:
-      InputError: there is no tokenizer, or the text is not Unicode.
+      InputError: there is no tokenizer, the text is not Unicode, or a chat has no template that can
+        render it.
     """
-    check_unicode(text, str(where))
     if tokenizer is None:
         rule, got = "text needs the target's tokenizer", "a target folder without tokenizer.json"
         raise InputError(where, rule, got, "give prompt_token_ids")
-    if chat and tokenizer.chat_template:
-        conversation = Conversation(({"role": "user", "content": text},))
-        return encode_turns(tokenizer, conversation, str(where))
-    return list(tokenize(tokenizer, text, str(where), add_special_tokens=True)["input_ids"])
+    if isinstance(prompt, Conversation):
+        check_unicode(prompt.messages, where)
+        if tokenizer.chat_template or len(prompt.messages) > 1:
+            return encode_turns(tokenizer, prompt, where)
+        prompt = content_text(prompt.messages[0])
+    check_unicode(prompt, where)
+    return list(tokenize(tokenizer, prompt, where, add_special_tokens=True)["input_ids"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle_jax import corpus
+from peagle_jax import corpus, json_files
 from peagle_jax.documents import BadRows
 from peagle_jax.types import InputError
 
@@ -108,7 +108,7 @@ def test_a_list_of_rows_as_share_gpt_has_it(tmp_path, monkeypatch):
         {"id": i, "conversations": [*turns, {"from": "human", "value": f"{i}"}]} for i in range(9)
     ]
     for head, indent in ((64, None), (1 << 16, 2)):
-        monkeypatch.setattr(corpus, "HEAD_BYTES", head)
+        monkeypatch.setattr(json_files, "HEAD_BYTES", head)
         path = tmp_path / "sharegpt.json"
         path.write_text("\n " + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n")
         documents = corpus.read_corpus(path)
@@ -133,15 +133,36 @@ def test_a_folder_of_rows_is_not_read_as_texts(tmp_path):
         ("data/train.jsonl:2", "b"),
         ("more.json:1", "c"),
     ]
-    # beside texts such files are none of the corpus, as ever
     (tmp_path / "notes.txt").write_text("mine")
-    names = [d.name for d in corpus.read_corpus(tmp_path)]
-    assert "notes.txt" in names and not any("train.jsonl:" in name for name in names)
+    with pytest.raises(InputError) as caught:
+        corpus.read_corpus(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: a folder has files of rows, or texts; got notes.txt beside "
+        f"data/train.jsonl; name {tmp_path}/data/train.jsonl, or a folder that has texts alone"
+    )
     (tmp_path / "notes.txt").unlink()
     # JSON that has no rows is a text, as before
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "a.json").write_text('[{"x": 1}]')
     assert [d.text for d in corpus.read_corpus(tmp_path / "only")] == ['[{"x": 1}]']
+
+
+def test_lines_of_rows_in_a_folder_under_the_name_of_json(tmp_path):
+    """They were one text once, with all that users say in it."""
+    rows = [{"messages": [{"role": "user", "content": "a"}]}, {"prompt": "b"}]
+    (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
+    documents = corpus.read_corpus(tmp_path)
+    assert [d.name for d in documents] == ["train.json:1", "train.json:2"]
+    for content in ('{"x": "text"}\n{}', '{"text": "a"', '{\n"text": "a"}'):
+        (tmp_path / "train.json").write_text(content)
+        assert [d.text for d in corpus.read_corpus(tmp_path)] == [content]
+
+
+def test_rows_that_source_code_has_for_its_tests_are_none(tmp_path):
+    (tmp_path / "tests" / "data").mkdir(parents=True)
+    (tmp_path / "tests" / "data" / "x.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "code.py").write_text("x = 1")
+    assert [d.name for d in corpus.read_corpus(tmp_path)] == ["code.py"]
 
 
 def test_the_split_is_by_name_and_stable():

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from peagle_jax.documents import BadRows, document_of_row
+from peagle_jax.document_rows import document_of_row
+from peagle_jax.documents import BadRows
 from peagle_jax.types import InputError
 
 

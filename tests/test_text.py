@@ -9,6 +9,7 @@ from tokenizers import processors
 
 from peagle_jax import corpus, text
 from peagle_jax.chat import apply_template
+from peagle_jax.chat.pieces import Conversation
 from peagle_jax.train.data import pack
 from peagle_jax.types import InputError
 
@@ -68,11 +69,32 @@ def test_prompts(tokenizer, tmp_path):
         text.read_prompts(path, None)
 
 
+def test_a_conversation_as_a_prompt(tokenizer, tmp_path):
+    path = tmp_path / "p.jsonl"
+    said = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+    path.write_text(json.dumps({"messages": said, "system": "be kind"}))
+    (prompt,) = text.read_prompts(path, tokenizer)
+    assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(
+        [{"role": "system", "content": "be kind"}, *said],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    for messages, words in [
+        (said[:2], r"p.jsonl:1: messages of a prompt must end with what the assistant is to answ"),
+        ([], "messages must be a list of messages"),
+        (None, "a row needs messages, "),
+        ([{"role": "user"}], "turn 1: content must be text"),
+    ]:
+        path.write_text(json.dumps({"messages": messages}))
+        with pytest.raises(InputError, match=words):
+            text.read_prompts(path, tokenizer)
+
+
 @pytest.mark.parametrize("where", ["x.jsonl:3", "--prompt"])
 def test_half_of_a_surrogate_pair_in_a_prompt(tokenizer, where):
-    for chat in (False, True):
+    for prompt in ("def \udc80", Conversation(({"role": "user", "content": "def \udc80"},))):
         with pytest.raises(InputError) as caught:
-            text.encode_prompt("def \udc80", tokenizer, chat=chat, where=where)
+            text.encode_prompt(prompt, tokenizer, where)
         assert str(caught.value) == (
             f"{where}: text must be Unicode; got \\udc80; remove the character, or write the text "
             "anew as UTF-8"
@@ -130,7 +152,7 @@ def test_texts_begin_as_prompts_do(tmp_path):
     )
     tokenizer.save_pretrained(tmp_path)
     tokenizer = text.load_tokenizer(tmp_path)
-    prompt = text.encode_prompt("def f", tokenizer, chat=False, where="x")
+    prompt = text.encode_prompt("def f", tokenizer, "x")
     assert prompt[0] == bos
     spelled = "def f<|endoftext|>(x)<s>"
     documents = [

@@ -4,9 +4,9 @@
 
 Tokens per step are equal: shorter rows, but more of them. Rows are cut for the target too, as a
 shorter training length cuts them everywhere; its hidden states then know only the row. Every
-head drafts 64 tokens after prompts of 32 tokens (the table) and of 96 (the other measurements).
-Expects: rows of 32 tokens lose much, since answers run to 96 and 160 tokens; rows of 64 lose
-little.
+head drafts the budget's new tokens (64 of `small`, 96 of `sampled`) after prompts of 32 tokens (the
+table) and of 96 (the other measurements).
+Expects: rows of 32 tokens lose much, since texts run to 96 tokens and more; rows of 64 lose little.
 Result: not run yet.
 """
 

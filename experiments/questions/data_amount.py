@@ -2,8 +2,9 @@
 
     python -m experiments.run data_amount --seeds 3
 
-The same number of steps on fewer different answers, and on other text: sampled answers, or the
-corpus itself.
+The same number of steps on fewer different answers, and on other text: greedy answers, answers at
+temperature 1, or the corpus itself. "all answers" are the budget's: greedy ones of `small`, and at
+temperature 0.7 of `sampled`. Measured as the budget says, greedily and at temperature 1.
 Expects: a quarter of the answers is nearly as good in so few steps. The target's own greedy text
 is best for greedy decoding and the corpus worst, for placeholders most of all: what was sampled,
 or written by others, cannot be foreseen.
@@ -15,7 +16,7 @@ import dataclasses
 from experiments.base import Experiment, Measurement, Variant
 from experiments.budgets import AnswerOptions
 
-GREEDY_AND_SAMPLED = (Measurement(), Measurement(temperature=1.0))
+MEASUREMENTS = (Measurement(), Measurement(temperature=0.0), Measurement(temperature=1.0))
 
 
 def with_text(divisor: int = 1, temperatures: tuple[float, ...] | None = None) -> Variant:
@@ -34,7 +35,7 @@ def with_text(divisor: int = 1, temperatures: tuple[float, ...] | None = None) -
             temperatures=usual.temperatures if temperatures is None else temperatures,
         )
 
-    return Variant(answers=answers, measurements=GREEDY_AND_SAMPLED)
+    return Variant(answers=answers, measurements=MEASUREMENTS)
 
 
 EXPERIMENT = Experiment(
@@ -44,13 +45,14 @@ EXPERIMENT = Experiment(
     "greedy text is best for greedy decoding.",
     axis="text",
     kind="bars",
-    reference="greedy answers",
+    reference="all answers",
     variants={
-        "greedy answers": with_text(),
+        "all answers": with_text(),
         "a quarter of them": with_text(4),
         "a sixteenth": with_text(16),
-        "half greedy half sampled": with_text(1, (0.0, 1.0)),
-        "sampled answers": with_text(1, (1.0,)),
+        "greedy answers": with_text(1, (0.0,)),
+        "half greedy, half at temperature 1": with_text(1, (0.0, 1.0)),
+        "answers at temperature 1": with_text(1, (1.0,)),
         "the corpus": with_text(1, ()),
     },
     paper="P-EAGLE's published heads learn from regenerated answers (AWS); speculators' head of "

@@ -1,8 +1,9 @@
-"""What does sampling cost a drafter that learned from greedy text?
+"""How does acceptance fall with the temperature of decoding?
 
     python -m experiments.run sampling --seeds 3
 
-The base, measured at temperatures 0, 0.5 and 1. Drafts are argmaxes, as vLLM's are by default,
+The base, measured at temperatures 0, 0.5 and 1. It learned from the budget's answers: greedy ones
+of `small`, and at temperature 0.7 of `sampled`. Drafts are argmaxes, as vLLM's are by default,
 and then sampled with the target's temperature.
 Expects: acceptance falls with temperature, late positions most: they cannot know which tokens
 were sampled before them.
@@ -22,7 +23,7 @@ def at_temperature(temperature: float) -> Variant:
 
 EXPERIMENT = Experiment(
     name="sampling",
-    question="What does sampling cost a drafter that learned from greedy text?",
+    question="How does acceptance fall with the temperature of decoding?",
     expects="Acceptance falls with temperature, late positions most.",
     axis="temperature of decoding",
     kind="curve",

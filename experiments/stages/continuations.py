@@ -8,7 +8,7 @@ from experiments.budgets import Budget
 from experiments.stages.cache import Log, Stage
 from experiments.stages.prompts import prompts_stage
 from experiments.stages.target import target_stage
-from peagle_jax import corpus
+from peagle_jax import json_files
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.checkpoints.target_io import load_target
 from peagle_jax.decode.generate import generate
@@ -27,7 +27,7 @@ def continuations_stage(
 
     def make(folder: Path, parents: Sequence[Path], log: Log) -> None:
         target = load_target(parents[0] / "model", aux_hidden_state_layers=())
-        prompts = [row for _, row in corpus.read_jsonl(parents[1] / "prompts.jsonl")]
+        prompts = [row for _, row in json_files.read_jsonl(parents[1] / "prompts.jsonl")]
         answers = generate(
             target,
             None,

@@ -9,7 +9,7 @@ from experiments.budgets import Budget
 from experiments.stages.cache import Log, Stage
 from experiments.stages.target import target_stage
 from experiments.stages.text import text_stage
-from peagle_jax import corpus, text
+from peagle_jax import json_files, text
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
 
@@ -26,7 +26,7 @@ def prompts_stage(budget: Budget, num_tokens: int) -> Stage:
 
     def make(folder: Path, parents: Sequence[Path], log: Log) -> None:
         tokenizer = text.load_tokenizer(parents[1] / "model")
-        rows = [row for _, row in corpus.read_jsonl(parents[0] / "held_out.jsonl")]
+        rows = [row for _, row in json_files.read_jsonl(parents[0] / "held_out.jsonl")]
         prompts = []
         for kind in texts.KINDS:
             documents = [row for row in rows if row["kind"] == kind]

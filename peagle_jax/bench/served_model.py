@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peagle_jax.bench.load import CLOSED, acceptance_counters, is_done, load_result, serve
+from peagle_jax.chat.pieces import Conversation, chat_body
 from peagle_jax.openai_server import OpenAIServer, item
 from peagle_jax.text import Prompt
 from peagle_jax.types import InputError
@@ -32,7 +33,7 @@ class ServerRequest:
     """What a server is asked, greedily.
 
     Attributes:
-      prompt: token ids or text, to complete; or the messages of a chat.
+      prompt: token ids or text, to complete; or a chat.
       max_new_tokens: limit of the answer.
       ignore_eos: vLLM's option, to answer up to the limit.
       name: of the prompt, for errors.
@@ -45,8 +46,8 @@ class ServerRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is a chat's messages."""
-        return isinstance(self.prompt, list) and any(isinstance(x, dict) for x in self.prompt)
+        """Whether the prompt is a chat."""
+        return isinstance(self.prompt, Conversation)
 
     @property
     def path(self) -> str:
@@ -55,9 +56,12 @@ class ServerRequest:
 
     def body(self, model: str) -> dict[str, Any]:
         """The request for a model, as JSON."""
+        asked: dict[str, Any] = {"prompt": self.prompt}
+        if isinstance(self.prompt, Conversation):
+            asked = chat_body(self.prompt)
         return {
             "model": model,
-            "messages" if self.is_chat else "prompt": self.prompt,
+            **asked,
             "max_tokens": self.max_new_tokens,
             "temperature": 0,
             **({"ignore_eos": True} if self.ignore_eos else {}),

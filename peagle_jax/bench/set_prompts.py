@@ -1,14 +1,14 @@
 """Questions of benchmarks as prompts, with the target's own answers between the turns."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from peagle_jax import text
 from peagle_jax.bench.served_model import ServedModel, ServerRequest
 from peagle_jax.bench.sets import Question
-from peagle_jax.chat.encoding import encode_turns
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.chat.written_messages import CHANNEL, message_of
 from peagle_jax.decode.parallel_engine import make_engine
@@ -23,13 +23,13 @@ class BenchPrompt:
     """One turn of a question: everything that was said before it, and the turn.
 
     Attributes:
-      content: the prompt's token ids; messages for a server that encodes them itself.
+      content: the prompt's token ids; a chat for a server that encodes it itself.
       category: of the question.
       turn: 0 for the first.
       name: of the question, for errors.
     """
 
-    content: list[Any]
+    content: list[int] | Conversation
     category: str
     turn: int
     name: str
@@ -55,6 +55,7 @@ def ask(
     questions: Sequence[Question],
     max_new_tokens: int,
     batch_size: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> BenchPrompts:
     """Makes a prompt of every turn. What stands between turns the target writes, greedily.
 
@@ -64,23 +65,27 @@ def ask(
       tokenizer: the target's; a set with several turns needs its chat template.
       max_new_tokens: limit of every answer.
       batch_size: questions that are answered together.
+      chat_template_kwargs: options of the chat template.
 
     Raises:
       InputError: there is no chat template, or a conversation becomes too long for the target.
     """
 
-    def encode_to_fit(messages: Messages, where: str) -> list[int]:
-        token_ids = _encode(tokenizer, messages, where)
+    def encode_to_fit(chat: Conversation, where: str) -> list[int]:
+        token_ids = text.encode_prompt(chat, tokenizer, where)
         _check_length(target, token_ids, max_new_tokens, where)
         return token_ids
 
     def write(prompts: Sequence[BenchPrompt]) -> list[tuple[dict[str, Any], bool]]:
-        requests = [Request(prompt=p.content, max_new_tokens=max_new_tokens) for p in prompts]
+        requests = [
+            Request(prompt=cast(list[int], prompt.content), max_new_tokens=max_new_tokens)
+            for prompt in prompts
+        ]
         answers = dict(make_engine(target, max_batch=batch_size).run(requests))
         check_answered([answers[i] for i in range(len(prompts))], "bench")
         return [_written(tokenizer, answers[i]) for i in range(len(prompts))]
 
-    return _ask_turns(questions, encode_to_fit, write)
+    return _ask_turns(questions, encode_to_fit, write, chat_template_kwargs)
 
 
 def ask_server(
@@ -88,6 +93,7 @@ def ask_server(
     tokenizer: PreTrainedTokenizerBase | None,
     questions: Sequence[Question],
     max_new_tokens: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> BenchPrompts:
     """`ask` where a server has the target, which writes what stands between turns.
 
@@ -98,27 +104,29 @@ def ask_server(
       InputError: there is no chat template, or the server refuses or does not answer.
     """
 
-    def encode(messages: Messages, where: str) -> list[Any]:
-        return list(messages) if tokenizer is None else _encode(tokenizer, messages, where)
+    def encode(chat: Conversation, where: str) -> list[int] | Conversation:
+        return chat if tokenizer is None else text.encode_prompt(chat, tokenizer, where)
 
     def write(prompts: Sequence[BenchPrompt]) -> list[tuple[dict[str, Any], bool]]:
         requests = [ServerRequest(p.content, max_new_tokens, name=p.name) for p in prompts]
         answers = model.run(requests)
         return [({"role": "assistant", "content": a.text}, a.is_cut) for a in answers]
 
-    return _ask_turns(questions, encode, write)
+    return _ask_turns(questions, encode, write, chat_template_kwargs)
 
 
 def _ask_turns(
     questions: Sequence[Question],
-    encode: Callable[[Messages, str], list[Any]],
+    encode: Callable[[Conversation, str], list[int] | Conversation],
     write: Callable[[Sequence[BenchPrompt]], list[tuple[dict[str, Any], bool]]],
+    chat_template_kwargs: Mapping[str, Any] | None,
 ) -> BenchPrompts:
     """The prompts of questions.
 
     Args:
       encode: what was said, and the question's name, as a prompt.
       write: prompts -> the assistant's messages, and whether each was cut by its limit.
+      chat_template_kwargs: options of the chat template.
     """
     said: list[Messages] = [[] for _ in questions]
     prompts: list[BenchPrompt] = []
@@ -130,7 +138,8 @@ def _ask_turns(
         for i in asked:
             name = questions[i].name
             said[i].append({"role": "user", "content": questions[i].turns[turn]})
-            content = encode(said[i], name)
+            chat = Conversation(tuple(said[i]), (), chat_template_kwargs or {})
+            content = encode(chat, name)
             of_turn.append(BenchPrompt(content, questions[i].category, turn, name))
         prompts += of_turn
         goes_on = [
@@ -156,13 +165,6 @@ def _written(tokenizer: PreTrainedTokenizerBase, answer: Generation) -> tuple[di
     if CHANNEL.search(spelled) is None:
         spelled = str(tokenizer.decode(ids, skip_special_tokens=True))
     return message_of(spelled) or {"role": "assistant", "content": ""}, is_cut
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str) -> list[int]:
-    """Through the chat template; without one a single turn is its text."""
-    if tokenizer.chat_template or len(messages) > 1:
-        return encode_turns(tokenizer, Conversation(tuple(messages)), where)
-    return list(tokenizer(messages[0]["content"], add_special_tokens=True)["input_ids"])
 
 
 def _check_length(target: Model, token_ids: list[int], max_new_tokens: int, where: str) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle_jax.corpus import read_jsonl
 from peagle_jax.dataset_rows import hub_rows
-from peagle_jax.documents import ROLES
+from peagle_jax.document_rows import ROLES
+from peagle_jax.json_files import read_jsonl
 from peagle_jax.types import InputError
 
 # in this order: `prompt` of a row that also has `turns` is something else

@@ -71,7 +71,7 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> E
     if document.output_ids:
         encoded = _encode_answer(tokenizer, document)
     elif document.messages:
-        conversation = Conversation(document.messages, document.tools)
+        conversation = conversation_of(document)
         encoded = encode_conversation(tokenizer, conversation, document.name)
     else:
         encoded = _encode_text(tokenizer, document)
@@ -80,6 +80,14 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> E
         next_step = "add the assistant's turns, or let the target write them: peagle regenerate"
         raise InputError(document.name, rule, got, next_step)
     return encoded
+
+
+def conversation_of(
+    document: Document, messages: Sequence[Mapping[str, Any]] | None = None
+) -> Conversation:
+    """A document's conversation, or others of its messages, as its template is to show them."""
+    said = document.messages if messages is None else tuple(messages)
+    return Conversation(said, document.tools, document.chat_template_kwargs)
 
 
 def encode_conversation(

@@ -23,10 +23,23 @@ class Conversation:
       messages: each with `role` and `content`, as for OpenAI's chat completions; further keys, such
         as `tool_calls`, are the template's business.
       tools: descriptions of functions, as the template reads them.
+      chat_template_kwargs: what else the template reads, as `enable_thinking`: of the same name in
+        requests to vLLM.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def chat_body(conversation: Conversation) -> dict[str, Any]:
+    """A conversation as a request of OpenAI's chat completions has it, with vLLM's further key."""
+    tools, options = list(conversation.tools), dict(conversation.chat_template_kwargs)
+    return {
+        "messages": list(conversation.messages),
+        **({"tools": tools} if tools else {}),
+        **({"chat_template_kwargs": options} if options else {}),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

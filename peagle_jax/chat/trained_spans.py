@@ -65,6 +65,7 @@ def _trained_spans(
     messages, text = render(tokenizer, conversation, where)
     variables = {
         **tokenizer.special_tokens_map,
+        **conversation.chat_template_kwargs,
         "tools": list(conversation.tools) or None,
         "documents": None,
         "add_generation_prompt": False,
@@ -120,7 +121,7 @@ class _Located:
         added = tokenizer.added_tokens_decoder.values()
         names = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)}
         self.special = tuple(sorted(names, key=len, reverse=True))
-        self.generation_prompt = _generation_prompt(self.template, tokenizer)
+        self.generation_prompt = _generation_prompt(self.template, variables)
         self._pieces: dict[int, list[tuple[Piece, Span]]] = {}
         self.blocks: dict[int, list[Span]] = {}
         if not self.template.has_generations:
@@ -376,10 +377,9 @@ class _Located:
 
 
 @functools.lru_cache(maxsize=16)
-def _prompt_after_user(template: MarkedTemplate, special_tokens: str) -> str:
+def _prompt_after_user(template: MarkedTemplate, encoded_variables: str) -> str:
     messages = [{"role": "user", "content": "x"}]
-    others = {"tools": None, "documents": None, "add_generation_prompt": True}
-    variables = json.loads(special_tokens) | others
+    variables = json.loads(encoded_variables)
     try:
         text, places = template.render(messages, Marks(""), variables)
     except MemoryError:
@@ -390,9 +390,10 @@ def _prompt_after_user(template: MarkedTemplate, special_tokens: str) -> str:
     return text[max(end for _, end in blocks) :] if blocks else ""
 
 
-def _generation_prompt(template: MarkedTemplate, tokenizer: PreTrainedTokenizerBase) -> str:
+def _generation_prompt(template: MarkedTemplate, variables: Mapping[str, Any]) -> str:
     """What the template writes after a user's turn, for the assistant to go on."""
-    return _prompt_after_user(template, json.dumps(tokenizer.special_tokens_map, sort_keys=True))
+    variables = {**variables, "tools": None, "add_generation_prompt": True}
+    return _prompt_after_user(template, json.dumps(variables, sort_keys=True, default=str))
 
 
 def _block_of(blocks: Sequence[Span], pieces: Sequence[tuple[Piece, Span]]) -> Span | None:

@@ -6,9 +6,13 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.types import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -105,6 +109,35 @@ def check_share(option: str, value: int | float) -> None:
     if not 0 <= value < 1:
         rule = "must lie in 0..1, and below 1"
         raise InputError(option, rule, value, f"give {option} 0.05, or 0 to use every document")
+
+
+def parse_template_kwargs(
+    words: str | None, tokenizer: "PreTrainedTokenizerBase | None"
+) -> dict[str, Any] | None:
+    """Reads `--chat-template-kwargs`.
+
+    Args:
+      words: what was typed; None where it was left out.
+      tokenizer: of the target, whose template must read these options; None: they go to a server.
+
+    Raises:
+      InputError: they are no JSON object, or the template does not read one of them.
+    """
+    if words is None:
+        return None
+    option, rule = "--chat-template-kwargs", "must be a JSON object"
+    next_step = "write it as '{\"enable_thinking\": false}'"
+    try:
+        options = json.loads(words)
+    except (ValueError, RecursionError):
+        raise InputError(option, rule, words, next_step) from None
+    if not isinstance(options, dict):
+        raise InputError(option, rule, words, next_step)
+    if tokenizer is not None:
+        from peagle_jax.chat.apply_template import check_template_kwargs
+
+        check_template_kwargs(tokenizer, options, option)
+    return options
 
 
 def check_writable(path: Path) -> None:

@@ -1,11 +1,17 @@
 """`peagle bench`: decoders of this package side by side, or a model that another process serves."""
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle_jax.cli.arguments import check_at_least, parse_numbers, parse_rates
+from peagle_jax.cli.arguments import (
+    check_at_least,
+    parse_numbers,
+    parse_rates,
+    parse_template_kwargs,
+)
 from peagle_jax.cli.decode_commands import precision
 from peagle_jax.cli.decode_options import BENCH_KS
 from peagle_jax.cli.output import print_marked, say
@@ -36,6 +42,9 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def _check_who_is_measured(arguments: argparse.Namespace) -> None:
     """Raises InputError where options of our engine and of a server stand together."""
+    if arguments.chat_template_kwargs is not None and not (arguments.prompts or arguments.sets):
+        rule, next_step = "are of chats", "add --sets mt-bench, or --prompts FILE"
+        raise InputError("--chat-template-kwargs", rule, "excerpts of source", next_step)
     if arguments.server is None:
         if arguments.server_model is not None:
             rule, next_step = "belongs to --server", "add --server http://localhost:8000"
@@ -90,6 +99,8 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     if trees and "peagle" not in heads:
         rule, next_step = "trees are drafted by P-EAGLE heads", "give one with --drafter"
         raise InputError("--num-tree-nodes", rule, ", ".join(heads), next_step)
+    for k, num_nodes in itertools.product(ks, trees):
+        check_drafter(make_drafter(heads["peagle"], k, "peagle"), num_nodes, adaptive_k=False)
     most = {method: max(ks, default=1) for method in heads}
     if is_adaptive:
         for method, head in heads.items():
@@ -164,21 +175,29 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
 
 def _parse_ks(text: str) -> tuple[list[int], bool]:
     """(the numbers of -k, whether auto is among them)."""
+    from peagle_jax.decode.generate import check_k
+
     parts = [part.strip() for part in text.split(",")]
     numbers = [part for part in parts if part != "auto"]
     if not numbers:
         return [], True
-    return parse_numbers("--num-speculative-tokens", ",".join(numbers)), "auto" in parts
+    ks = parse_numbers("--num-speculative-tokens", ",".join(numbers))
+    check_k(max(ks))
+    return ks, "auto" in parts
 
 
 def _parse_trees(text: str | None, ks: Sequence[int]) -> list[int]:
     """The numbers of --num-tree-nodes."""
+    from peagle_jax.decode.engine_checks import check_num_nodes
+
     if text is None:
         return []
     if not ks:
         rule = "a tree is of drafts of K positions, and auto is no number of them"
         raise InputError("--num-tree-nodes", rule, "-k auto", "give -k 7,auto")
-    return parse_numbers("--num-tree-nodes", text)
+    trees = parse_numbers("--num-tree-nodes", text)
+    check_num_nodes(max(trees))
+    return trees
 
 
 def _load_heads(arguments: argparse.Namespace) -> tuple[Model, dict[str, Model]]:
@@ -279,8 +298,9 @@ def _bench_prompts(
     from peagle_jax.pipelines.demo import standard_prompts
 
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
+    of_template = parse_template_kwargs(arguments.chat_template_kwargs, tokenizer)
     if arguments.prompts is not None:
-        return text.read_named_prompts(arguments.prompts, tokenizer), [], {}
+        return text.read_named_prompts(arguments.prompts, tokenizer, of_template), [], {}
     if tokenizer is None:
         rule = "a target without a tokenizer needs prompts as token ids"
         next_step = "give a JSONL file with prompt_token_ids"
@@ -289,7 +309,8 @@ def _bench_prompts(
         excerpts = standard_prompts(tokenizer, EXCERPTS)
         return [(f"excerpt {i}", excerpt) for i, excerpt in enumerate(excerpts, 1)], [], {}
     say(f"{len(questions)} questions; answers between turns are written by the target first")
-    asked = ask(target, tokenizer, questions, arguments.max_new_tokens, batch_size)
+    limits = arguments.max_new_tokens, batch_size
+    asked = ask(target, tokenizer, questions, *limits, of_template)
     prompts = [(prompt.name, prompt.content) for prompt in asked.prompts]
     categories = [prompt.category for prompt in asked.prompts]
     return prompts, categories, _of_sets(arguments, questions, asked.num_cut)
@@ -396,14 +417,15 @@ def _server_requests(
         if tokenizer is None:
             rule, next_step = "must have a tokenizer", "copy tokenizer.json into this folder"
             raise InputError(arguments.target, rule, "none", next_step)
+    of_template = parse_template_kwargs(arguments.chat_template_kwargs, tokenizer)
     if arguments.prompts is not None and tokenizer is not None:
-        prompts = text.read_named_prompts(arguments.prompts, tokenizer)
+        prompts = text.read_named_prompts(arguments.prompts, tokenizer, of_template)
     elif arguments.prompts is not None:
-        prompts = text.read_plain_prompts(arguments.prompts)
+        prompts = text.read_plain_prompts(arguments.prompts, of_template)
     elif questions:
         model, new = ServedModel(server, batch_size), arguments.max_new_tokens
         say(f"{len(questions)} questions; answers between turns are written by the server first")
-        asked = ask_server(model, tokenizer, questions, new)
+        asked = ask_server(model, tokenizer, questions, new, of_template)
         prompts = [(prompt.name, prompt.content) for prompt in asked.prompts]
         of_sets = _of_sets(arguments, questions, asked.num_cut)
     elif tokenizer is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from peagle_jax.cli.arguments import check_at_least
+from peagle_jax.cli.arguments import check_at_least, parse_template_kwargs
 from peagle_jax.cli.output import print_marked, say
 
 TRAINED = "bold green"
@@ -31,7 +31,8 @@ def show_data(arguments: argparse.Namespace) -> int:
         rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"
         raise InputError(folder, rule, "no tokenizer.json", next_step)
     bad_rows = BadRows(arguments.bad_rows)
-    documents = corpus.stream_corpus(arguments.data, bad_rows)
+    of_template = parse_template_kwargs(arguments.chat_template_kwargs, tokenizer)
+    documents = corpus.stream_corpus(arguments.data, bad_rows, of_template)
     num_shown = num_trained = num_tokens = 0
     for document in itertools.islice(documents, arguments.limit):
         try:

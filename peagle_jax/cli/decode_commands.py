@@ -5,7 +5,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from peagle_jax.cli.arguments import check_at_least, check_writable, write_jsonl
+from peagle_jax.cli.arguments import (
+    check_at_least,
+    check_writable,
+    parse_template_kwargs,
+    write_jsonl,
+)
 from peagle_jax.cli.output import print_marked, say
 from peagle_jax.types import InputError, Model
 
@@ -86,6 +91,9 @@ def generate(arguments: argparse.Namespace) -> int:
     elif arguments.logprobs:
         rule, next_step = "are written to a file", "name one with --out, or leave out --logprobs"
         raise InputError("--logprobs", rule, "no --out", next_step)
+    if arguments.chat_template_kwargs is not None and arguments.prompts is None:
+        rule, next_step = "are of chats", "give them as messages in a file of --prompts"
+        raise InputError("--chat-template-kwargs", rule, "a text to continue", next_step)
     if arguments.k is not None and (arguments.drafter is None or arguments.method == "none"):
         rule, got = "tokens are drafted by a head", "plain decoding"
         raise InputError("-k", rule, got, "name a head with --drafter, or leave out -k")
@@ -96,10 +104,11 @@ def generate(arguments: argparse.Namespace) -> int:
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
     if tokenizer is not None:
         text.check_vocabulary(tokenizer, target.config.vocab, arguments.target)
+    of_template = parse_template_kwargs(arguments.chat_template_kwargs, tokenizer)
     if arguments.prompts is not None:
-        named_prompts = text.read_named_prompts(arguments.prompts, tokenizer)
+        named_prompts = text.read_named_prompts(arguments.prompts, tokenizer, of_template)
     else:
-        ids = text.encode_prompt(arguments.prompt, tokenizer, chat=False, where="--prompt")
+        ids = text.encode_prompt(arguments.prompt, tokenizer, "--prompt")
         named_prompts = [("--prompt", ids)]
     names, prompts = zip(*named_prompts, strict=True)
     options = GenerationOptions(

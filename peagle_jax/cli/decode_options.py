@@ -3,7 +3,14 @@
 import argparse
 from pathlib import Path
 
-from peagle_jax.cli.parser import Parser, add_k, add_precision, add_server, add_target
+from peagle_jax.cli.parser import (
+    Parser,
+    add_k,
+    add_precision,
+    add_server,
+    add_target,
+    add_template_kwargs,
+)
 
 BENCH_KS = "1,3,5,7,11"
 
@@ -60,8 +67,9 @@ def add_generate(parser: Parser) -> None:
         "--prompts",
         metavar="FILE",
         type=Path,
-        help="JSONL file; each line has prompt, prompt_token_ids or turns",
+        help="JSONL file; each line has prompt, messages, turns or prompt_token_ids",
     )
+    add_template_kwargs(parser)
     parser.add_argument(
         "--num-tree-nodes",
         metavar="N",
@@ -230,6 +238,7 @@ def add_bench(parser: Parser) -> None:
         help="benchmark questions with all of their turns: humaneval, mt-bench, gsm8k and others "
         "of the hub, or JSONL files with turns; several with commas between them",
     )
+    add_template_kwargs(parser)
     parser.add_argument(
         "--num-prompts",
         metavar="N",

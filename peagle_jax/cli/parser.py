@@ -126,6 +126,16 @@ def add_bad_rows(parser: Parser) -> None:
     )
 
 
+def add_template_kwargs(parser: Parser) -> None:
+    """Options of the target's chat template."""
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="options of the target's chat template, as '{\"enable_thinking\": false}'; what a row "
+        "sets in a column of this name wins",
+    )
+
+
 def add_precision(parser: Parser) -> None:
     """The dtypes of a command that decodes."""
     parser.add_argument(

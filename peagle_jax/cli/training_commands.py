@@ -10,6 +10,7 @@ from peagle_jax.cli.arguments import (
     command_line,
     parse_numbers,
     parse_part,
+    parse_template_kwargs,
 )
 from peagle_jax.cli.output import print_facts, say
 from peagle_jax.types import InputError
@@ -83,8 +84,9 @@ def init_config(arguments: argparse.Namespace) -> int:
         rule, next_step = "the recipe must be a new file", "name another, or delete it"
         raise InputError(path, rule, "one that is there", next_step)
     run_folder = path.with_suffix("")
+    of_template = parse_template_kwargs(arguments.chat_template_kwargs, None)
     recipe = new_recipe(
-        arguments.target, arguments.data, arguments.task, run_folder.as_posix(), say
+        arguments.target, arguments.data, arguments.task, run_folder.as_posix(), say, of_template
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,6 +166,7 @@ def regenerate(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         seed=arguments.seed,
         bad_rows=arguments.bad_rows,
+        chat_template_kwargs=parse_template_kwargs(arguments.chat_template_kwargs, None),
         part=parse_part("--part", arguments.part),
         server=arguments.server,
         server_model=arguments.server_model,
@@ -205,6 +208,7 @@ def extract(arguments: argparse.Namespace) -> int:
         held_out=arguments.held_out,
         seed=arguments.seed,
         bad_rows=arguments.bad_rows,
+        chat_template_kwargs=parse_template_kwargs(arguments.chat_template_kwargs, None),
     )
     result = extract_hidden_states(
         arguments.target, options, arguments.out, say, command=command_line(arguments.argv)

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from peagle_jax.cli.parser import Parser, add_bad_rows, add_held_out, add_server, add_target
+from peagle_jax.cli.parser import (
+    Parser,
+    add_bad_rows,
+    add_held_out,
+    add_server,
+    add_target,
+    add_template_kwargs,
+)
 
 CORPUS = (
     "a JSONL, JSON or Parquet file, a folder, hf:NAME:SPLIT for a dataset of the hub, or "
@@ -64,6 +71,7 @@ def add_init_config(parser: Parser) -> None:
     parser.add_argument(
         "--task", choices=("peagle", "eagle3", "eagle"), default="peagle", help="the kind of head"
     )
+    add_template_kwargs(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -85,6 +93,7 @@ def add_regenerate(parser: Parser) -> None:
         "prompts are answered turn by turn, texts are continued",
     )
     add_bad_rows(parser)
+    add_template_kwargs(parser)
     add_held_out(
         parser,
         None,
@@ -163,6 +172,7 @@ def add_show_data(parser: Parser) -> None:
         help=CORPUS,
     )
     add_bad_rows(parser)
+    add_template_kwargs(parser)
     parser.add_argument(
         "--limit", metavar="N", type=int, help="so many documents at most; without it all"
     )
@@ -243,5 +253,6 @@ def add_extract(parser: Parser) -> None:
         help="take a random choice of documents of about so many characters; without it all",
     )
     add_bad_rows(parser)
+    add_template_kwargs(parser)
     add_held_out(parser, 0.05)
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the random choice")

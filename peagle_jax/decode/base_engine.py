@@ -84,7 +84,14 @@ class BaseEngine(abc.ABC):
 
         Yields:
           The request's place in `requests`, and its answer.
+
+        Raises:
+          InputError: requests that `add` took are under way, whose answers nobody would get.
         """
+        if self.has_work:
+            rule, got = "answers its own requests alone", "others under way"
+            next_step = "step the engine until it has no work, or give all requests to run"
+            raise InputError("run", rule, got, next_step)
         coming = enumerate(requests)
         all_drawn = False
         places: dict[int, int] = {}

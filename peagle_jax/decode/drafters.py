@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.decode.draft_tokens import draft_tokens, last_committed
 from peagle_jax.decode.tree import (
-    MAX_WIDTH,
     Tree,
     conditioned_tree,
     likeliest_tree,
@@ -166,14 +165,14 @@ class ParallelDrafter(_HeadDrafter):
         inputs = state, tokens, aux_hidden_states, count
         divisor = tree_divisor(temperature)
         if self.config.markov_rank is None:
-            width = tree_width(self.k, num_nodes, self.config.draft_vocab)
+            width = tree_width(num_nodes, self.config.draft_vocab)
             token_ids, logprobs, new_state = self.likeliest(params, *inputs, width, divisor)
             return likeliest_tree(token_ids, logprobs, num_nodes), new_state
         head, hidden, new_state = self.read(params, *inputs)
         assert head.markov is not None
         markov, normed, target_ids = head.markov, head.final_norm(hidden), head.target_ids()
         logits = head.lm_head(normed)
-        width = min(MAX_WIDTH, num_nodes, self.config.draft_vocab)
+        width = tree_width(num_nodes, self.config.draft_vocab)
 
         def continuations(depth: int, parents: Array) -> tuple[Array, Array]:
             """The likeliest tokens behind each of M parents [B M], and their log-probabilities."""

@@ -33,7 +33,7 @@ from peagle_jax.decode.batch import (
     sampling_kind,
 )
 from peagle_jax.decode.drafters import Drafter
-from peagle_jax.decode.engine_checks import check_at_least_1, check_drafter
+from peagle_jax.decode.engine_checks import can_go_on, check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import CacheMemory
@@ -42,8 +42,8 @@ from peagle_jax.decode.request_queue import RequestQueue
 from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, UndecodableError, first_line, spell
+from peagle_jax.decode.stopped_answers import without_steps_behind
 from peagle_jax.decode.switching import LOOKBACK
-from peagle_jax.free_memory import is_out_of_memory
 from peagle_jax.layers import full_precision
 from peagle_jax.layers.column_blocks import are_in_blocks
 from peagle_jax.targets.sharding import MODEL, mesh_of
@@ -180,6 +180,8 @@ class Engine(BaseEngine):
             next_step = "give the engine the target's tokenizer, or use stop_ids"
             got = request.stop_strings[0]
             raise InputError(where, "stop strings need a tokenizer", got, next_step)
+        # a copy: the caller's list may change
+        request = dataclasses.replace(request, prompt=tuple(map(int, request.prompt)))
         stop_ids = self.target.config.stop_ids if request.stop_ids is None else request.stop_ids
         self._memory.check([request], self.held_bytes + held_elsewhere)
         return Row(number, request, tuple(stop_ids))
@@ -227,10 +229,10 @@ class Engine(BaseEngine):
             with self._on_devices():
                 self._read_and_decode()
         except BaseException as error:  # Ctrl-C, too
-            can_go_on = _can_go_on(error)
-            if self._batch.running and (can_go_on or not self._batch.is_intact):
+            is_bearable = can_go_on(error)
+            if self._batch.running and (is_bearable or not self._batch.is_intact):
                 self._outputs += self._batch.give_up(f"decoding failed: {first_line(error)}")
-            if not can_go_on or not self._outputs:  # nor where nothing would change
+            if not is_bearable or not self._outputs:  # nor where nothing would change
                 raise
         self._waiting.forget_cancelled([*self._entering, *filter(None, self._batch.rows)])
         outputs, self._outputs = self._outputs, []
@@ -302,7 +304,7 @@ class Engine(BaseEngine):
         """Answers requests whose prompts cannot be read; raises what is no lack of memory."""
         why = f"reading the prompt failed: {first_line(error)}"
         self._outputs += [output_without_answer(row, "error", why) for row in rows]
-        if not _can_go_on(error) or not self._batch.is_intact:
+        if not can_go_on(error) or not self._batch.is_intact:
             raise error
 
     def _reading(self, group: Sequence[Row]) -> Generator[None, None, DecodeState]:
@@ -420,7 +422,7 @@ class Engine(BaseEngine):
         if not (is_done or request.stream or request.stop or self._waiting.is_cancelled(row.id)):
             return None
         token_ids, is_draft, logprobs = self._batch.tokens(i)
-        reason = None
+        reason, written = None, is_draft
         if numbers.failed[i]:
             reason = "error"
         elif is_done:
@@ -442,9 +444,6 @@ class Engine(BaseEngine):
         if reason is None:
             return Output(row.id, new, None, now) if new else None
         answer = self._batch.answer(i, reason, (token_ids, is_draft, logprobs), text, why)
+        if self.chooser is None:  # else steps differ in what they drafted
+            answer = without_steps_behind(answer, written, self.spec)
         return Output(row.id, new, answer, now)
-
-
-def _can_go_on(error: BaseException) -> bool:
-    """Whether it is a lack of memory; of several processes one cannot go on without the others."""
-    return is_out_of_memory(error) and jax.process_count() == 1

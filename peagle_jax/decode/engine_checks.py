@@ -1,26 +1,30 @@
-"""Checks of what an engine is asked for, before anything is computed."""
+"""Checks of what an engine is asked for, before anything is computed; and of what failed."""
 
 import jax
 
 from peagle_jax.decode.confidence import check_calibrated
 from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter, synthetic_rates
+from peagle_jax.decode.tree import num_paths
+from peagle_jax.free_memory import is_out_of_memory
 from peagle_jax.types import InputError
 
-# With K = 7 there are 62,000 paths that may be among the 256 likeliest, and 480,000 that may be
-# among 1,024: their scores are computed in every step.
 MAX_TREE_NODES = 256
+# Of all paths that may be among the likeliest the scores are computed in every step, unless tokens
+# are conditioned on their parents. With K = 7 there are 62,000 that may be among the 256 likeliest,
+# with K = 15 more than a million.
+MAX_TREE_PATHS = 100_000
 
 
 def check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:
     """Raises InputError where a drafter cannot do what is asked for."""
-    if num_tree_nodes is not None and num_tree_nodes > MAX_TREE_NODES:
-        rule = f"at most {MAX_TREE_NODES} drafts in a tree, as its paths are too many beyond"
-        raise InputError("num_tree_nodes", rule, num_tree_nodes, "use 32")
+    check_num_nodes(num_tree_nodes)
     got = type(drafter).__name__ if drafter else "plain decoding"
     if num_tree_nodes is not None and not isinstance(drafter, ParallelDrafter):
         rule = "trees are made of what a P-EAGLE head drafts in parallel"
         next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
         raise InputError("num_tree_nodes", rule, got, next_step)
+    if num_tree_nodes is not None and drafter.config.markov_rank is None:
+        check_num_paths(drafter.k, num_tree_nodes)
     if num_tree_nodes is not None and synthetic_rates(drafter) is not None:
         rule, next_step = "drafts at given rates are a chain", "leave out one of the two"
         raise InputError("num_tree_nodes", rule, "a drafter with synthetic_rates", next_step)
@@ -38,7 +42,27 @@ def check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_
         raise InputError("adaptive_k", rule, f"{jax.process_count()} processes", next_step)
 
 
+def check_num_nodes(num_tree_nodes: int | None) -> None:
+    """Raises InputError where a tree has too many nodes."""
+    if num_tree_nodes is not None and num_tree_nodes > MAX_TREE_NODES:
+        rule = f"at most {MAX_TREE_NODES} drafts in a tree, as its paths are too many beyond"
+        raise InputError("num_tree_nodes", rule, num_tree_nodes, "use 32")
+
+
+def check_num_paths(k: int, num_tree_nodes: int) -> None:
+    """Raises InputError where too many paths of K tokens may be among the likeliest."""
+    if (paths := num_paths(k, num_tree_nodes)) > MAX_TREE_PATHS:
+        rule = f"at most {MAX_TREE_PATHS:,} paths may be among the likeliest of a tree"
+        got = f"{paths:,} with {num_tree_nodes} nodes and K = {k}"
+        raise InputError("num_tree_nodes", rule, got, "use 32, or a lower K")
+
+
 def check_at_least_1(name: str, value: int | None, example: int) -> None:
     """Raises InputError where an option is given and is below 1."""
     if value is not None and value < 1:
         raise InputError(name, "must be 1 or more", value, f"leave out {name}, or use {example}")
+
+
+def can_go_on(error: BaseException) -> bool:
+    """Whether it is a lack of memory; of several processes one cannot go on without the others."""
+    return is_out_of_memory(error) and jax.process_count() == 1

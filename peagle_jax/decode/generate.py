@@ -89,12 +89,18 @@ def generate(
         check_fit(target, drafter)
         draft_params = drafter.params
         drafter = make_drafter(drafter, k, method)
+    elif drafter is not None and (method is not None or k not in (None, "auto", drafter.k)):
+        rule, got = "a Drafter has its own K and method", f"k={k}, method={method}"
+        raise InputError("k", rule, got, "leave out k and method, or give a draft head")
     num_drafts = drafter.k if drafter else 0
     check_prompts(prompts, target.config, max_new_tokens, num_drafts, cache_size)
     if isinstance(seed, numbers.Integral):
         seeds = [int(seed) + i for i in range(len(prompts))]
     else:
         seeds = cast(Sequence[int], seed)
+        if len(seeds) != len(prompts):
+            rule, got = f"one seed for each of {len(prompts)} prompts", f"{len(seeds)} seeds"
+            raise InputError("seed", rule, got, "give as many, or one number for all")
     requests = [
         Request(
             prompt=prompt,
@@ -140,6 +146,16 @@ def default_k(head: Model) -> int:
     return min(trained_for, MAX_DEFAULT_K)
 
 
+def check_k(k: int, example: int = MAX_DEFAULT_K) -> None:
+    """Raises InputError where K is below 1, or above MAX_K."""
+    if k < 1:
+        next_step = "use -k 1 or more, or --method none for plain decoding"
+        raise InputError("K", "at least one token must be drafted per step", k, next_step)
+    if k > MAX_K:
+        rule = f"at most {MAX_K} drafts per step, as compilation takes minutes beyond"
+        raise InputError("K", rule, k, f"use -k {example}")
+
+
 def make_drafter(
     head: Model, k: int | Literal["auto"] | None, method: str | None = None
 ) -> Drafter:
@@ -161,12 +177,7 @@ def make_drafter(
         num_drafts = min(head.config.num_depths or MAX_DEFAULT_K, MAX_ADAPTIVE_K)
     else:
         num_drafts = default_k(head) if k is None else k
-    if num_drafts < 1:
-        next_step = "use -k 1 or more, or --method none for plain decoding"
-        raise InputError("K", "at least one token must be drafted per step", num_drafts, next_step)
-    if num_drafts > MAX_K:
-        rule = f"at most {MAX_K} drafts per step, as compilation takes minutes beyond"
-        raise InputError("K", rule, num_drafts, f"use -k {default_k(head)}")
+    check_k(num_drafts, default_k(head))
     trained_for = head.config.num_depths
     if trained_for and num_drafts > 2 * trained_for:
         message = (

@@ -16,6 +16,10 @@ from peagle_jax.free_memory import free_bytes
 from peagle_jax.types import CacheShape, InputError
 
 
+class LacksMemoryError(InputError):
+    """Caches that do not fit the memory; those of fewer requests at a time may."""
+
+
 def cache_bytes(
     shapes: Sequence[CacheShape],
     batch: int,
@@ -56,7 +60,7 @@ def check_cache(size: Callable[[int], int], batch: int, cache_size: int, free: i
       free: bytes; None where nobody knows, and nothing is checked.
 
     Raises:
-      InputError: they do not. The message says how many tokens would fit.
+      LacksMemoryError: they do not. The message says how many tokens would fit.
     """
     if free is None or size(cache_size) <= free:
         return
@@ -73,7 +77,7 @@ def check_cache(size: Callable[[int], int], batch: int, cache_size: int, free: i
         next_step = f"{batch} x {fits} would fit: lower max_new_tokens, or max_batch"
     else:
         next_step = "lower max_batch, or use a machine with more memory"
-    raise InputError("cache_size", rule, got, next_step)
+    raise LacksMemoryError("cache_size", rule, got, next_step)
 
 
 class CacheMemory:

@@ -4,9 +4,13 @@ import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from peagle_jax.decode.sampling import check_sampling
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import InputError
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,8 @@ class Request:
 class Generation:
     """The answer to one prompt. Counters are vLLM's.
 
-    The last step is counted whole, with drafts that were accepted past the answer's end.
+    The last step is counted whole, with drafts that were accepted past the answer's end. Where a
+    stop string ends the answer and K is chosen while decoding, so are the few steps behind it.
 
     Attributes:
       prompt_token_ids: the prompt, as it was given.
@@ -191,6 +196,7 @@ def check_request(
         cache together with its answer; a stop token is unknown, a stop string empty, or a sampling
         option out of range.
     """
+    _check_types(where, request)
     if request.max_new_tokens < 1:
         raise InputError("max_new_tokens", "must be 1 or more", request.max_new_tokens, "use 128")
     options = request.temperature, request.top_k, request.top_p
@@ -210,12 +216,33 @@ def check_request(
         raise InputError("stop", "must have at least one character", "''", next_step)
 
 
+def _check_types(where: str, request: Request) -> None:
+    """Raises InputError for what is no number, or no whole one, where such are needed.
+
+    Arrays and programs would refuse it later, in a step that other requests share.
+    """
+    if isinstance(request.prompt, str) or not isinstance(request.prompt, Sequence | np.ndarray):
+        rule, got = "a prompt is token ids", type(request.prompt).__name__
+        raise InputError(where, rule, got, "encode it with the target's tokenizer")
+    whole = {name: getattr(request, name) for name in ("max_new_tokens", "top_k")}
+    if request.seed is not None:
+        whole["seed"] = request.seed
+    tokens = {"a token of the prompt": request.prompt, "a stop token": request.stop_ids or ()}
+    for name, value in [*whole.items(), *((name, x) for name, ids in tokens.items() for x in ids)]:
+        if not isinstance(value, numbers.Integral):
+            raise InputError(where, f"{name} must be a whole number", repr(value), "write 5")
+    for name in ("temperature", "top_p", "min_p", *PENALTIES):
+        value = getattr(request, name)
+        if not isinstance(value, numbers.Real):
+            raise InputError(where, f"{name} must be a number", repr(value), "write 1.0")
+
+
 def _check_penalties(request: Request, vocab: int) -> None:
     """Raises InputError for the first penalty or bias that is out of range, as vLLM does."""
     if not 0 < request.repetition_penalty < float("inf"):
         rule, got = "must be above 0, and finite", request.repetition_penalty
         raise InputError("repetition_penalty", rule, got, "use 1 for no penalty, or 1.1")
-    for name in ("presence_penalty", "frequency_penalty"):
+    for name in PENALTIES[1:]:
         value = getattr(request, name)
         if not -2 <= value <= 2:
             raise InputError(name, "must lie in -2..2", value, "use 0 for no penalty, or 0.5")
@@ -226,6 +253,9 @@ def _check_penalties(request: Request, vocab: int) -> None:
         if not 0 <= token < vocab:
             rule, next_step = f"token ids must lie in 0..{vocab - 1}", "use the target's tokenizer"
             raise InputError("logit_bias", rule, token, next_step)
+        if not isinstance(value, numbers.Real):
+            rule, got = "must be a number", repr(value)
+            raise InputError(f"logit_bias of token {token}", rule, got, "write -100.0")
         if not -100 <= value <= 100:
             rule, next_step = "must lie in -100..100", f"use -100 to forbid token {token}"
             raise InputError(f"logit_bias of token {token}", rule, value, next_step)

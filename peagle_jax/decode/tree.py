@@ -82,14 +82,27 @@ def candidates(k: int, num_nodes: int, max_width: int = MAX_WIDTH) -> Candidates
     return Candidates(ranks, np.array([len(path) for path in paths], np.int32), prefixes)
 
 
+@functools.cache
+def num_paths(k: int, num_nodes: int, max_width: int = MAX_WIDTH) -> int:
+    """How many paths `candidates` has, without a list of them.
+
+    A path whose last token has the rank r - 1 leaves n // r - 1 of a budget of n paths to those
+    that are longer, each as wide as the path.
+    """
+    if k == 0 or num_nodes < 1:
+        return 0
+    ranks = range(1, min(max_width, num_nodes) + 1)
+    return sum(1 + num_paths(k - 1, num_nodes // r - 1, max_width) for r in ranks)
+
+
 def num_tree_nodes(k: int, num_nodes: int, vocab: int) -> int:
     """Nodes of a tree with a budget of `num_nodes`: fewer where there are not as many paths."""
-    return min(num_nodes, len(candidates(k, num_nodes, min(MAX_WIDTH, vocab)).depth))
+    return min(num_nodes, num_paths(k, num_nodes, min(MAX_WIDTH, vocab)))
 
 
-def tree_width(k: int, num_nodes: int, vocab: int) -> int:
+def tree_width(num_nodes: int, vocab: int) -> int:
     """Tokens of a position that a tree may need, of a draft vocabulary of `vocab`."""
-    return int(candidates(k, num_nodes, min(MAX_WIDTH, vocab)).ranks.max()) + 1
+    return min(num_nodes, MAX_WIDTH, vocab)
 
 
 @jax.tree_util.register_dataclass

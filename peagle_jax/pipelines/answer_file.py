@@ -6,11 +6,11 @@ Beside it lies what it was begun with, so that rows of another target or seed ar
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from peagle_jax import corpus
+from peagle_jax import corpus, json_files
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.file_lock import open_locked
 from peagle_jax.types import InputError
@@ -61,40 +61,69 @@ def appendable(out: Path) -> Iterator[None]:
             raise
 
 
-def lines_there(out: Path, begins: str, about: dict[str, Any]) -> list[str]:
-    """The lines that are already in the output file, which is of this run from now on.
+def continue_file(
+    out: Path, begins: str, about: dict[str, Any], visit: Callable[[dict[str, Any]], None]
+) -> int:
+    """Makes an output file one of this run, and counts the rows that are in it already.
 
-    A line that a killed process has left incomplete is dropped. Nothing else ever is.
+    A line that a killed process has left incomplete is dropped. Nothing else ever is. One row is in
+    memory at a time.
 
     Args:
       out: the output file.
       begins: how its lines begin.
       about: what they depend on.
+      visit: is given every row, in order.
 
     Raises:
       InputError: the file contains something else, or depends on something else.
     """
-    *lines, unfinished = corpus.read_text(out).split("\n")
-    is_ours = unfinished.startswith(begins[: len(unfinished)]) and all(
-        line.startswith(begins) and _is_row(line, NEEDED[begins]) for line in lines
-    )
-    if not is_ours:
-        rule = "answers are appended to a file of answers of this kind"
-        next_step = "choose another file with --out"
-        raise InputError(out, rule, "a file of something else", next_step)
     path = out.with_name(out.name + corpus.ABOUT)
-    if lines and path.exists():
-        former = {"dtype": "float32"} | _read_about(path)  # the only one there was at first
-        for key, value in about.items():
-            if former.get(key) != value:
-                rule = f"{key} was {former.get(key)} when {out.name} was begun, and must stay so"
-                next_step = "repeat what it was begun with, or choose another file with --out"
-                raise InputError(path, rule, value, next_step)
-    else:
+    num_rows = num_bytes = 0
+    with _opened(out) as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            row = _row_of(line, begins)
+            if row is None:
+                raise _of_something_else(out)
+            if not num_rows and path.exists():
+                _check_begun_so(out, path, about)
+            visit(row)
+            num_rows += 1
+            num_bytes += len(line)
+        else:
+            line = b""
+    if not line.startswith(begins.encode()[: len(line)]):
+        raise _of_something_else(out)
+    if not num_rows or not path.exists():
         write_atomically(path, json.dumps(about, indent=1) + "\n")
-    if unfinished:  # in its place, because the lock is the file's
-        os.truncate(out, out.stat().st_size - len(unfinished.encode()))
-    return lines
+    if line:  # in its place, because the lock is the file's
+        os.truncate(out, num_bytes)
+    return num_rows
+
+
+def _check_begun_so(out: Path, path: Path, about: dict[str, Any]) -> None:
+    """Raises InputError where the rows of a file depend on something else."""
+    former = {"dtype": "float32"} | _read_about(path)  # the only one there was at first
+    for key, value in about.items():
+        if former.get(key) != value:
+            rule = f"{key} was {former.get(key)} when {out.name} was begun, and must stay so"
+            next_step = "repeat what it was begun with, or choose another file with --out"
+            raise InputError(path, rule, value, next_step)
+
+
+def _opened(out: Path) -> BinaryIO:
+    try:
+        return out.open("rb")
+    except OSError as error:
+        next_step = "name a file that you may read, with --out"
+        raise InputError(out, "must be readable", error.strerror, next_step) from None
+
+
+def _of_something_else(out: Path) -> InputError:
+    rule = "answers are appended to a file of answers of this kind"
+    return InputError(out, rule, "a file of something else", "choose another file with --out")
 
 
 def begun_with(out: Path) -> dict[str, Any]:
@@ -105,7 +134,7 @@ def begun_with(out: Path) -> dict[str, Any]:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    content = corpus.read_text(path)
+    content = json_files.read_text(path)
     try:
         former = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -114,8 +143,13 @@ def _read_about(path: Path) -> dict[str, Any]:
     return former if isinstance(former, dict) else {}
 
 
-def _is_row(line: str, needed: Mapping[str, type]) -> bool:
-    with contextlib.suppress(ValueError, RecursionError):
+def _row_of(line: bytes, begins: str) -> dict[str, Any] | None:
+    """The row of a line that begins so and has what is needed; None for any other line."""
+    if not line.startswith(begins.encode()):
+        return None
+    try:
         row = json.loads(line)
-        return isinstance(row, dict) and all(type(row.get(k)) is kind for k, kind in needed.items())
-    return False
+    except (ValueError, RecursionError):
+        return None
+    has_all = all(type(row.get(key)) is kind for key, kind in NEEDED[begins].items())
+    return row if has_all else None

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.encoding import encode_turns
-from peagle_jax.chat.pieces import Conversation
+from peagle_jax.chat.pieces import Conversation, chat_body
 from peagle_jax.chat.written_messages import message_of
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
@@ -57,6 +57,10 @@ class Answer:
     num_tokens: int
 
 
+class RefusedTurnError(InputError):
+    """A turn that the chat template cannot show: a row that cannot be used."""
+
+
 Outcome = Answer | InputError | None
 
 
@@ -65,7 +69,11 @@ class Writer(Protocol):
     """Writes turns."""
 
     def submit(self, turn: Turn) -> int | None:
-        """Takes a turn; the number that its answer will have. None if the turn is too long."""
+        """Takes a turn; the number that its answer will have. None if the turn is too long.
+
+        Raises:
+          RefusedTurnError: it cannot be written, whoever writes.
+        """
         ...
 
     def wait(self) -> list[tuple[int, Outcome]]:
@@ -107,8 +115,12 @@ class EngineWriter:
         self._where: dict[int, str] = {}
 
     def submit(self, turn: Turn) -> int | None:
-        """Raises InputError where the chat template refuses the turn."""
-        prompt = encode_turns(self._tokenizer, turn.conversation, turn.where)
+        """As `Writer.submit`; raises InputError where the memory does not suffice."""
+        try:
+            prompt = encode_turns(self._tokenizer, turn.conversation, turn.where)
+        except InputError as error:
+            about = error.where, error.rule, error.got, error.next_step
+            raise RefusedTurnError(*about) from None
         if len(prompt) + self._max_new_tokens > self._context:
             return None
         number = self._engine.add(
@@ -189,13 +201,11 @@ class ServerWriter:
         """The answer to a turn, or why the server refuses this one; None if it is too long."""
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": list(turn.conversation.messages),
+            **chat_body(turn.conversation),
             "max_tokens": self._max_new_tokens,
             "temperature": turn.temperature,
             "seed": turn.seed,
         }
-        if turn.conversation.tools:
-            body["tools"] = list(turn.conversation.tools)
         try:
             reply = self._server.ask("/chat/completions", body, turn.where)
         except RefusedError as error:

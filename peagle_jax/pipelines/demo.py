@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
-from peagle_jax import corpus, text, weights
+from peagle_jax import corpus, json_files, text, weights
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.bench.suite import Sample, Suite, run_suite
 from peagle_jax.checkpoints.convert import convert
@@ -225,7 +225,7 @@ def _models(b: Budget, out: Path, scratch: bool, say: Say) -> Models:
 
 def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
     """The rows of a training run's metrics."""
-    return [row for _, row in corpus.read_jsonl(folder / name)]
+    return [row for _, row in json_files.read_jsonl(folder / name)]
 
 
 # ---------------------------------------------------------------- 2: decoding

@@ -3,16 +3,22 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text
 from peagle_jax.bench.suite import repeated_share
-from peagle_jax.chat.encoding import encode_turns
-from peagle_jax.chat.pieces import Conversation
+from peagle_jax.chat.encoding import conversation_of, encode_turns
 from peagle_jax.decode.generate import generate
-from peagle_jax.decode.requests import acceptance_length, check_answered, check_prompts
+from peagle_jax.decode.memory import LacksMemoryError
+from peagle_jax.decode.requests import (
+    Generation,
+    acceptance_length,
+    check_answered,
+    check_prompts,
+)
 from peagle_jax.documents import Document
 from peagle_jax.train.config import HeadRun
 from peagle_jax.train.train_head import Evaluate
@@ -71,7 +77,8 @@ def eval_prompts(
     """
     count = run.eval.num_prompts
     if run.eval.prompts is not None:
-        return text.read_prompts(Path(run.eval.prompts), tokenizer)[:count]
+        path, options = Path(run.eval.prompts), run.data.chat_template_kwargs
+        return text.read_prompts(path, tokenizer, options)[:count]
     # no more are read and encoded than are needed
     found, shortest = [], None
     for prompt in filter(None, (_prompt_of(document, tokenizer) for document in held_out)):
@@ -94,10 +101,9 @@ def _prompt_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[i
     if document.prompt_ids:
         return list(document.prompt_ids)
     if question := _question(document):
-        conversation = Conversation(question, document.tools)
-        return encode_turns(tokenizer, conversation, document.name)
+        return encode_turns(tokenizer, conversation_of(document, question), document.name)
     if document.prompt and document.completion:
-        return text.encode_prompt(document.prompt, tokenizer, chat=False, where=document.name)
+        return text.encode_prompt(document.prompt, tokenizer, document.name)
     return None
 
 
@@ -143,7 +149,7 @@ def acceptance(
     max_new_tokens: int,
     ignore_eos: bool = False,
 ) -> dict:
-    """Decodes greedily in one batch, and measures what was accepted.
+    """Decodes greedily, as many prompts at a time as the memory has room for, and measures that.
 
     Args:
       target: the target.
@@ -158,10 +164,9 @@ def acceptance(
       accepted at each position; and repeated_4grams: how much the text repeats itself.
 
     Raises:
-      InputError: the target computed NaN.
+      InputError: the target computed NaN, or not even one prompt's caches fit the memory.
     """
-    stop_ids = () if ignore_eos else None
-    answers = generate(target, head, prompts, k=k, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    answers = _decode(target, head, prompts, k, max_new_tokens, ignore_eos)
     check_answered(answers, "eval")
     num_drafts = max(sum(answer.num_drafts for answer in answers), 1)
     accepted = np.sum([answer.num_accepted_per_pos for answer in answers], axis=0) / num_drafts
@@ -170,3 +175,31 @@ def acceptance(
         "accepted_per_position": np.round(accepted, 4).tolist(),
         "repeated_4grams": repeated_share([answer.output_token_ids for answer in answers]),
     }
+
+
+def _decode(
+    target: Model,
+    head: Model,
+    prompts: list[list[int]],
+    k: int,
+    max_new_tokens: int,
+    ignore_eos: bool,
+) -> list[Generation]:
+    """The answers to prompts. They do not depend on how many are decoded together."""
+    options: dict[str, Any] = {"k": k, "max_new_tokens": max_new_tokens}
+    at_a_time = len(prompts)
+    while True:
+        try:
+            return generate(
+                target,
+                head,
+                prompts,
+                stop_ids=() if ignore_eos else None,
+                max_batch=at_a_time,
+                **options,
+            )
+        except LacksMemoryError as error:
+            if at_a_time == 1:
+                next_step = "lower eval.max_new_tokens, or set eval.every: null"
+                raise InputError("eval", error.rule, error.got, next_step) from None
+            at_a_time = -(-at_a_time // 2)

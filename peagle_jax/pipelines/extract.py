@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text, weights
+from peagle_jax.chat.apply_template import TEMPLATE_OPTION, check_template_kwargs
 from peagle_jax.checkpoints.target_io import load_target, target_hash
 from peagle_jax.layers import Decoder
 from peagle_jax.pipelines.extraction_folder import (
@@ -67,6 +68,7 @@ class ExtractionOptions:
         these are float32.
       max_chars: a random choice of documents of about so many characters; None: all.
       bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
+      chat_template_kwargs: as of `corpus.stream_corpus`.
       held_out: share of documents that are left out.
       seed: of the random choice.
 
@@ -84,6 +86,7 @@ class ExtractionOptions:
     compute_dtype: str = "float32"
     max_chars: int | None = None
     bad_rows: str = "refuse"
+    chat_template_kwargs: dict[str, Any] | None = None
     held_out: float = 0.05
     seed: int = 0
 
@@ -224,6 +227,8 @@ def _settings(
         next_step = "copy tokenizer.json into the target's folder"
         rule = "a corpus needs the target's tokenizer"
         raise InputError(target, rule, "no tokenizer.json", next_step)
+    if options.chat_template_kwargs:
+        check_template_kwargs(tokenizer, options.chat_template_kwargs, TEMPLATE_OPTION)
     where = folder / "config.json"
     _, config = read_config(
         weights.read_json(where),
@@ -277,7 +282,12 @@ def _read_rows(
     say: Callable[[str], None],
 ) -> PackedRows:
     choice = CorpusChoice(
-        options.source, options.held_out, options.max_chars, options.seed, options.bad_rows
+        options.source,
+        options.held_out,
+        options.max_chars,
+        options.seed,
+        options.bad_rows,
+        options.chat_template_kwargs,
     )
     store = open_corpus(folder, choice, tokenizer, say)
     rows = store.pack(seq_len, options.packing)

@@ -17,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
+from peagle_jax.chat.apply_template import TEMPLATE_OPTION, check_template_kwargs
 from peagle_jax.checkpoints.target_io import context_of, load_target, target_hash
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
@@ -26,7 +27,7 @@ from peagle_jax.pipelines.answer_file import (
     CONVERSATION_BEGINS,
     appendable,
     begun_with,
-    lines_there,
+    continue_file,
 )
 from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writer
 from peagle_jax.pipelines.regenerate_conversations import rewrite
@@ -58,6 +59,7 @@ class RegenerationOptions:
       server: URL of a server with OpenAI's chat completions that writes in the target's place.
       server_model: the target's name there; None for the first that the server lists.
       bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
+      chat_template_kwargs: as of `corpus.stream_corpus`; rows keep them for training.
       dtype: "float32" or "bfloat16", of the target's weights where it writes here.
     """
 
@@ -73,6 +75,7 @@ class RegenerationOptions:
     server: str | None = None
     server_model: str | None = None
     bad_rows: str = "refuse"
+    chat_template_kwargs: dict[str, Any] | None = None
     dtype: str = "float32"
 
 
@@ -112,6 +115,8 @@ def regenerate(
         rule = "a corpus of text needs the target's tokenizer"
         next_step = "copy tokenizer.json into the target's folder"
         raise InputError(target_folder, rule, "no tokenizer.json", next_step)
+    if options.chat_template_kwargs:
+        check_template_kwargs(tokenizer, options.chat_template_kwargs, TEMPLATE_OPTION)
     if options.server is None:
         _check_context(target_folder, options, prompt_tokens=1)  # before a corpus is read
     source = None if options.source is None else Path(options.source)
@@ -151,7 +156,8 @@ def _read_documents(
     bad_rows = BadRows(options.bad_rows)
     paths = folder / "conversations", folder / "texts"
     with DocumentWriter(paths[0]) as conversations, DocumentWriter(paths[1]) as texts:
-        for document in corpus.stream_corpus(options.source, bad_rows):
+        of_templates = options.chat_template_kwargs
+        for document in corpus.stream_corpus(options.source, bad_rows, of_templates):
             if corpus.is_held_out(document, options.held_out or 0.0):
                 continue
             if document.messages or document.prompt is not None:
@@ -209,34 +215,37 @@ def _answer_conversations(
     for document in conversations:
         digest.update(document.digest())
     about = _about(options, name) | {"conversations": digest.hexdigest()[:16]}
-    lines = lines_there(out, CONVERSATION_BEGINS, about)
-    rows = [json.loads(line) for line in lines]
-    num_tokens = sum(row["num_tokens"] for row in rows)
-    total = options.num_samples or len(conversations)
     first, step = options.part
-    begin = rows[-1]["sample"] + step if rows else first
-    mine = range(begin, total, step)
-    say(f"{len(range(first, total, step)):,} conversations, {len(rows):,} rows there already")
+    num_tokens, last = 0, first - step
+
+    def visit(row: dict[str, Any]) -> None:
+        nonlocal num_tokens, last
+        num_tokens, last = num_tokens + row["num_tokens"], row["sample"]
+
+    num_rows = continue_file(out, CONVERSATION_BEGINS, about, visit)
+    total = options.num_samples or len(conversations)
+    mine = range(last + step, total, step)
+    say(f"{len(range(first, total, step)):,} conversations, {num_rows:,} rows there already")
     documents = ((i, conversations[i % len(conversations)]) for i in mine)
-    num_rows = len(rows)
-    progress = ProgressReport("regenerate", num_rows + len(mine), num_rows, "conversations")
+    num_all = num_rows + len(mine)
+    progress = ProgressReport("regenerate", num_all, num_rows, "conversations")
     with progress, out.open("a", encoding="utf-8") as file:
         temperatures, under_way = options.temperatures, 2 * options.batch_size
         how = temperatures, options.seed, under_way, bad_rows, len(conversations)
         for row in rewrite(documents, writer, tokenizer, *how):
             file.write(json.dumps(row) + "\n")
             file.flush()
-            rows.append({})
+            num_rows += 1
             num_tokens += row["num_tokens"]
-            progress.update(len(rows))
+            progress.update(num_rows)
     bad_rows.report(say)
-    if not rows and isinstance(writer, ServerWriter) and writer.too_long is not None:
+    if not num_rows and isinstance(writer, ServerWriter) and writer.too_long is not None:
         raise writer.too_long  # of all turns: an option is wrong, and no conversation
-    left_out = num_rows + len(mine) - len(rows)
+    left_out = num_all - num_rows
     if left_out > 0:
         why = "too long, nobody asks anything in them, or refused"
         say(f"{left_out:,} conversations gave no row: {why}")
-    return Regenerated(len(rows), num_tokens)
+    return Regenerated(num_rows, num_tokens)
 
 
 # ---------------------------------------------------------------- excerpts
@@ -257,16 +266,19 @@ def _continue_excerpts(
     excerpts = [ids for _, ids in chosen]
     check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
     about = _about(options, target_hash(target_folder)) | {"prompt_tokens": options.prompt_tokens}
-    lines = lines_there(out, ANSWER_BEGINS, about)
-    rows = [json.loads(line) for line in lines]
-    if any(
-        row["prompt_token_ids"] != excerpt for row, excerpt in zip(rows, excerpts, strict=False)
-    ):
-        rule = "answers are appended to those of the same corpus, seed and prompt length"
-        next_step = "repeat the options it was begun with, or choose another file with --out"
-        raise InputError(out, rule, "answers to other excerpts", next_step)
-    num_tokens = sum(len(row["output_token_ids"]) for row in rows)
-    done = min(len(rows), total)
+    answered, num_tokens = iter(excerpts), 0
+
+    def visit(row: dict[str, Any]) -> None:
+        nonlocal num_tokens
+        num_tokens += len(row["output_token_ids"])
+        # a file may have more answers than are asked for today
+        if row["prompt_token_ids"] != next(answered, row["prompt_token_ids"]):
+            rule = "answers are appended to those of the same corpus, seed and prompt length"
+            next_step = "repeat the options it was begun with, or choose another file with --out"
+            raise InputError(out, rule, "answers to other excerpts", next_step)
+
+    num_rows = continue_file(out, ANSWER_BEGINS, about, visit)
+    done = min(num_rows, total)
     say(f"{total:,} answers of up to {options.max_new_tokens} tokens, {done:,} there already")
     requests = (
         Request(
@@ -294,7 +306,7 @@ def _continue_excerpts(
             done += 1
             num_tokens += len(answer.output_token_ids)
             progress.update(done)
-    return Regenerated(max(len(rows), done), num_tokens)
+    return Regenerated(max(num_rows, done), num_tokens)
 
 
 def _in_order(answers: Iterator[tuple[int, Generation]]) -> Iterator[Generation]:

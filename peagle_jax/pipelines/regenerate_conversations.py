@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from peagle_jax.chat.encoding import encode_document
-from peagle_jax.chat.pieces import Conversation
+from peagle_jax.chat.encoding import conversation_of, encode_document
 from peagle_jax.documents import BadRows, Document
-from peagle_jax.pipelines.answer_writers import Answer, Turn, Writer
+from peagle_jax.pipelines.answer_writers import Answer, RefusedTurnError, Turn, Writer
 from peagle_jax.types import InputError
 
 
@@ -97,7 +96,7 @@ def rewrite(
     def submit(job: _Rewriting) -> str | None:
         """Why the next answer of a conversation is not under way; None if it is."""
         messages = tuple(job.said)
-        conversation = Conversation(messages, job.document.tools)
+        conversation = conversation_of(job.document, messages)
         where = f"{job.document.name}, turn {len(messages) + 1}"
         passes, document = 0, job.number
         if num_documents is not None:
@@ -107,7 +106,7 @@ def rewrite(
         turn = Turn(conversation, temperature, int(own_seed) >> 1, where)
         try:
             key = writer.submit(turn)
-        except InputError as error:
+        except RefusedTurnError as error:
             bad_rows.take(error)
             return "refused"
         if key is None:
@@ -179,7 +178,7 @@ def _take(job: _Rewriting, answer: Answer, tokenizer: PreTrainedTokenizerBase | 
 
 def _can_be_read(job: _Rewriting, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether training can locate all answers so far."""
-    document = Document(job.document.name, None, tuple(job.said), tools=job.document.tools)
+    document = dataclasses.replace(job.document, messages=tuple(job.said), prompt=None)
     try:
         encode_document(tokenizer, document)
     except InputError:
@@ -210,4 +209,6 @@ def _row(job: _Rewriting, answer: Answer | None, finish_reason: str) -> dict[str
     row["messages"] = job.said
     if job.document.tools:
         row["tools"] = list(job.document.tools)
+    if job.document.chat_template_kwargs:  # as training is to show it, too
+        row["chat_template_kwargs"] = dict(job.document.chat_template_kwargs)
     return row | {"num_turns": job.num_turns} | counts

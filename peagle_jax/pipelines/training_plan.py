@@ -197,8 +197,10 @@ def on_devices(run: HeadRun, devices: int) -> HeadRun:
     rows = run.data.batch_size // (run.gradient_accumulation * mesh.data * mesh.fsdp)
     model = math.gcd(mesh.model, devices)
     shares = devices // model
+    if devices >= 1:
+        rows = max(1, min(rows, run.data.batch_size // shares))
     if devices < 1 or run.data.batch_size % (shares * rows):
-        rule = f"data.batch_size, {run.data.batch_size}, must be a multiple of the devices"
+        rule = f"{run.data.batch_size} rows, data.batch_size, must divide among them evenly"
         raise InputError("--devices", rule, devices, "use 1, or set mesh and data.batch_size")
     is_divided = mesh.fsdp > 1
     new_mesh = MeshConfig(

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.table import Table
 
 from peagle_jax.atomic_write import append_line
-from peagle_jax.corpus import read_jsonl
 from peagle_jax.file_lock import lock_while_alive, try_lock
+from peagle_jax.json_files import read_jsonl
 from peagle_jax.old_names import RESULT_ROW_KEYS, with_new_names
 from peagle_jax.types import InputError
 

@@ -56,6 +56,7 @@ class CorpusChoice:
       max_chars: a random choice of documents of about so many characters; None: all.
       seed: of the random choice.
       bad_rows: what to do with rows that cannot be used, one of `documents.BAD_ROWS`.
+      chat_template_kwargs: as of `corpus.stream_corpus`.
     """
 
     source: str | None
@@ -63,6 +64,7 @@ class CorpusChoice:
     max_chars: int | None = None
     seed: int = 0
     bad_rows: str = "refuse"
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +307,7 @@ def _chosen(
     """
 
     def to_train(bad_rows: BadRows) -> Iterator[Document]:
-        for document in corpus.stream_corpus(choice.source, bad_rows):
+        for document in corpus.stream_corpus(choice.source, bad_rows, choice.chat_template_kwargs):
             if not corpus.is_held_out(document, choice.held_out):
                 yield document
             elif is_first:

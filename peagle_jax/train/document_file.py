@@ -28,7 +28,9 @@ class DocumentWriter:
 
     def add(self, document: Document) -> None:
         """Writes a document behind the others."""
-        fields = {key: value for key, value in vars(document).items() if value not in (None, ())}
+        fields = {
+            key: value for key, value in vars(document).items() if value not in (None, (), {})
+        }
         self._lines.write(json.dumps(fields, default=str).encode() + b"\n")
         self._ends.write(np.int64(self._lines.tell()).tobytes())
         self.count += 1

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle_jax.checkpoints import checksums
 from peagle_jax.checkpoints.orbax_io import open_tree
 from peagle_jax.checkpoints.runs import FROZEN
 from peagle_jax.old_names import TRAINING_STATE_KEYS
@@ -15,7 +16,11 @@ from peagle_jax.weights import flatten_params, unflatten_params
 
 
 def kept_frozen(run: HeadRun) -> dict[str, np.ndarray] | None:
-    """By path, what an earlier session did not train; None where there is none to be read."""
+    """By path, what an earlier session did not train; None where there is none.
+
+    Raises:
+      InputError: it is damaged.
+    """
     folder = Path(run.out) / FROZEN
     if not has_checkpoints(run):
         return None
@@ -26,6 +31,8 @@ def kept_frozen(run: HeadRun) -> dict[str, np.ndarray] | None:
     try:
         return {_new_name(path): np.asarray(x) for path, x in open_tree(folder).items()}
     except InputError:
+        if (folder / checksums.FILE).exists():
+            raise  # other values would change what the checkpoints' parameters mean
         return None  # it was being written when the process was killed, and is written anew
 
 

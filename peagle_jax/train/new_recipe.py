@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import yaml
@@ -13,6 +14,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text, weights
+from peagle_jax.chat.apply_template import TEMPLATE_OPTION, check_template_kwargs
 from peagle_jax.chat.encoding import Encoded
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.targets import read_config
@@ -59,6 +61,7 @@ def new_recipe(
     task: str = "peagle",
     out: str = "runs/head",
     say: Callable[[str], None] = print,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> str:
     """A recipe of `peagle train`, with comments that give the reasons.
 
@@ -71,6 +74,7 @@ def new_recipe(
       task: "peagle", "eagle3" or "eagle".
       out: the run's folder.
       say: is told what of the corpus cannot be used.
+      chat_template_kwargs: as `data.chat_template_kwargs` of a recipe.
 
     Raises:
       InputError: the target or the corpus cannot be read, the target has no tokenizer, or nothing
@@ -85,7 +89,10 @@ def new_recipe(
     _, config = read_config(weights.read_json(where), where=where)
     text.check_vocabulary(tokenizer, config.vocab, folder)
     bad_rows = BadRows("skip")
-    encoded = _count(text.encode_stream(tokenizer, corpus.stream_corpus(data, bad_rows), bad_rows))
+    if chat_template_kwargs:
+        check_template_kwargs(tokenizer, chat_template_kwargs, TEMPLATE_OPTION)
+    documents = corpus.stream_corpus(data, bad_rows, chat_template_kwargs)
+    encoded = _count(text.encode_stream(tokenizer, documents, bad_rows))
     bad_rows.report(say)
     if not encoded.num_trained:
         rule, next_step = "something must be trained on", "look at it with peagle show-data"
@@ -106,6 +113,8 @@ def new_recipe(
     lines += _data_lines(data, config, encoded)
     if bad_rows.count:
         lines.append(f"  bad_rows: skip  # {bad_rows.count:,} rows cannot be used")
+    if chat_template_kwargs:
+        lines.append(f"  chat_template_kwargs: {json.dumps(chat_template_kwargs)}")
     num_rows, batch_size = _rows_and_batch(config, encoded)
     lines += _schedule_lines(task, config, num_rows, batch_size)
     lines += _memory_lines(task, config, num_params)

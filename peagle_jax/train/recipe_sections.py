@@ -23,6 +23,8 @@ class DataConfig:
     packing: typing.Literal["cut", "whole"] = "cut"
     batch_size: int = 8  # packed rows of a step
     bad_rows: str = "refuse"  # lines that cannot be used: refuse the first, or skip and count them
+    # options of the target's chat template, such as {enable_thinking: false}; those of rows win
+    chat_template_kwargs: dict | None = None
 
     def __post_init__(self) -> None:
         known = self.bad_rows in BAD_ROWS
@@ -147,8 +149,8 @@ class PlaceholderConfig:
     # or injected (likewise).
     context: str = "layers"
     # Of training alone: the share of anchors whose placeholders read the text's own tokens, as if
-    # these had been drafted already. When decoding, no placeholder knows a token. The accuracies of
-    # the log count such placeholders, too.
+    # these had been drafted already. When decoding, no placeholder knows a token: a head of share 1
+    # is of use as a bound only (experiments). The accuracies of the log count such placeholders.
     true_tokens: float = 0.0
 
     def __post_init__(self) -> None:
@@ -157,7 +159,7 @@ class PlaceholderConfig:
             value = getattr(self, side)
             rule = f"must be one of {', '.join(designs)}"
             check(value in designs, side, rule, value, f"use {next(iter(designs))}")
-        in_range, rule = 0 <= self.true_tokens < 1, "must lie in 0..1, below 1"
+        in_range, rule = 0 <= self.true_tokens <= 1, "must lie in 0..1"
         check(in_range, "true_tokens", rule, self.true_tokens, "use 0.0 for none")
 
 

@@ -33,11 +33,18 @@ EXAMPLES = {
     "heads": 4,
     "kv_heads": 2,
     "until": 100,
+    "chat_template_kwargs": "{enable_thinking: false}",
     "num_depths": 1,
 }
 EXAMPLES_BY_TYPE = {int: 64, float: 0.5, bool: "true", str: "name"}
 LIST_EXAMPLES_BY_TYPE = {int: "[2, 5, 7]", float: "[0.5, 1.0]", bool: "[true]", str: "[name]"}
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+}
 
 
 class SettingError(ValueError):

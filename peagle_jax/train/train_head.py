@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text, weights
+from peagle_jax.chat.apply_template import check_template_kwargs
 from peagle_jax.checkpoints import head_writing
 from peagle_jax.checkpoints.runs import write_run_header
 from peagle_jax.checkpoints.target_io import load_target, target_hash
@@ -239,6 +240,8 @@ def _load_target(run: HeadRun, mesh: Mesh | None) -> tuple[Model, PreTrainedToke
         mesh=mesh,
     )
     text.check_vocabulary(tokenizer, target.config.vocab, run.target)
+    if options := run.data.chat_template_kwargs:
+        check_template_kwargs(tokenizer, options, "data.chat_template_kwargs")
     check_row_length(run, target)
     return target, tokenizer
 
@@ -251,6 +254,19 @@ def check_row_length(run: HeadRun, target: Model) -> None:
         raise InputError("data.seq_len", rule, run.data.seq_len, f"set data.seq_len: {context}")
 
 
+def choice_of(run: HeadRun) -> CorpusChoice:
+    """The documents that a run trains on."""
+    data = run.data
+    return CorpusChoice(
+        data.source,
+        data.held_out,
+        data.max_chars,
+        run.seed,
+        data.bad_rows,
+        data.chat_template_kwargs,
+    )
+
+
 def _read_rows(
     run: HeadRun, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
 ) -> tuple[PackedRows, Sequence[Document]]:
@@ -260,7 +276,7 @@ def _read_rows(
     first encodes the corpus.
     """
     data = run.data
-    choice = CorpusChoice(data.source, data.held_out, data.max_chars, run.seed, data.bad_rows)
+    choice = choice_of(run)
     folder = Path(run.out) / "corpus"
     key = from_first_process(
         functools.partial(make_store, folder, choice, tokenizer, say),

@@ -29,7 +29,7 @@ from peagle_jax.train.settings import plain
 from peagle_jax.train.step_memory import does_not_fit, lacks_memory
 from peagle_jax.train.trackers import Trackers
 from peagle_jax.train.update import Layout, Objective, make_optimizer, make_update
-from peagle_jax.types import Params
+from peagle_jax.types import InputError, Params
 
 # Steps after which several processes tell each other whether one of them is to stop.
 AGREE_EVERY = 10
@@ -194,7 +194,12 @@ def fit(
                 jax.block_until_ready(state)
                 check()
                 began = time.perf_counter()
-                measured = evaluation.measure(step, state["params"])
+                try:
+                    measured = evaluation.measure(step, state["params"])
+                except InputError:  # the steps since the last save are not lost with it
+                    checkpoints.save(step, state)
+                    checkpoints.wait()
+                    raise
                 if measured is not None:
                     clock.leave_out_evaluation(time.perf_counter() - began)
                     row = {"step": step, "seconds": clock.run(), **measured}

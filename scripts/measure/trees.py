@@ -24,8 +24,8 @@ from rich.table import Table
 
 from peagle_jax import Request, acceptance_length, load_pair, make_engine, text
 from peagle_jax.checkpoints.pair import load_drafter_for
-from peagle_jax.corpus import read_jsonl
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.json_files import read_jsonl
 from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows

@@ -47,11 +47,12 @@ from peagle_jax.provenance import append_rows
 from peagle_jax.report.plots import STYLE
 from peagle_jax.text import load_tokenizer
 from peagle_jax.train.config import PeagleRun, load_run
-from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from peagle_jax.train.corpus_store import open_corpus
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.hidden_states import compute_hidden_states
 from peagle_jax.train.new_head import new_head
 from peagle_jax.train.settings import plain
+from peagle_jax.train.train_head import choice_of
 from peagle_jax.types import InputError
 
 HERE = Path(__file__).parent
@@ -144,9 +145,8 @@ def write_inputs(run: PeagleRun, args: argparse.Namespace, folder: Path) -> list
     target = load_target(run.target, aux_hidden_state_layers=run.aux_hidden_state_layers)
     tokenizer = load_tokenizer(args.target)
     assert tokenizer is not None, "a target that has prompts has a tokenizer"
-    data = run.data
-    choice = CorpusChoice(data.source, data.held_out, data.max_chars, run.seed, data.bad_rows)
-    rows = open_corpus(folder / "corpus", choice, tokenizer).pack(data.seq_len, data.packing)
+    store = open_corpus(folder / "corpus", choice_of(run), tokenizer)
+    rows = store.pack(run.data.seq_len, run.data.packing)
     if len(rows) < args.rows:
         rule, next_step = f"the data must fill {args.rows} rows", f"give --rows {len(rows)}"
         raise InputError(args.data or "the standard library", rule, f"{len(rows)} rows", next_step)

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from peagle_jax import free_memory, text
 from peagle_jax.chat import rendering
 from peagle_jax.chat.encoding import encode_document, panics_as_errors
-from peagle_jax.documents import document_of_row
+from peagle_jax.chat.pieces import Conversation
+from peagle_jax.document_rows import document_of_row
 from peagle_jax.types import InputError
 
+QUESTION = Conversation(({"role": "user", "content": "hi"},))
 CHAT = {
     "messages": [
         {"role": "system", "content": "be kind"},
@@ -158,7 +160,7 @@ def test_templates(tokenizer):
         tokenizer.chat_template = template
         check_encoded(tokenizer, CHAT)
         with only_input_errors(1000):
-            text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
+            text.encode_prompt(QUESTION, tokenizer, "p.jsonl:1")
 
     check()
 
@@ -196,7 +198,7 @@ def test_a_template_that_does_not_end(tokenizer, monkeypatch):
         with pytest.raises(InputError, match=f"d.jsonl:1: .*{within}"):
             encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
         with pytest.raises(InputError, match=f"p.jsonl:1: .*{within}"):
-            text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
+            text.encode_prompt(QUESTION, tokenizer, "p.jsonl:1")
     tokenizer.chat_template = templates.PLAIN
     encode_document(tokenizer, document_of_row(CHAT, "d.jsonl:1", "d.jsonl:1"))
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
@@ -231,7 +233,7 @@ def test_a_template_that_takes_all_memory(tokenizer, monkeypatch):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
     tokenizer.chat_template = DOUBLED
     with pytest.raises(InputError, match=f"p.jsonl:1: .*{within}"):
-        text.encode_prompt("hi", tokenizer, chat=True, where="p.jsonl:1")
+        text.encode_prompt(QUESTION, tokenizer, "p.jsonl:1")
     # a lower limit that there was holds, and stays
     lower, set_limits = (2**40, before[1]), []
     monkeypatch.setattr(rendering, "RENDER_BYTES", 2**45)
@@ -308,7 +310,7 @@ def test_tokenizers(tokenizer, tmp_path):
                 loaded = text.load_tokenizer(tmp_path)
                 check_encoded(loaded, CHAT)
                 check_encoded(loaded, {"prompt": "yes", "completion": " no é"})
-                text.encode_prompt("hi", loaded, chat=True, where="p.jsonl:1")
+                text.encode_prompt(QUESTION, loaded, "p.jsonl:1")
         finally:
             (tmp_path / name).write_text(json.dumps(contents[name]))
 

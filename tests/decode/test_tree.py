@@ -48,7 +48,7 @@ def test_the_tree_is_best_first(k, num_nodes, spread):
     rng = np.random.default_rng(k)
     logits = spread * rng.normal(size=(3, k, 40))
     logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    width = tree_width(k, num_nodes, 40)
+    width = tree_width(num_nodes, 40)
     token_ids = np.argsort(-logprobs, axis=-1)[..., :width].astype(np.int32)
     logprobs = np.take_along_axis(logprobs, token_ids, axis=-1).astype(np.float32)
     tree = likeliest_tree(jnp.asarray(token_ids), jnp.asarray(logprobs), num_nodes)
@@ -79,7 +79,7 @@ def test_candidates_are_all_that_can_be_needed():
     small = [p for p in every if np.prod([r + 1 for r in p]) <= 10]
     assert paths == {p for p in small if num_likelier(p) <= 10}
     assert num_tree_nodes(1, 5, 90) == 5 and num_tree_nodes(1, 100, 90) == 16
-    assert num_tree_nodes(2, 100, 3) == 3 + 9 and tree_width(2, 100, 3) == 3
+    assert num_tree_nodes(2, 100, 3) == 3 + 9 and tree_width(100, 3) == 3
     assert len(candidates(7, 32).depth) < 1500 and len(candidates(7, 64).depth) < 6000
 
 

@@ -33,11 +33,12 @@ BASE = {
     "embeddings": ["embedding trained"],
     "losses": ["forward_kl"],
     "aux_layers": ["low + high + last"],
-    "data_amount": ["greedy answers"],
+    "data_amount": ["all answers", "greedy answers"],
     "warm_start": ["target's last layer"],
     "against_eagle3": ["P-EAGLE"],
     "sampling": ["0", "0.5", "1"],
     "sequential_head": ["P-EAGLE"],
+    "one_forward": ["P-EAGLE"],
     "depth_weights": ["equal"],
 }
 BASE_OF = {
@@ -48,16 +49,22 @@ BASE_OF = {
         "context_injection": [],  # of two layers at least
     },
     "small": {**BASE, "head_layers": ["2"], "speculation_depth": ["K 5", "trained 5 drafts 8"]},
-    "sampled": {**BASE, "head_layers": ["2"], "speculation_depth": []},
+    "sampled": {
+        **BASE,
+        "head_layers": ["2"],
+        "speculation_depth": [],
+        "data_amount": ["all answers"],
+    },
     "full": {**BASE, "head_layers": ["4"], "speculation_depth": ["K 8"]},
 }
 # The same head measured in the same way: EAGLE-3 has one layer, and so has the smoke budget's
-# parallel head.
+# parallel head; all answers are greedy ones but for the budget sampled.
+GREEDY = ("all answers", "greedy answers")
 EQUAL = {
-    "smoke": [("EAGLE-3", "EAGLE-3 of equal parameters")],
-    "small": [],
+    "smoke": [GREEDY, ("EAGLE-3", "EAGLE-3 of equal parameters")],
+    "small": [GREEDY],
     "sampled": [],
-    "full": [],
+    "full": [GREEDY],
 }
 # (experiment, budget) whose reference is not the base, and what is then said of it
 REFERENCE_CHANGES = {
@@ -192,7 +199,9 @@ def test_changes_in_words():
     assert say("hidden_designs", "gated") == ["placeholder.hidden: shared -> gated"]
     assert say("context_length", "half") == ["data.batch_size: 2 -> 4", "data.seq_len: 128 -> 64"]
     assert say("data_amount", "a sixteenth") == ["answers.num_samples: 4096 -> 256"]
-    assert say("data_amount", "sampled answers") == ["answers.temperatures: (0.0,) -> (1.0,)"]
+    assert say("data_amount", "answers at temperature 1") == [
+        "answers.temperatures: (0.0,) -> (1.0,)"
+    ]
     assert (
         say("sampling", "0.5") == ["decoding.temperature: 0.0 -> 0.5"]
         and say("sampling", "0") == []
@@ -219,16 +228,22 @@ def test_who_shares_a_head_and_who_is_the_same_run(budget):
     eagle3 = [
         ("warm_start", "the EAGLE-3 head itself"),
         ("against_eagle3", "EAGLE-3 of equal parameters"),
+        ("one_forward", "EAGLE-3"),
     ]
+    markov = [(name, "with a Markov head") for name in ("sequential_head", "one_forward")]
     expected = {
-        frozenset([*eagle3, ("against_eagle3", "EAGLE-3")] if budget == "smoke" else eagle3)
+        frozenset([*eagle3, ("against_eagle3", "EAGLE-3")] if budget == "smoke" else eagle3),
+        frozenset(markov),
     }
+    if budget in ("small", "sampled"):
+        expected.add(frozenset([("head_layers", "4"), ("one_forward", "twice the layers")]))
     if budget != "small":
         expected.add(
             frozenset([("speculation_depth", "K 5"), ("speculation_depth", "trained 5 drafts 8")])
         )
     if budget == "smoke":
-        expected.add(frozenset([("head_layers", "2"), ("context_injection", "layers")]))
+        two = [("head_layers", "2"), ("context_injection", "layers")]
+        expected.add(frozenset([*two, ("one_forward", "twice the layers")]))
     assert shared == expected
     assert [tuple(names) for names in by_run.values() if len(names) > 1] == EQUAL[budget]
 

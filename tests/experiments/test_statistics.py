@@ -244,6 +244,20 @@ def test_runs_of_one_variant_must_agree():
         pooled([])
 
 
+def test_chances_count_every_text_once():
+    rows = [run(seed, [4, 1], [[2, 1], [1, 0]], k=2) for seed in (0, 1)]
+    for number, row in enumerate(rows):
+        chances = [0.5, 0.2], [0.3 + 0.2 * number, 0.6]
+        for prompt, of_prompt in zip(row["measurements"][0]["prompts"], chances, strict=True):
+            prompt["chance_per_pos"] = of_prompt
+    assert per_position(rows, chances=True) == pytest.approx([0.45, 0.4])
+    found = compare(rows[1:], rows[1:], positions=slice(1, 2), chances=True)
+    assert found.difference == 0 and found.verdict == "one seed only"
+    del rows[0]["measurements"][0]["prompts"][0]["chance_per_pos"]
+    with pytest.raises(ValueError, match="chance_per_pos is of measurements on text"):
+        per_position(rows, chances=True)
+
+
 def test_the_same_every_time_with_shared_draws():
     a, b = simulated(np.random.default_rng(1), 0.1, seeds=0.1, prompts=0.2, number=72)
     statistics._draws.cache_clear()

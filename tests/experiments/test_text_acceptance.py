@@ -157,3 +157,26 @@ def test_a_longer_text_does_not_change_what_comes_before():
     part = text_acceptance.chances_of_text(target, head, texts[:, :-9], K, 1.0, True)
     usable = part.shape[1] - K + 1
     np.testing.assert_allclose(part[:, :usable], whole[:, :usable], atol=1e-5)
+
+
+def test_chances_at_all_places_of_a_text():
+    chances = np.random.default_rng(5).random((9, 3))
+    found = text_acceptance.mean_chances(chances, 2)
+    # steps that begin at 2 .. 6: those behind have drafts beyond the text's end
+    np.testing.assert_allclose(found, sum(chances[i] for i in range(2, 7)) / 5)
+
+
+def test_known_drafts_change_the_drafts_behind_the_first():
+    target, head = agreeing_pair("shared")
+    texts = np.array(texts_of(target, 3, 0.7))
+    usual, known = (
+        text_acceptance.chances_of_text(target, head, texts, K, 0.7, True, drafts_known)
+        for drafts_known in (False, True)
+    )
+    np.testing.assert_allclose(usual[..., 0], known[..., 0], atol=1e-6)
+    assert (np.abs(usual - known)[:, :-K, 1:].max(axis=(0, 1)) > 1e-3).all()
+    # only what lies between an anchor and its draft is told: later tokens change nothing
+    changed = texts.copy()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 41
+    again = text_acceptance.chances_of_text(target, head, changed, K, 0.7, True, True)
+    np.testing.assert_allclose(known[:, : 20 - 1 - K], again[:, : 20 - 1 - K], atol=1e-5)

@@ -31,6 +31,7 @@ DATA = {
     "packing": "cut",
     "batch_size": 8,
     "bad_rows": "refuse",
+    "chat_template_kwargs": None,
 }
 HEAD = {
     "dim": None,
@@ -180,6 +181,7 @@ ALL_CHANGED = {
         "packing": "whole",
         "batch_size": 24,
         "bad_rows": "skip",
+        "chat_template_kwargs": {"enable_thinking": False},
     },
     "optimizer": {
         "name": "muon",

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from recipes import load, minimal
 
+from peagle_jax.checkpoints import checksums
 from peagle_jax.checkpoints.orbax_io import save_tree
 from peagle_jax.train.frozen_params import in_place_of, kept_frozen
 from peagle_jax.types import InputError
@@ -76,10 +77,23 @@ def test_where_all_is_trained_there_is_no_folder(tmp_path, changes, kept):
     assert kept_frozen(run) == kept
 
 
-def test_a_damaged_folder_is_written_anew(tmp_path):
+def test_a_folder_that_was_not_finished_is_written_anew(tmp_path):
     run = run_in(tmp_path)
     begin(run, tmp_path)
     for file in (tmp_path / "run" / "frozen").rglob("*"):
         if file.is_file():
-            file.write_bytes(b"")
+            file.unlink() if file.name == checksums.FILE else file.write_bytes(b"")
     assert kept_frozen(run) is None
+
+
+def test_a_damaged_folder_is_named(tmp_path):
+    """What it came from may have been trained since, and would be read in its place."""
+    run = run_in(tmp_path)
+    begin(run, tmp_path)
+    files = [f for f in (tmp_path / "run" / "frozen").rglob("*") if f.is_file()]
+    largest = max((f for f in files if f.name != checksums.FILE), key=lambda f: f.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(InputError, match=f"frozen: {largest.name}.* must have the checksum"):
+        kept_frozen(run)

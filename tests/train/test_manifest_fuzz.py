@@ -21,7 +21,7 @@ from peagle_jax.pipelines.answer_file import (
     ANSWER_BEGINS,
     CONVERSATION_BEGINS,
     NEEDED,
-    lines_there,
+    continue_file,
 )
 from peagle_jax.train import corpus_store, run_folder, trackers
 from peagle_jax.train.corpus_store import CorpusChoice, make_store, read_store
@@ -186,9 +186,12 @@ def test_answers_that_were_begun(folder, begins):
         path.write_bytes(content)
         path.with_name(path.name + ABOUT).write_bytes(about_content)
         with only_input_errors():
-            for line in lines_there(path, begins, about):
-                read = json.loads(line)
-                assert all(type(read[key]) is kind for key, kind in NEEDED[begins].items())
+            read: list[dict] = []
+            assert continue_file(path, begins, about, read.append) == len(read)
+            for row in read:
+                assert all(type(row[key]) is kind for key, kind in NEEDED[begins].items())
+            # what is left is whole lines
+            assert path.read_bytes().count(b"\n") == len(read)
 
     check()
 

@@ -162,6 +162,7 @@ def test_every_former_key(tmp_path):
         "length": 64,
         "batch": 24,
         "packing": "whole",
+        "chat_template_kwargs": recipe["data"]["chat_template_kwargs"],  # of today
     }
     former["optimizer"] = dict(recipe["optimizer"])
     former["optimizer"]["clip"] = former["optimizer"].pop("max_grad_norm")
@@ -249,7 +250,7 @@ BAD = [
         },
         "placeholder.true_tokens: must be 0 with a confidence head, or with a part trained alone",
     ),
-    ({"placeholder": {"true_tokens": 1.0}}, "placeholder.true_tokens: must lie in 0..1, below 1"),
+    ({"placeholder": {"true_tokens": 1.5}}, "placeholder.true_tokens: must lie in 0..1; got 1.5"),
     ({"markov": {"rank": 0}}, "markov.rank: must be 1 or more; got 0; use 256"),
     ({"markov": {"gated": True}}, "markov: rank must be given; got no rank"),
     (
