@@ -66,6 +66,7 @@ def base_run(budget: Budget, seed: int) -> PeagleRun:
         packing="cut",
         bad_rows="refuse",
         chat_template_kwargs=None,
+        special_tokens=False,
     )
     return PeagleRun(
         task="peagle",

@@ -25,6 +25,7 @@ deterministic: there is one generator with a fixed seed.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -87,6 +88,8 @@ class Comparison:
     Attributes:
       verdict: "better" or "worse"; "within noise" where 0 lies in the interval; "one seed only"
         where no claim is made.
+      p: how often a difference as large would be found where there is none: the larger of Student's
+        and the bootstrap's; None with one seed.
     """
 
     difference: float
@@ -94,6 +97,7 @@ class Comparison:
     high: float
     verdict: str
     by_seed: dict[int, float]
+    p: float | None = None
 
 
 def counts(
@@ -252,9 +256,48 @@ def compare(
         )
     drawn = _draws(len(a.seeds), a.documents, draws)
     difference, by_seed = _pooled(a) - _pooled(b), _by_seed(a) - _by_seed(b)
-    low, high = _wider(difference, by_seed, _pooled(a, *drawn) - _pooled(b, *drawn))
+    drawn_differences = _pooled(a, *drawn) - _pooled(b, *drawn)
+    low, high = _wider(difference, by_seed, drawn_differences)
     values = dict(zip(a.seeds, by_seed.tolist(), strict=True))
-    return Comparison(difference.item(), low, high, _verdict(low, high, len(common)), values)
+    verdict, p = _verdict(low, high, len(common)), _p_value(by_seed, drawn_differences)
+    return Comparison(difference.item(), low, high, verdict, values, p)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """P-values after Holm's correction: of several comparisons, one is wrong with this chance.
+
+    Holm, 1979, Scandinavian Journal of Statistics 6, 65.
+    """
+    order = sorted(range(len(ps)), key=lambda i: ps[i])
+    adjusted, largest = [0.0] * len(ps), 0.0
+    for place, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(ps) - place) * ps[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def _p_value(by_seed: np.ndarray, drawn: np.ndarray) -> float | None:
+    n = len(by_seed)
+    if n < 2:
+        return None
+    error = np.std(by_seed, ddof=1) / n**0.5
+    of_seeds = student_tails(float(np.abs(by_seed.mean()) / error), n - 1) if error else 0.0
+    one_side = min((drawn <= 0).mean(), (drawn >= 0).mean())
+    if not error and not by_seed.any():
+        of_seeds = 1.0
+    return float(max(of_seeds, min(1.0, max(2 * one_side, 1 / len(drawn)))))
+
+
+def student_tails(t: float, freedom: int) -> float:
+    """Chance that Student's t is further from 0 than t (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    angle = math.atan(t / freedom**0.5)
+    sine, cosine = math.sin(angle), math.cos(angle)
+    total, term = 0.0, cosine if freedom % 2 else 1.0
+    for k in range(1 + freedom % 2, freedom, 2):
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    within = sine * total if freedom % 2 == 0 else 2 / math.pi * (angle + sine * total)
+    return max(0.0, 1 - within)
 
 
 def _verdict(low: float, high: float, num_seeds: int) -> str:

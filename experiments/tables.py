@@ -7,7 +7,7 @@ import numpy as np
 from experiments.base import Experiment
 from experiments.findings import GROUPS, Finding, Findings
 from experiments.published import NUMBERS, SHARE
-from experiments.statistics import Comparison, Interval, interval
+from experiments.statistics import Comparison, Interval, holm, interval
 
 VERDICTS = ("better", "worse", "within noise", "one seed only")
 Table = list[list[str]]  # the first row is the head
@@ -76,6 +76,7 @@ def main_table(findings: Findings) -> Table:
         "between seeds",
         f"against {findings.experiment.reference}",
         "verdict",
+        "p (Holm)",
         "per position, %",
         *GROUPS,
         "speedup",
@@ -83,14 +84,24 @@ def main_table(findings: Findings) -> Table:
         "export",
     ]
     did_not_run = [""] * (len(head) - 2)
+    adjusted = _adjusted(findings)
     return [
         head,
-        *(_variant_cells(variant, findings) for variant in findings.variants),
+        *(_variant_cells(variant, findings, adjusted) for variant in findings.variants),
         *([name, "did not run", *did_not_run] for name in findings.missing),
     ]
 
 
-def _variant_cells(variant: Finding, findings: Findings) -> list[str]:
+def _adjusted(findings: Findings) -> dict[str, str]:
+    """By variant, the p-value after Holm's correction for all comparisons of the experiment."""
+    ps = {v.name: v.against.p for v in findings.variants if v.against and v.against.p is not None}
+    return {
+        name: "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+        for name, p in zip(ps, holm(list(ps.values())), strict=True)
+    }
+
+
+def _variant_cells(variant: Finding, findings: Findings, adjusted: Mapping[str, str]) -> list[str]:
     rows = variant.rows
     changes = dict.fromkeys(str(change) for row in rows for change in row["changes"])
     speedups = [row["speed"]["speedup"] for row in rows if row["speed"]]
@@ -104,6 +115,7 @@ def _variant_cells(variant: Finding, findings: Findings) -> list[str]:
         _between_seeds(variant.length),
         _difference(variant.against) if variant.against else "",
         _verdict(variant, findings),
+        adjusted.get(variant.name, ""),
         " ".join(f"{100 * share:.0f}" for share in variant.positions),
         *(f"{group.value:.2f}" if group else "" for group in groups),
         f"{np.median(speedups):.2f}x" if speedups else "",

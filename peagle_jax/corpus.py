@@ -45,15 +45,17 @@ def read_corpus(
     source: str | Path | None,
     bad_rows: BadRows | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    special_tokens: bool = False,
 ) -> list[Document]:
     """`stream_corpus` as a list, for work that needs all documents at once."""
-    return list(stream_corpus(source, bad_rows, chat_template_kwargs))
+    return list(stream_corpus(source, bad_rows, chat_template_kwargs, special_tokens))
 
 
 def stream_corpus(
     source: str | Path | None,
     bad_rows: BadRows | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    special_tokens: bool = False,
 ) -> Iterator[Document]:
     """Reads the documents of a corpus, in a fixed order and without exact duplicates.
 
@@ -67,6 +69,7 @@ def stream_corpus(
         packages of this environment.
       bad_rows: takes the rows that cannot be used; None: the first is an error.
       chat_template_kwargs: of conversations and prompts, where their rows do not set them.
+      special_tokens: of texts and prompts, as `Document` has it.
 
     Raises:
       InputError: there are no documents, or a file is not UTF-8, or a row is none of the above; or
@@ -91,6 +94,8 @@ def stream_corpus(
             if chat_template_kwargs and document.may_be_chat:
                 options = {**chat_template_kwargs, **document.chat_template_kwargs}
                 document = dataclasses.replace(document, chat_template_kwargs=options)
+            if special_tokens and document.is_plain:
+                document = dataclasses.replace(document, special_tokens=True)
             yield document
     if is_empty and bad_rows.errors:
         rule, next_step = "a corpus needs at least one row that can be used", "correct the rows"

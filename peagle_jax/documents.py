@@ -62,6 +62,8 @@ class Document:
       chat_template_kwargs: of a conversation or a prompt: options of the target's chat template.
       prompt: of a prompt; otherwise None.
       completion: how the prompt goes on, if that is known.
+      special_tokens: whether special tokens that a text or a prompt spells are these tokens, as in
+        conversations that were rendered already; else they are plain text.
       source: the document that it was made of, by `peagle regenerate` for example: all of one
         source are held out together. None: the document itself.
     """
@@ -76,6 +78,7 @@ class Document:
     completion: str | None = None
     source: str | None = None
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    special_tokens: bool = False
 
     @property
     def from_name(self) -> str:
@@ -86,6 +89,11 @@ class Document:
     def may_be_chat(self) -> bool:
         """Whether it can go through a chat template: a conversation, or a prompt as its turn."""
         return bool(self.messages) or self.prompt is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is read without a chat template."""
+        return self.text is not None or self.prompt is not None
 
     @property
     def plain(self) -> str:
@@ -109,8 +117,9 @@ class Document:
     def digest(self) -> bytes:
         """SHA-256 of the content, without the name."""
         parts = vars(self) | {"name": None, "source": None}
-        if not self.chat_template_kwargs:  # digests are of runs from before there were any
-            del parts["chat_template_kwargs"]
+        for key in ("chat_template_kwargs", "special_tokens"):
+            if not parts[key]:  # digests are of runs from before there were any
+                del parts[key]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
 
 

@@ -297,6 +297,6 @@ def encode_prompt(
         check_unicode(prompt.messages, where)
         if tokenizer.chat_template or len(prompt.messages) > 1:
             return encode_turns(tokenizer, prompt, where)
-        prompt = content_text(prompt.messages[0])
+        prompt = "".join(map(content_text, prompt.messages))
     check_unicode(prompt, where)
     return list(tokenize(tokenizer, prompt, where, add_special_tokens=True)["input_ids"])

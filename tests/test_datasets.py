@@ -154,3 +154,16 @@ def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"got no datasets; pip install 'peagle-jax\[data\]'"):
         corpus.read_corpus(path)
+
+
+def test_a_parameter_that_is_called_content(tmp_path):
+    """A table gives it to all calls; only a message has content where there is nothing."""
+    others = [{"function": {"name": "say", "arguments": {"content": "x"}}}]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]}
+        for calls in (CALL, others)
+    ]
+    parquet.write_table(table(rows), tmp_path / "rows.parquet")
+    documents = corpus.read_corpus(tmp_path / "rows.parquet")
+    calls = [document.messages[1]["tool_calls"] for document in documents]
+    assert calls == [CALL, others]

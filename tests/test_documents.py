@@ -229,3 +229,13 @@ def test_bad_rows_are_counted_and_the_first_ones_named():
     assert said[4].startswith("skipped: x:4: must be good; got bad") and "2 rows more" in said[5]
     with pytest.raises(InputError, match="x:9"):
         BadRows().take(InputError("x:9", "must be good", "bad", "mend it"))
+
+
+def test_columns_of_those_names_that_regenerate_did_not_write():
+    """Else all rows of one data set would be held out together, or none."""
+    row = {"messages": MESSAGES, "source": "gsm8k", "sample": 3}
+    assert read(row).source is None
+    assert read({**row, "num_turns": 1}).source == "gsm8k"
+    assert read({**row, "num_turns": "1"}).source is None
+    ids = {"prompt_token_ids": [1], "output_token_ids": [2], "source": "x"}
+    assert read(ids).source == "x"

@@ -1,6 +1,7 @@
 """Tokenizer, prompts, loss masks."""
 
 import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -163,6 +164,16 @@ def test_texts_begin_as_prompts_do(tmp_path):
     assert tokens[0] == bos == tokens_b[0] and not mask[0] and mask[1:].all()
     assert (tokens == bos).sum() == 1 and (tokens == tokenizer.eos_token_id).sum() == 1
     assert tokens[-1] == tokenizer.eos_token_id and tokenizer.decode(tokens[1:-1]) == spelled
+    # of a conversation that was rendered already they are tokens, and none comes twice
+    rendered = [
+        dataclasses.replace(documents[0], text=one, special_tokens=True)
+        for one in (spelled, f"<s>{spelled}<|endoftext|>")
+    ]
+    for ids, of_tokens in text.encode(tokenizer, rendered):
+        ids, begins = ids.tolist(), ids.tolist().index(bos)
+        assert begins == 0 and ids.count(bos) == 2 and ids.count(tokenizer.eos_token_id) == 2
+        assert ids[-1] == tokenizer.eos_token_id and of_tokens[1:].all()
+        assert tokenizer.decode(ids) == f"<s>{spelled}<|endoftext|>"
     assert tokens_b[: len(prompt)].tolist() == prompt
     assert mask_b.tolist() == [i >= len(prompt) for i in range(len(tokens_b))]
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax.chat.apply_template import render
-from peagle_jax.chat.pieces import Conversation, Span
+from peagle_jax.chat.pieces import Conversation, Span, special_tokens_of
 from peagle_jax.chat.rendering import limited, one_line
 from peagle_jax.chat.trained_spans import trained_spans
 from peagle_jax.documents import REASONING, Document, content_text
@@ -61,7 +61,8 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> E
     The loss reads all of a text, what the assistant says in a conversation, how a prompt goes on,
     and what the target wrote of an answer in tokens. Texts end with an end-of-sequence token. They
     begin as prompts do when they are decoded, with what the tokenizer puts before a text (Llama and
-    Gemma: a begin-of-sequence token), which is not trained.
+    Gemma: a begin-of-sequence token), which is not trained. Special tokens that texts spell are
+    plain text, unless the document says otherwise.
 
     Raises:
       InputError: nothing in it is to be trained, an answer of a conversation cannot be located, or
@@ -88,6 +89,13 @@ def conversation_of(
     """A document's conversation, or others of its messages, as its template is to show them."""
     said = document.messages if messages is None else tuple(messages)
     return Conversation(said, document.tools, document.chat_template_kwargs)
+
+
+def spells_special_token(tokenizer: PreTrainedTokenizerBase, document: Document) -> bool:
+    """Whether a text or prompt spells a special token that is read as plain text."""
+    if document.special_tokens or not document.is_plain:
+        return False
+    return any(token and token in document.plain for token in special_tokens_of(tokenizer))
 
 
 def encode_conversation(
@@ -174,13 +182,20 @@ def _check_end_of_turn(
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, document: Document) -> Encoded:
-    """A text, or a prompt and its completion. Special tokens spelled in them are plain text."""
+    """A text, or a prompt and its completion."""
     text, start = document.plain, 0
     if document.prompt is not None:
         start = len(document.prompt) if document.completion else len(text)
     spans = [(start, len(text))]
+    # a text that was rendered has its begin-of-sequence token already
+    has_begin = document.special_tokens and text.startswith(str(tokenizer.bos_token))
     encoded = _with_offsets(
-        tokenizer, text, spans, document.name, add_special_tokens=True, split_special_tokens=True
+        tokenizer,
+        text,
+        spans,
+        document.name,
+        add_special_tokens=not has_begin,
+        split_special_tokens=not document.special_tokens,
     )
     if encoded.tokens[-1:].tolist() == [tokenizer.eos_token_id]:
         return dataclasses.replace(

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from peagle_jax.chat.rendering import Mark, Marks
 from peagle_jax.documents import REASONING
 
@@ -58,6 +60,13 @@ class Piece:
     part: int | None
     start: int
     end: int
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """How a tokenizer spells its special tokens, longer ones first."""
+    added = tokenizer.added_tokens_decoder.values()
+    names = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return tuple(sorted(names, key=len, reverse=True))
 
 
 def for_templates(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from peagle_jax.chat.pieces import (
     Piece,
     Span,
     function_of,
+    special_tokens_of,
     with_marks,
 )
 from peagle_jax.chat.rendering import (
@@ -118,9 +119,7 @@ class _Located:
         self.text, self.where = text, where
         source = tokenizer.get_chat_template(tools=variables["tools"])
         self.template: MarkedTemplate = marked_template(source)
-        added = tokenizer.added_tokens_decoder.values()
-        names = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)}
-        self.special = tuple(sorted(names, key=len, reverse=True))
+        self.special = special_tokens_of(tokenizer)
         self.generation_prompt = _generation_prompt(self.template, variables)
         self._pieces: dict[int, list[tuple[Piece, Span]]] = {}
         self.blocks: dict[int, list[Span]] = {}

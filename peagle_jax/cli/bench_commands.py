@@ -4,7 +4,7 @@ import argparse
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from peagle_jax.cli.arguments import (
     check_at_least,
@@ -311,7 +311,7 @@ def _bench_prompts(
     say(f"{len(questions)} questions; answers between turns are written by the target first")
     limits = arguments.max_new_tokens, batch_size
     asked = ask(target, tokenizer, questions, *limits, of_template)
-    prompts = [(prompt.name, prompt.content) for prompt in asked.prompts]
+    prompts = [(prompt.name, cast(list[int], prompt.content)) for prompt in asked.prompts]
     categories = [prompt.category for prompt in asked.prompts]
     return prompts, categories, _of_sets(arguments, questions, asked.num_cut)
 

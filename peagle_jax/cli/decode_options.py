@@ -179,7 +179,7 @@ def add_generate(parser: Parser) -> None:
         metavar="N",
         type=int,
         default=512,
-        help="prompt tokens in one forward",
+        help="tokens of each prompt in one forward",
     )
     parser.add_argument(
         "--sliding-cache",

@@ -136,6 +136,16 @@ def add_template_kwargs(parser: Parser) -> None:
     )
 
 
+def add_special_tokens(parser: Parser) -> None:
+    """How texts are read that were rendered already."""
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="read special tokens that texts spell as these tokens, as in conversations that were "
+        "rendered already; without it they are plain text",
+    )
+
+
 def add_precision(parser: Parser) -> None:
     """The dtypes of a command that decodes."""
     parser.add_argument(

@@ -86,7 +86,13 @@ def init_config(arguments: argparse.Namespace) -> int:
     run_folder = path.with_suffix("")
     of_template = parse_template_kwargs(arguments.chat_template_kwargs, None)
     recipe = new_recipe(
-        arguments.target, arguments.data, arguments.task, run_folder.as_posix(), say, of_template
+        arguments.target,
+        arguments.data,
+        arguments.task,
+        run_folder.as_posix(),
+        say,
+        of_template,
+        arguments.special_tokens,
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +173,7 @@ def regenerate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         bad_rows=arguments.bad_rows,
         chat_template_kwargs=parse_template_kwargs(arguments.chat_template_kwargs, None),
+        special_tokens=arguments.special_tokens,
         part=parse_part("--part", arguments.part),
         server=arguments.server,
         server_model=arguments.server_model,
@@ -209,6 +216,7 @@ def extract(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         bad_rows=arguments.bad_rows,
         chat_template_kwargs=parse_template_kwargs(arguments.chat_template_kwargs, None),
+        special_tokens=arguments.special_tokens,
     )
     result = extract_hidden_states(
         arguments.target, options, arguments.out, say, command=command_line(arguments.argv)

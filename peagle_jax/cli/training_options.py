@@ -7,6 +7,7 @@ from peagle_jax.cli.parser import (
     add_bad_rows,
     add_held_out,
     add_server,
+    add_special_tokens,
     add_target,
     add_template_kwargs,
 )
@@ -72,6 +73,7 @@ def add_init_config(parser: Parser) -> None:
         "--task", choices=("peagle", "eagle3", "eagle"), default="peagle", help="the kind of head"
     )
     add_template_kwargs(parser)
+    add_special_tokens(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -94,6 +96,7 @@ def add_regenerate(parser: Parser) -> None:
     )
     add_bad_rows(parser)
     add_template_kwargs(parser)
+    add_special_tokens(parser)
     add_held_out(
         parser,
         None,
@@ -173,6 +176,7 @@ def add_show_data(parser: Parser) -> None:
     )
     add_bad_rows(parser)
     add_template_kwargs(parser)
+    add_special_tokens(parser)
     parser.add_argument(
         "--limit", metavar="N", type=int, help="so many documents at most; without it all"
     )
@@ -254,5 +258,6 @@ def add_extract(parser: Parser) -> None:
     )
     add_bad_rows(parser)
     add_template_kwargs(parser)
+    add_special_tokens(parser)
     add_held_out(parser, 0.05)
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the random choice")

@@ -49,7 +49,7 @@ from peagle_jax.layers.column_blocks import are_in_blocks
 from peagle_jax.targets.sharding import MODEL, mesh_of
 from peagle_jax.types import DecodeState, InputError, Model
 
-# Prompt tokens per forward where nothing else is asked for. Other requests wait for one forward.
+# Tokens of each prompt in one forward where nothing else is asked for. Rows wait for one forward.
 PREFILL_CHUNK = 512
 # Steps that other requests take between two chunks of a prompt.
 STEPS_PER_CHUNK = 4
@@ -79,7 +79,8 @@ class Engine(BaseEngine):
       max_batch: requests that are decoded together.
       cache_size: positions that a request may take, prompt + new tokens + K; None for as many as
         the target's context has.
-      prefill_chunk: the most prompt tokens of one forward; None for whole prompts.
+      prefill_chunk: the most tokens of each prompt in one forward, which reads the prompts that
+        enter together side by side; None for whole prompts.
       sliding_cache: ring caches for layers with a sliding window, of window + chunk positions.
       sample_drafts: at a temperature above 0, sample the drafts or draft argmaxes.
       max_steps: decoding steps before `step` returns; None: until a request is done.

@@ -23,8 +23,9 @@ def check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_
         rule = "trees are made of what a P-EAGLE head drafts in parallel"
         next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
         raise InputError("num_tree_nodes", rule, got, next_step)
-    if num_tree_nodes is not None and drafter.config.markov_rank is None:
-        check_num_paths(drafter.k, num_tree_nodes)
+    if num_tree_nodes is not None and isinstance(drafter, ParallelDrafter):
+        if drafter.config.markov_rank is None:
+            check_num_paths(drafter.k, num_tree_nodes)
     if num_tree_nodes is not None and synthetic_rates(drafter) is not None:
         rule, next_step = "drafts at given rates are a chain", "leave out one of the two"
         raise InputError("num_tree_nodes", rule, "a drafter with synthetic_rates", next_step)

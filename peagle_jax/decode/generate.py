@@ -68,8 +68,9 @@ def generate(
         tokens, () takes none.
       cache_size: positions that the target's KV cache may grow to. None: as many as needed.
       draft_params: parameters of a `Drafter`; unused with a draft head, which has its own.
-      prefill_chunk: the most prompt tokens of one forward. None takes whole prompts, or 512 tokens
-        with `sliding_cache`. On a CPU that takes longer: no key is left out that some query sees.
+      prefill_chunk: the most tokens of each prompt in one forward. None takes whole prompts, or 512
+        tokens with `sliding_cache`. On a CPU that takes longer: no key is left out that some query
+        sees.
       sliding_cache: give layers with a sliding window a ring cache of window + chunk positions.
         The answers are the same, from less memory.
       num_threads: threads that decode at the same time, each a part of the prompts. None: one for

@@ -63,7 +63,7 @@ class DecodeSpec:
       target_config: sizes of the target and of its cache.
       drafter: what proposes tokens; None for plain decoding.
       sample_drafts: at a temperature above 0, draft by sampling, or argmaxes (vLLM's default).
-      chunk: the most prompt tokens of one forward of the prefill; None for whole prompts.
+      chunk: the most tokens of each prompt in one forward of the prefill; None for whole prompts.
       num_nodes: verify a tree of so many drafts; None for a chain of K.
       lookback: where K changes, a state has as many places for tokens that the drafter has not
         read, at least K + 1, and plain steps keep the newest in them; 0 where K never changes.

@@ -68,7 +68,7 @@ class ExtractionOptions:
         these are float32.
       max_chars: a random choice of documents of about so many characters; None: all.
       bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
-      chat_template_kwargs: as of `corpus.stream_corpus`.
+      chat_template_kwargs, special_tokens: as of `corpus.stream_corpus`.
       held_out: share of documents that are left out.
       seed: of the random choice.
 
@@ -87,6 +87,7 @@ class ExtractionOptions:
     max_chars: int | None = None
     bad_rows: str = "refuse"
     chat_template_kwargs: dict[str, Any] | None = None
+    special_tokens: bool = False
     held_out: float = 0.05
     seed: int = 0
 
@@ -288,6 +289,7 @@ def _read_rows(
         options.seed,
         options.bad_rows,
         options.chat_template_kwargs,
+        options.special_tokens,
     )
     store = open_corpus(folder, choice, tokenizer, say)
     rows = store.pack(seq_len, options.packing)

@@ -39,7 +39,7 @@ class GenerationOptions:
     ignore_eos: bool = False  # decode past the target's end-of-sequence tokens
     stop: tuple[str, ...] = ()  # an answer ends where its text has one of these
     batch_size: int = 8  # prompts decoded together; others wait until one is done
-    prefill_chunk: int | None = PREFILL_CHUNK  # prompt tokens in one forward; None: all of them
+    prefill_chunk: int | None = PREFILL_CHUNK  # of a prompt, in one forward; None: all tokens
     sliding_cache: bool = False  # ring caches for layers with a sliding window
     num_threads: int | None = None  # that decode parts of a batch; None: what pays
 

@@ -60,6 +60,7 @@ class RegenerationOptions:
       server_model: the target's name there; None for the first that the server lists.
       bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
       chat_template_kwargs: as of `corpus.stream_corpus`; rows keep them for training.
+      special_tokens: as of `corpus.stream_corpus`.
       dtype: "float32" or "bfloat16", of the target's weights where it writes here.
     """
 
@@ -76,6 +77,7 @@ class RegenerationOptions:
     server_model: str | None = None
     bad_rows: str = "refuse"
     chat_template_kwargs: dict[str, Any] | None = None
+    special_tokens: bool = False
     dtype: str = "float32"
 
 
@@ -156,8 +158,8 @@ def _read_documents(
     bad_rows = BadRows(options.bad_rows)
     paths = folder / "conversations", folder / "texts"
     with DocumentWriter(paths[0]) as conversations, DocumentWriter(paths[1]) as texts:
-        of_templates = options.chat_template_kwargs
-        for document in corpus.stream_corpus(options.source, bad_rows, of_templates):
+        how = options.chat_template_kwargs, options.special_tokens
+        for document in corpus.stream_corpus(options.source, bad_rows, *how):
             if corpus.is_held_out(document, options.held_out or 0.0):
                 continue
             if document.messages or document.prompt is not None:

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle_jax import corpus, text
-from peagle_jax.chat.encoding import Encoded
+from peagle_jax.chat.encoding import Encoded, spells_special_token
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.progress import ProgressReport
 from peagle_jax.train.data import PackedRows, check_any, rows_of
@@ -43,6 +43,7 @@ DTYPES = {
 }
 FILES = (*DTYPES, HELD_OUT, HELD_OUT + ENDS)
 OWN = {INDEX, *FILES}
+SPECIAL_TOKENS = "data.special_tokens: true (extract: --special-tokens)"  # what sets it
 READ_BYTES = 1 << 20  # of a file whose SHA-256 is computed
 
 
@@ -56,7 +57,7 @@ class CorpusChoice:
       max_chars: a random choice of documents of about so many characters; None: all.
       seed: of the random choice.
       bad_rows: what to do with rows that cannot be used, one of `documents.BAD_ROWS`.
-      chat_template_kwargs: as of `corpus.stream_corpus`.
+      chat_template_kwargs, special_tokens: as of `corpus.stream_corpus`.
     """
 
     source: str | None
@@ -65,6 +66,12 @@ class CorpusChoice:
     seed: int = 0
     bad_rows: str = "refuse"
     chat_template_kwargs: dict[str, Any] | None = None
+    special_tokens: bool = False
+
+    def documents(self, bad_rows: BadRows) -> Iterator[Document]:
+        """All documents of the corpus, those that are held out among them."""
+        options = self.chat_template_kwargs, self.special_tokens
+        return corpus.stream_corpus(self.source, bad_rows, *options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +201,7 @@ def _key(choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase) -> str:
         "seed": choice.seed if choice.max_chars is not None else None,
         "files": corpus.source_state(choice.source),
         "tokenizer": _tokenizer_state(tokenizer),
-        "special_tokens": {key: str(x) for key, x in tokenizer.special_tokens_map.items()},
+        "special_tokens_map": {key: str(x) for key, x in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
     }
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
@@ -243,8 +250,13 @@ def _make(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _write_documents(temporary, choice, tokenizer, bad_rows)
+        num_spelled = _write_documents(temporary, choice, tokenizer, bad_rows)
         bad_rows.report(skipped.append)
+        if num_spelled:
+            skipped.append(
+                f"{num_spelled:,} texts spell special tokens, which are read as plain text; if "
+                f"they are conversations that were rendered already, set {SPECIAL_TOKENS}"
+            )
         index: dict[str, Any] = {"key": key, "skipped": skipped}
         index |= {name: _facts(temporary / name) for name in FILES}
         (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
@@ -261,8 +273,9 @@ def _make(
 
 def _write_documents(
     folder: Path, choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRows
-) -> None:
-    """Writes all files but the index."""
+) -> int:
+    """Writes all files but the index; how many texts spell special tokens that they do not have."""
+    num_spelled = 0
     with contextlib.ExitStack() as stack:
         held_out = stack.enter_context(DocumentWriter(folder / HELD_OUT))
         tokens, loss_mask, ends = (
@@ -274,7 +287,8 @@ def _write_documents(
         places = array.array("q")
         end = 0
         chosen = _chosen(choice, tokenizer, bad_rows, held_out)
-        for place, encoded in _encoded(tokenizer, chosen, bad_rows):
+        for place, document, encoded in _encoded(tokenizer, chosen, bad_rows):
+            num_spelled += spells_special_token(tokenizer, document)
             tokens.write(encoded.tokens.astype(np.int32).tobytes())
             loss_mask.write(encoded.loss_mask.tobytes())
             end += len(encoded.tokens)
@@ -284,14 +298,15 @@ def _write_documents(
     check_any(len(places), choice.source)
     order = np.argsort(np.frombuffer(places, np.int64), kind="stable")
     order.astype(np.int64).tofile(folder / "order.bin")
+    return num_spelled
 
 
 def _encoded(
     tokenizer: PreTrainedTokenizerBase, chosen: Iterator[tuple[int, Document]], bad_rows: BadRows
-) -> Iterator[tuple[int, Encoded]]:
+) -> Iterator[tuple[int, Document, Encoded]]:
     for place, document in chosen:
         for _, encoded in text.encode_stream(tokenizer, [document], bad_rows):
-            yield place, encoded
+            yield place, document, encoded
 
 
 def _chosen(
@@ -307,7 +322,7 @@ def _chosen(
     """
 
     def to_train(bad_rows: BadRows) -> Iterator[Document]:
-        for document in corpus.stream_corpus(choice.source, bad_rows, choice.chat_template_kwargs):
+        for document in choice.documents(bad_rows):
             if not corpus.is_held_out(document, choice.held_out):
                 yield document
             elif is_first:

@@ -29,7 +29,9 @@ class DocumentWriter:
     def add(self, document: Document) -> None:
         """Writes a document behind the others."""
         fields = {
-            key: value for key, value in vars(document).items() if value not in (None, (), {})
+            key: value
+            for key, value in vars(document).items()
+            if value not in (None, (), {}, False)
         }
         self._lines.write(json.dumps(fields, default=str).encode() + b"\n")
         self._ends.write(np.int64(self._lines.tell()).tobytes())

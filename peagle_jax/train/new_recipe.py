@@ -62,6 +62,7 @@ def new_recipe(
     out: str = "runs/head",
     say: Callable[[str], None] = print,
     chat_template_kwargs: dict[str, Any] | None = None,
+    special_tokens: bool = False,
 ) -> str:
     """A recipe of `peagle train`, with comments that give the reasons.
 
@@ -74,7 +75,7 @@ def new_recipe(
       task: "peagle", "eagle3" or "eagle".
       out: the run's folder.
       say: is told what of the corpus cannot be used.
-      chat_template_kwargs: as `data.chat_template_kwargs` of a recipe.
+      chat_template_kwargs, special_tokens: as these keys of a recipe's `data`.
 
     Raises:
       InputError: the target or the corpus cannot be read, the target has no tokenizer, or nothing
@@ -91,7 +92,7 @@ def new_recipe(
     bad_rows = BadRows("skip")
     if chat_template_kwargs:
         check_template_kwargs(tokenizer, chat_template_kwargs, TEMPLATE_OPTION)
-    documents = corpus.stream_corpus(data, bad_rows, chat_template_kwargs)
+    documents = corpus.stream_corpus(data, bad_rows, chat_template_kwargs, special_tokens)
     encoded = _count(text.encode_stream(tokenizer, documents, bad_rows))
     bad_rows.report(say)
     if not encoded.num_trained:
@@ -115,6 +116,8 @@ def new_recipe(
         lines.append(f"  bad_rows: skip  # {bad_rows.count:,} rows cannot be used")
     if chat_template_kwargs:
         lines.append(f"  chat_template_kwargs: {json.dumps(chat_template_kwargs)}")
+    if special_tokens:
+        lines.append("  special_tokens: true")
     num_rows, batch_size = _rows_and_batch(config, encoded)
     lines += _schedule_lines(task, config, num_rows, batch_size)
     lines += _memory_lines(task, config, num_params)

@@ -94,7 +94,8 @@ def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
     """What is left of `train_lm` for a run that has not finished."""
     max_chars, bad_rows = run.data.max_chars, BadRows(run.data.bad_rows)
     data = run.data
-    documents = corpus.read_corpus(data.source, bad_rows, data.chat_template_kwargs)
+    how = data.chat_template_kwargs, data.special_tokens
+    documents = corpus.read_corpus(data.source, bad_rows, *how)
     train, held_out = corpus.split(documents, data.held_out)
     train = corpus.subsample(train, max_chars, run.seed)
     held_out = corpus.subsample(held_out, max_chars and max_chars // 20, run.seed)

@@ -25,6 +25,8 @@ class DataConfig:
     bad_rows: str = "refuse"  # lines that cannot be used: refuse the first, or skip and count them
     # options of the target's chat template, such as {enable_thinking: false}; those of rows win
     chat_template_kwargs: dict | None = None
+    # Special tokens that texts spell: these tokens, as in rendered conversations, or plain text
+    special_tokens: bool = False
 
     def __post_init__(self) -> None:
         known = self.bad_rows in BAD_ROWS

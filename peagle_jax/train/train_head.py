@@ -264,6 +264,7 @@ def choice_of(run: HeadRun) -> CorpusChoice:
         run.seed,
         data.bad_rows,
         data.chat_template_kwargs,
+        data.special_tokens,
     )
 
 

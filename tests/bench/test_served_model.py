@@ -14,6 +14,7 @@ from peagle_jax.bench.served_model import (
     measure,
     read_counters,
 )
+from peagle_jax.chat.pieces import Conversation
 from peagle_jax.cli import main
 from peagle_jax.openai_server import OpenAIServer
 from peagle_jax.types import InputError
@@ -189,7 +190,7 @@ def test_a_piece_is_news_before_the_next_is_sent(server):
 
 
 def test_the_role_that_begins_a_chat_is_no_token(server):
-    prompt = [{"role": "user", "content": "hi"}]
+    prompt = Conversation(({"role": "user", "content": "hi"},))
     [seen] = serve(ServedModel(connect(server), 1), [ServerRequest(prompt, 9)], CLOSED)
     assert len(seen.arrivals) == PIECES and seen.first >= server.pause
     assert seen.answer.text == "0 1 2 "
@@ -282,6 +283,21 @@ def test_an_open_loop_has_no_concurrency_and_is_measured_once(server, bench, tmp
     measured = [(row["max_concurrency"], row["request_rate"]) for row in rows]
     assert measured == [(1, "inf"), (2, "inf"), (None, 50.0)]
     assert all(row["completed"] == 2 for row in rows) and "None" not in out
+
+
+def test_conversations_and_options_of_the_template_are_sent(server, bench, tmp_path):
+    said = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    path = prompts_file(tmp_path, {"messages": said, "tools": tools}, {"prompt": "x"})
+    options = ("--chat-template-kwargs", '{"enable_thinking": false}')
+    code, _, _, err = bench("--prompts", path, *options)
+    assert code == 0, err
+    (_, first), (_, second) = server.bodies[1:3]
+    assert first["messages"] == said and first["tools"] == tools
+    assert first["chat_template_kwargs"] == {"enable_thinking": False}
+    assert second["prompt"] == "x" and "chat_template_kwargs" not in second
+    code, _, _, err = bench("--target", tmp_path, *options)
+    assert code == 2 and "--chat-template-kwargs: are of chats; got excerpts" in "".join(err)
 
 
 def test_without_a_target_texts_and_chats_are_sent(server, bench, tmp_path):

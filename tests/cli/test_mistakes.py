@@ -72,6 +72,26 @@ DECODING = {
         f"{ASK} --drafter {{peagle}} --num-tree-nodes 257",
         ["num_tree_nodes: at most 256 drafts", "got 257"],
     ),
+    "a tree of too many paths": (
+        f"{ASK} --drafter {{peagle}} -k 11 --num-tree-nodes 256",
+        ["num_tree_nodes: at most 100,000 paths", "with 256 nodes and K = 11; use 32, or a lower"],
+    ),
+    "options of no chat": (
+        f"{ASK} --chat-template-kwargs {{{{}}}}",
+        ["--chat-template-kwargs: are of chats; got a text to continue; give them as messages"],
+    ),
+    "options of a template that are no JSON": (
+        "show-data --target {target} --data {tmp} --chat-template-kwargs enable_thinking",
+        ["--chat-template-kwargs: must be a JSON object; got enable_thinking; write it as"],
+    ),
+    "options of a template that are a list": (
+        "show-data --target {target} --data {tmp} --chat-template-kwargs [1]",
+        ["--chat-template-kwargs: must be a JSON object; got [1]"],
+    ),
+    "an option that the template does not read": (
+        "show-data --target {target} --data {tmp} --chat-template-kwargs '{{\"thinking\":1}}'",
+        ["--chat-template-kwargs: the target's chat template reads no option; got thinking"],
+    ),
     "log-probabilities that nobody sees": (f"{ASK} --logprobs", ["--logprobs", "no --out"]),
     "an output with a long name": (
         f"{ASK} --out {{tmp}}/" + "n" * 300,

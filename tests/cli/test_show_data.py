@@ -94,3 +94,18 @@ def test_other_mistakes(target, data, tmp_path, capsys):
     (tmp_path / "empty" / "config.json").write_text("{}")
     assert run(tmp_path / "empty", data) == 2
     assert "needs a tokenizer" in capsys.readouterr().err
+
+
+def test_options_of_the_template(target, tmp_path, capsys):
+    folder = tmp_path / "thinks"
+    tokenizer = text.load_tokenizer(target)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for message", "{{ effort | default('none') }}{% for message", 1
+    )
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "d.jsonl").write_text(LINES[0] + "\n" + LINES[4], encoding="utf-8")
+    for flags, effort in (((), "none"), (("--chat-template-kwargs", '{"effort": "high"}'), "high")):
+        assert run(folder, tmp_path / "d.jsonl", "--json", *flags) == 0
+        chat, plain = map(json.loads, capsys.readouterr().out.splitlines())
+        assert chat == {"text": effort + CHAT, "trained": ["yes<|im_end|>"]}
+        assert plain == {"text": "x = 1", "trained": ["x = 1"]}

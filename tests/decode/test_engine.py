@@ -60,6 +60,14 @@ def random_requests(count: int, seed: int, longest: int = 60) -> list[Request]:
     return requests
 
 
+def odd(**values) -> Request:
+    """A request with values that no type checker lets through, as a server's clients may send."""
+    request = Request(prompt=[1], seed=0)
+    for name, value in values.items():
+        object.__setattr__(request, name, value)
+    return request
+
+
 def alone(request: Request, k: int | None, method: str | None = None):
     """The answer of `generate`, in a batch of one."""
     target, head = tiny.pair(method, **CONTEXT)
@@ -248,11 +256,20 @@ def test_bad_requests_are_answered_and_the_others_go_on():
         ),
         8: (Request(prompt=[1], max_new_tokens=5, stop=["end"]), "stop strings need a tokenizer"),
         9: (Request(prompt=[1], max_new_tokens=95), "must fit the cache of 90 slots"),
+        11: (odd(prompt="text"), "a prompt is token ids; got str; encode it"),
+        12: (odd(prompt=[1, 2.5], repetition_penalty=1.1), "prompt must be a whole number"),
+        13: (odd(max_new_tokens=5.0), "max_new_tokens must be a whole number"),
+        14: (odd(temperature=None), "temperature must be a number; got None"),
+        15: (odd(stop_ids=["a"]), "a stop token must be a whole number; got 'a'"),
+        16: (odd(seed=1.5), "seed must be a whole number; got 1.5"),
+        17: (odd(top_k="4"), "top_k must be a whole number; got '4'"),
+        18: (odd(logit_bias={3: "x"}), "logit_bias of token 3: must be a number"),
+        19: (odd(prompt={1, 2}), "a prompt is token ids; got set"),
     }
-    requests = [bad[i][0] if i in bad else good for i in range(11)]
+    requests = [bad[i][0] if i in bad else good for i in range(21)]
     server = make_engine(3, max_batch=2, cache_size=90)
     answers = dict(server.run(requests))
-    assert sorted(answers) == list(range(11))
+    assert sorted(answers) == list(range(21))
     for i, answer in answers.items():
         if i in bad:
             assert answer.finish_reason == "error" and bad[i][1] in answer.error, answer.error
@@ -266,6 +283,29 @@ def test_bad_requests_are_answered_and_the_others_go_on():
     for option in ("max_batch", "prefill_chunk", "max_steps"):
         with pytest.raises(InputError, match=f"{option}: must be 1 or more; got 0"):
             make_engine(3, **{option: 0})
+
+
+def test_a_prompt_is_copied_and_may_be_an_array():
+    want = alone(Request(prompt=[3, 14, 15], max_new_tokens=9), 3)
+    prompt = [3, 14, 15]
+    server = make_engine(3)
+    server.add(Request(prompt=prompt, max_new_tokens=9))
+    prompt[:] = [1]
+    server.add(odd(prompt=np.array([3, 14, 15], np.int32), max_new_tokens=9))
+    answers = []
+    while server.has_work:
+        answers += [output.answer for output in server.step()]
+    assert answers == [want, want]
+
+
+def test_run_does_not_swallow_what_others_asked():
+    server = make_engine(3)
+    server.add(Request(prompt=[3], max_new_tokens=2))
+    with pytest.raises(InputError, match="run: answers its own requests alone; got others under"):
+        next(server.run([Request(prompt=[4], max_new_tokens=2)]))
+    while server.has_work:
+        server.step()
+    assert len(dict(server.run([Request(prompt=[4], max_new_tokens=2)]))) == 1
 
 
 def test_who_stops_listening_leaves_nothing_behind():
@@ -327,6 +367,27 @@ def test_stop_strings():
     assert len(answers[0].is_draft) == cut + 2
     assert answers[1].text == text and answers[1].finish_reason == "length"
     assert answers[0].num_drafts < whole.num_drafts
+
+
+@pytest.mark.parametrize("num_tree_nodes", [None, 6])
+def test_counters_of_a_stopped_answer_do_not_depend_on_neighbours(num_tree_nodes):
+    """Stops are looked for after each step where a neighbour streams, else after several."""
+    request = Request(prompt=[3, 14, 15], max_new_tokens=60)
+    (whole,) = dict(make_engine(3, num_tree_nodes=num_tree_nodes).run([request])).values()
+    text = Letters().decode(whole.output_token_ids, skip_special_tokens=True)
+    for place in (5, 12, 17, 40):
+        stopped = dataclasses.replace(request, stop=[text[place : place + 3]])
+        found = []
+        for stream in (False, True):
+            neighbour = Request(prompt=[9, 2], max_new_tokens=60, stream=stream)
+            options = {"num_tree_nodes": num_tree_nodes, "tokenizer": Letters(), "max_batch": 2}
+            found.append(dict(make_engine(3, **options).run([stopped, neighbour]))[0])
+        assert found[0] == found[1] and found[0].finish_reason == "stop"
+        # each step writes its accepted drafts and one token; the last one may reach past the end
+        written = 1 + found[0].num_drafts + found[0].num_accepted_tokens
+        assert 0 <= written - found[0].num_tokens <= 3
+        per_step = num_tree_nodes or 3
+        assert found[0].num_draft_tokens == per_step * found[0].num_drafts
 
 
 # ---------------------------------------------------------------- asyncio

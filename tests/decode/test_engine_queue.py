@@ -159,6 +159,9 @@ def test_what_waits_needs_no_memory(monkeypatch):
 def test_trees_have_a_most_nodes():
     with pytest.raises(InputError, match="num_tree_nodes: at most 256 drafts in a tree"):
         make_engine(3, max_batch=1, num_tree_nodes=257)
+    # of all paths the scores are computed in every step: K counts, too
+    with pytest.raises(InputError, match=r"at most 100,000 paths .* with 256 nodes and K = 11"):
+        make_engine(11, max_batch=1, num_tree_nodes=256)
 
 
 def test_long_prompts_are_read_in_chunks_unless_somebody_asks_otherwise():

@@ -18,6 +18,7 @@ from peagle_jax.decode.tree import (
     candidates,
     conditioned_tree,
     likeliest_tree,
+    num_paths,
     num_tree_nodes,
     tree_width,
 )
@@ -81,6 +82,12 @@ def test_candidates_are_all_that_can_be_needed():
     assert num_tree_nodes(1, 5, 90) == 5 and num_tree_nodes(1, 100, 90) == 16
     assert num_tree_nodes(2, 100, 3) == 3 + 9 and tree_width(100, 3) == 3
     assert len(candidates(7, 32).depth) < 1500 and len(candidates(7, 64).depth) < 6000
+
+
+@pytest.mark.parametrize("k, num_nodes, width", [(1, 9, 16), (4, 10, 3), (7, 64, 16), (5, 33, 5)])
+def test_paths_are_counted_without_a_list(k, num_nodes, width):
+    assert num_paths(k, num_nodes, width) == len(candidates(k, num_nodes, width).depth)
+    assert num_paths(7, 256) == 61_852 and num_paths(128, 256) > 10**7  # at once
 
 
 @functools.cache

@@ -126,6 +126,31 @@ def test_prompts_of_one_document_are_not_independent():
     assert 2.0 < widths["together"] / widths["apart"] < 2.9
 
 
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 8, 9, 30])
+def test_tails_of_student_against_scipy(freedom):
+    for t in (0.0, 0.3, 1.0, 2.5, 40.0):
+        want = 2 * student_t.sf(t, freedom)
+        assert statistics.student_tails(t, freedom) == pytest.approx(want, rel=1e-9, abs=1e-14)
+
+
+def test_holm_by_hand():
+    assert statistics.holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
+    assert statistics.holm([0.6, 0.7]) == [1.0, 1.0] and statistics.holm([]) == []
+
+
+def test_p_values_are_seldom_small_where_nothing_is():
+    rng = np.random.default_rng(11)
+    for sizes in ({"seeds": 0.1, "prompts": 0.02}, {"seeds": 0.01, "prompts": 0.3}):
+        ps = [compare(*simulated(rng, 0.0, **sizes), draws=400).p for _ in range(150)]
+        assert np.mean(np.array(ps) < 0.05) < 0.1
+        assert np.mean(np.array(ps) < 0.3) > 0.02
+    large = compare(*simulated(rng, 0.8, seeds=0.02, prompts=0.05), draws=400)
+    assert large.p is not None and large.p < 0.01
+    assert compare([run(0, [9], [3])], [run(0, [9], [2])]).p is None
+    same = [run(seed, [9, 8], [3, 2]) for seed in (0, 1)]
+    assert compare(same, same).p == 1.0
+
+
 def test_student_against_scipy():
     for freedom in [*range(1, 40), 100, 1000]:
         assert statistics.student(freedom) == pytest.approx(student_t.ppf(0.975, freedom), abs=3e-3)

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from peagle_jax import text
+from peagle_jax.decode.generate import generate
+from peagle_jax.decode.memory import LacksMemoryError
 from peagle_jax.documents import Document
+from peagle_jax.pipelines import evaluate
 from peagle_jax.pipelines.evaluate import acceptance, eval_prompts
 from peagle_jax.train.config import Eagle3Run
 from peagle_jax.train.settings import build
@@ -56,3 +59,23 @@ def test_a_target_of_nan_is_not_measured():
     broken = dataclasses.replace(target, params=params)
     with pytest.raises(InputError, match="every prompt must be answered; got the target computed"):
         acceptance(broken, head, [[1, 2, 3]], 2, 5)
+
+
+def test_where_memory_is_short_fewer_prompts_are_decoded_at_a_time(monkeypatch):
+    target, head = tiny.target(), tiny.head()
+    prompts = [[1, 2, 3], [4], [5, 6], [7], [8]]
+    want = acceptance(target, head, prompts, 2, 9)
+    tried = []
+
+    def short_of_memory(*args, max_batch, **options):
+        tried.append(max_batch)
+        if max_batch > most:
+            raise LacksMemoryError("cache_size", "must fit the memory", "more", "lower max_batch")
+        return generate(*args, max_batch=max_batch, **options)
+
+    monkeypatch.setattr(evaluate, "generate", short_of_memory)
+    most = 2
+    assert acceptance(target, head, prompts, 2, 9) == want and tried == [5, 3, 2]
+    most = 0
+    with pytest.raises(InputError, match="eval: must fit the memory; got more; lower eval.max_new"):
+        acceptance(target, head, prompts, 2, 9)

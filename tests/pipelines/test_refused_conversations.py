@@ -5,7 +5,7 @@ from test_regenerate_conversations import assistant, user
 
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.pipelines import regenerate_conversations
-from peagle_jax.pipelines.answer_writers import Answer
+from peagle_jax.pipelines.answer_writers import Answer, RefusedTurnError
 from peagle_jax.types import InputError
 
 
@@ -20,7 +20,9 @@ class Refuses:
         if last.startswith("long"):
             return None
         if last.startswith("wrong"):
-            raise InputError(turn.where, "must be right", last, "correct it")
+            raise RefusedTurnError(turn.where, "must be right", last, "correct it")
+        if last.startswith("no memory"):
+            raise InputError("cache_size", "must fit the memory", last, "lower it")
         self.coming.append(last)
         return len(self.coming) - 1
 
@@ -55,6 +57,12 @@ def test_conversations_that_cannot_be_answered_do_not_end_the_rest():
     assert [row["sample"] for row in there] == [0, 6, 10]
     assert [row["finish_reason"] for row in there] == ["stop", "stop", "context"]
     assert there[2]["messages"] == [user("c"), assistant("new")]
+
+
+def test_lack_of_memory_is_no_fault_of_a_row():
+    """Or which rows there are would depend on the machine's load."""
+    with pytest.raises(InputError, match="must fit the memory"):
+        written([["a"], ["no memory"]], BadRows("skip"))
 
 
 def test_a_conversation_that_is_refused_is_left_out_or_ends_the_run():

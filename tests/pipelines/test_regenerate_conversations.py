@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -321,6 +322,49 @@ def test_a_server_writes(place, tmp_path, server, capsys):
     # what is there already is not asked again
     server.bodies.clear()
     assert main(command) == 0 and server.bodies == []
+
+
+THINKS = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ end }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}()\n{% endif %}"
+    "{% endif %}"
+)
+
+
+def test_options_of_the_template_go_with_a_conversation(place, tmp_path, server, capsys):
+    """To who writes, and into the row, so that training shows it in the same way."""
+    target = tmp_path / "target"
+    shutil.copytree(place / "target", target)
+    for path in target.glob("chat_template*"):
+        path.unlink()
+    tokenizer = text.load_tokenizer(target)
+    tokenizer.chat_template = THINKS.replace("{{ end }}", text.END_TURN)
+    tokenizer.save_pretrained(target)
+    of_row, of_all = {"enable_thinking": True}, {"enable_thinking": False}
+    lines = [{"prompt": "one"}, {"turns": ["two"], "chat_template_kwargs": of_row}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["regenerate", "--target", str(target), "--held-out", "0"]
+    command += ["--data", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "a.jsonl")]
+    command += ["--server", server.url, "--max-new-tokens", "33", "--chat-template-kwargs"]
+    assert main([*command, json.dumps(of_all)]) == 0
+    sent = {body["messages"][0]["content"]: body for body in server.bodies}
+    assert [sent[name]["chat_template_kwargs"] for name in ("one", "two")] == [of_all, of_row]
+    assert [row["chat_template_kwargs"] for row in rows(tmp_path / "a.jsonl")] == [of_all, of_row]
+    # the target's own answers are to prompts that say so, too
+    out = tmp_path / "own.jsonl"
+    changes = {"source": str(tmp_path / "c.jsonl"), "chat_template_kwargs": of_all}
+    regenerate(target, options(place, **changes, temperatures=(1.0,)), out, lambda s: None)
+    for row, ends in zip(rows(out), ("<assistant>()\n", "<assistant>"), strict=True):
+        said = row["messages"][:1] if "messages" in row else None
+        prompt = row.get("prompt_token_ids")
+        if said is None:
+            assert tokenizer.decode(prompt).endswith(ends)
+        else:
+            assert row["chat_template_kwargs"]["enable_thinking"] == (ends == "<assistant>")
+    # another answer to that question is no continuation of the file
+    capsys.readouterr()
+    assert main([*command, json.dumps(of_row)]) == 2
+    assert "conversations was" in capsys.readouterr().err
 
 
 def test_a_server_refuses_some(place, tmp_path, server, capsys):

@@ -175,8 +175,15 @@ def test_other_numbers_of_devices():
     for devices, mesh, parts in ((1, (1, 1, 1), 8), (2, (2, 1, 1), 4), (8, (8, 1, 1), 1)):
         moved = training_plan.on_devices(run, devices)
         assert dataclasses.astuple(moved.mesh) == mesh and moved.gradient_accumulation == parts
-    with pytest.raises(InputError, match="--devices: data.batch_size, 8, must be a multiple"):
+    with pytest.raises(InputError, match="--devices: 8 rows, data.batch_size, must divide among"):
         training_plan.on_devices(run, 3)
+    # as a recipe of init-config: all rows on one device, until there are more of these
+    run = dataclasses.replace(run, mesh=MeshConfig(), gradient_accumulation=1)
+    for devices, parts in ((2, 1), (8, 1), (4, 1)):
+        moved = training_plan.on_devices(run, devices)
+        assert moved.mesh == MeshConfig(data=devices) and moved.gradient_accumulation == parts
+    with pytest.raises(InputError, match="--devices: 8 rows"):
+        training_plan.on_devices(run, 16)
 
 
 def test_command(tmp_path, monkeypatch, capsys):

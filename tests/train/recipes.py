@@ -32,6 +32,7 @@ DATA = {
     "batch_size": 8,
     "bad_rows": "refuse",
     "chat_template_kwargs": None,
+    "special_tokens": False,
 }
 HEAD = {
     "dim": None,
@@ -182,6 +183,7 @@ ALL_CHANGED = {
         "batch_size": 24,
         "bad_rows": "skip",
         "chat_template_kwargs": {"enable_thinking": False},
+        "special_tokens": True,
     },
     "optimizer": {
         "name": "muon",

@@ -23,7 +23,14 @@ def loss(params, batch, frozen, denominators):
 
 
 def train(
-    folder, keeps_best=True, patience=None, stop_after=None, said=None, patience_from=0, **changes
+    folder,
+    keeps_best=True,
+    patience=None,
+    stop_after=None,
+    said=None,
+    patience_from=0,
+    error=KeyboardInterrupt,
+    **changes,
 ):
     raw = {
         "target": "not read here",
@@ -37,7 +44,7 @@ def train(
 
     def measure(step, params):
         if step == stop_after:
-            raise KeyboardInterrupt  # as a kill would, nothing of this step is saved
+            raise error  # a KeyboardInterrupt as a kill: nothing of this step is saved
         seen.append(step)
         return {"acceptance_length": LENGTHS[step]} if step in LENGTHS else None
 
@@ -153,3 +160,16 @@ def test_rows_of_metrics_are_not_repeated(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row["step"] for row in rows if "acceptance_length" in row]
     assert evaluated == list(LENGTHS)
+
+
+def test_an_evaluation_that_fails_loses_no_steps(tmp_path):
+    """It would fail again at each start, where init-config evaluates as often as it saves."""
+    error = InputError("eval", "must fit the memory", "more", "lower it")
+    with pytest.raises(InputError, match="eval: must fit the memory"):
+        train(tmp_path / "a", keeps_best=False, stop_after=4, error=error)
+    assert steps_saved(tmp_path / "a") == [4]
+    # the next session goes on behind that evaluation
+    again, seen = train(tmp_path / "a", keeps_best=False)
+    whole, all_seen = train(tmp_path / "b", keeps_best=False)
+    assert seen == [step for step in all_seen if step > 4]
+    np.testing.assert_array_equal(again.params["w"], whole.params["w"])

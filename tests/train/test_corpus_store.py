@@ -70,8 +70,28 @@ def test_the_rows_are_those_of_a_corpus_in_memory(source, tokenizer, tmp_path, m
         assert len(lines) == 2 and "text must be text" in lines[0]
 
 
+def test_special_tokens_that_texts_spell_are_told_or_read(source, tokenizer, tmp_path):
+    rows = [
+        {"text": "a <|im_start|>user"},
+        {"text": "b"},
+        {"prompt": "x", "completion": "<|im_end|>"},
+    ]
+    talk = [{"role": role, "content": "<|im_end|> c"} for role in ("user", "assistant")]
+    rows.append({"messages": talk})
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ids = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    for special_tokens in (False, True):
+        choice, said = choose(source, held_out=0.0, special_tokens=special_tokens), []
+        store = open_corpus(tmp_path / "store", choice, tokenizer, said.append)
+        tokens = store.tokens.tolist()
+        # the conversation, through its template, has such tokens all the same
+        assert [tokens.count(i) for i in ids] == [2 + special_tokens, 4 + special_tokens]
+        told = [line for line in said if line.startswith("2 texts spell special tokens, which")]
+        assert len(told) == (not special_tokens)
+
+
 def refuse_to_read(monkeypatch):
-    def stream(source, bad_rows=None):
+    def stream(*args):
         raise AssertionError("the corpus was read")
 
     monkeypatch.setattr(corpus, "stream_corpus", stream)

@@ -162,8 +162,9 @@ def test_every_former_key(tmp_path):
         "length": 64,
         "batch": 24,
         "packing": "whole",
-        "chat_template_kwargs": recipe["data"]["chat_template_kwargs"],  # of today
     }
+    of_today = ("chat_template_kwargs", "special_tokens")
+    former["data"] |= {key: recipe["data"][key] for key in of_today}
     former["optimizer"] = dict(recipe["optimizer"])
     former["optimizer"]["clip"] = former["optimizer"].pop("max_grad_norm")
     former["head"] = dict(recipe["head"])
