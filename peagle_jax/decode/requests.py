@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -158,8 +159,12 @@ def check_answered(answers: Sequence[Generation], where: str) -> None:
 
 
 def failed_answer(request: Request, error: str | None, reason: str = "error") -> Generation:
-    """The answer to a request that was not decoded."""
-    return Generation(list(request.prompt), [], reason, [], 0, 0, [], error=error)
+    """The answer to a request that was not decoded; its prompt is [] where that is no token ids."""
+    try:
+        prompt = [operator.index(token) for token in request.prompt]
+    except TypeError:
+        prompt = []
+    return Generation(prompt, [], reason, [], 0, 0, [], error=error)
 
 
 @dataclasses.dataclass(frozen=True)
