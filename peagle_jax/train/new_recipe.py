@@ -109,7 +109,10 @@ def new_recipe(
         f"out: {_quoted(out)}                # checkpoints, metrics.jsonl, and the head for vLLM",
     ]
     if num_params >= LARGE_TARGET:
-        lines.append("target_dtype: bfloat16  # float32 would take twice the memory")
+        lines += [
+            "target_dtype: bfloat16  # float32 would take twice the memory",
+            "compute: {dtype: bfloat16}  # of the head's products; its weights stay float32",
+        ]
     lines += _head_lines(task, config, tokenizer, encoded.used)
     lines += _data_lines(data, config, encoded)
     if bad_rows.count:

@@ -35,6 +35,7 @@ from peagle_jax.train.mesh import (
     make_training_mesh,
     on_mesh,
     to_host,
+    unused_devices,
     wait_for_all,
 )
 from peagle_jax.train.new_head import new_head
@@ -115,6 +116,8 @@ def train_head(
         if finished is not None:
             return finished
         mesh = make_training_mesh(run.mesh)
+        if unused := unused_devices(mesh):
+            say(unused)
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             return _train(run, mesh, say, make_evaluator)
 

@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from transformers import AutoTokenizer
 
 from peagle_jax.decode import loop
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.pipelines import generate_rows
+from peagle_jax.text import END_TURN
 
 
 def read_rows(path) -> list[dict]:
@@ -153,6 +155,12 @@ def test_every_option_of_sampling_reaches_the_request(folders, peagle, tmp_path)
     stopped = row(f"--stop ZZZ --stop '{stop}'")
     assert stopped["text"] == plain["text"][: plain["text"].index(stop)]
     assert stopped["finish_reason"] == "stop"
+    # a special token is in no answer's text; it ends the answer where the target writes it
+    token = AutoTokenizer.from_pretrained(folders / "target").convert_tokens_to_ids(END_TURN)
+    for option in (f"--logit-bias {token}=100", f"--logit-bias {token}=100 --ignore-eos"):
+        assert row(option)["output_token_ids"] == [token] * 12
+        ended = row(f"{option} --stop '{END_TURN}' --stop ZZZ")
+        assert ended["output_token_ids"] == [token] and ended["finish_reason"] == "stop"
 
 
 def test_one_device_program_and_no_second_compilation(monkeypatch):
