@@ -31,6 +31,7 @@ SUFFIXES = {
     ".csv", ".tex",
 }
 # fmt: on
+PROSE = {".txt", ".md", ".rst", ".json", ".html", ".csv", ".tex"}  # of these no source code
 INSTALLED = "installed"  # the corpus of all Python source of this environment
 HUB = "hf:"  # before the name of a dataset that the `datasets` library finds
 # Files beside those of rows in a dataset's folder that are about it, and what the names of such
@@ -62,11 +63,11 @@ def stream_corpus(
     One document is in memory at a time; of those before it, 16 bytes each.
 
     Args:
-      source: a JSONL, JSON or Parquet file with rows as `documents` lists them; a folder of such
-        files, or one that `datasets` saved; a folder of text files; `hf:NAME[:CONFIG][:SPLIT]` for
-        a dataset of the hub, whose split is "train" if none is named; None for the source code of
-        this machine's Python standard library, its tests included; "installed" for that and all
-        packages of this environment.
+      source: a JSONL, JSON or Parquet file with rows as `document_rows` lists them; a folder of
+        such files, or one that `datasets` saved; a folder of text files;
+        `hf:NAME[:CONFIG][:SPLIT]` for a dataset of the hub, whose split is "train" if none is
+        named; None for the source code of this machine's Python standard library, its tests
+        included; "installed" for that and all packages of this environment.
       bad_rows: takes the rows that cannot be used; None: the first is an error.
       chat_template_kwargs: of conversations and prompts, where their rows do not set them.
       special_tokens: of texts and prompts, as `Document` has it.
@@ -212,20 +213,24 @@ def _folder(root: Path, bad_rows: BadRows) -> Iterator[Document]:
 def row_files(root: Path) -> list[Path]:
     """The JSONL files of a folder, and those of JSON that have rows, if it has no texts.
 
-    Source code has such files for its tests, in folders of their own: these are none of the corpus.
+    Source code has such files for its tests, in folders of their own, and answers to a corpus may
+    be written beside it: these are none of the corpus.
 
     Raises:
-      InputError: there are texts, and rows where a dataset has them, in the folder or in its data/.
+      InputError: there are texts, and rows that seem to be a corpus.
     """
     files = sorted(p for p in root.rglob("*") if p.is_file())
     tables = [p for p in files if p.suffix == ".jsonl" or p.suffix == ".json" and _has_rows(p)]
-    others = (p for p in files if p.suffix in SUFFIXES and p not in tables)
-    text = next((p for p in others if p.name not in CARDS and not p.name.endswith(ABOUT)), None)
-    if text is None:
+    others = [p for p in files if p.suffix in SUFFIXES and p not in tables]
+    texts = [p for p in others if p.name not in CARDS and not p.name.endswith(ABOUT)]
+    if not texts:
         return tables
+    has_code = any(p.suffix not in PROSE for p in texts)
     for path in tables:
-        if path.parent in (root, root / "data"):
-            got = f"{text.relative_to(root)} beside {path.relative_to(root)}"
+        is_answers = path.with_name(path.name + ABOUT).exists() or not path.stat().st_size
+        is_of_code = has_code and path.parent not in (root, root / "data")
+        if not (is_answers or is_of_code):
+            got = f"{texts[0].relative_to(root)} beside {path.relative_to(root)}"
             next_step = f"name {path}, or a folder that has texts alone"
             raise InputError(root, "a folder has files of rows, or texts", got, next_step)
     return []
@@ -246,11 +251,14 @@ def _has_rows(path: Path) -> bool:
     """Whether a JSON file seems to have rows: a list of them, as ShareGPT's, or one each line."""
     head = _head(path)
     if head.startswith("{"):
+        first, is_whole, rest = head.partition("\n")
+        if not is_whole:  # a row may be longer than a head; one object alone is no file of rows
+            return len(first) > HEAD_BYTES // 2 and any(f'"{key}"' in first for key in CONTENT_KEYS)
         try:
-            row = json.loads(head.partition("\n")[0])
+            row = json.loads(first)
         except (ValueError, RecursionError):
             return False
-        return any(key in row for key in CONTENT_KEYS)
+        return rest.lstrip().startswith("{") and any(key in row for key in CONTENT_KEYS)
     is_list = head.startswith("[") and head[1:].lstrip().startswith("{")
     return is_list and any(f'"{key}"' in head for key in ROW_KEYS)
 

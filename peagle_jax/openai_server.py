@@ -145,7 +145,10 @@ class OpenAIServer:
     def _open(self, path: str, body: Mapping | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE):
+        if key := os.environ.get(KEY_VARIABLE, "").strip():
+            if not (key.isascii() and key.isprintable()):  # http.client's error would show the key
+                rule, next_step = "must be one line of ASCII", "set it again, or unset it"
+                raise InputError(KEY_VARIABLE, rule, "other characters", next_step)
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(f"{self.root}/v1{path}", data, headers)
         return urllib.request.urlopen(request, timeout=TIMEOUT)

@@ -225,9 +225,9 @@ def read_plain_prompts(
     """Reads the prompts of a JSONL file as they stand there, each with its place.
 
     Args:
-      path: its lines have `prompt_token_ids`; `prompt`, a text to continue; `messages`, a
-        conversation whose last turn is to be answered, with `tools` if it has any; or `turns`, of
-        which the first one is asked.
+      path: its lines have, and are read by the first of these: `prompt_token_ids`; `prompt`, a text
+        to continue; `messages`, a conversation whose last turn is to be answered, with `tools` if
+        it has any; or `turns`, of which the first one is asked.
       chat_template_kwargs: options of the chat template, where a line does not set them.
 
     Raises:
@@ -254,7 +254,7 @@ def _prompt_of_row(row: Mapping[str, Any], where: str) -> Prompt:
             rule = "prompt_token_ids must be a list of whole numbers"
             raise InputError(where, rule, json.dumps(ids)[:60], "write it as [1, 2, 3]")
         return ids
-    if "messages" in row:
+    if row.get("messages") is not None and row.get("prompt") is None:
         return _conversation_of_row(row, where)
     turns = row.get("turns")
     first_turn = turns[0] if isinstance(turns, list) and turns else None
@@ -276,7 +276,10 @@ def _conversation_of_row(row: Mapping[str, Any], where: str) -> Conversation:
 
 
 def encode_prompt(
-    prompt: str | Conversation, tokenizer: PreTrainedTokenizerBase | None, where: str
+    prompt: str | Conversation,
+    tokenizer: PreTrainedTokenizerBase | None,
+    where: str,
+    add_special_tokens: bool = True,
 ) -> list[int]:
     """Token ids of a prompt.
 
@@ -285,6 +288,7 @@ def encode_prompt(
         chat of one turn is its text.
       tokenizer: the target's; None if it has none.
       where: the prompt's place, for errors.
+      add_special_tokens: whether a text gets what the tokenizer puts before texts.
 
     Raises:
       InputError: there is no tokenizer, the text is not Unicode, or a chat has no template that can
@@ -299,4 +303,5 @@ def encode_prompt(
             return encode_turns(tokenizer, prompt, where)
         prompt = "".join(map(content_text, prompt.messages))
     check_unicode(prompt, where)
-    return list(tokenize(tokenizer, prompt, where, add_special_tokens=True)["input_ids"])
+    encoded = tokenize(tokenizer, prompt, where, add_special_tokens=add_special_tokens)
+    return list(encoded["input_ids"])

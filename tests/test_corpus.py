@@ -138,7 +138,7 @@ def test_a_folder_of_rows_is_not_read_as_texts(tmp_path):
         corpus.read_corpus(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path}: a folder has files of rows, or texts; got notes.txt beside "
-        f"data/train.jsonl; name {tmp_path}/data/train.jsonl, or a folder that has texts alone"
+        f"more.json; name {tmp_path}/more.json, or a folder that has texts alone"
     )
     (tmp_path / "notes.txt").unlink()
     # JSON that has no rows is a text, as before
@@ -153,7 +153,12 @@ def test_lines_of_rows_in_a_folder_under_the_name_of_json(tmp_path):
     (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
     documents = corpus.read_corpus(tmp_path)
     assert [d.name for d in documents] == ["train.json:1", "train.json:2"]
-    for content in ('{"x": "text"}\n{}', '{"text": "a"', '{\n"text": "a"}'):
+    long = json.dumps({"text": "b" * 70_000})
+    (tmp_path / "train.json").write_text(f"{long}\n{long}x")
+    with pytest.raises(InputError, match="train.json:2: each line must be a JSON object"):
+        corpus.read_corpus(tmp_path)
+    alone = '{"name": "x", "text": "hi"}'  # as a package.json may be
+    for content in ('{"x": "text"}\n{}', '{"text": "a"', '{\n"text": "a"}', alone):
         (tmp_path / "train.json").write_text(content)
         assert [d.text for d in corpus.read_corpus(tmp_path)] == [content]
 
@@ -163,6 +168,23 @@ def test_rows_that_source_code_has_for_its_tests_are_none(tmp_path):
     (tmp_path / "tests" / "data" / "x.jsonl").write_text('{"text": "a"}')
     (tmp_path / "code.py").write_text("x = 1")
     assert [d.name for d in corpus.read_corpus(tmp_path)] == ["code.py"]
+    # texts without code are no source tree
+    (tmp_path / "code.py").rename(tmp_path / "notes.txt")
+    with pytest.raises(InputError, match="got notes.txt beside tests/data/x.jsonl; name "):
+        corpus.read_corpus(tmp_path)
+
+
+def test_answers_that_are_written_beside_their_texts(tmp_path):
+    """The corpus is the texts, before and after; alone, the answers are one."""
+    (tmp_path / "a.txt").write_text("mine")
+    answers = tmp_path / "answers.jsonl"
+    answers.touch()
+    assert [d.name for d in corpus.read_corpus(tmp_path)] == ["a.txt"]
+    answers.write_text('{"prompt_token_ids": [1], "output_token_ids": [2]}\n')
+    (tmp_path / "answers.jsonl.about.json").write_text("{}")
+    assert [d.name for d in corpus.read_corpus(tmp_path)] == ["a.txt"]
+    (tmp_path / "a.txt").unlink()
+    assert [d.name for d in corpus.read_corpus(tmp_path)] == ["answers.jsonl:1"]
 
 
 def test_the_split_is_by_name_and_stable():

@@ -73,3 +73,11 @@ def test_the_key_of_the_environment_is_sent(monkeypatch):
                 monkeypatch.setenv("OPENAI_API_KEY", key)
             OpenAIServer(server.url, None, "look at its log")
             assert server.headers_seen[-1].get("Authorization") == want
+        monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
+        OpenAIServer(server.url, None, "look at its log")
+        assert server.headers_seen[-1]["Authorization"] == "Bearer secret"
+        monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+        with pytest.raises(InputError) as caught:
+            OpenAIServer(server.url, None, "look at its log")
+        assert "OPENAI_API_KEY: must be one line of ASCII" in str(caught.value)
+        assert "ret" not in str(caught.value).replace("secret", "").split("got")[1]

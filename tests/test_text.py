@@ -10,6 +10,7 @@ from tokenizers import processors
 
 from peagle_jax import corpus, text
 from peagle_jax.chat import apply_template
+from peagle_jax.chat.encoding import has_first_tokens
 from peagle_jax.chat.pieces import Conversation
 from peagle_jax.train.data import pack
 from peagle_jax.types import InputError
@@ -80,10 +81,16 @@ def test_a_conversation_as_a_prompt(tokenizer, tmp_path):
         tokenize=False,
         add_generation_prompt=True,
     )
+    # a text to continue comes first, as in rows that have both
+    path.write_text(json.dumps({"messages": said[:2], "prompt": "def"}))
+    (prompt,) = text.read_prompts(path, tokenizer)
+    assert tokenizer.decode(prompt) == "def"
+    path.write_text(json.dumps({"messages": None, "prompt": "def"}))
+    assert text.read_prompts(path, tokenizer) == [prompt]
     for messages, words in [
         (said[:2], r"p.jsonl:1: messages of a prompt must end with what the assistant is to answ"),
         ([], "messages must be a list of messages"),
-        (None, "a row needs messages, "),
+        (None, "a prompt needs prompt_token_ids, prompt, messages or turns"),
         ([{"role": "user"}], "turn 1: content must be text"),
     ]:
         path.write_text(json.dumps({"messages": messages}))
@@ -174,6 +181,10 @@ def test_texts_begin_as_prompts_do(tmp_path):
         assert begins == 0 and ids.count(bos) == 2 and ids.count(tokenizer.eos_token_id) == 2
         assert ids[-1] == tokenizer.eos_token_id and of_tokens[1:].all()
         assert tokenizer.decode(ids) == f"<s>{spelled}<|endoftext|>"
+    begun = dataclasses.replace(documents[1], prompt="<s>def f", special_tokens=True)
+    assert has_first_tokens(tokenizer, begun) and not has_first_tokens(tokenizer, documents[1])
+    ((ids, _),) = text.encode(tokenizer, [begun])
+    assert ids.tolist() == tokens_b.tolist()
     assert tokens_b[: len(prompt)].tolist() == prompt
     assert mask_b.tolist() == [i >= len(prompt) for i in range(len(tokens_b))]
 

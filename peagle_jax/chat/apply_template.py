@@ -142,7 +142,7 @@ def check_template_kwargs(
 
 def _check_names(options: Mapping[str, Any], where: str) -> None:
     for name in options:
-        if name in OWN_NAMES or not name.isidentifier():
+        if name in OWN_NAMES or not (isinstance(name, str) and name.isidentifier()):
             rule = "chat_template_kwargs are options of the template's own"
             raise InputError(where, rule, name, f"leave out {name}")
 

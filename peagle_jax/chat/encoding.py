@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -91,11 +92,19 @@ def conversation_of(
     return Conversation(said, document.tools, document.chat_template_kwargs)
 
 
-def spells_special_token(tokenizer: PreTrainedTokenizerBase, document: Document) -> bool:
-    """Whether a text or prompt spells a special token that is read as plain text."""
-    if document.special_tokens or not document.is_plain:
+def has_first_tokens(tokenizer: PreTrainedTokenizerBase, document: Document) -> bool:
+    """Whether a text that was rendered begins with what the tokenizer puts before texts."""
+    if not document.special_tokens:
         return False
-    return any(token and token in document.plain for token in special_tokens_of(tokenizer))
+    first = list(tokenizer("")["input_ids"])
+    spelled = str(tokenizer.decode(first[: -1 if first[-1:] == [tokenizer.eos_token_id] else None]))
+    return bool(spelled) and document.plain.startswith(spelled)
+
+
+def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Finds special tokens that a text spells; None where the tokenizer has none."""
+    names = [re.escape(name) for name in special_tokens_of(tokenizer) if name]
+    return re.compile("|".join(names)) if names else None
 
 
 def encode_conversation(
@@ -187,14 +196,12 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, document: Document) -> Enco
     if document.prompt is not None:
         start = len(document.prompt) if document.completion else len(text)
     spans = [(start, len(text))]
-    # a text that was rendered has its begin-of-sequence token already
-    has_begin = document.special_tokens and text.startswith(str(tokenizer.bos_token))
     encoded = _with_offsets(
         tokenizer,
         text,
         spans,
         document.name,
-        add_special_tokens=not has_begin,
+        add_special_tokens=not has_first_tokens(tokenizer, document),
         split_special_tokens=not document.special_tokens,
     )
     if encoded.tokens[-1:].tolist() == [tokenizer.eos_token_id]:

@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 
-from peagle_jax.cli.arguments import command_line, parse_bytes
+from peagle_jax.cli.arguments import command_line, parse_bytes, parse_template_kwargs
 from peagle_jax.cli.output import print_facts, say
 from peagle_jax.types import InputError
 
@@ -70,7 +70,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
     check_has_confidence(config, arguments.src)  # before minutes of loading
     target = load_target(arguments.target, aux_hidden_state_layers=config.aux_hidden_state_layers)
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
-    named_prompts = text.read_named_prompts(arguments.prompts, tokenizer)
+    of_template = parse_template_kwargs(arguments.chat_template_kwargs, tokenizer)
+    named_prompts = text.read_named_prompts(arguments.prompts, tokenizer, of_template)
     facts = calibrate_head(
         target,
         arguments.src,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from peagle_jax.cli.parser import Parser, add_k, add_target
+from peagle_jax.cli.parser import Parser, add_k, add_target, add_template_kwargs
 
 
 def add_convert(parser: Parser) -> None:
@@ -95,6 +95,7 @@ def add_calibrate(parser: Parser) -> None:
         help="JSONL file as for `peagle generate`, of texts that the head was not trained on; 64 "
         "or more",
     )
+    add_template_kwargs(parser)
     add_k(
         parser,
         type=int,

@@ -20,6 +20,12 @@ class BaseEngine(abc.ABC):
     max_batch: int
     max_steps: int | None
 
+    def __init__(self) -> None:
+        # requests that `run` took and left, whose last outputs nobody wants
+        self._left: set[int] = set()
+        # outputs that no step has returned yet: a step that raises returns nothing
+        self._kept: list[Output] = []
+
     @abc.abstractmethod
     def add(self, request: Request) -> int:
         """Takes a request in. It may be called from any thread, also while `step` runs.
@@ -85,16 +91,12 @@ class BaseEngine(abc.ABC):
         Yields:
           The request's place in `requests`, and its answer.
 
-        Raises:
-          InputError: requests that `add` took are under way, whose answers nobody would get.
+        What other requests say meanwhile, which `add` took, is kept for the next `step`.
         """
-        if self.has_work:
-            rule, got = "answers its own requests alone", "others under way"
-            next_step = "step the engine until it has no work, or give all requests to run"
-            raise InputError("run", rule, got, next_step)
         coming = enumerate(requests)
         all_drawn = False
         places: dict[int, int] = {}
+        of_others: list[Output] = []
         try:
             while not all_drawn or self.has_work:
                 while not all_drawn and self.num_waiting < self.max_batch:
@@ -107,8 +109,15 @@ class BaseEngine(abc.ABC):
                     except InputError as error:
                         yield place, failed_answer(request, str(error))
                 for output in self.step():
-                    if output.answer is not None and output.request_id in places:
-                        yield places.pop(output.request_id), output.answer
+                    number = output.request_id
+                    if number not in places and number not in self._left:
+                        of_others.append(output)
+                    elif output.answer is not None and number in places:
+                        yield places.pop(number), output.answer
+                    elif output.answer is not None:
+                        self._left.discard(number)
         finally:
-            for request_id in places:
-                self.cancel(request_id)
+            for number in places:
+                self.cancel(number)
+            self._left.update(places)
+            self._kept += of_others

@@ -41,13 +41,19 @@ from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, pad_p
 from peagle_jax.decode.request_queue import RequestQueue
 from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.step_times import open_step_times
-from peagle_jax.decode.stop_strings import Detokenizer, UndecodableError, first_line, spell
+from peagle_jax.decode.stop_strings import (
+    Detokenizer,
+    UndecodableError,
+    end_tokens,
+    first_line,
+    spell,
+)
 from peagle_jax.decode.stopped_answers import without_steps_behind
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.layers import full_precision
 from peagle_jax.layers.column_blocks import are_in_blocks
 from peagle_jax.targets.sharding import MODEL, mesh_of
-from peagle_jax.types import DecodeState, InputError, Model
+from peagle_jax.types import DecodeState, Model
 
 # Tokens of each prompt in one forward where nothing else is asked for. Rows wait for one forward.
 PREFILL_CHUNK = 512
@@ -148,11 +154,9 @@ class Engine(BaseEngine):
         # requests whose prompts are being read, and what reads them
         self._entering: list[Row] = []
         self._prefill: Generator[None, None, DecodeState] | None = None
-        # kept until a step returns, and raises nothing
-        self._outputs: list[Output] = []
+        super().__init__()
         self._new_ids = itertools.count()
-        # whether requests wait that this engine may get next
-        self.others_wait = False
+        self.others_wait = False  # requests that this engine may get next
 
     def share_step_times(self, other: "Engine") -> None:
         """Chooses K by the times of another engine, so that each is measured once."""
@@ -177,15 +181,11 @@ class Engine(BaseEngine):
             request = dataclasses.replace(request, seed=number)
         where = request.name or f"request {number}"
         check_request(where, request, self.target.config, self.spec.k, self.cache_size)
-        if request.stop and self.tokenizer is None:
-            next_step = "give the engine the target's tokenizer, or use stop_ids"
-            got = request.stop_strings[0]
-            raise InputError(where, "stop strings need a tokenizer", got, next_step)
         # a copy: the caller's list may change
         request = dataclasses.replace(request, prompt=tuple(map(int, request.prompt)))
-        stop_ids = self.target.config.stop_ids if request.stop_ids is None else request.stop_ids
+        stop_ids = end_tokens(where, request, self.target.config.stop_ids, self.tokenizer)
         self._memory.check([request], self.held_bytes + held_elsewhere)
-        return Row(number, request, tuple(stop_ids))
+        return Row(number, request, stop_ids)
 
     def enqueue(self, row: Row) -> None:
         """Takes in a row that `check` made, of this engine or of one like it."""
@@ -203,7 +203,7 @@ class Engine(BaseEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._entering or self._outputs or self._batch.running)
+        return bool(self._waiting or self._entering or self._kept or self._batch.running)
 
     @property
     def num_waiting(self) -> int:
@@ -225,18 +225,18 @@ class Engine(BaseEngine):
     # ------------------------------------------------------------ a step
 
     def step(self) -> list[Output]:
-        self._outputs += self._leave_queue()
+        self._kept += self._leave_queue()
         try:
             with self._on_devices():
                 self._read_and_decode()
         except BaseException as error:  # Ctrl-C, too
             is_bearable = can_go_on(error)
             if self._batch.running and (is_bearable or not self._batch.is_intact):
-                self._outputs += self._batch.give_up(f"decoding failed: {first_line(error)}")
-            if not is_bearable or not self._outputs:  # nor where nothing would change
+                self._kept += self._batch.give_up(f"decoding failed: {first_line(error)}")
+            if not is_bearable or not self._kept:  # nor where nothing would change
                 raise
         self._waiting.forget_cancelled([*self._entering, *filter(None, self._batch.rows)])
-        outputs, self._outputs = self._outputs, []
+        outputs, self._kept = self._kept, []
         if self.chooser is not None and self._sampling is not None and not self.has_work:
             self._step_times.keep_drafts(self._sampling, self.chooser.survival)
         return outputs
@@ -304,7 +304,7 @@ class Engine(BaseEngine):
     def _fail(self, rows: Sequence[Row], error: BaseException) -> None:
         """Answers requests whose prompts cannot be read; raises what is no lack of memory."""
         why = f"reading the prompt failed: {first_line(error)}"
-        self._outputs += [output_without_answer(row, "error", why) for row in rows]
+        self._kept += [output_without_answer(row, "error", why) for row in rows]
         if not can_go_on(error) or not self._batch.is_intact:
             raise error
 
@@ -410,7 +410,7 @@ class Engine(BaseEngine):
             if output is None:
                 continue
             row.num_reported += len(output.new_token_ids)
-            self._outputs.append(output)
+            self._kept.append(output)
             if output.answer is not None:
                 is_one_done = True
                 self._batch.leave(i)

@@ -148,6 +148,7 @@ class ParallelEngine(BaseEngine):
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
+        super().__init__()
         self.engines = tuple(engines)
         for engine in engines[1:]:
             engine.share_step_times(engines[0])
@@ -158,7 +159,6 @@ class ParallelEngine(BaseEngine):
         # cancel requests, so that a lock is held where one passes from here to an engine.
         self._waiting: collections.deque[Row] = collections.deque()
         self._engine_of: dict[int, Engine] = {}
-        self._cancelled: list[Output] = []
         self._lock = threading.Lock()
         # is done when a request was added or cancelled since requests were handed out
         self._news: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -192,7 +192,7 @@ class ParallelEngine(BaseEngine):
                 engine.cancel(request_id)
             for row in [row for row in self._waiting if row.id == request_id]:
                 self._waiting.remove(row)
-                self._cancelled.append(output_without_answer(row, "cancelled"))
+                self._kept.append(output_without_answer(row, "cancelled"))
             self._wake()
 
     def _wake(self) -> None:
@@ -205,7 +205,7 @@ class ParallelEngine(BaseEngine):
 
     @property
     def has_work(self) -> bool:
-        here = self._waiting or self._running or self._cancelled
+        here = self._waiting or self._running or self._kept
         return bool(here or any(engine.has_work for engine in self.engines))
 
     @property
@@ -226,7 +226,7 @@ class ParallelEngine(BaseEngine):
         under_way = self._running.values()
         idle = [engine for engine in self.engines if engine not in under_way]
         with self._lock:
-            outputs, self._cancelled = self._cancelled, []
+            outputs, self._kept = self._kept, []
             self._news = concurrent.futures.Future()
             self._hand_out(idle)
             others_wait = bool(self._waiting)

@@ -4,8 +4,7 @@ import dataclasses
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-
-import numpy as np
+from typing import Any, cast
 
 from peagle_jax.decode.sampling import check_sampling
 from peagle_jax.targets.config import TargetConfig
@@ -226,20 +225,42 @@ def _check_types(where: str, request: Request) -> None:
 
     Arrays and programs would refuse it later, in a step that other requests share.
     """
-    if isinstance(request.prompt, str) or not isinstance(request.prompt, Sequence | np.ndarray):
-        rule, got = "a prompt is token ids", type(request.prompt).__name__
-        raise InputError(where, rule, got, "encode it with the target's tokenizer")
-    whole = {name: getattr(request, name) for name in ("max_new_tokens", "top_k")}
-    if request.seed is not None:
-        whole["seed"] = request.seed
-    tokens = {"a token of the prompt": request.prompt, "a stop token": request.stop_ids or ()}
-    for name, value in [*whole.items(), *((name, x) for name, ids in tokens.items() for x in ids)]:
-        if not isinstance(value, numbers.Integral):
-            raise InputError(where, f"{name} must be a whole number", repr(value), "write 5")
+    encode = "encode it with the target's tokenizer"
+    if not _is_list(request.prompt):
+        raise InputError(where, "a prompt is token ids", type(request.prompt).__name__, encode)
+    if request.stop_ids is not None and not _is_list(request.stop_ids):
+        got = type(request.stop_ids).__name__
+        raise InputError(where, "stop_ids is a list of token ids", got, "write it as [2, 7]")
+    if request.logit_bias is not None and not isinstance(request.logit_bias, Mapping):
+        got = type(request.logit_bias).__name__
+        raise InputError(where, "logit_bias maps token ids to numbers", got, "write {11: -100.0}")
+    ids = {"a token of the prompt": request.prompt, "a stop token": request.stop_ids or ()}
+    whole = [(name, value, encode) for name, values in ids.items() for value in values]
+    for name in ("max_new_tokens", "top_k", "seed"):
+        if getattr(request, name) is not None:
+            whole.append((name, getattr(request, name), f"write {name} without a point"))
+    for name, value, next_step in whole:
+        if not _is_whole(value):
+            raise InputError(where, f"{name} must be a whole number", repr(value), next_step)
     for name in ("temperature", "top_p", "min_p", *PENALTIES):
         value = getattr(request, name)
         if not isinstance(value, numbers.Real):
-            raise InputError(where, f"{name} must be a number", repr(value), "write 1.0")
+            next_step = f"write {name} as a number, or leave it out"
+            raise InputError(where, f"{name} must be a number", repr(value), next_step)
+
+
+def _is_list(value: object) -> bool:
+    """Whether it has items in order: a list, a tuple, or an array of any library."""
+    is_array = hasattr(value, "__array__") and hasattr(value, "__len__")
+    return is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
+
+
+def _is_whole(value: object) -> bool:
+    try:
+        operator.index(cast(Any, value))
+    except TypeError:
+        return False
+    return True
 
 
 def _check_penalties(request: Request, vocab: int) -> None:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from peagle_jax.decode.requests import Request
+from peagle_jax.types import InputError
+
 
 @runtime_checkable
 class Detokenizer(Protocol):
@@ -47,6 +50,31 @@ def spell(
         raise
     except BaseException as error:  # a panic of the library tokenizers is no Exception
         raise UndecodableError(f"the tokenizer cannot decode: {first_line(error)}") from error
+
+
+def end_tokens(
+    where: str, request: Request, usual: Sequence[int], tokenizer: Any
+) -> tuple[int, ...]:
+    """Tokens that end a request's answer: its own, or the usual ones, and special ones that its
+    stop strings spell. The text of an answer leaves those out, so that no string is found there.
+
+    Raises:
+      InputError: there are stop strings, and no tokenizer.
+    """
+    strings = request.stop_strings
+    if strings and tokenizer is None:
+        next_step = "give the engine the target's tokenizer, or use stop_ids"
+        raise InputError(where, "stop strings need a tokenizer", strings[0], next_step)
+    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
+    spelled = [] if convert is None else [(string, convert(string)) for string in strings]
+    special = [
+        token
+        for string, token in spelled
+        if isinstance(token, int)
+        and tokenizer.decode([token], skip_special_tokens=False) == string
+        and not tokenizer.decode([token], skip_special_tokens=True)
+    ]
+    return (*(usual if request.stop_ids is None else request.stop_ids), *special)
 
 
 def first_line(error: BaseException) -> str:

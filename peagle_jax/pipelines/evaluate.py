@@ -1,6 +1,7 @@
 """Acceptance length of a head on held-out prompts, while it trains and at the end."""
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text
 from peagle_jax.bench.suite import repeated_share
-from peagle_jax.chat.encoding import conversation_of, encode_turns
+from peagle_jax.chat.encoding import conversation_of, encode_turns, has_first_tokens
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.memory import LacksMemoryError
 from peagle_jax.decode.requests import (
@@ -21,7 +22,7 @@ from peagle_jax.decode.requests import (
 )
 from peagle_jax.documents import Document
 from peagle_jax.train.config import HeadRun
-from peagle_jax.train.train_head import Evaluate
+from peagle_jax.train.train_head import NOT_EVALUATED, Evaluate
 from peagle_jax.types import InputError, Model
 
 PROMPT_TOKENS = 48  # of an excerpt that serves as a prompt
@@ -43,7 +44,8 @@ def make_evaluator(
       held_out: documents that are not trained on.
 
     Returns:
-      A function from a head to its acceptance length and more; None if there are no prompts.
+      A function from a head to its acceptance length and more, which is not measured where not even
+      one prompt's caches fit the memory, with a warning; None if there are no prompts.
 
     Raises:
       InputError: a prompt does not fit the target's context.
@@ -56,7 +58,11 @@ def make_evaluator(
     check_prompts(prompts, target.config, max_new_tokens, k, None)
 
     def evaluate(head: Model) -> dict:
-        return acceptance(target, head, prompts, k, max_new_tokens, run.eval.ignore_eos)
+        try:
+            return acceptance(target, head, prompts, k, max_new_tokens, run.eval.ignore_eos)
+        except LacksMemoryError as error:
+            warnings.warn(f"acceptance is not measured: {error}", UserWarning, stacklevel=2)
+            return NOT_EVALUATED
 
     return evaluate
 
@@ -103,7 +109,8 @@ def _prompt_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[i
     if question := _question(document):
         return encode_turns(tokenizer, conversation_of(document, question), document.name)
     if document.prompt and document.completion:
-        return text.encode_prompt(document.prompt, tokenizer, document.name)
+        has_first = has_first_tokens(tokenizer, document)
+        return text.encode_prompt(document.prompt, tokenizer, document.name, not has_first)
     return None
 
 
@@ -149,7 +156,7 @@ def acceptance(
     max_new_tokens: int,
     ignore_eos: bool = False,
 ) -> dict:
-    """Decodes greedily, as many prompts at a time as the memory has room for, and measures that.
+    """Decodes greedily, as many prompts together as the memory has room for, and counts drafts.
 
     Args:
       target: the target.
@@ -200,6 +207,6 @@ def _decode(
             )
         except LacksMemoryError as error:
             if at_a_time == 1:
-                next_step = "lower eval.max_new_tokens, or set eval.every: null"
-                raise InputError("eval", error.rule, error.got, next_step) from None
+                next_step = "use shorter prompts, or lower eval.max_new_tokens in the next run"
+                raise LacksMemoryError("eval", error.rule, error.got, next_step) from None
             at_a_time = -(-at_a_time // 2)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from peagle_jax.chat.pieces import special_tokens_of
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.engine import PREFILL_CHUNK
@@ -77,7 +76,6 @@ def generate_rows(
         check_fit(target, head)
         drafter = make_drafter(head, options.k, options.method)
     k = drafter.k if drafter else 0
-    stop, stop_ids = _stops(target, tokenizer, options)
     if names is None:
         names = [f"prompt {i}" for i in range(len(prompts))]
     requests = [
@@ -94,8 +92,8 @@ def generate_rows(
             logit_bias=options.logit_bias,
             logprobs=options.logprobs,
             seed=options.seed + i,
-            stop_ids=stop_ids,
-            stop=stop,
+            stop_ids=() if options.ignore_eos else None,
+            stop=options.stop,
             stream=on_text is not None,
         )
         for i, prompt in enumerate(prompts)
@@ -125,25 +123,6 @@ def generate_rows(
             rows[place] = _row(answer)
             progress.update(len(rows))
     return [rows[place] for place in range(len(prompts))]
-
-
-def _stops(
-    target: Model, tokenizer: Any, options: GenerationOptions
-) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
-    """Strings and tokens that end an answer.
-
-    The text of an answer has no special tokens, so that a string that spells one is never found in
-    it: the token ends the answer.
-    """
-    of_target = None if not options.ignore_eos else ()
-    special = set() if tokenizer is None else set(special_tokens_of(tokenizer))
-    tokens = [string for string in options.stop if string in special]
-    if not tokens:
-        return options.stop, of_target
-    ids = tokenizer.convert_tokens_to_ids(tokens)
-    usual = target.config.stop_ids if of_target is None else of_target
-    rest = tuple(string for string in options.stop if string not in special)
-    return rest, (*usual, *(i for i in ids if i not in usual))
 
 
 def _streamed(

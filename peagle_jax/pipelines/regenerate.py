@@ -60,7 +60,7 @@ class RegenerationOptions:
       server_model: the target's name there; None for the first that the server lists.
       bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
       chat_template_kwargs: as of `corpus.stream_corpus`; rows keep them for training.
-      special_tokens: as of `corpus.stream_corpus`.
+      special_tokens: as of `corpus.stream_corpus`, of texts that are continued.
       dtype: "float32" or "bfloat16", of the target's weights where it writes here.
     """
 
@@ -163,7 +163,8 @@ def _read_documents(
             if corpus.is_held_out(document, options.held_out or 0.0):
                 continue
             if document.messages or document.prompt is not None:
-                conversations.add(document)
+                # a prompt is a user's turn here, and goes through the template
+                conversations.add(dataclasses.replace(document, special_tokens=False))
             elif document.text is not None:
                 texts.add(document)
     bad_rows.report(say)

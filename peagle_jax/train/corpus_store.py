@@ -26,7 +26,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle_jax import corpus, text
-from peagle_jax.chat.encoding import Encoded, spells_special_token
+from peagle_jax.chat.encoding import Encoded, special_token_pattern
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.progress import ProgressReport
 from peagle_jax.train.data import PackedRows, check_any, rows_of
@@ -275,7 +275,7 @@ def _write_documents(
     folder: Path, choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRows
 ) -> int:
     """Writes all files but the index; how many texts spell special tokens that they do not have."""
-    num_spelled = 0
+    num_spelled, special = 0, special_token_pattern(tokenizer)
     with contextlib.ExitStack() as stack:
         held_out = stack.enter_context(DocumentWriter(folder / HELD_OUT))
         tokens, loss_mask, ends = (
@@ -288,7 +288,8 @@ def _write_documents(
         end = 0
         chosen = _chosen(choice, tokenizer, bad_rows, held_out)
         for place, document, encoded in _encoded(tokenizer, chosen, bad_rows):
-            num_spelled += spells_special_token(tokenizer, document)
+            if special and document.is_plain and not document.special_tokens:
+                num_spelled += special.search(document.plain) is not None
             tokens.write(encoded.tokens.astype(np.int32).tobytes())
             loss_mask.write(encoded.loss_mask.tobytes())
             end += len(encoded.tokens)

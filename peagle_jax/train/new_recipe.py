@@ -100,9 +100,12 @@ def new_recipe(
         raise InputError(data, rule, f"none of {len(encoded.lengths)} documents", next_step)
 
     num_params = sum(math.prod(tensor.shape) for tensor in weights.open_folder(folder).values())
+    further = " --special-tokens" if special_tokens else ""
+    if chat_template_kwargs:
+        further = f" {TEMPLATE_OPTION} '{json.dumps(chat_template_kwargs)}'{further}"
     lines = [
         f"# {KINDS[task]} head for {target}, written by",
-        f"# `peagle init-config --target {target} --data {data}`.",
+        f"# `peagle init-config --target {target} --data {data}{further}`.",
         "# Keys that are left out have defaults: peagle_jax/train/config.py, recipe_sections.py.",
         f"task: {task}",
         f"target: {_quoted(target)}",

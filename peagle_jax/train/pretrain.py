@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
 from peagle_jax.assembler import check_assembler
+from peagle_jax.chat.apply_template import check_template_kwargs
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.documents import BadRows
 from peagle_jax.layers import Decoder, Rope
@@ -104,6 +105,8 @@ def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
     from_first_process(make, "train the tokenizer", TOKENIZER_SECONDS)
     tokenizer = text.load_tokenizer(tokenizer_folder)
     assert tokenizer is not None
+    if data.chat_template_kwargs:
+        check_template_kwargs(tokenizer, data.chat_template_kwargs, "data.chat_template_kwargs")
     encoded = text.encode(tokenizer, train, bad_rows)
     bad_rows.report(say)
     rows = pack(encoded, run.data.seq_len, run.data.source, run.data.packing)

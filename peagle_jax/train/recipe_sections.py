@@ -1,11 +1,21 @@
 """Sections that the recipes of all tasks share: data, optimizer, devices, evaluation."""
 
 import dataclasses
+import json
 import typing
 
 from peagle_jax.documents import BAD_ROWS
 from peagle_jax.draft import placeholders
 from peagle_jax.train.settings import check
+
+
+def is_json(value: object) -> bool:
+    """Whether a value that YAML has can be written as JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +47,11 @@ class DataConfig:
         check(in_range, "held_out", "must lie in 0..1, below 1", self.held_out, "use 0.05")
         positive = self.max_chars is None or self.max_chars >= 1
         check(positive, "max_chars", "must be 1 or more", self.max_chars, "use null for all")
+        options = self.chat_template_kwargs or {}
+        as_json = is_json(options) and all(isinstance(key, str) for key in options)
+        rule = "must be what JSON has: names, text, numbers, true or false"
+        next_step = 'write names and dates in quotes: {"date_string": "2024-07-26"}'
+        check(as_json, "chat_template_kwargs", rule, options, next_step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from peagle_jax.decode import batch, growth, loop, memory
+from peagle_jax.decode import batch, growth, loop, memory, parallel_engine
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
@@ -265,11 +265,14 @@ def test_bad_requests_are_answered_and_the_others_go_on():
         17: (odd(top_k="4"), "top_k must be a whole number; got '4'"),
         18: (odd(logit_bias={3: "x"}), "logit_bias of token 3: must be a number"),
         19: (odd(prompt={1, 2}), "a prompt is token ids; got set"),
+        20: (odd(stop_ids=5), "stop_ids is a list of token ids; got int"),
+        21: (odd(logit_bias=[3]), "logit_bias maps token ids to numbers; got list"),
+        22: (odd(prompt=7), "a prompt is token ids; got int"),
     }
-    requests = [bad[i][0] if i in bad else good for i in range(21)]
+    requests = [bad[i][0] if i in bad else good for i in range(24)]
     server = make_engine(3, max_batch=2, cache_size=90)
     answers = dict(server.run(requests))
-    assert sorted(answers) == list(range(21))
+    assert sorted(answers) == list(range(24))
     for i, answer in answers.items():
         if i in bad:
             assert answer.finish_reason == "error" and bad[i][1] in answer.error, answer.error
@@ -297,14 +300,24 @@ def test_a_prompt_is_copied():
     assert answers == [want]
 
 
-def test_run_does_not_swallow_what_others_asked():
-    server = make_engine(3)
-    server.add(Request(prompt=[3], max_new_tokens=2))
-    with pytest.raises(InputError, match="run: answers its own requests alone; got others under"):
-        next(server.run([Request(prompt=[4], max_new_tokens=2)]))
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_run_does_not_swallow_what_others_asked(num_threads):
+    target, head = tiny.pair(None, **CONTEXT)
+    models = target, make_drafter(head, 3), head.params
+    server = parallel_engine.make_engine(*models, max_batch=2, num_threads=num_threads)
+    mine, other = (Request(prompt=[i], max_new_tokens=9, seed=0) for i in (3, 4))
+    number = server.add(mine)
+    assert dict(server.run([other])) == {0: alone(other, 3)}
+    outputs = []
     while server.has_work:
-        server.step()
-    assert len(dict(server.run([Request(prompt=[4], max_new_tokens=2)]))) == 1
+        outputs += server.step()
+    assert [(output.request_id, output.answer) for output in outputs] == [(number, alone(mine, 3))]
+    # what a loop left is nobody's any more
+    answers = server.run([mine, dataclasses.replace(other, max_new_tokens=500)])
+    next(answers)
+    answers.close()
+    assert dict(server.run([other, mine])) == {0: alone(other, 3), 1: alone(mine, 3)}
+    assert not server.has_work
 
 
 def test_who_stops_listening_leaves_nothing_behind():

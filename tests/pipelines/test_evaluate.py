@@ -61,7 +61,7 @@ def test_a_target_of_nan_is_not_measured():
         acceptance(broken, head, [[1, 2, 3]], 2, 5)
 
 
-def test_where_memory_is_short_fewer_prompts_are_decoded_at_a_time(monkeypatch):
+def test_where_memory_is_short_fewer_prompts_are_decoded_at_a_time(monkeypatch, tmp_path):
     target, head = tiny.target(), tiny.head()
     prompts = [[1, 2, 3], [4], [5, 6], [7], [8]]
     want = acceptance(target, head, prompts, 2, 9)
@@ -77,5 +77,12 @@ def test_where_memory_is_short_fewer_prompts_are_decoded_at_a_time(monkeypatch):
     most = 2
     assert acceptance(target, head, prompts, 2, 9) == want and tried == [5, 3, 2]
     most = 0
-    with pytest.raises(InputError, match="eval: must fit the memory; got more; lower eval.max_new"):
+    with pytest.raises(InputError, match="eval: must fit the memory; got more; use shorter promp"):
         acceptance(target, head, prompts, 2, 9)
+    # which ends no training
+    run = build(Eagle3Run, RAW | {"eval": {"prompts": str(tmp_path / "p.jsonl")}}, "test")
+    (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [1, 2]}')
+    tokenizer = text.train_tokenizer(["user"], 300)
+    evaluate_head = evaluate.make_evaluator(run, target, tokenizer, [])
+    with pytest.warns(UserWarning, match="acceptance is not measured: eval: must fit the memory"):
+        assert evaluate_head(head)["acceptance_length"] is None

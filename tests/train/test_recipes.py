@@ -1,6 +1,7 @@
 """Recipes: defaults, former spellings, refusals."""
 
 import dataclasses
+import datetime
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,19 @@ BAD = [
         "placeholder.true_tokens: must be 0 with a confidence head, or with a part trained alone",
     ),
     ({"placeholder": {"true_tokens": 1.5}}, "placeholder.true_tokens: must lie in 0..1; got 1.5"),
+    (
+        {"data": {"source": "s", "chat_template_kwargs": {"day": datetime.date(2024, 7, 26)}}},
+        "data.chat_template_kwargs: must be what JSON has: names, text, numbers, true or false; ",
+    ),
+    (
+        {"data": {"source": "s", "chat_template_kwargs": {True: 1}}},
+        "data.chat_template_kwargs: must be what JSON has",
+    ),
+    (
+        {"data": {"source": "s", "chat_template_kwargs": "thinking"}},
+        "data.chat_template_kwargs: must be a mapping; got 'thinking'; write chat_template_kwargs: "
+        "{enable_thinking: false}, or null",
+    ),
     ({"markov": {"rank": 0}}, "markov.rank: must be 1 or more; got 0; use 256"),
     ({"markov": {"gated": True}}, "markov: rank must be given; got no rank"),
     (
