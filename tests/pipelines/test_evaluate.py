@@ -80,7 +80,11 @@ def test_where_memory_is_short_fewer_prompts_are_decoded_at_a_time(monkeypatch, 
     with pytest.raises(InputError, match="eval: must fit the memory; got more; use shorter promp"):
         acceptance(target, head, prompts, 2, 9)
     # which ends no training
-    run = build(Eagle3Run, RAW | {"eval": {"prompts": str(tmp_path / "p.jsonl")}}, "test")
+    run = build(
+        Eagle3Run,
+        RAW | {"eval": {"prompts": str(tmp_path / "p.jsonl"), "max_new_tokens": 9}},
+        "test",
+    )
     (tmp_path / "p.jsonl").write_text('{"prompt_token_ids": [1, 2]}')
     tokenizer = text.train_tokenizer(["user"], 300)
     evaluate_head = evaluate.make_evaluator(run, target, tokenizer, [])
