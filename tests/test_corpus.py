@@ -158,7 +158,7 @@ def test_lines_of_rows_in_a_folder_under_the_name_of_json(tmp_path):
     with pytest.raises(InputError, match="train.json:2: each line must be a JSON object"):
         corpus.read_corpus(tmp_path)
     alone = '{"name": "x", "text": "hi"}'  # as a package.json may be
-    for content in ('{"x": "text"}\n{}', '{"text": "a"', '{\n"text": "a"}', alone):
+    for content in ('{"x": "text"}\n{}', '{"text": "a"', '{\n"text": "a"}', alone, f"{alone}\n"):
         (tmp_path / "train.json").write_text(content)
         assert [d.text for d in corpus.read_corpus(tmp_path)] == [content]
 
@@ -168,6 +168,10 @@ def test_rows_that_source_code_has_for_its_tests_are_none(tmp_path):
     (tmp_path / "tests" / "data" / "x.jsonl").write_text('{"text": "a"}')
     (tmp_path / "code.py").write_text("x = 1")
     assert [d.name for d in corpus.read_corpus(tmp_path)] == ["code.py"]
+    (tmp_path / "train.jsonl").write_text('{"text": "b"}')  # where a data set has it
+    with pytest.raises(InputError, match="got code.py beside train.jsonl; name "):
+        corpus.read_corpus(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
     # texts without code are no source tree
     (tmp_path / "code.py").rename(tmp_path / "notes.txt")
     with pytest.raises(InputError, match="got notes.txt beside tests/data/x.jsonl; name "):

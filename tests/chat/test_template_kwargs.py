@@ -47,6 +47,24 @@ def test_they_reach_the_template(thinks):
         assert [encoded.text[a:b] for a, b in encoded.trained] == ["yes<|im_end|>"]
 
 
+def test_what_the_options_write_before_an_answer_is_its_header(tokenizer):
+    """Reasoning is trained with the tag that opens it, and not with what the prompt has."""
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}"
+        "{% if message.role == 'assistant' %}{% if quiet %}{{ '<quiet>' }}{% endif %}"
+        "{{ '<think>' ~ message.reasoning_content ~ '</think>' }}{% endif %}"
+        "{{ message.content ~ '<|eot|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% if quiet %}<quiet>{% endif %}{% endif %}"
+    )
+    answer = assistant("yes", reasoning_content="hm")
+    for quiet in (True, False):
+        said = document(messages=[user("hi"), answer], chat_template_kwargs={"quiet": quiet})
+        encoded = encode_document(tokenizer, said)
+        want = "<think>hm</think>yes<|eot|>"
+        assert encoded.text.endswith(f"<assistant>{'<quiet>' * quiet}{want}")
+        assert [encoded.text[a:b] for a, b in encoded.trained] == [want]
+
+
 def test_a_prompt_is_how_the_trained_text_begins(thinks):
     row = document(chat_template_kwargs=OFF)
     prompt = encode_turns(thinks, conversation_of(row, MESSAGES[:1]), "d:1")
