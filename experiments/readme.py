@@ -97,7 +97,7 @@ def _section(findings: Findings, pictures: Path) -> str:
     if len(positions[0]) > 2:
         parts += ["Accepted where all drafts before were, by position, in percent:"]
         parts.append(markdown(positions))
-    everywhere = chances(findings)
+    everywhere = chances(findings, intervals=False)
     if len(everywhere[0]) > 2:
         parts += [f"{CHANCES}:", markdown(everywhere)]
     others = other_measurements(findings)

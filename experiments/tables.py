@@ -12,8 +12,8 @@ from experiments.statistics import Comparison, Interval, holm, interval
 VERDICTS = ("better", "worse", "within noise", "one seed only")
 Table = list[list[str]]  # the first row is the head
 CHANCES = (
-    "Chance of a draft behind accepted ones, as the mean over all places of the texts, in percent, "
-    "with the difference to the reference in points"
+    "Chance of a draft behind accepted ones, as the mean over all places of the texts, in percent; "
+    "in brackets the difference to the reference in points"
 )
 
 
@@ -170,10 +170,11 @@ def conditional(findings: Findings) -> Table:
     return table
 
 
-def chances(findings: Findings) -> Table:
+def chances(findings: Findings, *, intervals: bool = True) -> Table:
     """Chances of drafts behind accepted ones, at all places of the texts, by position.
 
-    Each with the difference to the reference, and its 95 % interval in percentage points.
+    Each with the difference to the reference in percentage points, and its 95 % interval if
+    `intervals`; without one, a difference within noise has an equals sign.
     """
     width = max((len(variant.chances) for variant in findings.variants), default=0)
     table = [[findings.experiment.axis, *(str(position + 1) for position in range(width))]]
@@ -182,8 +183,13 @@ def chances(findings: Findings) -> Table:
             continue
         cells = [f"{100 * chance:.0f}" for chance in variant.chances]
         for i, comparison in enumerate(variant.chances_against):
-            if comparison.verdict != VERDICTS[-1]:
+            if comparison.verdict == VERDICTS[-1]:
+                continue
+            if intervals:
                 cells[i] += f": {_share_difference(comparison)}"
+            else:
+                sign = "=, " if comparison.verdict == "within noise" else ""
+                cells[i] += f" ({sign}{100 * comparison.difference:+.0f})"
         table.append([variant.name, *cells, *([""] * (width - len(cells)))])
     return table
 
