@@ -99,7 +99,7 @@ def _section(findings: Findings, pictures: Path) -> str:
         parts.append(markdown(positions))
     everywhere = chances(findings, intervals=False)
     if len(everywhere[0]) > 2:
-        parts += [f"{CHANCES}:", markdown(everywhere)]
+        parts += [textwrap.fill(f"{CHANCES}:", COLUMNS), markdown(everywhere)]
     others = other_measurements(findings)
     if len(others[0]) > 1:
         parts += ["Acceptance length, other measurements:", markdown(others)]
