@@ -161,7 +161,10 @@ def position_differences(
     axis.set_xticks(range(1, max(len(v.against_by_position) for v in variants) + 1))
     axis.grid(False, axis="x")
     axis.set_title(f"By position, minus {findings.experiment.reference}")
-    axis.legend(fontsize=8)
+    # many entries would hide what they name
+    is_beside = len(variants) > 4
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.02)} if is_beside else {}
+    axis.legend(fontsize=8, **beside)
 
 
 def _difference(
