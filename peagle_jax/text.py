@@ -112,12 +112,6 @@ def _check_json_object(path: Path) -> None:
         raise InputError(path, "must be a JSON object", type(content).__name__, next_step)
 
 
-def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every prompt: a begin-of-sequence token, or nothing."""
-    ids = list(tokenizer("")["input_ids"])
-    return ids[: -1 if ids[-1:] == [tokenizer.eos_token_id] else None]
-
-
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab: int, where: str | Path) -> None:
     """Checks that an embedding has a row for every token.
 

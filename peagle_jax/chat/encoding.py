@@ -92,12 +92,17 @@ def conversation_of(
     return Conversation(said, document.tools, document.chat_template_kwargs)
 
 
+def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every prompt: a begin-of-sequence token, or nothing."""
+    ids = list(tokenizer("")["input_ids"])
+    return ids[: -1 if ids[-1:] == [tokenizer.eos_token_id] else None]
+
+
 def has_first_tokens(tokenizer: PreTrainedTokenizerBase, document: Document) -> bool:
     """Whether a text that was rendered begins with what the tokenizer puts before texts."""
     if not document.special_tokens:
         return False
-    first = list(tokenizer("")["input_ids"])
-    spelled = str(tokenizer.decode(first[: -1 if first[-1:] == [tokenizer.eos_token_id] else None]))
+    spelled = str(tokenizer.decode(first_tokens(tokenizer)))
     return bool(spelled) and document.plain.startswith(spelled)
 
 

@@ -11,7 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text
 from peagle_jax.bench.suite import repeated_share
-from peagle_jax.chat.encoding import conversation_of, encode_turns, has_first_tokens
+from peagle_jax.chat.encoding import (
+    conversation_of,
+    encode_turns,
+    first_tokens,
+    has_first_tokens,
+)
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.memory import LacksMemoryError
 from peagle_jax.decode.requests import (
@@ -135,7 +140,7 @@ def held_out_prompts(
       count: prompts at most.
       length: tokens of a prompt.
     """
-    first = text.first_tokens(tokenizer)
+    first = first_tokens(tokenizer)
     texts = (d.text for d in documents if d.text is not None and len(d.text) >= 4 * length)
     excerpts: list[np.ndarray] = []
     while some := list(itertools.islice(texts, TEXTS_AT_ONCE)):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import corpus, text
 from peagle_jax.chat.apply_template import TEMPLATE_OPTION, check_template_kwargs
+from peagle_jax.chat.encoding import first_tokens
 from peagle_jax.checkpoints.target_io import context_of, load_target, target_hash
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts
@@ -359,7 +360,7 @@ def _excerpts(
     sizes = np.array([len(ids) - length for ids in encoded], np.float64)
     picks = document_rng.choice(len(encoded), options.num_samples, p=sizes / sizes.sum())
     excerpts = []
-    first = text.first_tokens(tokenizer)
+    first = first_tokens(tokenizer)
     for i in picks:
         begin = int(place_rng.integers(len(encoded[i]) - length))
         ids = encoded[i][begin : begin + length].tolist()
