@@ -207,7 +207,7 @@ def check_request(
     check_sampling(*options, request.seed or 0, request.min_p)
     _check_penalties(request, config.vocab)
     _check_prompt(where, request.prompt, config, request.max_new_tokens, k, cache_size)
-    for token in request.stop_ids or ():
+    for token in () if request.stop_ids is None else request.stop_ids:
         if not 0 <= token < config.vocab:
             rule = f"token ids must lie in 0..{config.vocab - 1}"
             raise InputError("stop_ids", rule, token, "use the target's own tokenizer")
@@ -234,7 +234,8 @@ def _check_types(where: str, request: Request) -> None:
     if request.logit_bias is not None and not isinstance(request.logit_bias, Mapping):
         got = type(request.logit_bias).__name__
         raise InputError(where, "logit_bias maps token ids to numbers", got, "write {11: -100.0}")
-    ids = {"a token of the prompt": request.prompt, "a stop token": request.stop_ids or ()}
+    stop_ids = () if request.stop_ids is None else request.stop_ids  # an array has no truth value
+    ids = {"a token of the prompt": request.prompt, "a stop token": stop_ids}
     whole = [(name, value, encode) for name, values in ids.items() for value in values]
     for name in ("max_new_tokens", "top_k", "seed"):
         if getattr(request, name) is not None:
