@@ -143,12 +143,14 @@ def generate(arguments: argparse.Namespace) -> int:
         write_jsonl(arguments.out, rows)
     elif not arguments.stream:
         for row in rows:
-            say(row.get("text", row["output_token_ids"]))
+            if "error" not in row:
+                say(row.get("text", row["output_token_ids"]))
     _print_acceptance_length(rows)
-    failed = [i for i, row in enumerate(rows) if "error" in row]
-    for i in failed:
-        print(f"peagle: {names[i]}: {rows[i]['error']}", file=sys.stderr)
-    return 1 if failed else 0
+    errors = [(name, row["error"]) for name, row in zip(names, rows, strict=True) if "error" in row]
+    for name, error in errors:
+        # a prompt that cannot be served is named by its error already
+        print(f"peagle: {error if error.startswith(name) else f'{name}: {error}'}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _logit_bias(pairs: Sequence[str]) -> dict[int, float]:

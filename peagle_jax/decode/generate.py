@@ -2,7 +2,7 @@
 
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from peagle_jax.checkpoints.pair import check_fit
@@ -33,9 +33,17 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    logprobs: bool = False,
     seed: int | Sequence[int] = 0,
     sample_drafts: bool = True,
     stop_ids: Sequence[int] | None = None,
+    stop: Sequence[str] | None = None,
+    tokenizer: Any = None,
     cache_size: int | None = None,
     draft_params: Any = None,
     prefill_chunk: int | None = PREFILL_CHUNK,
@@ -61,11 +69,15 @@ def generate(
       temperature: 0 decodes greedily.
       top_k: sample among the k most probable tokens; 0 for all.
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
+      min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs: of every
+        answer, as `Request` explains them.
       seed: one per prompt; or a single one, from which prompt i takes seed + i.
       sample_drafts: at a temperature above 0, sample the drafts (True) or draft argmaxes (False).
         The target's distribution is kept either way.
       stop_ids: an answer ends with the first of these. None takes the target's end-of-sequence
         tokens, () takes none.
+      stop: an answer ends where its text has one of these strings; needs the tokenizer.
+      tokenizer: the target's; with it answers have their `text`.
       cache_size: positions that the target's KV cache may grow to. None: as many as needed.
       draft_params: parameters of a `Drafter`; unused with a draft head, which has its own.
       prefill_chunk: the most tokens of each prompt in one forward. None takes whole prompts, or 512
@@ -109,8 +121,15 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            logprobs=logprobs,
             seed=row_seed,
             stop_ids=stop_ids,
+            stop=stop,
         )
         for prompt, row_seed in zip(prompts, seeds, strict=True)
     ]
@@ -128,6 +147,7 @@ def generate(
         prefill_chunk=prefill_chunk,
         sliding_cache=sliding_cache,
         sample_drafts=sample_drafts,
+        tokenizer=tokenizer,
     )
     longest = sorted(requests, key=lambda request: len(request.prompt))[-max_batch:]
     engine.check_memory(longest)

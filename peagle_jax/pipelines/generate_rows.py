@@ -9,9 +9,10 @@ from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.engine import PREFILL_CHUNK
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.parallel_engine import make_engine
-from peagle_jax.decode.requests import Generation, Request, check_prompts, check_request
+from peagle_jax.decode.requests import Generation, Request, check_request, failed_answer
 from peagle_jax.progress import ProgressReport
-from peagle_jax.types import Model
+from peagle_jax.targets.config import TargetConfig
+from peagle_jax.types import InputError, Model
 
 HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes bytes to that are no character yet
 
@@ -66,10 +67,10 @@ def generate_rows(
 
     Returns:
       One row per prompt, in order. Its counters are named as vLLM names them. A row whose
-      `finish_reason` is "error" says in `error` why.
+      `finish_reason` is "error" says in `error` why; the other prompts are answered.
 
     Raises:
-      InputError: see `generate`.
+      InputError: see `generate`; of prompts, where none can be answered.
     """
     drafter = None
     if head is not None:
@@ -95,13 +96,11 @@ def generate_rows(
             stop_ids=() if options.ignore_eos else None,
             stop=options.stop,
             stream=on_text is not None,
+            name=name,
         )
-        for i, prompt in enumerate(prompts)
+        for i, (name, prompt) in enumerate(zip(names, prompts, strict=True))
     ]
-    # before anything is decoded, so that a late prompt takes no answers with it
-    for name, request in zip(names, requests, strict=True):
-        check_request(name, request, target.config, k, None)
-    check_prompts(prompts, target.config, options.max_new_tokens, k, None)  # whether there are any
+    _check_requests(requests, target.config, k)
     engine = make_engine(
         target,
         drafter,
@@ -125,6 +124,20 @@ def generate_rows(
     return [rows[place] for place in range(len(prompts))]
 
 
+def _check_requests(requests: Sequence[Request], config: TargetConfig, k: int) -> None:
+    """Raises InputError where no request can be served, as with an option that all have."""
+    errors = []
+    for request in requests:
+        try:
+            check_request(request.name or "prompt", request, config, k, None)
+        except InputError as error:
+            errors.append(error)
+    if not requests:
+        raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
+    if len(errors) == len(requests):
+        raise errors[0]
+
+
 def _streamed(
     engine: BaseEngine, request: Request, tokenizer: Any, on_text: Callable[[str], None]
 ) -> Generation:
@@ -133,7 +146,10 @@ def _streamed(
     held_back = max((len(stop) for stop in request.stop_strings), default=1) - 1
     token_ids: list[int] = []
     num_shown = 0
-    engine.add(request)
+    try:
+        engine.add(request)
+    except InputError as error:
+        return failed_answer(request, str(error))
     while True:
         for output in engine.step():
             if output.answer is not None:

@@ -134,3 +134,14 @@ def test_a_second_call_of_one_function_that_a_template_forgets_is_refused(tokeni
     messages[1]["tool_calls"] = calls[:1]
     spans = trained_text(tokenizer, [*messages[:3], assistant("wet")])
     assert "Paris" in spans[0]
+
+
+def test_the_table_of_templates(monkeypatch):
+    """docs/chat_templates.md shows what is trained today."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts/generate")
+    import template_table
+
+    shown = template_table.PAGE.read_text(encoding="utf-8")
+    assert template_table.page(shown, template_table.table(PUBLISHED)) == shown
+    for name in PUBLISHED_ENDS:
+        assert f"| {name} | `First." in shown

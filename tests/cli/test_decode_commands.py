@@ -125,6 +125,35 @@ def test_a_stream_is_the_text_as_it_is_written(folders, peagle, tmp_path, monkey
     assert code == 2 and "--stream: prints to the terminal; got --out" in err
 
 
+@pytest.mark.parametrize("option", ["", "--stream"])
+def test_a_prompt_that_does_not_fit_leaves_the_others_their_answers(
+    option, folders, peagle, tmp_path
+):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "def f"}, {"prompt_token_ids": [5] * 290}, {"prompt": "x = "}]
+    prompts.write_text("\n\n".join(map(json.dumps, rows)))
+    line = f"generate --target {folders}/target --prompts {prompts} --max-new-tokens 12"
+    code, out, err = peagle(f"{line} {option}")
+    assert code == 1
+    rule = "prompt + new tokens must fit the target's context of 300 tokens; got 290 + 12"
+    assert f"peagle: {prompts}:3: {rule}; shorten the prompt" in err
+    fitting = tmp_path / "fitting.jsonl"
+    fitting.write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 2)))
+    assert out == peagle(f"{line.replace(str(prompts), str(fitting))} {option}")[1]
+    if not option:
+        code, _, _ = peagle(f"{line} --out {tmp_path}/out.jsonl")
+        answers = read_rows(tmp_path / "out.jsonl")
+        assert code == 1 and [row["finish_reason"] for row in answers] == [
+            "length",
+            "error",
+            "length",
+        ]
+        assert rule in answers[1]["error"] and answers[1]["prompt_token_ids"] == [5] * 290
+    # where none can be answered there is nothing to write
+    code, out, err = peagle(f"{line} --out {tmp_path}/none.jsonl --max-new-tokens 299")
+    assert code == 2 and ".jsonl:1:" in err and not (tmp_path / "none.jsonl").exists()
+
+
 def test_every_option_of_sampling_reaches_the_request(folders, peagle, tmp_path):
     line = (
         f"generate --target {folders}/target --drafter {folders}/peagle -k 2 --prompt 'def f' "

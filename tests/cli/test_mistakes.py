@@ -1,6 +1,5 @@
 """Every mistake is one line on stderr with exit code 2, and leaves nothing half-written."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -112,10 +111,6 @@ PROMPT_FILES = {
     "prompts below a file": (f"{PROMPTS}/file/x", ["file/x", "readable"]),
     "empty prompt file": (f"{PROMPTS}/empty.jsonl", ["empty.jsonl", "at least one prompt"]),
     "not UTF-8": (f"{PROMPTS}/latin.jsonl", ["latin.jsonl", "UTF-8", "0xe9"]),
-    "a long prompt behind others": (
-        f"{PROMPTS}/late.jsonl --batch-size 1 --out {{tmp}}/answers.jsonl",
-        ["late.jsonl:4: prompt + new tokens must fit", "got 299 + 128; shorten the prompt"],
-    ),
     "no prompt file": (f"{PROMPTS}/no.jsonl", ["no.jsonl", "must exist"]),
 }
 BENCHES = {
@@ -214,8 +209,6 @@ def places(folders, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     (tmp_path / "file").write_text("")
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": ["a"]}\n')
-    long = json.dumps({"prompt_token_ids": [9] * 299})
-    (tmp_path / "late.jsonl").write_text(f'{{"prompt": "def"}}\n\n{{"prompt": "x"}}\n{long}\n')
     (tmp_path / "turns.jsonl").write_text('{"turns": "hello"}\n')
     (tmp_path / "run.yaml").write_text("task: lm\nout: x\nspeed: 3\n")
     (tmp_path / "lacking.yaml").write_text("task: lm\nout: x\n")

@@ -14,7 +14,7 @@ import torch
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from peagle_jax.decode.engine import Engine
-from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.penalties import penalize, penalties_of
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.sampling import probabilities, sampling_params
@@ -113,6 +113,55 @@ def test_greedy_answers(k, method):
         assert answer.output_token_ids == want
     # what penalties and biases are for
     assert set(answer.output_token_ids) == {11}
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "min_p": 1.0},
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.9},
+        {"frequency_penalty": 0.9},
+        {"logit_bias": {7: 3.5, 30: -100.0}},
+        {"logprobs": True},
+        {"tokenizer": Letters()},
+        {"tokenizer": Letters(), "stop": "an answer's own"},
+    ],
+)
+def test_every_option_of_generate_reaches_its_requests(options):
+    """What it answers is what an engine answers to such requests, and not what none would have."""
+    prompts, limits = [[3, 14, 15], [8]], {"max_new_tokens": 25, "stop_ids": ()}
+    alike = {"num_threads": 1}  # other sums have other last bits of log-probabilities
+
+    def answers(**changed):
+        return generate(
+            tiny.target(), tiny.head(), prompts, k=4, seed=3, **limits, **alike, **changed
+        )
+
+    plain = answers()
+    if "stop" in options:
+        options["stop"] = Letters().decode(plain[0].output_token_ids[9:12])
+    tokenizer = options.get("tokenizer")
+    asked = {name: value for name, value in options.items() if name != "tokenizer"}
+    drafter, params = make_drafter(tiny.head(), 4), tiny.head().params
+    engine = Engine(tiny.target(), drafter, params, max_batch=2, tokenizer=tokenizer)
+    requests = [
+        Request(prompt=prompt, seed=3 + i, **limits, **asked) for i, prompt in enumerate(prompts)
+    ]
+    want = dict(engine.run(requests))
+    got = answers(**options)
+    assert got == [want[0], want[1]]
+    if "temperature" not in options:  # a token whose share is the largest one is the greedy one
+        assert got != plain
+    else:
+        assert got[0].output_token_ids == plain[0].output_token_ids
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
