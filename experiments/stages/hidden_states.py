@@ -7,7 +7,8 @@ from experiments.budgets import AnswerOptions, Budget
 from experiments.stages.answers import answers_stage
 from experiments.stages.cache import Log, Stage
 from experiments.stages.target import target_stage
-from peagle_jax.pipelines.extract import ExtractionOptions, extract_hidden_states
+from peagle_jax.pipelines.extract import extract_hidden_states
+from peagle_jax.pipelines.extraction_options import ExtractionOptions
 
 FOLDER = "hidden_states"  # within the stage's folder
 

@@ -208,7 +208,7 @@ def load_target(
                 "fp8",
                 rule="one device holds the whole of an FP8 target",
                 got="a mesh",
-                next_step="leave out fp8, or the mesh",
+                next_step="leave out fp8, or --tensor-parallel-size",
             )
         stored = {
             name.replace(TEXT_PART, "model.", 1): t

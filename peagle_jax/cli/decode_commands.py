@@ -46,14 +46,17 @@ def _print_plan(budget: str, out: Path, from_scratch: bool) -> None:
 
 
 def precision(arguments: argparse.Namespace) -> dict:
-    """What --dtype and --kv-cache-dtype mean to the loaders."""
+    """What --dtype, --kv-cache-dtype and --tensor-parallel-size mean to the loaders."""
     import jax.numpy as jnp
+
+    from peagle_jax.targets.sharding import parallel_mesh
 
     fp8 = arguments.dtype == "fp8"
     return {
         "dtype": jnp.dtype("bfloat16" if fp8 else arguments.dtype),  # fp8: around its matrices
         "fp8": fp8,
         "kv_cache_dtype": jnp.float8_e4m3fn if arguments.kv_cache_dtype == "fp8" else None,
+        "mesh": parallel_mesh(arguments.tensor_parallel_size),
     }
 
 

@@ -10,6 +10,7 @@ from peagle_jax.cli.parser import (
     add_server,
     add_target,
     add_template_kwargs,
+    add_tensor_parallel_size,
 )
 
 BENCH_KS = "1,3,5,7,11"
@@ -160,6 +161,7 @@ def add_generate(parser: Parser) -> None:
         help="print the text as it is written, one prompt after the other",
     )
     add_precision(parser)
+    add_tensor_parallel_size(parser)
     parser.add_argument(
         "--batch-size",
         metavar="N",
@@ -294,6 +296,7 @@ def add_bench(parser: Parser) -> None:
         help="rounds; the table shows their medians, and of a server every round",
     )
     add_precision(parser)
+    add_tensor_parallel_size(parser)
     parser.add_argument(
         "--out",
         metavar="DIR",

@@ -146,6 +146,17 @@ def add_special_tokens(parser: Parser) -> None:
     )
 
 
+def add_tensor_parallel_size(parser: Parser) -> None:
+    """The devices of a command that reads a target."""
+    parser.add_argument(
+        "--tensor-parallel-size",
+        metavar="N",
+        type=int,
+        default=1,
+        help="devices over which the target's heads, MLPs, experts and vocabulary are spread",
+    )
+
+
 def add_precision(parser: Parser) -> None:
     """The dtypes of a command that decodes."""
     parser.add_argument(

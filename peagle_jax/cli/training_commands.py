@@ -178,10 +178,14 @@ def regenerate(arguments: argparse.Namespace) -> int:
         server=arguments.server,
         server_model=arguments.server_model,
         dtype=arguments.dtype or "float32",
+        tensor_parallel_size=arguments.tensor_parallel_size,
     )
-    if arguments.dtype is not None and arguments.server is not None:
-        rule, next_step = "is of a target that writes here", "leave out --dtype or --server"
-        raise InputError("--dtype", rule, f"--server {arguments.server}", next_step)
+    ours = {"--dtype": arguments.dtype is not None}
+    ours["--tensor-parallel-size"] = arguments.tensor_parallel_size != 1
+    for option, is_given in ours.items():
+        if is_given and arguments.server is not None:
+            rule, next_step = "is of a target that writes here", f"leave out {option} or --server"
+            raise InputError(option, rule, f"--server {arguments.server}", next_step)
     if arguments.server_model is not None and arguments.server is None:
         rule, next_step = "is the target's name at a server", "give --server, or leave it out"
         raise InputError("--server-model", rule, "no --server", next_step)
@@ -195,7 +199,8 @@ def regenerate(arguments: argparse.Namespace) -> int:
 
 def extract(arguments: argparse.Namespace) -> int:
     """Stores a target's hidden states on a corpus."""
-    from peagle_jax.pipelines.extract import ExtractionOptions, extract_hidden_states
+    from peagle_jax.pipelines.extract import extract_hidden_states
+    from peagle_jax.pipelines.extraction_options import ExtractionOptions
 
     aux_layers = None
     if arguments.aux_hidden_state_layers is not None:
@@ -211,6 +216,8 @@ def extract(arguments: argparse.Namespace) -> int:
         rows_per_shard=arguments.rows_per_shard,
         dtype=arguments.dtype,
         compute_dtype=arguments.compute_dtype,
+        data_parallel_size=arguments.data_parallel_size,
+        tensor_parallel_size=arguments.tensor_parallel_size,
         max_chars=arguments.max_chars,
         held_out=arguments.held_out,
         seed=arguments.seed,

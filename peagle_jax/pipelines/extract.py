@@ -3,6 +3,7 @@
 The same command resumes an interrupted extraction.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from peagle_jax import text, weights
@@ -24,14 +26,15 @@ from peagle_jax.pipelines.extraction_folder import (
     locked_folder,
     read_old_index,
 )
+from peagle_jax.pipelines.extraction_options import ExtractionOptions
 from peagle_jax.pipelines.temporary_folder import temporary_folder
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import versions
 from peagle_jax.targets import read_config
+from peagle_jax.targets.sharding import mesh_of, parallel_mesh
 from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
-from peagle_jax.train.data import PACKINGS, PackedRows
+from peagle_jax.train.data import PackedRows
 from peagle_jax.train.hidden_state_store import (
-    DTYPES,
     FORMAT_VERSION,
     FP8,
     INDEX,
@@ -43,6 +46,7 @@ from peagle_jax.train.hidden_state_store import (
     write_shard,
 )
 from peagle_jax.train.hidden_states import compute_hidden_states
+from peagle_jax.train.mesh import put_rows, unused_devices
 from peagle_jax.types import Batch, InputError, Model, Params
 
 DEFAULT_SEQ_LEN = 2048  # if the target's context is as long
@@ -50,67 +54,6 @@ SHARD_BYTES = 1 << 30  # at most, by default: a shard is held in memory until it
 
 # (params, tokens, segment ids) -> tensors of a shard, and the largest numbers in two of them
 Forward = Callable[[Params, np.ndarray, np.ndarray], tuple[dict[str, jax.Array], jax.Array]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtractionOptions:
-    """What to compute, and how to store it. The corpus is read as a training run reads it.
-
-    Attributes:
-      source: the corpus, as `corpus.stream_corpus` takes it.
-      aux_hidden_state_layers: ascending; None: those that vLLM chooses for the target.
-      seq_len: tokens of a packed row; None: 2048, or the target's context if that is shorter.
-      packing: how documents become rows, one of `data.PACKINGS`.
-      batch_size: rows of a forward.
-      rows_per_shard: None: as many batches as make 1 GiB.
-      dtype: of the stored numbers.
-      compute_dtype: of weights and of products' operands; also of activations, but on a CPU
-        these are float32.
-      max_chars: a random choice of documents of about so many characters; None: all.
-      bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
-      chat_template_kwargs, special_tokens: as of `corpus.stream_corpus`.
-      held_out: share of documents that are left out.
-      seed: of the random choice.
-
-    Raises:
-      InputError: a value is out of range; the message names the command line's option.
-    """
-
-    source: str
-    aux_hidden_state_layers: tuple[int, ...] | None = None
-    seq_len: int | None = None
-    packing: str = "cut"
-    batch_size: int = 8
-    rows_per_shard: int | None = None
-    dtype: str = "bfloat16"
-    compute_dtype: str = "float32"
-    max_chars: int | None = None
-    bad_rows: str = "refuse"
-    chat_template_kwargs: dict[str, Any] | None = None
-    special_tokens: bool = False
-    held_out: float = 0.05
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        minima = {"seq_len": 4, "batch_size": 1, "rows_per_shard": 1, "max_chars": 1, "seed": 0}
-        for key, minimum in minima.items():
-            value = getattr(self, key)
-            if value is not None and value < minimum:
-                option = f"--{key.replace('_', '-')}"
-                next_step = f"give {minimum} or more"
-                raise InputError(option, f"must be {minimum} or more", value, next_step)
-        if not 0 <= self.held_out < 1:
-            rule = "must lie in 0..1, and below 1"
-            raise InputError("--held-out", rule, self.held_out, "give a share such as 0.05")
-        allowed = {
-            "dtype": DTYPES,
-            "compute_dtype": ("float32", "bfloat16"),
-            "packing": PACKINGS,
-        }
-        for key, values in allowed.items():
-            if getattr(self, key) not in values:
-                option, rule = f"--{key.replace('_', '-')}", f"must be one of {', '.join(values)}"
-                raise InputError(option, rule, getattr(self, key), f"use {option} {values[1]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +108,9 @@ def extract_hidden_states(
         `options.dtype`.
     """
     old_index = read_old_index(out)
+    mesh = parallel_mesh(options.tensor_parallel_size, options.data_parallel_size)
+    if unused := unused_devices(mesh, "give --data-parallel-size"):
+        say(unused)
     folder = weights.find_folder(target)
     settings, tokenizer = _settings(target, folder, options)
     if old_index is not None:
@@ -173,11 +119,13 @@ def extract_hidden_states(
     # for as long as this process needs it: its numbers come into the shards
     with temporary_folder() as temporary:
         rows = _read_rows(tokenizer, options, settings["seq_len"], temporary / "corpus", say)
-        return _extract(folder, rows, settings, old_index, out, say, command)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return _extract(folder, mesh, rows, settings, old_index, out, say, command)
 
 
 def _extract(
     folder: Path,
+    mesh: Mesh | None,
     rows: PackedRows,
     settings: dict[str, Any],
     old_index: HiddenStateIndex | None,
@@ -197,6 +145,7 @@ def _extract(
             folder,
             aux_hidden_state_layers=index.aux_hidden_state_layers,
             dtype=jnp.dtype(index.compute_dtype),
+            mesh=mesh,
         )
         with locked_folder(out, index):
             # another process may have begun the folder in the meantime
@@ -373,7 +322,7 @@ def _compile_forward(model: Model, rows: PackedRows, index: HiddenStateIndex) ->
         scales = {"aux_scales": aux_scales, "hidden_scales": hidden_scales}
         return {"aux_hidden_states": aux_hidden_states, "hidden": hidden} | scales, largest
 
-    example = _padded(rows, range(1), index.batch_size)
+    example = put_rows(_padded(rows, range(1), index.batch_size), mesh_of(model.params))
     return jax.jit(forward).lower(model.params, *example).compile()
 
 
@@ -390,12 +339,15 @@ def _computed_batches(
     work at the same time.
     """
 
+    mesh = mesh_of(model.params)
+
     def launch() -> Iterator[tuple[int, range, tuple]]:
         for shard in missing:
             shard_rows = index.rows_of(shard)
             for first in range(shard_rows.start, shard_rows.stop, index.batch_size):
                 picks = range(first, min(first + index.batch_size, shard_rows.stop))
-                yield shard, picks, forward(model.params, *_padded(rows, picks, index.batch_size))
+                padded = put_rows(_padded(rows, picks, index.batch_size), mesh)
+                yield shard, picks, forward(model.params, *padded)
 
     launched = launch()
     current = next(launched)

@@ -34,6 +34,7 @@ from peagle_jax.pipelines.answer_writers import EngineWriter, ServerWriter, Writ
 from peagle_jax.pipelines.regenerate_conversations import rewrite
 from peagle_jax.pipelines.temporary_folder import temporary_folder
 from peagle_jax.progress import ProgressReport
+from peagle_jax.targets.sharding import parallel_mesh
 from peagle_jax.train.document_file import DocumentFile, DocumentWriter
 from peagle_jax.types import InputError, Model
 
@@ -63,6 +64,7 @@ class RegenerationOptions:
       chat_template_kwargs: as of `corpus.stream_corpus`; rows keep them for training.
       special_tokens: as of `corpus.stream_corpus`, of texts that are continued.
       dtype: "float32" or "bfloat16", of the target's weights where it writes here.
+      tensor_parallel_size: devices over which it is spread then.
     """
 
     source: str | None
@@ -80,6 +82,7 @@ class RegenerationOptions:
     chat_template_kwargs: dict[str, Any] | None = None
     special_tokens: bool = False
     dtype: str = "float32"
+    tensor_parallel_size: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +212,7 @@ def _answer_conversations(
     writer: Writer
     limits = options.max_new_tokens, options.batch_size
     if options.server is None:
-        target = _load_target(target_folder, tokenizer, options.dtype)
+        target = _load_target(target_folder, tokenizer, options)
         writer, name = EngineWriter(target, tokenizer, *limits), target_hash(target_folder)
     else:
         writer = ServerWriter(options.server, options.server_model, *limits)
@@ -265,7 +268,7 @@ def _continue_excerpts(
 ) -> Regenerated:
     total = options.num_samples or DEFAULT_EXCERPTS
     _check_context(target_folder, options, options.prompt_tokens)
-    target = _load_target(target_folder, tokenizer, options.dtype)
+    target = _load_target(target_folder, tokenizer, options)
     chosen = _excerpts(tokenizer, texts, dataclasses.replace(options, num_samples=total))
     excerpts = [ids for _, ids in chosen]
     check_prompts(excerpts, target.config, options.max_new_tokens, 0, None)
@@ -373,8 +376,15 @@ def _excerpts(
 # ---------------------------------------------------------------- both
 
 
-def _load_target(folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: str) -> Model:
-    target = load_target(folder, aux_hidden_state_layers=(), dtype=jnp.dtype(dtype))
+def _load_target(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, options: RegenerationOptions
+) -> Model:
+    target = load_target(
+        folder,
+        aux_hidden_state_layers=(),
+        dtype=jnp.dtype(options.dtype),
+        mesh=parallel_mesh(options.tensor_parallel_size),
+    )
     text.check_vocabulary(tokenizer, target.config.vocab, folder)
     return target
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from peagle_jax.layers.moe import AXIS
-from peagle_jax.types import KVCache, Params
+from peagle_jax.types import InputError, KVCache, Params
 
 # The axes of a mesh: rows of a batch; rows and matrices; heads, MLPs and experts.
 DATA, FSDP, MODEL = "data", "fsdp", AXIS
@@ -44,6 +44,33 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     return Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def parallel_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh | None:
+    """A mesh over the first devices of this process; None for one device.
+
+    Args:
+      tensor_parallel_size: devices that share heads, MLPs, experts and vocabulary.
+      data_parallel_size: groups of so many devices that share the rows of a batch.
+
+    Raises:
+      InputError: a size is below 1, or there are too few devices.
+    """
+    sizes = {"--tensor-parallel-size": tensor_parallel_size}
+    sizes |= {"--data-parallel-size": data_parallel_size}
+    for option, size in sizes.items():
+        if size < 1:
+            raise InputError(option, "must be 1 or more", size, f"give {option} 1")
+    devices, size = jax.devices(), tensor_parallel_size * data_parallel_size
+    if size > len(devices):
+        options = [option for option, size in sizes.items() if size > 1]
+        rule = f"a target is spread over at most the {len(devices)} devices there are"
+        raise InputError(" x ".join(options), rule, size, "give less, or start with more devices")
+    if size == 1:
+        return None
+    shape = data_parallel_size, 1, tensor_parallel_size
+    types = (AxisType.Auto,) * 3
+    return Mesh(np.asarray(devices[:size]).reshape(shape), (DATA, FSDP, MODEL), axis_types=types)
 
 
 def spec(path: str, shape: tuple[int, ...], config: HasHeads, axis_size: int) -> P:

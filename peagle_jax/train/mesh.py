@@ -50,15 +50,15 @@ def make_training_mesh(config: MeshConfig) -> Mesh | None:
     return Mesh(np.asarray(devices[:wanted]).reshape(sizes), (DATA, FSDP, MODEL), axis_types=types)
 
 
-def unused_devices(mesh: Mesh | None) -> str | None:
+def unused_devices(mesh: Mesh | None, use: str = "set mesh in the recipe") -> str | None:
     """What to tell of devices that a run does not use; None where it uses all.
 
-    A CPU has as many as somebody simulates.
+    A CPU has as many as somebody simulates. `use` says what would use them.
     """
     num_used, num_all = 1 if mesh is None else mesh.size, len(jax.devices())
     if num_used == num_all or jax.devices()[0].platform == "cpu":
         return None
-    return f"{num_used} of {num_all} devices are used: set mesh in the recipe to use others"
+    return f"{num_used} of {num_all} devices are used: {use} to use others"
 
 
 def on_mesh(model: Model, mesh: Mesh | None) -> Model:

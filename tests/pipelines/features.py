@@ -9,7 +9,8 @@ import tiny
 from peagle_jax import corpus, text
 from peagle_jax.checkpoints.target_io import save_target
 from peagle_jax.pipelines import extract as room
-from peagle_jax.pipelines.extract import ExtractionOptions, extract_hidden_states
+from peagle_jax.pipelines.extract import extract_hidden_states
+from peagle_jax.pipelines.extraction_options import ExtractionOptions
 from peagle_jax.train.data import pack
 from peagle_jax.types import InputError
 
