@@ -26,7 +26,6 @@ from peagle_jax import Generation, Request, acceptance_length, corpus, load_pair
 from peagle_jax.bench.answer_statistics import mean_acceptance_length, repeated_share
 from peagle_jax.checkpoints.pair import load_drafter_for
 from peagle_jax.decode.generate import make_drafter
-from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.pipelines.budgets import HELD_OUT
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.progress import ProgressReport
