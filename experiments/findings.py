@@ -4,7 +4,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from experiments.base import Experiment, Variant
-from experiments.statistics import Comparison, Interval, compare, counts, interval, per_position
+from experiments.statistics import (
+    Comparison,
+    Interval,
+    compare,
+    counts,
+    interval,
+    mean_over_prompts,
+    per_position,
+)
 from experiments.texts import OPEN, STRUCTURED
 
 # keys of a row -> what several values of them are
@@ -29,6 +37,7 @@ class Finding:
       x: place on the axis of a curve.
       method: "peagle", "eagle3" or "eagle".
       length: acceptance length; None where nothing can be said, and a note tells why.
+      mean_over_prompts: the mean of the prompts' own acceptance lengths; None as `length`.
       groups: acceptance length by group of kinds of text.
       positions: share of all drafts that was accepted at each position, 0..1.
       against: comparison with the reference; None for the reference itself.
@@ -44,6 +53,7 @@ class Finding:
     x: float | None
     method: str
     length: Interval | None = None
+    mean_over_prompts: float | None = None
     groups: Mapping[str, Interval] = dataclasses.field(default_factory=dict)
     positions: tuple[float, ...] = ()
     against: Comparison | None = None
@@ -130,7 +140,11 @@ def _finding(
         if prompts and (total.num_drafts[:, prompts].sum(1) > 0).all():
             groups[group] = interval(rows, kinds=kinds)
     finding = dataclasses.replace(
-        finding, length=interval(rows), groups=groups, positions=tuple(per_position(rows))
+        finding,
+        length=interval(rows),
+        mean_over_prompts=mean_over_prompts(rows),
+        groups=groups,
+        positions=tuple(per_position(rows)),
     )
     has_chances = _has_chances(rows)
     if has_chances:

@@ -187,6 +187,13 @@ def pooled(rows: Sequence[Row], *, measurement: int = 0, kinds: Sequence[str] = 
     return float(1 + total.num_accepted.sum() / total.num_drafts.sum())
 
 
+def mean_over_prompts(rows: Sequence[Row]) -> float:
+    """The mean of the prompts' own acceptance lengths, where the pooled one weighs their steps."""
+    total = counts(rows)
+    drafted = total.num_drafts > 0
+    return float(1 + (total.num_accepted.sum(2)[drafted] / total.num_drafts[drafted]).mean())
+
+
 def per_position(
     rows: Sequence[Row],
     *,

@@ -6,7 +6,14 @@ from made_rows import made
 from scipy.stats import t as student_t
 
 from experiments import statistics
-from experiments.statistics import compare, counts, interval, per_position, pooled
+from experiments.statistics import (
+    compare,
+    counts,
+    interval,
+    mean_over_prompts,
+    per_position,
+    pooled,
+)
 from experiments.texts import KINDS, OPEN
 
 
@@ -47,6 +54,7 @@ def test_pooled_by_hand():
     ]
     assert pooled(rows) == pytest.approx(1 + 31 / 80)
     assert per_position(rows) == pytest.approx([25 / 80, 6 / 80])
+    assert mean_over_prompts(rows) == pytest.approx(1 + (0.6 + 0.3 + 0.6 + 0.2) / 4)
     assert pooled(rows, kinds=OPEN) == pytest.approx(1 + 13 / 50)
     found = interval(rows)
     assert found.value == pooled(rows) and found.by_seed == pytest.approx(
@@ -55,6 +63,11 @@ def test_pooled_by_hand():
     assert found.deviation == pytest.approx(
         np.std([1.375, 1.4], ddof=1)
     ) and found.range == pytest.approx((1.375, 1.4))
+
+
+def test_a_prompt_without_drafts_has_no_acceptance_length():
+    rows = [run(0, [10, 0], [[5, 1], [0, 0]], ["json", "prose"], k=2)]
+    assert mean_over_prompts(rows) == pooled(rows) == pytest.approx(1.6)
 
 
 def test_another_measurement_is_read_when_asked_for():
