@@ -1,18 +1,15 @@
 """Continuous batching: each request is answered as if it were alone, whatever is beside it."""
 
-import asyncio
 import dataclasses
 
 import numpy as np
 import pytest
 import tiny
 
-from peagle_jax.decode import batch, growth, loop, memory, parallel_engine
+from peagle_jax.decode import batch, growth, memory, parallel_engine
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
-from peagle_jax.decode.serving import AsyncEngine
-from peagle_jax.decode.stop_strings import find_stop
 from peagle_jax.types import InputError
 
 CONTEXT = {"context": 640}
@@ -351,129 +348,3 @@ def test_requests_wait_for_memory(monkeypatch):
         most = max(most, server.num_running)
     assert most == 1
     assert [answers[i] for i in range(5)] == [alone(r, 3) for r in requests]
-
-
-# ---------------------------------------------------------------- stop strings
-
-
-def test_find_stop():
-    letters = Letters()
-    ids = [0, 1, 2, 3, 1, 2]
-    assert find_stop(letters, ids, ["CD"]) == (4, "AB")
-    assert find_stop(letters, ids, ["CD", "B"]) == (2, "A")
-    assert find_stop(letters, ids, ["BC"], num_checked=1) == (3, "A")
-    assert find_stop(letters, ids, ["X", "DC"]) is None
-    assert find_stop(letters, [5], ["F"]) == (1, "")
-
-
-def test_stop_strings():
-    request = Request(prompt=[3, 14, 15], max_new_tokens=60)
-    whole = alone(request, 3)
-    text = Letters().decode(whole.output_token_ids, skip_special_tokens=True)
-    stop = text[17:19]
-    cut = text.index(stop)
-    server = make_engine(3, max_batch=2, tokenizer=Letters())
-    answers = dict(server.run([dataclasses.replace(request, stop=["??", stop]), request]))
-    assert answers[0].finish_reason == "stop" and answers[0].text == text[:cut]
-    assert answers[0].output_token_ids == whole.output_token_ids[: cut + 2]
-    assert len(answers[0].is_draft) == cut + 2
-    assert answers[1].text == text and answers[1].finish_reason == "length"
-    assert answers[0].num_drafts < whole.num_drafts
-
-
-@pytest.mark.parametrize("num_tree_nodes", [None, 6])
-def test_counters_of_a_stopped_answer_do_not_depend_on_neighbours(num_tree_nodes):
-    """Stops are looked for after each step where a neighbour streams, else after several."""
-    request = Request(prompt=[3, 14, 15], max_new_tokens=60)
-    (whole,) = dict(make_engine(3, num_tree_nodes=num_tree_nodes).run([request])).values()
-    text = Letters().decode(whole.output_token_ids, skip_special_tokens=True)
-    for place in (5, 12, 17, 40):
-        stopped = dataclasses.replace(request, stop=[text[place : place + 3]])
-        found = []
-        for stream in (False, True):
-            neighbour = Request(prompt=[9, 2], max_new_tokens=60, stream=stream)
-            options = {"num_tree_nodes": num_tree_nodes, "tokenizer": Letters(), "max_batch": 2}
-            found.append(dict(make_engine(3, **options).run([stopped, neighbour]))[0])
-        assert found[0] == found[1] and found[0].finish_reason == "stop"
-        # each step writes its accepted drafts and one token; the last one may reach past the end
-        written = 1 + found[0].num_drafts + found[0].num_accepted_tokens
-        assert 0 <= written - found[0].num_tokens <= 3
-        per_step = num_tree_nodes or 3
-        assert found[0].num_draft_tokens == per_step * found[0].num_drafts
-
-
-# ---------------------------------------------------------------- asyncio
-
-
-def test_tasks_share_an_engine():
-    requests = [dataclasses.replace(r, stream=True) for r in random_requests(9, seed=3)]
-    want = dict(make_engine(3, max_batch=3).run(requests))
-
-    async def listen(server, request):
-        tokens = []
-        async for output in server.stream(request):
-            tokens += output.new_token_ids
-            answer = output.answer
-        assert tokens == answer.output_token_ids
-        return answer
-
-    async def breaks(server, request):
-        async for _ in server.stream(request):
-            raise KeyError("the consumer's own mistake")
-
-    async def leaves(server, request):
-        stream = server.stream(request)
-        await anext(stream)
-        await stream.aclose()
-
-    async def main():
-        server = make_engine(3, max_batch=3)
-        async with AsyncEngine(server) as asynchronous:
-            results = await asyncio.gather(
-                *(listen(asynchronous, request) for request in requests),
-                breaks(asynchronous, Request(prompt=[3], max_new_tokens=200, stream=True)),
-                leaves(asynchronous, Request(prompt=[4], max_new_tokens=200, stream=True)),
-                listen(asynchronous, Request(prompt=[], max_new_tokens=200)),
-                return_exceptions=True,
-            )
-            # a request that comes when all others are done
-            again = await listen(asynchronous, requests[2])
-        assert not server.has_work
-        return results, again
-
-    results, again = asyncio.run(main())
-    assert results[:9] == [want[i] for i in range(9)] and again == want[2]
-    assert isinstance(results[9], KeyError) and results[10] is None
-    assert isinstance(results[11], InputError)
-
-
-def test_an_engine_that_fails_tells_its_listeners(monkeypatch):
-    def fail(*arguments):
-        raise ArithmeticError("a bug")
-
-    async def main():
-        async with AsyncEngine(make_engine(3)) as server:
-            monkeypatch.setattr(loop, "decode", fail)
-            with pytest.raises(RuntimeError, match="stopped before") as error:
-                async for _ in server.stream(Request(prompt=[3])):
-                    pass
-            assert isinstance(error.value.__cause__, ArithmeticError)
-            with pytest.raises(RuntimeError, match="has failed: make a new one") as error:
-                await anext(server.stream(Request(prompt=[3])))
-            assert isinstance(error.value.__cause__, ArithmeticError)
-        with pytest.raises(RuntimeError, match="is not running"):
-            await anext(AsyncEngine(make_engine(3)).stream(Request(prompt=[3])))
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_a_closed_engine_tells_its_listeners():
-    async def main():
-        async with AsyncEngine(make_engine(3)) as server:
-            stream = server.stream(Request(prompt=[3], max_new_tokens=500, stream=True))
-            await anext(stream)
-        with pytest.raises(RuntimeError, match="stopped before"):
-            async for _ in stream:
-                pass
-
-    asyncio.run(asyncio.wait_for(main(), 60))
