@@ -179,4 +179,4 @@ def _print_acceptance_length(rows: Sequence[dict]) -> None:
     drafts = sum(row["num_drafts"] for row in rows)
     if drafts:
         length = 1 + accepted / drafts
-        print(f"acceptance length {length:.3f} over {drafts} drafts", file=sys.stderr)
+        print(f"acceptance length {length:.3f} over {drafts} steps", file=sys.stderr)

@@ -26,7 +26,8 @@ def add_train(parser: Parser) -> None:
     )
     parser.epilog = (
         "Every key of the recipe can be given as an option, for example --optimizer.steps 100; "
-        "peagle_jax/train/config.py and recipe_sections.py have all keys with their defaults. "
+        "peagle_jax/train/config.py and the files of its sections, which it names, have all keys "
+        "with their defaults. "
         "A run that was interrupted resumes with the same command."
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the recipe, a YAML file")

@@ -15,6 +15,11 @@ from peagle_jax.train.settings import check
 from peagle_jax.types import CodSample
 
 
+# Widths of a batch's elements are quarters of the capacity, so that a step is compiled for at most
+# four of them, and none below this one, under which a step is hardly faster.
+NUM_WIDTHS, LEAST_WIDTH = 4, 256
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodConfig:
     """Settings of COD sampling (arXiv:2504.18583), under speculators' names.
@@ -155,6 +160,22 @@ def cod_sample(
         depth[i, places] = row_depth
         real[i, places] = True
     return CodSample(anchor, depth, real)
+
+
+def narrowed(sample: CodSample) -> CodSample:
+    """The elements of a batch without places that none of its rows uses, as far as widths go.
+
+    A row has places for as many elements as if the loss read all of its positions, and the loss
+    does not read prompts.
+
+    Args:
+      sample: from `cod_sample`, of a configuration with one partition: real elements come first.
+    """
+    capacity, used = sample.real.shape[1], int(sample.real.sum(1).max())
+    quarters = (-(-capacity * part // NUM_WIDTHS) for part in range(1, NUM_WIDTHS))
+    widths = (max(quarter, LEAST_WIDTH) for quarter in quarters)
+    width = next((width for width in widths if used <= width <= capacity), capacity)
+    return CodSample(*(getattr(sample, name)[:, :width] for name in ("anchor", "depth", "real")))
 
 
 def _places(depth: Int[np.ndarray, " m"], cod: CodConfig, positions: int) -> np.ndarray:

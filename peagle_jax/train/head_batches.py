@@ -17,7 +17,7 @@ from peagle_jax import weights
 from peagle_jax.checkpoints.target_io import target_hash
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Decoder
 from peagle_jax.targets.config import TargetConfig
-from peagle_jax.train.cod import cod_sample
+from peagle_jax.train.cod import cod_sample, narrowed
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.data import PackedRows
 from peagle_jax.train.hidden_state_store import (
@@ -122,6 +122,7 @@ class HeadBatches:
         if isinstance(run, PeagleRun):
             cod_config = dataclasses.replace(run.cod, num_depths=num_depths)
             cod = cod_sample(loss_mask, segment_ids, cod_config, [run.seed, step])
+            cod = narrowed(cod) if cod_config.partitions == 1 else cod
         noise_ids = np.array([(step, row) for row in range(len(indices))], np.int32)
         return HeadBatch(batch, stored, segment_ids, loss_mask, cod, noise_ids, num_depths)
 

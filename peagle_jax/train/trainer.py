@@ -176,7 +176,7 @@ def fit(
             check()  # of the step before, while the device is busy with this one
             unchecked = step, metrics
             if is_new:
-                # This step was compiled: it is the session's first, or the first of more depths.
+                # This step was compiled: it is the session's first, or the first of such a form.
                 # Its time is left out of the speed, and so are its tokens.
                 jax.block_until_ready(state)
                 clock.leave_out_compilation(time.perf_counter() - step_began)

@@ -158,7 +158,7 @@ def test_the_walk(place, monkeypatch, capfd):
     measured = [json.loads(line) for line in read("walk/head/metrics.jsonl")]
     lengths = [row["acceptance_length"] for row in measured if "acceptance_length" in row]
     assert len(lengths) == 2 and max(lengths) > 1.5
-    assert re.search(r"acceptance length \d\.\d+ over \d+ drafts", said["generate"][0])
+    assert re.search(r"acceptance length \d\.\d+ over \d+ steps", said["generate"][0])
     assert "every one is the same, token for token" in said["bench"][0]
     assert Path("walk/bench/report.html").is_file()
 

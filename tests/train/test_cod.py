@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle_jax.train.cod import CodConfig, cod_sample, sample_row
+from peagle_jax.train.cod import LEAST_WIDTH, CodConfig, cod_sample, narrowed, sample_row
 
 
 @st.composite
@@ -111,6 +111,37 @@ def test_batches_are_static_seeded_and_rows_independent():
     assert not np.array_equal(cod_sample(loss_mask, segment_ids, cod, [4, 8]).anchor, whole.anchor)
     loss_mask[0, 5:] = False  # fewer elements, the same shape
     assert cod_sample(loss_mask, segment_ids, cod, [4, 7]).anchor.shape == whole.anchor.shape
+
+
+def test_places_that_no_row_uses_are_cut_off_in_quarters():
+    cod = CodConfig(num_depths=6, down_sample_ratio=0.9, down_sample_ratio_min=0.1)
+    segment_ids = np.zeros((2, 500), int)
+    widths = []
+    for share in (0.0, 0.1, 0.3, 0.6, 0.99, 1.0):
+        loss_mask = np.zeros((2, 500), bool)
+        loss_mask[0, : int(500 * share)] = True
+        loss_mask[1, :30] = True  # a row needs fewer places than the other
+        whole = cod_sample(loss_mask, segment_ids, cod, 3)
+        cut = narrowed(whole)
+        width = cut.real.shape[1]
+        widths.append(width)
+        for name in ("anchor", "depth", "real"):
+            np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:, :width])
+        assert cut.real.sum() == whole.real.sum() > 0
+    capacity = cod.capacity(500)
+    one, two, three = (-(-capacity * part // 4) for part in (1, 2, 3))
+    assert one > LEAST_WIDTH and widths == [one, one, two, three, capacity, capacity]
+
+
+def test_few_places_are_left_as_they_are():
+    """Every width is a program; LEAST_WIDTH bounds them where rows are short."""
+    cod = CodConfig(num_depths=5, down_sample_ratio=0.8)
+    loss_mask = np.zeros((1, 150), bool)
+    loss_mask[0, :20] = True
+    for positions, width in ((100, cod.capacity(100)), (150, LEAST_WIDTH)):
+        whole = cod_sample(loss_mask[:, :positions], np.zeros((1, positions), int), cod, 3)
+        assert narrowed(whole).real.shape[1] == width
+    assert cod.capacity(100) < LEAST_WIDTH < cod.capacity(150)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import tiny
 from flax import nnx
 
 from peagle_jax.draft.head import DraftHead
+from peagle_jax.train import cod as cod_module
 from peagle_jax.train.cod import CodConfig, cod_sample
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.peagle_loss import FeatureNoise, peagle_loss
@@ -93,6 +94,16 @@ def check_equal(got, wanted, tolerance=2e-6):
 @pytest.mark.parametrize("partitions", [2, 4, 7])
 def test_gradients_are_those_of_one_partition(partitions):
     check_equal(gradients(partitions), gradients(1))
+
+
+def test_gradients_without_places_that_no_row_uses(monkeypatch):
+    monkeypatch.setattr(cod_module, "LEAST_WIDTH", 8)
+    monkeypatch.setattr(cod_module, "NUM_WIDTHS", 16)
+    whole = sample(1)
+    cut = cod_module.narrowed(whole)
+    assert cut.real.shape[1] < whole.real.shape[1] and not whole.real.all()
+    monkeypatch.setitem(globals(), "sample", lambda partitions: cut)
+    check_equal(gradients.__wrapped__(1), gradients(1))
 
 
 @pytest.mark.parametrize(
