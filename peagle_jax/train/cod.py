@@ -14,7 +14,6 @@ from jaxtyping import Bool, Int
 from peagle_jax.train.settings import check
 from peagle_jax.types import CodSample
 
-
 # Widths of a batch's elements are quarters of the capacity, so that a step is compiled for at most
 # four of them, and none below this one, under which a step is hardly faster.
 NUM_WIDTHS, LEAST_WIDTH = 4, 256
