@@ -139,12 +139,12 @@ BUDGETS = {
         lm_seq_len=512,
         lm_peak_lr=2e-3,
         answers=AnswerOptions(
-            num_samples=8192, prompt_tokens=64, max_new_tokens=448, temperatures=(0.0,)
+            num_samples=8192, prompt_tokens=64, max_new_tokens=448, temperatures=(0.7,)
         ),
-        num_prompts=32,
-        temperature=0.0,
-        sample_drafts=False,
-        on_text=False,
+        num_prompts=40,
+        temperature=0.7,
+        sample_drafts=True,
+        on_text=True,
         max_new_tokens=256,
         k=8,
         layers=4,

@@ -55,16 +55,21 @@ BASE_OF = {
         "speculation_depth": [],
         "data_amount": ["all answers"],
     },
-    "full": {**BASE, "head_layers": ["4"], "speculation_depth": ["K 8"]},
+    "full": {
+        **BASE,
+        "head_layers": ["4"],
+        "speculation_depth": ["K 8"],
+        "data_amount": ["all answers"],
+    },
 }
 # The same head measured in the same way: EAGLE-3 has one layer, and so has the smoke budget's
-# parallel head; all answers are greedy ones but for the budget sampled.
+# parallel head; all answers are greedy ones but for the budgets sampled and full.
 GREEDY = ("all answers", "greedy answers")
 EQUAL = {
     "smoke": [GREEDY, ("EAGLE-3", "EAGLE-3 of equal parameters")],
     "small": [GREEDY],
     "sampled": [],
-    "full": [GREEDY],
+    "full": [],
 }
 # (experiment, budget) whose reference is not the base, and what is then said of it
 REFERENCE_CHANGES = {
