@@ -17,7 +17,7 @@ from line_worker import serve
 from peagle_jax.checkpoints.head_writing import save_drafter
 from peagle_jax.checkpoints.pair import load_pair
 from peagle_jax.cli.libraries import configure_libraries
-from peagle_jax.train.cod import cod_sample, narrowed
+from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.head_batches import HeadBatch
 from peagle_jax.train.hidden_state_store import HiddenStates
@@ -101,7 +101,7 @@ def _batch(run: PeagleRun, rows: dict[str, np.ndarray], order: list[int], step: 
         np.array(rows["hidden"][row : row + 1]),
     )
     segment_ids, loss_mask = shifted(batch)
-    cod = narrowed(cod_sample(loss_mask, segment_ids, run.cod, [run.seed, step]))
+    cod = cod_sample(loss_mask, segment_ids, run.cod, [run.seed, step])
     noise_ids = np.array([(step, 0)], np.int32)
     return HeadBatch(batch, stored, segment_ids, loss_mask, cod, noise_ids, run.num_depths)
 
