@@ -252,7 +252,7 @@ def _prompt_of_row(row: Mapping[str, Any], where: str) -> Prompt:
         return _conversation_of_row(row, where)
     turns = row.get("turns")
     first_turn = turns[0] if isinstance(turns, list) and turns else None
-    text = row.get("prompt") or first_turn
+    text = first_turn if row.get("prompt") is None else row["prompt"]
     if not isinstance(text, str):
         rule = "a prompt needs prompt_token_ids, prompt, messages or turns"
         raise InputError(where, rule, sorted(row), 'write it as {"prompt": "def main"}')

@@ -8,6 +8,7 @@ from pathlib import Path
 from peagle_jax.cli.arguments import (
     check_at_least,
     check_writable,
+    parse_numbers,
     parse_template_kwargs,
     write_jsonl,
 )
@@ -79,30 +80,7 @@ def generate(arguments: argparse.Namespace) -> int:
     from peagle_jax import text, weights
     from peagle_jax.pipelines.generate_rows import GenerationOptions, generate_rows
 
-    if arguments.drafter is None and arguments.method not in (None, "none"):
-        rule = f"{arguments.method} needs a draft head"
-        next_step = "name a head with --drafter, or use --method none"
-        raise InputError("--method", rule, "no --drafter", next_step)
-    if arguments.out is not None:
-        check_writable(arguments.out)
-        if arguments.prompts is not None and arguments.out.resolve() == arguments.prompts.resolve():
-            rule, next_step = "answers must not replace the prompts", "name another file with --out"
-            raise InputError("--out", rule, f"--prompts {arguments.prompts}", next_step)
-        if arguments.stream:
-            rule, next_step = "prints to the terminal", "leave out --out or --stream"
-            raise InputError("--stream", rule, f"--out {arguments.out}", next_step)
-    elif arguments.logprobs:
-        rule, next_step = "are written to a file", "name one with --out, or leave out --logprobs"
-        raise InputError("--logprobs", rule, "no --out", next_step)
-    if arguments.chat_template_kwargs is not None and arguments.prompts is None:
-        rule, next_step = "are of chats", "give them as messages in a file of --prompts"
-        raise InputError("--chat-template-kwargs", rule, "a text to continue", next_step)
-    if arguments.k is not None and (arguments.drafter is None or arguments.method == "none"):
-        rule, got = "tokens are drafted by a head", "plain decoding"
-        raise InputError("-k", rule, got, "name a head with --drafter, or leave out -k")
-    check_at_least("--batch-size", arguments.batch_size, 1)
-    if arguments.threads is not None:
-        check_at_least("--threads", arguments.threads, 1)
+    _check_options(arguments)
     target, head = _load_models(arguments)
     tokenizer = text.load_tokenizer(weights.find_folder(arguments.target))
     if tokenizer is not None:
@@ -114,6 +92,9 @@ def generate(arguments: argparse.Namespace) -> int:
         ids = text.encode_prompt(arguments.prompt, tokenizer, "--prompt")
         named_prompts = [("--prompt", ids)]
     names, prompts = zip(*named_prompts, strict=True)
+    stop_ids = None
+    if arguments.stop_ids is not None:
+        stop_ids = tuple(parse_numbers("--stop-ids", arguments.stop_ids, least=0))
     options = GenerationOptions(
         k=arguments.k,
         method=arguments.method,
@@ -131,6 +112,7 @@ def generate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         sample_drafts=not arguments.greedy_drafts,
         ignore_eos=arguments.ignore_eos,
+        stop_ids=stop_ids,
         stop=tuple(arguments.stop),
         batch_size=arguments.batch_size,
         prefill_chunk=arguments.prefill_chunk,
@@ -154,6 +136,48 @@ def generate(arguments: argparse.Namespace) -> int:
         # a prompt that cannot be served is named by its error already
         print(f"peagle: {error if error.startswith(name) else f'{name}: {error}'}", file=sys.stderr)
     return 1 if errors else 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises InputError for options of `peagle generate` that do not go together."""
+    if arguments.drafter is None and arguments.method not in (None, "none"):
+        rule = f"{arguments.method} needs a draft head"
+        next_step = "name a head with --drafter, or use --method none"
+        raise InputError("--method", rule, "no --drafter", next_step)
+    if arguments.out is not None:
+        check_writable(arguments.out)
+        if arguments.prompts is not None and arguments.out.resolve() == arguments.prompts.resolve():
+            rule, next_step = "answers must not replace the prompts", "name another file with --out"
+            raise InputError("--out", rule, f"--prompts {arguments.prompts}", next_step)
+        if arguments.stream:
+            rule, next_step = "prints to the terminal", "leave out --out or --stream"
+            raise InputError("--stream", rule, f"--out {arguments.out}", next_step)
+    elif arguments.logprobs:
+        rule, next_step = "are written to a file", "name one with --out, or leave out --logprobs"
+        raise InputError("--logprobs", rule, "no --out", next_step)
+    if arguments.chat_template_kwargs is not None and arguments.prompts is None:
+        rule, next_step = "are of chats", "give them as messages in a file of --prompts"
+        raise InputError("--chat-template-kwargs", rule, "a text to continue", next_step)
+    of_heads = {
+        "-k": arguments.k is not None,
+        "--num-tree-nodes": arguments.num_tree_nodes is not None,
+        "--greedy-drafts": arguments.greedy_drafts,
+    }
+    for option, is_given in of_heads.items():
+        if is_given and (arguments.drafter is None or arguments.method == "none"):
+            rule, got = "tokens are drafted by a head", "plain decoding"
+            next_step = f"name a head with --drafter, or leave out {option}"
+            raise InputError(option, rule, got, next_step)
+    if arguments.threads not in (None, 1) and arguments.tensor_parallel_size > 1:
+        rule, next_step = "is of a target on one device", "leave out one of the two"
+        got = f"--tensor-parallel-size {arguments.tensor_parallel_size}"
+        raise InputError("--threads", rule, got, next_step)
+    if arguments.stop_ids is not None and arguments.ignore_eos:
+        rule, next_step = "take the place of end-of-sequence tokens", "leave out --ignore-eos"
+        raise InputError("--stop-ids", rule, "--ignore-eos, too", next_step)
+    check_at_least("--batch-size", arguments.batch_size, 1)
+    if arguments.threads is not None:
+        check_at_least("--threads", arguments.threads, 1)
 
 
 def _logit_bias(pairs: Sequence[str]) -> dict[int, float]:

@@ -149,6 +149,11 @@ def add_generate(parser: Parser) -> None:
         "--ignore-eos", action="store_true", help="decode on through end-of-sequence tokens"
     )
     parser.add_argument(
+        "--stop-ids",
+        metavar="IDS",
+        help="tokens that end an answer, as 2,7; without it the target's end-of-sequence tokens",
+    )
+    parser.add_argument(
         "--stop",
         metavar="TEXT",
         action="append",

@@ -423,7 +423,7 @@ class Engine(BaseEngine):
         if not (is_done or request.stream or request.stop or self._waiting.is_cancelled(row.id)):
             return None
         token_ids, is_draft, logprobs = self._batch.tokens(i)
-        reason, written = None, is_draft
+        reason, text, written = None, None, is_draft
         if numbers.failed[i]:
             reason = "error"
         elif is_done:
@@ -431,11 +431,11 @@ class Engine(BaseEngine):
         elif self._waiting.is_cancelled(row.id):
             reason = "cancelled"
         why = "the target computed NaN or infinity" if reason == "error" else None
-        text = None
         if self.tokenizer is not None:
             where = request.stop_strings, row.num_checked
+            told = token_ids[:-1] if reason == "stop" else token_ids  # as vLLM's text
             try:
-                end, text = spell(self.tokenizer, token_ids, *where, is_done=reason is not None)
+                end, text = spell(self.tokenizer, told, *where, is_done=reason is not None)
             except UndecodableError as error:
                 end, reason, why = None, "error", str(error)
             row.num_checked = len(token_ids)

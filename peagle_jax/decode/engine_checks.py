@@ -1,5 +1,8 @@
 """Checks of what an engine is asked for, before anything is computed; and of what failed."""
 
+import numbers
+from typing import Any
+
 import jax
 
 from peagle_jax.decode.confidence import check_calibrated
@@ -58,8 +61,11 @@ def check_num_paths(k: int, num_tree_nodes: int) -> None:
         raise InputError("num_tree_nodes", rule, got, "use 32, or a lower K")
 
 
-def check_at_least_1(name: str, value: int | None, example: int) -> None:
-    """Raises InputError where an option is given and is below 1."""
+def check_at_least_1(name: str, value: Any, example: int) -> None:
+    """Raises InputError where an option is given and is no whole number of 1 or more."""
+    if value is not None and not isinstance(value, numbers.Integral):
+        next_step = f"leave out {name}, or use {example}"
+        raise InputError(name, "must be a whole number", repr(value), next_step)
     if value is not None and value < 1:
         raise InputError(name, "must be 1 or more", value, f"leave out {name}, or use {example}")
 

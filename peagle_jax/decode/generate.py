@@ -2,15 +2,18 @@
 
 import numbers
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
+
+import numpy as np
 
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.engine import PREFILL_CHUNK
 from peagle_jax.decode.engine_checks import check_at_least_1
 from peagle_jax.decode.parallel_engine import make_engine
-from peagle_jax.decode.requests import Generation, Request, check_prompts
+from peagle_jax.decode.requests import Generation, Request, check_prompts, seed_of
 from peagle_jax.types import InputError, Model
 
 # K where none is given and the head was trained for more: the best K of AWS's published heads.
@@ -39,7 +42,7 @@ def generate(
     frequency_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
     logprobs: bool = False,
-    seed: int | Sequence[int] = 0,
+    seed: int | Sequence[int] | None = 0,
     sample_drafts: bool = True,
     stop_ids: Sequence[int] | None = None,
     stop: Sequence[str] | None = None,
@@ -71,7 +74,8 @@ def generate(
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
       min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs: of every
         answer, as `Request` explains them.
-      seed: one per prompt; or a single one, from which prompt i takes seed + i.
+      seed: one per prompt; or a single one, from which prompt i takes seed + i; None for a prompt's
+        number, so that equal prompts get different answers.
       sample_drafts: at a temperature above 0, sample the drafts (True) or draft argmaxes (False).
         The target's distribution is kept either way.
       stop_ids: an answer ends with the first of these. None takes the target's end-of-sequence
@@ -98,6 +102,11 @@ def generate(
         `num_threads` is out of range; the head was made for another target or cannot draft by
         `method`.
     """
+    for name, model in (("target", target), ("drafter", drafter)):
+        if isinstance(model, str | Path):
+            next_step = "load both: target, head = peagle_jax.load_pair(TARGET, HEAD)"
+            raise InputError(name, "is a loaded model", model, next_step)
+    prompts = _as_list(prompts)
     if isinstance(drafter, Model):
         check_fit(target, drafter)
         draft_params = drafter.params
@@ -105,10 +114,19 @@ def generate(
     elif drafter is not None and (method is not None or k not in (None, "auto", drafter.k)):
         rule, got = "a Drafter has its own K and method", f"k={k}, method={method}"
         raise InputError("k", rule, got, "leave out k and method, or give a draft head")
+    if drafter is None and (k is not None or method is not None):
+        rule, got = "tokens are drafted by a head", f"no drafter, k={k}, method={method}"
+        raise InputError("k", rule, got, "give a draft head, or leave out k and method")
     num_drafts = drafter.k if drafter else 0
     check_prompts(prompts, target.config, max_new_tokens, num_drafts, cache_size)
-    if isinstance(seed, numbers.Integral):
-        seeds = [int(seed) + i for i in range(len(prompts))]
+    prompts = [np.asarray(prompt).tolist() for prompt in prompts]  # arrays, too
+    seeds: Sequence[int | None]
+    if seed is None:
+        seeds = [None] * len(prompts)
+    elif isinstance(seed, numbers.Integral):
+        seeds = [seed_of(int(seed), place) for place in range(len(prompts))]
+    elif isinstance(seed, numbers.Real):
+        raise InputError("seed", "must be a whole number", seed, "write it without a point")
     else:
         seeds = cast(Sequence[int], seed)
         if len(seeds) != len(prompts):
@@ -161,14 +179,29 @@ def generate(
     return [answers[i] for i in range(len(prompts))]
 
 
+def _as_list(prompts: Any) -> list:
+    """The prompts, of which there may be an iterator.
+
+    Raises:
+      InputError: they are what a tokenizer takes or gives, and no lists of token ids.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        next_step = 'give tokenizer(texts)["input_ids"]'
+        rule, got = "must be lists of token ids, one for each prompt", type(prompts).__name__
+        raise InputError("prompts", rule, got, next_step)
+    return list(prompts)
+
+
 def default_k(head: Model) -> int:
     """K where none is given."""
     trained_for = head.config.num_depths or MAX_DEFAULT_K
     return min(trained_for, MAX_DEFAULT_K)
 
 
-def check_k(k: int, example: int = MAX_DEFAULT_K) -> None:
-    """Raises InputError where K is below 1, or above MAX_K."""
+def check_k(k: Any, example: int = MAX_DEFAULT_K) -> None:
+    """Raises InputError where K is no whole number, below 1, or above MAX_K."""
+    if isinstance(k, bool) or not isinstance(k, int | np.integer):
+        raise InputError("K", 'must be a whole number, or "auto"', repr(k), f"use {example}")
     if k < 1:
         next_step = "use -k 1 or more, or --method none for plain decoding"
         raise InputError("K", "at least one token must be drafted per step", k, next_step)

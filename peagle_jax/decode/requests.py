@@ -6,7 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from peagle_jax.decode.sampling import check_sampling
+from peagle_jax.decode.sampling import as_float32, check_sampling
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import InputError
 
@@ -93,8 +93,8 @@ class Generation:
       num_accepted_per_pos: [K], in how many steps the draft at each position was accepted; [] with
         plain decoding.
       logprobs: of every output token, by the target alone; None where nobody asked for them.
-      text: the answer as text, without the stop string that ended it; None where the engine has
-        no tokenizer.
+      text: the answer as text, without the stop token or string that ended it; None where the
+        engine has no tokenizer.
       error: one line that says what failed; None without a failure.
     """
 
@@ -155,6 +155,14 @@ def check_answered(answers: Sequence[Generation], where: str) -> None:
         if answer.error is not None:
             next_step = "look for NaN in the weights of the target and the head, or ask for less"
             raise InputError(where, "every prompt must be answered", answer.error, next_step)
+
+
+def seed_of(seed: int, place: int) -> int:
+    """The seed of a prompt, by its place among those that have one seed together.
+
+    One that is out of range stays so, for `check_request` to refuse.
+    """
+    return (seed + place) % 2**32 if 0 <= seed < 2**32 else seed
 
 
 def failed_answer(request: Request, error: str | None, reason: str = "error") -> Generation:
@@ -226,8 +234,12 @@ def _check_types(where: str, request: Request) -> None:
     Arrays and programs would refuse it later, in a step that other requests share.
     """
     encode = "encode it with the target's tokenizer"
-    if not _is_list(request.prompt):
-        raise InputError(where, "a prompt is token ids", type(request.prompt).__name__, encode)
+    if request.stop is not None and not _is_list(request.stop):
+        got, next_step = type(request.stop).__name__, 'write it as ["\\n\\n"]'
+        raise InputError(where, "stop is a list of strings", got, next_step)
+    if not isinstance(request.logprobs, bool):
+        rule = "logprobs is True or False: there are those of the chosen tokens alone"
+        raise InputError(where, rule, repr(request.logprobs), "write logprobs=True")
     if request.stop_ids is not None and not _is_list(request.stop_ids):
         got = type(request.stop_ids).__name__
         raise InputError(where, "stop_ids is a list of token ids", got, "write it as [2, 7]")
@@ -235,17 +247,16 @@ def _check_types(where: str, request: Request) -> None:
         got = type(request.logit_bias).__name__
         raise InputError(where, "logit_bias maps token ids to numbers", got, "write {11: -100.0}")
     stop_ids = () if request.stop_ids is None else request.stop_ids  # an array has no truth value
-    ids = {"a token of the prompt": request.prompt, "a stop token": stop_ids}
-    whole = [(name, value, encode) for name, values in ids.items() for value in values]
+    whole = [("a stop token", value, encode) for value in stop_ids]
     for name in ("max_new_tokens", "top_k", "seed"):
-        if getattr(request, name) is not None:
+        if name != "seed" or request.seed is not None:
             whole.append((name, getattr(request, name), f"write {name} without a point"))
     for name, value, next_step in whole:
         if not _is_whole(value):
             raise InputError(where, f"{name} must be a whole number", repr(value), next_step)
     for name in ("temperature", "top_p", "min_p", *PENALTIES):
         value = getattr(request, name)
-        if not isinstance(value, numbers.Real):
+        if not _is_real(value):
             next_step = f"write {name} as a number, or leave it out"
             raise InputError(where, f"{name} must be a number", repr(value), next_step)
 
@@ -254,6 +265,17 @@ def _is_list(value: object) -> bool:
     """Whether it has items in order: a list, a tuple, or an array of any library."""
     is_array = hasattr(value, "__array__") and hasattr(value, "__len__")
     return is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
+
+
+def _is_real(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if not isinstance(value, numbers.Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _is_whole(value: object) -> bool:
@@ -266,7 +288,8 @@ def _is_whole(value: object) -> bool:
 
 def _check_penalties(request: Request, vocab: int) -> None:
     """Raises InputError for the first penalty or bias that is out of range, as vLLM does."""
-    if not 0 < request.repetition_penalty < float("inf"):
+    # what the device has of it
+    if not 0 < as_float32(request.repetition_penalty) < float("inf"):
         rule, got = "must be above 0, and finite", request.repetition_penalty
         raise InputError("repetition_penalty", rule, got, "use 1 for no penalty, or 1.1")
     for name in PENALTIES[1:]:
@@ -289,9 +312,9 @@ def _check_penalties(request: Request, vocab: int) -> None:
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Any],
     config: TargetConfig,
-    max_new_tokens: int,
+    max_new_tokens: Any,
     k: int,
     cache_size: int | None,
     names: Sequence[str] | None = None,
@@ -308,9 +331,9 @@ def check_prompts(
       InputError: there is no prompt; a prompt is empty, has a token that the target does not know,
         or does not fit the context or the cache together with its answer.
     """
-    if not prompts:
+    if not len(prompts):
         raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
-    if max_new_tokens < 1:
+    if not _is_whole(max_new_tokens) or max_new_tokens < 1:
         raise InputError("max_new_tokens", "must be 1 or more", max_new_tokens, "use 128")
     for i, prompt in enumerate(prompts):
         where = names[i] if names else f"prompt {i}"
@@ -319,13 +342,19 @@ def check_prompts(
 
 def _check_prompt(
     where: str,
-    prompt: Sequence[int],
+    prompt: Any,
     config: TargetConfig,
     max_new_tokens: int,
     k: int,
     cache_size: int | None,
 ) -> None:
     """Raises InputError where one prompt cannot be served."""
+    encode = "encode it with the target's tokenizer"
+    if not _is_list(prompt):
+        raise InputError(where, "a prompt is token ids", type(prompt).__name__, encode)
+    if odd := [token for token in prompt if not _is_whole(token)]:
+        rule = "a token of the prompt must be a whole number"
+        raise InputError(where, rule, repr(odd[0]), encode)
     if not len(prompt):
         next_step = "give it text, or a start token"
         raise InputError(where, "must have at least one token", "an empty one", next_step)

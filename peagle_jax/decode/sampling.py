@@ -57,7 +57,7 @@ def sampling_params(
     return SamplingParams(
         key=_keys(np.asarray(seeds, np.uint32)),
         temperature=temperatures.astype(np.float32),
-        top_k=np.minimum(top_ks, MAX_TOP_K).astype(np.int32),
+        top_k=np.clip(top_ks, 0, MAX_TOP_K).astype(np.int32),
         top_p=top_ps.astype(np.float32),
         min_p=min_ps.astype(np.float32),
         filtered=bool((top_ks > 0).any() or (top_ps < 1).any()),
@@ -69,16 +69,23 @@ def _keys(seeds: UInt32[Array, " B"]) -> Array:
     return jax.vmap(jax.random.key)(seeds)
 
 
+def as_float32(value: float) -> float:
+    """A number as the device has it: tiny ones are 0 there, and huge ones infinite."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
 def check_sampling(
     temperature: float, top_k: int, top_p: float, seed: int, min_p: float = 0.0
 ) -> None:
     """Raises InputError for the first value that is no temperature, top-k, top-p, seed or min-p."""
-    if not 0 <= temperature < float("inf"):
+    if not 0 <= as_float32(temperature) < float("inf"):
         next_step = "use 0 for greedy decoding, or a value such as 0.7"
         raise InputError("temperature", "must be 0 or more, and finite", temperature, next_step)
-    if top_k < 0:
-        raise InputError("top_k", "must be 0 or more", top_k, "use 0 for no such filter")
-    if not 0 < top_p <= 1:
+    if top_k < -1:
+        rule, next_step = "must be 0 or more, or vLLM's -1", "use 0 for no such filter"
+        raise InputError("top_k", rule, top_k, next_step)
+    if not 0 < as_float32(top_p) <= 1:
         raise InputError("top_p", "must lie above 0, up to 1", top_p, "use 1 for no such filter")
     if not 0 <= min_p <= 1:
         raise InputError("min_p", "must lie in 0..1", min_p, "use 0 for no such filter")

@@ -9,7 +9,7 @@ from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.engine import PREFILL_CHUNK
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.parallel_engine import make_engine
-from peagle_jax.decode.requests import Generation, Request, check_request, failed_answer
+from peagle_jax.decode.requests import Generation, Request, check_request, failed_answer, seed_of
 from peagle_jax.progress import ProgressReport
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import InputError, Model
@@ -38,6 +38,8 @@ class GenerationOptions:
     seed: int = 0  # prompt i samples with seed + i, whatever its batch
     sample_drafts: bool = True  # at a temperature above 0: sample the drafts too
     ignore_eos: bool = False  # decode past the target's end-of-sequence tokens
+    # tokens that end an answer; None: the target's end-of-sequence tokens
+    stop_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()  # an answer ends where its text has one of these
     batch_size: int = 8  # prompts decoded together; others wait until one is done
     prefill_chunk: int | None = PREFILL_CHUNK  # of a prompt, in one forward; None: all tokens
@@ -92,8 +94,8 @@ def generate_rows(
             frequency_penalty=options.frequency_penalty,
             logit_bias=options.logit_bias,
             logprobs=options.logprobs,
-            seed=options.seed + i,
-            stop_ids=() if options.ignore_eos else None,
+            seed=seed_of(options.seed, i),
+            stop_ids=() if options.ignore_eos else options.stop_ids,
             stop=options.stop,
             stream=on_text is not None,
             name=name,

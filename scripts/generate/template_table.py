@@ -78,7 +78,10 @@ def table(folder: Path) -> str:
         f"| template | {' | '.join(CONVERSATIONS)} |",
         "| --- " * (1 + len(CONVERSATIONS)) + "|",
     ]
-    for file in sorted(folder.glob("*.jinja")):
+    files = sorted(folder.glob("*.jinja"))
+    if not files:
+        raise SystemExit(f"{folder}: there must be templates; got no *.jinja; name their folder")
+    for file in files:
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         cells = [cell(tokenizer, messages) for messages in CONVERSATIONS.values()]
         lines.append(f"| {file.stem} | {' | '.join(cells)} |")

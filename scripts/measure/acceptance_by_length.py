@@ -26,6 +26,7 @@ from peagle_jax import Generation, Request, acceptance_length, corpus, load_pair
 from peagle_jax.bench.answer_statistics import mean_acceptance_length, repeated_share
 from peagle_jax.checkpoints.pair import load_drafter_for
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.requests import check_answered
 from peagle_jax.pipelines.budgets import HELD_OUT
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.progress import ProgressReport
@@ -55,6 +56,8 @@ def main() -> None:
     target, head = load_pair(args.target, args.drafters[0], dtype=jnp.dtype(args.dtype))
     heads = [head, *(load_drafter_for(target, path) for path in args.drafters[1:])]
     places = beginnings(args.target, max(args.prompt_tokens))
+    if not places:
+        parser.error(f"--prompt-tokens: no held-out file has {max(args.prompt_tokens):,} tokens")
     cases = list(itertools.product(args.temperatures, heads, args.prompt_tokens))
     rows = []
     with ProgressReport("acceptance by length", len(cases), unit="cases") as progress:
@@ -72,6 +75,7 @@ def main() -> None:
             drafter = make_drafter(head, args.k)
             engine = make_engine(target, drafter, head.params, max_batch=args.batch_size)
             answers = dict(engine.run(requests))
+            check_answered(list(answers.values()), f"--prompt-tokens {num_tokens}")
             rows.append(
                 {
                     "name": "acceptance_by_length",
@@ -140,7 +144,7 @@ def table_of(rows: Sequence[dict]) -> Table:
 
 
 def draw(rows: Sequence[dict], path: Path) -> None:
-    """Two panels: against the prompt's length, and along answers to the longest prompts."""
+    """Two panels: against the prompt's length, and along answers to the shortest prompts."""
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")

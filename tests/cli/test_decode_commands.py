@@ -131,12 +131,14 @@ def test_a_prompt_that_does_not_fit_leaves_the_others_their_answers(
 ):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "def f"}, {"prompt_token_ids": [5] * 290}, {"prompt": "x = "}]
+    rows.append({"prompt": ""})
     prompts.write_text("\n\n".join(map(json.dumps, rows)))
     line = f"generate --target {folders}/target --prompts {prompts} --max-new-tokens 12"
     code, out, err = peagle(f"{line} {option}")
     assert code == 1
     rule = "prompt + new tokens must fit the target's context of 300 tokens; got 290 + 12"
     assert f"peagle: {prompts}:3: {rule}; shorten the prompt" in err
+    assert f"peagle: {prompts}:7: must have at least one token" in err
     fitting = tmp_path / "fitting.jsonl"
     fitting.write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 2)))
     assert out == peagle(f"{line.replace(str(prompts), str(fitting))} {option}")[1]
@@ -147,6 +149,7 @@ def test_a_prompt_that_does_not_fit_leaves_the_others_their_answers(
             "length",
             "error",
             "length",
+            "error",
         ]
         assert rule in answers[1]["error"] and answers[1]["prompt_token_ids"] == [5] * 290
     # where none can be answered there is nothing to write
@@ -180,6 +183,11 @@ def test_every_option_of_sampling_reaches_the_request(folders, peagle, tmp_path)
     code, _, err = peagle(f"{line} --logit-bias 99999=1")
     assert code == 2 and "logit_bias" in err
     assert len(row("--logprobs")["logprobs"]) == 12 and "logprobs" not in plain
+    token = plain["output_token_ids"][5]
+    ended = row(f"--stop-ids 0,{token}")
+    end = plain["output_token_ids"].index(token) + 1
+    assert ended["output_token_ids"] == plain["output_token_ids"][:end]
+    assert ended["finish_reason"] == "stop"
     stop = plain["text"][2:4]
     stopped = row(f"--stop ZZZ --stop '{stop}'")
     assert stopped["text"] == plain["text"][: plain["text"].index(stop)]

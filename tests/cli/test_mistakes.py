@@ -63,6 +63,26 @@ DECODING = {
         ["--out: answers must not replace the prompts", "name another file"],
     ),
     "K without a head": (f"{ASK} -k 3", ["-k: tokens are drafted by a head", "--drafter"]),
+    "greedy drafts without a head": (
+        f"{ASK} --greedy-drafts",
+        ["--greedy-drafts: tokens are drafted by a head", "leave out --greedy-drafts"],
+    ),
+    "a tree without a head": (
+        f"{ASK} --num-tree-nodes 4",
+        ["--num-tree-nodes: tokens are drafted"],
+    ),
+    "threads of several devices": (
+        f"{ASK} --threads 2 --tensor-parallel-size 2",
+        ["--threads: is of a target on one device; got --tensor-parallel-size 2"],
+    ),
+    "stop tokens and none": (
+        f"{ASK} --stop-ids 4 --ignore-eos",
+        ["--stop-ids: take the place of end-of-sequence tokens; got --ignore-eos, too"],
+    ),
+    "a stop token in words": (
+        f"{ASK} --stop-ids end",
+        ["--stop-ids: must be numbers of 0"],
+    ),
     "K that is no number": (
         f"{ASK} --drafter {{peagle}} -k many",
         ["-k/--num-speculative-tokens: must be a number, or auto; got 'many'"],

@@ -4,6 +4,8 @@ The reference has no cache, drafts for one row at a time and computes every forw
 """
 
 import functools
+import inspect
+from pathlib import Path
 
 import designs
 import jax
@@ -18,6 +20,7 @@ from peagle_jax.train.attention import PackedCausal
 from peagle_jax.types import DraftState, InputError
 
 WIDTH, B = 48, 3
+UNCHECKED = inspect.unwrap(generate)  # as users call it, without the type checks of tests
 PROMPT_LENGTHS = (4, 11, 1)  # of each row
 # tokens that each row commits before each drafting, up to K + 1
 COMMITTED = ((1, 1, 1), (3, 1, 6), (2, 4, 3), (5, 2, 1), (6, 2, 4))
@@ -244,8 +247,47 @@ def test_a_k_far_above_training_warns():
         ([], "at least one prompt"),
         ([[1], []], "prompt 1: must have at least one token"),
         ([[41]], r"0..40; got 41"),
+        ("def", r"one for each prompt; got str; give tokenizer\(texts\)"),
+        ({"input_ids": [[1]]}, "one for each prompt; got dict"),
+        (5, "one for each prompt; got int"),
+        (["def"], "prompt 0: a prompt is token ids; got str; encode it"),
+        ([1, 2], "prompt 0: a prompt is token ids; got int"),
+        ([[1, 2.5]], "a token of the prompt must be a whole number; got 2.5"),
     ],
 )
 def test_bad_prompts(prompts, words):
     with pytest.raises(InputError, match=words):
-        generate(tiny.target(), None, prompts, max_new_tokens=4)
+        UNCHECKED(tiny.target(), None, prompts, max_new_tokens=4)
+
+
+def test_prompts_as_arrays_and_from_an_iterator():
+    prompts = [[3, 14, 15], [9, 2, 6]]
+    want = generate(tiny.target(), None, prompts, max_new_tokens=4)
+    for given in (np.array(prompts), jnp.array(prompts), iter(prompts), map(np.array, prompts)):
+        answers = UNCHECKED(tiny.target(), None, given, max_new_tokens=4)
+        assert [a.output_token_ids for a in answers] == [a.output_token_ids for a in want]
+        assert [a.prompt_token_ids for a in answers] == prompts
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"max_new_tokens": None}, "max_new_tokens: must be 1 or more; got None"),
+        ({"max_batch": 1.5}, "max_batch: must be a whole number; got 1.5"),
+        ({"seed": 1.5}, "seed: must be a whole number; got 1.5"),
+        ({"drafter": None, "k": 3}, "tokens are drafted by a head; got no drafter, k=3"),
+        ({"drafter": None, "method": "peagle"}, "no drafter, k=None, method=peagle"),
+        ({"drafter": "HEAD"}, "drafter: is a loaded model; got HEAD; load both"),
+        ({"target": Path("TARGET")}, "target: is a loaded model; got TARGET; load both"),
+    ],
+)
+def test_mistakes_in_a_call(options, words):
+    given = {"target": tiny.target(), "drafter": tiny.head(), "max_new_tokens": 4, **options}
+    with pytest.raises(InputError, match=words):
+        UNCHECKED(given.pop("target"), given.pop("drafter"), [[1]], **given)
+
+
+@pytest.mark.parametrize("k", ["5", 2.5])
+def test_a_k_that_is_no_number(k):
+    with pytest.raises(InputError, match=f'K: must be a whole number, or "auto"; got {k!r}; use 6'):
+        inspect.unwrap(make_drafter)(tiny.head(), k)

@@ -8,6 +8,7 @@ import tiny
 
 from peagle_jax.decode import batch, growth, memory, parallel_engine
 from peagle_jax.decode.engine import Engine
+from peagle_jax.decode.engine_checks import check_at_least_1
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
 from peagle_jax.types import InputError
@@ -265,11 +266,19 @@ def test_bad_requests_are_answered_and_the_others_go_on():
         20: (odd(stop_ids=5), "stop_ids is a list of token ids; got int"),
         21: (odd(logit_bias=[3]), "logit_bias maps token ids to numbers; got list"),
         22: (odd(prompt=7), "a prompt is token ids; got int"),
+        24: (odd(max_new_tokens=None), "max_new_tokens must be a whole number; got None"),
+        25: (odd(top_k=None), "top_k must be a whole number; got None"),
+        26: (odd(stop=5), "stop is a list of strings; got int"),
+        27: (odd(temperature=10**400), "temperature must be a number; got 1000"),
+        28: (odd(temperature=1e39), "temperature: must be 0 or more, and finite; got 1e+39"),
+        29: (odd(top_p=1e-46), "top_p: must lie above 0, up to 1; got 1e-46"),
+        30: (odd(repetition_penalty=1e-46), "repetition_penalty: must be above 0"),
+        31: (odd(logprobs=5), "logprobs is True or False"),
     }
-    requests = [bad[i][0] if i in bad else good for i in range(24)]
+    requests = [bad[i][0] if i in bad else good for i in range(33)]
     server = make_engine(3, max_batch=2, cache_size=90)
     answers = dict(server.run(requests))
-    assert sorted(answers) == list(range(24))
+    assert sorted(answers) == list(range(33))
     for i, answer in answers.items():
         if i in bad:
             assert answer.finish_reason == "error" and bad[i][1] in answer.error, answer.error
@@ -283,6 +292,8 @@ def test_bad_requests_are_answered_and_the_others_go_on():
     for option in ("max_batch", "prefill_chunk", "max_steps"):
         with pytest.raises(InputError, match=f"{option}: must be 1 or more; got 0"):
             make_engine(3, **{option: 0})
+        with pytest.raises(InputError, match=f"{option}: must be a whole number; got 1.5"):
+            check_at_least_1(option, 1.5, 8)
 
 
 def test_a_prompt_is_copied():

@@ -248,3 +248,5 @@ def test_defaults():
         ]
 
     assert ask(4) == ask([4, 5]) and ask(4)[0] != ask(4)[1]
+    assert ask(2**32 - 1) == ask([2**32 - 1, 0])
+    assert ask(None) == ask(0)  # the numbers of the prompts

@@ -16,7 +16,7 @@ from scipy import stats
 from scipy.special import softmax
 
 from peagle_jax.decode import draft_tokens, loop
-from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.penalties import count_tokens, penalize, penalties_of
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.requests import Request
@@ -286,6 +286,15 @@ def test_probabilities_by_their_definition():
     want = np.stack(list(map(by_definition, logits, *given, min_ps)))
     np.testing.assert_array_equal(got > 0, want > 0)
     np.testing.assert_allclose(got, want, rtol=1e-5)  # float32 against float64
+
+
+def test_top_k_of_vllm():
+    """-1 is all of them."""
+    prompts, limits = [[3], [9]], {"max_new_tokens": 9, "temperature": 1.0, "seed": 4}
+    answers = [generate(tiny.target(), None, prompts, top_k=k, **limits) for k in (-1, 0, 2)]
+    assert answers[0] == answers[1] != answers[2]
+    with pytest.raises(InputError, match="top_k: must be 0 or more, or vLLM's -1; got -2"):
+        generate(tiny.target(), None, prompts, top_k=-2, **limits)
 
 
 def test_temperature_zero_is_greedy():

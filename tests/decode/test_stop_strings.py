@@ -34,6 +34,20 @@ def test_stop_strings():
     assert answers[0].num_drafts < whole.num_drafts
 
 
+def test_a_stop_token_is_no_part_of_the_text():
+    """As in vLLM; the token is one of the answer's."""
+    request = Request(prompt=[3, 14, 15], max_new_tokens=60)
+    whole = alone(request, 3)
+    token = whole.output_token_ids[17]
+    end = whole.output_token_ids.index(token)
+    engine = make_engine(3, tokenizer=Letters())
+    (answer,) = dict(engine.run([dataclasses.replace(request, stop_ids=[token])])).values()
+    assert answer.finish_reason == "stop"
+    assert answer.output_token_ids == whole.output_token_ids[: end + 1]
+    text = Letters().decode(whole.output_token_ids, skip_special_tokens=True)
+    assert answer.text == text[:end] and end > 0
+
+
 @pytest.mark.parametrize("num_tree_nodes", [None, 6])
 def test_counters_of_a_stopped_answer_do_not_depend_on_neighbours(num_tree_nodes):
     """Stops are looked for after each step where a neighbour streams, else after several."""
