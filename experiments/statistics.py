@@ -256,7 +256,11 @@ def compare(
     a, b = counts_of(rows_a), counts_of(rows_b)
     _check_same_kinds(a.kinds, b.kinds)
     both = (*rows_a, *rows_b)
-    if len({_source(row["measurements"][measurement]) for row in both}) > 1:
+    measured = [row["measurements"][measurement] for row in both]
+    on_text = any(one.get("on_text") for one in measured)
+    if on_text and len({one["temperature"] for one in measured}) > 1:
+        raise ValueError("texts that the target writes at another temperature are other texts")
+    if len({_source(one) for one in measured}) > 1:
         raise ValueError(
             "variants are compared on the same prompts; got two sets of them; run all with one "
             "cache"

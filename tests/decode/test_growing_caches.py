@@ -35,7 +35,12 @@ def test_growth_does_not_change_the_text(method, monkeypatch):
     def answers(first_slots):
         monkeypatch.setattr(growth, "FIRST_SLOTS", first_slots)
         return generate(
-            target, head if method else None, prompts, k=3, method=method, max_new_tokens=61
+            target,
+            head if method else None,
+            prompts,
+            k=3 if method else None,
+            method=method,
+            max_new_tokens=61,
         )
 
     grown, whole = answers(16), answers(128)
@@ -97,7 +102,7 @@ def test_growth_in_prefill_does_not_change_the_text(method, kind, monkeypatch):
             target,
             head if method else None,
             prompts,
-            k=3,
+            k=3 if method else None,
             method=method,
             max_new_tokens=11,
             prefill_chunk=8,
