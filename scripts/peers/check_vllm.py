@@ -58,7 +58,8 @@ def answers_of_vllm(env: Path, jobs: list[dict]) -> list[dict]:
 
 def our_answers(target, head, prompts, k: int, new: int) -> tuple[list[list[int]], dict]:
     """Our own greedy texts, and the counters that vLLM keeps too."""
-    answers = generate(target, head, prompts, k=k, max_new_tokens=new, stop_ids=())
+    options = {"k": k} if head else {}
+    answers = generate(target, head, prompts, max_new_tokens=new, stop_ids=(), **options)
     return [a.output_token_ids for a in answers], {
         "num_drafts": sum(a.num_drafts for a in answers),
         "num_draft_tokens": sum(a.num_draft_tokens for a in answers),
