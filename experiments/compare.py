@@ -6,6 +6,7 @@ all pairs.
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,13 +44,10 @@ def comparisons(
         try:
             found.append((a, b, compare(of[a], of[b])))
         except ValueError as error:
-            raise InputError(f"{a}, {b}", "must be comparable", error, "run both anew") from None
+            rule, next_step = "must be measured alike", "name two that are, or run both anew"
+            raise InputError(f"{a}, {b}", rule, error, next_step) from None
     ps = iter(holm([c.p for _, _, c in found if c.p is not None]))
-    return [(a, b, c if c.p is None else _with_p(c, next(ps))) for a, b, c in found]
-
-
-def _with_p(comparison: Comparison, p: float) -> Comparison:
-    return Comparison(**{**vars(comparison), "p": p})
+    return [(a, b, c if c.p is None else dataclasses.replace(c, p=next(ps))) for a, b, c in found]
 
 
 def table_of(found: Sequence[tuple[str, str, Comparison]]) -> Table:

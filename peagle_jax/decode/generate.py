@@ -70,7 +70,7 @@ def generate(
       num_tree_nodes: verify a tree of so many drafts per step, and not a chain of K (P-EAGLE).
       max_new_tokens: limit of every answer.
       temperature: 0 decodes greedily.
-      top_k: sample among the k most probable tokens; 0 for all.
+      top_k: sample among the k most probable tokens; 0, or vLLM's -1, for all.
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
       min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs: of every
         answer, as `Request` explains them.

@@ -21,7 +21,7 @@ class Request:
       prompt: token ids, at least one.
       max_new_tokens: limit of the answer.
       temperature: 0, and less than 1e-5, decodes greedily.
-      top_k: sample among the k most probable tokens; 0 for all.
+      top_k: sample among the k most probable tokens; 0, or vLLM's -1, for all.
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
       min_p: sample among the tokens that have this share of the largest probability; 0 for all.
       repetition_penalty: divides positive logits of tokens that the prompt or the answer has, and

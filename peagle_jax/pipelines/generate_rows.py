@@ -128,14 +128,14 @@ def generate_rows(
 
 def _check_requests(requests: Sequence[Request], config: TargetConfig, k: int) -> None:
     """Raises InputError where no request can be served, as with an option that all have."""
+    if not requests:
+        raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
     errors = []
     for request in requests:
         try:
             check_request(request.name or "prompt", request, config, k, None)
         except InputError as error:
             errors.append(error)
-    if not requests:
-        raise InputError("prompts", "at least one prompt is needed", "none", "give a prompt")
     if len(errors) == len(requests):
         raise errors[0]
 

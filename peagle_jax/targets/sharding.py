@@ -66,11 +66,13 @@ def parallel_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mes
         options = [option for option, size in sizes.items() if size > 1]
         rule = f"a target is spread over at most the {len(devices)} devices there are"
         raise InputError(" x ".join(options), rule, size, "give less, or start with more devices")
-    if size == 1:
-        return None
-    shape = data_parallel_size, 1, tensor_parallel_size
-    types = (AxisType.Auto,) * 3
-    return Mesh(np.asarray(devices[:size]).reshape(shape), (DATA, FSDP, MODEL), axis_types=types)
+    return None if size == 1 else mesh_of_sizes(data_parallel_size, 1, tensor_parallel_size)
+
+
+def mesh_of_sizes(data: int, fsdp: int, model: int) -> Mesh:
+    """A mesh with the axes "data", "fsdp" and "model" over the first devices."""
+    devices = np.asarray(jax.devices()[: data * fsdp * model]).reshape(data, fsdp, model)
+    return Mesh(devices, (DATA, FSDP, MODEL), axis_types=(AxisType.Auto,) * 3)
 
 
 def spec(path: str, shape: tuple[int, ...], config: HasHeads, axis_size: int) -> P:

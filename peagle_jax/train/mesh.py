@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jax._src import distributed  # where Orbax and Flax, too, find the processes' common notes
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from peagle_jax.targets import sharding
-from peagle_jax.targets.sharding import DATA, FSDP, MODEL
+from peagle_jax.targets.sharding import DATA, FSDP
 from peagle_jax.train.recipe_sections import MeshConfig
 from peagle_jax.types import InputError, Model
 from peagle_jax.weights import flatten_params, unflatten_params
@@ -46,8 +46,7 @@ def make_training_mesh(config: MeshConfig) -> Mesh | None:
         rule = f"data x fsdp x model must be the number of devices, {len(devices)}"
         got = f"{config.data} x {config.fsdp} x {config.model} = {wanted}"
         raise InputError("mesh", rule, got, f"set mesh.data: {len(devices)}, and the others to 1")
-    types = (AxisType.Auto,) * 3
-    return Mesh(np.asarray(devices[:wanted]).reshape(sizes), (DATA, FSDP, MODEL), axis_types=types)
+    return sharding.mesh_of_sizes(*sizes)
 
 
 def unused_devices(mesh: Mesh | None, use: str = "set mesh in the recipe") -> str | None:
