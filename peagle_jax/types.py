@@ -357,6 +357,7 @@ class Penalties:
       frequency: 0 for no such penalty.
       bias: added to the logit of every token.
       in_prompt: which tokens the prompt has.
+      min_tokens: tokens that the answer has before a stop token; 0 for no such limit.
     """
 
     repetition: Float[Array | ndarray, " B"]
@@ -364,6 +365,7 @@ class Penalties:
     frequency: Float[Array | ndarray, " B"]
     bias: Float[Array | ndarray, "B V"]
     in_prompt: Bool[Array | ndarray, "B V"]
+    min_tokens: Int[Array | ndarray, " B"]
 
 
 @jax.tree_util.register_dataclass

@@ -99,7 +99,9 @@ def generate(arguments: argparse.Namespace) -> int:
         k=arguments.k,
         method=arguments.method,
         num_tree_nodes=arguments.num_tree_nodes,
+        n=arguments.n,
         max_new_tokens=arguments.max_new_tokens,
+        min_tokens=arguments.min_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -131,8 +133,10 @@ def generate(arguments: argparse.Namespace) -> int:
             if "error" not in row:
                 say(row.get("text", row["output_token_ids"]))
     _print_acceptance_length(rows)
-    errors = [(name, row["error"]) for name, row in zip(names, rows, strict=True) if "error" in row]
-    for name, error in errors:
+    of_rows = [name for name in names for _ in range(arguments.n)]
+    pairs = zip(of_rows, rows, strict=True)
+    errors = [(name, row["error"]) for name, row in pairs if "error" in row]
+    for name, error in dict.fromkeys(errors):  # one line where all answers of a prompt fail alike
         # a prompt that cannot be served is named by its error already
         print(f"peagle: {error if error.startswith(name) else f'{name}: {error}'}", file=sys.stderr)
     return 1 if errors else 0

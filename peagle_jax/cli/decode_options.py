@@ -78,7 +78,17 @@ def add_generate(parser: Parser) -> None:
         help="P-EAGLE: verify a tree of N drafts in one forward, in the place of a chain of K",
     )
     parser.add_argument(
+        "-n", metavar="N", type=int, default=1, help="answers to each prompt, for sampling"
+    )
+    parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=128, help="tokens of each answer"
+    )
+    parser.add_argument(
+        "--min-tokens",
+        metavar="N",
+        type=int,
+        default=0,
+        help="before so many tokens neither a stop token nor --stop ends an answer",
     )
     parser.add_argument(
         "--temperature", metavar="T", type=float, default=0.0, help="of sampling; 0 is greedy"
@@ -138,7 +148,7 @@ def add_generate(parser: Parser) -> None:
         help="with --out: add the log-probabilities of the answer's tokens",
     )
     parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="prompt i samples with seed + i"
+        "--seed", metavar="N", type=int, default=0, help="answer i of all samples with seed + i"
     )
     parser.add_argument(
         "--greedy-drafts",

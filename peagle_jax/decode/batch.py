@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from peagle_jax.decode import growth, loop, switching
+from peagle_jax.decode.answer_text import AnswerText
 from peagle_jax.decode.first_call import first_call
 from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.penalties import penalties_of
@@ -35,15 +36,15 @@ class Row:
       id: its number.
       request: what is asked for.
       stop_ids: the tokens that end its answer.
+      text: the answer's; None where the engine has no tokenizer.
       num_reported: tokens of the answer that outputs had.
-      num_checked: tokens of the answer that were searched for stop strings.
     """
 
     id: int
     request: Request
     stop_ids: tuple[int, ...]
+    text: AnswerText | None = None
     num_reported: int = 0
-    num_checked: int = 0
 
 
 def output_without_answer(row: Row, reason: str, error: str | None = None) -> Output:
@@ -178,6 +179,7 @@ class Batch:
         tokens: tuple[list, list, list],
         text: str | None,
         error: str | None = None,
+        stop_reason: int | str | None = None,
     ) -> Generation:
         """The answer in a row.
 
@@ -186,6 +188,7 @@ class Batch:
           tokens: what of `self.tokens` is the answer's.
           text: what the tokens spell.
           error: what failed.
+          stop_reason: what of the request ended it.
         """
         numbers, request = self.numbers(), self._request(row)
         token_ids, is_draft, logprobs = tokens
@@ -200,6 +203,7 @@ class Batch:
             logprobs=logprobs[: len(token_ids)] if request.logprobs else None,
             text=text,
             error=error,
+            stop_reason=stop_reason,
         )
 
     @property

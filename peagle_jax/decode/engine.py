@@ -24,6 +24,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from peagle_jax.decode.adaptive_k import KChooser, candidates
+from peagle_jax.decode.answer_text import AnswerText
 from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.batch import (
     Batch,
@@ -40,15 +41,9 @@ from peagle_jax.decode.memory import CacheMemory
 from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, pad_prompts, prefill
 from peagle_jax.decode.request_queue import RequestQueue
 from peagle_jax.decode.requests import Output, Request, check_request
+from peagle_jax.decode.row_outputs import output_of_row
 from peagle_jax.decode.step_times import open_step_times
-from peagle_jax.decode.stop_strings import (
-    Detokenizer,
-    UndecodableError,
-    end_tokens,
-    first_line,
-    spell,
-)
-from peagle_jax.decode.stopped_answers import without_steps_behind
+from peagle_jax.decode.stop_strings import Detokenizer, end_tokens, first_line
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.layers import full_precision
 from peagle_jax.layers.column_blocks import are_in_blocks
@@ -185,7 +180,8 @@ class Engine(BaseEngine):
         request = dataclasses.replace(request, prompt=tuple(map(int, request.prompt)))
         stop_ids = end_tokens(where, request, self.target.config.stop_ids, self.tokenizer)
         self._memory.check([request], self.held_bytes + held_elsewhere)
-        return Row(number, request, stop_ids)
+        text = None if self.tokenizer is None else AnswerText(self.tokenizer, request)
+        return Row(number, request, stop_ids, text)
 
     def enqueue(self, row: Row) -> None:
         """Takes in a row that `check` made, of this engine or of one like it."""
@@ -406,7 +402,14 @@ class Engine(BaseEngine):
         for i in self._batch.running:
             row = self._batch.rows[i]
             assert row is not None
-            output = self._output(i, row, now)
+            output = output_of_row(
+                self._batch,
+                i,
+                self.tokenizer,
+                now,
+                is_cancelled=self._waiting.is_cancelled(row.id),
+                k_changes=self.chooser is not None,
+            )
             if output is None:
                 continue
             row.num_reported += len(output.new_token_ids)
@@ -415,36 +418,3 @@ class Engine(BaseEngine):
                 is_one_done = True
                 self._batch.leave(i)
         return is_one_done
-
-    def _output(self, i: int, row: Row, now: float) -> Output | None:
-        """What is new in one row; `now` is when the host had it. None for nothing."""
-        numbers, request = self._batch.numbers(), row.request
-        is_done = bool(numbers.done[i])
-        if not (is_done or request.stream or request.stop or self._waiting.is_cancelled(row.id)):
-            return None
-        token_ids, is_draft, logprobs = self._batch.tokens(i)
-        reason, text, written = None, None, is_draft
-        if numbers.failed[i]:
-            reason = "error"
-        elif is_done:
-            reason = "stop" if token_ids[-1] in row.stop_ids else "length"
-        elif self._waiting.is_cancelled(row.id):
-            reason = "cancelled"
-        why = "the target computed NaN or infinity" if reason == "error" else None
-        if self.tokenizer is not None:
-            where = request.stop_strings, row.num_checked
-            told = token_ids[:-1] if reason == "stop" else token_ids  # as vLLM's text
-            try:
-                end, text = spell(self.tokenizer, told, *where, is_done=reason is not None)
-            except UndecodableError as error:
-                end, reason, why = None, "error", str(error)
-            row.num_checked = len(token_ids)
-            if end is not None:
-                token_ids, is_draft, reason, why = token_ids[:end], is_draft[:end], "stop", None
-        new = token_ids[row.num_reported :] if request.stream or reason else []
-        if reason is None:
-            return Output(row.id, new, None, now) if new else None
-        answer = self._batch.answer(i, reason, (token_ids, is_draft, logprobs), text, why)
-        if self.chooser is None:  # else steps differ in what they drafted
-            answer = without_steps_behind(answer, written, self.spec)
-        return Output(row.id, new, answer, now)

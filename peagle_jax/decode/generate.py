@@ -4,7 +4,7 @@ import numbers
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from peagle_jax.decode.engine import PREFILL_CHUNK
 from peagle_jax.decode.engine_checks import check_at_least_1
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_prompts, seed_of
+from peagle_jax.decode.sampling import LEAST_TEMPERATURE
 from peagle_jax.types import InputError, Model
 
 # K where none is given and the head was trained for more: the best K of AWS's published heads.
@@ -32,7 +33,9 @@ def generate(
     k: int | Literal["auto"] | None = None,
     method: str | None = None,
     num_tree_nodes: int | None = None,
+    n: int = 1,
     max_new_tokens: int = 128,
+    min_tokens: int = 0,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -68,14 +71,17 @@ def generate(
         which is the best K of the published heads. "auto" chooses while decoding, by what pays.
       method: how the head drafts, "peagle", "eagle3" or "eagle". None takes what it was made for.
       num_tree_nodes: verify a tree of so many drafts per step, and not a chain of K (P-EAGLE).
+      n: answers to every prompt, each with a seed of its own; above 1 for sampling. Each reads the
+        prompt anew.
       max_new_tokens: limit of every answer.
+      min_tokens: of every answer, before which no stop token or string ends it.
       temperature: 0 decodes greedily.
       top_k: sample among the k most probable tokens; 0, or vLLM's -1, for all.
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
       min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs: of every
         answer, as `Request` explains them.
-      seed: one per prompt; or a single one, from which prompt i takes seed + i; None for a prompt's
-        number, so that equal prompts get different answers.
+      seed: one per prompt, of which its answer j takes the seed + j; or a single one, from which
+        answer i of all takes seed + i; None for an answer's number, as if it were 0.
       sample_drafts: at a temperature above 0, sample the drafts (True) or draft argmaxes (False).
         The target's distribution is kept either way.
       stop_ids: an answer ends with the first of these. None takes the target's end-of-sequence
@@ -94,7 +100,7 @@ def generate(
       max_batch: prompts that are decoded together; the others wait for places. None: all of them.
 
     Returns:
-      One answer for each prompt, in the order of the prompts.
+      The answers in the order of the prompts, n for each.
 
     Raises:
       InputError: a prompt is empty, has an unknown token, or does not fit the target's context,
@@ -120,22 +126,14 @@ def generate(
     num_drafts = drafter.k if drafter else 0
     check_prompts(prompts, target.config, max_new_tokens, num_drafts, cache_size)
     prompts = [np.asarray(prompt).tolist() for prompt in prompts]  # arrays, too
-    seeds: Sequence[int | None]
-    if seed is None:
-        seeds = [None] * len(prompts)
-    elif isinstance(seed, numbers.Integral):
-        seeds = [seed_of(int(seed), place) for place in range(len(prompts))]
-    elif isinstance(seed, numbers.Real):
-        raise InputError("seed", "must be a whole number", seed, "write it without a point")
-    else:
-        seeds = cast(Sequence[int], seed)
-        if len(seeds) != len(prompts):
-            rule, got = f"one seed for each of {len(prompts)} prompts", f"{len(seeds)} seeds"
-            raise InputError("seed", rule, got, "give as many, or one number for all")
+    check_num_answers("n", n, temperature)
+    seeds = _seeds(seed, len(prompts), n)
+    prompts = [prompt for prompt in prompts for _ in range(n)]
     requests = [
         Request(
             prompt=prompt,
             max_new_tokens=max_new_tokens,
+            min_tokens=min_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -190,6 +188,38 @@ def _as_list(prompts: Any) -> list:
         rule, got = "must be lists of token ids, one for each prompt", type(prompts).__name__
         raise InputError("prompts", rule, got, next_step)
     return list(prompts)
+
+
+def check_num_answers(option: str, n: Any, temperature: Any) -> None:
+    """Raises InputError where a prompt cannot have `n` answers.
+
+    Args:
+      option: what the caller calls n.
+    """
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+        raise InputError(option, "must be a whole number of 1 or more", repr(n), "use 1")
+    is_greedy = isinstance(temperature, numbers.Real) and float(temperature) < LEAST_TEMPERATURE
+    if n > 1 and is_greedy:
+        rule, got = "answers of one prompt differ by sampling", f"{n}, at temperature {temperature}"
+        raise InputError(option, rule, got, f"use {option} 1, or a temperature such as 0.7")
+
+
+def _seeds(seed: Any, num_prompts: int, n: int) -> list[int | None]:
+    """The seeds of all answers; None for an answer's own number. InputError as of `generate`."""
+    if seed is None:
+        return [None] * (num_prompts * n)
+    if isinstance(seed, numbers.Integral):
+        return [seed_of(int(seed), place) for place in range(num_prompts * n)]
+    if isinstance(seed, numbers.Real):
+        raise InputError("seed", "must be a whole number", seed, "write it without a point")
+    if len(seed) != num_prompts:
+        rule, got = f"one seed for each of {num_prompts} prompts", f"{len(seed)} seeds"
+        raise InputError("seed", rule, got, "give as many, or one number for all")
+    if n == 1:
+        return list(seed)
+    if odd := [x for x in seed if not isinstance(x, numbers.Integral)]:
+        raise InputError("seed", "must be whole numbers", repr(odd[0]), "write 5 and not 5.0")
+    return [seed_of(int(x), answer) for x in seed for answer in range(n)]
 
 
 def default_k(head: Model) -> int:

@@ -202,7 +202,7 @@ def _chain_step(
         raw = logits = target.compute_logits(out.hidden)
         if options.penalties is not None:
             counts = count_tokens(state, drafts, logits.shape[-1])
-            logits = penalize(logits, counts, options.penalties)
+            logits = penalize(logits, counts, options.penalties, options.stop_ids)
         if sampling is None:
             tokens, accepted = verify_greedy(drafts, vocab.argmax(logits))
         else:
@@ -275,7 +275,7 @@ def _choose_token(
     """The target's next token after drafts that were accepted in this step."""
     if options.penalties is not None:
         counts = count_tokens(state, drafts, logits.shape[-1])[:, -1:]
-        logits = penalize(logits[:, None], counts, options.penalties)[:, 0]
+        logits = penalize(logits[:, None], counts, options.penalties, options.stop_ids)[:, 0]
     if options.sampling is None:
         return vocab.argmax(logits)
     fresh = with_step_keys(options.sampling, state.num_steps, KeyUse.VERIFY)

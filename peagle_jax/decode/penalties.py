@@ -1,4 +1,4 @@
-"""Changes of the target's logits that a request asks for: penalties and biases.
+"""Changes of the target's logits that a request asks for: penalties, biases, a least length.
 
 They are made before temperature and filters, as in vLLM, and alike for plain decoding and for every
 position of a verification. At the position after drafts d1 .. di the answer that penalties see has
@@ -33,6 +33,7 @@ def penalties_of(requests: Sequence[Request], vocab: int) -> Penalties | None:
         frequency=np.array([r.frequency_penalty for r in requests], np.float32),
         bias=bias,
         in_prompt=in_prompt,
+        min_tokens=np.array([r.min_tokens for r in requests], np.int32),
     )
 
 
@@ -48,13 +49,23 @@ def count_tokens(state: DecodeState, drafts: Int[Array, "B K"], vocab: int) -> I
 
 
 def penalize(
-    logits: Float[Array, "B R V"], counts: Int[Array, "B R V"], penalties: Penalties
+    logits: Float[Array, "B R V"],
+    counts: Int[Array, "B R V"],
+    penalties: Penalties,
+    stop_ids: Int[Array | np.ndarray, "B stops"],
 ) -> Float[Array, "B R V"]:
     """The logits that a row samples from.
 
     First the bias is added. The repetition penalty then divides positive logits of tokens that the
     prompt or the answer has, and multiplies negative ones (arXiv:1909.05858). For tokens of the
     answer the presence penalty is subtracted once, the frequency penalty as often as they occur.
+    Stop tokens of an answer that is too short yet get minus infinity.
+
+    Args:
+      logits: the target's.
+      counts: how often each token is in the answer.
+      penalties: of each row.
+      stop_ids: of each row, -1 for none.
     """
 
     def of_row(x: Array | np.ndarray) -> Array:
@@ -65,4 +76,9 @@ def penalize(
     is_repeated = in_answer | jnp.asarray(penalties.in_prompt)[:, None]
     factor = jnp.where(logits > 0, 1 / of_row(penalties.repetition), of_row(penalties.repetition))
     logits = jnp.where(is_repeated, logits * factor, logits)
-    return logits - of_row(penalties.presence) * in_answer - of_row(penalties.frequency) * counts
+    logits -= of_row(penalties.presence) * in_answer + of_row(penalties.frequency) * counts
+    B, _, V = logits.shape
+    ends = jnp.where(jnp.asarray(stop_ids) < 0, V, stop_ids)  # there is no token V
+    is_stop = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], ends].set(True, mode="drop")
+    is_short = counts.sum(axis=-1, keepdims=True) < of_row(penalties.min_tokens)
+    return jnp.where(is_short & is_stop[:, None], -jnp.inf, logits)

@@ -246,8 +246,8 @@ def first_tokens(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"] | None]:
     """The first token of every answer, and its log-probability where a row wants it.
 
-    It takes neither caches nor stop ids, so that one program serves all sizes of them. `begin`,
-    which has little to compute, has one for each number of slots.
+    It takes no caches, and stop ids only with penalties, so that one program serves all sizes of
+    them. `begin`, which has little to compute, has one for each number of slots.
 
     Args:
       options: how the rows sample, their penalties, and whether they want log-probabilities.
@@ -260,7 +260,7 @@ def first_tokens(
     raw = logits = target.compute_logits(hidden)
     if penalties is not None:
         no_counts = jnp.zeros((len(logits), 1, logits.shape[1]), jnp.int32)
-        logits = penalize(logits[:, None], no_counts, penalties)[:, 0]
+        logits = penalize(logits[:, None], no_counts, penalties, options.stop_ids)[:, 0]
     if sampling is None:
         tokens = vocab.argmax(logits)
     else:
@@ -327,8 +327,11 @@ def _with_first_tokens(
 ) -> DecodeState:
     """The state of answers that have their first token."""
     batch, num_stop_ids = options.stop_ids.shape
-    choices = dataclasses.replace(options, stop_ids=options.stop_ids[:, :0])
-    with _first_call(options, "first_tokens", spec, batch, jax.tree.structure(choices)):
+    choices = options
+    if options.penalties is None:  # which may forbid stop tokens
+        choices = dataclasses.replace(options, stop_ids=options.stop_ids[:, :0])
+    shape = choices.stop_ids.shape
+    with _first_call(options, "first_tokens", spec, shape, jax.tree.structure(choices)):
         tokens, logprobs = first_tokens(spec, target_params, choices, state.hidden)
     limits = dataclasses.replace(options, sampling=None, penalties=None, logprobs=False)
     # caches without their layers: only the rows' lengths are passed through the program

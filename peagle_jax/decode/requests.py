@@ -20,6 +20,8 @@ class Request:
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: limit of the answer.
+      min_tokens: before so many tokens of the answer no stop token is written, and no stop string
+        ends it; 0 for none. Stop tokens have probability 0 there.
       temperature: 0, and less than 1e-5, decodes greedily.
       top_k: sample among the k most probable tokens; 0, or vLLM's -1, for all.
       top_p: sample among the most probable tokens whose probability sums to this; 1 for all.
@@ -43,6 +45,7 @@ class Request:
 
     prompt: Sequence[int]
     max_new_tokens: int = 128
+    min_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -69,9 +72,9 @@ class Request:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether a penalty or a bias changes the target's logits."""
+        """Whether a penalty, a bias or a least number of tokens changes the target's logits."""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
-        return any(penalties) or bool(self.logit_bias)
+        return any(penalties) or bool(self.logit_bias) or self.min_tokens > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Generation:
       text: the answer as text, without the stop token or string that ended it; None where the
         engine has no tokenizer.
       error: one line that says what failed; None without a failure.
+      stop_reason: the stop string that ended the answer, or the token of the request's `stop_ids`;
+        None after the target's end-of-sequence token, and where nothing of this ended it.
     """
 
     prompt_token_ids: list[int]
@@ -108,6 +113,7 @@ class Generation:
     logprobs: list[float] | None = None
     text: str | None = None
     error: str | None = None
+    stop_reason: int | str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -185,12 +191,16 @@ class Output:
       answer: the whole answer, in the last output of a request; None before.
       time: when the host had the tokens, in seconds of `time.perf_counter`. `Engine.step` returns
         those of a prompt only after the decoding step that follows.
+      new_text: text of the answer that no earlier output had, as far as later tokens cannot change
+        it; "" where the engine has no tokenizer, and until the end for a request that does not
+        stream. All of an answer's are its text.
     """
 
     request_id: int
     new_token_ids: list[int]
     answer: Generation | None
     time: float
+    new_text: str = ""
 
     @property
     def num_new_tokens(self) -> int:
@@ -211,6 +221,9 @@ def check_request(
     _check_types(where, request)
     if request.max_new_tokens < 1:
         raise InputError("max_new_tokens", "must be 1 or more", request.max_new_tokens, "use 128")
+    if not 0 <= request.min_tokens <= request.max_new_tokens:
+        rule, got = f"must lie in 0..max_new_tokens, {request.max_new_tokens}", request.min_tokens
+        raise InputError("min_tokens", rule, got, "use 0 for no such limit")
     options = request.temperature, request.top_k, request.top_p
     check_sampling(*options, request.seed or 0, request.min_p)
     _check_penalties(request, config.vocab)
@@ -248,7 +261,7 @@ def _check_types(where: str, request: Request) -> None:
         raise InputError(where, "logit_bias maps token ids to numbers", got, "write {11: -100.0}")
     stop_ids = () if request.stop_ids is None else request.stop_ids  # an array has no truth value
     whole = [("a stop token", value, encode) for value in stop_ids]
-    for name in ("max_new_tokens", "top_k", "seed"):
+    for name in ("max_new_tokens", "min_tokens", "top_k", "seed"):
         if name != "seed" or request.seed is not None:
             whole.append((name, getattr(request, name), f"write {name} without a point"))
     for name, value, next_step in whole:

@@ -1,5 +1,6 @@
-"""Finds strings that end an answer in the text of its tokens."""
+"""Strings that end an answer, found in the text of its tokens."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,40 +17,19 @@ class Detokenizer(Protocol):
         ...
 
 
-class UndecodableError(Exception):
-    """A tokenizer cannot decode its own tokens."""
+@dataclasses.dataclass(frozen=True)
+class StopString:
+    """Where a string ends an answer.
 
-
-def spell(
-    tokenizer: Detokenizer,
-    token_ids: Sequence[int],
-    stop: Sequence[str],
-    num_checked: int,
-    is_done: bool,
-) -> tuple[int | None, str | None]:
-    """Where a string ends an answer, and the answer's text.
-
-    Args:
-      is_done: whether the answer ends here in any case, so that its text is wanted.
-
-    Returns:
-      The tokens up to the first string, or None without one; and the text, None of one that goes
-      on. See `find_stop`.
-
-    Raises:
-      UndecodableError: the tokenizer raises, or panics.
+    Attributes:
+      num_tokens: the fewest tokens whose text has it.
+      text: their text before it.
+      string: the string.
     """
-    try:
-        found = find_stop(tokenizer, token_ids, stop, num_checked) if stop else None
-        if found is not None:
-            return found
-        if is_done:
-            return None, tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return None, None
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the library tokenizers is no Exception
-        raise UndecodableError(f"the tokenizer cannot decode: {first_line(error)}") from error
+
+    num_tokens: int
+    text: str
+    string: str
 
 
 def end_tokens(
@@ -77,6 +57,16 @@ def end_tokens(
     return (*(usual if request.stop_ids is None else request.stop_ids), *special)
 
 
+def reason_of_token(request: Request, token: int, tokenizer: Any) -> int | str | None:
+    """`Generation.stop_reason` of an answer that a token ended, one of `end_tokens`."""
+    if request.stop_ids is not None and token in request.stop_ids:
+        return token
+    if not request.stop_strings:
+        return None
+    string = tokenizer.decode([token], skip_special_tokens=False)
+    return string if string in request.stop_strings else None
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its kind where it has none."""
     return (str(error) or type(error).__name__).partition("\n")[0]
@@ -87,30 +77,35 @@ def find_stop(
     token_ids: Sequence[int],
     stop: Sequence[str],
     num_checked: int = 0,
-) -> tuple[int, str] | None:
-    """Where an answer ends because its text has one of the strings.
+    min_tokens: int = 0,
+) -> StopString | None:
+    """Where an answer ends because its text has one of the strings; None where there is none.
+
+    Of several it is the first in the text, and of those that begin at one place the first of
+    `stop`.
 
     Args:
       tokenizer: the target's.
       token_ids: the answer so far.
       stop: strings, each of at least one character.
       num_checked: tokens of which an earlier call knows that they have none of the strings.
-
-    Returns:
-      The fewest tokens whose text has one of the strings, and their text before the first of them;
-      None where there is none.
+      min_tokens: strings that end within the text of so many tokens end no answer.
     """
 
     def text_of(num_tokens: int) -> str:
         return tokenizer.decode(list(token_ids[:num_tokens]), skip_special_tokens=True)
 
-    def position(text: str) -> int:
-        return min((text.find(s) for s in stop if s in text), default=-1)
+    num_exempt = len(text_of(min_tokens)) if min_tokens else 0
 
-    if position(text_of(len(token_ids))) < 0:
+    def first(text: str) -> tuple[int, str] | None:
+        # a string must end behind the exempt text
+        places = [(text.find(s, max(num_exempt - len(s) + 1, 0)), s) for s in stop]
+        return min((p for p in places if p[0] >= 0), key=lambda p: p[0], default=None)
+
+    if first(text_of(len(token_ids))) is None:
         return None
     for num_tokens in range(num_checked + 1, len(token_ids) + 1):
         text = text_of(num_tokens)
-        if (at := position(text)) >= 0:
-            return num_tokens, text[:at]
+        if (found := first(text)) is not None:
+            return StopString(num_tokens, text[: found[0]], found[1])
     raise AssertionError("the whole text has a stop string, and so has its last part")

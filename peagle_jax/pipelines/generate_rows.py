@@ -1,20 +1,18 @@
 """Answers to many prompts as the rows that `peagle generate --out` writes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle_jax.checkpoints.pair import check_fit
 from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.engine import PREFILL_CHUNK
-from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.generate import check_num_answers, make_drafter
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Generation, Request, check_request, failed_answer, seed_of
 from peagle_jax.progress import ProgressReport
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import InputError, Model
-
-HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes bytes to that are no character yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +23,9 @@ class GenerationOptions:
     k: int | Literal["auto"] | None = None
     method: str | None = None  # "peagle", "eagle3"; None: what the head was made for
     num_tree_nodes: int | None = None  # drafts of a tree; None: a chain of K
+    n: int = 1  # answers to each prompt
     max_new_tokens: int = 128  # of each answer
+    min_tokens: int = 0  # of each answer, before which nothing ends it
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0: no such filter
     top_p: float = 1.0  # 1: no such filter
@@ -35,7 +35,7 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None  # token id -> what is added to its logit
     logprobs: bool = False  # rows have the log-probabilities of their tokens
-    seed: int = 0  # prompt i samples with seed + i, whatever its batch
+    seed: int = 0  # answer i of all samples with seed + i, whatever its batch
     sample_drafts: bool = True  # at a temperature above 0: sample the drafts too
     ignore_eos: bool = False  # decode past the target's end-of-sequence tokens
     # tokens that end an answer; None: the target's end-of-sequence tokens
@@ -68,12 +68,14 @@ def generate_rows(
       names: where each prompt comes from, for errors; None: "prompt 0" and so on.
 
     Returns:
-      One row per prompt, in order. Its counters are named as vLLM names them. A row whose
-      `finish_reason` is "error" says in `error` why; the other prompts are answered.
+      `options.n` rows per prompt, in order, with an `index` where there are several. Their counters
+      are named as vLLM names them. A row whose `finish_reason` is "error" says in `error` why; the
+      other prompts are answered.
 
     Raises:
       InputError: see `generate`; of prompts, where none can be answered.
     """
+    check_num_answers("-n", options.n, options.temperature)
     drafter = None
     if head is not None:
         check_fit(target, head)
@@ -85,6 +87,7 @@ def generate_rows(
         Request(
             prompt=prompt,
             max_new_tokens=options.max_new_tokens,
+            min_tokens=options.min_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
@@ -100,7 +103,7 @@ def generate_rows(
             stream=on_text is not None,
             name=name,
         )
-        for i, (name, prompt) in enumerate(zip(names, prompts, strict=True))
+        for i, (name, prompt) in enumerate(_repeated(names, prompts, options.n))
     ]
     _check_requests(requests, target.config, k)
     engine = make_engine(
@@ -117,13 +120,23 @@ def generate_rows(
         tokenizer=tokenizer,
     )
     if on_text is not None:
-        return [_row(_streamed(engine, request, tokenizer, on_text)) for request in requests]
+        answers = [_streamed(engine, request, on_text) for request in requests]
+        return [_row(answer, i % options.n, options.n) for i, answer in enumerate(answers)]
     rows = {}
-    with ProgressReport("generate", len(prompts), unit="prompts") as progress:
+    with ProgressReport("generate", len(requests), unit="answers") as progress:
         for place, answer in engine.run(requests):
-            rows[place] = _row(answer)
+            rows[place] = _row(answer, place % options.n, options.n)
             progress.update(len(rows))
-    return [rows[place] for place in range(len(prompts))]
+    return [rows[place] for place in range(len(requests))]
+
+
+def _repeated(
+    names: Sequence[str], prompts: Sequence[Sequence[int]], n: int
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Every name and prompt `n` times."""
+    for name, prompt in zip(names, prompts, strict=True):
+        for _ in range(n):
+            yield name, prompt
 
 
 def _check_requests(requests: Sequence[Request], config: TargetConfig, k: int) -> None:
@@ -140,14 +153,8 @@ def _check_requests(requests: Sequence[Request], config: TargetConfig, k: int) -
         raise errors[0]
 
 
-def _streamed(
-    engine: BaseEngine, request: Request, tokenizer: Any, on_text: Callable[[str], None]
-) -> Generation:
-    """One answer, whose text is handed on as far as later tokens cannot change it."""
-    # the beginning of a stop string is not part of the answer if the rest follows
-    held_back = max((len(stop) for stop in request.stop_strings), default=1) - 1
-    token_ids: list[int] = []
-    num_shown = 0
+def _streamed(engine: BaseEngine, request: Request, on_text: Callable[[str], None]) -> Generation:
+    """One answer, whose text is handed on as it is written."""
     try:
         engine.add(request)
     except InputError as error:
@@ -155,30 +162,25 @@ def _streamed(
     while True:
         for output in engine.step():
             if output.answer is not None:
-                on_text((output.answer.text or "")[num_shown:] + "\n")
+                on_text(output.new_text + "\n")
                 return output.answer
-            token_ids += output.new_token_ids
-            text = tokenizer.decode(token_ids, skip_special_tokens=True)
-            # a character may have begun whose last bytes are in the next token
-            text = text.rstrip(HALF_CHARACTER)
-            text = text[: max(len(text) - held_back, 0)]
-            if len(text) > num_shown:
-                on_text(text[num_shown:])
-                num_shown = len(text)
+            if output.new_text:
+                on_text(output.new_text)
 
 
-def _row(answer: Generation) -> dict:
-    """The line of JSON for one answer."""
-    row: dict[str, Any] = {
-        "prompt_token_ids": answer.prompt_token_ids,
-        "output_token_ids": answer.output_token_ids,
-    }
+def _row(answer: Generation, index: int, n: int) -> dict:
+    """The line of JSON for one of a prompt's `n` answers."""
+    row: dict[str, Any] = {"prompt_token_ids": answer.prompt_token_ids}
+    if n > 1:
+        row["index"] = index
+    row["output_token_ids"] = answer.output_token_ids
     if answer.text is not None:
         row["text"] = answer.text
     if answer.logprobs is not None:
         row["logprobs"] = answer.logprobs
     row |= {
         "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
         "num_drafts": answer.num_drafts,
         "num_draft_tokens": answer.num_draft_tokens,
         "num_accepted_tokens": answer.num_accepted_tokens,

@@ -125,6 +125,36 @@ def test_a_stream_is_the_text_as_it_is_written(folders, peagle, tmp_path, monkey
     assert code == 2 and "--stream: prints to the terminal; got --out" in err
 
 
+def test_several_answers_of_a_least_length(folders, peagle, tmp_path):
+    """Rows of a prompt follow each other, and say which string or token ended them."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f"}\n{"prompt_token_ids": [5, 6]}\n')
+    line = f"generate --target {folders}/target --prompts {prompts} --max-new-tokens 14"
+    line += f" --out {tmp_path}/out.jsonl --temperature 1.5"
+    code, _, err = peagle(f"{line} -n 3 --seed 8")
+    assert code == 0, err
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert [(len(row["prompt_token_ids"]), row["index"]) for row in rows[3:]] == [
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+    assert len({tuple(row["output_token_ids"]) for row in rows}) == 6
+    stop_id = rows[4]["output_token_ids"][3]
+    peagle(f"{line} --seed 11 --stop-ids {stop_id}")
+    ended = read_rows(tmp_path / "out.jsonl")[1]  # a first prompt has taken the seed 11
+    assert "index" not in ended and ended["finish_reason"] == "stop"
+    assert ended["stop_reason"] == stop_id and len(ended["output_token_ids"]) <= 4
+    code, _, err = peagle(f"{line} --seed 11 --stop-ids {stop_id} --min-tokens 9")
+    assert code == 0, err
+    longer = read_rows(tmp_path / "out.jsonl")[1]["output_token_ids"]
+    assert len(longer) >= 9 and stop_id not in longer[:9]
+    code, _, err = peagle(f"{line.replace('1.5', '0')} -n 2")
+    assert code == 2 and "-n: answers of one prompt differ by sampling; got 2" in err
+    code, _, err = peagle(f"{line} --min-tokens 15")
+    assert code == 2 and "min_tokens: must lie in 0..max_new_tokens, 14; got 15" in err
+
+
 @pytest.mark.parametrize("option", ["", "--stream"])
 def test_a_prompt_that_does_not_fit_leaves_the_others_their_answers(
     option, folders, peagle, tmp_path

@@ -4,6 +4,7 @@ tests/decode/test_sampling.py has the distribution of sampled texts.
 """
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
@@ -31,7 +36,7 @@ PENALTIES = {
 
 
 def by_transformers(request: Request, answer: list[int], logits: np.ndarray) -> np.ndarray:
-    """The penalized logits [V] after an answer: its own repetition penalty, the rest by hand."""
+    """The penalized logits [V] after an answer; presence and frequency by hand."""
     scores = torch.tensor(logits, dtype=torch.float64)[None]
     for token, value in (request.logit_bias or {}).items():
         scores[0, token] += value
@@ -41,6 +46,9 @@ def by_transformers(request: Request, answer: list[int], logits: np.ndarray) -> 
         scores[0, token] -= request.frequency_penalty
     for token in set(answer):
         scores[0, token] -= request.presence_penalty
+    if request.min_tokens:
+        start, eos = len(request.prompt), list(request.stop_ids or ())
+        scores = MinNewTokensLengthLogitsProcessor(start, request.min_tokens, eos)(ids, scores)
     return scores[0].numpy()
 
 
@@ -64,12 +72,15 @@ def test_penalized_logits():
     requests = [
         Request(prompt=[3, 14, 3], **PENALTIES),
         Request(prompt=[9]),
-        Request(prompt=[1, 2], presence_penalty=-1.5),
+        Request(prompt=[1, 2], presence_penalty=-1.5, min_tokens=3, stop_ids=[4, 40]),
+        Request(prompt=[1, 2], min_tokens=3, stop_ids=[4, 40], **PENALTIES),
     ]
-    answers = [[5, 5, 7], [9, 9], [2, 4, 4]]
-    logits = rng.normal(size=(3, 1, V)).astype(np.float32) * 3
+    answers = [[5, 5, 7], [9, 9], [2, 4, 4], [2, 4]]
+    logits = rng.normal(size=(4, 1, V)).astype(np.float32) * 3
     counts = np.array([np.bincount(answer, minlength=V) for answer in answers])[:, None]
-    got = penalize(jnp.asarray(logits), jnp.asarray(counts), penalties_of(requests, V))
+    stop_ids = np.array([[-1, -1], [-1, -1], [4, 40], [4, 40]])
+    got = penalize(jnp.asarray(logits), jnp.asarray(counts), penalties_of(requests, V), stop_ids)
+    assert np.isneginf(got[3, 0]).nonzero()[0].tolist() == [4, 40] and np.isfinite(got[:3]).all()
     for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         want = by_transformers(request, answer, logits[i, 0])
         np.testing.assert_allclose(got[i, 0], want, rtol=1e-6, atol=1e-6)
@@ -131,6 +142,7 @@ class Letters:
         {"frequency_penalty": 0.9},
         {"logit_bias": {7: 3.5, 30: -100.0}},
         {"logprobs": True},
+        {"min_tokens": 9, "stop_ids": "an early token"},
         {"tokenizer": Letters()},
         {"tokenizer": Letters(), "stop": "an answer's own"},
     ],
@@ -138,6 +150,7 @@ class Letters:
 def test_every_option_of_generate_reaches_its_requests(options):
     """What it answers is what an engine answers to such requests, and not what none would have."""
     prompts, limits = [[3, 14, 15], [8]], {"max_new_tokens": 25, "stop_ids": ()}
+    options = dict(options)
     alike = {"num_threads": 1}  # other sums have other last bits of log-probabilities
 
     def answers(**changed):
@@ -148,6 +161,11 @@ def test_every_option_of_generate_reaches_its_requests(options):
     plain = answers()
     if "stop" in options:
         options["stop"] = Letters().decode(plain[0].output_token_ids[9:12])
+    if "stop_ids" in options:
+        limits["stop_ids"] = (plain[0].output_token_ids[2],)
+        del options["stop_ids"]
+        plain = answers()
+        assert plain[0].num_tokens <= 3
     tokenizer = options.get("tokenizer")
     asked = {name: value for name, value in options.items() if name != "tokenizer"}
     drafter, params = make_drafter(tiny.head(), 4), tiny.head().params
@@ -162,6 +180,60 @@ def test_every_option_of_generate_reaches_its_requests(options):
         assert got != plain
     else:
         assert got[0].output_token_ids == plain[0].output_token_ids
+
+
+@pytest.mark.parametrize("k, method", [(None, None), (4, "peagle"), (3, "eagle3")])
+def test_no_stop_token_before_the_least_number_of_tokens(k, method):
+    """Beside a loop over whole forwards; the answer ends with the first stop token behind it."""
+    stop_ids = answers_of(REQUESTS[1:2], k, method)[0].output_token_ids[:6:2]
+    ends = []
+    for min_tokens in (1, 4, 20):
+        request = dataclasses.replace(REQUESTS[1], stop_ids=stop_ids, min_tokens=min_tokens)
+        (answer,) = answers_of([request], k, method)
+        want: list[int] = []
+        while len(want) < request.max_new_tokens:
+            logits = target_logits([*request.prompt, *want])[-1]
+            want.append(int(by_transformers(request, want, logits).argmax()))
+            if want[-1] in stop_ids:
+                break
+        assert answer.output_token_ids == want
+        assert answer.num_tokens > min_tokens
+        ends.append(answer.finish_reason)
+    assert "stop" in ends
+
+
+def test_several_answers_to_a_prompt():
+    """Each is that of its own seed, in the order of the prompts."""
+    prompts, options = [[3, 14, 15], [8]], {"temperature": 0.9, "max_new_tokens": 12}
+    models = tiny.target(), tiny.head()
+
+    def alone(prompt, seed):
+        return generate(*models, [prompt], k=4, seed=seed, **options)[0].output_token_ids
+
+    for seed, seeds in ((5, [5, 6, 7, 8, 9, 10]), ([40, 60], [40, 41, 42, 60, 61, 62])):
+        answers = generate(*models, prompts, k=4, n=3, seed=seed, max_batch=4, **options)
+        asked = [prompts[0]] * 3 + [prompts[1]] * 3
+        assert [answer.prompt_token_ids for answer in answers] == asked
+        want = [alone(*pair) for pair in zip(asked, seeds, strict=True)]
+        assert [answer.output_token_ids for answer in answers] == want
+        assert len(set(map(tuple, want))) == 6
+    assert len(generate(*models, prompts, k=4, n=2, seed=None, **options)) == 4
+
+
+@pytest.mark.parametrize(
+    "options, rule",
+    [
+        ({"n": 0, "temperature": 1.0}, "n: must be a whole number of 1 or more; got 0; use 1"),
+        ({"n": 2}, "n: answers of one prompt differ by sampling; got 2, at temperature 0.0; use n"),
+        ({"n": 2, "temperature": 1.0, "seed": [1, 2]}, "one seed for each of 1 prompts"),
+        ({"n": 2, "temperature": 1.0, "seed": [1.5]}, "seed: must be whole numbers; got 1.5"),
+        ({"min_tokens": 4, "max_new_tokens": 3}, "min_tokens: must lie in 0..max_new_tokens, 3"),
+        ({"min_tokens": -1}, "min_tokens: must lie in 0..max_new_tokens, 7; got -1"),
+    ],
+)
+def test_mistakes_of_lengths_and_numbers(options, rule):
+    with pytest.raises(InputError, match=rule):
+        inspect.unwrap(generate)(tiny.target(), None, [[1]], **{"max_new_tokens": 7, **options})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -45,7 +45,10 @@ REQUEST = Request(
     presence_penalty=0.6,
     frequency_penalty=-0.9,
     logit_bias={2: 0.8, 4: -0.5},
+    min_tokens=2,
 )
+# of penalized rows: not among their first two tokens, and they end by three in any case
+STOP_ID = 1
 
 
 @functools.cache
@@ -65,7 +68,9 @@ def exact(top_k: int, top_p: float, min_p: float, is_penalized: bool) -> np.ndar
         if is_penalized:
             counts = (sequences[:, :i, None] == np.arange(V)).sum(axis=1)
             penalties = penalties_of([REQUEST] * count, V)
-            logits = penalize(logits[:, None], jnp.asarray(counts)[:, None], penalties)[:, 0]
+            stop_ids = np.full((count, 1), STOP_ID)
+            counts = jnp.asarray(counts)[:, None]
+            logits = penalize(logits[:, None], counts, penalties, stop_ids)[:, 0]
         p = probabilities(logits, sampling)
         total *= np.asarray(p)[np.arange(len(sequences)), sequences[:, i]]
     return total
@@ -93,7 +98,7 @@ def p_value(
     params = target.params, head.params
     prompts = np.tile(PROMPT, (ROWS, 1)).astype(np.int32)
     lengths, max_new_tokens = np.full(ROWS, len(PROMPT)), np.full(ROWS, LENGTH)
-    stop_ids = np.full((ROWS, 1), -1)
+    stop_ids = np.full((ROWS, 1), STOP_ID if is_penalized else -1)
     counts = np.zeros(V**LENGTH)
     accepted = 0
     for call in range(calls):
@@ -148,7 +153,13 @@ def test_distribution(name):
 
 @pytest.mark.parametrize("name", ["k4", "k4_reduced", "k4_eagle3"])
 def test_distribution_with_penalties(name):
-    """Every position of a verification has the penalties of the drafts before it."""
+    """Every position of a verification has the penalties of the drafts before it.
+
+    So it has the least number of tokens: the stop token may come third.
+    """
+    has_stop_id = np.array(list(itertools.product(range(V), repeat=LENGTH))) == STOP_ID
+    shares = exact(0, 1.0, 0.0, True)
+    assert not shares[has_stop_id[:, :2].any(axis=1)].any() and shares[has_stop_id[:, 2]].any()
     assert p_value(*CASES[name], cache_size=9, is_penalized=True) > 0.001
     assert p_value(*CASES[name], cache_size=9, min_p=0.15, calls=3) > 0.001
 

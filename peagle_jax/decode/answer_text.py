@@ -1,0 +1,111 @@
+"""The text of an answer while it is written: every token is decoded about once."""
+
+from collections.abc import Sequence
+
+from peagle_jax.decode.requests import Request
+from peagle_jax.decode.stop_strings import Detokenizer, StopString, find_stop, first_line
+
+HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes bytes to that are no character yet
+
+
+class UndecodableError(Exception):
+    """A tokenizer cannot decode its own tokens."""
+
+
+class TextStream:
+    """Text that grows with its tokens. Only those since the last but one addition are decoded.
+
+    What a token spells may depend on the tokens just before it, as a leading space or the bytes of
+    one character do. So the tokens of one addition are decoded behind those of the one before, and
+    nothing is added while the text ends within a character. (SentencePiece's byte fallback also
+    changes characters before a byte that fits none; they stay here as they were added.)
+
+    Attributes:
+      text: of the tokens so far, as far as later ones cannot change it.
+    """
+
+    def __init__(self, tokenizer: Detokenizer) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []  # tokens that are decoded at the next addition
+        self._num_known = 0  # of these, whose text `text` has
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Takes the next tokens."""
+        self._pending += token_ids
+        known, whole = map(self._decode, (self._pending[: self._num_known], self._pending))
+        if len(whole) <= len(known) or not whole.startswith(known):
+            return
+        if whole.endswith(HALF_CHARACTER):
+            return
+        self.text += whole[len(known) :]
+        self._pending = self._pending[self._num_known :]
+        self._num_known = len(self._pending)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class AnswerText:
+    """The text of one answer, with the strings that end it.
+
+    Attributes:
+      text: the whole text of an answer that is done; None before.
+    """
+
+    def __init__(self, tokenizer: Detokenizer, request: Request) -> None:
+        self.text: str | None = None
+        self._tokenizer, self._stop = tokenizer, request.stop_strings
+        self._min_tokens = request.min_tokens
+        self._longest = max(map(len, self._stop), default=1)
+        self._stream = TextStream(tokenizer)
+        self._num_seen = 0  # tokens of the answer
+        self._num_searched = 0  # characters
+        self._num_shown = 0  # characters that `news` gave
+
+    def read(self, token_ids: Sequence[int], is_done: bool) -> StopString | None:
+        """Decodes the answer so far, which begins with what earlier calls had.
+
+        Args:
+          is_done: whether the answer ends here in any case.
+
+        Returns:
+          The string that ends it, if its text has one.
+
+        Raises:
+          UndecodableError: the tokenizer raises, or panics.
+        """
+        try:
+            return self._read(list(token_ids), is_done)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library tokenizers is no Exception
+            raise UndecodableError(f"the tokenizer cannot decode: {first_line(error)}") from error
+
+    def _read(self, token_ids: list[int], is_done: bool) -> StopString | None:
+        num_seen, self._num_seen = self._num_seen, len(token_ids)
+        self._stream.add(token_ids[num_seen:])
+        begin = max(self._num_searched - self._longest + 1, 0)
+        is_likely = any(self._stream.text.find(string, begin) >= 0 for string in self._stop)
+        self._num_searched = len(self._stream.text)
+        found = None
+        if self._stop and (is_likely or is_done):  # the text so far may lack the last tokens
+            first = max(num_seen, self._min_tokens)
+            found = find_stop(self._tokenizer, token_ids, self._stop, first, self._min_tokens)
+        if found is not None:
+            self.text = found.text
+        elif is_done:
+            self.text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return found
+
+    def news(self) -> str:
+        """Text that no earlier call gave, as far as later tokens cannot change it.
+
+        The beginning of a stop string is not part of the answer if the rest follows, so that the
+        last characters are held back until the answer is done.
+        """
+        text = self.text
+        if text is None:
+            text = self._stream.text[: max(len(self._stream.text) - self._longest + 1, 0)]
+        new, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
+        return new
