@@ -225,9 +225,9 @@ def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:
     plain, auto = group[0], group[-1]
     best = min(group[:-1], key=lambda decoder: statistics.median(decoder.seconds))
 
-    def ratio(decoder: Decoder, other: Decoder) -> float:
+    def ratios(decoder: Decoder, other: Decoder) -> list[float]:
         pairs = zip(other.seconds, decoder.seconds, strict=True)
-        return statistics.median(theirs / ours for theirs, ours in pairs)
+        return [theirs / ours for theirs, ours in pairs]
 
     return [
         {
@@ -241,14 +241,27 @@ def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:
             "max_new_tokens": args.max_new_tokens,
             "lengths_are_drawn": True,
             "tokens_per_second": 1 / statistics.median(decoder.seconds),
-            "over_plain": ratio(decoder, plain),
-            "over_best_fixed": ratio(decoder, best),
+            "over_plain": statistics.median(ratios(decoder, plain)),
+            "over_plain_quartiles": quartiles(ratios(decoder, plain)),
+            "over_best_fixed": statistics.median(ratios(decoder, best)),
+            "over_best_fixed_quartiles": quartiles(ratios(decoder, best)),
+            "rounds": len(decoder.seconds),
             "best_fixed_k": best.k,
             "calibration_error": decoder.calibration_error() if decoder is auto else None,
             "steps_by_k": {str(k): n for k, n in sorted(decoder.steps_by_k.items())},
         }
         for decoder in group
     ]
+
+
+def quartiles(ratios: list[float]) -> list[float]:
+    """The first and the third: half of the rounds lie between them."""
+    return np.quantile(ratios, [0.25, 0.75]).tolist()
+
+
+def spread(row: dict) -> list[tuple[str, list[float]]]:
+    """Both ratios of a row, by name, with their quartiles."""
+    return [(name, row[f"{name}_quartiles"]) for name in ("over_plain", "over_best_fixed")]
 
 
 def table_of(rows: list[dict]) -> Table:
@@ -263,8 +276,7 @@ def table_of(rows: list[dict]) -> Table:
             str(row["batch_size"]),
             str(row["k"]),
             f"{row['tokens_per_second']:.0f}",
-            f"{row['over_plain']:.2f}",
-            f"{row['over_best_fixed']:.2f}",
+            *(f"{row[name]:.2f} ({low:.2f} to {high:.2f})" for name, (low, high) in spread(row)),
             note,
         )
     return table
