@@ -67,6 +67,7 @@ def base_run(budget: Budget, seed: int) -> PeagleRun:
         bad_rows="refuse",
         chat_template_kwargs=None,
         special_tokens=False,
+        split_turns=False,
     )
     return PeagleRun(
         task="peagle",

@@ -47,9 +47,11 @@ def read_corpus(
     bad_rows: BadRows | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: bool = False,
+    split_turns: bool = False,
 ) -> list[Document]:
     """`stream_corpus` as a list, for work that needs all documents at once."""
-    return list(stream_corpus(source, bad_rows, chat_template_kwargs, special_tokens))
+    how = chat_template_kwargs, special_tokens, split_turns
+    return list(stream_corpus(source, bad_rows, *how))
 
 
 def stream_corpus(
@@ -57,6 +59,7 @@ def stream_corpus(
     bad_rows: BadRows | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: bool = False,
+    split_turns: bool = False,
 ) -> Iterator[Document]:
     """Reads the documents of a corpus, in a fixed order and without exact duplicates.
 
@@ -71,6 +74,7 @@ def stream_corpus(
       bad_rows: takes the rows that cannot be used; None: the first is an error.
       chat_template_kwargs: of conversations and prompts, where their rows do not set them.
       special_tokens: of texts and prompts, as `Document` has it.
+      split_turns: give each answer of a conversation apart, after the turns before it.
 
     Raises:
       InputError: there are no documents, or a file is not UTF-8, or a row is none of the above; or
@@ -97,7 +101,7 @@ def stream_corpus(
                 document = dataclasses.replace(document, chat_template_kwargs=options)
             if special_tokens and document.is_plain:
                 document = dataclasses.replace(document, special_tokens=True)
-            yield document
+            yield from document.answers_apart() if split_turns else [document]
     if is_empty and bad_rows.errors:
         rule, next_step = "a corpus needs at least one row that can be used", "correct the rows"
         got = f"{bad_rows.count:,} that cannot, first {bad_rows.errors[0]}"

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from peagle_jax.types import InputError
@@ -64,6 +64,7 @@ class Document:
       completion: how the prompt goes on, if that is known.
       special_tokens: whether special tokens that a text or a prompt spells are these tokens, as in
         conversations that were rendered already; else they are plain text.
+      only_last: whether of a conversation's answers only the last, which ends it, is trained.
       source: the document that it was made of, by `peagle regenerate` for example: all of one
         source are held out together. None: the document itself.
     """
@@ -79,6 +80,7 @@ class Document:
     source: str | None = None
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     special_tokens: bool = False
+    only_last: bool = False
 
     @property
     def from_name(self) -> str:
@@ -114,10 +116,30 @@ class Document:
         """Whether there is nothing in it."""
         return not (self.text or self.messages or self.output_ids or self.prompt)
 
+    def answers_apart(self) -> Iterator["Document"]:
+        """A conversation for each answer, which ends it and alone is trained; itself without one.
+
+        A template then shows every answer as it was written: with its reasoning, which many drop
+        when the next turn begins. What the assistant says before the first user answers nothing.
+        """
+        roles = [said["role"] for said in self.messages]
+        first = roles.index("user") if "user" in roles else 0
+        ends = [i for i in range(first, len(roles) + 1) if roles[:i][-1:] == ["assistant"]]
+        for number, end in enumerate(ends, 1):
+            yield dataclasses.replace(
+                self,
+                name=f"{self.name}, answer {number}",
+                messages=self.messages[:end],
+                only_last=True,
+                source=self.from_name,
+            )
+        if not ends:
+            yield self
+
     def digest(self) -> bytes:
         """SHA-256 of the content, without the name."""
         parts = vars(self) | {"name": None, "source": None}
-        for key in ("chat_template_kwargs", "special_tokens"):
+        for key in ("chat_template_kwargs", "special_tokens", "only_last"):
             if not parts[key]:  # digests are of runs from before there were any
                 del parts[key]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()

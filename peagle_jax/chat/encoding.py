@@ -74,7 +74,9 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> E
         encoded = _encode_answer(tokenizer, document)
     elif document.messages:
         conversation = conversation_of(document)
-        encoded = encode_conversation(tokenizer, conversation, document.name)
+        encoded = encode_conversation(
+            tokenizer, conversation, document.name, only_last=document.only_last
+        )
     else:
         encoded = _encode_text(tokenizer, document)
     if not encoded.loss_mask.any():
@@ -113,7 +115,11 @@ def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    where: str,
+    *,
+    only_last: bool = False,
 ) -> Encoded:
     """Encodes a conversation. The loss reads what the assistant wrote.
 
@@ -124,13 +130,14 @@ def encode_conversation(
       tokenizer: with a chat template.
       conversation: what is said.
       where: its place, for errors.
+      only_last: whether of the answers only that of the last message is trained.
 
     Raises:
       InputError: as for `encode_document`.
     """
     _check_template(tokenizer)
     _check_end_of_turn(tokenizer, conversation, where)
-    text, spans = trained_spans(tokenizer, conversation, where)
+    text, spans = trained_spans(tokenizer, conversation, where, only_last=only_last)
     return _with_offsets(tokenizer, text, spans, where, add_special_tokens=False)
 
 

@@ -43,7 +43,11 @@ EMPTY_PAIR = re.compile(r"<([^<>/\s]+)>\s*</\1>\s*")
 
 
 def trained_spans(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    where: str,
+    *,
+    only_last: bool = False,
 ) -> tuple[str, list[Span]]:
     """The rendered conversation, and what of it the assistant wrote, in order.
 
@@ -51,17 +55,18 @@ def trained_spans(
       tokenizer: with a chat template.
       conversation: what is said.
       where: its place, for errors.
+      only_last: whether only what it wrote in the last message counts, which then is an answer.
 
     Raises:
       InputError: the template refuses the conversation or takes too much time or memory, or an
         answer cannot be located.
     """
     with limited(where):
-        return _trained_spans(tokenizer, conversation, where)
+        return _trained_spans(tokenizer, conversation, where, only_last)
 
 
 def _trained_spans(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, where: str, only_last: bool
 ) -> tuple[str, list[Span]]:
     messages, text = render(tokenizer, conversation, where)
     variables = {
@@ -72,14 +77,18 @@ def _trained_spans(
         "add_generation_prompt": False,
     }
     located = _Located(tokenizer, messages, variables, text, where)
+    last = len(messages) - 1
     if located.template.has_generations:
         _, places = located.render(messages, Marks(text))
-        spans = [located.with_end_of_turn(*span) for span in generations(places)]
+        generated = list(generations(places))
+        if only_last:
+            generated = located.within(last, blocks_of_messages(places), generated)
+        spans = [located.with_end_of_turn(*span) for span in generated]
     else:
         spans = [
             span
             for number, message in enumerate(messages)
-            if message["role"] == "assistant"
+            if message["role"] == "assistant" and number >= (last if only_last else 0)
             for span in located.answer(number)
         ]
     return text, merged(spans)
@@ -216,6 +225,21 @@ class _Located:
             # an empty answer, or one of reasoning that the template drops
             return [self._last_tag(block)] if block else []
         raise self._not_located(number)
+
+    def within(
+        self, number: int, blocks: Mapping[int, list[Span]], spans: Iterable[Span]
+    ) -> list[Span]:
+        """The spans that lie in what the template writes for a message.
+
+        Raises:
+          InputError: there is no such place, as where its loop is not over the messages.
+        """
+        if number not in blocks:
+            raise self._not_located(number)
+        own = blocks[number]
+        return [
+            (start, end) for start, end in spans if any(a <= start and end <= b for a, b in own)
+        ]
 
     def _not_located(self, number: int) -> InputError:
         rule = "every answer must be found in what the target's chat template makes of it"

@@ -32,7 +32,7 @@ def show_data(arguments: argparse.Namespace) -> int:
         raise InputError(folder, rule, "no tokenizer.json", next_step)
     bad_rows = BadRows(arguments.bad_rows)
     of_template = parse_template_kwargs(arguments.chat_template_kwargs, tokenizer)
-    how = of_template, arguments.special_tokens
+    how = of_template, arguments.special_tokens, arguments.split_turns
     documents = corpus.stream_corpus(arguments.data, bad_rows, *how)
     num_shown = num_trained = num_tokens = 0
     for document in itertools.islice(documents, arguments.limit):

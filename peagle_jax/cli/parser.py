@@ -157,6 +157,16 @@ def add_tensor_parallel_size(parser: Parser) -> None:
     )
 
 
+def add_split_turns(parser: Parser) -> None:
+    """Whether the answers of a conversation are read at once."""
+    parser.add_argument(
+        "--split-turns",
+        action="store_true",
+        help="each answer of a conversation apart, after the turns before it as the target saw "
+        "them: with its reasoning, which templates drop later; without it all answers at once",
+    )
+
+
 def add_precision(parser: Parser) -> None:
     """The dtypes of a command that decodes."""
     parser.add_argument(

@@ -93,6 +93,7 @@ def init_config(arguments: argparse.Namespace) -> int:
         say,
         of_template,
         arguments.special_tokens,
+        arguments.split_turns,
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,6 +225,7 @@ def extract(arguments: argparse.Namespace) -> int:
         bad_rows=arguments.bad_rows,
         chat_template_kwargs=parse_template_kwargs(arguments.chat_template_kwargs, None),
         special_tokens=arguments.special_tokens,
+        split_turns=arguments.split_turns,
     )
     result = extract_hidden_states(
         arguments.target, options, arguments.out, say, command=command_line(arguments.argv)

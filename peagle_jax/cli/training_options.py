@@ -8,6 +8,7 @@ from peagle_jax.cli.parser import (
     add_held_out,
     add_server,
     add_special_tokens,
+    add_split_turns,
     add_target,
     add_template_kwargs,
     add_tensor_parallel_size,
@@ -76,6 +77,7 @@ def add_init_config(parser: Parser) -> None:
     )
     add_template_kwargs(parser)
     add_special_tokens(parser)
+    add_split_turns(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -180,6 +182,7 @@ def add_show_data(parser: Parser) -> None:
     add_bad_rows(parser)
     add_template_kwargs(parser)
     add_special_tokens(parser)
+    add_split_turns(parser)
     parser.add_argument(
         "--limit", metavar="N", type=int, help="so many documents at most; without it all"
     )
@@ -270,5 +273,6 @@ def add_extract(parser: Parser) -> None:
     add_bad_rows(parser)
     add_template_kwargs(parser)
     add_special_tokens(parser)
+    add_split_turns(parser)
     add_held_out(parser, 0.05)
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the random choice")

@@ -120,8 +120,13 @@ def _prompt_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[i
 
 
 def _question(document: Document) -> tuple[Mapping, ...]:
-    """What is said in a conversation before the assistant answers for the first time."""
+    """What is said in a conversation before the assistant answers for the first time.
+
+    Of a conversation of which only the last answer is trained: before that.
+    """
     messages = document.messages
+    if document.only_last:
+        return messages[:-1]
     roles = [message["role"] for message in messages]
     end = roles.index("assistant") if "assistant" in roles else len(roles)
     return messages[:end] if "user" in roles[:end] else ()

@@ -239,6 +239,7 @@ def _read_rows(
         options.bad_rows,
         options.chat_template_kwargs,
         options.special_tokens,
+        options.split_turns,
     )
     store = open_corpus(folder, choice, tokenizer, say)
     rows = store.pack(seq_len, options.packing)

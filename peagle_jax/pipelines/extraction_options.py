@@ -26,7 +26,7 @@ class ExtractionOptions:
       tensor_parallel_size: devices in a group, which share the target's matrices.
       max_chars: a random choice of documents of about so many characters; None: all.
       bad_rows: what to do with lines that cannot be used, one of `documents.BAD_ROWS`.
-      chat_template_kwargs, special_tokens: as of `corpus.stream_corpus`.
+      chat_template_kwargs, special_tokens, split_turns: as of `corpus.stream_corpus`.
       held_out: share of documents that are left out.
       seed: of the random choice.
 
@@ -48,6 +48,7 @@ class ExtractionOptions:
     bad_rows: str = "refuse"
     chat_template_kwargs: dict[str, Any] | None = None
     special_tokens: bool = False
+    split_turns: bool = False
     held_out: float = 0.05
     seed: int = 0
 

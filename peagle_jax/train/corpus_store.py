@@ -57,7 +57,7 @@ class CorpusChoice:
       max_chars: a random choice of documents of about so many characters; None: all.
       seed: of the random choice.
       bad_rows: what to do with rows that cannot be used, one of `documents.BAD_ROWS`.
-      chat_template_kwargs, special_tokens: as of `corpus.stream_corpus`.
+      chat_template_kwargs, special_tokens, split_turns: as of `corpus.stream_corpus`.
     """
 
     source: str | None
@@ -67,10 +67,11 @@ class CorpusChoice:
     bad_rows: str = "refuse"
     chat_template_kwargs: dict[str, Any] | None = None
     special_tokens: bool = False
+    split_turns: bool = False
 
     def documents(self, bad_rows: BadRows) -> Iterator[Document]:
         """All documents of the corpus, those that are held out among them."""
-        options = self.chat_template_kwargs, self.special_tokens
+        options = self.chat_template_kwargs, self.special_tokens, self.split_turns
         return corpus.stream_corpus(self.source, bad_rows, *options)
 
 
@@ -194,9 +195,12 @@ def _check_owned(folder: Path, choice: CorpusChoice) -> None:
 
 def _key(choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of all that the folder's contents depend on."""
+    options = dataclasses.asdict(choice)
+    if not choice.split_turns:  # keys are of corpora from before there was this option
+        del options["split_turns"]
     made_from = {
         "format_version": FORMAT_VERSION,
-        **dataclasses.asdict(choice),
+        **options,
         # it decides a choice only
         "seed": choice.seed if choice.max_chars is not None else None,
         "files": corpus.source_state(choice.source),

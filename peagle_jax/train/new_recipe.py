@@ -63,6 +63,7 @@ def new_recipe(
     say: Callable[[str], None] = print,
     chat_template_kwargs: dict[str, Any] | None = None,
     special_tokens: bool = False,
+    split_turns: bool = False,
 ) -> str:
     """A recipe of `peagle train`, with comments that give the reasons.
 
@@ -75,7 +76,7 @@ def new_recipe(
       task: "peagle", "eagle3" or "eagle".
       out: the run's folder.
       say: is told what of the corpus cannot be used.
-      chat_template_kwargs, special_tokens: as these keys of a recipe's `data`.
+      chat_template_kwargs, special_tokens, split_turns: as these keys of a recipe's `data`.
 
     Raises:
       InputError: the target or the corpus cannot be read, the target has no tokenizer, or nothing
@@ -92,7 +93,8 @@ def new_recipe(
     bad_rows = BadRows("skip")
     if chat_template_kwargs:
         check_template_kwargs(tokenizer, chat_template_kwargs, TEMPLATE_OPTION)
-    documents = corpus.stream_corpus(data, bad_rows, chat_template_kwargs, special_tokens)
+    how = chat_template_kwargs, special_tokens, split_turns
+    documents = corpus.stream_corpus(data, bad_rows, *how)
     encoded = _count(text.encode_stream(tokenizer, documents, bad_rows))
     bad_rows.report(say)
     if not encoded.num_trained:
@@ -101,6 +103,7 @@ def new_recipe(
 
     num_params = sum(math.prod(tensor.shape) for tensor in weights.open_folder(folder).values())
     further = " --special-tokens" if special_tokens else ""
+    further += " --split-turns" if split_turns else ""
     if chat_template_kwargs:
         further = f" {TEMPLATE_OPTION} '{json.dumps(chat_template_kwargs)}'{further}"
     lines = [
@@ -124,6 +127,8 @@ def new_recipe(
         lines.append(f"  chat_template_kwargs: {json.dumps(chat_template_kwargs)}")
     if special_tokens:
         lines.append("  special_tokens: true")
+    if split_turns:
+        lines.append("  split_turns: true")
     num_rows, batch_size = _rows_and_batch(config, encoded)
     lines += _schedule_lines(task, config, num_rows, batch_size)
     lines += _memory_lines(task, config, num_params)

@@ -95,7 +95,7 @@ def _train(run: LmRun, say: Callable[[str], None]) -> LmResult:
     """What is left of `train_lm` for a run that has not finished."""
     max_chars, bad_rows = run.data.max_chars, BadRows(run.data.bad_rows)
     data = run.data
-    how = data.chat_template_kwargs, data.special_tokens
+    how = data.chat_template_kwargs, data.special_tokens, data.split_turns
     documents = corpus.read_corpus(data.source, bad_rows, *how)
     train, held_out = corpus.split(documents, data.held_out)
     train = corpus.subsample(train, max_chars, run.seed)

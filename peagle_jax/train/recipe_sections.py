@@ -37,6 +37,10 @@ class DataConfig:
     chat_template_kwargs: dict | None = None
     # Special tokens that texts spell: these tokens, as in rendered conversations, or plain text
     special_tokens: bool = False
+    # Each answer of a conversation apart, after the turns before it, as the target saw them when it
+    # wrote it: with its reasoning, which many templates drop from earlier turns. Turns that several
+    # answers follow are read as often. False: all answers of a conversation at once.
+    split_turns: bool = False
 
     def __post_init__(self) -> None:
         known = self.bad_rows in BAD_ROWS

@@ -268,6 +268,7 @@ def choice_of(run: HeadRun) -> CorpusChoice:
         data.bad_rows,
         data.chat_template_kwargs,
         data.special_tokens,
+        data.split_turns,
     )
 
 

@@ -33,6 +33,7 @@ DATA = {
     "bad_rows": "refuse",
     "chat_template_kwargs": None,
     "special_tokens": False,
+    "split_turns": False,
 }
 HEAD = {
     "dim": None,
@@ -184,6 +185,7 @@ ALL_CHANGED = {
         "bad_rows": "skip",
         "chat_template_kwargs": {"enable_thinking": False},
         "special_tokens": True,
+        "split_turns": True,
     },
     "optimizer": {
         "name": "muon",

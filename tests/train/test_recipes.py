@@ -164,7 +164,7 @@ def test_every_former_key(tmp_path):
         "batch": 24,
         "packing": "whole",
     }
-    of_today = ("chat_template_kwargs", "special_tokens")
+    of_today = ("chat_template_kwargs", "special_tokens", "split_turns")
     former["data"] |= {key: recipe["data"][key] for key in of_today}
     former["optimizer"] = dict(recipe["optimizer"])
     former["optimizer"]["clip"] = former["optimizer"].pop("max_grad_norm")

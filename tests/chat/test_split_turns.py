@@ -1,0 +1,146 @@
+"""Answers apart: each as the target saw the turns before it, with the reasoning it had then."""
+
+import json
+from pathlib import Path
+
+import pytest
+import templates
+from spans import assistant, call, dialogue, trained, user
+
+from peagle_jax import corpus
+from peagle_jax.chat.encoding import encode_document
+from peagle_jax.documents import Document
+from peagle_jax.pipelines.evaluate import eval_prompts
+from peagle_jax.train.config import PeagleRun
+from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
+from peagle_jax.train.document_file import DocumentFile, DocumentWriter
+from peagle_jax.train.settings import build
+from peagle_jax.types import InputError
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "chat_templates"
+ENDS = {
+    "Qwen-Qwen3-0.6B": "<|im_end|>",
+    "openai-gpt-oss-120b": "<|return|>",
+    "google-gemma-4-31B-it": "<turn|>",
+}
+THOUGHTS = [
+    user("a"),
+    assistant("x", reasoning_content="y"),
+    user("b"),
+    assistant("", tool_calls=[call("now")], reasoning_content="z"),
+    {"role": "tool", "content": "late"},
+    assistant("no", reasoning_content="bar"),
+]
+
+
+def apart(tokenizer, template, messages):
+    """What is trained of each answer's document, and its text."""
+    tokenizer.chat_template = template
+    whole = Document("d:1", None, tuple(messages))
+    found = [encode_document(tokenizer, document) for document in whole.answers_apart()]
+    return [([e.text[a:b] for a, b in e.trained], e.text) for e in found]
+
+
+@pytest.mark.parametrize("name", ["PLAIN", "GOES_ON", "COUNTS", "MARKED", "TRIMS"])
+def test_the_answers_are_those_of_the_whole(tokenizer, name):
+    """Where a template shows each turn the same in later ones; the same words are in all turns."""
+    template = getattr(templates, name)
+    messages = dialogue("yes", "yes yes", "assistant", "yes", system="be yes")
+    want = trained(tokenizer, template, messages)
+    found = apart(tokenizer, template, messages)
+    assert [spans for spans, _ in found] == [[span] for span in want] and len(want) == 4
+    texts = [text for _, text in found]
+    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+
+
+def test_reasoning_of_earlier_turns_is_trained(tokenizer):
+    """All at once a template drops it; and the end of an earlier turn is another one (GPT-OSS)."""
+    thought = "<think>\ny\n</think>\n\nx<|im_end|>"
+    messages = [*THOUGHTS[:3], THOUGHTS[-1]]
+    assert trained(tokenizer, templates.DROPS_REASONING, messages)[0] == "x<|im_end|>"
+    (first, shown), (second, _) = apart(tokenizer, templates.DROPS_REASONING, messages)
+    assert first == [thought] and second == ["<think>\nbar\n</think>\n\nno<|im_end|>"]
+    assert shown.endswith(thought + "\n") and "no" not in shown
+    (first, _), _ = apart(tokenizer, templates.CHANNELS, messages)
+    assert first[0].startswith("<|channel|>analysis<|message|>y<|end|>")
+    assert first[0].endswith("x<|return|>")
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not here")
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "google-gemma-4-31B-it"]
+)
+def test_published_templates(tokenizer, name):
+    """Each answer is trained once, and only it; Gemma 4 shows reasoning before calls alone."""
+    template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+    found = apart(tokenizer, template, THOUGHTS)
+    texts = ["".join(spans) for spans, _ in found]
+    assert len(texts) == 3
+    for (before, word, behind), text in zip(
+        [("y", "x", "now"), ("z", "now", "late"), ("bar", "no", "x")], texts, strict=True
+    ):
+        assert word in text and behind not in text.replace("<|channel|>", "")
+        if "gemma" not in name:
+            assert before in text
+    assert texts[0].endswith(ENDS[name])
+
+
+def test_what_is_a_document_of_its_own():
+    whole = Document("d:1", None, tuple(THOUGHTS), chat_template_kwargs={"a": 1})
+    first, second, third = whole.answers_apart()
+    assert first.messages == tuple(THOUGHTS[:2]) and third.messages == whole.messages
+    assert second.messages[-1]["tool_calls"] and second.name == "d:1, answer 2"
+    assert {d.from_name for d in (first, second, third)} == {"d:1"}
+    assert all(d.only_last and d.chat_template_kwargs == {"a": 1} for d in (first, second, third))
+    assert len({d.digest() for d in (whole, first, second, third)}) == 4
+    # what comes before the first user answers nothing
+    greeting = Document("e", None, (assistant("hi"), user("a"), assistant("b")))
+    assert [len(d.messages) for d in greeting.answers_apart()] == [3]
+    for alone in (Document("t", "text"), Document("q", None, (user("a"),))):
+        assert list(alone.answers_apart()) == [alone]
+    assert len(list(Document("g", None, (assistant("hi"),)).answers_apart())) == 1
+
+
+def test_a_mark_outside_of_the_loop_over_messages_is_refused(tokenizer):
+    template = (
+        "{% for n in range(messages | length) %}{% if messages[n].role == 'assistant' %}"
+        "{% generation %}{{ messages[n].content }}{% endgeneration %}{% else %}"
+        "{{ messages[n].content }}{% endif %}{% endfor %}"
+    )
+    assert trained(tokenizer, template, dialogue("yes", "no")) == ["yes", "no"]
+    with pytest.raises(InputError, match="d:1, answer 1: every answer must be found"):
+        apart(tokenizer, template, dialogue("yes", "no"))
+
+
+def test_a_corpus(tokenizer, tmp_path):
+    """All answers of a conversation are held out together, and each is read in its place."""
+    tokenizer.chat_template = templates.DROPS_REASONING
+    rows = [{"messages": dialogue(f"yes {i}", f"no {i}", "maybe")} for i in range(40)]
+    rows.append({"text": "x = 1"})
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = corpus.read_corpus(path, split_turns=True)
+    assert len(read) == 121 and [d.name for d in read[:2]] == [
+        "d.jsonl:1, answer 1",
+        "d.jsonl:1, answer 2",
+    ]
+    train, held_out = corpus.split(read, 0.3)
+    assert not {d.from_name for d in train} & {d.from_name for d in held_out} and held_out
+    sizes = {}
+    for split_turns in (False, True):
+        choice = CorpusChoice(str(path), held_out=0.3, split_turns=split_turns)
+        store = open_corpus(tmp_path / "store", choice, tokenizer, print)
+        sizes[split_turns] = len(store.ends), len(store.held_out), int(store.loss_mask.sum())
+    assert sizes[True][:2] == (len(train), len(held_out))
+    # every answer is trained once in both
+    assert sizes[True][2] == sizes[False][2] and 2 * sizes[False][0] < sizes[True][0]
+    with DocumentWriter(tmp_path / "documents") as writer:
+        for document in held_out:
+            writer.add(document)
+    assert list(DocumentFile(tmp_path / "documents")) == held_out
+    # held-out prompts are what each answer answers
+    raw = {"target": "t", "out": "o", "data": {"source": None}}
+    prompts = eval_prompts(build(PeagleRun, raw, "test"), tokenizer, held_out[:3], 500)
+    assert len(prompts) == 3 and len({len(prompt) for prompt in prompts}) == 3
+    spelled = tokenizer.decode(prompts[1])
+    assert spelled.endswith("<|im_start|>assistant\n") and "yes" in spelled
