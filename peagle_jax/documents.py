@@ -124,7 +124,7 @@ class Document:
         """
         roles = [said["role"] for said in self.messages]
         first = roles.index("user") if "user" in roles else 0
-        ends = [i for i in range(first, len(roles) + 1) if roles[:i][-1:] == ["assistant"]]
+        ends = [i for i in range(first + 1, len(roles) + 1) if roles[:i][-1:] == ["assistant"]]
         for number, end in enumerate(ends, 1):
             yield dataclasses.replace(
                 self,

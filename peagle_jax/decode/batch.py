@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 from peagle_jax.decode import growth, loop, switching
 from peagle_jax.decode.answer_text import AnswerText
 from peagle_jax.decode.first_call import first_call
-from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.penalties import penalties_of
 from peagle_jax.decode.requests import Generation, Output, Request, failed_answer
 from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.types import DecodeState, Params, RowOptions
 
 # A batch is made smaller if a row may still write as many tokens. Copying the rows takes about a

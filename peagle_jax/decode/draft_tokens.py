@@ -47,22 +47,26 @@ def draft_tokens(
 
         return draft_in_turn(head, hidden, last, None, argmax)
     keys = jax.vmap(lambda key: jax.random.split(key, hidden.shape[1]))(sampling.key)
-    cfg = head.cfg
-    draft_ids = None  # of every token of the target; -1 for those that the head does not know
-    if head.d2t is not None or cfg.draft_vocab < cfg.vocab:
-        draft_ids = jnp.full(cfg.vocab, -1).at[target_ids].set(jnp.arange(cfg.draft_vocab))
 
     def sample_position(draft_logits: Array, keys: Array) -> tuple[Array, Array]:
         """Ids of the target's vocabulary, and the logits over it that they are drawn from."""
-        logits = draft_logits.astype(jnp.float32)
-        if draft_ids is not None:  # gathered: a CPU writes what is scattered number by number
-            there = (draft_ids >= 0)[None]
-            logits = jnp.where(there, logits[:, jnp.maximum(draft_ids, 0)], -jnp.inf)
+        logits = over_target_vocab(head, draft_logits.astype(jnp.float32))
         return sample(keys, probabilities(logits, sampling)).astype(jnp.int32), logits
 
     if head.markov is not None:
         return draft_in_turn(head, hidden, last, keys, sample_position)
     return jax.vmap(sample_position, (1, 1), 1)(head.compute_logits(hidden), keys)
+
+
+def over_target_vocab(head: DraftHead, logits: Float[Array, "*rows W"]) -> Float[Array, "*rows V"]:
+    """Logits over the draft vocabulary as logits over the target's; minus infinity elsewhere."""
+    cfg = head.cfg
+    if head.d2t is None and cfg.draft_vocab == cfg.vocab:
+        return logits
+    # of every token of the target; -1 for those that the head does not know
+    draft_ids = jnp.full(cfg.vocab, -1).at[head.target_ids()].set(jnp.arange(cfg.draft_vocab))
+    # gathered: a CPU writes what is scattered number by number
+    return jnp.where(draft_ids >= 0, logits[..., jnp.maximum(draft_ids, 0)], -jnp.inf)
 
 
 def draft_in_turn(

@@ -36,12 +36,12 @@ from peagle_jax.decode.batch import (
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.engine_checks import can_go_on, check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
-from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.memory import CacheMemory
 from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, pad_prompts, prefill
 from peagle_jax.decode.request_queue import RequestQueue
 from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.row_outputs import output_of_row
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, end_tokens, first_line
 from peagle_jax.decode.switching import LOOKBACK

@@ -20,17 +20,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.decode import growth
+from peagle_jax.decode.commit import emit, is_finite, replicate_results
 from peagle_jax.decode.confidence import has_confidence
 from peagle_jax.decode.first_call import first_call
-from peagle_jax.decode.loop import (
-    DecodeSpec,
-    emit,
-    is_finite,
-    needs_logits,
-    replicate_results,
-)
 from peagle_jax.decode.penalties import penalize
 from peagle_jax.decode.sampling import KeyUse, logprobs_of, probabilities, sample, step_keys
+from peagle_jax.decode.spec import DecodeSpec, needs_logits
 from peagle_jax.kernels import vocab
 from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
 from peagle_jax.targets import sharding

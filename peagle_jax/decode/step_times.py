@@ -28,7 +28,7 @@ import numpy as np
 
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.adaptive_k import KChooser, Survival
-from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.provenance import device_name, versions
 from peagle_jax.user_cache import user_cache
 

@@ -7,8 +7,8 @@ neighbour streams. The steps behind the answer's end are no part of it, and depe
 import dataclasses
 from collections.abc import Sequence
 
-from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.requests import Generation
+from peagle_jax.decode.spec import DecodeSpec
 
 
 def without_steps_behind(

@@ -94,3 +94,9 @@ def _sort_unread(
 def pad(x: Array, num_places: int) -> Array:
     """`x` with zeros after its entries along axis 1: `num_places` in all."""
     return jnp.pad(x, [(0, 0), (0, num_places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
+
+
+def last_token(state: DecodeState) -> Int[Array, "B 1"]:
+    """The newest token of every row, which the target has not read."""
+    place = (state.count - 1) % state.tokens.shape[1]  # `append_unread` counts on
+    return jnp.take_along_axis(state.tokens, place[:, None], axis=1)

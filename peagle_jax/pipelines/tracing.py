@@ -23,9 +23,10 @@ from jax.typing import DTypeLike
 
 from peagle_jax.decode.drafters import METHODS
 from peagle_jax.decode.engine import PREFILL_CHUNK
-from peagle_jax.decode.loop import DecodeSpec, step
+from peagle_jax.decode.loop import step
 from peagle_jax.decode.memory import cache_bytes
 from peagle_jax.decode.prefill import prefill, run_to_end
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.draft.head import DraftHead, HeadConfig
 from peagle_jax.layers.fp8 import with_fp8_layers
 from peagle_jax.layers.moe import AXIS

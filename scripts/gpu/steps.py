@@ -22,7 +22,7 @@ from gpu import step_bytes, thunks
 from peagle_jax.bench.timing import drafting_seconds, median_seconds
 from peagle_jax.decode import loop
 from peagle_jax.decode.drafters import METHODS
-from peagle_jax.decode.loop import DecodeSpec
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.decode.verify import verify_greedy
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.kernels.graphs import OPTIONS

@@ -57,7 +57,7 @@ MISTAKES = {
         "decode/test_sampling.py::test_probabilities_by_their_definition",
     ),
     "a stop token past the limit": Mistake(
-        "decode/loop.py",
+        "decode/commit.py",
         "is_emitted & (index < max_new_tokens[:, None])",
         "is_emitted",
         "decode/test_lossless.py::test_a_stop_token_past_the_limit",
@@ -69,7 +69,7 @@ MISTAKES = {
         "decode/test_drafting.py decode/test_lossless.py decode/test_growing_caches.py",
     ),
     "a ring that ignores K + 1": Mistake(
-        "decode/loop.py",
+        "decode/spec.py",
         "return max(self.chunk, self.num_ahead)",
         "return self.chunk",
         "decode/test_every_family.py::test_a_ring_holds_a_block_of_drafts",

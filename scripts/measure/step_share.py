@@ -30,8 +30,8 @@ from peagle_jax import Model, Request, load_pair
 from peagle_jax.decode import loop
 from peagle_jax.decode.batch import Row, row_options
 from peagle_jax.decode.generate import make_drafter
-from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.prefill import prefill, run_to_end
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.layers import products
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.progress import ProgressReport

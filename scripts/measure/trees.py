@@ -9,16 +9,22 @@ A P-EAGLE head, the packaged one if none is named, drafts for excerpts of held-o
 or after the `prompt_token_ids` of a file's rows: chains of K tokens, and trees of N nodes made of
 the same K = 7 positions. The trees of a head with a Markov head are conditioned on parents; those
 of others are made of the positions' marginals. All drafters decode the same prompts, and gains are
-over the first drafter's chain of 7. Seconds are of single runs and include compilation: what a
-step verifies is compared, and no speed.
+over the first drafter's chain of 7, with 95 % intervals: modules of the library (or prompts, where
+a file does not name them) are drawn anew 2,000 times, the same for both. Seconds are of single runs
+and include compilation: what a step verifies is compared, and no speed.
+
+Above temperature 0 nodes are drawn, as drafts of a chain are. `--greedy-drafts` measures trees of
+the likeliest paths, and chains of argmaxes.
 """
 
 import argparse
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +37,7 @@ from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows
 
 DEPTH = 7  # tokens of a path
+DRAWS = 2000  # of modules, for an interval
 COLORS = ("#0b6e4f", "#8d99ae", "#c1440e", "#e0a458", "#3d5a80", "#98c1d9")
 
 
@@ -45,6 +52,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", help="of the drafters in rows (their folders')")
     parser.add_argument("--target", type=Path, default=ASSETS / "target")
     parser.add_argument("--prompts", type=Path, help="rows with prompt_token_ids (source code)")
+    parser.add_argument("--greedy-drafts", action="store_true", help="draw no drafts")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -58,9 +66,10 @@ def main() -> None:
     target, head = load_pair(args.target, args.drafters[0], dtype=jnp.dtype(args.dtype))
     others = [load_drafter_for(target, path) for path in args.drafters[1:]]
     heads = dict(zip(names, [head, *others], strict=True))
-    prompts = read_prompts(args.prompts, args.target, args.num_prompts)
+    prompts, modules = read_prompts(args.prompts, args.target, args.num_prompts)
     cases = [(k, None) for k in args.chains] + [(DEPTH, n) for n in args.budgets]
     rows = []
+    steps: dict[int, np.ndarray] = {}  # by row: accepted drafts and steps of each prompt
     total = len(args.temperatures) * len(heads) * len(cases)
     with ProgressReport("trees", total, unit="cases") as progress:
         for temperature, (name, head) in itertools.product(args.temperatures, heads.items()):
@@ -71,6 +80,7 @@ def main() -> None:
                     head.params,
                     num_tree_nodes=num_nodes,
                     max_batch=args.batch_size,
+                    sample_drafts=not args.greedy_drafts,
                 )
                 requests = [
                     Request(
@@ -83,7 +93,11 @@ def main() -> None:
                     for seed, prompt in enumerate(prompts)
                 ]
                 start = time.perf_counter()
-                answers = [answer for _, answer in engine.run(requests)]
+                by_place = dict(engine.run(requests))
+                answers = [by_place[place] for place in range(len(requests))]
+                steps[len(rows)] = np.array(
+                    [(a.num_accepted_tokens, a.num_drafts) for a in answers]
+                )
                 rows.append(
                     {
                         "name": "trees",
@@ -92,6 +106,7 @@ def main() -> None:
                         "k": k,
                         "num_tree_nodes": num_nodes,
                         "temperature": temperature,
+                        "drawn": temperature > 0 and not args.greedy_drafts,
                         "dtype": args.dtype,
                         "batch_size": args.batch_size,
                         "num_prompts": len(prompts),
@@ -102,6 +117,11 @@ def main() -> None:
                     }
                 )
                 progress.update(len(rows), note=f"{name}, K = {k}, {num_nodes or 'a chain'}")
+    for place, row in enumerate(rows):
+        chain = chain_of_depth(rows, row["temperature"])
+        if chain is not None and row is not chain:
+            pair = steps[place], steps[rows.index(chain)]
+            row["gain_low"], row["gain_high"] = interval_of_gain(*pair, modules)
     Console(width=100).print(table_of(rows))
     if args.picture:
         draw(rows, args.picture)
@@ -109,13 +129,43 @@ def main() -> None:
         append_rows(args.record, rows, "scripts/measure/trees.py")
 
 
-def read_prompts(path: Path | None, target: Path, count: int) -> list[list[int]]:
-    """So many prompts, spread over the rows of a file; without one, of held-out source."""
+def read_prompts(
+    path: Path | None, target: Path, count: int
+) -> tuple[list[list[int]], list[str | int]]:
+    """So many prompts, spread over the rows of a file; without one, of held-out source.
+
+    Returns:
+      The prompts, and what of them belongs together: their modules, or numbers.
+    """
     if path is None:
-        return standard_prompts(text.load_tokenizer(target), count)
-    rows = [row["prompt_token_ids"] for _, row in read_jsonl(path)]
+        prompts = standard_prompts(text.load_tokenizer(target), count)
+        return prompts, list(range(len(prompts)))
+    rows = [row for _, row in read_jsonl(path)]
     count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
+    rows = [rows[i * len(rows) // count] for i in range(count)]
+    modules = [row.get("module", number) for number, row in enumerate(rows)]
+    return [row["prompt_token_ids"] for row in rows], modules
+
+
+def interval_of_gain(
+    own: np.ndarray, base: np.ndarray, modules: Sequence[str | int]
+) -> tuple[float, float]:
+    """Between what 95 % of draws lie: acceptance length over that of `base`, minus 1.
+
+    Args:
+      own, base: accepted drafts and steps of each prompt.
+      modules: of the prompts; all prompts of one are drawn together.
+    """
+    _, of_prompt = np.unique(np.array(modules, dtype=str), return_inverse=True)
+    num_modules = int(of_prompt.max()) + 1
+    sums = np.zeros((2, num_modules, 2))
+    for side, counts in enumerate((own, base)):
+        np.add.at(sums[side], of_prompt, counts)
+    drawn = np.random.default_rng(0).integers(0, num_modules, (DRAWS, num_modules))
+    totals = sums[:, drawn].sum(axis=2)
+    lengths = 1 + totals[..., 0] / totals[..., 1]
+    low, high = np.quantile(lengths[0] / lengths[1] - 1, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def short_name(path: Path) -> str:
@@ -139,6 +189,7 @@ def table_of(rows: list[dict]) -> Table:
         gain = ""
         if chain and row is not chain:
             gain = f"{row['acceptance_length'] / chain['acceptance_length'] - 1:+.1%}"
+            gain += f" ({row['gain_low']:+.1%} to {row['gain_high']:+.1%})"
         drafts = f"tree of {nodes}" if nodes else f"chain of {row['k']}"
         length = f"{row['acceptance_length']:.2f}"
         table.add_row(f"{row['temperature']:g}", row["drafter"], drafts, length, gain)

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from peagle_jax.decode import loop, prefill
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.kernels.launch import H200, target_gpu
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import RowOptions
@@ -56,7 +57,7 @@ def lowered_loop(
         head = tiny.head(**changes, markov_rank=3)
     is_peagle = method not in (None, "eagle", "eagle3")
     drafter = make_drafter(head, 5, "peagle" if is_peagle else method) if method else None
-    spec = loop.DecodeSpec(
+    spec = DecodeSpec(
         target.graph,
         target.config,
         drafter,

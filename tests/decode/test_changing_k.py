@@ -16,6 +16,7 @@ from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.decode.step_times import StepTimes
 from peagle_jax.decode.verify import verify_sampled
 from peagle_jax.types import InputError, RowOptions
@@ -79,7 +80,7 @@ def test_the_head_has_read_every_token_after_a_change(method):
     """Drafts after any change of K are those of a state that was made from the text so far."""
     target, head = tiny.pair(method)
     lookback = 7
-    spec = loop.DecodeSpec(
+    spec = DecodeSpec(
         target.graph, target.config, make_drafter(head, 4, method), False, lookback=lookback
     )
     params = target.params, head.params
@@ -130,7 +131,7 @@ def test_sampled_text_keeps_the_targets_distribution():
     """With a schedule, steps of each kind: also the keys of plain steps must be fresh."""
     shape, head_shape = test_sampling.SHAPE, test_sampling.HEAD
     target, head = tiny.target(**shape), tiny.head(**head_shape)
-    spec = loop.DecodeSpec(
+    spec = DecodeSpec(
         target.graph, target.config, make_drafter(head, 2, "peagle"), True, lookback=3
     )
     params, rows, length = (target.params, head.params), test_sampling.ROWS, test_sampling.LENGTH

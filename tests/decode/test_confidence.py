@@ -17,10 +17,10 @@ from peagle_jax.decode.batch import Row, row_options
 from peagle_jax.decode.confidence import has_confidence, survival_chances
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
-from peagle_jax.decode.loop import DecodeSpec
 from peagle_jax.decode.prefill import num_positions, prefill, run_to_end
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.draft.confidence import Calibration
 from peagle_jax.pipelines import calibration
 from peagle_jax.types import InputError, Model

@@ -15,13 +15,15 @@ import tiny
 from scipy import stats
 from scipy.special import softmax
 
-from peagle_jax.decode import draft_tokens, loop
+from peagle_jax.decode import draft_tokens, drawn_tree, loop, tree_step
+from peagle_jax.decode.drawn_tree import _after_refusal as after_refusal
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.penalties import count_tokens, penalize, penalties_of
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.sampling import probabilities, sample, sampling_params
-from peagle_jax.decode.tree import walk
+from peagle_jax.decode.spec import DecodeSpec
+from peagle_jax.decode.tree import likeliest_tree, walk
 from peagle_jax.decode.verify import verify_sampled
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.types import InputError, RowOptions
@@ -94,7 +96,7 @@ def p_value(
         target = tiny.target(**SHAPE, **tiny.FINAL)
         head = tiny.head(**{**HEAD, **tiny.FINAL, "mask_token": None})
     drafter = make_drafter(head, k, method)
-    spec = loop.DecodeSpec(target.graph, target.config, drafter, sample_drafts, num_nodes=num_nodes)
+    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts, num_nodes=num_nodes)
     params = target.params, head.params
     prompts = np.tile(PROMPT, (ROWS, 1)).astype(np.int32)
     lengths, max_new_tokens = np.full(ROWS, len(PROMPT)), np.full(ROWS, LENGTH)
@@ -173,10 +175,26 @@ def test_penalties_that_forget_the_drafts_are_noticed(monkeypatch):
     assert p_value(*CASES["k4"], cache_size=12, is_penalized=True) < 1e-6
 
 
-@pytest.mark.parametrize("num_nodes, is_penalized", [(5, False), (9, True)])
-def test_distribution_of_a_tree(num_nodes, is_penalized):
+TREES = {
+    "k4": [(5, False), (9, True)],
+    "k4_reduced": [(7, False)],  # more children than the head knows tokens
+    "k4_markov": [(9, True)],
+    "k4_markov_gated_reduced": [(9, False)],
+    "k4_filtered": [(12, False)],
+    "k4_greedy_drafts": [(5, False), (9, True)],  # the likeliest paths, none of them drawn
+}
+TREE_CASES = [(name, *case) for name, cases in TREES.items() for case in cases]
+
+
+@pytest.mark.parametrize("name, num_nodes, is_penalized", TREE_CASES)
+def test_distribution_of_a_tree(name, num_nodes, is_penalized):
     options = {"num_nodes": num_nodes, "is_penalized": is_penalized}
-    assert p_value(*CASES["k4"], cache_size=20, **options) > 0.001
+    assert p_value(*CASES[name], cache_size=20, **options) > 0.001
+
+
+def test_the_distribution_of_a_drawn_tree():
+    """One with a Markov head and several children; others are slow tests."""
+    assert p_value(*CASES["k4_markov"], cache_size=20, calls=3, num_nodes=6) > 0.001
 
 
 def test_wrong_rules_for_a_tree_are_noticed(monkeypatch):
@@ -188,8 +206,42 @@ def test_wrong_rules_for_a_tree_are_noticed(monkeypatch):
         wrong = jnp.where(accepted[:, None] == 0, first, tokens[:, :1])
         return path, jnp.concatenate([wrong, tokens[:, 1:]], axis=1), accepted
 
-    monkeypatch.setattr(loop, "walk", first_child)
-    assert p_value(*CASES["k4"], cache_size=21, num_nodes=3) < 1e-6
+    monkeypatch.setattr(tree_step, "walk", first_child)
+    case = CASES["k4_greedy_drafts"]
+    assert p_value(*case, cache_size=21, num_nodes=3) < 1e-6
+
+
+def keeps_p(r, q, draft, is_refused):
+    """Wrong: further children are tried against p itself."""
+    return r, after_refusal(r, q, draft, is_refused)[1]
+
+
+def keeps_q(r, q, draft, is_refused):
+    """Wrong: further children count as drawn with those before them."""
+    return after_refusal(r, q, draft, is_refused)[0], q
+
+
+def keeps_sums(r, q, draft, is_refused):
+    """Wrong: what is left is not divided by its sum."""
+    left = jnp.where(is_refused[:, None], jnp.maximum(r - q, 0), r)
+    return left, after_refusal(r, q, draft, is_refused)[1]
+
+
+@pytest.mark.parametrize("wrong, cache_size", [(keeps_p, 22), (keeps_q, 23), (keeps_sums, 24)])
+def test_wrong_rules_for_a_drawn_tree_are_noticed(wrong, cache_size, monkeypatch):
+    monkeypatch.setattr(drawn_tree, "_after_refusal", wrong)
+    assert p_value(*CASES["k4"], cache_size=cache_size, num_nodes=9) < 1e-6
+
+
+def test_a_form_that_depends_on_draws_is_noticed(monkeypatch):
+    """Wrong: the likeliest of the children that were drawn come first."""
+
+    def sorted_children(token_ids, logprobs, num_nodes):
+        order = jnp.argsort(token_ids, axis=-1)
+        return likeliest_tree(jnp.take_along_axis(token_ids, order, axis=-1), logprobs, num_nodes)
+
+    monkeypatch.setattr(drawn_tree, "likeliest_tree", sorted_children)
+    assert p_value(*CASES["k4"], cache_size=25, num_nodes=9) < 1e-6
 
 
 def no_residual(drafts, draft_logits, logits, sampling):

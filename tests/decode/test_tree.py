@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tiny
 
-from peagle_jax.decode import drafters, growth, loop
+from peagle_jax.decode import drafters, growth
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
+from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.decode.tree import (
     candidates,
     conditioned_tree,
@@ -234,7 +235,8 @@ def test_trees_are_made_for_the_temperature_of_their_requests(monkeypatch):
         return tree_divisor(temperature)
 
     monkeypatch.setattr(drafters, "tree_divisor", watched)
-    options = {"k": 3, "num_tree_nodes": 13, "max_new_tokens": 4}  # nodes that no other test has
+    # nodes that no other test has; drawn trees are for sampling rows anyway
+    options = {"k": 3, "num_tree_nodes": 13, "max_new_tokens": 4, "sample_drafts": False}
     generate(tiny.target(), tiny.head(), PROMPTS[:1], **options)
     assert set(seen) == {None}
     seen.clear()
@@ -313,4 +315,4 @@ def test_mistakes(method, nodes, rule):
         generate(tiny.target(), tiny.head(), [[1]], k=3, method=method, **options)
     with pytest.raises(InputError, match="got plain decoding"):
         generate(tiny.target(), None, [[1]], num_tree_nodes=4, max_new_tokens=9)
-    assert loop.DecodeSpec(tiny.target().graph, tiny.target().config, None, True).num_drafts == 0
+    assert DecodeSpec(tiny.target().graph, tiny.target().config, None, True).num_drafts == 0
