@@ -93,7 +93,7 @@ def stream_corpus(
         documents = _file(Path(source), Path(source).name, bad_rows)
     seen = _SeenDigests()
     is_empty = True
-    for document in documents:
+    for document in _apart(documents) if split_turns else documents:
         if not document.is_empty and seen.add(document.digest()[:16]):
             is_empty = False
             if chat_template_kwargs and document.may_be_chat:
@@ -101,7 +101,7 @@ def stream_corpus(
                 document = dataclasses.replace(document, chat_template_kwargs=options)
             if special_tokens and document.is_plain:
                 document = dataclasses.replace(document, special_tokens=True)
-            yield from document.answers_apart() if split_turns else [document]
+            yield document
     if is_empty and bad_rows.errors:
         rule, next_step = "a corpus needs at least one row that can be used", "correct the rows"
         got = f"{bad_rows.count:,} that cannot, first {bad_rows.errors[0]}"
@@ -110,6 +110,12 @@ def stream_corpus(
         rule = f"a corpus needs at least one document ({', '.join(sorted(SUFFIXES))})"
         next_step = "name a folder with such files, or a JSONL or Parquet file"
         raise InputError(source, rule, "none", next_step)
+
+
+def _apart(documents: Iterable[Document]) -> Iterator[Document]:
+    """Each answer of a conversation apart; one row that continues another has its answers, too."""
+    for document in documents:
+        yield from document.answers_apart()
 
 
 class _SeenDigests:

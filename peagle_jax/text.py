@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from peagle_jax.chat.encoding import (
     Encoded,
+    NothingToTrainError,
     check_tokenizer,
     conversation_of,
     encode_document,
@@ -170,7 +171,9 @@ def encode_stream(
         try:
             encoded = encode_document(tokenizer, document)
         except InputError as error:
-            bad_rows.take(error)
+            # one of several answers apart may be empty
+            if not (document.only_last and isinstance(error, NothingToTrainError)):
+                bad_rows.take(error)
         else:
             yield document, encoded
 

@@ -37,6 +37,7 @@ SLOW: dict[str, str] = {
     "tests/decode/test_markov.py::test_a_new*": "20 s",
     "tests/decode/test_numerical_trust.py::test_equal_logits*": "6 s",
     "tests/decode/test_numerical_trust.py::test_with_64_bits*": "15 s",
+    "tests/decode/test_sampling.py::test_a_form_that*": "15 s",
     "tests/decode/test_sampling.py::test_a_q_without*": "16 s",
     "tests/decode/test_sampling.py::test_distribution*": "290 s: 200,000 samples each",
     "tests/decode/test_sampling.py::test_distribution[[]*": "200 s: 200,000 samples each",

@@ -35,6 +35,10 @@ class Encoded:
     trained: list[Span]
 
 
+class NothingToTrainError(InputError):
+    """A document without anything that a loss could read."""
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> None:
     """Checks that a tokenizer has what documents need.
 
@@ -82,7 +86,7 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, document: Document) -> E
     if not encoded.loss_mask.any():
         rule, got = "a document must have something to train", "no answer"
         next_step = "add the assistant's turns, or let the target write them: peagle regenerate"
-        raise InputError(document.name, rule, got, next_step)
+        raise NothingToTrainError(document.name, rule, got, next_step)
     return encoded
 
 

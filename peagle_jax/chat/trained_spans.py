@@ -232,14 +232,18 @@ class _Located:
         """The spans that lie in what the template writes for a message.
 
         Raises:
-          InputError: there is no such place, as where its loop is not over the messages.
+          InputError: there is no such place, as where its loop is not over the messages; or a span
+            lies in it and beside it.
         """
         if number not in blocks:
             raise self._not_located(number)
-        own = blocks[number]
-        return [
-            (start, end) for start, end in spans if any(a <= start and end <= b for a, b in own)
-        ]
+        own, inside = blocks[number], []
+        for start, end in spans:
+            if any(a <= start and end <= b for a, b in own):
+                inside.append((start, end))
+            elif any(start < b and a < end for a, b in own):
+                raise self._not_located(number)
+        return inside
 
     def _not_located(self, number: int) -> InputError:
         rule = "every answer must be found in what the target's chat template makes of it"

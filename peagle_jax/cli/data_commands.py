@@ -19,7 +19,7 @@ BEGIN, END = "⟦", "⟧"
 def show_data(arguments: argparse.Namespace) -> int:
     """Prints documents as the target's chat template renders them, and what of them is trained."""
     from peagle_jax import corpus, text, weights
-    from peagle_jax.chat.encoding import encode_document
+    from peagle_jax.chat.encoding import NothingToTrainError, encode_document
     from peagle_jax.documents import BadRows
     from peagle_jax.types import InputError
 
@@ -39,7 +39,8 @@ def show_data(arguments: argparse.Namespace) -> int:
         try:
             encoded = encode_document(tokenizer, document)
         except InputError as error:
-            bad_rows.take(error)
+            if not (document.only_last and isinstance(error, NothingToTrainError)):
+                bad_rows.take(error)
             continue
         num_shown += 1
         num_tokens += len(encoded.tokens)

@@ -148,12 +148,17 @@ def add_generate(parser: Parser) -> None:
         help="with --out: add the log-probabilities of the answer's tokens",
     )
     parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="answer i of all samples with seed + i"
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="answers are numbered over all prompts; number i samples with seed + i",
     )
     parser.add_argument(
         "--greedy-drafts",
         action="store_true",
-        help="at a temperature above 0, draft the likeliest token instead of sampling drafts",
+        help="at a temperature above 0, draft the likeliest token, or tree, instead of sampling "
+        "drafts",
     )
     parser.add_argument(
         "--ignore-eos", action="store_true", help="decode on through end-of-sequence tokens"

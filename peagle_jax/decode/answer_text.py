@@ -1,5 +1,6 @@
 """The text of an answer while it is written: every token is decoded about once."""
 
+import os
 from collections.abc import Sequence
 
 from peagle_jax.decode.requests import Request
@@ -13,34 +14,42 @@ class UndecodableError(Exception):
 
 
 class TextStream:
-    """Text that grows with its tokens. Only those since the last but one addition are decoded.
+    """Text that grows with its tokens. Of these only the newest are decoded.
 
     What a token spells may depend on the tokens just before it, as a leading space or the bytes of
     one character do. So the tokens of one addition are decoded behind those of the one before, and
-    nothing is added while the text ends within a character. (SentencePiece's byte fallback also
-    changes characters before a byte that fits none; they stay here as they were added.)
+    the end of a text within a character is left out until the rest has come. (With SentencePiece's
+    bytes a byte that fits no character also changes those before it, which are in `text` already.)
 
     Attributes:
-      text: of the tokens so far, as far as later ones cannot change it.
+      text: of the tokens so far, as far as later ones do not change it.
+      num_tokens: of which `text` has all.
     """
 
     def __init__(self, tokenizer: Detokenizer) -> None:
-        self.text = ""
+        self.text, self.num_tokens = "", 0
         self._tokenizer = tokenizer
-        self._pending: list[int] = []  # tokens that are decoded at the next addition
-        self._num_known = 0  # of these, whose text `text` has
+        self._recent: list[int] = []  # tokens that are decoded at the next addition
+        self._num_old = 0  # of these, which are there for those behind them
+        self._seen = ""  # what of their text `text` has
+        self._num_added = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Takes the next tokens."""
-        self._pending += token_ids
-        known, whole = map(self._decode, (self._pending[: self._num_known], self._pending))
-        if len(whole) <= len(known) or not whole.startswith(known):
+        self._recent += token_ids
+        self._num_added += len(token_ids)
+        whole = self._decode(self._recent)
+        stable = whole.rstrip(HALF_CHARACTER)
+        new = stable[len(os.path.commonprefix([self._seen, stable])) :]
+        if new:
+            self.text, self._seen = self.text + new, stable
+        if stable != whole:
             return
-        if whole.endswith(HALF_CHARACTER):
-            return
-        self.text += whole[len(known) :]
-        self._pending = self._pending[self._num_known :]
-        self._num_known = len(self._pending)
+        self.num_tokens = self._num_added
+        if new:
+            self._recent = self._recent[self._num_old :]
+            self._num_old = len(self._recent)
+            self._seen = self._decode(self._recent)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -61,6 +70,7 @@ class AnswerText:
         self._stream = TextStream(tokenizer)
         self._num_seen = 0  # tokens of the answer
         self._num_searched = 0  # characters
+        self._num_checked = 0  # tokens whose text was searched
         self._num_shown = 0  # characters that `news` gave
 
     def read(self, token_ids: Sequence[int], is_done: bool) -> StopString | None:
@@ -90,8 +100,9 @@ class AnswerText:
         self._num_searched = len(self._stream.text)
         found = None
         if self._stop and (is_likely or is_done):  # the text so far may lack the last tokens
-            first = max(num_seen, self._min_tokens)
-            found = find_stop(self._tokenizer, token_ids, self._stop, first, self._min_tokens)
+            limits = self._num_checked, self._min_tokens
+            found = find_stop(self._tokenizer, token_ids, self._stop, *limits)
+        self._num_checked = self._stream.num_tokens
         if found is not None:
             self.text = found.text
         elif is_done:

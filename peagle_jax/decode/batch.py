@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,14 +35,14 @@ class Row:
     Attributes:
       id: its number.
       request: what is asked for.
-      stop_ids: the tokens that end its answer.
+      stop_ids: the tokens that end its answer, with what `Generation.stop_reason` then is.
       text: the answer's; None where the engine has no tokenizer.
       num_reported: tokens of the answer that outputs had.
     """
 
     id: int
     request: Request
-    stop_ids: tuple[int, ...]
+    stop_ids: Mapping[int, int | str | None]
     text: AnswerText | None = None
     num_reported: int = 0
 
@@ -411,7 +411,7 @@ def row_options(rows: Sequence[Row | None], vocab: int) -> RowOptions:
     stop_ids = np.full((len(rows), -(-most // STOP_IDS_STEP) * STOP_IDS_STEP), -1, np.int32)
     for ids, row in zip(stop_ids, rows, strict=True):
         if row is not None:
-            ids[: len(row.stop_ids)] = row.stop_ids
+            ids[: len(row.stop_ids)] = list(row.stop_ids)
     return RowOptions(
         max_new_tokens=np.array([r.max_new_tokens for r in requests], np.int32),
         stop_ids=stop_ids,

@@ -15,12 +15,13 @@ depth all parents share the random numbers of their draws, because at most one o
 """
 
 import functools
+import heapq
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.decode.draft_tokens import over_target_vocab
 from peagle_jax.decode.sampling import probabilities, sample
@@ -28,7 +29,6 @@ from peagle_jax.decode.tree import (
     GREEDY_DIVISOR,
     MAX_WIDTH,
     Tree,
-    candidates,
     conditioned_tree,
     likeliest_tree,
     tree_width,
@@ -37,8 +37,8 @@ from peagle_jax.draft.head import DraftHead
 from peagle_jax.kernels import vocab
 from peagle_jax.types import SamplingParams
 
-# Of the visits of a node, how many accept its first, second, ... child: as found for the packaged
-# head, whose first children are accepted in 0.39 of visits at temperature 1, and in 0.53 at 0.7
+# Of the visits of a node, how many accept its first, second, ... child. The first one's share
+# differs by head and text, 0.39 to 0.7 were found; those of others, as parts of it, hardly do
 # (LOG.md, 2026-11-29).
 RANK_SHARES = 0.55 * np.array([1.0, *(0.25 * rank**-1.3 for rank in range(1, MAX_WIDTH))])
 
@@ -51,13 +51,21 @@ TargetProbabilities = Callable[[int, Int[Array, " B"], Int[Array, "B K"]], Float
 @functools.cache
 def most_children(k: int, num_nodes: int, width: int) -> tuple[int, ...]:
     """The most children of a node at the depths 0 to K - 1, in trees that are drawn."""
-    table = candidates(k, num_nodes, width)
-    is_token = np.arange(k)[None] < table.depth[:, None]
-    scores = np.where(is_token, np.log(RANK_SHARES)[table.ranks], 0).sum(axis=1)
-    # of equal scores any may be in the tree
-    least = np.sort(scores)[::-1][min(num_nodes, len(scores)) - 1] - 1e-4
-    chosen = (scores >= least)[:, None] & is_token
-    return tuple(int(n) for n in np.where(chosen, table.ranks + 1, 0).max(axis=0))
+    most = [0] * k
+    least, num_found = 0.0, 0  # share of the last node; of equal ones any may be in the tree
+    heap: list[tuple[float, tuple[int, ...]]] = [(-float(RANK_SHARES[0]), (0,))]
+    while heap and (num_found < num_nodes or -heap[0][0] >= least):
+        share, path = heapq.heappop(heap)
+        num_found += 1
+        if num_found == num_nodes:
+            least = -share * (1 - 1e-4)
+        most[len(path) - 1] = max(most[len(path) - 1], path[-1] + 1)
+        if path[-1] + 1 < width:
+            next_share = share / RANK_SHARES[path[-1]] * RANK_SHARES[path[-1] + 1]
+            heapq.heappush(heap, (float(next_share), (*path[:-1], path[-1] + 1)))
+        if len(path) < k:
+            heapq.heappush(heap, (float(share * RANK_SHARES[0]), (*path, 0)))
+    return tuple(most)
 
 
 def draw_tree(
@@ -81,7 +89,9 @@ def draw_tree(
     normed = head.final_norm(hidden)
     unbiased = head.lm_head(normed)
     is_sampled = (jnp.asarray(sampling.temperature) > 0)[:, None, None]
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (k, head.cfg.vocab)))(sampling.key)
+    # "high": others have no more than 23 bits, and tokens of small shares would never be drawn
+    shape = k, head.cfg.vocab
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, mode="high"))(sampling.key)
     shares = jnp.log(jnp.asarray(RANK_SHARES[:width], jnp.float32))
 
     def drawn_from(logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
@@ -124,6 +134,7 @@ def walk_drawn(
     target_probabilities: TargetProbabilities,
     draft_probabilities: DraftProbabilities,
     root: Int[Array, " B"],
+    is_greedy: Bool[Array, " B"],
     keys: Array,
 ) -> tuple[Int[Array, "B R"], Int[Array, "B R"], Int[Array, " B"]]:
     """As `tree.walk`, by trying the children of each node in turn.
@@ -133,6 +144,7 @@ def walk_drawn(
       target_probabilities: at the nodes that are reached, after tokens that were accepted.
       draft_probabilities: from `draw_tree`.
       root: the last committed token.
+      is_greedy: rows whose next token is the target's argmax.
       keys: of each row, fresh in this step.
     """
     k, rows = len(num_children), jnp.arange(len(root))
@@ -156,7 +168,7 @@ def walk_drawn(
         # greedy rows: the tree may have the one token that can follow
         token = vocab.argmax(r)
         is_there = is_child & (tree.tokens == token[:, None])
-        is_taken = is_there.any(axis=1) & ~(q > 0).any(axis=1)
+        is_taken = is_there.any(axis=1) & is_greedy
         taken = is_there.argmax(axis=1) + 1
         for i in range(width):
             is_next = is_child & (number == i + 1)

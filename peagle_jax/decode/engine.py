@@ -73,7 +73,8 @@ class Engine(BaseEngine):
       drafter: what proposes tokens, from `make_drafter`; None for plain decoding.
       draft_params: the drafter's parameters.
       num_tree_nodes: drafts of a tree that is verified at once, in the place of a chain of K: the
-        likeliest paths by what a P-EAGLE head drafts at its K positions.
+        likeliest paths by what a P-EAGLE head drafts at its K positions, or for requests that
+        sample ones that are drawn from that.
       adaptive_k: choose again and again how many tokens to draft, from 0 to the drafter's K, by
         what was accepted, or a calibrated confidence head expected, and by a step's seconds.
       step_times: folder where these seconds are kept; None for ~/.cache/peagle_jax/step_times.
@@ -83,7 +84,8 @@ class Engine(BaseEngine):
       prefill_chunk: the most tokens of each prompt in one forward, which reads the prompts that
         enter together side by side; None for whole prompts.
       sliding_cache: ring caches for layers with a sliding window, of window + chunk positions.
-      sample_drafts: at a temperature above 0, sample the drafts or draft argmaxes.
+      sample_drafts: at a temperature above 0, sample the drafts or draft argmaxes (of a tree: the
+        likeliest paths).
       max_steps: decoding steps before `step` returns; None: until a request is done.
       tokenizer: the target's, for stop strings and for answers as text.
       num_threads: engines that decode at the same time, this one included: a step's seconds, which
@@ -405,7 +407,6 @@ class Engine(BaseEngine):
             output = output_of_row(
                 self._batch,
                 i,
-                self.tokenizer,
                 now,
                 is_cancelled=self._waiting.is_cancelled(row.id),
                 k_changes=self.chooser is not None,

@@ -82,7 +82,8 @@ def generate(
         answer, as `Request` explains them.
       seed: one per prompt, of which its answer j takes the seed + j; or a single one, from which
         answer i of all takes seed + i; None for an answer's number, as if it were 0.
-      sample_drafts: at a temperature above 0, sample the drafts (True) or draft argmaxes (False).
+      sample_drafts: at a temperature above 0, sample the drafts (True) or draft argmaxes, of a tree
+        the likeliest paths (False).
         The target's distribution is kept either way.
       stop_ids: an answer ends with the first of these. None takes the target's end-of-sequence
         tokens, () takes none.

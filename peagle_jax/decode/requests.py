@@ -193,7 +193,7 @@ class Output:
         those of a prompt only after the decoding step that follows.
       new_text: text of the answer that no earlier output had, as far as later tokens cannot change
         it; "" where the engine has no tokenizer, and until the end for a request that does not
-        stream. All of an answer's are its text.
+        stream. All of an answer's are its text, unless the answer failed.
     """
 
     request_id: int

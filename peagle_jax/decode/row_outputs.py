@@ -1,23 +1,19 @@
 """What an engine says of a row: its new tokens and text, and its answer once it is done."""
 
-from typing import Any
-
 from peagle_jax.decode.answer_text import UndecodableError
 from peagle_jax.decode.batch import Batch
 from peagle_jax.decode.requests import Output
-from peagle_jax.decode.stop_strings import reason_of_token
 from peagle_jax.decode.stopped_answers import without_steps_behind
 
 
 def output_of_row(
-    batch: Batch, i: int, tokenizer: Any, now: float, *, is_cancelled: bool, k_changes: bool
+    batch: Batch, i: int, now: float, *, is_cancelled: bool, k_changes: bool
 ) -> Output | None:
     """What is new in a row; None for nothing.
 
     Args:
       batch: whose steps are done.
       i: the row.
-      tokenizer: of the target; None where answers have no text.
       now: when the host had the tokens.
       is_cancelled: whether the request was cancelled.
       k_changes: whether steps differ in how many tokens they draft.
@@ -39,7 +35,7 @@ def output_of_row(
     told = token_ids
     if reason == "stop":
         told = token_ids[:-1]  # as vLLM's text
-        stop_reason = reason_of_token(request, token_ids[-1], tokenizer)
+        stop_reason = row.stop_ids[token_ids[-1]]
     if row.text is not None:
         try:
             found = row.text.read(told, is_done=reason is not None)

@@ -34,9 +34,11 @@ class StopString:
 
 def end_tokens(
     where: str, request: Request, usual: Sequence[int], tokenizer: Any
-) -> tuple[int, ...]:
-    """Tokens that end a request's answer: its own, or the usual ones, and special ones that its
-    stop strings spell. The text of an answer leaves those out, so that no string is found there.
+) -> dict[int, int | str | None]:
+    """Tokens that end a request's answer, each with the `Generation.stop_reason` that it gives.
+
+    They are its own, or the usual ones, and special ones that its stop strings spell. The text of
+    an answer leaves those out, so that no string is found there.
 
     Raises:
       InputError: there are stop strings, and no tokenizer.
@@ -47,24 +49,16 @@ def end_tokens(
         raise InputError(where, "stop strings need a tokenizer", strings[0], next_step)
     convert = getattr(tokenizer, "convert_tokens_to_ids", None)
     spelled = [] if convert is None else [(string, convert(string)) for string in strings]
-    special = [
-        token
+    special = {
+        token: string
         for string, token in spelled
         if isinstance(token, int)
         and tokenizer.decode([token], skip_special_tokens=False) == string
         and not tokenizer.decode([token], skip_special_tokens=True)
-    ]
-    return (*(usual if request.stop_ids is None else request.stop_ids), *special)
-
-
-def reason_of_token(request: Request, token: int, tokenizer: Any) -> int | str | None:
-    """`Generation.stop_reason` of an answer that a token ended, one of `end_tokens`."""
-    if request.stop_ids is not None and token in request.stop_ids:
-        return token
-    if not request.stop_strings:
-        return None
-    string = tokenizer.decode([token], skip_special_tokens=False)
-    return string if string in request.stop_strings else None
+    }
+    own = request.stop_ids
+    named = dict.fromkeys(usual) if own is None else {int(token): int(token) for token in own}
+    return {**special, **named} if own is not None else {**named, **special}
 
 
 def first_line(error: BaseException) -> str:
@@ -102,10 +96,13 @@ def find_stop(
         places = [(text.find(s, max(num_exempt - len(s) + 1, 0)), s) for s in stop]
         return min((p for p in places if p[0] >= 0), key=lambda p: p[0], default=None)
 
-    if first(text_of(len(token_ids))) is None:
-        return None
-    for num_tokens in range(num_checked + 1, len(token_ids) + 1):
+    def found_in(num_tokens: int) -> StopString | None:
         text = text_of(num_tokens)
-        if (found := first(text)) is not None:
-            return StopString(num_tokens, text[: found[0]], found[1])
-    raise AssertionError("the whole text has a stop string, and so has its last part")
+        found = first(text)
+        return None if found is None else StopString(num_tokens, text[: found[0]], found[1])
+
+    whole = found_in(len(token_ids))
+    if whole is None:
+        return None
+    shorter = range(max(num_checked, min_tokens) + 1, len(token_ids))
+    return next(filter(None, map(found_in, shorter)), whole)

@@ -114,7 +114,7 @@ def _collect_batch(
 ) -> Outcomes:
     """The steps of requests that are decoded together."""
     stop_ids = tuple(target.config.stop_ids)  # as users' requests end
-    rows = [Row(i, request, stop_ids) for i, request in enumerate(requests)]
+    rows = [Row(i, request, dict.fromkeys(stop_ids)) for i, request in enumerate(requests)]
     options = row_options(rows, target.config.vocab)
     lengths = np.array([len(request.prompt) for request in requests], np.int32)
     prompts = np.zeros((len(requests), lengths.max()), np.int32)

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ def eval_prompts(
         return text.read_prompts(path, tokenizer, options)[:count]
     # no more are read and encoded than are needed
     found, shortest = [], None
-    for prompt in filter(None, (_prompt_of(document, tokenizer) for document in held_out)):
+    documents = _one_of_each(held_out, count)
+    for prompt in filter(None, (_prompt_of(document, tokenizer) for document in documents)):
         shortest = min(len(prompt), shortest or len(prompt))
         if len(prompt) <= longest and len(found) < count:
             found.append(prompt)
@@ -105,6 +106,20 @@ def eval_prompts(
         next_step = "lower eval.max_new_tokens, or set eval.prompts to a file of prompts"
         raise InputError("eval", rule, f"{shortest} tokens in the shortest", next_step)
     return held_out_prompts(tokenizer, held_out, count, PROMPT_TOKENS)
+
+
+def _one_of_each(documents: Iterable[Document], count: int) -> Iterator[Document]:
+    """The documents, of whose conversations in parts the first parts come before `count` others."""
+    seen: set[str] = set()
+    others: list[Document] = []
+    for document in documents:
+        if document.only_last and document.from_name in seen:
+            others += [document] if len(others) < count else []
+            continue
+        if document.only_last:
+            seen.add(document.from_name)
+        yield document
+    yield from others
 
 
 def _prompt_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:

@@ -35,7 +35,7 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None  # token id -> what is added to its logit
     logprobs: bool = False  # rows have the log-probabilities of their tokens
-    seed: int = 0  # answer i of all samples with seed + i, whatever its batch
+    seed: int = 0  # answer i, over all prompts, samples with seed + i, whatever its batch
     sample_drafts: bool = True  # at a temperature above 0: sample the drafts too
     ignore_eos: bool = False  # decode past the target's end-of-sequence tokens
     # tokens that end an answer; None: the target's end-of-sequence tokens

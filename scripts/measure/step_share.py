@@ -156,7 +156,7 @@ def start(method: str, dtype: str, batch: int, k: int, temperature: float) -> De
     prompts = rng.integers(0, target.config.vocab, (batch, CONTEXT)).astype(np.int32)
     wanted = {"max_new_tokens": slots, "temperature": temperature, "stop_ids": ()}
     requests = [Request(prompt=row.tolist(), **wanted) for row in prompts]
-    rows = [Row(i, request, ()) for i, request in enumerate(requests)]
+    rows = [Row(i, request, {}) for i, request in enumerate(requests)]
     options = row_options(rows, target.config.vocab)
     spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=True)
     lengths = np.full(batch, CONTEXT, np.int32)

@@ -11,6 +11,7 @@ from peagle_jax import corpus
 from peagle_jax.chat.encoding import encode_document
 from peagle_jax.documents import Document
 from peagle_jax.pipelines.evaluate import eval_prompts
+from peagle_jax.text import encode_stream
 from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.corpus_store import CorpusChoice, open_corpus
 from peagle_jax.train.document_file import DocumentFile, DocumentWriter
@@ -126,6 +127,12 @@ def test_a_corpus(tokenizer, tmp_path):
     ]
     train, held_out = corpus.split(read, 0.3)
     assert not {d.from_name for d in train} & {d.from_name for d in held_out} and held_out
+    # a row that another one continues has no answer of its own
+    rows.append({"messages": dialogue("yes 3")})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(corpus.read_corpus(path, split_turns=True)) == 121
+    rows.pop()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {}
     for split_turns in (False, True):
         choice = CorpusChoice(str(path), held_out=0.3, split_turns=split_turns)
@@ -140,7 +147,20 @@ def test_a_corpus(tokenizer, tmp_path):
     assert list(DocumentFile(tmp_path / "documents")) == held_out
     # held-out prompts are what each answer answers
     raw = {"target": "t", "out": "o", "data": {"source": None}}
-    prompts = eval_prompts(build(PeagleRun, raw, "test"), tokenizer, held_out[:3], 500)
-    assert len(prompts) == 3 and len({len(prompt) for prompt in prompts}) == 3
-    spelled = tokenizer.decode(prompts[1])
-    assert spelled.endswith("<|im_start|>assistant\n") and "yes" in spelled
+    run = build(PeagleRun, raw, "test")
+    prompts = eval_prompts(run, tokenizer, held_out[:5], 500)
+    # first answers of both conversations come first
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(lengths) == 5 and lengths.index(max(lengths)) > 1
+    assert all(tokenizer.decode(ids).endswith("<|im_start|>assistant\n") for ids in prompts)
+    assert "yes" in tokenizer.decode(prompts[-1]) and "maybe" not in tokenizer.decode(prompts[0])
+
+
+def test_an_answer_without_anything_to_train_is_left_out(tokenizer):
+    """As an empty one of a template that marks generations; the others are trained."""
+    template = templates.MARKED.replace("{{ '<|im_end|>\\n' }}", "")
+    assert template != templates.MARKED
+    tokenizer.chat_template = template
+    whole = Document("d:1", None, tuple(dialogue("yes", "", "no")))
+    found = [document.name for document, _ in encode_stream(tokenizer, whole.answers_apart())]
+    assert found == ["d:1, answer 1", "d:1, answer 3"]

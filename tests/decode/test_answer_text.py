@@ -58,7 +58,7 @@ def test_pieces_add_up(make):
         while begin < len(ids):
             end = begin + int(rng.integers(1, 5))
             stream.add(ids[begin:end])
-            assert stream.text.startswith(seen)
+            assert stream.text.startswith(seen) and stream.num_tokens <= end
             num_pieces += stream.text != seen
             begin, seen = end, stream.text
         whole = tokenizer.decode(ids, skip_special_tokens=True)
@@ -112,3 +112,37 @@ def test_outputs_have_the_text_that_is_new(stop):
     assert len([part for part in parts[0] if part]) > 4
     end = whole.text.find(stop) if stop else -1
     assert answers[0].text == (whole.text if end < 0 else whole.text[:end])
+
+
+def test_a_byte_that_fits_no_character_does_not_stop_the_search():
+    """With SentencePiece's bytes it changes characters before it, which streams have shown."""
+    tokenizer = with_metaspace()
+    broken = [1 + 0xC3, 1 + 0xA9, 1 + 0xFF]
+    assert tokenizer.decode(broken[:2]) == "é" and "é" not in tokenizer.decode(broken)
+    words = tokenizer("def x")["input_ids"]
+    answer = AnswerText(tokenizer, Request(prompt=[1], stop=["def"]))
+    ids = [*broken, *words, *words]
+    for end in range(1, len(ids) + 1):
+        if found := answer.read(ids[:end], is_done=False):
+            break
+    assert found is not None and found.string == "def"
+    fewest = next(n for n in range(len(ids)) if "def" in tokenizer.decode(ids[:n]))
+    assert found.num_tokens == fewest == end
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_half_a_character_behind_a_stop_string(num_more):
+    """The answer has no token behind the string, in whatever steps it is read."""
+    tokenizer = with_bytes()
+    smile = tokenizer("🙂")["input_ids"]
+    assert len(smile) > 1 and "\ufffd" in tokenizer.decode(smile[:-1])
+    ids = [*tokenizer("return x")["input_ids"], *smile[:-1]]
+    request = Request(prompt=[1], stop=["x"])
+    in_one = AnswerText(tokenizer, request).read(ids, is_done=False)
+    answer = AnswerText(tokenizer, request)
+    ends = [3, len(ids)] if num_more else [len(ids), len(ids)]
+    for end in ends:
+        found = answer.read(ids[:end], is_done=end == len(ids))
+        if found is not None:
+            break
+    assert found == in_one and "\ufffd" not in tokenizer.decode(ids[: found.num_tokens])

@@ -154,7 +154,7 @@ def first_state(target, head, lookback):
     """The arguments of a first step."""
     drafter = make_drafter(head, K)
     spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=True, lookback=lookback)
-    options = row_options([Row(0, Request(prompt=[1, 2]), ())], 41)
+    options = row_options([Row(0, Request(prompt=[1, 2]), {})], 41)
     prompts, lengths = np.array([[1, 2]], np.int32), np.array([2], np.int32)
     params, slots = (target.params, head.params), num_positions(spec, 2)
     state = run_to_end(prefill(spec, slots, *params, prompts, lengths, options))
