@@ -87,10 +87,12 @@ def test_a_head_of_nan_or_infinity_changes_no_text(decoder, value):
         assert answer.output_token_ids == want.output_token_ids
 
 
+@pytest.mark.parametrize("num_tree_nodes", [None, 9])
 @pytest.mark.parametrize("change", [lambda head: head, of_nan], ids=["sound", "NaN"])
-def test_equal_logits_are_sampled_evenly(change):
+def test_equal_logits_are_sampled_evenly(change, num_tree_nodes):
     target, head = with_output(tiny.target(), outputs()["nothing"]), change(tiny.head())
-    answers = generate(target, head, [[3]] * 16, k=4, max_new_tokens=80, temperature=0.7, seed=5)
+    options = {"k": 4, "num_tree_nodes": num_tree_nodes, "max_new_tokens": 80, "temperature": 0.7}
+    answers = generate(target, head, [[3]] * 16, seed=5, **options)
     tokens = np.concatenate([answer.output_token_ids for answer in answers])
     counts = np.bincount(tokens, minlength=41)
     expected = len(tokens) / 41
