@@ -353,10 +353,8 @@ class Penalties:
 
     Attributes:
       repetition: 1 for no such penalty.
-      presence: 0 for no such penalty.
-      frequency: 0 for no such penalty.
-      bias: added to the logit of every token.
-      in_prompt: which tokens the prompt has.
+      presence, frequency: 0 for no such penalties.
+      bias: added to the logit of every token. in_prompt: which tokens the prompt has.
       min_tokens: tokens that the answer has before a stop token; 0 for no such limit.
     """
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -178,3 +178,29 @@ def _between_tags(text: str) -> list[Span]:
             begin = start + text[start:end].index(bare)
             spans.append((begin, begin + len(bare)))
     return spans
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Spans in order, those that overlap as one, without empty ones."""
+    result: list[Span] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if result and start < result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((start, end))
+    return result
+
+
+def cut_at_tag(text: str, other: str, same: int) -> int:
+    """The length of what two texts begin with, if it may not end within a tag or a word."""
+    while same:
+        inside = re.search(r"<[^<>\s]*$", text[:same])
+        if inside:
+            same = inside.start()
+            continue
+        nexts = text[same : same + 1], other[same : same + 1]
+        if text[same - 1].isalnum() and any(c.isalnum() for c in nexts):
+            same -= 1
+            continue
+        return same
+    return 0

@@ -21,7 +21,9 @@ from peagle_jax.chat.pieces import (
     Conversation,
     Piece,
     Span,
+    cut_at_tag,
     function_of,
+    merged,
     special_tokens_of,
     with_marks,
 )
@@ -92,17 +94,6 @@ def _trained_spans(
             for span in located.answer(number)
         ]
     return text, merged(spans)
-
-
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order, those that overlap as one, without empty ones."""
-    result: list[Span] = []
-    for start, end in sorted(span for span in spans if span[0] < span[1]):
-        if result and start < result[-1][1]:
-            result[-1] = result[-1][0], max(end, result[-1][1])
-        else:
-            result.append((start, end))
-    return result
 
 
 class _Located:
@@ -319,7 +310,7 @@ class _Located:
         alone = text[blocks[0][0] : blocks[0][1]].rstrip()
         whole = self.text[block[0] : block[1]]
         same = len(os.path.commonprefix([alone, whole]))
-        return block[0] + _cut_at_tag(whole, alone, same)
+        return block[0] + cut_at_tag(whole, alone, same)
 
     def _start(self, pieces: Sequence[tuple[Piece, Span]], block: Span | None) -> int:
         """Where an answer with such pieces begins: before its first, if tags come before it."""
@@ -357,7 +348,7 @@ class _Located:
         """Where the header ends that a template writes before an answer."""
         shown = self.text[block[0] : block[1]]
         same = len(os.path.commonprefix([shown, self.generation_prompt]))
-        return block[0] + _cut_at_tag(shown, self.generation_prompt, same)
+        return block[0] + cut_at_tag(shown, self.generation_prompt, same)
 
     def _last_tag(self, block: Span) -> Span:
         """The tag at the end of a block; nothing if there is none."""
@@ -436,21 +427,6 @@ def _all_is_reasoning(message: Mapping[str, Any]) -> bool:
     """Whether a message's text is empty, or ends with a tag."""
     content = content_text(message).strip()
     return not content or any(match.end() == len(content) for match in TAG.finditer(content))
-
-
-def _cut_at_tag(text: str, other: str, same: int) -> int:
-    """The length of what two texts begin with, if it may not end within a tag or a word."""
-    while same:
-        inside = re.search(r"<[^<>\s]*$", text[:same])
-        if inside:
-            same = inside.start()
-            continue
-        nexts = text[same : same + 1], other[same : same + 1]
-        if text[same - 1].isalnum() and any(c.isalnum() for c in nexts):
-            same -= 1
-            continue
-        return same
-    return 0
 
 
 def _length(match: re.Match | None) -> int:
