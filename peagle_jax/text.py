@@ -168,14 +168,20 @@ def encode_stream(
     for document in documents:
         # no row's fault
         check_tokenizer(tokenizer, [document])
-        try:
-            encoded = encode_document(tokenizer, document)
-        except InputError as error:
-            # one of several answers apart may be empty
-            if not (document.only_last and isinstance(error, NothingToTrainError)):
-                bad_rows.take(error)
-        else:
+        if (encoded := encode_or_take(tokenizer, document, bad_rows)) is not None:
             yield document, encoded
+
+
+def encode_or_take(
+    tokenizer: PreTrainedTokenizerBase, document: Document, bad_rows: BadRows
+) -> Encoded | None:
+    """A document for training; None of one that `bad_rows` took, or of an empty answer apart."""
+    try:
+        return encode_document(tokenizer, document)
+    except InputError as error:
+        if not (document.only_last and isinstance(error, NothingToTrainError)):
+            bad_rows.take(error)
+        return None
 
 
 # ---------------------------------------------------------------- prompts

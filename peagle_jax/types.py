@@ -198,8 +198,7 @@ class KVCache:
             is enough: when the last position of a block is written, the window of the block's first
             query is still there, and so it is after any part of the block is rolled back. None
             gives every layer `cache_size` slots.
-          slots: slots of layers without a ring, for a cache that grows later; None for
-            `cache_size`.
+          slots: of layers without a ring, where the cache grows later; None for `cache_size`.
         """
 
         def empty_group(shape: CacheShape) -> KVGroup:
@@ -354,7 +353,8 @@ class Penalties:
     Attributes:
       repetition: 1 for no such penalty.
       presence, frequency: 0 for no such penalties.
-      bias: added to the logit of every token. in_prompt: which tokens the prompt has.
+      bias: added to the logit of every token.
+      in_prompt: which tokens the prompt has.
       min_tokens: tokens that the answer has before a stop token; 0 for no such limit.
     """
 

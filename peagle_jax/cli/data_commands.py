@@ -19,7 +19,6 @@ BEGIN, END = "⟦", "⟧"
 def show_data(arguments: argparse.Namespace) -> int:
     """Prints documents as the target's chat template renders them, and what of them is trained."""
     from peagle_jax import corpus, text, weights
-    from peagle_jax.chat.encoding import NothingToTrainError, encode_document
     from peagle_jax.documents import BadRows
     from peagle_jax.types import InputError
 
@@ -36,11 +35,7 @@ def show_data(arguments: argparse.Namespace) -> int:
     documents = corpus.stream_corpus(arguments.data, bad_rows, *how)
     num_shown = num_trained = num_tokens = 0
     for document in itertools.islice(documents, arguments.limit):
-        try:
-            encoded = encode_document(tokenizer, document)
-        except InputError as error:
-            if not (document.only_last and isinstance(error, NothingToTrainError)):
-                bad_rows.take(error)
+        if (encoded := text.encode_or_take(tokenizer, document, bad_rows)) is None:
             continue
         num_shown += 1
         num_tokens += len(encoded.tokens)

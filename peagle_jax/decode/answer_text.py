@@ -1,4 +1,4 @@
-"""The text of an answer while it is written: every token is decoded about once."""
+"""The text of an answer while it is written, of which only the newest tokens are decoded."""
 
 import os
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ def generate(
       min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs: of every
         answer, as `Request` explains them.
       seed: one per prompt, of which its answer j takes the seed + j; or a single one, from which
-        answer i of all takes seed + i; None for an answer's number, as if it were 0.
+        answer i of all takes seed + i. None: the number of the answer, from 0 on.
       sample_drafts: at a temperature above 0, sample the drafts (True) or draft argmaxes, of a tree
         the likeliest paths (False).
         The target's distribution is kept either way.

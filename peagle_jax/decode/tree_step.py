@@ -27,9 +27,7 @@ def tree_step(
     before = state.draft, state.tokens, state.aux_hidden_states, state.count
     sampling, k, num_nodes = options.sampling, spec.k, spec.num_nodes
     root, draft_probabilities = last_token(state), None
-    is_greedy = jnp.ones(len(root), bool)
     if sampling is not None and spec.sample_drafts:
-        is_greedy = jnp.asarray(sampling.temperature) <= 0
         head, hidden, draft = spec.drafter.read(draft_params, *before)
         fresh = with_step_keys(sampling, state.num_steps, KeyUse.DRAFT)
         tree, draft_probabilities = draw_tree(head, hidden, root[:, 0], num_nodes, fresh)
@@ -77,7 +75,7 @@ def tree_step(
             next_probabilities,
             draft_probabilities,
             root[:, 0],
-            is_greedy,
+            jnp.asarray(fresh.temperature) <= 0,
             fresh.key,
         )
     logprobs = None

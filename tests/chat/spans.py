@@ -5,8 +5,9 @@ import itertools
 import templates
 from transformers.utils import chat_template_utils
 
-from peagle_jax.chat.encoding import encode_conversation
+from peagle_jax.chat.encoding import encode_conversation, encode_document
 from peagle_jax.chat.pieces import Conversation
+from peagle_jax.documents import Document
 
 # contents that are easily taken for something else
 CONTENTS = [
@@ -79,3 +80,22 @@ def dialogue(*contents, system=None):
 def trained_text(tokenizer, messages):
     encoded = encode_conversation(tokenizer, Conversation(tuple(messages)), "x:1")
     return [encoded.text[start:end] for start, end in encoded.trained]
+
+
+# reasoning in both turns, and a call of a tool in the second
+THOUGHTS = [
+    user("a"),
+    assistant("x", reasoning_content="y"),
+    user("b"),
+    assistant("", tool_calls=[call("now")], reasoning_content="z"),
+    {"role": "tool", "content": "late"},
+    assistant("no", reasoning_content="bar"),
+]
+
+
+def apart(tokenizer, template, messages):
+    """What is trained of each answer's document, and its text."""
+    tokenizer.chat_template = template
+    whole = Document("d:1", None, tuple(messages))
+    found = [encode_document(tokenizer, document) for document in whole.answers_apart()]
+    return [([e.text[a:b] for a, b in e.trained], e.text) for e in found]

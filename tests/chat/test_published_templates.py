@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spans import CONTENTS, assistant, call, dialogue, trained, trained_text, user
+from spans import CONTENTS, THOUGHTS, apart, assistant, call, dialogue, trained, trained_text, user
 
 from peagle_jax.chat.encoding import encode_conversation, encode_turns
 from peagle_jax.chat.pieces import Conversation
@@ -134,6 +134,25 @@ def test_a_second_call_of_one_function_that_a_template_forgets_is_refused(tokeni
     messages[1]["tool_calls"] = calls[:1]
     spans = trained_text(tokenizer, [*messages[:3], assistant("wet")])
     assert "Paris" in spans[0]
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="published templates are not here")
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "google-gemma-4-31B-it"]
+)
+def test_answers_apart(tokenizer, name):
+    """Each answer is trained once, and only it; Gemma 4 shows reasoning before calls alone."""
+    template = (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+    found = apart(tokenizer, template, THOUGHTS)
+    texts = ["".join(spans) for spans, _ in found]
+    assert len(texts) == 3
+    for (before, word, behind), text in zip(
+        [("y", "x", "now"), ("z", "now", "late"), ("bar", "no", "x")], texts, strict=True
+    ):
+        assert word in text and behind not in text.replace("<|channel|>", "")
+        if "gemma" not in name:
+            assert before in text
+    assert texts[0].endswith(PUBLISHED_ENDS[name][1])
 
 
 def test_the_table_of_templates(monkeypatch):
