@@ -176,8 +176,8 @@ def load_target(
       aux_hidden_state_layers: the layers whose hidden states a draft head reads, in vLLM's
         numbering (id i is the input of layer i, 0 the embedding); None means (2, L//2, L-3).
       dtype: of weights, and of activations on a GPU; on a CPU activations are float32.
-      fp8: matrices in float8 with scales, as the folder has them or quantized while they are read
-        (layers/fp8.py says which); everything else in `dtype`.
+      fp8: matrices in float8 with scales: those that the folder has in float8, or else all that
+        layers/fp8.py names, quantized while they are read; everything else in `dtype`.
       mxfp4: "packed" keeps experts that are stored in 4 bits as they are and decodes those that
         are used; "plain" stores them in `dtype`.
       kv_cache_dtype: of cached keys and values, for example `jnp.float8_e4m3fn`; None: that of

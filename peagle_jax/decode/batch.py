@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -11,46 +11,24 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from peagle_jax.decode import growth, loop, switching
-from peagle_jax.decode.answer_text import AnswerText
 from peagle_jax.decode.first_call import first_call
-from peagle_jax.decode.penalties import penalties_of
-from peagle_jax.decode.requests import Generation, Output, Request, failed_answer
-from peagle_jax.decode.sampling import sampling_params
+from peagle_jax.decode.requests import Generation, Output, Request
+from peagle_jax.decode.rows import (
+    Row,
+    num_reserved,
+    num_stop_ids,
+    output_without_answer,
+    row_options,
+    sampling_kind,
+)
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.types import DecodeState, Params, RowOptions
 
 # A batch is made smaller if a row may still write as many tokens. Copying the rows takes about a
 # step, and a program for the smaller batch may have to be compiled.
 MIN_TOKENS_LEFT = 16
-# Rows have places for a multiple of as many stop ids, so that requests share programs.
-STOP_IDS_STEP = 4
-# Steps by which the time of a step is measured.
-TIMED_STEPS = 16
-
-
-@dataclasses.dataclass
-class Row:
-    """A request on its way.
-
-    Attributes:
-      id: its number.
-      request: what is asked for.
-      stop_ids: the tokens that end its answer, with what `Generation.stop_reason` then is.
-      text: the answer's; None where the engine has no tokenizer.
-      num_reported: tokens of the answer that outputs had.
-    """
-
-    id: int
-    request: Request
-    stop_ids: Mapping[int, int | str | None]
-    text: AnswerText | None = None
-    num_reported: int = 0
-
-
-def output_without_answer(row: Row, reason: str, error: str | None = None) -> Output:
-    """The output of a request whose prompt was not read to its end, or whose row was lost."""
-    answer = failed_answer(row.request, error, reason)
-    return Output(row.id, [], answer, time.perf_counter())
+# Steps by which the time of a step is measured, and calls by which that of a call is.
+TIMED_STEPS, TIMED_CALLS = 16, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +89,7 @@ class Batch:
         self.params = target_params, draft_params
         self._step_spec = spec  # of the next step: `spec`, unless `change_k` was called
         self.may_have_compiled = False
+        self._call_seconds: dict[Hashable, float] = {}  # by what is compiled
         self.rows: list[Row | None] = []
         self._state: DecodeState | None = None
         self._options: RowOptions | None = None
@@ -303,11 +282,36 @@ class Batch:
             self._state = state
             start = time.perf_counter()
             jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, TIMED_STEPS))
-            seconds = time.perf_counter() - start
+            seconds = self.seconds_a_step(time.perf_counter() - start, TIMED_STEPS, spec)
         finally:  # Ctrl-C while it compiles: no row is done because of it
             self._state = dataclasses.replace(self.state, **kept)
             self._numbers = None
-        return seconds / TIMED_STEPS
+        return seconds
+
+    def seconds_a_step(
+        self, seconds: float, num_steps: int, spec: DecodeSpec | None = None
+    ) -> float:
+        """What each of some steps took, without what the call that took them costs.
+
+        A call costs a millisecond or two, as long as a plain step of a small model, whatever number
+        of steps it takes: with it a K that is tried for four steps would seem slower than one that
+        is taken for a hundred.
+
+        Args:
+          seconds: of the call, whose shape the rows still have.
+          spec: of the steps; None for that of the last ones.
+        """
+        spec = spec or self._step_spec
+        program = spec, self.shape, num_stop_ids(self._options)
+        if program not in self._call_seconds:
+            taken = []
+            for _ in range(TIMED_CALLS):
+                start = time.perf_counter()
+                jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, 0))
+                taken.append(time.perf_counter() - start)
+            self._call_seconds[program] = min(taken)
+        # where a call seems to cost more than all of this, it was measured at a bad moment
+        return max(seconds - self._call_seconds[program], seconds / 2) / num_steps
 
     def _take_steps(self, spec: DecodeSpec, until_done: int, max_steps: int) -> jax.Array:
         """Takes steps until so many rows are done, and returns how many."""
@@ -389,55 +393,3 @@ def state_shape(state: DecodeState) -> tuple[int, int]:
     """Rows and slots."""
     num_rows, slots = state.output.shape
     return num_rows, slots
-
-
-def num_reserved(request: Request, spec: DecodeSpec) -> int:
-    """The most positions of the caches that a request will ever need.
-
-    A row whose last step went K tokens past its limit is still verified beside the others.
-    """
-    return len(request.prompt) + request.max_new_tokens + spec.k + spec.num_ahead - 1
-
-
-def row_options(rows: Sequence[Row | None], vocab: int) -> RowOptions:
-    """What the rows of a batch ask for. Rows without a request are done from the start.
-
-    Args:
-      vocab: tokens that the target knows.
-    """
-    free = Request(prompt=(), max_new_tokens=0)
-    requests = [free if row is None else row.request for row in rows]
-    most = max(1, *(0 if row is None else len(row.stop_ids) for row in rows))
-    stop_ids = np.full((len(rows), -(-most // STOP_IDS_STEP) * STOP_IDS_STEP), -1, np.int32)
-    for ids, row in zip(stop_ids, rows, strict=True):
-        if row is not None:
-            ids[: len(row.stop_ids)] = list(row.stop_ids)
-    return RowOptions(
-        max_new_tokens=np.array([r.max_new_tokens for r in requests], np.int32),
-        stop_ids=stop_ids,
-        sampling=sampling_params(
-            len(rows),
-            [r.temperature for r in requests],
-            [r.top_k for r in requests],
-            [r.top_p for r in requests],
-            [r.seed or 0 for r in requests],
-            [r.min_p for r in requests],
-        ),
-        penalties=penalties_of(requests, vocab),
-        logprobs=any(r.logprobs for r in requests),
-    )
-
-
-def num_stop_ids(options: RowOptions | None) -> int:
-    """Places for stop ids in each row."""
-    assert options is not None
-    return options.stop_ids.shape[1]
-
-
-def sampling_kind(options: RowOptions) -> str:
-    """What of `options` decides on a program."""
-    kind = "greedy"
-    if options.sampling is not None:
-        kind = "filtered" if options.sampling.filtered else "sampled"
-    penalties = " penalized" if options.penalties is not None else ""
-    return kind + penalties + (" logprobs" if options.logprobs else "")

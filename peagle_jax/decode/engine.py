@@ -23,24 +23,27 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from peagle_jax.decode import growth
 from peagle_jax.decode.adaptive_k import KChooser, candidates
 from peagle_jax.decode.answer_text import AnswerText
 from peagle_jax.decode.base_engine import BaseEngine
-from peagle_jax.decode.batch import (
-    Batch,
-    Row,
-    output_without_answer,
-    row_options,
-    sampling_kind,
-)
+from peagle_jax.decode.batch import Batch
 from peagle_jax.decode.drafters import Drafter
 from peagle_jax.decode.engine_checks import can_go_on, check_at_least_1, check_drafter
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.memory import CacheMemory
-from peagle_jax.decode.prefill import cache_sizes, chunk_size, next_chunk, pad_prompts, prefill
+from peagle_jax.decode.prefill import (
+    cache_sizes,
+    chunk_size,
+    distinct_prompts,
+    next_chunk,
+    pad_prompts,
+    prefill,
+)
 from peagle_jax.decode.request_queue import RequestQueue
 from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.row_outputs import output_of_row
+from peagle_jax.decode.rows import Row, output_without_answer, row_options, sampling_kind
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, end_tokens, first_line
@@ -307,16 +310,19 @@ class Engine(BaseEngine):
             raise error
 
     def _reading(self, group: Sequence[Row]) -> Generator[None, None, DecodeState]:
-        """What reads the prompts of a group."""
+        """What reads the prompts of a group. A prompt of several requests is read once."""
         num_rows, slots = self._memory.shape([row.request for row in group])
-        prompts, lengths = pad_prompts([row.request.prompt for row in group], num_rows)
+        distinct, rows = distinct_prompts([row.request.prompt for row in group], num_rows)
+        num_read = growth.num_rows(len(distinct), num_rows)
+        prompts, lengths = pad_prompts(distinct, num_read)
         longest = prompts.shape[1]
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
         chunk = chunk_size(self.spec, longest)
         sizes = cache_sizes(chunk, longest, slots)
-        self._stats.programs.update(("prefill", num_rows, size, chunk) for size in sizes)
+        self._stats.programs.update(("prefill", num_read, size, chunk) for size in sizes)
         self._stats.programs.add(("first tokens", num_rows, slots, sampling_kind(options)))
-        return prefill(self.spec, slots, *self._batch.params, prompts, lengths, options)
+        models = self._batch.params
+        return prefill(self.spec, slots, *models, prompts, lengths, options, prompt_of_answer=rows)
 
     def _held_by_rows(self) -> int:
         """Bytes of the caches that the batch has now."""
@@ -373,7 +379,8 @@ class Engine(BaseEngine):
             # with neither larger caches nor a compilation in between
             is_typical = shape == self._batch.shape and not self._batch.may_have_compiled
             if is_typical and num_steps >= MIN_TIMED_STEPS:
-                self._step_times.observe(k, *shape, seconds / num_steps)
+                of_a_step = self._batch.seconds_a_step(seconds, num_steps)
+                self._step_times.observe(k, *shape, of_a_step)
             self._step_times.count(*shape, num_steps)
         self._stats.num_steps += num_steps
         self._stats.steps_by_k[k] += num_steps

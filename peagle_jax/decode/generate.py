@@ -71,8 +71,7 @@ def generate(
         which is the best K of the published heads. "auto" chooses while decoding, by what pays.
       method: how the head drafts, "peagle", "eagle3" or "eagle". None takes what it was made for.
       num_tree_nodes: verify a tree of so many drafts per step, and not a chain of K (P-EAGLE).
-      n: answers to every prompt, each with a seed of its own; above 1 for sampling. Each reads the
-        prompt anew.
+      n: answers to every prompt, each with a seed of its own; above 1 for sampling.
       max_new_tokens: limit of every answer.
       min_tokens: of every answer, before which no stop token or string ends it.
       temperature: 0 decodes greedily.

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from peagle_jax.decode import growth
-from peagle_jax.decode.batch import num_reserved
 from peagle_jax.decode.prefill import num_positions
 from peagle_jax.decode.requests import Request
+from peagle_jax.decode.rows import num_reserved
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.free_memory import free_bytes
 from peagle_jax.types import CacheShape, InputError

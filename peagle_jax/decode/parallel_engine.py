@@ -29,13 +29,13 @@ from typing import Any, TypedDict, Unpack, cast
 import jax
 
 from peagle_jax.decode.base_engine import BaseEngine
-from peagle_jax.decode.batch import Row, output_without_answer
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.engine_checks import check_at_least_1
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.requests import Output, Request
+from peagle_jax.decode.rows import Row, output_without_answer
 from peagle_jax.decode.stop_strings import Detokenizer
 from peagle_jax.kernels.launch import platform
 from peagle_jax.targets.sharding import mesh_of

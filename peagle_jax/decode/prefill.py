@@ -31,8 +31,10 @@ from peagle_jax.layers import CachedAttention, Decoder, activation_dtype
 from peagle_jax.targets import sharding
 from peagle_jax.types import DecodeState, DraftState, KVCache, Params, RowOptions
 
-# Prompts are padded to multiples of this, so that similar requests share a program.
-WIDTH_STEP = 64  # tokens
+# Prompts of at most so many tokens are padded to multiples of so many, and longer ones to multiples
+# of WIDTH_STEP, so that similar requests share a program.
+SHORT_WIDTHS = ((64, 16), (128, 32))
+WIDTH_STEP = 64
 # A cache begins with so many slots, and doubles. With fewer, attention takes little time beside the
 # products, and each number of slots is a program to be compiled.
 FIRST_SLOTS = 1024
@@ -58,7 +60,8 @@ class PrefillState:
 
 def chunk_size(spec: DecodeSpec, longest: int) -> int:
     """Tokens that one forward reads of each prompt, where the longest has `longest` tokens."""
-    padded = -(-longest // WIDTH_STEP) * WIDTH_STEP
+    step = next((step for width, step in SHORT_WIDTHS if longest <= width), WIDTH_STEP)
+    padded = -(-longest // step) * step
     return min(padded, spec.chunk) if spec.chunk else padded
 
 
@@ -78,6 +81,7 @@ def prefill(
     options: RowOptions,
     *,
     chunk: int | None = None,
+    prompt_of_answer: Int[np.ndarray, " answers"] | None = None,
 ) -> Generator[None, None, DecodeState]:
     """Reads the prompts; yields between two chunks, and returns the state after the first tokens.
 
@@ -85,7 +89,9 @@ def prefill(
       slots: of the caches: at least `num_positions` of the prompts.
       prompts: token ids; what follows a row's prompt is padding.
       lengths: tokens of each prompt, 1 to T.
+      options: of each answer.
       chunk: tokens of one forward; None for `chunk_size`.
+      prompt_of_answer: the row of the prompt that each answer continues; None: its own.
     """
     batch, width = prompts.shape
     chunk = chunk or chunk_size(spec, width)
@@ -106,6 +112,9 @@ def prefill(
             state = _grow(spec, state, size)
             place = np.int32(start)
             state = read_chunk(spec, target_params, draft_params, tokens, place, lengths, state)
+    if prompt_of_answer is not None:
+        with _first_call(options, "repeat", spec, batch, len(prompt_of_answer), slots):
+            state = _with_rows(spec, state, prompt_of_answer, slots)
     return _with_first_tokens(spec, target_params, options, state, slots)
 
 
@@ -134,14 +143,29 @@ def cache_sizes(chunk: int, width: int, slots: int) -> list[int]:
     return [*sizes[:-1], slots]
 
 
-def _grow(spec: DecodeSpec, state: PrefillState, slots: int) -> PrefillState:
-    """The state with so many slots in the target's cache, and K more in the drafter's."""
+def _grow(
+    spec: DecodeSpec, state: PrefillState, slots: int, rows: np.ndarray | None = None
+) -> PrefillState:
+    """The state with so many slots in the target's cache, and K more in the drafter's.
+
+    Args:
+      rows: which rows of the caches to keep, in their new order; None for all.
+    """
     draft = state.draft
     if draft.cache is not None:
-        cache = growth.resize_cache(draft.cache, slots + spec.k)
+        cache = growth.resize_cache(draft.cache, slots + spec.k, rows)
         draft = dataclasses.replace(draft, cache=cache)
-    cache = growth.resize_cache(state.cache, slots)
+    cache = growth.resize_cache(state.cache, slots, rows)
     return dataclasses.replace(state, cache=cache, draft=draft)
+
+
+def _with_rows(
+    spec: DecodeSpec, state: PrefillState, rows: Int[np.ndarray, " rows"], slots: int
+) -> PrefillState:
+    """The state with other rows; some may come several times."""
+    state = _grow(spec, state, slots, rows)
+    hidden, aux_hidden_state = state.hidden[rows], state.aux_hidden_state[rows]
+    return dataclasses.replace(state, hidden=hidden, aux_hidden_state=aux_hidden_state)
 
 
 def pad_prompts(
@@ -154,6 +178,22 @@ def pad_prompts(
         lengths[i] = len(prompt)
         padded[i, : len(prompt)] = prompt
     return padded, lengths
+
+
+def distinct_prompts(
+    prompts: Sequence[Sequence[int]], num_rows: int
+) -> tuple[list[tuple[int, ...]], Int[np.ndarray, " num_rows"] | None]:
+    """The prompts without repetitions; and for each of `num_rows` answers which one it continues.
+
+    That is None where no prompt is repeated. Answers beyond the prompts continue the first one.
+    """
+    hashable = [tuple(prompt) for prompt in prompts]
+    place = {prompt: i for i, prompt in enumerate(dict.fromkeys(hashable))}
+    if len(place) == len(prompts):
+        return hashable, None
+    rows = np.zeros(num_rows, np.int32)
+    rows[: len(prompts)] = [place[prompt] for prompt in hashable]
+    return list(place), rows
 
 
 def next_chunk(reading: Generator[None, None, DecodeState]) -> DecodeState | None:

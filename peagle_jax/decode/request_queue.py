@@ -5,7 +5,7 @@ import itertools
 import threading
 from collections.abc import Iterable
 
-from peagle_jax.decode.batch import Row
+from peagle_jax.decode.rows import Row
 
 
 class RequestQueue:

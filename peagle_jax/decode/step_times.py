@@ -63,6 +63,7 @@ def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dic
         "target": f"{type(config).__name__}, cache {jnp.dtype(config.kv_cache_dtype)}",
         "drafter": f"{type(spec.drafter).__name__}, K = {spec.k}",
         "threads": str(num_threads),
+        "seconds": "of a step, without what a call costs",
         "arrays": hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:20],
     }
 

@@ -1,7 +1,7 @@
 """Models with FP8 matrices: `Linear` and `ExpertLinear` modules are replaced by FP8 ones.
 
 What stays as it is follows vLLM: routers (an error there chooses another expert), the target's
-output matrix, embeddings, and norms.
+output matrix, embeddings, norms, and in an FP8 checkpoint what it holds in no float8.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -80,20 +80,34 @@ def quantize_linears(
     """
     blocks = fp8.has_block_scales(stored)
     paths = {path for *_, path in _linears(nnx.eval_shape(make), keep)}
-    return with_fp8_layers(make, blocks=blocks, keep=keep), *fp8.map_fp8_params(
+    if in_float8 := {name for name, t in stored.items() if t.dtype in fp8.FLOAT8}:
+        paths &= {
+            path.removesuffix(".kernel") for name, (path, _) in table.items() if name in in_float8
+        }
+    return with_fp8_layers(make, blocks=blocks, paths=paths), *fp8.map_fp8_params(
         stored, tensors, table, paths, blocks=blocks
     )
 
 
 def with_fp8_layers(
-    make: Callable[[], nnx.Module], *, blocks: bool, keep: Collection[str] = NOT_QUANTIZED
+    make: Callable[[], nnx.Module],
+    *,
+    blocks: bool,
+    keep: Collection[str] = NOT_QUANTIZED,
+    paths: Collection[str] | None = None,
 ) -> Callable[[], nnx.Module]:
-    """A function that makes the model of `make` with FP8 layers, which hold zeros."""
+    """A function that makes the model of `make` with FP8 layers, which hold zeros.
+
+    Args:
+      keep: names of modules that stay as they are.
+      paths: dotted paths of those that become FP8; None for all that `keep` does not name.
+    """
 
     def make_fp8() -> nnx.Module:
         module = make()
-        for parent, name, layer, _ in list(_linears(module, keep)):
-            setattr(parent, name, _fp8_layer(layer, blocks))
+        for parent, name, layer, path in list(_linears(module, keep)):
+            if paths is None or path in paths:
+                setattr(parent, name, _fp8_layer(layer, blocks))
         return module
 
     return make_fp8

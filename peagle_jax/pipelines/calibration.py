@@ -20,11 +20,11 @@ from peagle_jax import weights
 from peagle_jax.checkpoints import head_writing
 from peagle_jax.checkpoints.pair import load_drafter_for
 from peagle_jax.checkpoints.runs import open_head
-from peagle_jax.decode.batch import Row, row_options
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.loop import propose, step
 from peagle_jax.decode.prefill import num_positions, prefill, run_to_end
 from peagle_jax.decode.requests import Request, check_prompts
+from peagle_jax.decode.rows import Row, row_options
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.draft.confidence import KINDS, Calibration, Scaling
 from peagle_jax.draft.head import HeadConfig

@@ -28,9 +28,9 @@ from rich.table import Table
 
 from peagle_jax import Model, Request, load_pair
 from peagle_jax.decode import loop
-from peagle_jax.decode.batch import Row, row_options
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.prefill import prefill, run_to_end
+from peagle_jax.decode.rows import Row, row_options
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.layers import products
 from peagle_jax.pipelines.demo import ASSETS

@@ -8,6 +8,10 @@ dtype and batch size. All engines of a dtype are started first. Then they take t
 each of them once, and a number is the median over rounds, so that a slow moment of the machine
 concerns all of them. Without options the packaged models continue excerpts of Python source.
 
+Batches follow one another, each begun when the last is done. With `--continuous` all prompts wait
+from the start, and one enters wherever another is done, as at a server; transformers cannot do that
+and is left out.
+
 Texts are compared with our own plain decoding in the same dtype. Only in float32 is equality
 promised; a text that differs first at a near tie (two best logits within 1e-4) is counted apart.
 
@@ -119,6 +123,7 @@ def measure(
             "prompts": prompts,
             "max_new_tokens": args.max_new_tokens,
             "batch_size": batch_size,
+            "continuous": args.continuous,
         }
         for number in range(args.rounds + 1):
             for engine in taking_part:
@@ -164,6 +169,7 @@ def rows_of(
                     "k": engine.k,
                     "dtype": dtype,
                     "batch_size": batch_size,
+                    "continuous": args.continuous,
                     "target": args.target.name,
                     "num_prompts": len(prompts),
                     "max_new_tokens": args.max_new_tokens,
@@ -215,6 +221,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     longest = max(map(len, prompts))
     rows = []
     methods = {name: METHODS[name] for name in args.engines}
+    if args.continuous:
+        methods.pop("transformers", None)
     if args.static_cache:
         methods |= {name: methods[name] + STATIC[name] for name in STATIC if name in methods}
     cases = [(name, method) for name in methods for method in methods[name]]
@@ -237,7 +245,10 @@ def run(args: argparse.Namespace) -> list[dict]:
             finally:
                 for engine in engines:
                     engine.worker.close()
-            rows += rows_of(engines, prompts, args)
+            new = rows_of(engines, prompts, args)
+            if args.record:
+                append_rows(args.record, new, "scripts/peers/compare_speed.py")
+            rows += new
     return rows
 
 
@@ -269,6 +280,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=Path, help="JSONL (default: held-out Python source)")
     parser.add_argument("--num-prompts", type=int, default=8, help="default: 8")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument(
+        "--continuous", action="store_true", help="one prompt enters where another is done"
+    )
     parser.add_argument(
         "--vllm-compile", action="store_true", help="vLLM with torch.compile (default: eager)"
     )
@@ -304,6 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for option, value in counts.items() | {("--batch-sizes", min(args.batch_sizes))}:
             if value < 1:
                 raise InputError(option, "must be 1 or more", value, f"give {option} 1 or more")
+        if args.continuous and len(args.batch_sizes) > 1:  # vLLM has one for all its requests
+            rule, next_step = "--continuous takes one", "call compare_speed once for each"
+            raise InputError("--batch-sizes", rule, args.batch_sizes, next_step)
         rows = run(args)
     except InputError as error:
         print(f"compare_speed: {error}", file=sys.stderr)
@@ -312,8 +329,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table_of(rows))
     if args.picture:
         peers.draw([row for row in rows if row["dtype"] == args.dtypes[-1]], args.picture)
-    if args.record:
-        append_rows(args.record, rows, "scripts/peers/compare_speed.py")
     return 1 if any(row["different"] for row in rows if row["dtype"] == "float32") else 0
 
 

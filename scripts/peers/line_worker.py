@@ -51,6 +51,12 @@ def version(package: str) -> str:
 
 
 def batches(request: dict) -> list[list[list[int]]]:
-    """The prompts of a request in batches of its size; the last may be smaller."""
+    """The prompts of a request in batches of its size; the last may be smaller.
+
+    All are together where an engine is to decode so many at a time, and to begin the next one
+    wherever one is done.
+    """
     prompts, size = request["prompts"], request["batch_size"]
+    if request["continuous"]:
+        return [prompts]
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]

@@ -23,7 +23,13 @@ def start(job: dict):
         answers = []
         for prompts in batches(request):
             answers += generate(
-                target, head, prompts, k=k, max_new_tokens=request["max_new_tokens"], stop_ids=()
+                target,
+                head,
+                prompts,
+                k=k,
+                max_new_tokens=request["max_new_tokens"],
+                stop_ids=(),
+                max_batch=request["batch_size"],
             )
         per_position = np.sum([a.num_accepted_per_pos for a in answers], axis=0)
         return {

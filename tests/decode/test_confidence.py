@@ -13,12 +13,12 @@ from scipy import special
 
 from peagle_jax.decode import loop
 from peagle_jax.decode.adaptive_k import KChooser
-from peagle_jax.decode.batch import Row, row_options
 from peagle_jax.decode.confidence import has_confidence, survival_chances
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.prefill import num_positions, prefill, run_to_end
 from peagle_jax.decode.requests import Request
+from peagle_jax.decode.rows import Row, row_options
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.draft.confidence import Calibration

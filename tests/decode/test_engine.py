@@ -106,6 +106,24 @@ def test_a_request_is_answered_as_if_it_were_alone(k, method):
     assert {program[3] for program in first} == {"greedy", "sampled", "filtered"}
 
 
+@pytest.mark.parametrize("k, method", [(None, None), (3, "peagle"), (2, "eagle3")])
+def test_a_prompt_of_several_requests_is_read_once(k, method):
+    prompts = [list(range(1, 31)), [9, 8, 7]]
+    requests = [
+        Request(prompt=prompts[place], max_new_tokens=12, temperature=0.8 * (i > 1), seed=70 + i)
+        for i, place in enumerate([0, 1, 0, 0, 1])
+    ]
+    server = make_engine(k, method, max_batch=8, prefill_chunk=24)
+    answers = dict(server.run(requests))
+    for i, request in enumerate(requests):
+        assert answers[i] == alone(request, k, method), i
+    assert len({tuple(answers[i].output_token_ids) for i in (0, 2, 3)}) == 3
+    prefills = {program for program in server.stats.programs if program[0] == "prefill"}
+    assert {program[1] for program in prefills} == {2} and server.stats.num_chunks == 2
+    firsts = {program for program in server.stats.programs if program[0] == "first tokens"}
+    assert {program[1] for program in firsts} == {8}
+
+
 def test_greedy_answers_are_the_models_own():
     """Beside the oracle that has neither cache nor loop."""
     requests = [r for r in random_requests(9, seed=8, longest=20) if r.temperature == 0]

@@ -60,10 +60,10 @@ def test_programs_are_few(monkeypatch):
         return decode(*arguments)
 
     monkeypatch.setattr(loop, "decode", noting)
-    for new in (5, 20, 33, 60, 90):
+    for new in (5, 20, 33, 38, 60, 85, 90):
         (answer,) = generate(target, None, [[3, 14, 15, 9]], max_new_tokens=new)
         assert len(answer.output_token_ids) == new
-    assert sizes == {64, 96}  # a prompt is padded to 64; then up to 4 + 90 tokens
+    assert sizes == {16, 32, 48, 64, 96}  # doubled, or multiples of 16 up to 4 + 90
 
 
 def test_sizes_while_a_prompt_is_read(monkeypatch):

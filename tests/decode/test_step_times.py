@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import threading
+import time
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import tiny
 
 from peagle_jax.decode import adaptive_k
 from peagle_jax.decode.adaptive_k import KChooser, Survival
+from peagle_jax.decode.batch import Batch
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.requests import Request
@@ -269,6 +271,42 @@ def test_an_engine_observes_its_steps(tmp_path, monkeypatch):
     assert all(args[:2] == (4, 1) and args[3] == "greedy" and 0 < args[4] < 1 for args in observed)
     # the first call compiled, and one took three steps
     assert len(observed) <= -(-engine.stats.num_steps // 16)
+
+
+def test_what_a_call_costs_is_no_part_of_a_step(tmp_path, monkeypatch):
+    """By a clock that decoding alone moves: two seconds a call, the rest its steps."""
+    clock, observed = [0.0], []
+    take_steps, observe = Batch._take_steps, StepTimes.observe
+
+    def ticking(self, spec, until_done, max_steps):
+        num_steps = take_steps(self, spec, until_done, max_steps)
+        clock[0] += 2.0 + (0.5 + 0.25 * spec.k) * int(num_steps)
+        return num_steps
+
+    def noting(self, k, *arguments):
+        observed.append((k, arguments[-1]))
+        observe(self, k, *arguments)
+
+    monkeypatch.setattr(Batch, "_take_steps", ticking)
+    monkeypatch.setattr(StepTimes, "observe", noting)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    engine = Engine(
+        tiny.target(), make_drafter(tiny.head(), 4), tiny.head().params, adaptive_k=True,
+        step_times=tmp_path, max_batch=1,
+    )  # fmt: skip
+    dict(engine.run([Request(prompt=PROMPTS[0], max_new_tokens=80, stop_ids=())]))
+    (times,) = engine._step_times._seconds.values()
+    assert observed and set(times) == {0, 1, 3, 4}
+    for k, seconds in [*observed, *times.items()]:
+        assert seconds == pytest.approx(0.5 + 0.25 * k)
+    # of a call that seemed to cost more than these steps took
+    assert engine._batch._call_seconds and set(engine._batch._call_seconds.values()) == {2.0}
+    for program in engine._batch._call_seconds:
+        engine._batch._call_seconds[program] = 99.0
+    engine.add(Request(prompt=PROMPTS[0], max_new_tokens=80, stop_ids=()))
+    engine.max_steps = 4
+    engine.step()
+    assert engine._batch.seconds_a_step(6.0, 4) == 0.75
 
 
 def test_measuring_leaves_the_rows_alone(tmp_path):

@@ -40,6 +40,23 @@ def test_rows_of_ours_and_transformers(tmp_path):
     assert transformers.__version__ in {row["engine_version"] for row in rows}
 
 
+@pytest.mark.slow
+def test_a_prompt_enters_where_another_is_done(tmp_path):
+    common = ["--engines", "peagle_jax", "transformers", "--dtypes", "float32", "--continuous"]
+    code, _, error = compare_speed(*common, "--batch-sizes", 1, 2)
+    assert code == 2 and "--batch-sizes: --continuous takes one; got [1, 2]" in error
+    code, out, _ = compare_speed(
+        *common,
+        *("--batch-sizes", 2, "--rounds", 1, "--num-prompts", 5, "--max-new-tokens", 6, "-k", 3),
+        *("--record", tmp_path / "rows.jsonl"),
+    )
+    assert code == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["plain", "eagle3", "peagle"]
+    for row in rows:
+        assert row["engine"] == "peagle_jax" and row["continuous"] and row["same"] == 5
+
+
 def test_vllm_needs_its_environment():
     code, _, error = compare_speed("--engines", "vllm")
     assert code == 2 and "make it with scripts/peers/install_vllm.sh" in error

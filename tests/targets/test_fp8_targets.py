@@ -116,14 +116,23 @@ def fp8_folder(tmp_path, case, scales):
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_what_is_float8_already_is_taken_as_it_is(tmp_path, scales):
     folder, stored = fp8_folder(tmp_path, "qwen3", scales)
-    params = dict(weights.flatten_params(load_target(folder, fp8=True).params))
+    params, plain = (
+        dict(weights.flatten_params(load_target(folder, fp8=fp8).params)) for fp8 in (True, False)
+    )
     for p in "qkvo":
         name = f"model.layers.1.self_attn.{p}_proj.weight"
         values = np.asarray(params[f"blocks.1.attn.{p}.values"])
         np.testing.assert_array_equal(values.view(np.uint8), stored[name].view(np.uint8))
         scale = np.broadcast_to(stored[name + "_scale"].reshape(-1), len(stored[name]))
         np.testing.assert_array_equal(np.asarray(params[f"blocks.1.attn.{p}.scale"]), scale)
-    assert params["blocks.1.mlp.up.values"].dtype == jnp.float8_e4m3fn
+    # what whoever quantized it left as it was stays so
+    np.testing.assert_array_equal(params["blocks.1.mlp.up.kernel"], plain["blocks.1.mlp.up.kernel"])
+    assert params.keys() - plain.keys() == {
+        f"blocks.{i}.attn.{p}.{part}"
+        for i in range(sum(name.endswith("q_proj.weight") for name in stored))
+        for p in "qkvo"
+        for part in ("values", "scale")
+    }
 
 
 SEVERAL_BLOCKS = dict(
