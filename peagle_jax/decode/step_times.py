@@ -1,9 +1,11 @@
 """What is kept of a machine and a pair of models: seconds of a decoding step with each number of
 drafts, and how many drafts were accepted lately.
 
-The seconds are measured, and observed whenever steps are taken, so that a time which was measured
-at a bad moment does not stay. A batch whose numbers of rows and slots were never measured borrows
-the times of a similar one, and is measured when it has decoded for a while.
+The seconds are measured, all in turns, and then follow what steps are observed to take. A machine
+that others use is faster at one time than at another, and an engine is measured while those beside
+it wait: what steps take now says how fast it is, and what was measured how the Ks compare. A batch
+whose numbers of rows and slots were never measured borrows the times of a similar one, and is
+measured when it has decoded for a while.
 
     ~/.cache/peagle_jax/step_times/4f0c...json      one file for each machine and pair of models
 
@@ -15,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,9 +42,14 @@ ROUNDS = 8
 # as long as thousands of steps of a small model (16 s where a step takes 5 ms), and most batches
 # soon change. Where one has more than so many times the rows of the other, times say little.
 STEPS_BEFORE_MEASURING, MOST_TIMES_AS_MANY = 512, 4
-# Times that are kept of each, the newest; and which of them counts. Other work on the machine can
-# only make a step slower, hence not the middle one.
-NUM_KEPT, QUANTILE = 16, 0.25
+# Which of several times counts. Other work on the machine can only make a step slower, hence not
+# the middle one.
+QUANTILE = 0.25
+# Observed times that are kept, of all K and of each. With 4 or 16 of all, choices are worse where
+# a simulated machine's speed drifts by 15 to 25 % (scripts/measure/drifting_machine.py).
+NUM_PACES, NUM_SHARES = 8, 16
+# So many observed times count alone; fewer beside what was expected.
+ENOUGH = 4
 # Between two times that accepted drafts are written.
 KEEP_SECONDS = 60
 
@@ -95,27 +101,45 @@ def _first_numbers(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 @dataclasses.dataclass
-class BorrowedTimes:
-    """Times of a batch that was not measured: those of another, scaled by what is observed.
+class FollowedTimes:
+    """Times of a batch, from former ones and from what its steps are observed to take.
+
+    A step with K drafts is expected to take former time x pace x share. The pace is the machine's
+    at present, seen in steps with whatever K; the share is by how much one K differs from the
+    former ratios. A K that was observed while the machine was faster does not seem fast for that.
 
     Attributes:
       slots: at which steps are observed.
-      lent: of the other batch, by K.
-      seconds: of this batch, by K. What was not observed keeps its ratio to what was.
-      taken: what was observed.
+      former: measured, or of another batch, by K.
+      seconds: of this batch, by K.
+      paces: the newest of all observed steps.
+      shares: the newest of each K.
     """
 
     slots: int
-    lent: dict[int, float]
+    former: dict[int, float]
     seconds: dict[int, float]
-    taken: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    paces: list[float] = dataclasses.field(default_factory=list)
+    shares: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def since(cls, slots: int, former: Mapping[int, float]) -> "FollowedTimes":
+        """Times of which nothing was observed yet."""
+        return cls(slots, dict(former), dict(former))
 
     def observe(self, k: int, seconds: float) -> None:
-        """Takes in what a step with `k` drafts took."""
-        self.taken[k] = [*self.taken.get(k, []), seconds][-NUM_KEPT:]
-        own = {k: _quantile(x) for k, x in self.taken.items()}
-        scale = statistics.fmean(own[k] / self.lent[k] for k in own)
-        self.seconds.update({k: own.get(k, scale * x) for k, x in self.lent.items()})
+        """Takes in what a step with `k` drafts took. A single slow moment changes nothing."""
+        expected = self.former[k] * self._share(k)
+        self.paces = [*self.paces, seconds / expected][-NUM_PACES:]
+        pace = _quantile(self.paces, 1.0)
+        if len(self.paces) >= ENOUGH:  # before, what is the machine's would be taken for this K's
+            shares = [*self.shares.get(k, []), seconds / (self.former[k] * pace)]
+            self.shares[k] = shares[-NUM_SHARES:]
+        for other, former in self.former.items():
+            self.seconds[other] = former * pace * self._share(other)
+
+    def _share(self, k: int) -> float:
+        return _quantile(self.shares.get(k, []), 1.0)
 
 
 class StepTimes:
@@ -134,10 +158,9 @@ class StepTimes:
         line = json.dumps(self._about, sort_keys=True)
         self._file: Path | None
         self._file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
-        # by rows, slots and sampling: the slots at which times were taken, and these times by K
-        self._taken: dict[str, tuple[int, dict[int, list[float]]]] = {}
-        self._seconds: dict[str, dict[int, float]] = {}
-        self._borrowed: dict[str, BorrowedTimes] = {}
+        # by rows, slots and sampling
+        self._own: dict[str, FollowedTimes] = {}
+        self._borrowed: dict[str, FollowedTimes] = {}
         self._num_steps: collections.Counter[str] = collections.Counter()
         self._drafts: dict[str, tuple[list[float], list[float]]] = {}
         self._next_write = 0.0
@@ -178,12 +201,12 @@ class StepTimes:
                 for k in ks:
                     measure(k)  # may be compiled
                 rounds = [[measure(k) for k in ks] for _ in range(ROUNDS)]
-                by_k = dict(zip(ks, map(list, zip(*rounds, strict=True)), strict=True))
+                by_k = dict(zip(ks, map(_quantile, zip(*rounds, strict=True)), strict=True))
                 with self._changing:
-                    self._take(name, slots, by_k)
+                    self._own[name] = FollowedTimes.since(slots, by_k)
                     self._borrowed.pop(name, None)
                     self._write()
-                known = self._seconds[name]
+                known = self._own[name].seconds
         finally:
             self._measuring.release()
         assert known is not None
@@ -194,8 +217,8 @@ class StepTimes:
         return self._measured(name, ks) or self._borrow(name, ks, slots)
 
     def _measured(self, name: str, ks: Sequence[int]) -> Mapping[int, float] | None:
-        seconds = self._seconds.get(name)
-        return seconds if seconds is not None and set(seconds) == set(ks) else None
+        own = self._own.get(name)
+        return own.seconds if own is not None and set(own.seconds) == set(ks) else None
 
     def _borrow(self, name: str, ks: Sequence[int], slots: int) -> Mapping[int, float] | None:
         """Times from the nearest rows and slots with the same sampling; None where none are near.
@@ -216,11 +239,11 @@ class StepTimes:
         with self._changing:
             borrowed = self._borrowed.get(name)
             if borrowed is None or set(borrowed.seconds) != set(ks):
-                near = [other for other in self._seconds if is_near(other)]
+                near = [other for other in self._own if is_near(other)]
                 if not near:
                     return None
-                lent = self._seconds[min(near, key=distance)]
-                borrowed = self._borrowed[name] = BorrowedTimes(slots, dict(lent), dict(lent))
+                lent = self._own[min(near, key=distance)].seconds
+                borrowed = self._borrowed[name] = FollowedTimes.since(slots, lent)
             return borrowed.seconds
 
     def count(self, num_rows: int, slots: int, sampling: str, num_steps: int) -> None:
@@ -236,17 +259,9 @@ class StepTimes:
         """
         name = _name(num_rows, slots, sampling)
         with self._changing:
-            borrowed = self._borrowed.get(name)
-            if borrowed is not None and slots == borrowed.slots and k in borrowed.lent:
-                borrowed.observe(k, seconds)
-            measured_slots, taken = self._taken.get(name, (0, {}))
-            if slots == measured_slots and k in taken:
-                taken[k] = [*taken[k], seconds][-NUM_KEPT:]
-                self._seconds[name][k] = _quantile(taken[k])
-
-    def _take(self, name: str, slots: int, taken: dict[int, list[float]]) -> None:
-        self._taken[name] = slots, taken
-        self._seconds[name] = {k: _quantile(x) for k, x in taken.items()}
+            for times in (self._own.get(name), self._borrowed.get(name)):
+                if times is not None and slots == times.slots and k in times.former:
+                    times.observe(k, seconds)
 
     def recall_drafts(self, sampling: str, chooser: KChooser) -> None:
         """Tells a new `chooser` what was accepted in earlier runs, if any was.
@@ -273,10 +288,11 @@ class StepTimes:
         assert self._file is not None
         try:
             content = json.loads(self._file.read_text(encoding="utf-8"))
-            for name, (slots, taken) in content["taken"].items():
+            for name, (slots, seconds) in content["times"].items():
                 _parts(name)
-                times = {int(k): _numbers(x, least=1e-9)[-NUM_KEPT:] for k, x in taken.items()}
-                self._take(name, int(slots), times)
+                numbers = _numbers(seconds.values(), least=1e-9)
+                former = dict(zip(map(int, seconds), numbers, strict=True))
+                self._own[name] = FollowedTimes.since(int(slots), former)
             for name, (tried, accepted) in content["drafts"].items():
                 self._drafts[name] = _numbers(tried), _numbers(accepted)
             for name, num_steps in content.get("steps", {}).items():
@@ -290,13 +306,14 @@ class StepTimes:
             ArithmeticError,
             RecursionError,
         ):
-            self._taken, self._seconds, self._drafts = {}, {}, {}  # measured anew
+            self._own, self._drafts = {}, {}  # measured anew
             self._num_steps.clear()
 
     def _write(self) -> None:
         if self._file is None:
             return
-        content = {"about": self._about, "taken": self._taken, "drafts": self._drafts}
+        times = {name: (own.slots, own.seconds) for name, own in self._own.items()}
+        content = {"about": self._about, "times": times, "drafts": self._drafts}
         content["steps"] = self._num_steps
         text = json.dumps(content, indent=1)
         try:
@@ -333,6 +350,10 @@ def _numbers(values: Iterable[float], least: float = 0) -> list[float]:
     return numbers
 
 
-def _quantile(seconds: Sequence[float]) -> float:
-    """Which of several times counts."""
-    return float(np.quantile(seconds, QUANTILE))
+def _quantile(seconds: Sequence[float], before: float = 0.0) -> float:
+    """Which of several times counts.
+
+    Args:
+      before: what stands for those that are fewer than ENOUGH.
+    """
+    return float(np.quantile([*seconds, *[before] * (ENOUGH - len(seconds))], QUANTILE))

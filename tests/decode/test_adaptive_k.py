@@ -1,6 +1,7 @@
 """How many tokens to draft: what is chosen, from what was accepted and what steps cost."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,3 +288,14 @@ def test_other_seconds_are_a_new_choice():
     # other seconds of which the same K is best are no reason to choose before it is time
     assert chooser.choose({0: 1.0, 1: 0.5, 3: 1.2}) == 3 and chooser.steps_left == twice
     assert chooser.choose({0: 0.2, 1: 0.5, 3: 1.2}) == 0
+
+
+@pytest.mark.parametrize("text", ["easy, four rows", "hard, one row"])
+@pytest.mark.parametrize("machine", [(0.15, 20, 0.8), (0.15, 20, 1.0), (0.25, 60, 1.0)])
+def test_a_machine_whose_speed_drifts(text, machine, monkeypatch):
+    """Times of one moment beside those of another would cost up to a quarter of the speed."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "measure")
+    from drifting_machine import simulate
+
+    over = [simulate(text, *machine, seed=seed) for seed in range(4)]
+    assert min(over) > 0.93 and np.mean(over) > 0.96
