@@ -1,6 +1,7 @@
 """The rows that are decoded together: which request is in which, and their state on the device."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -89,7 +90,7 @@ class Batch:
         self.params = target_params, draft_params
         self._step_spec = spec  # of the next step: `spec`, unless `change_k` was called
         self.may_have_compiled = False
-        self._call_seconds: dict[Hashable, float] = {}  # by what is compiled
+        self._call_seconds: dict[Hashable, float] = {}  # the least, by rows and slots
         self.rows: list[Row | None] = []
         self._state: DecodeState | None = None
         self._options: RowOptions | None = None
@@ -293,25 +294,30 @@ class Batch:
     ) -> float:
         """What each of some steps took, without what the call that took them costs.
 
-        A call costs a millisecond or two, as long as a plain step of a small model, whatever number
-        of steps it takes: with it a K that is tried for four steps would seem slower than one that
-        is taken for a hundred.
+        A call costs some 2 ms on a CPU, whatever number of steps it takes: with it a K that is
+        tried for four steps of 6 ms would seem slower than one that is taken for a hundred.
 
         Args:
           seconds: of the call, whose shape the rows still have.
-          spec: of the steps; None for that of the last ones.
+          spec: of the steps, whose call is timed again; None for the last ones.
         """
-        spec = spec or self._step_spec
-        program = spec, self.shape, num_stop_ids(self._options)
-        if program not in self._call_seconds:
-            taken = []
-            for _ in range(TIMED_CALLS):
-                start = time.perf_counter()
-                jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, 0))
-                taken.append(time.perf_counter() - start)
-            self._call_seconds[program] = min(taken)
-        # where a call seems to cost more than all of this, it was measured at a bad moment
-        return max(seconds - self._call_seconds[program], seconds / 2) / num_steps
+        # of all K alike, so that an error does not favour one of them
+        program = self.shape, num_stop_ids(self._options)
+        known = self._call_seconds.get(program, math.inf)
+        if known == math.inf:
+            known = min(self._seconds_of_a_call(spec) for _ in range(TIMED_CALLS))
+        elif spec is not None or known > seconds / 2:  # it was measured at a bad moment
+            known = min(known, self._seconds_of_a_call(spec))
+        self._call_seconds[program] = known
+        return max(seconds - known, seconds / 2) / num_steps
+
+    def _seconds_of_a_call(self, spec: DecodeSpec | None) -> float:
+        """Seconds of a call that takes no steps."""
+        may_have_compiled = self.may_have_compiled
+        start = time.perf_counter()
+        jax.block_until_ready(self._take_steps(spec or self._step_spec, len(self.rows) + 1, 0))
+        self.may_have_compiled = may_have_compiled
+        return time.perf_counter() - start
 
     def _take_steps(self, spec: DecodeSpec, until_done: int, max_steps: int) -> jax.Array:
         """Takes steps until so many rows are done, and returns how many."""

@@ -314,6 +314,8 @@ class Engine(BaseEngine):
         num_rows, slots = self._memory.shape([row.request for row in group])
         distinct, rows = distinct_prompts([row.request.prompt for row in group], num_rows)
         num_read = growth.num_rows(len(distinct), num_rows)
+        if num_read == num_rows:  # nothing is saved
+            distinct, rows = [row.request.prompt for row in group], None
         prompts, lengths = pad_prompts(distinct, num_read)
         longest = prompts.shape[1]
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)
@@ -379,8 +381,12 @@ class Engine(BaseEngine):
             # with neither larger caches nor a compilation in between
             is_typical = shape == self._batch.shape and not self._batch.may_have_compiled
             if is_typical and num_steps >= MIN_TIMED_STEPS:
+                start = time.perf_counter()
                 of_a_step = self._batch.seconds_a_step(seconds, num_steps)
                 self._step_times.observe(k, *shape, of_a_step)
+                measuring = time.perf_counter() - start
+                self._stats.measure_seconds += measuring
+                self._stats.decode_seconds -= measuring  # which the caller adds
             self._step_times.count(*shape, num_steps)
         self._stats.num_steps += num_steps
         self._stats.steps_by_k[k] += num_steps

@@ -17,9 +17,9 @@ class EngineStats:
       prefill_seconds: wall seconds of reading prompts, up to the first tokens.
       decode_seconds: wall seconds of decoding steps.
       measure_seconds: wall seconds of measuring steps, for `adaptive_k`.
-      programs: shapes that were computed: "prefill", rows, slots, tokens of a chunk; "first tokens"
-        and "decode", rows, slots, how the rows sample. What a process meets for the first time is
-        compiled, and again where programs were let go of (first_call.py).
+      programs: shapes that were computed: "prefill", rows (of distinct prompts), slots, tokens of
+        a chunk; "first tokens" and "decode", rows, slots, how the rows sample. What a process meets
+        for the first time is compiled, and again where programs were let go of (first_call.py).
       num_threads: engines that did it at the same time, each with a part of the rows.
         `num_steps` is of the one that took most, for the others have nothing to do then; seconds
         are on average, and all else is added up.

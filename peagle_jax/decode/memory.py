@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from peagle_jax.decode import growth
-from peagle_jax.decode.prefill import num_positions
+from peagle_jax.decode.prefill import WIDTH_STEP, num_positions
 from peagle_jax.decode.requests import Request
 from peagle_jax.decode.rows import num_reserved
 from peagle_jax.decode.spec import DecodeSpec
@@ -138,8 +138,8 @@ class CacheMemory:
         """
         if len(group) + len(running) == 1:
             return True  # `check` has seen that it fits
-        # a group is padded to its longest prompt: at most as many tokens again
-        lengths = [num_positions(self._spec, len(request.prompt)) for request in group]
+        # a group is padded to its longest prompt: at most as many tokens again, where that is much
+        lengths = [self._tokens_read(len(request.prompt)) for request in group]
         if len(lengths) * max(lengths) > 2 * sum(lengths):
             return False
         everyone = [*group, *running]
@@ -152,6 +152,11 @@ class CacheMemory:
         free = free_bytes()
         # the other engines' caches grow, too
         return free is None or needed <= free // self._num_threads + held
+
+    def _tokens_read(self, length: int) -> int:
+        """Tokens that a prompt counts as: whole chunks, and at least WIDTH_STEP."""
+        padded = -(-length // WIDTH_STEP) * WIDTH_STEP
+        return max(num_positions(self._spec, length), padded)
 
     def _most_positions(self, requests: Sequence[Request]) -> int:
         """Of answers as long as they may be, or of prompts in whole chunks."""

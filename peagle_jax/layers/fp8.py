@@ -1,7 +1,7 @@
 """Models with FP8 matrices: `Linear` and `ExpertLinear` modules are replaced by FP8 ones.
 
 What stays as it is follows vLLM: routers (an error there chooses another expert), the target's
-output matrix, embeddings, norms, and in an FP8 checkpoint what it holds in no float8.
+output matrix, embeddings, norms, and what an FP8 checkpoint stores in another dtype.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -84,7 +84,7 @@ def quantize_linears(
         paths &= {
             path.removesuffix(".kernel") for name, (path, _) in table.items() if name in in_float8
         }
-    return with_fp8_layers(make, blocks=blocks, paths=paths), *fp8.map_fp8_params(
+    return with_fp8_layers(make, blocks=blocks, keep=keep, paths=paths), *fp8.map_fp8_params(
         stored, tensors, table, paths, blocks=blocks
     )
 

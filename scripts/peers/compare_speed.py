@@ -54,6 +54,8 @@ METHODS = {
     "vllm": ("plain", "eagle3", "peagle"),
     "transformers": ("plain", "prompt_lookup"),
 }
+# engines in which a prompt enters while others are decoded
+CONTINUOUS = {name: WORKERS[name] for name in ("peagle_jax", "vllm")}
 # what an engine decodes with where --static-cache asks for it
 STATIC = {"transformers": ("static",)}
 
@@ -221,8 +223,6 @@ def run(args: argparse.Namespace) -> list[dict]:
     longest = max(map(len, prompts))
     rows = []
     methods = {name: METHODS[name] for name in args.engines}
-    if args.continuous:
-        methods.pop("transformers", None)
     if args.static_cache:
         methods |= {name: methods[name] + STATIC[name] for name in STATIC if name in methods}
     cases = [(name, method) for name in methods for method in methods[name]]
@@ -252,6 +252,19 @@ def run(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def check_continuous(args: argparse.Namespace) -> None:
+    """Raises InputError where prompts cannot enter while others are decoded."""
+    if not set(args.engines) <= CONTINUOUS.keys():
+        rule, next_step = f"--continuous has {' and '.join(CONTINUOUS)}", "leave out transformers"
+        raise InputError("--engines", rule, " ".join(args.engines), next_step)
+    if len(args.batch_sizes) > 1:  # vLLM has one for all its requests
+        rule, next_step = "--continuous takes one", "call compare_speed once for each"
+        raise InputError("--batch-sizes", rule, args.batch_sizes, next_step)
+    if args.num_prompts <= args.batch_sizes[0]:
+        rule, next_step = "--continuous takes more than --batch-sizes", "ask for 32"
+        raise InputError("--num-prompts", rule, args.num_prompts, next_step)
+
+
 def find_tcmalloc() -> str | None:
     """The library that vLLM's installation page for CPUs says to preload (libtcmalloc-minimal4).
 
@@ -270,18 +283,16 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--peagle", type=Path, default=ASSETS / "peagle", help=packaged)
     parser.add_argument("--eagle3", type=Path, default=ASSETS / "eagle3", help=packaged)
     parser.add_argument("-k", type=int, default=7, help="tokens drafted per step (default: 7)")
-    parser.add_argument(
-        "--engines", nargs="+", choices=WORKERS, default=list(WORKERS), help="default: all"
-    )
+    parser.add_argument("--engines", nargs="+", choices=WORKERS, help="default: all that can do it")
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="default: both")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8], help="default: 1 8")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, help="default: 1 8")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
     parser.add_argument("--prompts", type=Path, help="JSONL (default: held-out Python source)")
     parser.add_argument("--num-prompts", type=int, default=8, help="default: 8")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument(
-        "--continuous", action="store_true", help="one prompt enters where another is done"
+        "--continuous", action="store_true", help="a prompt enters where another is done (batch: 8)"
     )
     parser.add_argument(
         "--vllm-compile", action="store_true", help="vLLM with torch.compile (default: eager)"
@@ -306,6 +317,8 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args: Any = options().parse_args(argv)
+    args.engines = args.engines or list(CONTINUOUS if args.continuous else WORKERS)
+    args.batch_sizes = args.batch_sizes or ([8] if args.continuous else [1, 8])
     try:
         if "vllm" in args.engines and args.vllm is None:
             rule = "vLLM runs in an environment of its own"
@@ -318,9 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for option, value in counts.items() | {("--batch-sizes", min(args.batch_sizes))}:
             if value < 1:
                 raise InputError(option, "must be 1 or more", value, f"give {option} 1 or more")
-        if args.continuous and len(args.batch_sizes) > 1:  # vLLM has one for all its requests
-            rule, next_step = "--continuous takes one", "call compare_speed once for each"
-            raise InputError("--batch-sizes", rule, args.batch_sizes, next_step)
+        if args.continuous:
+            check_continuous(args)
         rows = run(args)
     except InputError as error:
         print(f"compare_speed: {error}", file=sys.stderr)

@@ -124,6 +124,16 @@ def test_a_prompt_of_several_requests_is_read_once(k, method):
     assert {program[1] for program in firsts} == {8}
 
 
+@pytest.mark.parametrize("lengths", [[60, *[5] * 7], [*[5] * 7, 60], [120, *[10] * 7]])
+def test_short_prompts_of_any_length_enter_together(lengths):
+    """Else rows would be free while the others are decoded to their end, to save little padding."""
+    memory = make_engine(max_batch=8)._memory
+    requests = [Request(prompt=[1] * length, max_new_tokens=9) for length in lengths]
+    assert memory.num_allowed(requests, [], 0) == 8
+    long = [Request(prompt=[1] * length, max_new_tokens=9) for length in [500, *[10] * 7]]
+    assert memory.num_allowed(long, [], 0) < 8
+
+
 def test_greedy_answers_are_the_models_own():
     """Beside the oracle that has neither cache nor loop."""
     requests = [r for r in random_requests(9, seed=8, longest=20) if r.temperature == 0]

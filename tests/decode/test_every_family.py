@@ -25,8 +25,8 @@ from peagle_jax.kernels import attention_blocks  # noqa: E402
 from peagle_jax.types import CacheShape, InputError  # noqa: E402
 
 NEW, K = 14, 3
-# longer than windows and chunks, shorter, the first again, one token
-PROMPTS = [list(range(3, 33)), [7, 90, 2, 55, 13], list(range(3, 33)), [60]]
+# longer than windows and chunks, shorter, one token; and the first two again, which are read once
+PROMPTS = [list(range(3, 33)), [7, 90, 2, 55, 13], list(range(3, 33)), [60], [7, 90, 2, 55, 13]]
 
 
 @functools.cache

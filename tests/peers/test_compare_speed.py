@@ -42,9 +42,7 @@ def test_rows_of_ours_and_transformers(tmp_path):
 
 @pytest.mark.slow
 def test_a_prompt_enters_where_another_is_done(tmp_path):
-    common = ["--engines", "peagle_jax", "transformers", "--dtypes", "float32", "--continuous"]
-    code, _, error = compare_speed(*common, "--batch-sizes", 1, 2)
-    assert code == 2 and "--batch-sizes: --continuous takes one; got [1, 2]" in error
+    common = ["--engines", "peagle_jax", "--dtypes", "float32", "--continuous"]
     code, out, _ = compare_speed(
         *common,
         *("--batch-sizes", 2, "--rounds", 1, "--num-prompts", 5, "--max-new-tokens", 6, "-k", 3),
@@ -55,6 +53,28 @@ def test_a_prompt_enters_where_another_is_done(tmp_path):
     assert [row["method"] for row in rows] == ["plain", "eagle3", "peagle"]
     for row in rows:
         assert row["engine"] == "peagle_jax" and row["continuous"] and row["same"] == 5
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--batch-sizes", "1", "2"], "--batch-sizes: --continuous takes one; got [1, 2]"),
+        (
+            ["--num-prompts", "8"],
+            "--num-prompts: --continuous takes more than --batch-sizes; got 8",
+        ),
+        (
+            ["--engines", "transformers"],
+            "--engines: --continuous has peagle_jax and vllm; got tran",
+        ),
+    ],
+)
+def test_what_cannot_be_continuous(options, message, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import compare_speed as script
+
+    assert script.main(["--engines", "peagle_jax", "--continuous", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_vllm_needs_its_environment():
