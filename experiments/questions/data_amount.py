@@ -8,9 +8,10 @@ temperature 0.7 of `sampled`. Measured as the budget says, greedily and at tempe
 Expects: a quarter of the answers is nearly as good in so few steps. The target's own greedy text
 is best for greedy decoding and the corpus worst, for placeholders most of all: what was sampled,
 or written by others, cannot be foreseen.
-Result (`sampled`, three seeds, docs/late_positions.md): a quarter of the answers -0.02 tokens, within
-noise. Greedy answers -0.33, and in greedy decoding +0.48: text of the temperature that the head will
-draft at is best. The corpus -0.14. "a sixteenth" and answers at temperature 1 were not run.
+Result: d9dd461, 2026-11-29, 3 seeds, budget sampled: a quarter of the answers -0.02 tokens,
+within noise. Greedy answers -0.33, and in greedy decoding +0.48: text of the temperature that the
+head will draft at is best. The corpus -0.14. "a sixteenth" and answers at temperature 1 were not
+run.
 """
 
 import dataclasses

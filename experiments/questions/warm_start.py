@@ -7,7 +7,7 @@ begins with its embedding, layers, fusion and norms. Both together take 2.5 time
 arithmetic at K = 7 (train_flops of a row counts its own head alone), `twice the steps` 2 times.
 Expects: the first position is better at once, late ones hardly; at equal total arithmetic, to
 begin as the target's last layer is better.
-Result (`sampled`, three seeds, docs/late_positions.md): to begin as the EAGLE-3 head +0.11 tokens,
+Result: d9dd461, 2026-11-29, 3 seeds, budget sampled: to begin as the EAGLE-3 head +0.11 tokens,
 twice the steps +0.17, at random -0.04 (within noise); all depths at once -0.13. Late positions gain
 nothing of the EAGLE-3 head.
 """
