@@ -1,5 +1,5 @@
 # make demo      the main job on this machine's own Python source
-# make test      some 20 minutes: nearly every promise is touched; what a stranger should run
+# make test      some 26 minutes: nearly every promise is touched; what a stranger should run
 # make test-all  every test that needs no peer
 # make test-peers  real vLLM, speculators, llama.cpp, the Mosaic GPU interpreter, each in its own
 #                  environment

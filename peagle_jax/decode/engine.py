@@ -314,8 +314,6 @@ class Engine(BaseEngine):
         num_rows, slots = self._memory.shape([row.request for row in group])
         distinct, rows = distinct_prompts([row.request.prompt for row in group], num_rows)
         num_read = growth.num_rows(len(distinct), num_rows)
-        if num_read == num_rows:  # nothing is saved
-            distinct, rows = [row.request.prompt for row in group], None
         prompts, lengths = pad_prompts(distinct, num_read)
         longest = prompts.shape[1]
         options = row_options([*group, *[None] * (num_rows - len(group))], self.target.config.vocab)

@@ -185,11 +185,12 @@ def distinct_prompts(
 ) -> tuple[list[tuple[int, ...]], Int[np.ndarray, " num_rows"] | None]:
     """The prompts without repetitions; and for each of `num_rows` answers which one it continues.
 
-    That is None where no prompt is repeated. Answers beyond the prompts continue the first one.
+    All prompts, and None, where that makes no smaller batch. Answers beyond the prompts continue
+    the first one.
     """
     hashable = [tuple(prompt) for prompt in prompts]
     place = {prompt: i for i, prompt in enumerate(dict.fromkeys(hashable))}
-    if len(place) == len(prompts):
+    if growth.num_rows(len(place), num_rows) == num_rows:
         return hashable, None
     rows = np.zeros(num_rows, np.int32)
     rows[: len(prompts)] = [place[prompt] for prompt in hashable]
