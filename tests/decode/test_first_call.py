@@ -199,7 +199,8 @@ def test_every_program_of_an_engine_has_a_name(monkeypatch, tmp_path):
         names = new_names(num_stop_ids)
         return {name[0] if isinstance(name[0], str) else "decode" for name in names}
 
-    reading = {"empty", "read_chunk", "first_tokens", "begin"}
+    # the prompts are one: it is read once, and repeated for its answers
+    reading = {"empty", "read_chunk", "first_tokens", "repeat", "begin"}
     assert kinds(1) == {*reading, "decode", "put_row", "resize", "change_k"}
     # neither reading nor first tokens know of stop ids
     assert kinds(5) == {"begin", "decode"}
