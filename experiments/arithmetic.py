@@ -47,8 +47,10 @@ def _row_flops(run: HeadRun, head: HeadShape, num_depths: int) -> float:
     logit_products = 2 + 2 + 1 + run.train_lm_head
     logits = num_elements * logit_products * head.dim * head.draft_vocab
     fusion = 2 * num_positions * _fusion_size(run, head)
-    # of a Markov head the logits twice, and the backward pass to its weights and its code
-    markov = num_elements * (4 * _markov_output_size(run) + 3 * _markov_gate_size(run))
+    # of a Markov head the logits twice, and the backward pass to its weights and its code; states
+    # are computed of all elements for each depth
+    gate = _markov_gate_size(run, num_depths)
+    markov = num_elements * (4 * _markov_output_size(run) + 3 * gate)
     return 2 * (3 * (num_elements * layers + scores) + fusion + logits + markov)
 
 
@@ -68,11 +70,18 @@ def _markov_output_size(run: HeadRun) -> int:
     return run.markov.rank * run.head.draft_vocab
 
 
-def _markov_gate_size(run: HeadRun) -> int:
-    """Weights of a Markov head's gate; 0 without one."""
-    if not isinstance(run, PeagleRun) or run.markov is None or not run.markov.gated:
+def _markov_gate_size(run: HeadRun, num_reads: int = 1) -> int:
+    """Weights of what makes a Markov head's code of its inputs; 0 of a vanilla one.
+
+    Args:
+      num_reads: how often weights that read a state count.
+    """
+    if not isinstance(run, PeagleRun) or run.markov is None or run.markov.kind == "vanilla":
         return 0
-    return (run.head.dim + run.markov.rank) * run.markov.rank
+    dim, rank = run.head.dim, run.markov.rank
+    if run.markov.kind == "gated":
+        return (dim + rank) * rank
+    return (dim + rank + num_reads * rank) * 3 * rank
 
 
 def _layers_size(run: HeadRun, head: HeadShape) -> int:

@@ -87,7 +87,10 @@ def _chances(target_graph, head_graph, form, target_params, head_params, texts):
     normed = head.final_norm(hidden)
     logits = head.lm_head(normed)
     if head.markov is not None:
-        logits += head.markov(jnp.take_along_axis(rows.tokens, here, axis=1), normed)
+        previous = jnp.take_along_axis(rows.tokens, here, axis=1)
+        anchors, depths = (jnp.broadcast_to(x, here.shape) for x in (anchor, depth))
+        codes, _ = head.markov.codes(previous, normed, anchors, depths, k)
+        logits += head.markov.w2(codes)
     is_written = head.target_ids()[None, None] == written[..., None]
     if temperature and sample_drafts:
         q = jnp.sum(jax.nn.softmax(logits / temperature) * is_written, axis=-1)

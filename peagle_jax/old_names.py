@@ -35,6 +35,11 @@ RECIPE_KEYS: dict[str, dict[str, str]] = {
     "EvalConfig": {"count": "num_prompts", "new_tokens": "max_new_tokens"},
     "DataConfig": {"length": "seq_len", "batch": "batch_size"},
 }
+# Keys whose values have other names as well: former key -> present key, value -> present value.
+FormerValues = Mapping[str, tuple[str, Mapping]]
+MARKOV_KINDS = {False: "vanilla", True: "gated"}
+RECIPE_VALUES: dict[str, FormerValues] = {"MarkovConfig": {"gated": ("kind", MARKOV_KINDS)}}
+HEAD_JSON_VALUES: FormerValues = {"markov_gated": ("markov_kind", MARKOV_KINDS)}
 HEAD_JSON_KEYS = {"taps": "aux_hidden_state_layers", "depths": "num_depths"}
 # parameters of a target that `peagle train` (task: lm) saved, in its Orbax checkpoints
 TRAINING_STATE_KEYS = {"head": "lm_head"}
@@ -90,3 +95,25 @@ def with_new_names(raw: Mapping, new_names: Mapping[str, str], where: str) -> di
             rule = f"{new} was formerly called {old}: only one of the two may be given"
             raise InputError(where, rule, "both", f"remove {old}")
     return {new_names.get(key, key): value for key, value in raw.items()}
+
+
+def with_new_values(raw: Mapping, former: FormerValues, where: str) -> dict:
+    """A copy of `raw` in which former keys and their values have their new names.
+
+    Args:
+      raw: as it was read.
+      former: old key -> new key, and old value -> new value.
+      where: the file, for the error.
+
+    Raises:
+      InputError: a key stands there under both of its names, or has a value that it never had.
+    """
+    for old, (new, values) in former.items():
+        if old not in raw:
+            continue
+        value = raw[old]
+        if not any(value is known for known in values):
+            rule = f"{old} must be one of {', '.join(str(known).lower() for known in values)}"
+            raise InputError(where, rule, value, f"write {new}: {next(iter(values.values()))}")
+        raw = with_new_names({**raw, old: values[value]}, {old: new}, where)
+    return dict(raw)

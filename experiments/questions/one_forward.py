@@ -26,7 +26,7 @@ RANK = 32  # as in sequential_head
 
 
 def with_markov(base: PeagleRun) -> PeagleRun:
-    return dataclasses.replace(base, markov=MarkovConfig(rank=RANK, gated=False))
+    return dataclasses.replace(base, markov=MarkovConfig(rank=RANK))
 
 
 def with_layers(base: PeagleRun) -> PeagleRun:

@@ -1,45 +1,56 @@
-"""Does a bias from the token before repair the late positions of a parallel head?
+"""Does a bias from the drafts before repair the late positions of a parallel head?
 
     python -m experiments.run sequential_head --seeds 3 --budget sampled
 
-`Markov head` adds a bias of rank 32 to the logits of every draft, which depends on the draft before
-it (DSpark, arXiv:2607.05147). `gated` multiplies it by what the hidden state says. Both are
-trained with the head, for as many steps. The second measurement is of greedy decoding.
+A Markov head adds a bias of rank 32 to the logits of every draft, which depends on the draft before
+it (DSpark, arXiv:2607.05147). `gated` multiplies it by what the hidden state says; the RNN head has
+a state besides, and so knows all drafts of the step. All are trained with the head, for as many
+steps. EAGLE-3 has as many layers; it reads its drafts, and drafts them one after another. The
+second measurement is of greedy decoding.
 Expects: late positions gain, because their placeholders do not know the drafts before them; the
-first gains nothing.
-Result: bded1c3, 2026-11-25, 3 seeds, budget sampled: 2.38 without, 2.95 with, 2.96 gated. The first
-position loses a point, the second gains 12. docs/late_positions.md has more.
+first gains nothing. The RNN head gains more than the Markov head from the third position on, where
+there is more than one draft to know, and a higher rank gives the second position more.
+Result: not measured yet.
 """
 
 import dataclasses
 
 from experiments.base import Experiment, Measurement, Variant
-from peagle_jax.train.config import PeagleRun
+from experiments.base_run import as_eagle3
+from peagle_jax.train.config import Eagle3Run, PeagleRun
 from peagle_jax.train.recipe_sections import MarkovConfig
 
-RANK = 32
+RANK, HIGH_RANK = 32, 128
 SAMPLED_AND_GREEDY = (Measurement(), Measurement(temperature=0.0))
 
 
-def with_markov(*, gated: bool) -> Variant:
+def with_markov(kind: str, rank: int = RANK) -> Variant:
     def run(base: PeagleRun) -> PeagleRun:
-        return dataclasses.replace(base, markov=MarkovConfig(rank=RANK, gated=gated))
+        return dataclasses.replace(base, markov=MarkovConfig(rank=rank, kind=kind))
 
     return Variant(run=run, measurements=SAMPLED_AND_GREEDY)
 
 
+def eagle3_of_layers(base: PeagleRun) -> Eagle3Run:
+    return as_eagle3(base, layers=base.head.layers)
+
+
 EXPERIMENT = Experiment(
     name="sequential_head",
-    question="Does a bias from the token before repair the late positions of a parallel head?",
-    expects="Late positions gain, the first gains nothing.",
+    question="Does a bias from the drafts before repair the late positions of a parallel head?",
+    expects="Late positions gain, the first gains nothing; a state gains beside one token.",
     axis="head",
     kind="bars",
     reference="P-EAGLE",
     variants={
         "P-EAGLE": Variant(measurements=SAMPLED_AND_GREEDY),
-        "with a Markov head": with_markov(gated=False),
-        "with a gated Markov head": with_markov(gated=True),
+        "with a Markov head": with_markov("vanilla"),
+        "with a gated Markov head": with_markov("gated"),
+        "with an RNN head": with_markov("rnn"),
+        "with a Markov head of rank 128": with_markov("vanilla", HIGH_RANK),
+        "with an RNN head of rank 128": with_markov("rnn", HIGH_RANK),
+        "EAGLE-3": Variant(run=eagle3_of_layers, method="eagle3", measurements=SAMPLED_AND_GREEDY),
     },
     paper="DSpark's heads draft a block in parallel and add a bias of rank 256 from the token "
-    "before (arXiv:2607.05147). Nobody has published it for P-EAGLE.",
+    "before; a state gained them little (arXiv:2607.05147). Nobody has published it for P-EAGLE.",
 )

@@ -11,8 +11,6 @@ AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Of this package's own format, which holds what the others cannot: no other reader knows it.
 OWN_ARCHITECTURE = "PeagleJaxDraftHead"
 CALIBRATION = "confidence_calibration"
-# Whether a Markov head has a gate -> its kind, as in DSpark's configs.
-MARKOV_KINDS = {False: "vanilla", True: "gated"}
 EAGLE1_ARCHITECTURE = "EagleLlamaForCausalLM"
 # The writers of these formats name the layer whose OUTPUT the head reads. In the others, as in
 # vLLM and speculators, an id names the layer whose INPUT it reads.

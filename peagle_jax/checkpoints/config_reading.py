@@ -12,7 +12,6 @@ from peagle_jax.checkpoints.checkpoint_format import (
     AUX_LAYER_IDS,
     CALIBRATION,
     COUNTS_OUTPUTS,
-    MARKOV_KINDS,
     MASK_TOKEN_KEYS,
     architectures_of,
     detect_format,
@@ -24,7 +23,7 @@ from peagle_jax.draft.confidence import (
     check_confidence,
 )
 from peagle_jax.draft.head import HeadConfig
-from peagle_jax.draft.markov import NO_MARKOV, check_rank
+from peagle_jax.draft.markov import KINDS, NO_MARKOV, check_kind, check_rank
 from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
 from peagle_jax.types import InputError
@@ -346,19 +345,17 @@ def _markov(top: Fields, draft_vocab: int, mask_token: int | None) -> dict:
     """The fields of a `HeadConfig` about a Markov head, under DSpark's keys.
 
     Raises:
-      InputError: its rank is out of range, or it is of a kind that is not computed here.
+      InputError: its rank is out of range, or its kind is none of DSpark's.
     """
     rank = top.get_int("markov_rank", None)
     if rank is None:
         return NO_MARKOV
-    kind = top.get_str("markov_head_type", MARKOV_KINDS[False])
+    kind = top.get_str("markov_head_type", KINDS[0])
     next_step = "use the config.json that came with these weights"
     where = f"{top.where}: markov_rank"
     check_rank(rank, draft_vocab, mask_token is not None, where, next_step)
-    if kind not in MARKOV_KINDS.values():
-        rule = f"markov_head_type must be one of {', '.join(MARKOV_KINDS.values())}"
-        raise InputError(top.where, rule, kind, "train a Markov head of one of these kinds")
-    return {"markov_rank": rank, "markov_gated": kind == MARKOV_KINDS[True]}
+    check_kind(kind, f"{top.where}: markov_head_type", next_step)
+    return {"markov_rank": rank, "markov_kind": kind}
 
 
 def _confidence(top: Fields, mask_token: int | None) -> dict:

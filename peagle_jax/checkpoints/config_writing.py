@@ -6,7 +6,6 @@ from peagle_jax.checkpoints.checkpoint_format import (
     AUX_LAYER_IDS,
     CALIBRATION,
     EAGLE1_ARCHITECTURE,
-    MARKOV_KINDS,
     OWN_ARCHITECTURE,
 )
 from peagle_jax.draft.head import HeadConfig
@@ -103,7 +102,7 @@ def own_config(cfg: HeadConfig, dtype: str, k: int | None) -> dict:
     config = vllm_config(cfg, dtype, k) | {"architectures": [OWN_ARCHITECTURE]}
     if cfg.markov_rank is not None:
         config["markov_rank"] = cfg.markov_rank
-        config["markov_head_type"] = MARKOV_KINDS[cfg.markov_gated]
+        config["markov_head_type"] = cfg.markov_kind
     if cfg.confidence:
         config["enable_confidence_head"] = True
         config["confidence_head_with_markov"] = cfg.markov_rank is not None

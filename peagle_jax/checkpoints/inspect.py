@@ -69,7 +69,7 @@ LABELS: dict[str, str | None] = {
     "export_status": "placeholders for vLLM",
     "llama_cpp_lacks": "for llama.cpp (GGUF)",
     "markov_rank": "Markov head, rank",
-    "markov_gated": None,
+    "markov_kind": None,
     "confidence": "confidence head",
     "confidence_calibrated": None,
     "rope_type": "rope",
@@ -288,7 +288,7 @@ def _head_facts(config: HeadConfig) -> dict[str, Any]:
         "export_status": export_placeholders.export_status(config),
         "llama_cpp_lacks": llama_cpp_lacks(config),
         "markov_rank": config.markov_rank,
-        "markov_gated": config.markov_gated,
+        "markov_kind": config.markov_kind,
         "confidence": config.confidence,
         "confidence_calibrated": config.confidence_calibration is not None,
         "sliding_windows": list(config.windows),
@@ -352,8 +352,8 @@ def _in_words(key: str, value: Any, facts: Mapping[str, Any]) -> str:
         return f"{value}, {kv_heads} of keys and values, {head_dim} wide"
     if key == "shares_embedding":
         return "the target's, shared" if value else "its own"
-    if key == "markov_rank" and facts["markov_gated"]:
-        return f"{value}, gated"
+    if key == "markov_rank":
+        return f"{value}, {facts['markov_kind']}"
     if key == "confidence":
         if not value:
             return "none"

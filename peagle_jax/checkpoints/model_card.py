@@ -121,8 +121,7 @@ def head_card(
         "embedding": "its own" if own_embedding else "the target's",
     }
     if cfg.markov_rank is not None:
-        gated = ", gated" if cfg.markov_gated else ""
-        rows["Markov head (arXiv:2607.05147)"] = f"rank {cfg.markov_rank}{gated}"
+        rows["Markov head (arXiv:2607.05147)"] = f"rank {cfg.markov_rank}, {cfg.markov_kind}"
     if cfg.confidence:
         is_calibrated = cfg.confidence_calibration is not None
         calibrated = "calibrated" if is_calibrated else "not calibrated"

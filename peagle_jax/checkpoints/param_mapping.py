@@ -87,9 +87,10 @@ def _markov_names(cfg: HeadConfig) -> dict[str, tuple[str, ParamTransform]]:
         f"{MARKOV}markov_w1.weight": ("markov.w1.table", IDENTITY),
         f"{MARKOV}markov_w2.weight": ("markov.w2.kernel", TRANSPOSE),
     }
-    if cfg.markov_gated:
-        names[f"{MARKOV}gate_proj.weight"] = ("markov.gate.kernel", TRANSPOSE)
-        names[f"{MARKOV}gate_proj.bias"] = ("markov.gate.bias", IDENTITY)
+    if cfg.markov_kind != "vanilla":
+        name = "gate" if cfg.markov_kind == "gated" else "joint"
+        names[f"{MARKOV}{name}_proj.weight"] = (f"markov.{name}.kernel", TRANSPOSE)
+        names[f"{MARKOV}{name}_proj.bias"] = (f"markov.{name}.bias", IDENTITY)
     return names
 
 

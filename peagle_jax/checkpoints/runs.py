@@ -28,10 +28,10 @@ from peagle_jax.draft.confidence import (
     check_confidence,
 )
 from peagle_jax.draft.head import HeadConfig
-from peagle_jax.draft.markov import NO_MARKOV, check_rank
+from peagle_jax.draft.markov import NO_MARKOV, check_kind, check_rank
 from peagle_jax.draft.placeholders import DESIGNS, PAPER_DESIGN
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope
-from peagle_jax.old_names import HEAD_JSON_KEYS, with_new_names
+from peagle_jax.old_names import HEAD_JSON_KEYS, HEAD_JSON_VALUES, with_new_names, with_new_values
 from peagle_jax.types import InputError, Model, Params
 
 HEAD_FILE, FROZEN, RESULT_FILE = "head.json", "frozen", "result.json"
@@ -57,7 +57,6 @@ BOOL_KEYS = (
     "norm_before_fc",
     "fc_norm",
     "norm_output",
-    "markov_gated",
     "confidence",
 )
 MOST_LAYERS = 10_000  # a damaged head.json must not make a model of any size
@@ -192,6 +191,7 @@ def config_from_json(path: Path) -> HeadConfig:
       InputError: a key is missing or of a wrong kind, or names a design that does not exist.
     """
     raw = with_new_names(weights.read_json(path, HEAD_FILE_AGAIN), HEAD_JSON_KEYS, str(path))
+    raw = with_new_values(raw, HEAD_JSON_VALUES, str(path))
     raw.pop("origin", None)
     # runs from before other designs, Markov and confidence heads do not name theirs
     raw = {**PAPER_DESIGN, **NO_MARKOV, **NO_CONFIDENCE, **raw}
@@ -239,6 +239,7 @@ def _check_values(raw: Mapping, path: Path) -> None:
         fields.get_bool(key)
     rank, is_parallel = fields.get_int("markov_rank", None), raw.get("mask_token") is not None
     check_rank(rank, raw["draft_vocab"], is_parallel, f"{path}: markov_rank", HEAD_FILE_AGAIN)
+    check_kind(raw["markov_kind"], f"{path}: markov_kind", HEAD_FILE_AGAIN)
     is_calibrated = raw[CALIBRATION] is not None
     check_confidence(raw["confidence"], is_calibrated, is_parallel, f"{path}: confidence")
     windows, aux_layers = fields.get("windows"), raw.get("aux_hidden_state_layers")

@@ -96,11 +96,13 @@ def draft_in_turn(
         lambda x: jnp.moveaxis(x, 1, 0), (normed, head.lm_head(normed), keys)
     )
 
-    def draft_next(previous: Array, position: tuple) -> tuple[Array, Any]:
-        normed, logits, keys = position
-        ids, others = choose(logits + markov(previous, normed), keys)
-        return ids, (ids, others)
+    def draft_next(before: tuple[Array, Array], position: tuple) -> tuple[tuple, Any]:
+        (previous, state), (normed, logits, keys) = before, position
+        bias, state = markov(previous, normed, state)
+        ids, others = choose(logits + bias, keys)
+        return (ids, state), (ids, others)
 
     # unrolled: on a GPU a round of a loop is more launches than the drafts of a position
-    _, drafted = jax.lax.scan(draft_next, last, per_position, unroll=MARKOV_UNROLL)
+    first = last, markov.first_state(normed[:, 0])
+    _, drafted = jax.lax.scan(draft_next, first, per_position, unroll=MARKOV_UNROLL)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), drafted)

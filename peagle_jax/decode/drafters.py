@@ -174,17 +174,19 @@ class ParallelDrafter(_HeadDrafter):
         logits = head.lm_head(normed)
         width = tree_width(num_nodes, self.config.draft_vocab)
 
-        def continuations(depth: int, parents: Array) -> tuple[Array, Array]:
-            """The likeliest tokens behind each of M parents [B M], and their log-probabilities."""
+        def continuations(depth: int, parents: Array, states: Array) -> tuple[Array, Array, Array]:
+            """The likeliest tokens behind each of M parents [B M], their log-probabilities, and
+            the Markov head's states after the parents."""
             shape = (*parents.shape, normed.shape[-1])
             of_position = jnp.broadcast_to(normed[:, depth - 1][:, None], shape)
-            scores = logits[:, depth - 1][:, None] + markov(parents, of_position)
+            bias, states = markov(parents, of_position, states)
+            scores = logits[:, depth - 1][:, None] + bias
             logprobs = jax.nn.log_softmax(scores.astype(jnp.float32) / divisor, axis=-1)
             logprobs, ids = jax.lax.top_k(logprobs, width)
-            return target_ids[ids].astype(jnp.int32), logprobs
+            return target_ids[ids].astype(jnp.int32), logprobs, states
 
-        root = last_committed(tokens, count)
-        return conditioned_tree(root, continuations, self.k, num_nodes), new_state
+        root, first = last_committed(tokens, count), markov.first_state(normed[:, :1])
+        return conditioned_tree(root, first, continuations, self.k, num_nodes), new_state
 
     def likeliest(
         self,

@@ -17,6 +17,7 @@ depth all parents share the random numbers of their draws, because at most one o
 import functools
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +43,9 @@ from peagle_jax.types import SamplingParams
 # (LOG.md, 2026-11-29).
 RANK_SHARES = 0.55 * np.array([1.0, *(0.25 * rank**-1.3 for rank in range(1, MAX_WIDTH))])
 
-# (depth of the children, 1 to K; their parent's token [B]) -> q over the target's vocabulary [B V]
-DraftProbabilities = Callable[[int, Int[Array, " B"]], Float[Array, "B V"]]
+# (depth of the children, 1 to K; their parent's token [B]; the Markov head's state before that,
+# None for the root) -> q over the target's vocabulary [B V], and the state after the parent
+DraftProbabilities = Callable[[int, Int[Array, " B"], Any], tuple[Float[Array, "B V"], Any]]
 # (depth, nodes, tokens on the way to them) -> the target's distribution of the next token [B V]
 TargetProbabilities = Callable[[int, Int[Array, " B"], Int[Array, "B K"]], Float[Array, "B V"]]
 
@@ -110,22 +112,34 @@ def draw_tree(
     if head.markov is None:
         logits = over_target_vocab(head, unbiased.astype(jnp.float32))
         q = drawn_from(logits)
-        return likeliest_tree(*drawn(logits, noise), num_nodes), lambda depth, _: q[:, depth - 1]
+        tree = likeliest_tree(*drawn(logits, noise), num_nodes)
+        return tree, lambda depth, parent, state: (q[:, depth - 1], None)
 
-    def logits_behind(depth: int, parents: Int[Array, "B M"]) -> Float[Array, "B M V"]:
-        assert head.markov is not None
+    markov, first_state = head.markov, head.markov.first_state(normed[:, :1])
+
+    def logits_behind(
+        depth: int, parents: Int[Array, "B M"], states: Float[Array, "B M S"]
+    ) -> tuple[Float[Array, "B M V"], Float[Array, "B M S"]]:
         shape = (*parents.shape, normed.shape[-1])
         of_position = jnp.broadcast_to(normed[:, depth - 1][:, None], shape)
-        logits = unbiased[:, depth - 1][:, None] + head.markov(parents, of_position)
-        return over_target_vocab(head, logits.astype(jnp.float32))
+        bias, states = markov(parents, of_position, states)
+        logits = unbiased[:, depth - 1][:, None] + bias
+        return over_target_vocab(head, logits.astype(jnp.float32)), states
 
-    def continuations(depth: int, parents: Int[Array, "B M"]) -> tuple[Array, Array]:
-        return drawn(logits_behind(depth, parents), noise[:, depth - 1][:, None])
+    def continuations(
+        depth: int, parents: Int[Array, "B M"], states: Float[Array, "B M S"]
+    ) -> tuple[Array, Array, Array]:
+        logits, states = logits_behind(depth, parents, states)
+        return *drawn(logits, noise[:, depth - 1][:, None]), states
 
-    def draft_probabilities(depth: int, parent: Int[Array, " B"]) -> Float[Array, "B V"]:
-        return drawn_from(logits_behind(depth, parent[:, None]))[:, 0]
+    def draft_probabilities(
+        depth: int, parent: Int[Array, " B"], state: Float[Array, "B 1 S"] | None
+    ) -> tuple[Float[Array, "B V"], Float[Array, "B 1 S"]]:
+        before = first_state if state is None else state
+        logits, after = logits_behind(depth, parent[:, None], before)
+        return drawn_from(logits)[:, 0], after
 
-    return conditioned_tree(root, continuations, k, num_nodes), draft_probabilities
+    return conditioned_tree(root, first_state, continuations, k, num_nodes), draft_probabilities
 
 
 def walk_drawn(
@@ -149,7 +163,7 @@ def walk_drawn(
     """
     k, rows = len(num_children), jnp.arange(len(root))
     node = accepted = jnp.zeros(len(root), jnp.int32)
-    is_inside, parent = jnp.ones(len(root), bool), root
+    is_inside, parent, state = jnp.ones(len(root), bool), root, None
     path, tokens = [node], []
     for depth in range(k + 1):
         drafts = jnp.stack([*tokens, *[node] * (k - len(tokens))], axis=1)[:, :k]
@@ -162,7 +176,7 @@ def walk_drawn(
             break
         width = num_children[depth]
         uniform = jax.vmap(lambda key, width=width: jax.random.uniform(key, (width,)))(key[:, 1])
-        q = draft_probabilities(depth + 1, parent)
+        q, state = draft_probabilities(depth + 1, parent, state)
         is_child = tree.parents == node[:, None]
         number = jnp.cumsum(is_child, axis=1)
         # greedy rows: the tree may have the one token that can follow

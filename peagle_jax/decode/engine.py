@@ -255,9 +255,7 @@ class Engine(BaseEngine):
         if self._batch.running:
             if self.chooser is not None:
                 self._choose_k(self.chooser)
-            start = time.perf_counter()
             self._decode()
-            self._stats.decode_seconds += time.perf_counter() - start
             is_one_done |= self._collect()
         more_to_come = self._waiting or self.others_wait or self._prefill is not None
         if not self._batch.running or not more_to_come or is_refused:
@@ -366,11 +364,13 @@ class Engine(BaseEngine):
             limits.append(STEPS_PER_CHUNK)
         if self.chooser is not None:
             limits.append(self.chooser.steps_left)
+        begin = time.perf_counter()
         self._batch.make_room()  # which may leave rows out
         before, shape = self._batch.drafts(), self._batch.shape
         start = time.perf_counter()
         num_steps = self._batch.decode(min(limits))
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
+        self._stats.decode_seconds += end - begin
         k, program = self._batch.k, ("decode", *self._batch.shape)
         if self.chooser is not None:
             program = *program, k
@@ -379,12 +379,9 @@ class Engine(BaseEngine):
             # with neither larger caches nor a compilation in between
             is_typical = shape == self._batch.shape and not self._batch.may_have_compiled
             if is_typical and num_steps >= MIN_TIMED_STEPS:
-                start = time.perf_counter()
-                of_a_step = self._batch.seconds_a_step(seconds, num_steps)
+                of_a_step = self._batch.seconds_a_step(end - start, num_steps)
                 self._step_times.observe(k, *shape, of_a_step)
-                measuring = time.perf_counter() - start
-                self._stats.measure_seconds += measuring
-                self._stats.decode_seconds -= measuring  # which the caller adds
+                self._stats.measure_seconds += time.perf_counter() - end
             self._step_times.count(*shape, num_steps)
         self._stats.num_steps += num_steps
         self._stats.steps_by_k[k] += num_steps

@@ -174,7 +174,8 @@ def likeliest_tree(
 
 def conditioned_tree(
     root: Int[Array, " B"],
-    continuations: Callable[[int, Int[Array, "B M"]], tuple[Array, Array]],
+    state: Float[Array, "B 1 S"],
+    continuations: Callable[[int, Int[Array, "B M"], Float[Array, "B M S"]], tuple],
     k: int,
     num_nodes: int,
 ) -> Tree:
@@ -187,21 +188,22 @@ def conditioned_tree(
 
     Args:
       root: the last committed token.
-      continuations: (depth of the children, 1 to K; tokens of M parents) -> for each parent the
-        likeliest tokens [B M W] and their log-probabilities.
+      state: of a path, before the root.
+      continuations: (depth of the children, 1 to K; tokens of M parents; states before them) -> for
+        each parent the likeliest tokens [B M W], their log-probabilities, and the state after it.
       k: the longest path.
     """
     rows = jnp.arange(len(root))[:, None]
-    tokens, scores = root[:, None], jnp.zeros((len(root), 1))
+    tokens, scores, states = root[:, None], jnp.zeros((len(root), 1)), state
     found: list[tuple[Array, Array, Array]] = []  # tokens, scores and parents of each depth
     first = 0  # the place of the parents' depth among all that are found, from 1 on; 0 is the root
     for depth in range(1, k + 1):
-        ids, logprobs = continuations(depth, tokens)
+        ids, logprobs, states = continuations(depth, tokens, states)
         width = ids.shape[-1]
         all_scores = (scores[..., None] + logprobs).reshape(len(root), -1)
         size = min(max(num_nodes - depth + 1, 1), all_scores.shape[1])
         scores, chosen = jax.lax.top_k(all_scores, size)
-        tokens = ids.reshape(len(root), -1)[rows, chosen]
+        tokens, states = ids.reshape(len(root), -1)[rows, chosen], states[rows, chosen // width]
         found.append((tokens, scores, first + chosen // width))
         first = 1 + sum(x[0].shape[1] for x in found[:-1])
     all_tokens, all_scores, all_parents = (

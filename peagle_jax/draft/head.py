@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.confidence import Calibration, ConfidenceHead, check_confidence
 from peagle_jax.draft.fusion import Fusion
-from peagle_jax.draft.markov import MarkovHead, check_rank
+from peagle_jax.draft.markov import MarkovHead, check_kind, check_rank
 from peagle_jax.layers import (
     FINAL_HIDDEN_STATE,
     MLP,
@@ -71,7 +71,7 @@ class HeadConfig:
         (EAGLE-3.1).
       markov_rank: rank of the bias that the previous token gives a draft's logits; None for a head
         without (`markov.MarkovHead`).
-      markov_gated: the bias depends on the hidden state, too.
+      markov_kind: a name in `markov.KINDS`: what the bias depends on beside that token.
       confidence: whether it has a confidence head (`confidence.ConfidenceHead`).
       confidence_calibration: of that head; None where it has none, or was not calibrated.
       windows: sliding window of each layer, in tokens; None for full attention.
@@ -104,7 +104,7 @@ class HeadConfig:
     fc_norm: bool
     norm_output: bool
     markov_rank: int | None
-    markov_gated: bool
+    markov_kind: str
     confidence: bool
     confidence_calibration: Calibration | None
     windows: tuple[int | None, ...]
@@ -113,6 +113,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         next_step = "set markov_rank to a number in that range, or to None"
         check_rank(self.markov_rank, self.draft_vocab, self.parallel, "markov_rank", next_step)
+        check_kind(self.markov_kind, "markov_kind", "use vanilla")
         calibrated = self.confidence_calibration is not None
         check_confidence(self.confidence, calibrated, self.parallel, "confidence")
 
@@ -302,7 +303,7 @@ class DraftHead(nnx.Module):
                 cfg.draft_vocab,
                 cfg.dim,
                 cfg.markov_rank,
-                gated=cfg.markov_gated,
+                kind=cfg.markov_kind,
                 dtype=cfg.dtype,
                 rngs=rngs,
             )

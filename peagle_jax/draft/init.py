@@ -146,12 +146,12 @@ def init_from_head(head: Model, trained: Model, where: str | Path) -> Model:
             next_step=f"use another head, or set head.aux_hidden_state_layers: {trained_with}",
         )
     if trained.config.markov_rank is not None and _markov(trained) != _markov(head):
-        rank, gated = _markov(trained)
+        rank, kind = _markov(trained)
         raise InputError(
             where,
             rule="a head to start from must have the new one's Markov head, or none",
-            got=f"one of rank {rank}{', gated' if gated else ''}",
-            next_step=f"set markov: {{rank: {rank}, gated: {str(gated).lower()}}}, or start from "
+            got=f"one of rank {rank}, {kind}",
+            next_step=f"set markov: {{rank: {rank}, kind: {kind}}}, or start from "
             "what peagle convert --drop-markov makes of it",
         )
     old, new = dict(flatten_params(trained.params)), dict(flatten_params(head.params))
@@ -190,9 +190,9 @@ def _injected_norms(new: Params, common: Params) -> Params:
     return norms
 
 
-def _markov(head: Model) -> tuple[int | None, bool]:
+def _markov(head: Model) -> tuple[int | None, str]:
     """Rank and kind of a head's Markov head."""
-    return head.config.markov_rank, head.config.markov_gated
+    return head.config.markov_rank, head.config.markov_kind
 
 
 def _check_shapes(cfg: HeadConfig, target: Model) -> None:

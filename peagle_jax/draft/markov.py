@@ -1,16 +1,26 @@
-"""The Markov head: what the token before a draft says about the draft (DSpark, arXiv:2607.05147).
+"""The Markov head: what the drafts before a draft say about it (DSpark, arXiv:2607.05147).
 
 P-EAGLE predicts its K positions in one forward, each without knowing the drafts before it. A Markov
 head adds a bias of low rank to the logits of every position, which depends on the previous token:
 
-    logits[d] = lm_head(norm(hidden[d])) + w2(w1[token[d - 1]])
+    logits[d] = lm_head(norm(hidden[d])) + w2(code[d])
+    code[d] = w1[token[d - 1]]                                                        "vanilla"
+    code[d] = w1[token[d - 1]] * sigmoid(gate([norm(hidden[d]); w1[token[d - 1]]]))   "gated"
+
+The kind "rnn" has a state as well, which begins as zero at the first draft, and so knows all drafts
+of the step:
+
+    g, c, o = joint([state[d - 1]; w1[token[d - 1]]; norm(hidden[d])])
+    state[d] = sigmoid(g) * state[d - 1] + (1 - sigmoid(g)) * tanh(c)
+    code[d] = tanh(o)                                                                 "rnn"
 
 The previous token of the first draft is the last committed token. Drafts are then drawn one after
 another, by products as small as the rank; the layers still run once. In training the previous
-tokens are those of the text (teacher forcing), and all positions are computed at once.
+tokens are those of the text (teacher forcing), and all positions are computed at once, states
+depth by depth.
 
 Names and forms are those of DSpark's head as vLLM and DeepSpec have it: `markov_w1`, `markov_w2`,
-`gate_proj`, and the kinds "vanilla" and "gated".
+`gate_proj`, `joint_proj`, and the kinds.
 """
 
 from typing import Any
@@ -21,15 +31,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.layers import Embedding, Linear
+from peagle_jax.layers import Embedding, Linear, product
 from peagle_jax.types import InputError
 
+KINDS = ("vanilla", "gated", "rnn")  # as DSpark's configs call them
 # The fields of a `HeadConfig` without such a head, as the papers of P-EAGLE and EAGLE have none.
-NO_MARKOV: dict[str, Any] = {"markov_rank": None, "markov_gated": False}
+NO_MARKOV: dict[str, Any] = {"markov_rank": None, "markov_kind": "vanilla"}
 
 
 class MarkovHead(nnx.Module):
-    """A bias on the logits of a draft, from the token before it.
+    """A bias on the logits of a draft, from the tokens before it.
 
     It begins without any effect: `w2` is zero.
 
@@ -37,11 +48,13 @@ class MarkovHead(nnx.Module):
       vocab: V, of the target; the previous token may be any of it.
       draft_vocab: W, whose logits get the bias.
       dim: D, the width of the hidden states that a gate reads.
-      rank: of the bias.
-      gated: a gate, sigmoid of a linear map of (hidden state, embedding of the previous token),
-        multiplies that embedding.
+      rank: r, of the bias, and the width of a state.
+      kind: one of `KINDS`.
       dtype: of the parameters.
       rngs: for the initial values.
+
+    Attributes:
+      state_size: width of the state, 0 of the kinds without one.
     """
 
     def __init__(
@@ -51,36 +64,102 @@ class MarkovHead(nnx.Module):
         dim: int,
         rank: int,
         *,
-        gated: bool,
+        kind: str,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
         self.w1 = Embedding(vocab, rank, dtype=dtype, rngs=rngs)
         self.w2 = Linear(rank, draft_vocab, dtype=dtype, rngs=rngs)
         self.w2.kernel[...] = jnp.zeros_like(self.w2.kernel[...])
-        gate = Linear(dim + rank, rank, bias=True, dtype=dtype, rngs=rngs) if gated else None
-        self.gate = gate
-
-    def code(
-        self, previous: Int[Array, "*rows"], normed: Float[Array, "*rows D"]
-    ) -> Float[Array, "*rows r"]:
-        """What `w2` multiplies: the previous token's embedding, gated where there is a gate.
-
-        Args:
-          previous: ids of the target's vocabulary.
-          normed: hidden states after the final norm, which `lm_head` reads as well.
-        """
-        embedded = self.w1(previous)
-        if self.gate is None:
-            return embedded
-        gate = jax.nn.sigmoid(self.gate(jnp.concatenate([normed, embedded], axis=-1)))
-        return gate * embedded
+        sizes = {"gated": (dim + rank, rank), "rnn": (2 * rank + dim, 3 * rank)}
+        mixer = None
+        if kind in sizes:
+            mixer = Linear(*sizes[kind], bias=True, dtype=dtype, rngs=rngs)
+        self.gate = mixer if kind == "gated" else None
+        self.joint = mixer if kind == "rnn" else None
+        self.state_size = rank if kind == "rnn" else 0
 
     def __call__(
-        self, previous: Int[Array, "*rows"], normed: Float[Array, "*rows D"]
-    ) -> Float[Array, "*rows W"]:
-        """The bias of the logits; see `code`."""
-        return self.w2(self.code(previous, normed))
+        self,
+        previous: Int[Array, "*rows"],
+        normed: Float[Array, "*rows D"],
+        state: Float[Array, "*rows S"],
+    ) -> tuple[Float[Array, "*rows W"], Float[Array, "*rows S"]]:
+        """The bias of a draft's logits, and the state for the draft after it.
+
+        Args:
+          previous: the token before the draft, of the target's vocabulary.
+          normed: hidden states after the final norm, which `lm_head` reads as well.
+          state: what the draft before returned; `first_state` for the first one.
+        """
+        embedded = self.w1(previous)
+        if self.joint is None:
+            return self.w2(self._code(embedded, normed)), state
+        code, state = _read(self.joint(jnp.concatenate([state, embedded, normed], -1)), state)
+        return self.w2(code), state
+
+    def first_state(self, normed: Float[Array, "*rows D"]) -> Float[Array, "*rows S"]:
+        """The state at the first draft: zeros, for rows as those of `normed`."""
+        return jnp.zeros((*normed.shape[:-1], self.state_size), normed.dtype)
+
+    def codes(
+        self,
+        previous: Int[Array, "B P"],
+        normed: Float[Array, "B P D"],
+        anchor: Int[Array, "B P"],
+        depth: Int[Array, "B P"],
+        num_depths: int,
+        after_first: Float[Array, "B n S"] | None = None,
+    ) -> tuple[Float[Array, "B P r"], Float[Array, "B P S"]]:
+        """What `w2` multiplies, of elements that are trained together, and states after them.
+
+        Args:
+          previous: the token before each element, of the target's vocabulary.
+          normed: as in drafting.
+          anchor: of each element. The element of depth 0 of an anchor has this place.
+          depth: of each element. Behind those of depth 0 every chain follows, of depths 1, 2, ...
+            without a gap; a padding element has depth 0.
+          num_depths: all depths are below it.
+          after_first: the states after the elements of depth 0, where these are not among the
+            elements.
+        """
+        embedded = self.w1(previous)
+        state = self.first_state(normed)
+        if self.joint is None:
+            return self._code(embedded, normed), state
+        # what does not depend on the state is computed once
+        fixed = self.joint(jnp.concatenate([state, embedded, normed], axis=-1))
+        of_state = self.joint.kernel[...][: self.state_size]
+
+        def read(state: Array) -> tuple[Array, Array]:
+            rows = state.reshape(-1, self.state_size)  # in one axis, as `Linear` has them
+            return _read(fixed + product(rows, of_state).reshape(fixed.shape), state)
+
+        for d in range(1, num_depths):
+            if d == 1:
+                first = read(state)[1] if after_first is None else after_first
+                before = jnp.take_along_axis(first, anchor[..., None], axis=1)
+            else:
+                before = jnp.pad(read(state)[1], [(0, 0), (1, 0), (0, 0)])[:, :-1]
+            state = jnp.where((depth == d)[..., None], before.astype(state.dtype), state)
+        return read(state)
+
+    def _code(
+        self, embedded: Float[Array, "*rows r"], normed: Float[Array, "*rows D"]
+    ) -> Float[Array, "*rows r"]:
+        """Of the kinds without a state."""
+        if self.gate is None:
+            return embedded
+        return jax.nn.sigmoid(self.gate(jnp.concatenate([normed, embedded], -1))) * embedded
+
+
+def _read(
+    joint: Float[Array, "*rows J"], state: Float[Array, "*rows r"]
+) -> tuple[Float[Array, "*rows r"], Float[Array, "*rows r"]]:
+    """A draft's code, and the state after it, from what the state before was projected to."""
+    gate, candidate, code = jnp.split(joint, 3, axis=-1)
+    gate = jax.nn.sigmoid(gate)
+    return jnp.tanh(code), gate * state + (1 - gate) * jnp.tanh(candidate)
 
 
 def check_rank(
@@ -102,3 +181,9 @@ def check_rank(
     if not 1 <= rank <= draft_vocab:
         rule = f"the Markov head's rank must lie in 1..{draft_vocab}, the draft vocabulary"
         raise InputError(where, rule, rank, next_step)
+
+
+def check_kind(kind: object, where: str, next_step: str) -> None:
+    """Raises InputError unless it is a kind of Markov head."""
+    if kind not in KINDS:
+        raise InputError(where, f"must be one of {', '.join(KINDS)}", kind, next_step)

@@ -17,8 +17,8 @@ from peagle_jax.train.attention import causal
 from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.loss import DepthCounts, distill
-from peagle_jax.train.peagle_loss import teacher_columns
 from peagle_jax.train.recipe_sections import ComputeConfig
+from peagle_jax.train.teacher import teacher_columns
 from peagle_jax.types import AttentionRule
 
 

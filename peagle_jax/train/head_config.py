@@ -5,7 +5,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 
 from peagle_jax.draft.head import HeadConfig
-from peagle_jax.draft.markov import check_rank
+from peagle_jax.draft.markov import NO_MARKOV, check_rank
 from peagle_jax.layers import Rope
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.train.config import HeadRun, Llama3Rope, PeagleRun
@@ -68,7 +68,7 @@ def head_config(run: HeadRun, target: Model, mask_token: int | None) -> HeadConf
         fc_norm=head.fc_norm,
         norm_output=head.norm_output,
         markov_rank=None if markov is None else markov.rank,
-        markov_gated=markov is not None and markov.gated,
+        markov_kind=NO_MARKOV["markov_kind"] if markov is None else markov.kind,
         confidence=confidence is not None,
         confidence_calibration=None,
         windows=(head.sliding_window,) * head.layers,

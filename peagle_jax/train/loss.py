@@ -129,11 +129,11 @@ class MarkovBias:
 
     Attributes:
       head: the Markov head.
-      previous: the token before the one that each element predicts, of the target's vocabulary.
+      code: of each element, what its matrix `w2` multiplies.
     """
 
     head: MarkovHead
-    previous: Int[Array, " P"]
+    code: Float[Array, "P r"]
 
 
 def distill(
@@ -179,7 +179,7 @@ def distill(
     """
     inputs, matrices = (norm(hidden),), (lm_head_weight,)
     if bias is not None:
-        code = bias.head.code(bias.previous, inputs[0]).astype(inputs[0].dtype)
+        code = bias.code.astype(inputs[0].dtype)
         inputs, matrices = (*inputs, code), (*matrices, bias.head.w2.kernel[...])
     teacher = jax.lax.stop_gradient((teacher_hidden, teacher_weight))
     form = Form(loss, num_depths, logit_cap, confidence is not None, batch_size)

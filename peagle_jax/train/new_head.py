@@ -47,7 +47,7 @@ MEANING_OF_WEIGHTS = (
     "norm_output",
     "rope",
 )
-MARKOV_FIELDS = ("markov_rank", "markov_gated")
+MARKOV_FIELDS = ("markov_rank", "markov_kind")
 # Parameters that are the target's where the head is as wide, by the key that trains them.
 TRAINED_BY = {"embed": "train_embedding", "lm_head": "train_lm_head"}
 

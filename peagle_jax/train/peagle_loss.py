@@ -17,9 +17,10 @@ from peagle_jax.draft.placeholders import PlaceholderRow
 from peagle_jax.train.attention import PackedCausal, Partition, PrefixChain
 from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
-from peagle_jax.train.loss import DepthCounts, MarkovBias, distill
+from peagle_jax.train.loss import DepthCounts
 from peagle_jax.train.recipe_sections import ComputeConfig
 from peagle_jax.train.settings import check
+from peagle_jax.train.teacher import Teacher, teacher_columns
 from peagle_jax.types import CodSample
 
 
@@ -42,11 +43,6 @@ class FeatureNoise:
         check(self.noise >= 0, "noise", "must be 0 or more", self.noise, "use 0.0 for none")
         in_range = 0 <= self.dropout < 1
         check(in_range, "dropout", "must lie in 0..1, below 1", self.dropout, "use 0.0 for none")
-
-
-def teacher_columns(head: DraftHead, lm_head_weight: Float[Array, "E V"]) -> Float[Array, "E W"]:
-    """The target's output matrix, its columns restricted to the head's draft vocabulary."""
-    return lm_head_weight if head.d2t is None else lm_head_weight[:, head.target_ids()]
 
 
 def elements_in_loss(
@@ -158,9 +154,10 @@ def peagle_loss(
     if cod is None or num_depths == 1 or partitions > 1:
         attend = PackedCausal(rows.segment_ids)
         hidden, keys_and_values = head(embeddings, fused, here, attend, None, recompute=recompute)
-        total, by_depth = teacher.distill(head, hidden, here, weight[:, :n], zeros)
+        total, by_depth, states = teacher.distill(head, hidden, here, weight[:, :n], zeros)
         if cod is not None and num_depths > 1:
-            depth0 = Depth0(embeddings, fused, keys_and_values, rows.segment_ids, reads_text)
+            of_rows = embeddings, fused, keys_and_values, rows.segment_ids, reads_text
+            depth0 = Depth0(*of_rows, states)
             of_cod = _partitioned(
                 masters, cod, weight[:, n:], depth0, teacher, partitions, recompute, compute
             )
@@ -169,7 +166,7 @@ def peagle_loss(
     attended = embeddings, fused, rows.segment_ids
     hidden, positions = packed_hidden(head, *attended, cod, num_depths, recompute, reads_text)
     depth = jnp.concatenate([zeros, jnp.asarray(cod.depth)], axis=1)
-    total, by_depth = teacher.distill(head, hidden, positions, weight, depth)
+    total, by_depth, _ = teacher.distill(head, hidden, positions, weight, depth)
     return total / denominator, _unweighted(by_depth, depth_weights)
 
 
@@ -227,60 +224,6 @@ def packed_hidden(
     return hidden, positions
 
 
-@dataclasses.dataclass(frozen=True)
-class Teacher:
-    """What a head learns from: the target's hidden states and output matrix, and the loss.
-
-    Attributes:
-      columns: of the output matrix, restricted to the draft vocabulary.
-      hidden: final hidden states, one for each shifted position.
-      tokens: of the shifted rows. That of a position is the one before what is predicted there,
-        which Markov and confidence heads read: the true one, whatever would have been drafted.
-    """
-
-    columns: Float[Array, "E W"]
-    hidden: Float[Array, "B n E"]
-    tokens: Int[Array, "B n"]
-    num_depths: int
-    logit_cap: float | None
-    loss: str
-
-    def distill(
-        self,
-        head: DraftHead,
-        hidden: Float[Array, "B P D"],
-        positions: Int[Array, "B P"],
-        weight: Float[Array, "B P"],
-        depth: Int[Array, "B P"],
-    ) -> tuple[Float[Array, ""], DepthCounts]:
-        """As `loss.distill`, of rows that learn from their positions."""
-        B, n = self.hidden.shape[:2]
-        teacher_row = positions + n * jnp.arange(B)[:, None]
-        bias = confidence = None
-        previous = jnp.take_along_axis(self.tokens, positions, axis=1)
-        if head.confidence is not None:
-            normed = head.final_norm(hidden)
-            confidence = _flatten_rows(head.confidence_logits(normed, previous))
-        if head.markov is not None:
-            bias = MarkovBias(head.markov, _flatten_rows(previous))
-        return distill(
-            head.final_norm,
-            head.lm_head.kernel[...],
-            _flatten_rows(hidden),
-            self.columns,
-            _flatten_rows(self.hidden),
-            _flatten_rows(teacher_row),
-            _flatten_rows(weight),
-            _flatten_rows(depth),
-            self.num_depths,
-            self.logit_cap,
-            self.loss,
-            bias,
-            confidence,
-            B,
-        )
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Depth0:
@@ -292,6 +235,7 @@ class Depth0:
       keys_and_values: layer -> the keys and the values of all rows.
       segment_ids: their documents.
       reads_text: as `packed_hidden` takes it.
+      states: of a Markov head, after these rows; None without.
     """
 
     embeddings: Float[Array, "B n D"]
@@ -299,6 +243,7 @@ class Depth0:
     keys_and_values: dict[int, tuple[Array, Array]]
     segment_ids: Int[Array, "B n"]
     reads_text: Bool[Array, "B n"] | None
+    states: Float[Array, "B n S"] | None
 
 
 def _partitioned(
@@ -356,7 +301,7 @@ def _partitioned(
             is_placeholder=jnp.ones_like(positions, bool),
             recompute=recompute,
         )
-        return teacher.distill(head, hidden, positions, weight, depth)
+        return teacher.distill(head, hidden, positions, weight, depth, depth0.states)[:2]
 
     def add(total: tuple, part: tuple) -> tuple[tuple, None]:
         return jax.tree.map(jnp.add, total, of_partition(summed_in_float32, part)), None
@@ -442,8 +387,3 @@ def _noisy_fused(
         is_dropped = jax.vmap(lambda key: jax.random.bernoulli(key, share, shape))(dropout_keys)
         fused = jnp.where(is_dropped[..., None], mask_fused, fused)
     return fused
-
-
-def _flatten_rows(x: Array) -> Array:
-    """[B P ..] -> [B*P ..]."""
-    return x.reshape(-1, *x.shape[2:])

@@ -6,6 +6,7 @@ import typing
 
 from peagle_jax.documents import BAD_ROWS
 from peagle_jax.draft import placeholders
+from peagle_jax.draft.markov import KINDS
 from peagle_jax.train.settings import check
 
 
@@ -189,12 +190,15 @@ class MarkovConfig:
     """A Markov head (draft/markov.py): the token before a draft gives its logits a bias."""
 
     rank: int  # of the bias; DSpark's heads have 256
-    gated: bool = False  # the bias depends on the hidden state, too
+    # vanilla; gated: the bias depends on the hidden state, too; rnn: and on all drafts before
+    kind: str = "vanilla"
     # Of the head in `init_from`, which stays as it is: only the Markov head is trained.
     train_alone: bool = False
 
     def __post_init__(self) -> None:
         check(self.rank >= 1, "rank", "must be 1 or more", self.rank, "use 256")
+        rule = f"must be one of {', '.join(KINDS)}"
+        check(self.kind in KINDS, "kind", rule, self.kind, f"use {KINDS[0]}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

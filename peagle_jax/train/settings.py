@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 
-from peagle_jax.old_names import RECIPE_KEYS, with_new_names
+from peagle_jax.old_names import RECIPE_KEYS, RECIPE_VALUES, with_new_names, with_new_values
 from peagle_jax.types import InputError
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -97,6 +97,7 @@ def build(
             got, next_step = "null", f"{next_step}; leave it out for their defaults"
         raise InputError(place, "must be a mapping of keys", got, next_step)
     given = with_new_names(raw, new_names(cls), place)
+    given = with_new_values(given, RECIPE_VALUES.get(cls.__name__, {}), place)
     if unknown := [str(key) for key in given if key not in hints]:
         rule = f"known keys are {', '.join(hints)}"
         got = f"unknown {', '.join(sorted(unknown))}"

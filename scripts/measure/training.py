@@ -42,6 +42,7 @@ from peagle_jax.train.config import PeagleRun, load_run
 from peagle_jax.train.head_batches import HeadBatch
 from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_states import TrainingRows, shifted, training_rows
+from peagle_jax.train.teacher import Teacher, teacher_columns
 from peagle_jax.train.train_head import head_denominators, head_loss, head_metrics, split_params
 from peagle_jax.train.update import Objective, make_optimizer, make_update
 from peagle_jax.types import Batch, Model
@@ -112,8 +113,8 @@ class Step:
         """The loss of the head's hidden states alone."""
         head = in_compute_dtype(cast(DraftHead, self.head.bind(params)), self.run.compute)
         decoder = cast(Decoder, self.target.bind(self.target.params))
-        teacher = peagle.Teacher(
-            peagle.teacher_columns(head, decoder.lm_head_weight()),
+        teacher = Teacher(
+            teacher_columns(head, decoder.lm_head_weight()),
             rows.teacher_hidden,
             rows.tokens,
             self.batch.num_depths,

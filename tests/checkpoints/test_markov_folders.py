@@ -18,10 +18,16 @@ from peagle_jax.types import InputError
 
 HEADS = {
     "vanilla": {"markov_rank": 4},
-    "gated_reduced": {"markov_rank": 6, "markov_gated": True, "draft_vocab": 17, "qk_norm": True},
+    "gated_reduced": {"markov_rank": 6, "markov_kind": "gated", "draft_vocab": 17, "qk_norm": True},
+    "rnn": {"markov_rank": 3, "markov_kind": "rnn", "qk_norm": True},
 }
 NAMES = {f"markov_head.{name}" for name in ("markov_w1.weight", "markov_w2.weight")}
-GATE = {"markov_head.gate_proj.weight", "markov_head.gate_proj.bias"}
+# beside them, by kind; DSpark's names and shapes
+OTHERS = {
+    "vanilla": {},
+    "gated": {"gate_proj.weight": (6, 20 + 6), "gate_proj.bias": (6,)},
+    "rnn": {"joint_proj.weight": (9, 2 * 3 + 20), "joint_proj.bias": (9,)},
+}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -35,7 +41,7 @@ def test_our_formats_keep_it(name, tmp_path):
     raw = weights.read_json(tmp_path / "a" / "config.json")
     assert raw == weights.read_json(tmp_path / "b" / "config.json")
     assert raw["markov_rank"] == head.config.markov_rank
-    assert raw["markov_head_type"] == ("gated" if head.config.markov_gated else "vanilla")
+    assert raw["markov_head_type"] == head.config.markov_kind == name.split("_")[0]
     again = load_drafter(tmp_path / "run")
     assert again.config.num_depths == 5
     for folder in ("a", "run", "b"):
@@ -45,7 +51,9 @@ def test_our_formats_keep_it(name, tmp_path):
             assert np.array_equal(x, dict(weights.flatten_params(loaded.params))[path]), path
     stored = weights.open_folder(tmp_path / "a")
     found = {n for n in stored if n.startswith("markov")}
-    assert found == NAMES | (GATE if head.config.markov_gated else set())
+    others = {f"markov_head.{n}": shape for n, shape in OTHERS[name.split("_")[0]].items()}
+    assert found == NAMES | others.keys()
+    assert all(stored[n].shape == shape for n, shape in others.items())
     width, rank = head.config.draft_vocab, head.config.markov_rank
     assert stored["markov_head.markov_w1.weight"].shape == (41, rank)
     assert stored["markov_head.markov_w2.weight"].shape == (width, rank)
@@ -72,12 +80,12 @@ def test_what_vllm_serves_has_none(to, tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "DSpark (arXiv:2607.05147) reports fewer accepted drafts" in said
     params = {name: x for name, x in head.params.items() if name != "markov"}
-    without = tiny.head(**{**HEADS["gated_reduced"], "markov_rank": None, "markov_gated": False})
+    without = tiny.head(**{**HEADS["gated_reduced"], "markov_rank": None, "markov_kind": "vanilla"})
     object.__setattr__(without, "params", params)
     save_drafter(without, tmp_path / "c", to)
     files_equal(tmp_path / "b", tmp_path / "c")
     left_out = weights.read_metadata(tmp_path / "b")["left_out"].split()
-    assert set(left_out) == NAMES | GATE
+    assert set(left_out) == NAMES | {f"markov_head.{n}" for n in OTHERS["gated"]}
     assert main([*command, "--drop-markov"]) == 0  # the same again
     capsys.readouterr()
     assert main(["serve-config", str(tmp_path / "a"), "--engine", "vllm"]) == 2
@@ -121,7 +129,11 @@ def test_our_own_format_is_for_nothing_else(changes, tmp_path, capsys):
         ({"markov_rank": 0}, "markov_rank"),
         ({"markov_rank": 5}, "markov_head.gate_proj.weight"),
         ({"markov_rank": ...}, "markov_head"),
-        ({"markov_head_type": "rnn"}, "markov_head_type must be one of vanilla, gated; got rnn"),
+        ({"markov_head_type": "rnn"}, "markov_head.joint_proj"),
+        (
+            {"markov_head_type": "gru"},
+            "markov_head_type: must be one of vanilla, gated, rnn; got gru",
+        ),
         ({"markov_head_type": "vanilla"}, "markov_head.gate_proj"),
         ({"markov_head_type": 3}, "markov_head_type"),
     ],
@@ -142,13 +154,29 @@ def test_a_damaged_run_and_one_from_before(tmp_path):
         ({"markov_rank": 42}, r"1\.\.41"),
         ({"markov_rank": 4}, "the checkpoint must hold the parameters"),
         ({"markov_rank": 4, "mask_token": None}, "heads that draft in parallel"),
-        ({"markov_gated": 1}, "markov_gated"),
+        ({"markov_kind": "gru"}, "markov_kind: must be one of vanilla, gated, rnn; got gru"),
+        ({"markov_gated": True}, "formerly called markov_gated"),
     ):
         file.write_text(json.dumps(raw | changes))
         with pytest.raises(InputError, match=words):
             load_drafter(tmp_path / "run")
-    file.write_text(json.dumps({k: v for k, v in raw.items() if not k.startswith("markov")}))
+    older = {k: v for k, v in raw.items() if not k.startswith("markov")}
+    file.write_text(json.dumps(older))
     equal(load_drafter(tmp_path / "run"), load_drafter(tmp_path / "a"))
+    file.write_text(json.dumps(older | {"markov_gated": 1}))
+    with pytest.raises(InputError, match="markov_gated must be one of false, true; got 1"):
+        load_drafter(tmp_path / "run")
+
+
+def test_former_names_of_kinds(tmp_path):
+    for name, gated in (("vanilla", False), ("gated_reduced", True)):
+        save_drafter(tiny.head(**HEADS[name]), tmp_path / name, "peagle_jax")
+        run = tmp_path / f"{name}_run"
+        convert(tmp_path / name, run, to="orbax")
+        raw = json.loads((run / "head.json").read_text())
+        del raw["markov_kind"]
+        (run / "head.json").write_text(json.dumps(raw | {"markov_gated": gated}))
+        equal(load_drafter(run), load_drafter(tmp_path / name))
 
 
 def test_it_is_told(tmp_path):

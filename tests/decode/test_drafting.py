@@ -36,7 +36,8 @@ OPTIONS = {
     "window": {"windows": (3, None)},
     "window_last": {"windows": (None, 3)},
     "markov": {"markov_rank": 3},
-    "markov_gated": {"markov_rank": 6, "markov_gated": True, "draft_vocab": 17},
+    "markov_rnn": {"markov_rank": 5, "markov_kind": "rnn"},
+    "markov_gated": {"markov_rank": 6, "markov_kind": "gated", "draft_vocab": 17},
     "bidirectional": {"placeholder_attention": "bidirectional"},
     "committed": {"placeholder_attention": "committed", "windows": (None, 3)},
     "injected": {"placeholder_context": "injected", "layers": 3, "windows": (None,) * 3},
@@ -82,14 +83,24 @@ class SlowDrafting:
         is_causal = head.config.placeholder_attention == "causal"
         self.rows, self.fuse = jax.jit(rows) if is_causal else rows, fuse
 
-    def choose(self, logits, normed, previous):
-        """The likeliest token after `previous`, by the logits and the Markov head's formula."""
+    def choose(self, logits, normed, previous, state):
+        """The likeliest token after `previous`, by the logits and the Markov head's formula.
+
+        Args:
+          state: of the kind "rnn", and changed here.
+        """
         if "markov" in self.head.params:
             markov = jax.tree.map(np.asarray, self.head.params["markov"])
             code = markov["w1"]["table"][previous]
             if "gate" in markov:
                 gate = np.concatenate([normed, code]) @ markov["gate"]["kernel"]
                 code = code / (1 + np.exp(-gate - markov["gate"]["bias"]))
+            if "joint" in markov:
+                joint = np.concatenate([state, code, normed]) @ markov["joint"]["kernel"]
+                gate, candidate, code = np.split(joint + markov["joint"]["bias"], 3)
+                kept = 1 / (1 + np.exp(-gate))
+                state[:] = kept * state + (1 - kept) * np.tanh(candidate)
+                code = np.tanh(code)
             logits = logits + code @ markov["w2"]["kernel"]
         draft_id = int(np.argmax(logits))
         return draft_id + int(self.head.params["d2t"][draft_id] if "d2t" in self.head.params else 0)
@@ -110,15 +121,17 @@ class SlowDrafting:
             inputs = [*table[text[1:]], *[designs.embedding(head, table[text[-1]])] * (k - 1)]
             found = self.rows(params, pad(inputs), jnp.asarray(fused), p + k - 1, p)
             logits, normed, _ = map(np.asarray, found)
-            drafts = [text[-1]]
+            drafts, state = [text[-1]], np.zeros(self.head.config.markov_rank or 0)
             for row in range(p - 1, p + k - 1):
-                drafts.append(self.choose(logits[row], normed[row], drafts[-1]))
+                drafts.append(self.choose(logits[row], normed[row], drafts[-1], state))
             return drafts[1:]
         drafts, tokens = [], list(text[1:])
         for step in range(k):
             found = self.rows(params, pad(table[tokens]), jnp.asarray(fused), p + step)
             logits, normed, states = (np.asarray(x[p + step - 1]) for x in found)
-            drafts.append(self.choose(logits, normed, tokens[-1]))
+            # each pass drafts one token, so that a state begins anew
+            state = np.zeros(self.head.config.markov_rank or 0)
+            drafts.append(self.choose(logits, normed, tokens[-1], state))
             tokens.append(drafts[-1])
             fused[p + step] = states
         return drafts

@@ -24,12 +24,12 @@ K, NODES = 4, 11
 
 
 @functools.cache
-def trees(markov_rank: int | None, top_k: int = 0):
+def trees(markov_rank: int | None, kind: str = "gated", top_k: int = 0):
     """Of a greedy row and of seven that sample, with one hidden state; and of the likeliest paths.
 
     Also the distribution that children are drawn from, at each depth behind the token 5.
     """
-    head = tiny.head(markov_rank=markov_rank, markov_gated=bool(markov_rank), draft_vocab=9)
+    head = tiny.head(markov_rank=markov_rank, markov_kind=kind, draft_vocab=9)
     drafter, rng = make_drafter(head, K), np.random.default_rng(3)
     aux = np.repeat(rng.normal(size=(1, K + 1, head.config.sizes.aux_dim)), 8, axis=0)
     state = DraftState(drafter.init(8, 16), None)
@@ -41,7 +41,7 @@ def trees(markov_rank: int | None, top_k: int = 0):
     def run(params):
         module, hidden, _ = drafter.read(params, *inputs)
         tree, q_of = draw_tree(module, hidden, tokens[:, 0], NODES, sampling)
-        q = [q_of(depth, jnp.full(8, 5)) for depth in range(1, K + 1)]
+        q = [q_of(depth, jnp.full(8, 5), None)[0] for depth in range(1, K + 1)]
         return tree, jnp.stack(q, axis=1), drafter.tree(params, *inputs, NODES, None)[0]
 
     tree, q, likeliest = run(head.params)
@@ -109,7 +109,7 @@ def test_first_children_are_distributed_as_q(markov_rank):
     def run(params):
         module = head.bind(params)
         tree, q_of = draw_tree(module, hidden, jnp.full(count, 6), 2, sampling)
-        return tree.tokens, q_of(1, jnp.full(count, 6))[0]
+        return tree.tokens, q_of(1, jnp.full(count, 6), None)[0][0]
 
     tokens, q = jax.device_get(run(head.params))
     for place, want in enumerate((q, second_shares(q))):
@@ -124,15 +124,15 @@ def second_shares(q: np.ndarray) -> np.ndarray:
     return q @ rest
 
 
-@pytest.mark.parametrize("markov_rank", [None, 4])
-def test_greedy_rows_have_the_likeliest_paths(markov_rank):
-    tree, _, likeliest = trees(markov_rank)
+@pytest.mark.parametrize("markov_rank, kind", [(None, "gated"), (4, "gated"), (4, "rnn")])
+def test_greedy_rows_have_the_likeliest_paths(markov_rank, kind):
+    tree, _, likeliest = trees(markov_rank, kind)
     assert sorted(paths_of(tree, 0)) == sorted(paths_of(likeliest, 0))
 
 
 def test_where_fewer_tokens_can_be_drawn_than_there_are_children():
     """Of two tokens that top-k leaves, a third child is none: it cannot be accepted."""
-    tree, q, _ = trees(None, top_k=2)
+    tree, q, _ = trees(None, "vanilla", 2)
     assert ((q[1:] > 0).sum(axis=-1) == 2).all()
     assert any(path[0] >= 2 for path in form_of(tree, 1))
     head = tiny.head()

@@ -54,7 +54,7 @@ def test_speculation_emits_what_plain_decoding_does(case, rings):
         aux_hidden_state_layers=target.config.aux_hidden_state_layers,
     )
     if case == "gpt_oss":
-        config |= {"markov_rank": 8, "markov_gated": True}
+        config |= {"markov_rank": 8, "markov_kind": "gated"}
     head = to_model(from_model(tiny.head(**config)), fp8=True)
     assert (
         head.params["lm_head"]["values"].dtype == E4M3

@@ -18,6 +18,7 @@ from peagle_jax.decode.generate import make_drafter
 from peagle_jax.decode.sampling import sampling_params
 from peagle_jax.draft.head import DraftHead
 from peagle_jax.draft.init import init_from_head
+from peagle_jax.draft.markov import KINDS
 from peagle_jax.types import DraftState, InputError, Model
 from peagle_jax.weights import flatten_params
 
@@ -45,10 +46,10 @@ def first_drafts(head: Model, k: int, sampling) -> tuple:
     return jax.jit(drafter.step)(head.params, state, tokens, aux, count)[:2]
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_new_markov_head_changes_no_draft(gated):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_markov_head_changes_no_draft(kind):
     head = tiny.head(draft_vocab=17)
-    warm = with_new_markov(head, draft_vocab=17, markov_gated=gated)
+    warm = with_new_markov(head, draft_vocab=17, markov_kind=kind)
     old = dict(flatten_params(head.params))
     for path, x in flatten_params(warm.params):
         assert path.startswith("markov.") or np.array_equal(x, old[path]), path
@@ -66,14 +67,14 @@ def test_a_new_markov_head_changes_no_draft(gated):
 
 
 def test_a_markov_head_is_taken_over_or_refused():
-    trained = tiny.head(markov_rank=4, markov_gated=True)
-    same = init_from_head(untrained(markov_rank=4, markov_gated=True), trained, "head")
+    trained = tiny.head(markov_rank=4, markov_kind="gated")
+    same = init_from_head(untrained(markov_rank=4, markov_kind="gated"), trained, "head")
     for (path, x), (_, y) in zip(
         flatten_params(same.params), flatten_params(trained.params), strict=True
     ):
         assert np.array_equal(x, y), path
-    for changes in ({}, {"markov_rank": 4}, {"markov_rank": 5, "markov_gated": True}):
-        with pytest.raises(InputError, match="one of rank 4, gated; set markov: {rank: 4, gated"):
+    for changes in ({}, {"markov_rank": 4}, {"markov_rank": 5, "markov_kind": "gated"}):
+        with pytest.raises(InputError, match="one of rank 4, gated; set markov: {rank: 4, kind: g"):
             init_from_head(untrained(**changes), trained, "head")
 
 
@@ -125,3 +126,7 @@ def test_a_head_that_drafts_one_by_one_has_none():
     with pytest.raises(InputError, match=r"must lie in 1\.\.17, the draft vocabulary; got 18"):
         untrained(draft_vocab=17, markov_rank=18)
     assert dataclasses.replace(tiny.head_config(), markov_rank=41).markov_rank == 41
+    with pytest.raises(
+        InputError, match="markov_kind: must be one of vanilla, gated, rnn; got gru"
+    ):
+        untrained(markov_rank=4, markov_kind="gru")

@@ -132,7 +132,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue
 
 
-MARKOV_REDUCED = {"draft_vocab": 3, "markov_rank": 3, "markov_gated": True}
+MARKOV_REDUCED = {"draft_vocab": 3, "markov_rank": 3, "markov_kind": "rnn"}
 CASES = {
     "k1": ({}, 1, "peagle", 0, 1.0, True),
     "k4": ({}, 4, "peagle", 0, 1.0, True),
@@ -142,7 +142,7 @@ CASES = {
     "k4_eagle3": ({}, 4, "eagle3", 0, 1.0, True),
     "k4_eagle": ({}, 4, "eagle", 0, 1.0, True),
     "k4_markov": ({"markov_rank": 2}, 4, "peagle", 0, 1.0, True),
-    "k4_markov_gated_reduced": (MARKOV_REDUCED, 4, "peagle", 4, 0.9, True),
+    "k4_markov_rnn_reduced": (MARKOV_REDUCED, 4, "peagle", 4, 0.9, True),
     "k4_filtered": ({}, 4, "peagle", 4, 0.85, True),
 }
 
@@ -178,7 +178,7 @@ def test_penalties_that_forget_the_drafts_are_noticed(monkeypatch):
 TREES = {
     "k4_reduced": [(7, False)],  # more children than the head knows tokens
     "k4_markov": [(9, True)],
-    "k4_markov_gated_reduced": [(9, False)],
+    "k4_markov_rnn_reduced": [(9, False)],
     "k4_filtered": [(12, False)],
     "k4_greedy_drafts": [(9, True)],  # the likeliest paths, none of them drawn
 }

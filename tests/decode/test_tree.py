@@ -169,13 +169,13 @@ def test_a_conditioned_tree_is_best_first(k, num_nodes, spread):
     table = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     width, roots = min(num_nodes, vocab), np.array([2, 5])
 
-    def continuations(depth, parents):
+    def continuations(depth, parents, states):
         logprobs = table[depth - 1][np.asarray(parents)]
         ids = np.argsort(-logprobs, axis=-1, kind="stable")[..., :width]
         sorted_logprobs = np.take_along_axis(logprobs, ids, axis=-1)
-        return jnp.asarray(ids), jnp.asarray(sorted_logprobs, jnp.float32)
+        return jnp.asarray(ids), jnp.asarray(sorted_logprobs, jnp.float32), states
 
-    tree = conditioned_tree(jnp.asarray(roots), continuations, k, num_nodes)
+    tree = conditioned_tree(jnp.asarray(roots), jnp.zeros((2, 1, 0)), continuations, k, num_nodes)
     assert tree.tokens.shape[1] == num_tree_nodes(k, num_nodes, vocab)
     for row, root in enumerate(roots):
         paths = paths_of(tree, row)
@@ -192,7 +192,7 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
 
     For a greedy target the logits are divided by 0.7.
     """
-    markov = {"markov_rank": markov_rank, "markov_gated": True} if markov_rank else {}
+    markov = {"markov_rank": markov_rank, "markov_kind": "gated"} if markov_rank else {}
     head, k, num_nodes = tiny.head(**markov, draft_vocab=9), 3, 20
     drafter, rng = make_drafter(head, k), np.random.default_rng(3)
     state = DraftState(drafter.init(2, 16), None)
@@ -206,7 +206,9 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
         normed = module.final_norm(hidden)
         every = jnp.broadcast_to(jnp.arange(41)[None, None], (2, k, 41))
         by_parent = jnp.broadcast_to(normed[:, :, None], (2, k, 41, normed.shape[-1]))
-        bias = module.markov(every, by_parent) if markov_rank else jnp.zeros((2, k, 41, 9))
+        bias = jnp.zeros((2, k, 41, 9))
+        if markov_rank:
+            bias, _ = module.markov(every, by_parent, module.markov.first_state(by_parent))
         logits = module.lm_head(normed)[:, :, None] + bias
         return drafter.tree(params, *inputs, num_nodes, of_rows)[0], logits
 
@@ -225,6 +227,38 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
         # another divisor would have been noticed
         other = jax.nn.log_softmax(table[row] / 0.7 if is_sampled(row) else table[row] * 0.7)
         assert sorted(conditioned_paths(root, np.asarray(other), k, num_nodes)) != want
+
+
+def test_the_paths_of_a_head_with_a_state_are_the_likeliest():
+    """All 9^3 paths, each one's tokens read in turn from its beginning."""
+    head, k, num_nodes = tiny.head(markov_rank=4, markov_kind="rnn", draft_vocab=9), 3, 20
+    drafter, rng = make_drafter(head, k), np.random.default_rng(3)
+    state = DraftState(drafter.init(1, 16), None)
+    aux = jnp.asarray(rng.normal(size=(1, k + 1, head.config.sizes.aux_dim)), jnp.float32)
+    inputs = state, jnp.asarray([[6] * 4]), aux, jnp.ones(1, jnp.int32)
+    ids = np.arange(9) + np.asarray(head.params["d2t"])
+    paths = np.array(list(itertools.product(range(9), repeat=k)))
+
+    @jax.jit
+    def run(params):
+        module, hidden, _ = drafter.read(params, *inputs)
+        normed = jnp.broadcast_to(module.final_norm(hidden), (len(paths), k, hidden.shape[-1]))
+        previous = np.concatenate([np.full((len(paths), 1), 6), ids[paths[:, :-1]]], axis=1)
+        state, logprobs = module.markov.first_state(normed[:, 0]), []
+        for d in range(k):
+            bias, state = module.markov(jnp.asarray(previous[:, d]), normed[:, d], state)
+            logits = (module.lm_head(normed[:, d]) + bias) / 0.7
+            logprobs.append(jax.nn.log_softmax(logits)[jnp.arange(len(paths)), paths[:, d]])
+        return drafter.tree(params, *inputs, num_nodes, None)[0], jnp.stack(logprobs, axis=1)
+
+    tree, logprobs = run(head.params)
+    scores = {}
+    for path, of_tokens in zip(paths.tolist(), np.asarray(logprobs), strict=True):
+        for end in range(1, k + 1):
+            scores[tuple(ids[path[:end]].tolist())] = float(of_tokens[:end].sum())
+    want = sorted(scores, key=lambda path: -scores[path])[:num_nodes]
+    assert sorted(paths_of(tree, 0)[1:]) == sorted(want)
+    assert len({path[1:] for path in want if len(path) > 1}) > 3
 
 
 def test_trees_are_made_for_the_temperature_of_their_requests(monkeypatch):

@@ -14,7 +14,7 @@ from peagle_jax.types import Model
 
 K, PROMPT, NEW = 4, 7, 40
 EAGLE3 = {"mask_token": None, "num_depths": 3, "norm_output": True}
-MARKOV = {"markov_rank": 3, "markov_gated": True}
+MARKOV = {"markov_rank": 3, "markov_kind": "rnn"}
 HEADS = {
     "shared": ("peagle", {}),
     "low rank, window": ("peagle", {"placeholder_hidden": "per_depth", "windows": (5, None)}),

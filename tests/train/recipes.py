@@ -233,7 +233,7 @@ ALL_CHANGED = {
         "context": "injected",
         "true_tokens": 0.0,  # excludes a confidence head
     },
-    "markov": {"rank": 7, "gated": True, "train_alone": True},
+    "markov": {"rank": 7, "kind": "rnn", "train_alone": True},
     "confidence": {"train_alone": True},
     "feature_noise": {"noise": 0.5, "dropout": 0.25},
     "depth_weights": [1.0, 0.75, 0.5, 0.25, 2.0],

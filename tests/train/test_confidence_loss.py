@@ -20,7 +20,7 @@ F = torch.nn.functional
 def with_confidence(head):
     """The head with a confidence head of random parameters, and all else as it was."""
     config = {"draft_vocab": head.config.draft_vocab, "num_depths": K, "confidence": True}
-    markov = {name: getattr(head.config, name) for name in ("markov_rank", "markov_gated")}
+    markov = {name: getattr(head.config, name) for name in ("markov_rank", "markov_kind")}
     new = tiny.head(**config, **markov)
     new.params.update({name: x for name, x in head.params.items() if name != "confidence"})
     return new
@@ -38,7 +38,7 @@ def loss_and_grads(head, rows, cod, output, partitions=1):
 
 @functools.cache
 def computed(has_markov: bool, confident: bool):
-    head, rows, cod, output = given(True)
+    head, rows, cod, output = given("gated")
     if not has_markov:
         head = tiny.head(draft_vocab=head.config.draft_vocab, num_depths=K)
     head = with_confidence(head) if confident else head

@@ -92,12 +92,12 @@ def test_distill_with_a_markov_head(monkeypatch):
         for s in ((P, D), (D, W), (E, W), (P, E), (V, r), (r, W))
     )
     previous, ones = rng.integers(0, V, P), np.ones(P, np.float32)
-    module = MarkovHead(V, W, D, r, gated=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    module = MarkovHead(V, W, D, r, kind="vanilla", dtype=jnp.float32, rngs=nnx.Rngs(0))
     graph, _ = nnx.split(module)
 
     def ours(hidden, kernel, w1, w2):
         params = {"w1": {"table": w1}, "w2": {"kernel": w2}}
-        bias = loss.MarkovBias(nnx.merge(graph, params), jnp.asarray(previous))
+        bias = loss.MarkovBias(nnx.merge(graph, params), w1[jnp.asarray(previous)])
         rows = jnp.arange(P)
         fixed = jnp.asarray(columns), jnp.asarray(teacher), rows, jnp.asarray(ones), 0 * rows
         return loss.distill(lambda h: h, kernel, hidden, *fixed, 1, bias=bias)[0]

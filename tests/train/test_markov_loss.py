@@ -1,8 +1,8 @@
 """The loss of a head with a Markov head, and all its gradients, against torch.
 
 The hidden state of every element comes from a run of its own, without packing. From there on torch
-computes logits, biases and loss from their definitions. The token before an element is the true
-one, whatever the head would have drafted.
+computes logits, biases and loss from their definitions, states chain by chain. The token before an
+element is the true one, whatever the head would have drafted.
 """
 
 import functools
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
+from peagle_jax.draft.markov import KINDS
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.peagle_loss import peagle_loss
@@ -30,8 +31,8 @@ LOSS_MASK = np.array([True, True, False, True, True, True, True, True])
 
 
 @functools.cache
-def given(gated: bool):
-    head = tiny.head(draft_vocab=W, markov_rank=5, markov_gated=gated, num_depths=K)
+def given(kind: str):
+    head = tiny.head(draft_vocab=W, markov_rank=5, markov_kind=kind, num_depths=K)
     rng = np.random.default_rng(3)
 
     def draw(*shape):
@@ -48,9 +49,9 @@ def given(gated: bool):
     return head, rows, CodSample(anchor, depth, jnp.ones_like(anchor, bool)), draw(E, 41)
 
 
-def normed_of_elements(head, rows):
+def normed_of_elements(head, rows, elements=None):
     """params -> the normed hidden state of every element, each from a run of its own [M D]."""
-    elements = [(a, d) for a, d in [*DEPTH0, *DEEPER] if LOSS_MASK[a + d]]
+    elements = elements or [(a, d) for a, d in [*DEPTH0, *DEEPER] if LOSS_MASK[a + d]]
     anchor, depth = (jnp.asarray(x) for x in zip(*elements, strict=True))
     place = jnp.arange(N)
 
@@ -76,9 +77,30 @@ def trained_part(params):
     return {k: v for k, v in params.items() if k != "d2t"}
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_loss_and_gradients(gated):
-    head, rows, cod, output = given(gated)
+def codes_by_torch(kind, elements, embedded, normed, named):
+    """What the bias is made of, of every element [M r]."""
+    if kind == "vanilla":
+        return embedded
+    if kind == "gated":
+        joint = torch.cat([normed, embedded], -1)
+        gate = joint @ named["markov.gate.kernel"] + named["markov.gate.bias"]
+        return embedded * torch.sigmoid(gate)
+    codes, after = [], {}
+    for i, (anchor, depth) in enumerate(elements):
+        zeros = torch.zeros(5, dtype=torch.float64)
+        state = after[anchor, depth - 1] if depth else zeros
+        joint = torch.cat([state, embedded[i], normed[i]])
+        joint = joint @ named["markov.joint.kernel"] + named["markov.joint.bias"]
+        gate, candidate, code = joint.chunk(3)
+        gate = torch.sigmoid(gate)
+        after[anchor, depth] = gate * state + (1 - gate) * torch.tanh(candidate)
+        codes.append(torch.tanh(code))
+    return torch.stack(codes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients(kind):
+    head, rows, cod, output = given(kind)
     d2t = {"d2t": head.params["d2t"]}
 
     @jax.jit
@@ -88,7 +110,8 @@ def test_loss_and_gradients(gated):
         )(params)
 
     (loss, by_depth), grads = ours(trained_part(head.params))
-    elements, run = normed_of_elements(head, rows)
+    # those outside of the loss have a state, too
+    elements, run = normed_of_elements(head, rows, [*DEPTH0, *DEEPER])
     normed, pull = jax.vjp(jax.jit(lambda p: run({**p, **d2t})), trained_part(head.params))
 
     named = {
@@ -97,22 +120,24 @@ def test_loss_and_gradients(gated):
         if name.startswith("markov.") or name in ("normed", "lm_head.kernel")
     }
     positions = [a + d for a, d in elements]
-    code = F.embedding(
+    embedded = F.embedding(
         torch.tensor(np.asarray(rows.tokens)[0, positions]), named["markov.w1.table"]
     )
-    if gated:
-        joint = torch.cat([named["normed"], code], -1)
-        code = code * torch.sigmoid(joint @ named["markov.gate.kernel"] + named["markov.gate.bias"])
+    code = codes_by_torch(kind, elements, embedded, named["normed"], named)
     logits = named["normed"] @ named["lm_head.kernel"] + code @ named["markov.w2.kernel"]
     columns = np.asarray(output, np.float64)[:, np.arange(W) + np.asarray(head.params["d2t"])]
     teacher = torch.tensor(np.asarray(rows.teacher_hidden, np.float64)[0, positions] @ columns)
+    in_loss = LOSS_MASK[positions]
     want = F.kl_div(
-        F.log_softmax(logits, -1), F.log_softmax(teacher, -1), log_target=True, reduction="sum"
-    ) / len(elements)
+        F.log_softmax(logits[in_loss], -1),
+        F.log_softmax(teacher[in_loss], -1),
+        log_target=True,
+        reduction="sum",
+    ) / int(in_loss.sum())
     want.backward()
 
     np.testing.assert_allclose(loss, want.item(), rtol=1e-5)
-    is_right = (logits.argmax(-1) == teacher.argmax(-1)).numpy()
+    is_right = (logits.argmax(-1) == teacher.argmax(-1)).numpy() & in_loss
     hits = [
         sum(hit for (_, d), hit in zip(elements, is_right, strict=True) if d == k) for k in range(K)
     ]
@@ -125,9 +150,10 @@ def test_loss_and_gradients(gated):
         assert np.abs(wanted).max() > 0 or name == "embed.table", name
 
 
-def test_partitions_change_nothing():
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_partitions_change_nothing(kind):
     """Two stretches of as many elements, and no chain in both."""
-    head, rows, cod, output = given(True)
+    head, rows, cod, output = given(kind)
     params = trained_part(head.params)
 
     def loss(params, partitions):

@@ -239,12 +239,12 @@ def test_a_confidence_head_on_a_head_with_a_markov_head(rows, tmp_path):
     for markov, words in (
         ({"rank": 4}, "markov.rank: with confidence.train_alone: true it must be that of .*, 3"),
         (None, "got null; set markov.rank: 3, or confidence.train_alone: false"),
-        ({"rank": 3, "gated": True}, "markov.gated: .*, false; got true"),
+        ({"rank": 3, "kind": "rnn"}, "markov.kind: .*, vanilla; got rnn"),
     ):
         with pytest.raises(InputError, match=words):
             begun(rows, "shared", markov=markov, **start)
     both = start | {"markov": {"rank": 4, "train_alone": True}}
-    with pytest.raises(InputError, match="one of rank 3; set markov: {rank: 3, gated: false}"):
+    with pytest.raises(InputError, match="one of rank 3, vanilla; set markov: {rank: 3, k"):
         begun(rows, "shared", **both)
 
 

@@ -269,6 +269,18 @@ BAD = [
     ({"markov": {"rank": 0}}, "markov.rank: must be 1 or more; got 0; use 256"),
     ({"markov": {"gated": True}}, "markov: rank must be given; got no rank"),
     (
+        {"markov": {"rank": 4, "gated": "yes"}},
+        "markov: gated must be one of false, true; got yes; write kind: vanilla",
+    ),
+    (
+        {"markov": {"rank": 4, "gated": True, "kind": "gated"}},
+        "markov: kind was formerly called gated: only one of the two may be given",
+    ),
+    (
+        {"markov": {"rank": 4, "kind": "gru"}},
+        "markov.kind: must be one of vanilla, gated, rnn; got gru; use vanilla",
+    ),
+    (
         {"markov": {"rank": 4, "train_alone": True}},
         "markov.train_alone: needs a trained head, which it leaves as it is; got init_from: null",
     ),
