@@ -356,4 +356,9 @@ def _quantile(seconds: Sequence[float], before: float = 0.0) -> float:
     Args:
       before: what stands for those that are fewer than ENOUGH.
     """
-    return float(np.quantile([*seconds, *[before] * (ENOUGH - len(seconds))], QUANTILE))
+    # as np.quantile has it, which takes 20 times as long; of every look each K has one
+    ordered = sorted([*seconds, *[before] * (ENOUGH - len(seconds))])
+    place = QUANTILE * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
-from peagle_jax.decode import adaptive_k
+from peagle_jax.decode import adaptive_k, step_times
 from peagle_jax.decode.adaptive_k import KChooser, Survival
 from peagle_jax.decode.batch import Batch
 from peagle_jax.decode.engine import Engine
@@ -218,6 +218,14 @@ def test_engines_in_threads_measure_once(tmp_path):
         borrowed = get(num_rows=2, measure=lambda k: 1 / 0)
         go_on.set()
     assert borrowed is second.result() and third.result() is not borrowed and len(calls) == 36
+
+
+def test_the_quantile_is_numpys():
+    times = np.random.default_rng(3).random(16)
+    for count in range(17):
+        filled = [*times[:count], *[0.7] * (step_times.ENOUGH - count)]
+        want = np.quantile(filled, step_times.QUANTILE)
+        np.testing.assert_allclose(step_times._quantile(times[:count].tolist(), 0.7), want)
 
 
 def test_times_follow_what_is_observed(tmp_path):
