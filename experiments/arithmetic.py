@@ -74,7 +74,7 @@ def _markov_gate_size(run: HeadRun, num_reads: int = 1) -> int:
     """Weights of what makes a Markov head's code of its inputs; 0 of a vanilla one.
 
     Args:
-      num_reads: how often weights that read a state count.
+      num_reads: those that read a state count so often, as a training step multiplies with them.
     """
     if not isinstance(run, PeagleRun) or run.markov is None or run.markov.kind == "vanilla":
         return 0

@@ -50,7 +50,9 @@ SETTINGS = {
     "answers.count": "answers.num_samples",
     "answers.new_tokens": "answers.max_new_tokens",
     "decoding.new_tokens": "decoding.max_new_tokens",
+    "markov.gated": "markov.kind",
 }
+MARKOV_KINDS = {"False": "vanilla", "True": "gated"}  # values of "markov.gated"
 
 
 def experiment_name(name: str) -> str:
@@ -107,6 +109,8 @@ def _renamed_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, An
             value = [
                 _renamed(stage, STAGE_KEYS) if isinstance(stage, dict) else stage for stage in value
             ]
+        elif path == "markov.gated":
+            value = MARKOV_KINDS.get(str(value), value)
         renamed[SETTINGS.get(path, path).rpartition(".")[2]] = value
     return renamed
 
@@ -121,4 +125,6 @@ def _renamed_change(change: str) -> str:
     key, colon, values = change.partition(": ")
     if key == "grow" and (stages := SCHEDULES.fullmatch(values)):
         values = " -> ".join(readable(ast.literal_eval(text)) for text in stages.groups())
+    if key == "markov.gated":
+        values = " -> ".join(MARKOV_KINDS.get(text, text) for text in values.split(" -> "))
     return f"{SETTINGS.get(key, key)}{colon}{values}"

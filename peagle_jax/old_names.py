@@ -2,6 +2,7 @@
 names were those of docs/glossary.md are still read. New files have the new names only.
 """
 
+import json
 from collections.abc import Mapping
 
 from peagle_jax.types import InputError
@@ -97,13 +98,14 @@ def with_new_names(raw: Mapping, new_names: Mapping[str, str], where: str) -> di
     return {new_names.get(key, key): value for key, value in raw.items()}
 
 
-def with_new_values(raw: Mapping, former: FormerValues, where: str) -> dict:
+def with_new_values(raw: Mapping, former: FormerValues, where: str, next_step: str | None) -> dict:
     """A copy of `raw` in which former keys and their values have their new names.
 
     Args:
       raw: as it was read.
       former: old key -> new key, and old value -> new value.
       where: the file, for the error.
+      next_step: what to do about a value that the key never had; None to name the present key.
 
     Raises:
       InputError: a key stands there under both of its names, or has a value that it never had.
@@ -113,7 +115,12 @@ def with_new_values(raw: Mapping, former: FormerValues, where: str) -> dict:
             continue
         value = raw[old]
         if not any(value is known for known in values):
-            rule = f"{old} must be one of {', '.join(str(known).lower() for known in values)}"
-            raise InputError(where, rule, value, f"write {new}: {next(iter(values.values()))}")
+            rule = f"{old} must be one of {', '.join(map(_as_json, values))}"
+            present = f"write {new}, one of {', '.join(values.values())}, in its place"
+            raise InputError(where, rule, _as_json(value), next_step or present)
         raw = with_new_names({**raw, old: values[value]}, {old: new}, where)
     return dict(raw)
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, default=str)

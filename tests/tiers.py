@@ -104,7 +104,7 @@ SLOW: dict[str, str] = {
     "tests/train/test_losses.py::test_both_trainings*": "6 s",
     "tests/train/test_losses_of_rows.py::test_alignment*": "11 s",
     "tests/train/test_losses_of_rows.py::test_packed_documents*": "15 s",
-    "tests/train/test_markov_loss.py::test_loss_and_gradients[[]False[]]": "6 s",
+    "tests/train/test_markov_loss.py::test_loss_and_gradients[[]vanilla[]]": "6 s",
     "tests/train/test_markov_loss.py::test_partitions*": "6 s",
     "tests/train/test_new_recipe.py::test_what_it_writes*": "21 s",
     "tests/train/test_partitions.py*": "45 s",

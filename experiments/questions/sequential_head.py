@@ -10,7 +10,8 @@ second measurement is of greedy decoding.
 Expects: late positions gain, because their placeholders do not know the drafts before them; the
 first gains nothing. The RNN head gains more than the Markov head from the third position on, where
 there is more than one draft to know, and a higher rank gives the second position more.
-Result: not measured yet.
+Result: bded1c3, 2026-11-25, 3 seeds, budget sampled: 2.38 without, 2.95 with, 2.96 gated. The first
+position loses a point, the second gains 12. docs/late_positions.md has more.
 """
 
 import dataclasses

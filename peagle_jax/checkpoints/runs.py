@@ -191,7 +191,7 @@ def config_from_json(path: Path) -> HeadConfig:
       InputError: a key is missing or of a wrong kind, or names a design that does not exist.
     """
     raw = with_new_names(weights.read_json(path, HEAD_FILE_AGAIN), HEAD_JSON_KEYS, str(path))
-    raw = with_new_values(raw, HEAD_JSON_VALUES, str(path))
+    raw = with_new_values(raw, HEAD_JSON_VALUES, str(path), HEAD_FILE_AGAIN)
     raw.pop("origin", None)
     # runs from before other designs, Markov and confidence heads do not name theirs
     raw = {**PAPER_DESIGN, **NO_MARKOV, **NO_CONFIDENCE, **raw}

@@ -156,7 +156,7 @@ class ParallelDrafter(_HeadDrafter):
     ) -> tuple[Tree, DraftState]:
         """As `step`, but gives the tree of the `num_nodes` likeliest paths, and the new state.
 
-        With a Markov head the probability of a token is that behind its parent, otherwise that of
+        With a Markov head the probability of a token is that behind its path, otherwise that of
         its position.
 
         Args:

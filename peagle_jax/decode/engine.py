@@ -381,8 +381,8 @@ class Engine(BaseEngine):
             if is_typical and num_steps >= MIN_TIMED_STEPS:
                 of_a_step = self._batch.seconds_a_step(end - start, num_steps)
                 self._step_times.observe(k, *shape, of_a_step)
-                self._stats.measure_seconds += time.perf_counter() - end
             self._step_times.count(*shape, num_steps)
+            self._stats.measure_seconds += time.perf_counter() - end
         self._stats.num_steps += num_steps
         self._stats.steps_by_k[k] += num_steps
         self._stats.programs.add(program)

@@ -15,8 +15,8 @@ class EngineStats:
       steps_by_k: how many of them drafted each number of tokens; 0 is plain decoding.
       num_chunks: forwards of the prefill.
       prefill_seconds: wall seconds of reading prompts, up to the first tokens.
-      decode_seconds: wall seconds of decoding steps.
-      measure_seconds: wall seconds of measuring steps, for `adaptive_k`.
+      decode_seconds: wall seconds of decoding steps, with caches that grow for them.
+      measure_seconds: wall seconds of measuring steps and of choosing K, for `adaptive_k`.
       programs: shapes that were computed: "prefill", rows (of distinct prompts), slots, tokens of
         a chunk; "first tokens" and "decode", rows, slots, how the rows sample. What a process meets
         for the first time is compiled, and again where programs were let go of (first_call.py).

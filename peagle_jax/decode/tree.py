@@ -5,7 +5,7 @@ product of its tokens' probabilities, and the tree of N nodes that is most likel
 target's text has the N likeliest paths (DDTree; the nodes of a best-first search). Shapes are
 static: which paths can ever be among the N likeliest does not depend on the probabilities.
 
-With a Markov head (draft/markov.py) a token's probability is that behind its parent, and no path
+With a Markov head (draft/markov.py) a token's probability is that behind its path, and no path
 can be left out beforehand. The likeliest are then found depth by depth (`conditioned_tree`).
 
 A path is written as ranks: (0, 2) is the likeliest token, then the third likeliest. All paths with
@@ -179,7 +179,7 @@ def conditioned_tree(
     k: int,
     num_nodes: int,
 ) -> Tree:
-    """The tree of the `num_nodes` likeliest paths, where a token's probability is by its parent.
+    """The tree of the `num_nodes` likeliest paths, where a token's probability is by its path.
 
     A path among the N likeliest is among the N - d + 1 likeliest of its depth d, because its
     beginnings are at least as likely, and so are theirs. At each depth that many are kept, and from

@@ -71,6 +71,7 @@ class MarkovHead(nnx.Module):
         self.w1 = Embedding(vocab, rank, dtype=dtype, rngs=rngs)
         self.w2 = Linear(rank, draft_vocab, dtype=dtype, rngs=rngs)
         self.w2.kernel[...] = jnp.zeros_like(self.w2.kernel[...])
+        assert kind in KINDS, kind
         sizes = {"gated": (dim + rank, rank), "rnn": (2 * rank + dim, 3 * rank)}
         mixer = None
         if kind in sizes:
@@ -131,6 +132,7 @@ class MarkovHead(nnx.Module):
         fixed = self.joint(jnp.concatenate([state, embedded, normed], axis=-1))
         of_state = self.joint.kernel[...][: self.state_size]
 
+        @jax.checkpoint  # a round keeps no more than the state for the backward pass
         def read(state: Array) -> tuple[Array, Array]:
             rows = state.reshape(-1, self.state_size)  # in one axis, as `Linear` has them
             return _read(fixed + product(rows, of_state).reshape(fixed.shape), state)

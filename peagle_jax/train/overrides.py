@@ -13,6 +13,7 @@ from peagle_jax.train.settings import (
     build,
     example_of,
     field_types,
+    former_values,
     list_example,
     new_names,
     options_of,
@@ -94,13 +95,14 @@ def _find(cls: type, option: str, place: str) -> tuple[list[str], typing.Any]:
             continue
         known, name = {}, part
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            known = field_types(hint)
+            # a former key whose values had other names as well is translated with its value
+            known = field_types(hint) | former_values(hint)
             name = new_names(hint).get(part, part)
         if name not in known:
             parent = ".".join(keys) or "the recipe"
             rule = f"{option} names no key"
             if known:
-                rule += f": those of {parent} are {', '.join(known)}"
+                rule += f": those of {parent} are {', '.join(field_types(hint))}"
             else:
                 rule += f": {parent} has a value, and no keys"
             next_step = f"remove {option}"
@@ -119,7 +121,7 @@ def _present_value(run: Run, keys: Sequence[str]) -> typing.Any:
         if isinstance(value, tuple):
             value = value[int(key)] if int(key) < len(value) else None
         elif value is not None:
-            value = getattr(value, key)
+            value = getattr(value, key, None)  # None for a former key
     return value
 
 

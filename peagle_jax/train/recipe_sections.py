@@ -187,7 +187,7 @@ class PlaceholderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MarkovConfig:
-    """A Markov head (draft/markov.py): the token before a draft gives its logits a bias."""
+    """A Markov head (draft/markov.py): the tokens before a draft give its logits a bias."""
 
     rank: int  # of the bias; DSpark's heads have 256
     # vanilla; gated: the bias depends on the hidden state, too; rnn: and on all drafts before

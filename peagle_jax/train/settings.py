@@ -97,7 +97,7 @@ def build(
             got, next_step = "null", f"{next_step}; leave it out for their defaults"
         raise InputError(place, "must be a mapping of keys", got, next_step)
     given = with_new_names(raw, new_names(cls), place)
-    given = with_new_values(given, RECIPE_VALUES.get(cls.__name__, {}), place)
+    given = with_new_values(given, RECIPE_VALUES.get(cls.__name__, {}), place, None)
     if unknown := [str(key) for key in given if key not in hints]:
         rule = f"known keys are {', '.join(hints)}"
         got = f"unknown {', '.join(sorted(unknown))}"
@@ -138,6 +138,12 @@ def new_names(cls: type) -> dict[str, str]:
     for owner in cls.__mro__:
         names |= RECIPE_KEYS.get(owner.__name__, {})
     return names
+
+
+def former_values(cls: type) -> dict[str, type]:
+    """Former keys of the dataclass whose values had other names as well, and their types."""
+    former = RECIPE_VALUES.get(cls.__name__, {})
+    return {old: type(next(iter(values))) for old, (_, values) in former.items()}
 
 
 def options_of(hint: typing.Any) -> tuple[typing.Any, ...]:

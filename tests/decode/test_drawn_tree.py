@@ -118,6 +118,32 @@ def test_first_children_are_distributed_as_q(markov_rank):
     assert np.abs(q - second_shares(q)).max() > 0.05
 
 
+def test_what_children_are_drawn_from_knows_the_whole_path():
+    """A state passes from node to node: q of 6, 5, 7, 30 against the head's own calls."""
+    head, path = tiny.head(markov_rank=4, markov_kind="rnn", draft_vocab=9), (6, 5, 7, 30)
+    hidden = jnp.asarray(np.random.default_rng(1).normal(size=(2, K, head.config.dim)), jnp.float32)
+    sampling = sampling_params(2, 0.8, 0, 1.0, range(2))
+
+    @jax.jit
+    def run(params):
+        module = head.bind(params)
+        _, q_of = draw_tree(module, hidden, jnp.full(2, path[0]), NODES, sampling)
+        normed, state, found, want = module.final_norm(hidden), None, [], []
+        own = module.markov.first_state(normed[:, 0])
+        for depth, token in enumerate(path, start=1):
+            q, state = q_of(depth, jnp.full(2, token), state)
+            bias, own = module.markov(jnp.full(2, token), normed[:, depth - 1], own)
+            found.append(q)
+            want.append(jax.nn.softmax((module.lm_head(normed[:, depth - 1]) + bias) / 0.8))
+        forgetful = q_of(K, jnp.full(2, path[-1]), None)[0]
+        return jnp.stack(found), jnp.stack(want), forgetful
+
+    found, want, forgetful = jax.device_get(run(head.params))
+    ids = np.arange(9) + np.asarray(head.params["d2t"])
+    np.testing.assert_allclose(found[..., ids], want, atol=1e-5)
+    assert np.abs(found[-1] - forgetful).sum(axis=-1).min() > 0.02
+
+
 def second_shares(q: np.ndarray) -> np.ndarray:
     """The distribution of the second of two draws, without the first one."""
     rest = q[None] * (1 - np.eye(len(q))) / np.maximum(1 - q, 1e-9)[:, None]

@@ -23,6 +23,7 @@ OLD = {
         "head.taps: (1, 4, 5) -> (5,)",
         "decoding.new_tokens: 64 -> 96",
         "start_from: the EAGLE-3 head itself",
+        "markov.gated: None -> True",
         "loss: forward_kl -> tv",
     ],
     "config": {
@@ -35,6 +36,7 @@ OLD = {
         "measure": {"every": None, "count": 1, "new_tokens": 8},
         "optimizer": {"clip": 1.0},
         "start": "target",
+        "markov": {"rank": 32, "gated": False},
     },
     "stages": {"text": "99", "features": "59"},
     "measured": [{"k": 1, "new_tokens": 64, "prompts": [{"drafts": 9, "accepted": [3]}]}],
@@ -53,6 +55,7 @@ NEW = {
         "head.aux_hidden_state_layers: (1, 4, 5) -> (5,)",
         "decoding.max_new_tokens: 64 -> 96",
         "init_from: the EAGLE-3 head itself",
+        "markov.kind: None -> gated",
         "loss: forward_kl -> tv",
     ],
     "config": {
@@ -70,6 +73,7 @@ NEW = {
         "eval": {"every": None, "num_prompts": 1, "max_new_tokens": 8},
         "optimizer": {"max_grad_norm": 1.0},
         "init": "target",
+        "markov": {"rank": 32, "kind": "vanilla"},
     },
     "stages": {"text": "99", "hidden_states": "59"},
     "measurements": [

@@ -234,6 +234,7 @@ def test_who_shares_a_head_and_who_is_the_same_run(budget):
         ("warm_start", "the EAGLE-3 head itself"),
         ("against_eagle3", "EAGLE-3 of equal parameters"),
         ("one_forward", "EAGLE-3"),
+        ("sequential_head", "EAGLE-3"),
     ]
     markov = [(name, "with a Markov head") for name in ("sequential_head", "one_forward")]
     expected = {

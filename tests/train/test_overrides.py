@@ -33,6 +33,8 @@ OVERRIDES = [
     ("--head.taps 2,5,7", {"head": {"aux_hidden_state_layers": [2, 5, 7]}}),
     ("--head.taps=2,5", {"head": {"aux_hidden_state_layers": [2, 5]}}),
     ("--head.taps 2", {"head": {"aux_hidden_state_layers": [2]}}),
+    ("--markov.rank 4 --markov.gated true", {"markov": {"rank": 4, "kind": "gated"}}),
+    ("--markov.rank 4 --markov.gated=false", {"markov": {"rank": 4, "kind": "vanilla"}}),
     ("--head.norm-before-residual True", {"head": {"norm_before_residual": True}}),
     ("--train_embedding false", {"train_embedding": False}),
     ("--head.rope.factor 8", {"head": {"rope": {"factor": 8.0}}}),

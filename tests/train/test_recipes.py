@@ -136,6 +136,15 @@ def test_former_spellings(path):
     assert run == today
 
 
+@pytest.mark.parametrize("gated, kind", [(False, "vanilla"), (True, "gated")])
+def test_a_former_kind_of_markov_head(gated, kind, tmp_path):
+    run, today = (
+        load(tmp_path, minimal("peagle", markov={"rank": 4, **key}))
+        for key in ({"gated": gated}, {"kind": kind})
+    )
+    assert run == today and "gated:" not in dump(run)
+
+
 def test_every_former_key(tmp_path):
     """A recipe with each former key, whose values are not the defaults."""
     recipe = minimal("peagle", **ALL_CHANGED)
@@ -270,7 +279,7 @@ BAD = [
     ({"markov": {"gated": True}}, "markov: rank must be given; got no rank"),
     (
         {"markov": {"rank": 4, "gated": "yes"}},
-        "markov: gated must be one of false, true; got yes; write kind: vanilla",
+        'markov: gated must be one of false, true; got "yes"; write kind, one of v',
     ),
     (
         {"markov": {"rank": 4, "gated": True, "kind": "gated"}},
