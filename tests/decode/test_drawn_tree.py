@@ -13,7 +13,7 @@ import pytest
 import tiny
 from test_tree import PROMPTS, paths_of, truth
 
-from peagle_jax.decode.drawn_tree import RANK_SHARES, draw_tree, most_children
+from peagle_jax.decode.drawn_tree import RANK_SHARES, draw_tree, most_children, walk_drawn
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.requests import Request
@@ -142,6 +142,29 @@ def test_what_children_are_drawn_from_knows_the_whole_path():
     ids = np.arange(9) + np.asarray(head.params["d2t"])
     np.testing.assert_allclose(found[..., ids], want, atol=1e-5)
     assert np.abs(found[-1] - forgetful).sum(axis=-1).min() > 0.02
+
+
+def test_the_walk_hands_on_what_was_read():
+    """Each node's children are tried with the state behind all of its path."""
+    tree, _, _ = trees(4, "rnn")
+    calls = []
+
+    def draft_probabilities(depth, parent, state):
+        calls.append((depth, parent.tolist(), state))
+        return jnp.full((8, 41), 1 / 41), f"behind {depth} tokens"
+
+    _, tokens, _ = walk_drawn(
+        tree,
+        most_children(K, NODES, 9),
+        lambda depth, node, drafts: jnp.full((8, 41), 1 / 41),
+        draft_probabilities,
+        jnp.full(8, 6),
+        jnp.zeros(8, bool),
+        jax.random.split(jax.random.key(3), 8),
+    )
+    states = [None, *(f"behind {depth} tokens" for depth in range(1, K))]
+    parents = [[6] * 8, *np.asarray(tokens).T[: K - 1].tolist()]
+    assert calls == [(d + 1, parents[d], states[d]) for d in range(K)]
 
 
 def second_shares(q: np.ndarray) -> np.ndarray:
