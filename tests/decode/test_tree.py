@@ -230,12 +230,15 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
 
 
 def test_the_paths_of_a_head_with_a_state_are_the_likeliest():
-    """All 9^3 paths, each one's tokens read in turn from its beginning."""
-    head, k, num_nodes = tiny.head(markov_rank=4, markov_kind="rnn", draft_vocab=9), 3, 20
+    """All 9^4 paths, each one's tokens read in turn from its beginning."""
+    head, k, num_nodes = tiny.head(markov_rank=4, markov_kind="rnn", draft_vocab=9), 4, 40
+    markov = head.params["markov"]
+    for part in (markov["joint"], markov["w2"]):  # so that states decide
+        part["kernel"] = 3 * part["kernel"]
     drafter, rng = make_drafter(head, k), np.random.default_rng(3)
     state = DraftState(drafter.init(1, 16), None)
     aux = jnp.asarray(rng.normal(size=(1, k + 1, head.config.sizes.aux_dim)), jnp.float32)
-    inputs = state, jnp.asarray([[6] * 4]), aux, jnp.ones(1, jnp.int32)
+    inputs = state, jnp.asarray([[6] * (k + 1)]), aux, jnp.ones(1, jnp.int32)
     ids = np.arange(9) + np.asarray(head.params["d2t"])
     paths = np.array(list(itertools.product(range(9), repeat=k)))
 
