@@ -232,9 +232,7 @@ def test_the_paths_of_a_head_are_the_likeliest(markov_rank, temperature):
 def test_the_paths_of_a_head_with_a_state_are_the_likeliest():
     """All 9^4 paths, each one's tokens read in turn from its beginning."""
     head, k, num_nodes = tiny.head(markov_rank=4, markov_kind="rnn", draft_vocab=9), 4, 40
-    markov = head.params["markov"]
-    for part in (markov["joint"], markov["w2"]):  # so that states decide
-        part["kernel"] = 3 * part["kernel"]
+    markov = jax.tree.map(lambda x: 3 * x, head.params["markov"])  # so that states decide
     drafter, rng = make_drafter(head, k), np.random.default_rng(3)
     state = DraftState(drafter.init(1, 16), None)
     aux = jnp.asarray(rng.normal(size=(1, k + 1, head.config.sizes.aux_dim)), jnp.float32)
@@ -254,7 +252,7 @@ def test_the_paths_of_a_head_with_a_state_are_the_likeliest():
             logprobs.append(jax.nn.log_softmax(logits)[jnp.arange(len(paths)), paths[:, d]])
         return drafter.tree(params, *inputs, num_nodes, None)[0], jnp.stack(logprobs, axis=1)
 
-    tree, logprobs = run(head.params)
+    tree, logprobs = run({**head.params, "markov": markov})
     scores = {}
     for path, of_tokens in zip(paths.tolist(), np.asarray(logprobs), strict=True):
         for end in range(1, k + 1):
