@@ -10,8 +10,10 @@ second measurement is of greedy decoding.
 Expects: late positions gain, because their placeholders do not know the drafts before them; the
 first gains nothing. The RNN head gains more than the Markov head from the third position on, where
 there is more than one draft to know, and a higher rank gives the second position more.
-Result: bded1c3, 2026-11-25, 3 seeds, budget sampled: 2.38 without, 2.95 with, 2.96 gated. The first
-position loses a point, the second gains 12. docs/late_positions.md has more.
+Result: 43d8a48, 2026-11-29, 3 seeds, budget sampled: 2.33 without, 2.89 and 3.03 with a Markov head
+of rank 32 and 128, 2.74 and 3.21 with an RNN head, EAGLE-3 3.44. Before (bded1c3, another training
+of the target): 2.38, 2.95 with a Markov head and 2.96 with a gated one. docs/late_positions.md has
+more.
 """
 
 import dataclasses
