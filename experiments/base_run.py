@@ -147,6 +147,11 @@ def as_eagle3(run: PeagleRun, *, layers: int = 1) -> Eagle3Run:
     return Eagle3Run(**shared, ttt=TttConfig(steps=run.cod.num_depths, decay=1.0))
 
 
+def as_eagle3_of_equal_layers(run: PeagleRun) -> Eagle3Run:
+    """As `as_eagle3`, with the run's number of layers, and so as many parameters."""
+    return as_eagle3(run, layers=run.head.layers)
+
+
 def as_eagle(run: PeagleRun, *, layers: int = 1) -> EagleRun:
     """An EAGLE-1 head on the same data, for the same steps.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.base_run import readable
+from peagle_jax import old_names
 
 EXPERIMENT_NAMES = {"taps": "aux_layers", "regularisation": "regularization"}
 VARIANT_NAMES = {  # by the experiment's present name
@@ -52,7 +53,8 @@ SETTINGS = {
     "decoding.new_tokens": "decoding.max_new_tokens",
     "markov.gated": "markov.kind",
 }
-MARKOV_KINDS = {"False": "vanilla", "True": "gated"}  # values of "markov.gated"
+# values of "markov.gated", as changes write them
+MARKOV_KINDS = {str(old): new for old, new in old_names.MARKOV_KINDS.items()}
 
 
 def experiment_name(name: str) -> str:

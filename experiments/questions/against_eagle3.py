@@ -18,9 +18,9 @@ equal FLOPs. docs/late_positions.md has more.
 
 from experiments.arithmetic import training_flops
 from experiments.base import Experiment, Measurement, Variant
-from experiments.base_run import as_eagle, as_eagle3, with_steps
+from experiments.base_run import as_eagle, as_eagle3, as_eagle3_of_equal_layers, with_steps
 from peagle_jax.pipelines.budgets import lm_shape
-from peagle_jax.train.config import Eagle3Run, EagleRun, HeadRun, PeagleRun
+from peagle_jax.train.config import EagleRun, HeadRun, PeagleRun
 
 # Seconds of a step beside the parallel head's, on one core: the fastest of three trainings each of
 # an EAGLE-3 head of two layers (3,176 tokens/s, commit 7149b82) and of the base (5,019, 4722e37).
@@ -30,12 +30,8 @@ EAGLE3_SECONDS = 1.58
 GREEDY_AND_SAMPLED = (Measurement(), Measurement(temperature=1.0))
 
 
-def of_equal_parameters(base: PeagleRun) -> Eagle3Run:
-    return as_eagle3(base, layers=base.head.layers)
-
-
 def of_equal_seconds(base: PeagleRun) -> HeadRun:
-    return with_steps(of_equal_parameters(base), round(base.optimizer.steps / EAGLE3_SECONDS))
+    return with_steps(as_eagle3_of_equal_layers(base), round(base.optimizer.steps / EAGLE3_SECONDS))
 
 
 def of_equal_flops(base: PeagleRun) -> HeadRun:
@@ -72,7 +68,7 @@ EXPERIMENT = Experiment(
         "P-EAGLE": Variant(measurements=GREEDY_AND_SAMPLED),
         "EAGLE-3": Variant(run=as_eagle3, method="eagle3", measurements=GREEDY_AND_SAMPLED),
         "EAGLE-3 of equal parameters": Variant(
-            run=of_equal_parameters, method="eagle3", measurements=GREEDY_AND_SAMPLED
+            run=as_eagle3_of_equal_layers, method="eagle3", measurements=GREEDY_AND_SAMPLED
         ),
         "EAGLE-3 of equal seconds": Variant(
             run=of_equal_seconds, method="eagle3", measurements=GREEDY_AND_SAMPLED

@@ -18,7 +18,7 @@ docs/late_positions.md has more.
 import dataclasses
 
 from experiments.base import Experiment, Measurement, Variant
-from experiments.base_run import as_eagle3, with_placeholder
+from experiments.base_run import as_eagle3_of_equal_layers, with_placeholder
 from peagle_jax.train.config import Eagle3Run, PeagleRun
 from peagle_jax.train.recipe_sections import MarkovConfig
 
@@ -38,12 +38,8 @@ def with_both(base: PeagleRun) -> PeagleRun:
     return with_layers(with_markov(base))
 
 
-def eagle3_of_layers(base: PeagleRun) -> Eagle3Run:
-    return as_eagle3(base, layers=base.head.layers)
-
-
 def eagle3_of_more_layers(base: PeagleRun) -> Eagle3Run:
-    return eagle3_of_layers(with_layers(base))
+    return as_eagle3_of_equal_layers(with_layers(base))
 
 
 EXPERIMENT = Experiment(
@@ -64,7 +60,7 @@ EXPERIMENT = Experiment(
             run=with_placeholder(true_tokens=1.0),
             measurements=(Measurement(on_text=True, drafts_known=True),),
         ),
-        "EAGLE-3": Variant(run=eagle3_of_layers, method="eagle3"),
+        "EAGLE-3": Variant(run=as_eagle3_of_equal_layers, method="eagle3"),
         "EAGLE-3, twice the layers": Variant(run=eagle3_of_more_layers, method="eagle3"),
     },
     paper="P-EAGLE's heads have 4 layers and EAGLE-3's one; DSpark adds a Markov head to a "

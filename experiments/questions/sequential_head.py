@@ -19,8 +19,8 @@ more.
 import dataclasses
 
 from experiments.base import Experiment, Measurement, Variant
-from experiments.base_run import as_eagle3
-from peagle_jax.train.config import Eagle3Run, PeagleRun
+from experiments.base_run import as_eagle3_of_equal_layers
+from peagle_jax.train.config import PeagleRun
 from peagle_jax.train.recipe_sections import MarkovConfig
 
 RANK, HIGH_RANK = 32, 128
@@ -32,10 +32,6 @@ def with_markov(kind: str, rank: int = RANK) -> Variant:
         return dataclasses.replace(base, markov=MarkovConfig(rank=rank, kind=kind))
 
     return Variant(run=run, measurements=SAMPLED_AND_GREEDY)
-
-
-def eagle3_of_layers(base: PeagleRun) -> Eagle3Run:
-    return as_eagle3(base, layers=base.head.layers)
 
 
 EXPERIMENT = Experiment(
@@ -52,7 +48,9 @@ EXPERIMENT = Experiment(
         "with an RNN head": with_markov("rnn"),
         "with a Markov head of rank 128": with_markov("vanilla", HIGH_RANK),
         "with an RNN head of rank 128": with_markov("rnn", HIGH_RANK),
-        "EAGLE-3": Variant(run=eagle3_of_layers, method="eagle3", measurements=SAMPLED_AND_GREEDY),
+        "EAGLE-3": Variant(
+            run=as_eagle3_of_equal_layers, method="eagle3", measurements=SAMPLED_AND_GREEDY
+        ),
     },
     paper="DSpark's heads draft a block in parallel and add a bias of rank 256 from the token "
     "before; a state gained them little (arXiv:2607.05147). Nobody has published it for P-EAGLE.",

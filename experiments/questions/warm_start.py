@@ -15,8 +15,8 @@ nothing of the EAGLE-3 head.
 import dataclasses
 
 from experiments.base import Experiment, Variant
-from experiments.base_run import as_eagle3, with_steps
-from peagle_jax.train.config import Eagle3Run, HeadRun, PeagleRun
+from experiments.base_run import as_eagle3_of_equal_layers, with_steps
+from peagle_jax.train.config import HeadRun, PeagleRun
 
 
 def twice_the_steps(base: PeagleRun) -> HeadRun:
@@ -25,10 +25,6 @@ def twice_the_steps(base: PeagleRun) -> HeadRun:
 
 def from_random_layers(base: PeagleRun) -> PeagleRun:
     return dataclasses.replace(base, init="random")
-
-
-def eagle3_of_equal_layers(base: PeagleRun) -> Eagle3Run:
-    return as_eagle3(base, layers=base.head.layers)
 
 
 def all_depths_at_once(base: PeagleRun) -> PeagleRun:
@@ -47,7 +43,7 @@ EXPERIMENT = Experiment(
         "twice the steps": Variant(run=twice_the_steps),
         "random": Variant(run=from_random_layers),
         "EAGLE-3 head": Variant(init_from="the EAGLE-3 head itself"),
-        "the EAGLE-3 head itself": Variant(run=eagle3_of_equal_layers, method="eagle3"),
+        "the EAGLE-3 head itself": Variant(run=as_eagle3_of_equal_layers, method="eagle3"),
         "all depths at once": Variant(run=all_depths_at_once),
     },
     paper="arXiv:2602.01469 does not report a warm start; its heads begin at random.",

@@ -356,7 +356,7 @@ def _quantile(seconds: Sequence[float], before: float = 0.0) -> float:
     Args:
       before: what stands for those that are fewer than ENOUGH.
     """
-    # as np.quantile has it, which takes 66 us in the place of 2; of every look each K has one
+    # as np.quantile has it, which takes 66 us in the place of 2; each look needs one for every K
     ordered = sorted([*seconds, *[before] * (ENOUGH - len(seconds))])
     place = QUANTILE * (len(ordered) - 1)
     below = int(place)

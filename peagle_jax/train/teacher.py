@@ -1,4 +1,4 @@
-"""What a parallel head learns from: the target, and the heads on top of the draft head."""
+"""What a parallel head learns from, and its loss with that of Markov and confidence heads."""
 
 import dataclasses
 
@@ -54,18 +54,13 @@ class Teacher:
         teacher_row = positions + n * jnp.arange(B)[:, None]
         bias = confidence = states = None
         previous = jnp.take_along_axis(self.tokens, positions, axis=1)
+        normed = head.final_norm(hidden)
         if head.confidence is not None:
-            normed = head.final_norm(hidden)
             confidence = _flatten_rows(head.confidence_logits(normed, previous))
         if head.markov is not None:
-            code, states = head.markov.codes(
-                previous,
-                head.final_norm(hidden),
-                positions - depth,
-                depth,
-                self.num_depths,
-                after_depth0,
-            )
+            anchor = positions - depth
+            elements = previous, normed, anchor, depth, self.num_depths
+            code, states = head.markov.codes(*elements, after_depth0)
             bias = MarkovBias(head.markov, _flatten_rows(code))
         total, counts = distill(
             head.final_norm,
