@@ -23,12 +23,15 @@ CGROUPS = (
 )
 
 
-def free_bytes() -> int | None:
-    """Bytes that can still be allocated on the default device; None where that is unknown.
+def free_bytes(device: jax.Device | None = None) -> int | None:
+    """Bytes that can still be allocated on a device; None where that is unknown.
 
     For a CPU this is the machine's available memory, or what a container's limit leaves of it.
+
+    Args:
+      device: of this process; None for its first.
     """
-    device = jax.local_devices()[0]
+    device = device or jax.local_devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None

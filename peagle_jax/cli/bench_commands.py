@@ -62,6 +62,7 @@ def _check_who_is_measured(arguments: argparse.Namespace) -> None:
         "--num-tree-nodes": arguments.num_tree_nodes is not None,
         "--dtype": arguments.dtype != "float32",
         "--kv-cache-dtype": arguments.kv_cache_dtype != "auto",
+        "--data-parallel-size": arguments.data_parallel_size != 1,
         "--tensor-parallel-size": arguments.tensor_parallel_size != 1,
         SYNTHETIC: bool(arguments.synthetic_acceptance),
     }
@@ -125,6 +126,7 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
         "drafters": [Path(drafter).name for drafter in arguments.drafter],
         "dtype": arguments.dtype,
         "kv_cache_dtype": arguments.kv_cache_dtype,
+        "data_parallel_size": arguments.data_parallel_size,
         "tensor_parallel_size": arguments.tensor_parallel_size,
         "seed": 0,
         **of_sets,

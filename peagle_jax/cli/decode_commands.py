@@ -47,7 +47,7 @@ def _print_plan(budget: str, out: Path, from_scratch: bool) -> None:
 
 
 def precision(arguments: argparse.Namespace) -> dict:
-    """What --dtype, --kv-cache-dtype and --tensor-parallel-size mean to the loaders."""
+    """What --dtype, --kv-cache-dtype and the numbers of devices mean to the loaders."""
     import jax.numpy as jnp
 
     from peagle_jax.targets.sharding import parallel_mesh
@@ -57,7 +57,7 @@ def precision(arguments: argparse.Namespace) -> dict:
         "dtype": jnp.dtype("bfloat16" if fp8 else arguments.dtype),  # fp8: around its matrices
         "fp8": fp8,
         "kv_cache_dtype": jnp.float8_e4m3fn if arguments.kv_cache_dtype == "fp8" else None,
-        "mesh": parallel_mesh(arguments.tensor_parallel_size),
+        "mesh": parallel_mesh(arguments.tensor_parallel_size, arguments.data_parallel_size),
     }
 
 
@@ -172,10 +172,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
             rule, got = "tokens are drafted by a head", "plain decoding"
             next_step = f"name a head with --drafter, or leave out {option}"
             raise InputError(option, rule, got, next_step)
-    if arguments.threads not in (None, 1) and arguments.tensor_parallel_size > 1:
-        rule, next_step = "is of a target on one device", "leave out one of the two"
-        got = f"--tensor-parallel-size {arguments.tensor_parallel_size}"
-        raise InputError("--threads", rule, got, next_step)
+    for size in ("tensor_parallel_size", "data_parallel_size"):
+        number = getattr(arguments, size)
+        if arguments.threads not in (None, 1) and number > 1:
+            rule, next_step = "is of a target on one device", "leave out one of the two"
+            got = f"--{size.replace('_', '-')} {number}"
+            raise InputError("--threads", rule, got, next_step)
     if arguments.stop_ids is not None and arguments.ignore_eos:
         rule, next_step = "take the place of end-of-sequence tokens", "leave out --ignore-eos"
         raise InputError("--stop-ids", rule, "--ignore-eos, too", next_step)

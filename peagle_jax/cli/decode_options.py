@@ -6,11 +6,11 @@ from pathlib import Path
 from peagle_jax.cli.parser import (
     Parser,
     add_k,
+    add_parallel_sizes,
     add_precision,
     add_server,
     add_target,
     add_template_kwargs,
-    add_tensor_parallel_size,
 )
 
 BENCH_KS = "1,3,5,7,11"
@@ -181,7 +181,7 @@ def add_generate(parser: Parser) -> None:
         help="print the text as it is written, one prompt after the other",
     )
     add_precision(parser)
-    add_tensor_parallel_size(parser)
+    add_parallel_sizes(parser)
     parser.add_argument(
         "--batch-size",
         metavar="N",
@@ -316,7 +316,7 @@ def add_bench(parser: Parser) -> None:
         help="rounds; the table shows their medians, and of a server every round",
     )
     add_precision(parser)
-    add_tensor_parallel_size(parser)
+    add_parallel_sizes(parser)
     parser.add_argument(
         "--out",
         metavar="DIR",

@@ -146,8 +146,19 @@ def add_special_tokens(parser: Parser) -> None:
     )
 
 
-def add_tensor_parallel_size(parser: Parser) -> None:
-    """The devices of a command that reads a target."""
+def add_parallel_sizes(parser: Parser, rows: str = "prompts") -> None:
+    """The devices of a command that reads a target.
+
+    Args:
+      rows: what groups of devices share.
+    """
+    parser.add_argument(
+        "--data-parallel-size",
+        metavar="N",
+        type=int,
+        default=1,
+        help=f"devices, or groups of them, that each have the whole target and share the {rows}",
+    )
     parser.add_argument(
         "--tensor-parallel-size",
         metavar="N",

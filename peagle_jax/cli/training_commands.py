@@ -179,9 +179,11 @@ def regenerate(arguments: argparse.Namespace) -> int:
         server=arguments.server,
         server_model=arguments.server_model,
         dtype=arguments.dtype or "float32",
+        data_parallel_size=arguments.data_parallel_size,
         tensor_parallel_size=arguments.tensor_parallel_size,
     )
     ours = {"--dtype": arguments.dtype is not None}
+    ours["--data-parallel-size"] = arguments.data_parallel_size != 1
     ours["--tensor-parallel-size"] = arguments.tensor_parallel_size != 1
     for option, is_given in ours.items():
         if is_given and arguments.server is not None:

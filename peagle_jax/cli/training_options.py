@@ -6,12 +6,12 @@ from peagle_jax.cli.parser import (
     Parser,
     add_bad_rows,
     add_held_out,
+    add_parallel_sizes,
     add_server,
     add_special_tokens,
     add_split_turns,
     add_target,
     add_template_kwargs,
-    add_tensor_parallel_size,
 )
 
 CORPUS = (
@@ -146,7 +146,7 @@ def add_regenerate(parser: Parser) -> None:
         choices=("float32", "bfloat16"),
         help="of the target's weights, and of activations on a GPU; without it float32",
     )
-    add_tensor_parallel_size(parser)
+    add_parallel_sizes(parser, rows="answers")
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="of the excerpts and of sampling"
     )
@@ -256,14 +256,7 @@ def add_extract(parser: Parser) -> None:
         help="of the target's weights and of products' operands, and of activations on a GPU; on a "
         "CPU activations are float32",
     )
-    parser.add_argument(
-        "--data-parallel-size",
-        metavar="N",
-        type=int,
-        default=1,
-        help="devices, or groups of them, that share the rows of a batch",
-    )
-    add_tensor_parallel_size(parser)
+    add_parallel_sizes(parser, rows="rows of a batch")
     parser.add_argument(
         "--max-chars",
         metavar="N",

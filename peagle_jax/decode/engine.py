@@ -50,7 +50,7 @@ from peagle_jax.decode.stop_strings import Detokenizer, end_tokens, first_line
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.layers import full_precision
 from peagle_jax.layers.column_blocks import are_in_blocks
-from peagle_jax.targets.sharding import MODEL, mesh_of
+from peagle_jax.targets.sharding import MODEL, device_of, mesh_of
 from peagle_jax.types import DecodeState, Model
 
 # Tokens of each prompt in one forward where nothing else is asked for. Rows wait for one forward.
@@ -144,7 +144,8 @@ class Engine(BaseEngine):
             draft_params = jax.device_put(draft_params, everywhere)
         self._batch = Batch(self.spec, target.params, draft_params, max_batch)
         parts = 1 if self._mesh is None else self._mesh.shape[MODEL]
-        self._memory = CacheMemory(self.spec, max_batch, parts, num_threads)
+        about = self.spec, max_batch, parts, num_threads
+        self._memory = CacheMemory(*about, device_of(target.params))
         self.chooser = KChooser(self.spec.k) if adaptive_k else None
         if adaptive_k:
             about = self.spec, self._batch.params

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterator
+from typing import Any, cast
 
 import jax
 
@@ -48,6 +49,7 @@ def first_call(*program: Hashable) -> Iterator[Call]:
       program: what it is compiled for, as a jitted function tells programs apart. One that is
         compiled anew under the name of another costs time, and no room is made for it.
     """
+    program = (*program, cast(Any, jax.config).jax_default_device)  # each device has its own
     if program in _called:
         before, call = _num_clearings, Call(may_have_compiled=False)
         yield call

@@ -88,11 +88,20 @@ class CacheMemory:
       max_batch: the most rows.
       parts: devices that the target's KV heads are spread over.
       num_threads: engines that share the memory.
+      device: whose memory it is; None for the first of this process.
     """
 
-    def __init__(self, spec: DecodeSpec, max_batch: int, parts: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        spec: DecodeSpec,
+        max_batch: int,
+        parts: int,
+        num_threads: int,
+        device: jax.Device | None = None,
+    ) -> None:
         self._spec, self._max_batch = spec, max_batch
         self._parts, self._num_threads = parts, num_threads
+        self._device = device
 
     def size(self, num_rows: int, slots: int) -> int:
         """Bytes on each device of the caches of so many rows with so many slots."""
@@ -107,7 +116,7 @@ class CacheMemory:
         Args:
           held: bytes that are free then.
         """
-        free = free_bytes()
+        free = free_bytes(self._device)
         num_rows = growth.num_rows(len(requests), max(self._max_batch, len(requests)))
         check_cache(
             lambda positions: self.size(num_rows, growth.num_slots(positions, positions)),
@@ -149,7 +158,7 @@ class CacheMemory:
         if running:
             # until they are rows of the batch, what was read has caches beside those of the batch
             needed = max(needed, held) + self.size(*self.shape(group))
-        free = free_bytes()
+        free = free_bytes(self._device)
         # the other engines' caches grow, too
         return free is None or needed <= free // self._num_threads + held
 

@@ -13,6 +13,9 @@ The tokens of a request do not depend on the rows beside it, and so not on the n
 float32 up to ties of the largest logits that are closer than rounding. Which rows are beside it
 depends on times.
 
+On several devices of an accelerator each group of devices that has a whole target gets an engine
+(`device_groups`).
+
 Threads have their own contexts of JAX (`jax.enable_x64` and the like, but for `default_device`):
 set the configuration for the whole process, or ask for one engine.
 """
@@ -29,6 +32,7 @@ from typing import Any, TypedDict, Unpack, cast
 import jax
 
 from peagle_jax.decode.base_engine import BaseEngine
+from peagle_jax.decode.device_groups import DeviceGroup, device_groups
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.engine_checks import check_at_least_1
@@ -78,12 +82,14 @@ def make_engine(
     """The engine, or engines side by side, that decode `max_batch` requests together fastest.
 
     Args:
-      target, drafter, draft_params, max_batch, options: as of `Engine`.
-      num_threads: engines that share the rows; None for `default_threads`.
+      target: as of `Engine`. One on a mesh with an axis "data" is decoded by an engine for each
+        group of devices along it, which share the rows.
+      drafter, draft_params, max_batch, options: as of `Engine`.
+      num_threads: engines that share the rows on one device; None for `default_threads`.
 
     Raises:
-      InputError: as `Engine`; or `num_threads` is below 1, or above 1 for a target that is spread
-        over devices.
+      InputError: as `Engine`; or `num_threads` is below 1, or above 1 for a target on several
+        devices.
     """
     check_at_least_1("max_batch", max_batch, 8)
     check_at_least_1("num_threads", num_threads, 1)
@@ -91,11 +97,16 @@ def make_engine(
         num_threads = default_threads(target, drafter, draft_params, max_batch)
     num_threads = min(num_threads, max_batch)
     if num_threads > 1 and mesh_of(target.params) is not None:
-        rule = "a target that is spread over devices is decoded by one engine"
+        rule = "a target on several devices has an engine for each group of them"
         raise InputError("num_threads", rule, num_threads, "leave out num_threads")
+    groups = device_groups(target, draft_params)[:max_batch]
+    if len(groups) > 1:
+        return _engines_on(groups, drafter, max_batch, options)
     if num_threads == 1:
-        return Engine(target, drafter, draft_params, max_batch=max_batch, **options)
-    rows = [len(range(i, max_batch, num_threads)) for i in range(num_threads)]
+        [group] = groups
+        models = group.target, drafter, group.draft_params
+        return Engine(*models, max_batch=max_batch, **options)
+    rows = _divided(max_batch, num_threads)
     if platform() == "cpu" and weight_bytes(target, draft_params) <= MOST_WEIGHT_BYTES:
         num_drafts = options.get("num_tree_nodes") or (drafter.k if drafter else 0)
         target, draft_params = in_fastest_layout(
@@ -109,6 +120,31 @@ def make_engine(
     models = target, drafter, draft_params
     engines = [Engine(*models, max_batch=n, num_threads=num_threads, **options) for n in rows]
     return ParallelEngine(engines)
+
+
+def _engines_on(
+    groups: Sequence[DeviceGroup], drafter: Drafter | None, max_batch: int, options: EngineOptions
+) -> "ParallelEngine":
+    """An engine for each group. The devices of a CPU, which are simulated, share its memory."""
+    sharing = len(groups) if platform() == "cpu" else 1
+    rows = _divided(max_batch, len(groups))
+    engines = [
+        Engine(
+            group.target,
+            drafter,
+            group.draft_params,
+            max_batch=num_rows,
+            num_threads=sharing,
+            **options,
+        )
+        for group, num_rows in zip(groups, rows, strict=True)
+    ]
+    return ParallelEngine(engines, [group.device for group in groups])
+
+
+def _divided(max_batch: int, num_engines: int) -> list[int]:
+    """The rows of each engine."""
+    return [len(range(i, max_batch, num_engines)) for i in range(num_engines)]
 
 
 def default_threads(
@@ -144,12 +180,18 @@ class ParallelEngine(BaseEngine):
     nothing to do.
 
     Args:
-      engines: which nobody else uses; equal but for `max_batch`.
+      engines: which nobody else uses; equal but for `max_batch`, and for their devices.
+      devices: the first device of each, where each has others; None: all are on the default one.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], devices: Sequence[jax.Device | None] | None = None
+    ) -> None:
         super().__init__()
         self.engines = tuple(engines)
+        self._device_of = dict(zip(engines, devices or [None] * len(engines), strict=True))
+        # of the engines that take memory from the first one, beside itself
+        self._beside_first = self.engines[1:] if devices is None or platform() == "cpu" else ()
         for engine in engines[1:]:
             engine.share_step_times(engines[0])
         self.max_batch = sum(engine.max_batch for engine in engines)
@@ -179,7 +221,7 @@ class ParallelEngine(BaseEngine):
     # ------------------------------------------------------------ requests
 
     def add(self, request: Request) -> int:
-        elsewhere = sum(engine.held_bytes for engine in self.engines[1:])
+        elsewhere = sum(engine.held_bytes for engine in self._beside_first)
         row = self.engines[0].check(request, elsewhere)  # which counts the requests of all
         with self._lock:
             self._waiting.append(row)
@@ -230,16 +272,17 @@ class ParallelEngine(BaseEngine):
             self._news = concurrent.futures.Future()
             self._hand_out(idle)
             others_wait = bool(self._waiting)
-        device = cast(Any, jax.config).jax_default_device  # may be set for this thread alone
+        default = cast(Any, jax.config).jax_default_device  # may be set for this thread alone
         for engine in idle:
             engine.others_wait = others_wait
             if engine.has_work:
+                device = self._device_of[engine] or default
                 step_on = contextvars.copy_context().run, _step_on, device, engine
                 try:
                     self._running[self._threads.submit(*step_on)] = engine
                 except RuntimeError:
                     # the main thread has ended, and with it all pools; another one still decodes
-                    outputs += engine.step()
+                    outputs += _step_on(device, engine)
         if not outputs and self._running:
             outputs = self._finished()
         with self._lock:
@@ -288,6 +331,6 @@ class ParallelEngine(BaseEngine):
 
 
 def _step_on(device: Any, engine: Engine) -> list[Output]:
-    """A step of an engine in a thread of its own, on the calling thread's default device."""
+    """A step of an engine, mostly in a thread of its own, which has no default device yet."""
     with jax.default_device(device):
         return engine.step()

@@ -64,7 +64,8 @@ class RegenerationOptions:
       chat_template_kwargs: as of `corpus.stream_corpus`; rows keep them for training.
       special_tokens: as of `corpus.stream_corpus`, of texts that are continued.
       dtype: "float32" or "bfloat16", of the target's weights where it writes here.
-      tensor_parallel_size: devices over which it is spread then.
+      data_parallel_size: groups of devices that then share the answers, each with a whole target.
+      tensor_parallel_size: devices over which it is spread in a group.
     """
 
     source: str | None
@@ -82,6 +83,7 @@ class RegenerationOptions:
     chat_template_kwargs: dict[str, Any] | None = None
     special_tokens: bool = False
     dtype: str = "float32"
+    data_parallel_size: int = 1
     tensor_parallel_size: int = 1
 
 
@@ -383,7 +385,7 @@ def _load_target(
         folder,
         aux_hidden_state_layers=(),
         dtype=jnp.dtype(options.dtype),
-        mesh=parallel_mesh(options.tensor_parallel_size),
+        mesh=parallel_mesh(options.tensor_parallel_size, options.data_parallel_size),
     )
     text.check_vocabulary(tokenizer, target.config.vocab, folder)
     return target

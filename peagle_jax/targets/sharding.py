@@ -151,3 +151,9 @@ def mesh_of(params: Params) -> Mesh | None:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return sharding.mesh
     return None
+
+
+def device_of(params: Params) -> jax.Device | None:
+    """A device of this process that parameters lie on; None of what is no array of JAX."""
+    leaf = jax.tree.leaves(params)[0]
+    return leaf.addressable_shards[0].device if isinstance(leaf, jax.Array) else None

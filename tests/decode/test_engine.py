@@ -376,7 +376,7 @@ def test_requests_wait_for_memory(monkeypatch):
     server = make_engine(3, max_batch=4, max_steps=5)
     one = server._memory.size(1, 64)
     free = int(1.5 * one)
-    monkeypatch.setattr(memory, "free_bytes", lambda: free - server._held_by_rows())
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free - server._held_by_rows())
     requests = [Request(prompt=[i + 1], max_new_tokens=40) for i in range(5)]
     most = 0
     answers = {}

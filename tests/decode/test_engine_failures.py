@@ -150,7 +150,7 @@ def test_what_rows_hold_is_not_free_for_prompts(monkeypatch):
     while not server.num_running:
         server.step()
     short = server.add(Request(prompt=[9], max_new_tokens=3))
-    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     order = []
     while server.has_work:
         order += [o.request_id for o in server.step() if o.answer is not None]
@@ -276,7 +276,7 @@ def test_a_long_request_enters_with_as_many_rows_as_were_counted(monkeypatch):
     long = server.add(Request(prompt=[5] * 500, max_new_tokens=9))
     read, held = server._memory.size(1, 512), server._held_by_rows
     most = server._memory.size(2, 512) + read
-    monkeypatch.setattr(memory, "free_bytes", lambda: most - held())
+    monkeypatch.setattr(memory, "free_bytes", lambda device: most - held())
     rows, answers = [], {}
     while server.has_work:
         answers |= {o.request_id: o.answer for o in server.step() if o.answer is not None}

@@ -148,7 +148,7 @@ def test_what_waits_needs_no_memory(monkeypatch):
     target, head = tiny.pair(None, **CONTEXT)
     probe = make_engine(3, max_batch=2)
     two = probe._memory.size(2, 96)
-    monkeypatch.setattr("peagle_jax.decode.memory.free_bytes", lambda: two)
+    monkeypatch.setattr("peagle_jax.decode.memory.free_bytes", lambda device: two)
     prompts = [[i] for i in range(1, 6)]
     with pytest.raises(InputError, match="max_batch"):
         generate(target, head, prompts, k=3, max_new_tokens=60, num_threads=1)

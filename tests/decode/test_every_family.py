@@ -178,7 +178,7 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
     target = families.ours("llama")
     config = dataclasses.replace(target.config, context=3 * 10**9)
     target = dataclasses.replace(target, config=config)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 10**6)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**6)
     # 5 layers, keys and values of 2 heads x 16 in float32: 1,280 bytes a token
     with pytest.raises(
         InputError,

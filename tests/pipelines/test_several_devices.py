@@ -19,6 +19,7 @@ from peagle_jax.types import InputError
 
 PROGRAM = Path(__file__).with_name("several_devices.py")
 FOUR = "--tensor-parallel-size 4"
+GROUPS = "--data-parallel-size 2 --tensor-parallel-size 2"
 
 
 def commands(place, out, spread: dict[str, str]) -> list[list[str]]:
@@ -52,8 +53,8 @@ def test_four_devices(place, tmp_path):
     for words in commands(place, one, {}):
         assert main(words) == 0
     spread = {
-        "extract": "--data-parallel-size 2 --tensor-parallel-size 2",
-        "regenerate": FOUR,
+        "extract": GROUPS,
+        "regenerate": GROUPS,
         "generate": FOUR,
     }
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
@@ -66,8 +67,9 @@ def test_four_devices(place, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     extracted, regenerated, generated = json.loads(done.stdout.splitlines()[-1])
-    assert extracted == {"mesh": {"data": 2, "fsdp": 1, "model": 2}, "rows": 2}
-    assert regenerated == generated == {"mesh": {"data": 1, "fsdp": 1, "model": 4}}
+    groups = {"data": 2, "fsdp": 1, "model": 2}
+    assert extracted == {"mesh": groups, "rows": 2} and regenerated == {"mesh": groups}
+    assert generated == {"mesh": {"data": 1, "fsdp": 1, "model": 4}}
 
     want, got = open_hidden_states(one / "states"), open_hidden_states(four / "states")
     assert got.index.rows_hash == want.index.rows_hash and len(got) == len(want) > 20
