@@ -47,10 +47,11 @@ def _row_flops(run: HeadRun, head: HeadShape, num_depths: int) -> float:
     logit_products = 2 + 2 + 1 + run.train_lm_head
     logits = num_elements * logit_products * head.dim * head.draft_vocab
     fusion = 2 * num_positions * _fusion_size(run, head)
-    # of a Markov head the logits twice, and the backward pass to its weights and its code; states
-    # are computed of all elements for each depth
-    gate = _markov_gate_size(run, num_depths)
-    markov = num_elements * (4 * _markov_output_size(run) + 3 * gate)
+    # of a Markov head the logits twice, and the backward pass to its weights and its code
+    gate = num_elements * _markov_gate_size(run)
+    # a state is read for every anchor at every depth but the first, whose state is zero
+    gate += num_positions * (num_depths - 1) * _markov_state_size(run)
+    markov = num_elements * 4 * _markov_output_size(run) + 3 * gate
     return 2 * (3 * (num_elements * layers + scores) + fusion + logits + markov)
 
 
@@ -58,7 +59,8 @@ def num_parameters(run: HeadRun, target: LmShape) -> int:
     """Parameters of a head, about: norms, biases and placeholders are not counted."""
     head = _sized_head(run, target)
     # the embedding of a Markov head is as large as its output, where the vocabulary is not reduced
-    markov = 2 * _markov_output_size(run) + _markov_gate_size(run)
+    gate = _markov_gate_size(run) + _markov_state_size(run)
+    markov = 2 * _markov_output_size(run) + gate
     embeddings = 2 * head.dim * head.draft_vocab
     return _layers_size(run, head) + _fusion_size(run, head) + embeddings + markov
 
@@ -70,18 +72,19 @@ def _markov_output_size(run: HeadRun) -> int:
     return run.markov.rank * run.head.draft_vocab
 
 
-def _markov_gate_size(run: HeadRun, num_reads: int = 1) -> int:
-    """Weights of what makes a Markov head's code of its inputs; 0 of a vanilla one.
-
-    Args:
-      num_reads: those that read a state count so often, as a training step multiplies with them.
-    """
+def _markov_gate_size(run: HeadRun) -> int:
+    """Weights between a Markov head's two inputs and its code; 0 of a vanilla one."""
     if not isinstance(run, PeagleRun) or run.markov is None or run.markov.kind == "vanilla":
         return 0
-    dim, rank = run.head.dim, run.markov.rank
-    if run.markov.kind == "gated":
-        return (dim + rank) * rank
-    return (dim + rank + num_reads * rank) * 3 * rank
+    size = (run.head.dim + run.markov.rank) * run.markov.rank
+    return 3 * size if run.markov.kind == "rnn" else size
+
+
+def _markov_state_size(run: HeadRun) -> int:
+    """Weights that read a Markov head's state; 0 of a kind without one."""
+    if not isinstance(run, PeagleRun) or run.markov is None or run.markov.kind != "rnn":
+        return 0
+    return 3 * run.markov.rank**2
 
 
 def _layers_size(run: HeadRun, head: HeadShape) -> int:

@@ -17,7 +17,7 @@ of the step:
 The previous token of the first draft is the last committed token. Drafts are then drawn one after
 another, by products as small as the rank; the layers still run once. In training the previous
 tokens are those of the text (teacher forcing), and all positions are computed at once, states
-depth by depth.
+depth by depth, of all chains together.
 
 Names and forms are those of DSpark's head as vLLM and DeepSpec have it: `markov_w1`, `markov_w2`,
 `gate_proj`, `joint_proj`, and the kinds.
@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.layers import Embedding, Linear, product
+from peagle_jax.layers.basic import along_last
 from peagle_jax.types import InputError
 
 KINDS = ("vanilla", "gated", "rnn")  # as DSpark's configs call them
@@ -109,10 +110,11 @@ class MarkovHead(nnx.Module):
         normed: Float[Array, "B P D"],
         anchor: Int[Array, "B P"],
         depth: Int[Array, "B P"],
+        num_anchors: int,
         num_depths: int,
         after_first: Float[Array, "B n S"] | None = None,
     ) -> tuple[Float[Array, "B P r"], Float[Array, "B P S"]]:
-        """What `w2` multiplies, of elements that are trained together, and states after them.
+        """What `w2` multiplies, of elements that are trained together, and states after the first.
 
         Args:
           previous: the token before each element, of the target's vocabulary.
@@ -120,31 +122,48 @@ class MarkovHead(nnx.Module):
           anchor: of each element. The element of depth 0 of an anchor has this place.
           depth: of each element. Behind those of depth 0 every chain follows, of depths 1, 2, ...
             without a gap; a padding element has depth 0.
+          num_anchors: all anchors are below it.
           num_depths: all depths are below it.
           after_first: the states after the elements of depth 0, where these are not among the
             elements.
+
+        Returns:
+          The codes, and of elements of depth 0 the states after them.
         """
         embedded = self.w1(previous)
         state = self.first_state(normed)
         if self.joint is None:
             return self._code(embedded, normed), state
-        # what does not depend on the state is computed once
-        fixed = self.joint(jnp.concatenate([state, embedded, normed], axis=-1))
-        of_state = self.joint.kernel[...][: self.state_size]
+        # of the two inputs; what a state adds is computed depth by depth
+        assert self.joint.bias is not None
+        of_state, of_inputs = jnp.split(self.joint.kernel[...], [self.state_size])
+        joint = _product(jnp.concatenate([embedded, normed], axis=-1), of_inputs)
+        joint = joint + along_last(self.joint.bias[...], joint)
+        code, after = _read(joint, state)  # of depth 0, whose state is zero
+        if num_depths == 1:
+            return code, after
+        P = depth.shape[1]
+        num_chains = min(num_anchors, P)
+        starts = jax.vmap(lambda d: jnp.nonzero(d == 1, size=num_chains, fill_value=P - 1)[0])(
+            depth
+        )
+        first = after if after_first is None else after_first
+        before = _take(first, jnp.take_along_axis(anchor, starts, axis=1))
+        # [K-1 B C ..]: the elements of a depth, one of each chain. That of a chain which has ended
+        # is another's, and is not read.
+        later = jnp.arange(num_depths - 1)[:, None, None]
+        places = jnp.minimum(starts[None] + later, P - 1)
 
         @jax.checkpoint  # a round keeps no more than the state for the backward pass
-        def read(state: Array) -> tuple[Array, Array]:
-            rows = state.reshape(-1, self.state_size)  # in one axis, as `Linear` has them
-            return _read(fixed + product(rows, of_state).reshape(fixed.shape), state)
+        def read(state: Array, joint: Array) -> tuple[Array, Array]:
+            code, after = _read(joint + _product(state, of_state).astype(joint.dtype), state)
+            return after.astype(state.dtype), code
 
-        for d in range(1, num_depths):
-            if d == 1:
-                first = read(state)[1] if after_first is None else after_first
-                before = jnp.take_along_axis(first, anchor[..., None], axis=1)
-            else:
-                before = jnp.pad(read(state)[1], [(0, 0), (1, 0), (0, 0)])[:, :-1]
-            state = jnp.where((depth == d)[..., None], before.astype(state.dtype), state)
-        return read(state)
+        _, codes = jax.lax.scan(read, before, jax.vmap(_take, (None, 0))(joint, places))
+        chain = jnp.cumsum(depth == 1, axis=1) - 1
+        codes = jnp.moveaxis(codes, 0, 1).reshape(len(depth), -1, codes.shape[-1])
+        deeper = _take(codes, jnp.maximum((depth - 1) * num_chains + chain, 0))
+        return jnp.where((depth > 0)[..., None], deeper.astype(code.dtype), code), after
 
     def _code(
         self, embedded: Float[Array, "*rows r"], normed: Float[Array, "*rows D"]
@@ -153,6 +172,16 @@ class MarkovHead(nnx.Module):
         if self.gate is None:
             return embedded
         return jax.nn.sigmoid(self.gate(jnp.concatenate([normed, embedded], -1))) * embedded
+
+
+def _product(x: Float[Array, "*rows x"], w: Float[Array, "x J"]) -> Float[Array, "*rows J"]:
+    """`x @ w` with all rows in one axis, as `Linear` has them."""
+    return product(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+
+
+def _take(rows: Float[Array, "B P x"], places: Int[Array, "B C"]) -> Float[Array, "B C x"]:
+    """Some of the rows of each sequence."""
+    return jnp.take_along_axis(rows, places[..., None], axis=1)
 
 
 def _read(

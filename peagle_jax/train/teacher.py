@@ -48,7 +48,8 @@ class Teacher:
             among the rows.
 
         Returns:
-          The sum of losses, counts, and the states of a Markov head after the rows; None without.
+          The sum of losses, counts, and the states of a Markov head after the rows of depth 0; None
+          without.
         """
         B, n = self.hidden.shape[:2]
         teacher_row = positions + n * jnp.arange(B)[:, None]
@@ -59,7 +60,7 @@ class Teacher:
             confidence = _flatten_rows(head.confidence_logits(normed, previous))
         if head.markov is not None:
             anchor = positions - depth
-            elements = previous, normed, anchor, depth, self.num_depths
+            elements = previous, normed, anchor, depth, n, self.num_depths
             code, states = head.markov.codes(*elements, after_depth0)
             bias = MarkovBias(head.markov, _flatten_rows(code))
         total, counts = distill(
