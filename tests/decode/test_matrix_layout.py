@@ -49,6 +49,7 @@ def blocks(monkeypatch):
 
     monkeypatch.setattr(column_blocks, "COLUMNS", 8)
     monkeypatch.setattr(matrix_layout, "LEAST_BYTES", 0)
+    monkeypatch.setattr(matrix_layout, "has_bfloat16_matrix_units", lambda: False)
     monkeypatch.setattr(matrix_layout, "_are_blocks_faster", are_faster)
     return calls
 
@@ -147,6 +148,13 @@ def test_small_models_are_not_measured(blocks, monkeypatch):
     assert found[0] is target and found[1] is head.params and not blocks
 
 
+def test_processors_with_matrix_units_keep_plain_matrices(blocks, monkeypatch):
+    monkeypatch.setattr(matrix_layout, "has_bfloat16_matrix_units", lambda: True)
+    target, head = models()
+    found = in_fastest_layout(target, None, head.params, rows=2, num_places=4, num_threads=2)
+    assert found[0] is target and found[1] is head.params and not blocks
+
+
 def test_slower_blocks_are_left(blocks, monkeypatch):
     monkeypatch.setattr(matrix_layout, "_are_blocks_faster", lambda *kind: False)
     target, head = models()
@@ -163,7 +171,7 @@ def kept(tmp_path, monkeypatch):
     matrix_layout._are_blocks_faster.cache_clear()
 
 
-@pytest.mark.parametrize("blocks_take, expected", [(0.90, True), (0.99, False), (1.2, False)])
+@pytest.mark.parametrize("blocks_take, expected", [(0.80, True), (0.90, False), (1.2, False)])
 def test_blocks_must_be_worth_it(kept, monkeypatch, blocks_take, expected):
     def seconds(forms, num_rows, num_threads):
         assert (num_rows, num_threads) == (7, 3)
