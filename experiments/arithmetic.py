@@ -48,10 +48,9 @@ def _row_flops(run: HeadRun, head: HeadShape, num_depths: int) -> float:
     logits = num_elements * logit_products * head.dim * head.draft_vocab
     fusion = 2 * num_positions * _fusion_size(run, head)
     # of a Markov head the logits twice, and the backward pass to its weights and its code
-    gate = num_elements * _markov_gate_size(run)
-    # a state is read for every anchor at every depth but the first, whose state is zero
-    gate += num_positions * (num_depths - 1) * _markov_state_size(run)
-    markov = num_elements * 4 * _markov_output_size(run) + 3 * gate
+    markov = num_elements * (4 * _markov_output_size(run) + 3 * _markov_gate_size(run))
+    # a state is read, also twice, for every anchor at every depth but the first, where it is zero
+    markov += 4 * num_positions * (num_depths - 1) * _markov_state_size(run)
     return 2 * (3 * (num_elements * layers + scores) + fusion + logits + markov)
 
 

@@ -89,7 +89,8 @@ def _chances(target_graph, head_graph, form, target_params, head_params, texts):
     if head.markov is not None:
         previous = jnp.take_along_axis(rows.tokens, here, axis=1)
         anchors, depths = (jnp.broadcast_to(x, here.shape) for x in (anchor, depth))
-        codes, _ = head.markov.codes(previous, normed, anchors, depths, k)
+        sizes = {"num_anchors": n - 1, "num_depths": k}
+        codes, _ = head.markov.codes(previous, normed, anchors, depths, **sizes)
         logits += head.markov.w2(codes)
     is_written = head.target_ids()[None, None] == written[..., None]
     if temperature and sample_drafts:

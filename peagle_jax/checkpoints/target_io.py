@@ -207,8 +207,8 @@ def load_target(
             raise InputError(
                 "fp8",
                 rule="one device holds the whole of an FP8 target",
-                got="a mesh",
-                next_step="leave out fp8, or --tensor-parallel-size",
+                got=f"a mesh of {mesh.size}",
+                next_step="leave out fp8, or --tensor-parallel-size and --data-parallel-size",
             )
         stored = {
             name.replace(TEXT_PART, "model.", 1): t

@@ -87,6 +87,14 @@ def check_at_least(option: str, value: int | float, least: int) -> None:
         )
 
 
+def check_groups(data_parallel_size: int, batch_size: int) -> None:
+    """Raises InputError where a group of devices would have nothing to decode."""
+    if data_parallel_size > batch_size:
+        rule = f"must be at most the number decoded together, {batch_size}"
+        next_step = "give less, or a larger --batch-size without --stream"
+        raise InputError("--data-parallel-size", rule, data_parallel_size, next_step)
+
+
 def parse_part(option: str, words: str) -> tuple[int, int]:
     """Reads "2/3", the second of three parts, as (1, 3).
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from peagle_jax.cli.arguments import (
     check_at_least,
+    check_groups,
     parse_numbers,
     parse_rates,
     parse_template_kwargs,
@@ -88,6 +89,7 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     ks, is_adaptive = _parse_ks(arguments.k)
     trees = _parse_trees(arguments.num_tree_nodes, ks)
     batch_sizes = parse_numbers("--batch-size", arguments.batch_size)
+    check_groups(arguments.data_parallel_size, min(batch_sizes))
     # mistakes in options come before minutes of loading
     request_rates = parse_rates("--request-rate", arguments.request_rate)
     synthetic = _synthetic_rates(arguments)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from peagle_jax.cli.arguments import (
     check_at_least,
+    check_groups,
     check_writable,
     parse_numbers,
     parse_template_kwargs,
@@ -182,6 +183,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         rule, next_step = "take the place of end-of-sequence tokens", "leave out --ignore-eos"
         raise InputError("--stop-ids", rule, "--ignore-eos, too", next_step)
     check_at_least("--batch-size", arguments.batch_size, 1)
+    check_groups(arguments.data_parallel_size, 1 if arguments.stream else arguments.batch_size)
     if arguments.threads is not None:
         check_at_least("--threads", arguments.threads, 1)
 

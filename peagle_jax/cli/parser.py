@@ -157,7 +157,8 @@ def add_parallel_sizes(parser: Parser, rows: str = "prompts") -> None:
         metavar="N",
         type=int,
         default=1,
-        help=f"devices, or groups of them, that each have the whole target and share the {rows}",
+        help=f"share the {rows} among so many groups of --tensor-parallel-size devices, of which "
+        "each has the whole target",
     )
     parser.add_argument(
         "--tensor-parallel-size",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from peagle_jax.cli.arguments import (
     check_at_least,
+    check_groups,
     check_share,
     command_line,
     parse_numbers,
@@ -159,6 +160,7 @@ def regenerate(arguments: argparse.Namespace) -> int:
     check_at_least("--prompt-tokens", arguments.prompt_tokens, 1)
     check_at_least("--max-new-tokens", arguments.max_new_tokens, 1)
     check_at_least("--batch-size", arguments.batch_size, 1)
+    check_groups(arguments.data_parallel_size, arguments.batch_size)
     check_at_least("--temperature", min(arguments.temperature), 0)
     check_at_least("--seed", arguments.seed, 0)
     if arguments.held_out is not None:

@@ -39,8 +39,8 @@ def device_groups(target: Model, draft_params: Any) -> list[DeviceGroup]:
     The arrays of a group are those that its devices hold already, and take no memory of their own.
 
     Returns:
-      One group with both as they are where there is no such axis; and where an engine must span it,
-      because matrices are spread over "fsdp", or other processes have some of the devices.
+      One group with both as they are where there is no such axis; and where one engine must use all
+      devices, because matrices are spread over "fsdp", or other processes have some of them.
     """
     mesh = mesh_of(target.params)
     if mesh is None or not _has_groups(mesh):
@@ -70,11 +70,12 @@ def _sharding(mesh: Mesh, axes: PartitionSpec) -> Sharding:
     return NamedSharding(mesh, axes)
 
 
-def _in_group(x: jax.Array, group: Mesh, everyone: Mesh) -> jax.Array:
+def _in_group(x: Any, group: Mesh, everyone: Mesh) -> jax.Array:
     """The copy that a group has of an array; of one that lies elsewhere a new copy."""
-    if not (isinstance(x.sharding, NamedSharding) and x.sharding.mesh == everyone):
+    whole = getattr(x, "sharding", None)
+    if not (isinstance(whole, NamedSharding) and whole.mesh == everyone):
         return jax.device_put(x, _sharding(group, PartitionSpec()))
     devices = set(group.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
-    sharding = _sharding(group, x.sharding.spec)
+    sharding = _sharding(group, whole.spec)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)

@@ -35,8 +35,16 @@ class EngineStats:
     num_threads: int = 1
 
     @classmethod
-    def of_all(cls, parts: Sequence["EngineStats"]) -> "EngineStats":
-        """What engines did that decode at the same time."""
+    def of_all(cls, parts: Sequence["EngineStats"], compile_apart: bool = False) -> "EngineStats":
+        """What engines did that decode at the same time.
+
+        Args:
+          compile_apart: whether each compiles its programs, for devices of its own; their names
+            then end with its number.
+        """
+        programs = [part.programs for part in parts]
+        if compile_apart:
+            programs = [{(*name, i) for name in names} for i, names in enumerate(programs)]
         return cls(
             num_steps=max(part.num_steps for part in parts),
             # copies, because a thread may be adding a number
@@ -48,6 +56,6 @@ class EngineStats:
             prefill_seconds=statistics.fmean(part.prefill_seconds for part in parts),
             decode_seconds=statistics.fmean(part.decode_seconds for part in parts),
             measure_seconds=statistics.fmean(part.measure_seconds for part in parts),
-            programs=set().union(*(part.programs for part in parts)),
+            programs=set().union(*programs),
             num_threads=len(parts),
         )

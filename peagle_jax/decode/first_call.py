@@ -1,7 +1,8 @@
 """What happens when a program is called for the first time, and so is compiled.
 
-One thread compiles it while the others that need a new one wait: JAX compiles a program twice where
-two threads call it for the first time together, and each takes longer than one alone.
+One thread compiles it while the others that need a new one on the same device wait: JAX compiles a
+program twice where two threads call it for the first time together, and each takes longer than one
+alone.
 
 And there is room for it. XLA compiles every kernel of a program for a CPU as an object of its own,
 which is three memory mappings, and JAX keeps a program for as long as the process runs. A decoding
@@ -9,6 +10,7 @@ program has a hundred kernels, Linux lets a process have 65,530 mappings, and be
 crashes. A server meets a few hundred programs in some hours of requests of many lengths and kinds.
 """
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -24,7 +26,8 @@ from peagle_jax.free_memory import most_mappings, num_mappings
 USED_PART = 0.7
 
 _called: set[Hashable] = set()
-_compiling = threading.RLock()
+# by default device: each has programs of its own
+_compiling: collections.defaultdict[Any, threading.RLock] = collections.defaultdict(threading.RLock)
 _num_clearings = 0  # how often all programs were let go of
 _mappings_of_others = 0  # mappings that were left after the last of them
 
@@ -49,14 +52,15 @@ def first_call(*program: Hashable) -> Iterator[Call]:
       program: what it is compiled for, as a jitted function tells programs apart. One that is
         compiled anew under the name of another costs time, and no room is made for it.
     """
-    program = (*program, cast(Any, jax.config).jax_default_device)  # each device has its own
+    device = cast(Any, jax.config).jax_default_device
+    program = (*program, device)
     if program in _called:
         before, call = _num_clearings, Call(may_have_compiled=False)
         yield call
         # another thread may have let go of the program before it was called
         call.may_have_compiled = _num_clearings != before
         return
-    with _compiling:
+    with _compiling[device]:
         _make_room()
         yield Call(may_have_compiled=True)
         _called.add(program)

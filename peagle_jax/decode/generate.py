@@ -63,7 +63,8 @@ def generate(
     distribution (arXiv:2211.17192).
 
     Args:
-      target: from `load_target`, with the draft head's aux hidden state layers.
+      target: from `load_target`, with the draft head's aux hidden state layers. On a mesh with an
+        axis "data" the prompts are divided among the groups of devices along it.
       drafter: a draft head from `load_drafter`; or a `Drafter`, with its `draft_params`; or None
         for plain decoding.
       prompts: token ids, at least one per prompt.
@@ -96,7 +97,8 @@ def generate(
       sliding_cache: give layers with a sliding window a ring cache of window + chunk positions.
         The answers are the same, from less memory.
       num_threads: threads that decode at the same time, each a part of the prompts. None: one for
-        each core of a CPU, up to four, where the weights are small enough for that to pay.
+        each core of a CPU, up to four, where the weights are small enough for that to pay. A target
+        on several devices takes no more than one.
       max_batch: prompts that are decoded together; the others wait for places. None: all of them.
 
     Returns:

@@ -2,9 +2,9 @@
 
 Blocks of columns are faster on some processors (`layers/column_blocks.py`); by how much depends on
 the rows of a step. So both layouts are measured before such engines are made, with matrices of the
-model's sizes and on all cores at once, as the engines will multiply. That takes some 0.3 s, most of
-it for compiling. Processors with matrix units keep plain matrices, with which two engines of the
-packaged models decode 1.1 to 1.2 times as fast, in float32 and in bfloat16 (LOG.md, 2026-11-29).
+model's sizes and on all cores at once, as the engines will multiply. That takes half a second, most
+of it for compiling. Processors with matrix units keep plain matrices, with which two engines of the
+packaged models decode 1.1 to 1.3 times as fast (LOG.md, 2026-11-29, evening).
 What was measured is kept, so that later processes of a machine take the same layout, and sums have
 the same order in each:
 
@@ -109,7 +109,7 @@ def _are_blocks_faster(
     file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
     seconds = _kept_seconds(file)
     if seconds is None:
-        plain = [jnp.full(shape, 0.01, dtype) for shape in shapes]
+        plain = [jnp.ones(shape, dtype) for shape in shapes]
         blocks = [to_blocks(w) for w in plain]
         seconds = _fastest_seconds(
             {"plain": (product, plain), "blocks": (block_product, blocks)}, num_rows, num_threads

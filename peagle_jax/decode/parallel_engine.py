@@ -97,7 +97,7 @@ def make_engine(
         num_threads = default_threads(target, drafter, draft_params, max_batch)
     num_threads = min(num_threads, max_batch)
     if num_threads > 1 and mesh_of(target.params) is not None:
-        rule = "a target on several devices has an engine for each group of them"
+        rule = "a target on several devices is not divided among threads"
         raise InputError("num_threads", rule, num_threads, "leave out num_threads")
     groups = device_groups(target, draft_params)[:max_batch]
     if len(groups) > 1:
@@ -181,7 +181,7 @@ class ParallelEngine(BaseEngine):
 
     Args:
       engines: which nobody else uses; equal but for `max_batch`, and for their devices.
-      devices: the first device of each, where each has others; None: all are on the default one.
+      devices: the first device of each, where each has its own; None: all are on the default one.
     """
 
     def __init__(
@@ -190,8 +190,7 @@ class ParallelEngine(BaseEngine):
         super().__init__()
         self.engines = tuple(engines)
         self._device_of = dict(zip(engines, devices or [None] * len(engines), strict=True))
-        # of the engines that take memory from the first one, beside itself
-        self._beside_first = self.engines[1:] if devices is None or platform() == "cpu" else ()
+        self._share_memory = devices is None or platform() == "cpu"
         for engine in engines[1:]:
             engine.share_step_times(engines[0])
         self.max_batch = sum(engine.max_batch for engine in engines)
@@ -221,8 +220,11 @@ class ParallelEngine(BaseEngine):
     # ------------------------------------------------------------ requests
 
     def add(self, request: Request) -> int:
-        elsewhere = sum(engine.held_bytes for engine in self._beside_first)
+        elsewhere = sum(engine.held_bytes for engine in self.engines[1:] if self._share_memory)
         row = self.engines[0].check(request, elsewhere)  # which counts the requests of all
+        if not self._share_memory:  # the other devices may have less
+            for engine in self.engines[1:]:
+                engine.check_memory([row.request])
         with self._lock:
             self._waiting.append(row)
             self._wake()
@@ -243,7 +245,11 @@ class ParallelEngine(BaseEngine):
             self._news.set_result(None)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
-        self.engines[0].check_memory(requests)
+        if self._share_memory:
+            return self.engines[0].check_memory(requests)
+        longest = sorted(requests, key=lambda request: len(request.prompt) + request.max_new_tokens)
+        for engine in self.engines:  # each has a part of them, at worst the longest
+            engine.check_memory(longest[-engine.max_batch :])
 
     @property
     def has_work(self) -> bool:
@@ -260,7 +266,8 @@ class ParallelEngine(BaseEngine):
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats.of_all([engine.stats for engine in self.engines])
+        parts = [engine.stats for engine in self.engines]
+        return EngineStats.of_all(parts, compile_apart=any(self._device_of.values()))
 
     # ------------------------------------------------------------ a step
 

@@ -31,6 +31,7 @@ from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.adaptive_k import KChooser, Survival
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.provenance import device_name, versions
+from peagle_jax.targets.sharding import mesh_of
 from peagle_jax.user_cache import user_cache
 
 # Times of this many slots also stand for up to four times fewer.
@@ -63,8 +64,9 @@ def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dic
     """
     shapes = jax.tree.leaves(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", params))
     config = spec.target_config
+    mesh = mesh_of(params[0])
     return {
-        "device": f"{jax.device_count()} x {device_name()}",
+        "device": f"{1 if mesh is None else mesh.size} x {device_name()}",
         "versions": versions(),
         "target": f"{type(config).__name__}, cache {jnp.dtype(config.kv_cache_dtype)}",
         "drafter": f"{type(spec.drafter).__name__}, K = {spec.k}",

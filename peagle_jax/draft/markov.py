@@ -110,6 +110,7 @@ class MarkovHead(nnx.Module):
         normed: Float[Array, "B P D"],
         anchor: Int[Array, "B P"],
         depth: Int[Array, "B P"],
+        *,
         num_anchors: int,
         num_depths: int,
         after_first: Float[Array, "B n S"] | None = None,
@@ -149,17 +150,16 @@ class MarkovHead(nnx.Module):
         )
         first = after if after_first is None else after_first
         before = _take(first, jnp.take_along_axis(anchor, starts, axis=1))
-        # [K-1 B C ..]: the elements of a depth, one of each chain. That of a chain which has ended
-        # is another's, and is not read.
-        later = jnp.arange(num_depths - 1)[:, None, None]
-        places = jnp.minimum(starts[None] + later, P - 1)
 
         @jax.checkpoint  # a round keeps no more than the state for the backward pass
-        def read(state: Array, joint: Array) -> tuple[Array, Array]:
-            code, after = _read(joint + _product(state, of_state).astype(joint.dtype), state)
+        def read(state: Array, later: Array) -> tuple[Array, Array]:
+            # an element of each chain; of a chain that has ended another one, whose code is dropped
+            of_depth = _take(joint, jnp.minimum(starts + later, P - 1))
+            of_depth += _product(state, of_state).astype(joint.dtype)
+            code, after = _read(of_depth, state)
             return after.astype(state.dtype), code
 
-        _, codes = jax.lax.scan(read, before, jax.vmap(_take, (None, 0))(joint, places))
+        _, codes = jax.lax.scan(read, before, jnp.arange(num_depths - 1))  # [K-1 B C r]
         chain = jnp.cumsum(depth == 1, axis=1) - 1
         codes = jnp.moveaxis(codes, 0, 1).reshape(len(depth), -1, codes.shape[-1])
         deeper = _take(codes, jnp.maximum((depth - 1) * num_chains + chain, 0))

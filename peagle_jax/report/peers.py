@@ -40,15 +40,17 @@ def newest_compiled(
 ) -> dict[str, list[list[dict]]]:
     """Device -> the rows of each of its newest comparisons with torch.compile, newest last.
 
-    The device of the newest comparison is the first. Of a device where vLLM has run with what it
-    says to preload, comparisons without that do not count.
+    The device of the newest comparison is the first. Of a device those of the newest commit count.
+    Where vLLM has run with what it says to preload, comparisons without that do not.
     """
     rows = sorted(_comparisons(path, dtype, compiled=True), key=lambda row: row["time"])
     found = {}
     for device in dict.fromkeys(row["device"] for row in reversed(rows)):
         of_device = [row for row in rows if row["device"] == device]
         preloaded = [row for row in of_device if row.get("vllm_preload")]
-        times = sorted({row["time"] for row in preloaded or of_device})[-count:]
+        of_device = preloaded or of_device
+        newest_commit = of_device[-1]["commit"]
+        times = sorted({r["time"] for r in of_device if r["commit"] == newest_commit})[-count:]
         found[device] = [[row for row in rows if row["time"] == time] for time in times]
     return found
 
@@ -99,7 +101,7 @@ def ratios(comparisons: Sequence[Sequence[dict]], where: str | None = None) -> s
     commits = f"commit{'s' if ' ' in commits else ''} {commits}"
     if not any(row.get("vllm_preload") for rows in comparisons for row in rows):
         commits += ", vLLM without tcmalloc"
-    number = f"{len(comparisons)} comparisons, " if len(comparisons) > 1 else ""
+    number = f"{len(comparisons)} runs, " if len(comparisons) > 1 else ""
     return (
         f"{where or 'On ' + comparisons[0][0]['device']} ({number}{commits}) at batch "
         f"{' and '.join(map(str, batches))}: {', '.join(parts)}."
@@ -107,9 +109,9 @@ def ratios(comparisons: Sequence[Sequence[dict]], where: str | None = None) -> s
 
 
 def _span(over: Sequence[dict[int, float]], batch: int) -> str:
-    """`1.42x to 2.14x`: the smallest and the largest ratio at a batch size."""
+    """`1.42 to 2.14x`: the smallest and the largest ratio at a batch size."""
     low, high = (f"{end(one[batch] for one in over):.2f}x" for end in (min, max))
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else f"{low.removesuffix('x')} to {high}"
 
 
 def _ratios(rows: Sequence[dict], method: str) -> dict[int, float]:

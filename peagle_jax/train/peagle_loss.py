@@ -154,7 +154,9 @@ def peagle_loss(
     if cod is None or num_depths == 1 or partitions > 1:
         attend = PackedCausal(rows.segment_ids)
         hidden, keys_and_values = head(embeddings, fused, here, attend, None, recompute=recompute)
-        total, by_depth, states = teacher.distill(head, hidden, here, weight[:, :n], zeros)
+        total, by_depth, states = teacher.distill(
+            head, hidden, here, weight[:, :n], zeros, are_depth0=True
+        )
         if cod is not None and num_depths > 1:
             of_rows = embeddings, fused, keys_and_values, rows.segment_ids, reads_text
             depth0 = Depth0(*of_rows, states)

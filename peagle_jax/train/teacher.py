@@ -40,12 +40,14 @@ class Teacher:
         weight: Float[Array, "B P"],
         depth: Int[Array, "B P"],
         after_depth0: Float[Array, "B n S"] | None = None,
+        are_depth0: bool = False,
     ) -> tuple[Float[Array, ""], DepthCounts, Float[Array, "B P S"] | None]:
         """As `loss.distill`, of rows that learn from their positions.
 
         Args:
           after_depth0: the states of a Markov head after the rows of depth 0, where these are not
             among the rows.
+          are_depth0: whether all rows are of depth 0, so that no states have to be followed.
 
         Returns:
           The sum of losses, counts, and the states of a Markov head after the rows of depth 0; None
@@ -59,9 +61,15 @@ class Teacher:
         if head.confidence is not None:
             confidence = _flatten_rows(head.confidence_logits(normed, previous))
         if head.markov is not None:
-            anchor = positions - depth
-            elements = previous, normed, anchor, depth, n, self.num_depths
-            code, states = head.markov.codes(*elements, after_depth0)
+            code, states = head.markov.codes(
+                previous,
+                normed,
+                positions - depth,
+                depth,
+                num_anchors=n,
+                num_depths=1 if are_depth0 else self.num_depths,
+                after_first=after_depth0,
+            )
             bias = MarkovBias(head.markov, _flatten_rows(code))
         total, counts = distill(
             head.final_norm,

@@ -27,6 +27,7 @@ def test_an_unknown_model(bench, tmp_path):
         (["-k", "3"], "-k: is of decoding in this process"),
         (["--dtype", "bfloat16"], "--dtype: is of decoding in this process"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: is of"),
+        (["--data-parallel-size", "2"], "--data-parallel-size: is of decoding in this process"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: is of decoding in this process"),
         (["--synthetic-acceptance", "peagle=50"], "--synthetic-acceptance: is of"),
         (["--batch-size", "0"], "--batch-size"),

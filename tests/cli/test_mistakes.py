@@ -71,6 +71,18 @@ DECODING = {
         f"{ASK} --num-tree-nodes 4",
         ["--num-tree-nodes: tokens are drafted"],
     ),
+    "threads of groups of devices": (
+        f"{ASK} --threads 2 --data-parallel-size 2",
+        ["--threads: is of a target on one device; got --data-parallel-size 2"],
+    ),
+    "more groups of devices than prompts at a time": (
+        f"{ASK} --batch-size 3 --data-parallel-size 4",
+        ["--data-parallel-size: must be at most the number decoded together, 3; got 4"],
+    ),
+    "groups of devices for a stream": (
+        f"{ASK} --stream --data-parallel-size 2",
+        ["--data-parallel-size: must be at most the number decoded together, 1", "--stream"],
+    ),
     "threads of several devices": (
         f"{ASK} --threads 2 --tensor-parallel-size 2",
         ["--threads: is of a target on one device; got --tensor-parallel-size 2"],

@@ -12,7 +12,10 @@ os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
 import jax  # noqa: E402
 from groups import CASES, MAX_BATCH, models, requests  # noqa: E402
 
+from peagle_jax.decode import first_call, memory, parallel_engine  # noqa: E402
 from peagle_jax.decode.parallel_engine import ParallelEngine, make_engine  # noqa: E402
+from peagle_jax.free_memory import free_bytes  # noqa: E402
+from peagle_jax.kernels import launch  # noqa: E402
 from peagle_jax.targets.sharding import DATA, MODEL, mesh_of, parallel_mesh, placement  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -37,6 +40,19 @@ def devices(params) -> list[int]:
     return list(numbers)
 
 
+def memory_devices(several) -> list[int]:
+    """Whose memory is asked for where each device has its own, as a GPU has."""
+    asked = []
+    memory.free_bytes = lambda device: asked.append(device.id)
+    parallel_engine.platform = lambda: "gpu"
+    apart = ParallelEngine(several.engines, list(several._device_of.values()))
+    parallel_engine.platform = launch.platform
+    apart.add(requests()[0])
+    memory.free_bytes = free_bytes
+    apart.cancel(0)
+    return asked
+
+
 def pointers(params) -> set[int]:
     """Where the arrays of parameters lie in memory."""
     shards = [shard for x in jax.tree.leaves(params) for shard in x.addressable_shards]
@@ -58,7 +74,11 @@ for name, (sizes, options) in CASES.items():
         "devices": [devices(engine._batch.params) for engine in engines],
         "is_on_a_mesh": [mesh_of(engine.target.params) is not None for engine in engines],
         "num_copied": len(parts - pointers(target.params)),
-        # simulated devices share the memory of a CPU
-        "is_memory_shared": several._beside_first == engines[1:],
+        "asked_for_memory": memory_devices(several),
+        "compiled_for": sorted(
+            {f"{program[-1].platform}:{program[-1].id}" for program in first_call._called}
+        ),
+        "num_programs": len(several.stats.programs),
     }
+    first_call.let_go()
     print(json.dumps({"name": name, **result}), flush=True)

@@ -353,7 +353,7 @@ def test_what_cannot_be_asked_for(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(parallel_engine, "mesh_of", lambda params: "a mesh")
         assert default_threads(target, None, None, 8) == 1
-        with pytest.raises(InputError, match="spread over devices"):
+        with pytest.raises(InputError, match="on several devices"):
             make_engine(target, num_threads=2)
     several = make_engine(target, max_batch=2, num_threads=2)
     with pytest.raises(InputError, match="request 0"):

@@ -301,6 +301,11 @@ def test_answers_within_their_corpus_are_refused(place, tmp_path, capsys):
         ),
         (["--server", "localhost:1"], "--server: must be the URL of a server"),
         (["--server", "http://127.0.0.1:1"], "the server must answer"),
+        (["--batch-size", "3", "--data-parallel-size", "4"], "--data-parallel-size: must be at mo"),
+        (
+            ["--server", "http://127.0.0.1:1", "--data-parallel-size", "2"],
+            "--data-parallel-size: is of a target that writes here; got --server",
+        ),
         (
             ["--server", "http://127.0.0.1:1", "--tensor-parallel-size", "2"],
             "--tensor-parallel-size: is of a target that writes here; got --server",

@@ -165,9 +165,12 @@ def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert peers.newest(file) == rows[:1] and peers.newest_elsewhere(file) == [rows[5:6]]
     here = rows[0]["device"]
-    both = {here: [rows[1:3], rows[3:5]], "Old CPU": [rows[6:7]]}
+    both = {here: [rows[3:5]], "Old CPU": [rows[6:7]]}  # of the newest commit
     assert peers.newest_compiled(file) == both and list(peers.newest_compiled(file))[0] == here
-    assert peers.newest_compiled(file, count=1) == both | {here: [rows[3:5]]}
+    later = [row | {"time": "2026-11-29T10:00:00Z"} for row in rows[3:5]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*later, *rows]))
+    assert peers.newest_compiled(file) == both | {here: [rows[3:5], later]}
+    assert peers.newest_compiled(file, count=1) == both | {here: [later]}
     assert peers.newest_compiled(file, "float32") == {}
     # vLLM at its best counts alone
     best = [row | {"vllm_preload": "libtcmalloc_minimal.so.4"} for row in rows[1:3]]
@@ -178,9 +181,9 @@ def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
     assert peers.ratios([rows[1:3]], "Compiled") == (
         "Compiled (commit abc1234, vLLM without tcmalloc) at batch 1: plain decoding 1.33x."
     )
-    assert peers.ratios(peers.newest_compiled(file)[here][::-1]) == (
-        "On Some <CPU>, 2 cores (2 comparisons, commits def5678 and abc1234, vLLM without "
-        "tcmalloc) at batch 1: plain decoding 1.33x to 2.50x."
+    assert peers.ratios([rows[3:5], rows[1:3]]) == (
+        "On Some <CPU>, 2 cores (2 runs, commits def5678 and abc1234, vLLM without "
+        "tcmalloc) at batch 1: plain decoding 1.33 to 2.50x."
     )
     third = [row | {"commit": "0123abc"} for row in rows[3:5]]
     assert "commits abc1234, def5678 and 0123abc, " in peers.ratios([rows[1:3], rows[3:5], third])

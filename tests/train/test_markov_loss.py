@@ -150,6 +150,39 @@ def test_loss_and_gradients(kind):
         assert np.abs(wanted).max() > 0 or name == "embed.table", name
 
 
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_rows_with_other_chains(partitions):
+    """Padding behind the chains of a row, in each partition, and a row without any."""
+    head, rows, _, output = given("rnn")
+    elements = np.zeros((3, 8, 3), np.int32)  # anchor, depth, whether it is one
+    elements[0, :3] = [(1, 1, 1), (1, 2, 1), (4, 1, 1)]
+    elements[1, :2] = [(0, 1, 1), (3, 1, 1)]
+    begin = {1: 2, 2: 4}[partitions]  # of the second partition
+    elements[1, begin : begin + 2] = [(5, 1, 1), (5, 2, 1)]
+    three = jax.tree.map(lambda x: jnp.concatenate([x, x[:, ::-1], x]), rows)
+    total = np.zeros(K)
+
+    def loss_of(some, chosen, parts):
+        anchor, depth, real = (jnp.asarray(chosen[..., i]) for i in range(3))
+        cod = CodSample(anchor, depth, real.astype(bool))
+        one = jnp.float32(1)
+        return peagle_loss(
+            head.bind(head.params), some, cod, K, output, denominator=one, partitions=parts
+        )
+
+    loss, counts = jax.jit(functools.partial(loss_of, parts=partitions))(three, elements)
+    alone = 0.0
+    for i in range(3):
+        row = jax.tree.map(lambda x, i=i: x[i : i + 1], three)
+        chosen = elements[i : i + 1][:, elements[i, :, 2] > 0]
+        if not chosen.size:
+            chosen = elements[i : i + 1, :1]
+        part, by_depth = loss_of(row, chosen, 1)
+        alone, total = alone + part, total + by_depth["total"]
+    np.testing.assert_allclose(loss, alone, rtol=1e-6)
+    np.testing.assert_array_equal(counts["total"], total)
+
+
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
 def test_partitions_change_nothing(kind):
     """Two stretches of as many elements, and no chain in both."""
