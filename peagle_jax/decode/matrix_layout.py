@@ -2,11 +2,11 @@
 
 Blocks of columns are faster on some processors (`layers/column_blocks.py`); by how much depends on
 the rows of a step. So both layouts are measured before such engines are made, with matrices of the
-model's sizes and on all cores at once, as the engines will multiply. That takes half a second, most
-of it for compiling. Processors with matrix units keep plain matrices, with which two engines of the
-packaged models decode 1.1 to 1.3 times as fast (LOG.md, 2026-11-29, evening).
-What was measured is kept, so that later processes of a machine take the same layout, and sums have
-the same order in each:
+model's sizes and on all cores at once, as the engines will multiply. That takes about a second,
+most of it for compiling. Processors with matrix units keep plain matrices, with which two engines
+of the packaged models decode 1.0 to 1.3 times as fast (LOG.md, 2026-11-29, evening). What was
+measured is kept, so that later processes of a machine take the same layout, and sums have the same
+order in each:
 
     ~/.cache/peagle_jax/matrix_layouts/9c1d...json      one file for each kind of step
 
