@@ -87,11 +87,15 @@ def check_at_least(option: str, value: int | float, least: int) -> None:
         )
 
 
-def check_groups(data_parallel_size: int, batch_size: int) -> None:
-    """Raises InputError where a group of devices would have nothing to decode."""
+def check_groups(data_parallel_size: int, batch_size: int, larger: str = "--batch-size") -> None:
+    """Raises InputError where a group of devices would have nothing to decode.
+
+    Args:
+      larger: what makes the batch larger.
+    """
     if data_parallel_size > batch_size:
         rule = f"must be at most the number decoded together, {batch_size}"
-        next_step = "give less, or a larger --batch-size without --stream"
+        next_step = f"give less, or a larger batch by {larger}"
         raise InputError("--data-parallel-size", rule, data_parallel_size, next_step)
 
 

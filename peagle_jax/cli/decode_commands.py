@@ -183,7 +183,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         rule, next_step = "take the place of end-of-sequence tokens", "leave out --ignore-eos"
         raise InputError("--stop-ids", rule, "--ignore-eos, too", next_step)
     check_at_least("--batch-size", arguments.batch_size, 1)
-    check_groups(arguments.data_parallel_size, 1 if arguments.stream else arguments.batch_size)
+    if arguments.stream:  # one prompt after the other
+        check_groups(arguments.data_parallel_size, 1, "leaving out --stream")
+    check_groups(arguments.data_parallel_size, arguments.batch_size)
     if arguments.threads is not None:
         check_at_least("--threads", arguments.threads, 1)
 

@@ -21,15 +21,15 @@ def models():
     return target, make_drafter(head, 3, "peagle"), head.params
 
 
-def requests(count: int = 14) -> list[Request]:
-    """Of any length, greedy and sampled."""
-    rng = np.random.default_rng(5)
+def requests(count: int = 14, seed: int = 3) -> list[Request]:
+    """Requests of any length, greedy and sampled."""
+    rng = np.random.default_rng(seed)
     return [
         Request(
             prompt=rng.integers(0, 40, rng.integers(1, 30)).tolist(),
-            max_new_tokens=int(rng.integers(4, 40)),
+            max_new_tokens=int(rng.integers(1, 40)),
             temperature=0.8 if i % 3 == 1 else 0.0,
-            seed=2000 + i,
+            seed=1000 + i,
             stop_ids=(),
         )
         for i in range(count)

@@ -8,9 +8,9 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny
+from groups import requests
 
 from peagle_jax.decode import first_call, parallel_engine
 from peagle_jax.decode.batch import Batch
@@ -47,21 +47,6 @@ def engine(num_threads=2, max_batch=5, **options):
     return make_engine(
         target, drafter, head.params, max_batch=max_batch, num_threads=num_threads, **options
     )
-
-
-def requests(count, seed=3):
-    """Requests of any length, greedy and sampled."""
-    rng = np.random.default_rng(seed)
-    return [
-        Request(
-            prompt=rng.integers(0, 40, rng.integers(1, 30)).tolist(),
-            max_new_tokens=int(rng.integers(1, 40)),
-            temperature=0.8 if i % 3 == 1 else 0.0,
-            seed=1000 + i,
-            stop_ids=(),
-        )
-        for i in range(count)
-    ]
 
 
 def texts(answers):
