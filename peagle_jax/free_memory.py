@@ -6,6 +6,8 @@ from pathlib import Path
 
 import jax
 
+from peagle_jax.types import Device
+
 MEMINFO = Path("/proc/meminfo")
 STATUS = Path("/proc/self/status")
 MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
@@ -23,7 +25,7 @@ CGROUPS = (
 )
 
 
-def free_bytes(device: jax.Device | None = None) -> int | None:
+def free_bytes(device: Device | None = None) -> int | None:
     """Bytes that can still be allocated on a device; None where that is unknown.
 
     For a CPU this is the machine's available memory, or what a container's limit leaves of it.
@@ -31,9 +33,9 @@ def free_bytes(device: jax.Device | None = None) -> int | None:
     Args:
       device: of this process; None for its first.
     """
-    device = device or jax.local_devices()[0]
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
+    asked = jax.local_devices()[0] if device is None else device
+    if asked.platform != "cpu":
+        stats = asked.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
     free = []
     for line in _lines(MEMINFO):

@@ -28,8 +28,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 from numpy import ndarray
 
-# Nested dicts of arrays, and nothing else: what jit, optax, Orbax and the converters share.
-Params = dict[Any, Any]
+Params = dict[Any, Any]  # nested dicts of arrays, and nothing else: what jit, optax, Orbax share
+Device = Any  # a jax.Device: its class comes without types, and is no annotation for pyright
 
 
 class InputError(ValueError):

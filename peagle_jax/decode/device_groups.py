@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from peagle_jax.targets.sharding import DATA, FSDP, mesh_of
-from peagle_jax.types import Model
+from peagle_jax.types import Device, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DeviceGroup:
 
     target: Model
     draft_params: Any
-    device: jax.Device | None
+    device: Device | None
 
 
 def device_groups(target: Model, draft_params: Any) -> list[DeviceGroup]:

@@ -13,7 +13,7 @@ from peagle_jax.decode.requests import Request
 from peagle_jax.decode.rows import num_reserved
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.free_memory import free_bytes
-from peagle_jax.types import CacheShape, InputError
+from peagle_jax.types import CacheShape, Device, InputError
 
 
 class LacksMemoryError(InputError):
@@ -97,7 +97,7 @@ class CacheMemory:
         max_batch: int,
         parts: int,
         num_threads: int,
-        device: jax.Device | None = None,
+        device: Device | None = None,
     ) -> None:
         self._spec, self._max_batch = spec, max_batch
         self._parts, self._num_threads = parts, num_threads

@@ -43,7 +43,7 @@ from peagle_jax.decode.rows import Row, output_without_answer
 from peagle_jax.decode.stop_strings import Detokenizer
 from peagle_jax.kernels.launch import platform
 from peagle_jax.targets.sharding import mesh_of
-from peagle_jax.types import InputError, Model
+from peagle_jax.types import Device, InputError, Model
 
 # With larger weights one engine is faster. Of 58 MB one and two take the same time with 8 rows, and
 # of 400 MB two take 1.5 times as long (Xeon; LOG.md, "one engine for each core"). Of 72 MB, in the
@@ -185,7 +185,7 @@ class ParallelEngine(BaseEngine):
     """
 
     def __init__(
-        self, engines: Sequence[Engine], devices: Sequence[jax.Device | None] | None = None
+        self, engines: Sequence[Engine], devices: Sequence[Device | None] | None = None
     ) -> None:
         super().__init__()
         self.engines = tuple(engines)

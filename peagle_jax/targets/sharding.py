@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from peagle_jax.layers.moe import AXIS
-from peagle_jax.types import InputError, KVCache, Params
+from peagle_jax.types import Device, InputError, KVCache, Params
 
 # The axes of a mesh: rows of a batch; rows and matrices; heads, MLPs and experts.
 DATA, FSDP, MODEL = "data", "fsdp", AXIS
@@ -153,7 +153,7 @@ def mesh_of(params: Params) -> Mesh | None:
     return None
 
 
-def device_of(params: Params) -> jax.Device | None:
+def device_of(params: Params) -> Device | None:
     """A device of this process that parameters lie on; None of what is no array of JAX."""
     leaf = jax.tree.leaves(params)[0]
     return leaf.addressable_shards[0].device if isinstance(leaf, jax.Array) else None
