@@ -49,7 +49,7 @@ from peagle_jax.decode.step_times import open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, end_tokens, first_line
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.layers import full_precision
-from peagle_jax.layers.column_blocks import are_in_blocks
+from peagle_jax.layers.matrix_layouts import layout_of
 from peagle_jax.targets.sharding import MODEL, device_of, mesh_of
 from peagle_jax.types import DecodeState, Model
 
@@ -135,7 +135,7 @@ class Engine(BaseEngine):
             lookback=max(LOOKBACK, drafter.k + 1) if adaptive_k and drafter else 0,
             chunk=PREFILL_CHUNK if sliding_cache and prefill_chunk is None else prefill_chunk,
             ring_cache_size=(cache_size or target.config.context) if sliding_cache else None,
-            column_blocks=are_in_blocks(target.params),
+            matrix_layout=layout_of(target.params),
         )
         self._mesh = mesh_of(target.params)
         if self._mesh is not None:

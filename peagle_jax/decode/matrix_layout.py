@@ -1,12 +1,13 @@
-"""In which layout engines that each have one core of a CPU read their models' matrices.
+"""In which layout engines on a CPU read their models' matrices.
 
-Blocks of columns are faster on some processors (`layers/column_blocks.py`); by how much depends on
-the rows of a step. So both layouts are measured before such engines are made, with matrices of the
-model's sizes and on all cores at once, as the engines will multiply. That takes about a second,
-most of it for compiling. Processors with matrix units keep plain matrices, with which two engines
-of the packaged models decode 1.0 to 1.3 times as fast (LOG.md, 2026-11-29, evening). What was
-measured is kept, so that later processes of a machine take the same layout, and sums have the same
-order in each:
+Torch's layout, or blocks of columns, are up to three times as fast as ours (`layers/
+matrix_layouts.py`), by how much depends on the processor, the sizes and the rows of a step. So all
+are measured before engines are made, with matrices of the model's sizes and on all cores at once,
+as the engines will multiply. That takes a second or two, most of it for compiling. Matrix units are
+fed fastest by torch's layout with 1 to 512 rows of all sizes that were tried (LOG.md, 2026-11-29,
+night), and with them two engines of the packaged models take 1.0 to 1.3 times as long in blocks: no
+blocks are made there, and bfloat16 is not measured. What was measured is kept, so that later
+processes of a machine take the same layout, and sums have the same order in each:
 
     ~/.cache/peagle_jax/matrix_layouts/9c1d...json      one file for each kind of step
 
@@ -21,7 +22,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,33 @@ import jax.numpy as jnp
 
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.drafters import METHODS, Drafter
+from peagle_jax.free_memory import free_bytes
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units
-from peagle_jax.layers.column_blocks import in_blocks, matrices, to_blocks
-from peagle_jax.layers.products import block_product, product
+from peagle_jax.layers.matrix_layouts import (
+    COLUMNS,
+    PLAIN,
+    in_layout,
+    layout_of,
+    matrices,
+    to_blocks,
+    to_transposed,
+)
+from peagle_jax.layers.products import product_of_layout
 from peagle_jax.provenance import device_name, versions
 from peagle_jax.types import Model
 from peagle_jax.user_cache import user_cache
 
 # Weights that fit into the cache of one core are as fast in any layout.
 LEAST_BYTES = 4 << 20
-# What is measured: matrices of so many bytes, at most so many rows, in rounds of so many passes.
-# The passes are one program, as decoding steps are, because every call takes its memory anew. And
-# each product reads what the one before wrote: blocks' has to be put into the order of columns.
-SAMPLE_BYTES, MOST_ROWS, ROUNDS, PASSES = 12 << 20, 64, 4, 16
-# Of the time of plain matrices. The copy takes memory, and prompts are read more slowly with it.
-WORTH_IT = 0.85
+# What is measured: matrices of so many bytes and at most so many numbers along an axis, and at most
+# so many rows, in rounds of passes over the matrices, until some bytes were read. The passes are
+# one program, as decoding steps are, because every call takes its memory anew. And each product
+# reads what the one before wrote: blocks' has to be put into the order of columns.
+SAMPLE_BYTES, MOST_NUMBERS, MOST_ROWS, ROUNDS, READ_BYTES = 12 << 20, 4096, 64, 4, 192 << 20
+# Of the time of plain matrices. The copy takes memory, and prompts are read more slowly in blocks.
+WORTH_IT = 0.9
+# A copy may have as many bytes, or this part of the memory that is free.
+SMALL_COPY_BYTES, COPY_PART = 96 << 20, 0.25
 
 Matrices = list[jax.Array]
 
@@ -58,39 +71,60 @@ def in_fastest_layout(
     num_places: int,
     num_threads: int,
 ) -> tuple[Model, Any]:
-    """The models of engines that decode at the same time, each on a core of its own.
+    """The models of engines that decode at the same time.
 
     Args:
       target, drafter, draft_params: as of `Engine`. Somebody else's drafter keeps its parameters.
       rows: requests that one engine decodes together.
       num_places: tokens of each that a step of the target reads.
-      num_threads: the engines.
+      num_threads: the engines. One has all cores, several have one each.
 
     Returns:
-      The target and the parameters of its head; with large matrices in blocks of columns, which
-      are a copy, where those were found to be faster.
+      The target and the parameters of its head; with large matrices in another layout, which are a
+      copy, where that was found to be faster, and the memory is there.
     """
-    if has_bfloat16_matrix_units():
+    if layout_of(target.params) != PLAIN:
         return target, draft_params
-    sample: Matrices = []
-    for w in matrices(target.params):
-        if sum(x.nbytes for x in sample) < SAMPLE_BYTES:
-            sample.append(w)
-    if sum(x.nbytes for x in sample) < LEAST_BYTES:
+    whole = [x.nbytes for x in matrices((target.params, draft_params), "transposed")]
+    if sum(whole) < LEAST_BYTES or not _may_copy(sum(whole)):
         return target, draft_params
-    shapes, dtype = tuple(w.shape for w in sample), sample[0].dtype.name
-    if not _are_blocks_faster(shapes, dtype, min(rows * num_places, MOST_ROWS), num_threads):
-        return target, draft_params
+    dtype, shapes = _sample(matrices(target.params, "transposed"))
+    layout = "transposed"
+    if dtype != "bfloat16" or not has_bfloat16_matrix_units():
+        num_rows = min(rows * num_places, MOST_ROWS)
+        layout = _fastest_layout(shapes, dtype, num_rows, num_threads)
     if isinstance(drafter, tuple(METHODS.values())):
-        draft_params = in_blocks(draft_params)
-    return dataclasses.replace(target, params=in_blocks(target.params)), draft_params
+        draft_params = in_layout(draft_params, layout)
+    return dataclasses.replace(target, params=in_layout(target.params, layout)), draft_params
+
+
+def _sample(matrices: Matrices) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The dtype, and the shapes of what is measured: each that there is, of large ones a part; and
+    until there are SAMPLE_BYTES, as many of each as come.
+    """
+    shapes: list[tuple[int, int]] = []
+    num_bytes = 0
+    for w in matrices:
+        inputs, outputs = (min(size, MOST_NUMBERS) for size in w.shape)
+        if num_bytes < SAMPLE_BYTES or (inputs, outputs) not in shapes:
+            shapes.append((inputs, outputs))
+            num_bytes += inputs * outputs * w.dtype.itemsize
+    return matrices[0].dtype.name, tuple(shapes)
+
+
+def _may_copy(num_bytes: int) -> bool:
+    free = free_bytes()
+    return num_bytes <= SMALL_COPY_BYTES or free is None or num_bytes <= COPY_PART * free
 
 
 @functools.cache
-def _are_blocks_faster(
+def _fastest_layout(
     shapes: tuple[tuple[int, int], ...], dtype: str, num_rows: int, num_threads: int
-) -> bool:
+) -> str:
     """As kept of an earlier process, or measured; what the numbers are makes no difference."""
+    layouts = [PLAIN, "transposed"]
+    if num_threads > 1 and not has_bfloat16_matrix_units():
+        layouts.append("blocks")
     about = {
         "device": device_name(),
         "versions": versions(),
@@ -99,7 +133,8 @@ def _are_blocks_faster(
         "dtype": dtype,
         "rows": str(num_rows),
         "threads": str(num_threads),
-        "passes": str(PASSES),
+        "layouts": " ".join(layouts),
+        "read": str(READ_BYTES),
     }
     line = json.dumps(about, sort_keys=True)
     try:
@@ -107,22 +142,19 @@ def _are_blocks_faster(
     except RuntimeError:
         folder = Path(os.devnull)  # a user without a home: nothing can be kept
     file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
-    seconds = _kept_seconds(file)
+    seconds = _kept_seconds(file, layouts)
     if seconds is None:
-        plain = [jnp.ones(shape, dtype) for shape in shapes]
-        blocks = [to_blocks(w) for w in plain]
-        seconds = _fastest_seconds(
-            {"plain": (product, plain), "blocks": (block_product, blocks)}, num_rows, num_threads
-        )
+        seconds = _fastest_seconds(layouts, shapes, dtype, num_rows, num_threads)
         _keep_seconds(file, about, seconds)
-    return seconds["blocks"] < WORTH_IT * seconds["plain"]
+    fastest = min(layouts, key=lambda layout: seconds[layout])
+    return fastest if seconds[fastest] < WORTH_IT * seconds[PLAIN] else PLAIN
 
 
-def _kept_seconds(file: Path) -> dict[str, float] | None:
-    """The seconds of both layouts; None where there are none, or after damage."""
+def _kept_seconds(file: Path, layouts: Sequence[str]) -> dict[str, float] | None:
+    """The seconds of each layout; None where there are none, or after damage."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))["seconds"]
-        seconds = {form: float(content[form]) for form in ("plain", "blocks")}
+        seconds = {layout: float(content[layout]) for layout in layouts}
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return None
     return seconds if all(0 < x < math.inf for x in seconds.values()) else None
@@ -138,37 +170,47 @@ def _keep_seconds(file: Path, about: dict[str, str], seconds: dict[str, float]) 
 
 
 def _fastest_seconds(
-    forms: dict[str, tuple[Callable, Matrices]], num_rows: int, num_threads: int
+    layouts: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    dtype: str,
+    num_rows: int,
+    num_threads: int,
 ) -> dict[str, float]:
-    """Seconds that all threads take for PASSES passes over the matrices; forms take turns."""
+    """Seconds that all threads take for some passes over the matrices; layouts take turns."""
+    num_bytes = sum(math.prod(shape) for shape in shapes) * jnp.dtype(dtype).itemsize
+    num_passes = max(2, READ_BYTES // num_bytes)
 
-    def passes(multiply: Callable, num_inputs: list[int]) -> Callable[[Matrices], jax.Array]:
-        def one(x: jax.Array, ws: Matrices) -> jax.Array:
+    @jax.jit
+    def passes(ws: Matrices) -> jax.Array:
+        def one(x: jax.Array) -> jax.Array:
             first = x.shape[1]
-            for w, inputs in zip(ws, num_inputs, strict=True):
-                x = multiply(jnp.tile(x, -(-inputs // x.shape[1]))[:, :inputs] / inputs, w)
+            for w, (inputs, _) in zip(ws, shapes, strict=True):
+                x = jnp.tile(x, -(-inputs // x.shape[1]))[:, :inputs] / inputs
+                x = product_of_layout(x, w)
             return x[:, :first]
 
-        def run(ws: Matrices) -> jax.Array:
-            x = jnp.arange(1.0, num_rows + 1)[:, None]
-            return jax.lax.fori_loop(0, PASSES, lambda _, x: one(x, ws), x)
+        x = jnp.arange(1.0, num_rows + 1)[:, None]
+        return jax.lax.fori_loop(0, num_passes, lambda _, x: one(x), x)
 
-        return jax.jit(run)
-
-    calls = {}
-    for name, (multiply, ws) in forms.items():
-        num_inputs = [w.shape[-2] for w in ws]
-        calls[name] = passes(multiply, num_inputs).lower(ws).compile()
-    fastest = dict.fromkeys(forms, float("inf"))
+    plain = [jnp.ones(shape, dtype) for shape in shapes]
+    matrices = {layout: [_in_layout(w, layout) for w in plain] for layout in layouts}
+    fastest = dict.fromkeys(layouts, float("inf"))
+    calls = {layout: passes.lower(ws).compile() for layout, ws in matrices.items()}
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         for _ in range(ROUNDS):
-            for name, call in calls.items():
-                ws = forms[name][1]
+            for layout, call in calls.items():
+                ws = matrices[layout]
 
                 def repeat(_: int, call: Callable = call, ws: Matrices = ws) -> None:
                     jax.block_until_ready(call(ws))
 
                 start = time.perf_counter()
                 list(pool.map(repeat, range(num_threads)))
-                fastest[name] = min(fastest[name], time.perf_counter() - start)
+                fastest[layout] = min(fastest[layout], time.perf_counter() - start)
     return fastest
+
+
+def _in_layout(w: jax.Array, layout: str) -> jax.Array:
+    if layout == "blocks" and w.shape[1] % COLUMNS == 0:
+        return to_blocks(w)
+    return to_transposed(w) if layout == "transposed" else w

@@ -102,12 +102,9 @@ def make_engine(
     groups = device_groups(target, draft_params)[:max_batch]
     if len(groups) > 1:
         return _engines_on(groups, drafter, max_batch, options)
-    if num_threads == 1:
-        [group] = groups
-        models = group.target, drafter, group.draft_params
-        return Engine(*models, max_batch=max_batch, **options)
+    target, draft_params = groups[0].target, groups[0].draft_params
     rows = _divided(max_batch, num_threads)
-    if platform() == "cpu" and weight_bytes(target, draft_params) <= MOST_WEIGHT_BYTES:
+    if platform() == "cpu" and mesh_of(target.params) is None:
         num_drafts = options.get("num_tree_nodes") or (drafter.k if drafter else 0)
         target, draft_params = in_fastest_layout(
             target,
@@ -118,6 +115,8 @@ def make_engine(
             num_threads=num_threads,
         )
     models = target, drafter, draft_params
+    if num_threads == 1:
+        return Engine(*models, max_batch=max_batch, **options)
     engines = [Engine(*models, max_batch=n, num_threads=num_threads, **options) for n in rows]
     return ParallelEngine(engines)
 

@@ -8,6 +8,7 @@ from flax import nnx
 
 from peagle_jax.decode.drafters import Drafter, ParallelDrafter
 from peagle_jax.decode.tree import num_tree_nodes
+from peagle_jax.layers.matrix_layouts import PLAIN
 from peagle_jax.targets.config import TargetConfig
 from peagle_jax.types import RowOptions
 
@@ -27,7 +28,7 @@ class DecodeSpec:
         read, at least K + 1, and plain steps keep the newest in them; 0 where K never changes.
       ring_cache_size: None gives every layer slots for all positions. A number gives layers with a
         sliding window ring caches, if a ring has fewer slots than that; it takes a `chunk`.
-      column_blocks: whether large matrices are in blocks of columns, which is another program.
+      matrix_layout: of large matrices (`layers.matrix_layouts`); each has another program.
     """
 
     target: nnx.GraphDef
@@ -38,7 +39,7 @@ class DecodeSpec:
     num_nodes: int | None = None
     lookback: int = 0
     ring_cache_size: int | None = None
-    column_blocks: bool = False
+    matrix_layout: str = PLAIN
 
     def __hash__(self) -> int:
         return self._hash

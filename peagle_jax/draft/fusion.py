@@ -57,7 +57,7 @@ class Fusion(nnx.Module):
         else:
             matrix = self.fc.kernel[...]
         has_both_norms = self.input_norm is not None and self.fc_norm is not None
-        is_plain = isinstance(matrix, Fp8Matrix) or matrix.ndim == 2  # or in blocks of columns
+        is_plain = isinstance(matrix, Fp8Matrix) or matrix.ndim == 2  # in no other layout
         if is_plain and not has_both_norms and fusion.is_supported(by_layer, matrix):
             fused = self._by_kernel(by_layer, matrix)
             return fused.reshape(*aux_hidden_states.shape[:-1], -1)

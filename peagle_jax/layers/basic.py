@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.row_sums import with_one_axis_of_rows
-from peagle_jax.layers.products import activation_dtype, block_product, product
+from peagle_jax.layers.products import activation_dtype, product_of_layout
 
 
 def normal(
@@ -33,8 +33,7 @@ def along_last(vector: Float[Array, " D"], x: Float[Array, "*rows D"]) -> Float[
 class Linear(nnx.Module):
     """`x @ kernel`, by `products.product`.
 
-    The kernel is [in, out], which is faster than torch's [out, in] on a CPU from two rows on. For
-    decoding it may be in blocks of columns (`column_blocks`).
+    The kernel is [in, out]. For decoding on a CPU it may be in another layout (`matrix_layouts`).
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class Linear(nnx.Module):
         # All rows in one axis: on a CPU XLA's gradient of a matrix contracts one axis of rows twice
         # as fast as two (LOG.md).
         rows, kernel = x.reshape(-1, x.shape[-1]), self.kernel[...]
-        y = product(rows, kernel) if kernel.ndim == 2 else block_product(rows, kernel)
-        y = y.reshape(*x.shape[:-1], -1)
+        y = product_of_layout(rows, kernel).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
     def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units, has_bfloat16_products
+from peagle_jax.layers.matrix_layouts import PLAIN, layout_of_matrix
 from peagle_jax.types import Model
 
 # Rows of a product with bfloat16 weights on a CPU. XLA converts the weights of one-row products to
@@ -51,13 +52,17 @@ def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Floa
     return y[..., :num_rows, :]
 
 
-def block_product(
-    x: Float[Array, "rows K"], w: Float[Array, "blocks K columns"]
-) -> Float[Array, "rows N"]:
-    """`product` of x and a matrix in blocks of columns (`column_blocks`)."""
+def product_of_layout(x: Float[Array, "rows K"], w: Float[Array, "..."]) -> Float[Array, "rows N"]:
+    """`product` of x and a matrix in any layout of `matrix_layouts`."""
+    layout = layout_of_matrix(w)
+    if layout == PLAIN:
+        return product(x, w)
     num_rows, wider = len(x), jnp.promote_types(x.dtype, w.dtype)
     # converted once, and not once for each block
     x = _with_least_rows(x, w).astype(w.dtype)
+    if layout == "transposed":
+        inputs = (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, w[..., 0], inputs, preferred_element_type=wider)[:num_rows]
     y = jnp.matmul(jnp.broadcast_to(x, (len(w), *x.shape)), w, preferred_element_type=wider)
     return y[:, :num_rows].swapaxes(0, 1).reshape(num_rows, -1)
 

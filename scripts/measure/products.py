@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.layers import product
-from peagle_jax.layers.column_blocks import to_blocks
-from peagle_jax.layers.products import block_product
+from peagle_jax.layers.matrix_layouts import to_blocks, to_transposed
+from peagle_jax.layers.products import product_of_layout
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import append_rows
 
@@ -114,6 +114,7 @@ def jax_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callab
     narrow = jnp.bfloat16
     joined = [merged(layer) for layer in layers]
     blocks = [[to_blocks(w) for w in layer] for layer in layers]
+    transposed = [[to_transposed(w) for w in layer] for layer in layers]
     forms = {
         "XLA float32": (jnp.matmul, layers, jnp.float32, {}),
         "XLA float32, merged": (jnp.matmul, joined, jnp.float32, {}),
@@ -122,8 +123,10 @@ def jax_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callab
         "XLA bfloat16 operands, merged": (bfloat16, joined, narrow, {}),
         "XLA bfloat16 operands, no YNNPACK": (bfloat16, layers, narrow, WITHOUT_YNNPACK),
         "peagle_jax.layers.product": (product, layers, narrow, {}),
-        "in blocks of columns, bfloat16": (block_product, blocks, narrow, {}),
-        "in blocks of columns, float32": (block_product, blocks, jnp.float32, {}),
+        "in blocks of columns, bfloat16": (product_of_layout, blocks, narrow, {}),
+        "in blocks of columns, float32": (product_of_layout, blocks, jnp.float32, {}),
+        "transposed, bfloat16": (product_of_layout, transposed, narrow, {}),
+        "transposed, float32": (product_of_layout, transposed, jnp.float32, {}),
     }
     calls = {}
     for name, (multiply, matrices, dtype, options) in forms.items():
