@@ -121,6 +121,7 @@ def generate(arguments: argparse.Namespace) -> int:
         prefill_chunk=arguments.prefill_chunk,
         sliding_cache=arguments.sliding_cache,
         num_threads=arguments.threads,
+        donate_models=True,
     )
     if arguments.stream and tokenizer is None:
         rule, next_step = "needs a tokenizer", "copy tokenizer.json into the target's folder"

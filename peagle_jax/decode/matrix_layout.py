@@ -70,6 +70,7 @@ def in_fastest_layout(
     rows: int,
     num_places: int,
     num_threads: int,
+    donate: bool = False,
 ) -> tuple[Model, Any]:
     """The models of engines that decode at the same time.
 
@@ -78,6 +79,7 @@ def in_fastest_layout(
       rows: requests that one engine decodes together.
       num_places: tokens of each that a step of the target reads.
       num_threads: the engines. One has all cores, several have one each.
+      donate: free each matrix that is copied.
 
     Returns:
       The target and the parameters of its head; with large matrices in another layout, which are a
@@ -86,7 +88,8 @@ def in_fastest_layout(
     if layout_of(target.params) != PLAIN:
         return target, draft_params
     whole = [x.nbytes for x in matrices((target.params, draft_params), "transposed")]
-    if sum(whole) < LEAST_BYTES or not _may_copy(sum(whole)):
+    taken = max(whole, default=0) if donate else sum(whole)
+    if sum(whole) < LEAST_BYTES or not _may_copy(taken):
         return target, draft_params
     dtype, shapes = _sample(matrices(target.params, "transposed"))
     layout = "transposed"
@@ -94,8 +97,9 @@ def in_fastest_layout(
         num_rows = min(rows * num_places, MOST_ROWS)
         layout = _fastest_layout(shapes, dtype, num_rows, num_threads)
     if isinstance(drafter, tuple(METHODS.values())):
-        draft_params = in_layout(draft_params, layout)
-    return dataclasses.replace(target, params=in_layout(target.params, layout)), draft_params
+        draft_params = in_layout(draft_params, layout, donate=donate)
+    params = in_layout(target.params, layout, donate=donate)
+    return dataclasses.replace(target, params=params), draft_params
 
 
 def _sample(matrices: Matrices) -> tuple[str, tuple[tuple[int, int], ...]]:

@@ -77,6 +77,7 @@ def make_engine(
     *,
     max_batch: int = 8,
     num_threads: int | None = None,
+    donate_models: bool = False,
     **options: Unpack[EngineOptions],
 ) -> BaseEngine:
     """The engine, or engines side by side, that decode `max_batch` requests together fastest.
@@ -86,6 +87,8 @@ def make_engine(
         group of devices along it, which share the rows.
       drafter, draft_params, max_batch, options: as of `Engine`.
       num_threads: engines that share the rows on one device; None for `default_threads`.
+      donate_models: free the target's and the head's matrices where the engines have copies in
+        another layout. Nobody else may use these models then.
 
     Raises:
       InputError: as `Engine`; or `num_threads` is below 1, or above 1 for a target on several
@@ -113,6 +116,7 @@ def make_engine(
             rows=rows[0],
             num_places=1 + num_drafts,
             num_threads=num_threads,
+            donate=donate_models,
         )
     models = target, drafter, draft_params
     if num_threads == 1:

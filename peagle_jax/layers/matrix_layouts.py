@@ -57,7 +57,7 @@ def matrices(params: Any, layout: str) -> list[Array]:
     return [w for path, w in leaves if _is_changed(path, w, layout)]
 
 
-def in_layout(params: Any, layout: str) -> Any:
+def in_layout(params: Any, layout: str, *, donate: bool = False) -> Any:
     """Parameters of a model with its large matrices in a layout.
 
     `Linear` multiplies by each (`products.product_of_layout`). For blocks, matrices of another
@@ -66,10 +66,17 @@ def in_layout(params: Any, layout: str) -> Any:
 
     Args:
       layout: PLAIN, or a name of LAYOUTS.
+      donate: free each matrix once it is copied. One that is donated already has its copy.
     """
 
     def change(path: tuple, w: Any) -> Any:
-        return _copy_of(w, layout) if _is_changed(path, w, layout) else w
+        if not _is_changed(path, w, layout):
+            return w
+        copy = _copy_of(w, layout)
+        if donate and not w.is_deleted():
+            jax.block_until_ready(copy)
+            w.delete()
+        return copy
 
     return params if layout == PLAIN else jax.tree_util.tree_map_with_path(change, params)
 

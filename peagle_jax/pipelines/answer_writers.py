@@ -89,7 +89,7 @@ class EngineWriter:
     """The target writes, up to `batch_size` answers at a time.
 
     Args:
-      target: the target.
+      target: the target, which nobody else uses: `make_engine` may free its matrices.
       tokenizer: its tokenizer, with a chat template.
       max_new_tokens: limit of an answer.
       batch_size: answers that are written together.
@@ -111,7 +111,7 @@ class EngineWriter:
             next_step = f"use less than {self._context}"
             raise InputError("--max-new-tokens", rule, max_new_tokens, next_step)
         self._tokenizer, self._max_new_tokens = tokenizer, max_new_tokens
-        self._engine = make_engine(target, max_batch=batch_size)
+        self._engine = make_engine(target, max_batch=batch_size, donate_models=True)
         self._where: dict[int, str] = {}
 
     def submit(self, turn: Turn) -> int | None:

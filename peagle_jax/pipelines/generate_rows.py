@@ -45,6 +45,7 @@ class GenerationOptions:
     prefill_chunk: int | None = PREFILL_CHUNK  # of a prompt, in one forward; None: all tokens
     sliding_cache: bool = False  # ring caches for layers with a sliding window
     num_threads: int | None = None  # that decode parts of a batch; None: what pays
+    donate_models: bool = False  # as of `make_engine`: nobody uses them afterwards
 
 
 def generate_rows(
@@ -114,6 +115,7 @@ def generate_rows(
         adaptive_k=options.k == "auto",
         max_batch=1 if on_text is not None else min(options.batch_size, len(prompts)),
         num_threads=options.num_threads,
+        donate_models=options.donate_models,
         prefill_chunk=options.prefill_chunk,
         sliding_cache=options.sliding_cache,
         sample_drafts=options.sample_drafts,

@@ -298,7 +298,7 @@ def _continue_excerpts(
         )
         for i in range(done, total)
     )
-    engine = make_engine(target, max_batch=options.batch_size)
+    engine = make_engine(target, max_batch=options.batch_size, donate_models=True)
     progress = ProgressReport("regenerate", total, done, "answers")
     with progress, out.open("a", encoding="utf-8") as file:
         for answer in _in_order(engine.run(requests)):

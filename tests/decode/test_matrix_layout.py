@@ -1,5 +1,6 @@
 """Engines on a CPU: which layout they choose for matrices, and that answers stay."""
 
+import dataclasses
 import json
 
 import jax
@@ -13,8 +14,9 @@ from peagle_jax.decode import matrix_layout, parallel_engine
 from peagle_jax.decode.generate import generate, make_drafter
 from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.parallel_engine import make_engine
+from peagle_jax.decode.requests import Request
 from peagle_jax.layers import matrix_layouts, products
-from peagle_jax.layers.matrix_layouts import PLAIN, layout_of
+from peagle_jax.layers.matrix_layouts import PLAIN, layout_of, matrices
 from peagle_jax.types import DraftState
 
 SIZES = {"vocab": 48, "draft_vocab": 48, "target_dim": 24, "dim": 24, "mlp_dim": 40}
@@ -135,6 +137,35 @@ def test_large_models_are_copied_where_memory_is_free(asked, monkeypatch, free, 
     engine = make_engine(target, None, head.params, max_batch=4, num_threads=1)
     assert engine.spec.matrix_layout == (asked.layout if is_copied else PLAIN)
     assert (engine.target is target) == (not is_copied)
+
+
+def test_donated_matrices_are_freed(asked, monkeypatch):
+    """Then the memory of one of them suffices, and heads may share some with their target."""
+    target, head = (
+        dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))
+        for model in models()  # which other tests use
+    )
+    head.params["lm_head"] = target.params["lm_head"]
+    drafter = make_drafter(head, 3, "peagle")
+    requests = [Request(prompt=[5, 3, 40, n], max_new_tokens=12) for n in range(3)]
+
+    def answers(donate):
+        engine = make_engine(
+            target, drafter, head.params, max_batch=4, num_threads=2, donate_models=donate
+        )
+        return {i: answer.output_token_ids for i, answer in engine.run(requests)}
+
+    largest = max(w.nbytes for w in matrices((target.params, head.params), "transposed"))
+    monkeypatch.setattr(matrix_layout, "SMALL_COPY_BYTES", largest)
+    asked.layout, layout = PLAIN, asked.layout
+    want = answers(False)
+    monkeypatch.setattr(matrix_layout, "free_bytes", lambda: 0)
+    asked.layout = layout
+    assert answers(False) == want and not target.params["lm_head"]["kernel"].is_deleted()
+    assert answers(True) == want
+    freed = matrices((target.params, head.params), asked.layout)
+    assert len(freed) > 20 and all(w.is_deleted() for w in freed)
+    assert not target.params["embed"]["table"].is_deleted()
 
 
 def test_models_in_another_layout_stay(asked):
