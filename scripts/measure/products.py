@@ -1,11 +1,13 @@
 """Milliseconds of a decoder's matrix products alone, by every form, at 1 to 64 rows.
 
     .venv/bin/python scripts/measure/products.py [--one-core] [--record results/products.jsonl]
+    .venv/bin/python scripts/measure/products.py --config configs/targets/qwen3-8b.json \\
+        --num-layers 1 --loops 2 --rows 1 8 32
 
-The products are those of the packaged target's layers: q, k, v, o, gate, up, down, each reading
-what the one before it wrote, with nothing between them but what makes the shapes fit. A form is
-timed inside of one compiled loop; forms take turns, and a number is the median over rounds. The
-forms of torch are left out where torch is not installed.
+The products are those of the packaged target's layers, or of another: q, k, v, o, gate, up, down,
+each reading what the one before it wrote, with nothing between them but what makes the shapes fit.
+A form is timed inside of one compiled loop; forms take turns, and a number is the median over
+rounds. The forms of torch are left out where torch is not installed.
 """
 
 import argparse
@@ -31,7 +33,6 @@ from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import append_rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-LOOPS = 20  # passes over all layers in one timed call
 # a fusion type of its own makes XLA call YNNPACK for products on a CPU; "" is none
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
@@ -43,30 +44,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     parser.add_argument("--one-core", action="store_true", help="let one core compute")
+    parser.add_argument("--config", type=Path, default=ASSETS / "target" / "config.json")
+    parser.add_argument("--num-layers", type=int, help="the first layers; default: all")
+    parser.add_argument("--loops", type=int, default=20, help="passes over them in a timed call")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     args = parser.parse_args()
     if args.one_core:  # before XLA and torch count them
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    config = json.loads((ASSETS / "target" / "config.json").read_text())
-    layers = make_layers(config)
+    layers = make_layers(json.loads(args.config.read_text()), args.num_layers)
     num_weights = sum(w.size for layer in layers for w in layer)
     rows = []
-    table = Table("form", *map(str, ROWS), title=f"ms for {num_weights / 1e6:.1f}M weights")
+    table = Table("form", *map(str, args.rows), title=f"ms for {num_weights / 1e6:.1f}M weights")
     by_form: dict[str, list[float]] = {}
-    for num_rows in ROWS:
-        calls = jax_forms(layers, num_rows) | torch_forms(layers, num_rows)
-        for form, ms in medians(calls, args.rounds).items():
+    for num_rows in args.rows:
+        calls = jax_forms(layers, num_rows, args.loops)
+        calls |= torch_forms(layers, num_rows, args.loops)
+        for form, ms in medians(calls, args.rounds, args.loops).items():
             by_form.setdefault(form, []).append(ms)
     for form, numbers in by_form.items():
         table.add_row(form, *(f"{ms:.2f}" for ms in numbers))
         rows.append({"name": "products", "form": form, "weights": num_weights})
+        rows[-1]["config"] = args.config.stem if args.config.stem != "config" else "packaged"
         rows[-1]["cores"] = len(os.sched_getaffinity(0))
-        rows[-1]["ms"] = dict(zip(map(str, ROWS), numbers, strict=True))
+        rows[-1]["ms"] = dict(zip(map(str, args.rows), numbers, strict=True))
     Console(width=110).print(table)
     if args.record:
         append_rows(args.record, rows, "scripts/measure/products.py")
 
 
-def make_layers(config: dict) -> list[list[np.ndarray]]:
+def make_layers(config: dict, num_layers: int | None) -> list[list[np.ndarray]]:
     """Random matrices of every layer: q, k, v, o, gate, up, down."""
     dim, mlp = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or dim // config["num_attention_heads"]
@@ -74,7 +80,7 @@ def make_layers(config: dict) -> list[list[np.ndarray]]:
     kv = config["num_key_value_heads"] * head_dim
     shapes = [(dim, inner), (dim, kv), (dim, kv), (inner, dim), (dim, mlp), (dim, mlp), (mlp, dim)]
     rng = np.random.default_rng(0)
-    num_layers = config["num_hidden_layers"]
+    num_layers = num_layers or config["num_hidden_layers"]
     return [
         [(0.02 * rng.normal(size=shape)).astype(np.float32) for shape in shapes]
         for _ in range(num_layers)
@@ -105,8 +111,10 @@ def chain(multiply: Callable, layers: list, x):
     return x
 
 
-def jax_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callable[[], object]]:
-    """A call of LOOPS passes for each form of XLA."""
+def jax_forms(
+    layers: list[list[np.ndarray]], num_rows: int, loops: int
+) -> dict[str, Callable[[], object]]:
+    """A call of `loops` passes for each form of XLA."""
 
     def bfloat16(x, w):
         return jnp.matmul(x.astype(w.dtype), w, preferred_element_type=jnp.float32)
@@ -137,7 +145,7 @@ def jax_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callab
             def body(_, x):
                 return 0.5 * chain(multiply, weights, x)
 
-            return jax.lax.fori_loop(0, LOOPS, body, x)
+            return jax.lax.fori_loop(0, loops, body, x)
 
         x = jnp.ones((num_rows, layers[0][0].shape[0]), jnp.float32)
         calls[name] = functools.partial(
@@ -146,7 +154,9 @@ def jax_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callab
     return calls
 
 
-def torch_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Callable[[], object]]:
+def torch_forms(
+    layers: list[list[np.ndarray]], num_rows: int, loops: int
+) -> dict[str, Callable[[], object]]:
     """The same in torch, with weights as `torch.nn.Linear` has them."""
     try:
         import torch
@@ -162,7 +172,7 @@ def torch_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Call
 
         def passes(weights=weights, x=x):
             with torch.inference_mode():
-                for _ in range(LOOPS):
+                for _ in range(loops):
                     x = 0.5 * chain(torch.matmul, weights, x)
             return x
 
@@ -170,7 +180,7 @@ def torch_forms(layers: list[list[np.ndarray]], num_rows: int) -> dict[str, Call
     return calls
 
 
-def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def medians(calls: dict[str, Callable[[], object]], rounds: int, loops: int) -> dict[str, float]:
     """Milliseconds of one pass of each form; the forms take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
@@ -178,7 +188,7 @@ def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
             start = time.perf_counter()
             call()
             if number:  # the first one compiles
-                seconds[name].append((time.perf_counter() - start) / LOOPS)
+                seconds[name].append((time.perf_counter() - start) / loops)
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 

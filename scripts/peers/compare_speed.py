@@ -10,7 +10,7 @@ concerns all of them. Without options the packaged models continue excerpts of P
 
 Batches follow one another, each begun when the last is done. With `--continuous` all prompts wait
 from the start, and one enters wherever another is done, as at a server; transformers cannot do that
-and is left out.
+and is left out. `--target FOLDER --methods plain` compares plain decoding of any target.
 
 Texts are compared with our own plain decoding in the same dtype. Only in float32 is equality
 promised; a text that differs first at a near tie (two best logits within 1e-4) is counted apart.
@@ -222,10 +222,16 @@ def run(args: argparse.Namespace) -> list[dict]:
     prompts = [list(map(int, prompt)) for prompt in prompts]
     longest = max(map(len, prompts))
     rows = []
-    methods = {name: METHODS[name] for name in args.engines}
+    methods = {
+        name: tuple(method for method in METHODS[name] if method in args.methods)
+        for name in args.engines
+    }
     if args.static_cache:
         methods |= {name: methods[name] + STATIC[name] for name in STATIC if name in methods}
     cases = [(name, method) for name in methods for method in methods[name]]
+    if not cases:
+        rule, got = "one that the engines have", " ".join(args.methods)
+        raise InputError("--methods", rule, got, "leave out --methods, or name plain")
     turns = len(args.dtypes) * len(cases) * (1 + len(args.batch_sizes) * (args.rounds + 1))
     with ProgressReport("compare", turns, unit="turns") as report:
         done = 0
@@ -284,6 +290,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--eagle3", type=Path, default=ASSETS / "eagle3", help=packaged)
     parser.add_argument("-k", type=int, default=7, help="tokens drafted per step (default: 7)")
     parser.add_argument("--engines", nargs="+", choices=WORKERS, help="default: all that can do it")
+    known = list(dict.fromkeys(method for of_engine in METHODS.values() for method in of_engine))
+    help_ = "default: all; another --target without heads takes plain"
+    parser.add_argument("--methods", nargs="+", choices=known, default=known, help=help_)
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="default: both")
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="default: 1 8")

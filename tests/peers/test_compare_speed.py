@@ -43,6 +43,7 @@ def test_rows_of_ours_and_transformers(tmp_path):
 @pytest.mark.slow
 def test_a_prompt_enters_where_another_is_done(tmp_path):
     common = ["--engines", "peagle_jax", "--dtypes", "float32", "--continuous"]
+    common += ["--methods", "peagle", "plain"]
     code, out, _ = compare_speed(
         *common,
         *("--batch-sizes", 2, "--rounds", 1, "--num-prompts", 5, "--max-new-tokens", 6, "-k", 3),
@@ -50,7 +51,7 @@ def test_a_prompt_enters_where_another_is_done(tmp_path):
     )
     assert code == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["plain", "eagle3", "peagle"]
+    assert [row["method"] for row in rows] == ["plain", "peagle"]
     for row in rows:
         assert row["engine"] == "peagle_jax" and row["continuous"] and row["same"] == 5
 
@@ -75,6 +76,14 @@ def test_what_cannot_be_continuous(options, message, capsys, monkeypatch):
 
     assert script.main(["--engines", "peagle_jax", "--continuous", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_methods_that_no_engine_has(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import compare_speed as script
+
+    assert script.main(["--engines", "transformers", "--methods", "peagle"]) == 2
+    assert "--methods: one that the engines have; got peagle" in capsys.readouterr().err
 
 
 def test_vllm_needs_its_environment():
