@@ -152,6 +152,7 @@ class Decoding:
         self.steps_by_k: dict[int, int] = {}
         self.num_compiled = 0  # programs, in timed rounds
         self._programs: set[tuple] = set()
+        self.models = target, head.params if head else None  # as the last engine read them
 
     def engine(self) -> BaseEngine:
         """A new one, with nothing to do yet."""
@@ -181,7 +182,7 @@ class Decoding:
         seconds = time.perf_counter() - start
         self.answers = [answers[i] for i in range(len(self.requests))]
         check_answered(self.answers, "bench")
-        self.num_threads = engine.stats.num_threads
+        self.models, self.num_threads = engine.models, engine.stats.num_threads
         self.num_steps = engine.stats.num_steps
         self.steps_by_k = dict(sorted(engine.stats.steps_by_k.items()))
         if timed:
@@ -390,7 +391,7 @@ def _group_records(
             k, rows = decoding.case.k, decoding.rows_at_once
             if (k, rows) not in verify_seconds:
                 verify_seconds[k, rows] = verifying_seconds(
-                    target,
+                    decoding.models[0],
                     k,
                     batch=rows,
                     context=context,
@@ -413,9 +414,10 @@ def _draft_seconds(decoding: Decoding, context: int, repeats: int) -> float:
     """Seconds to draft K tokens once, timed alone; 0 in plain decoding."""
     if decoding.head is None:
         return 0.0
-    drafter = make_drafter(decoding.head, decoding.case.k, decoding.case.method)
+    head = dataclasses.replace(decoding.head, params=decoding.models[1])
+    drafter = make_drafter(head, decoding.case.k, decoding.case.method)
     return drafting_seconds(
-        decoding.head, drafter, batch=decoding.rows_at_once, context=context, repeats=repeats
+        head, drafter, batch=decoding.rows_at_once, context=context, repeats=repeats
     )
 
 

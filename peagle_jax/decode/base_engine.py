@@ -2,10 +2,11 @@
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.requests import Generation, Output, Request, failed_answer
-from peagle_jax.types import InputError
+from peagle_jax.types import InputError, Model
 
 
 class BaseEngine(abc.ABC):
@@ -50,6 +51,13 @@ class BaseEngine(abc.ABC):
 
         Raises:
           InputError: their caches would not fit the memory.
+        """
+
+    @property
+    @abc.abstractmethod
+    def models(self) -> tuple[Model, Any]:
+        """The target and the drafter's parameters, as they are read in decoding: on a CPU maybe in
+        another layout than they were loaded in. Of engines side by side, the first one's.
         """
 
     @property

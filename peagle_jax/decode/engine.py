@@ -29,7 +29,7 @@ from peagle_jax.decode.answer_text import AnswerText
 from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.batch import Batch
 from peagle_jax.decode.drafters import Drafter
-from peagle_jax.decode.engine_checks import can_go_on, check_at_least_1, check_drafter
+from peagle_jax.decode.engine_checks import can_go_on, check_options
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.memory import CacheMemory
 from peagle_jax.decode.prefill import (
@@ -118,11 +118,9 @@ class Engine(BaseEngine):
         tokenizer: Detokenizer | None = None,
         num_threads: int = 1,
     ) -> None:
-        check_at_least_1("max_batch", max_batch, 8)
-        check_at_least_1("prefill_chunk", prefill_chunk, PREFILL_CHUNK)
-        check_at_least_1("max_steps", max_steps, STEPS_PER_STOP_CHECK)
-        check_at_least_1("num_tree_nodes", num_tree_nodes, 32)
-        check_drafter(drafter, num_tree_nodes, adaptive_k)
+        about = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "max_steps": max_steps}
+        about |= {"num_tree_nodes": num_tree_nodes, "adaptive_k": adaptive_k}
+        check_options(drafter, about)
         self.target, self.tokenizer = target, tokenizer
         self.max_batch, self.cache_size, self.max_steps = max_batch, cache_size, max_steps
         self._stats = EngineStats()
@@ -202,6 +200,10 @@ class Engine(BaseEngine):
 
     def cancel(self, request_id: int) -> None:
         self._waiting.cancel(request_id)
+
+    @property
+    def models(self) -> tuple[Model, Any]:
+        return self.target, self._batch.params[1]
 
     @property
     def has_work(self) -> bool:

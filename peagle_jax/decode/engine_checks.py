@@ -1,6 +1,7 @@
 """Checks of what an engine is asked for, before anything is computed; and of what failed."""
 
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,15 @@ MAX_TREE_NODES = 256
 # are conditioned on their parents. With K = 7 there are 62,000 that may be among the 256 likeliest,
 # with K = 15 more than a million.
 MAX_TREE_PATHS = 100_000
+# Options that are numbers of 1 or more, and what errors suggest.
+EXAMPLES = {"max_batch": 8, "prefill_chunk": 512, "max_steps": 8, "num_tree_nodes": 32}
+
+
+def check_options(drafter: Drafter | None, options: Mapping[str, Any]) -> None:
+    """Raises InputError where options of `Engine` cannot be."""
+    for name, example in EXAMPLES.items():
+        check_at_least_1(name, options.get(name), example)
+    check_drafter(drafter, options.get("num_tree_nodes"), options.get("adaptive_k", False))
 
 
 def check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_k: bool) -> None:

@@ -37,6 +37,7 @@ from peagle_jax.layers.matrix_layouts import (
     COLUMNS,
     PLAIN,
     in_layout,
+    is_copied,
     layout_of,
     matrices,
     to_blocks,
@@ -44,7 +45,7 @@ from peagle_jax.layers.matrix_layouts import (
 )
 from peagle_jax.layers.products import product_of_layout
 from peagle_jax.provenance import device_name, versions
-from peagle_jax.types import Model
+from peagle_jax.types import InputError, Model
 from peagle_jax.user_cache import user_cache
 
 # Weights that fit into the cache of one core are as fast in any layout.
@@ -84,22 +85,39 @@ def in_fastest_layout(
     Returns:
       The target and the parameters of its head; with large matrices in another layout, which are a
       copy, where that was found to be faster, and the memory is there.
+
+    Raises:
+      InputError: the matrices were donated, and their copies are in another layout.
     """
     if layout_of(target.params) != PLAIN:
         return target, draft_params
-    whole = [x.nbytes for x in matrices((target.params, draft_params), "transposed")]
-    taken = max(whole, default=0) if donate else sum(whole)
-    if sum(whole) < LEAST_BYTES or not _may_copy(taken):
-        return target, draft_params
-    dtype, shapes = _sample(matrices(target.params, "transposed"))
-    layout = "transposed"
-    if dtype != "bfloat16" or not has_bfloat16_matrix_units():
+    is_known = drafter is None or isinstance(drafter, tuple(METHODS.values()))
+    models = target.params, draft_params if drafter is not None and is_known else None
+    found = matrices(models, "transposed")
+    layout = PLAIN
+    if found and sum(w.nbytes for w in found) >= LEAST_BYTES:
+        dtype, shapes = _sample(found)
         num_rows = min(rows * num_places, MOST_ROWS)
-        layout = _fastest_layout(shapes, dtype, num_rows, num_threads)
-    if isinstance(drafter, tuple(METHODS.values())):
-        draft_params = in_layout(draft_params, layout, donate=donate)
-    params = in_layout(target.params, layout, donate=donate)
+        layout = _layout_for(shapes, dtype, num_rows, num_threads)
+    new = [w for w in matrices(models, layout) if not is_copied(w, layout)]
+    if any(w.is_deleted() for w in (new if layout != PLAIN else found)):
+        rule, next_step = "an engine was given them for itself", "load the models again"
+        raise InputError("target", rule, "matrices that were freed", next_step)
+    donate &= is_known  # of somebody else's drafter nobody knows which arrays of the target it has
+    sizes = [w.nbytes for w in new]
+    if layout == PLAIN or not _may_copy(max(sizes, default=0) if donate else sum(sizes)):
+        return target, draft_params
+    params, head = (in_layout(model, layout, donate=donate) for model in models)
+    draft_params = draft_params if head is None else head
     return dataclasses.replace(target, params=params), draft_params
+
+
+def _layout_for(
+    shapes: tuple[tuple[int, int], ...], dtype: str, num_rows: int, num_threads: int
+) -> str:
+    if dtype == "bfloat16" and has_bfloat16_matrix_units():
+        return "transposed"
+    return _fastest_layout(shapes, dtype, num_rows, num_threads)
 
 
 def _sample(matrices: Matrices) -> tuple[str, tuple[tuple[int, int], ...]]:

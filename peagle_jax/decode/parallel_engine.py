@@ -35,7 +35,7 @@ from peagle_jax.decode.base_engine import BaseEngine
 from peagle_jax.decode.device_groups import DeviceGroup, device_groups
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.engine import Engine
-from peagle_jax.decode.engine_checks import check_at_least_1
+from peagle_jax.decode.engine_checks import check_at_least_1, check_options
 from peagle_jax.decode.engine_stats import EngineStats
 from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.requests import Output, Request
@@ -88,13 +88,13 @@ def make_engine(
       drafter, draft_params, max_batch, options: as of `Engine`.
       num_threads: engines that share the rows on one device; None for `default_threads`.
       donate_models: free the target's and the head's matrices where the engines have copies in
-        another layout. Nobody else may use these models then.
+        another layout, which they never have on a mesh. Nobody else may use these models then.
 
     Raises:
       InputError: as `Engine`; or `num_threads` is below 1, or above 1 for a target on several
         devices.
     """
-    check_at_least_1("max_batch", max_batch, 8)
+    check_options(drafter, {**options, "max_batch": max_batch})  # before models are donated
     check_at_least_1("num_threads", num_threads, 1)
     if num_threads is None:
         num_threads = default_threads(target, drafter, draft_params, max_batch)
@@ -253,6 +253,10 @@ class ParallelEngine(BaseEngine):
         longest = sorted(requests, key=lambda request: len(request.prompt) + request.max_new_tokens)
         for engine in self.engines:  # each has a part of them, at worst the longest
             engine.check_memory(longest[-engine.max_batch :])
+
+    @property
+    def models(self) -> tuple[Model, Any]:
+        return self.engines[0].models
 
     @property
     def has_work(self) -> bool:

@@ -49,12 +49,20 @@ def to_transposed(w: Float[Array, "K N"]) -> Float[Array, "N K 1"]:
 
 
 LAYOUTS: dict[str, Callable[[Array], Array]] = {"blocks": to_blocks, "transposed": to_transposed}
+# as one program each, which takes memory for its result alone
+_programs = {layout: jax.jit(change) for layout, change in LAYOUTS.items()}
 
 
 def matrices(params: Any, layout: str) -> list[Array]:
-    """The matrices of a model that `in_layout` changes."""
+    """The matrices of a model that `in_layout` changes, each once."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return [w for path, w in leaves if _is_changed(path, w, layout)]
+    return list({id(w): w for path, w in leaves if _is_changed(path, w, layout)}.values())
+
+
+def is_copied(w: Array, layout: str) -> bool:
+    """Whether `in_layout` has a copy of a matrix already."""
+    reference, _ = _copies.get((layout, id(w)), (None, None))
+    return reference is not None and reference() is w
 
 
 def in_layout(params: Any, layout: str, *, donate: bool = False) -> Any:
@@ -99,11 +107,9 @@ def layout_of(params: Any) -> str:
 def _copy_of(w: Array, layout: str) -> Array:
     """The matrix in a layout, once for each array."""
     key = layout, id(w)
-    reference, copy = _copies.get(key, (None, None))
-    if reference is None or copy is None or reference() is not w:
-        copy = LAYOUTS[layout](w)
-        _copies[key] = weakref.ref(w, lambda _: _copies.pop(key, None)), copy
-    return copy
+    if not is_copied(w, layout):
+        _copies[key] = weakref.ref(w, lambda _: _copies.pop(key, None)), _programs[layout](w)
+    return _copies[key][1]
 
 
 def _name(path: tuple) -> str:

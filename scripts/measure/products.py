@@ -32,6 +32,7 @@ from peagle_jax.layers.products import product_of_layout
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import append_rows
 
+PACKAGED = ASSETS / "target" / "config.json"
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # a fusion type of its own makes XLA call YNNPACK for products on a CPU; "" is none
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", type=Path, help="append the rows to this JSONL")
     parser.add_argument("--one-core", action="store_true", help="let one core compute")
-    parser.add_argument("--config", type=Path, default=ASSETS / "target" / "config.json")
+    parser.add_argument("--config", type=Path, default=PACKAGED)
     parser.add_argument("--num-layers", type=int, help="the first layers; default: all")
     parser.add_argument("--loops", type=int, default=20, help="passes over them in a timed call")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
@@ -64,7 +65,7 @@ def main() -> None:
     for form, numbers in by_form.items():
         table.add_row(form, *(f"{ms:.2f}" for ms in numbers))
         rows.append({"name": "products", "form": form, "weights": num_weights})
-        rows[-1]["config"] = args.config.stem if args.config.stem != "config" else "packaged"
+        rows[-1]["config"] = "packaged" if args.config == PACKAGED else str(args.config)
         rows[-1]["cores"] = len(os.sched_getaffinity(0))
         rows[-1]["ms"] = dict(zip(map(str, args.rows), numbers, strict=True))
     Console(width=110).print(table)

@@ -229,9 +229,13 @@ def run(args: argparse.Namespace) -> list[dict]:
     if args.static_cache:
         methods |= {name: methods[name] + STATIC[name] for name in STATIC if name in methods}
     cases = [(name, method) for name in methods for method in methods[name]]
-    if not cases:
-        rule, got = "one that the engines have", " ".join(args.methods)
-        raise InputError("--methods", rule, got, "leave out --methods, or name plain")
+    for name, of_engine in methods.items():
+        if not of_engine:
+            rule, next_step = f"{name} has {', '.join(METHODS[name])}", "name one, or no --methods"
+            raise InputError("--methods", rule, " ".join(args.methods), next_step)
+    if "plain" not in methods.get("peagle_jax", ("plain",)):
+        rule, next_step = "texts are compared with plain decoding's", "name plain, too"
+        raise InputError("--methods", rule, " ".join(args.methods), next_step)
     turns = len(args.dtypes) * len(cases) * (1 + len(args.batch_sizes) * (args.rounds + 1))
     with ProgressReport("compare", turns, unit="turns") as report:
         done = 0

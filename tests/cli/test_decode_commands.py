@@ -25,6 +25,7 @@ def test_generate_with_threads(num_threads, folders, peagle, tmp_path, monkeypat
     made = []
 
     def noting(*args, **options):
+        assert options["donate_models"]  # nobody else has the models
         made.append(make_engine(*args, **options))
         return made[-1]
 

@@ -17,7 +17,7 @@ from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
 from peagle_jax.layers import matrix_layouts, products
 from peagle_jax.layers.matrix_layouts import PLAIN, layout_of, matrices
-from peagle_jax.types import DraftState
+from peagle_jax.types import DraftState, InputError
 
 SIZES = {"vocab": 48, "draft_vocab": 48, "target_dim": 24, "dim": 24, "mlp_dim": 40}
 
@@ -60,6 +60,17 @@ def asked(request, monkeypatch):
     monkeypatch.setattr(matrix_layout, "has_bfloat16_matrix_units", lambda: False)
     monkeypatch.setattr(matrix_layout, "_fastest_layout", fastest)
     return calls
+
+
+@pytest.fixture
+def owned():
+    """Models that no other test uses, which share a matrix."""
+    target, head = (
+        dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))
+        for model in models()
+    )
+    head.params["lm_head"] = target.params["lm_head"]
+    return target, head
 
 
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
@@ -129,9 +140,9 @@ def test_all_engines_have_the_same_copy(asked):
     assert engine.engines[0].spec.matrix_layout == alone.spec.matrix_layout == asked.layout
 
 
-@pytest.mark.parametrize("free, is_copied", [(10**6, True), (10**5, False), (None, True)])
-def test_large_models_are_copied_where_memory_is_free(asked, monkeypatch, free, is_copied):
-    target, head = models()
+@pytest.mark.parametrize("free, is_copied", [(10**6, True), (3 * 10**5, False), (None, True)])
+def test_large_models_are_copied_where_memory_is_free(asked, monkeypatch, free, is_copied, owned):
+    target, head = owned
     monkeypatch.setattr(matrix_layout, "SMALL_COPY_BYTES", 1000)
     monkeypatch.setattr(matrix_layout, "free_bytes", lambda: free)
     engine = make_engine(target, None, head.params, max_batch=4, num_threads=1)
@@ -139,13 +150,20 @@ def test_large_models_are_copied_where_memory_is_free(asked, monkeypatch, free, 
     assert (engine.target is target) == (not is_copied)
 
 
-def test_donated_matrices_are_freed(asked, monkeypatch):
-    """Then the memory of one of them suffices, and heads may share some with their target."""
-    target, head = (
-        dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))
-        for model in models()  # which other tests use
-    )
-    head.params["lm_head"] = target.params["lm_head"]
+def test_a_copy_that_exists_takes_no_memory(asked, monkeypatch, owned):
+    target, head = owned
+    first = make_engine(target, None, head.params, max_batch=4, num_threads=1)
+    monkeypatch.setattr(matrix_layout, "SMALL_COPY_BYTES", 0)
+    monkeypatch.setattr(matrix_layout, "free_bytes", lambda: 0)
+    again = make_engine(target, None, head.params, max_batch=2, num_threads=1)
+    assert again.spec.matrix_layout == first.spec.matrix_layout == asked.layout
+    drafter = make_drafter(head, 3, "peagle")  # the head's matrices have none
+    assert make_engine(target, drafter, head.params, max_batch=2, num_threads=1).target is target
+
+
+def test_donated_matrices_are_freed(asked, monkeypatch, owned):
+    """Then the memory of one of them suffices."""
+    target, head = owned
     drafter = make_drafter(head, 3, "peagle")
     requests = [Request(prompt=[5, 3, 40, n], max_new_tokens=12) for n in range(3)]
 
@@ -166,6 +184,31 @@ def test_donated_matrices_are_freed(asked, monkeypatch):
     freed = matrices((target.params, head.params), asked.layout)
     assert len(freed) > 20 and all(w.is_deleted() for w in freed)
     assert not target.params["embed"]["table"].is_deleted()
+    assert answers(False) == want  # by the copies
+    asked.layout = PLAIN
+    with pytest.raises(InputError, match="target: an engine was given them for itself"):
+        answers(False)
+
+
+def test_nothing_is_donated_where_options_are_refused(asked, owned):
+    target, head = owned
+    for options in ({"num_tree_nodes": 5}, {"prefill_chunk": 0}, {"adaptive_k": True}):
+        with pytest.raises(InputError):
+            make_engine(target, None, None, donate_models=True, **options)
+    drafter = SomebodysOwn()
+    about = dict(rows=2, num_places=4, num_threads=1, donate=True)
+    in_fastest_layout(target, drafter, head.params, **about)  # it may read the target's arrays
+    assert not any(x.is_deleted() for x in jax.tree.leaves((target.params, head.params)))
+
+
+def test_a_target_without_such_matrices(asked):
+    """As in FP8, beside a head in another dtype."""
+    target, head = models()
+    values = dataclasses.replace(target, params={"values": jnp.zeros(3)})
+    about = dict(rows=2, num_places=4, num_threads=1)
+    found = in_fastest_layout(values, make_drafter(head, 3, "peagle"), head.params, **about)
+    assert layout_of(found[1]) == asked.layout and found[0].params is not None
+    assert in_fastest_layout(values, None, head.params, **about)[1] is head.params
 
 
 def test_models_in_another_layout_stay(asked):

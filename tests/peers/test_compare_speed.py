@@ -78,12 +78,19 @@ def test_what_cannot_be_continuous(options, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
-def test_methods_that_no_engine_has(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "engines, message",
+    [
+        (["transformers"], "--methods: transformers has plain, prompt_lookup; got peagle"),
+        (["peagle_jax"], "--methods: texts are compared with plain decoding's; got peagle"),
+    ],
+)
+def test_methods_that_cannot_be_compared(engines, message, capsys, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import compare_speed as script
 
-    assert script.main(["--engines", "transformers", "--methods", "peagle"]) == 2
-    assert "--methods: one that the engines have; got peagle" in capsys.readouterr().err
+    assert script.main(["--engines", *engines, "--methods", "peagle"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_vllm_needs_its_environment():
