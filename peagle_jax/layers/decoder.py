@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.layers.attention import Attention
 from peagle_jax.layers.basic import Embedding, Linear, RMSNorm, soft_cap
+from peagle_jax.layers.matrix_layouts import to_plain
 from peagle_jax.layers.products import product
 from peagle_jax.types import Attend, TargetOutput
 
@@ -124,4 +125,6 @@ class Decoder(nnx.Module):
 
     def lm_head_weight(self) -> Float[Array, "D V"]:
         """The output matrix; the embedding's transpose where they are tied."""
-        return self.embed.table[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        if self.lm_head is None:
+            return self.embed.table[...].T
+        return to_plain(self.lm_head.kernel[...])

@@ -48,6 +48,14 @@ def to_transposed(w: Float[Array, "K N"]) -> Float[Array, "N K 1"]:
     return w.T[..., None]
 
 
+def to_plain(w: Float[Array, "..."]) -> Float[Array, "K N"]:
+    """The matrix as `Linear` has it, of any layout."""
+    layout = layout_of_matrix(w)
+    if layout == "blocks":
+        return w.swapaxes(0, 1).reshape(w.shape[1], -1)
+    return w[..., 0].T if layout == "transposed" else w
+
+
 LAYOUTS: dict[str, Callable[[Array], Array]] = {"blocks": to_blocks, "transposed": to_transposed}
 # as one program each, which takes memory for its result alone
 _programs = {layout: jax.jit(change) for layout, change in LAYOUTS.items()}

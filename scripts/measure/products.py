@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.layers import product
-from peagle_jax.layers.matrix_layouts import to_blocks, to_transposed
+from peagle_jax.layers.matrix_layouts import COLUMNS, to_blocks, to_transposed
 from peagle_jax.layers.products import product_of_layout
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import append_rows
@@ -122,7 +122,8 @@ def jax_forms(
 
     narrow = jnp.bfloat16
     joined = [merged(layer) for layer in layers]
-    blocks = [[to_blocks(w) for w in layer] for layer in layers]
+    are_in_columns = all(w.shape[1] % COLUMNS == 0 for layer in layers for w in layer)
+    blocks = [[to_blocks(w) for w in layer] for layer in layers if are_in_columns]
     transposed = [[to_transposed(w) for w in layer] for layer in layers]
     forms = {
         "XLA float32": (jnp.matmul, layers, jnp.float32, {}),
@@ -139,6 +140,8 @@ def jax_forms(
     }
     calls = {}
     for name, (multiply, matrices, dtype, options) in forms.items():
+        if not matrices:  # columns that 64 does not divide
+            continue
         weights = jax.tree.map(lambda w, dtype=dtype: jnp.asarray(w, dtype), matrices)
 
         @functools.partial(jax.jit, compiler_options=options or None)

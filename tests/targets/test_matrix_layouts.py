@@ -17,6 +17,7 @@ from peagle_jax.layers.matrix_layouts import (
     layout_of,
     layout_of_matrix,
     matrices,
+    to_plain,
 )
 from peagle_jax.layers.products import product, product_of_layout
 
@@ -41,12 +42,14 @@ def test_products_are_those_of_the_plain_matrix(rows, dtype, layout, shape):
     got = product_of_layout(x, other)
     assert got.dtype == jnp.float32 and got.shape == (rows, 192)
     np.testing.assert_allclose(got, product(x, w), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(to_plain(other), w)
 
 
 def test_plain_matrices_are_multiplied_as_ever():
     x, w = random(5, 24), random(24, 192, seed=1)
     assert layout_of_matrix(w) == PLAIN
     np.testing.assert_array_equal(product_of_layout(x, w), product(x, w))
+    assert to_plain(w) is w
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -84,6 +87,8 @@ def test_large_matrices_of_a_target(narrow, layout, names, count):
         np.testing.assert_array_equal(back.reshape(before.shape), before)
     assert found == names
     assert len(matrices(params, layout)) == count
+    changed_target = tiny.target(vocab=48, head_dim=10).bind(changed)
+    np.testing.assert_array_equal(changed_target.lm_head_weight(), params["lm_head"]["kernel"])
     assert in_layout(params, PLAIN) is params
 
 
