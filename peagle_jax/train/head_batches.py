@@ -5,11 +5,13 @@ extract` stored.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
@@ -27,6 +29,7 @@ from peagle_jax.train.hidden_state_store import (
     open_hidden_states,
 )
 from peagle_jax.train.hidden_states import TrainingRows, shifted, training_rows
+from peagle_jax.train.mesh import rows_here
 from peagle_jax.types import Batch, CodSample, InputError, Model
 
 
@@ -81,18 +84,25 @@ class HeadBatch:
 class HeadBatches:
     """Step -> `HeadBatch`, on the host. The same step always gives the same batch.
 
+    Of stored hidden states each process reads the rows that its devices get; the others are zero,
+    and take no memory. A row of 20,000 tokens has a gigabyte of them.
+
     Args:
       run: the training run.
       rows: its packed rows.
       target: the run's target.
+      mesh: of the devices of all processes; None for one device.
 
     Raises:
       InputError: `run.hidden_states_dir` is damaged, is of another target or other rows, or lacks a
         layer that the head reads.
     """
 
-    def __init__(self, run: HeadRun, rows: PackedRows, target: Model) -> None:
+    def __init__(
+        self, run: HeadRun, rows: PackedRows, target: Model, mesh: Mesh | None = None
+    ) -> None:
         self.run, self.rows = run, rows
+        self.rows_here = rows_here(run.data.batch_size, mesh)
         self.folder: HiddenStateFolder | None = None
         if run.hidden_states_dir is not None:
             aux_layers = cast(TargetConfig, target.config).aux_hidden_state_layers
@@ -110,13 +120,7 @@ class HeadBatches:
         indices = self.rows.indices_at(run.data.batch_size, run.seed, step)
         batch, stored = self.rows.take(indices), None
         if self.folder is not None:
-            states = self.folder.batch(indices)
-            scales = None if states.aux_scales is None else states.aux_scales[..., self.layers]
-            stored = dataclasses.replace(
-                states,
-                aux_hidden_states=states.aux_hidden_states[..., self.columns],
-                aux_scales=scales,
-            )
+            stored = self._stored(self.folder, indices)
         segment_ids, loss_mask = shifted(batch)
         num_depths, cod = run.num_depths_at(step), None
         if isinstance(run, PeagleRun):
@@ -125,6 +129,26 @@ class HeadBatches:
             cod = narrowed(cod) if cod_config.partitions == 1 else cod
         noise_ids = np.array([(step, row) for row in range(len(indices))], np.int32)
         return HeadBatch(batch, stored, segment_ids, loss_mask, cod, noise_ids, num_depths)
+
+    def _stored(self, folder: HiddenStateFolder, indices: Sequence[int]) -> HiddenStates:
+        """The hidden states of the layers that the head reads."""
+        here = self.rows_here
+        states = folder.batch([indices[row] for row in here])
+        scales = None if states.aux_scales is None else states.aux_scales[..., self.layers]
+        states = dataclasses.replace(
+            states,
+            aux_hidden_states=states.aux_hidden_states[..., self.columns],
+            aux_scales=scales,
+        )
+        if len(here) == len(indices):
+            return states
+
+        def among_all(x: np.ndarray) -> np.ndarray:
+            whole = np.zeros((len(indices), *x.shape[1:]), x.dtype)
+            whole[here] = x
+            return whole
+
+        return jax.tree.map(among_all, states)
 
 
 def _open_matching(

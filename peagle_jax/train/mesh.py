@@ -90,6 +90,15 @@ def put_rows(batch: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x: put(x, rows), batch)
 
 
+def rows_here(count: int, mesh: Mesh | None) -> list[int]:
+    """Which rows of a batch of `count` `put_rows` gives to devices of this process."""
+    if mesh is None:
+        return list(range(count))
+    rows = NamedSharding(mesh, P((DATA, FSDP)))
+    parts = rows.addressable_devices_indices_map((count,)).values()
+    return sorted({row for part in parts if part for row in range(count)[part[0]]})
+
+
 def shardings_of(tree: Any) -> Any:
     """The sharding of every array."""
     return jax.tree.map(lambda x: x.sharding, tree)

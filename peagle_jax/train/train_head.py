@@ -132,7 +132,7 @@ def _train(
     target, tokenizer = _load_target(run, mesh)
     rows, held_out = _read_rows(run, tokenizer, say)
     check_same_data(run, rows, target_hash(weights.find_folder(run.target)))
-    batches = HeadBatches(run, rows, target)
+    batches = HeadBatches(run, rows, target, mesh)
     kept = kept_frozen(run)
     head = new_head(run, target, rows, tokenizer, resumes=kept is not None)
     layers = list(target.config.aux_hidden_state_layers)

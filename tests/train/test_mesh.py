@@ -180,10 +180,17 @@ def test_each_device_computes_the_logits_of_its_own_sequences(sizes, chunks):
 
 @pytest.mark.slow
 def test_two_processes_give_the_same_curve(corpus, target, tmp_path):
-    """Killed and begun again; the second process is silent, and writes no metrics."""
+    """The second is silent, and writes no metrics. Each reads half of the stored hidden states."""
     one = recipe("peagle", "one", corpus, target, tmp_path)
     assert main(["train", str(one)]) == 0
-    both = recipe("peagle", "both", corpus, target, tmp_path, mesh=MESHES["all"], save_every=2)
+    data, states = yaml.safe_load(one.read_text())["data"], tmp_path / "states"
+    words = f"extract --target {target} --data {corpus} --seq-len {data['seq_len']} --out {states}"
+    words += (
+        f" --dtype float32 --held-out {data['held_out']} --packing {data.get('packing', 'cut')}"
+    )
+    assert main(words.split()) == 0
+    changes = {"mesh": MESHES["all"], "save_every": 2, "hidden_states_dir": str(states)}
+    both = recipe("peagle", "both", corpus, target, tmp_path, **changes)
     (out, _), (silent, _) = map(finish, start_two(both))
     assert "acceptance length" in out and "acceptance length" not in silent
     assert not list((tmp_path / "both").glob("corpus?*"))  # it is encoded once
