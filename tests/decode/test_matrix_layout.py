@@ -97,7 +97,10 @@ def test_answers_are_those_of_plain_matrices(asked, method, temperature):
         ("float32", 2 * num_places, 2),
         ("float32", 4 * num_places, 1),
     ]
-    assert {(40, 24), (24, 40), (24, 48)} <= set(asked[0][0]) and len(asked[0][0]) == 4 * 7 + 1
+    # the target's four layers and output matrix; the head's two, with the matrix of its fusion
+    of_head = 0 if head is None else 2 * 7 + 2
+    assert {(40, 24), (24, 40), (24, 48)} <= set(asked[0][0])
+    assert len(asked[0][0]) == 4 * 7 + 1 + of_head
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
