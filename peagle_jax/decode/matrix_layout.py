@@ -115,6 +115,7 @@ def in_fastest_layout(
 def _layout_for(
     shapes: tuple[tuple[int, int], ...], dtype: str, num_rows: int, num_threads: int
 ) -> str:
+    """The layout for such steps: on matrix units, in bfloat16, the one that always was fastest."""
     if dtype == "bfloat16" and has_bfloat16_matrix_units():
         return "transposed"
     return _fastest_layout(shapes, dtype, num_rows, num_threads)
@@ -135,6 +136,7 @@ def _sample(matrices: Matrices) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 
 def _may_copy(num_bytes: int) -> bool:
+    """Whether copies may take so much memory."""
     free = free_bytes()
     return num_bytes <= SMALL_COPY_BYTES or free is None or num_bytes <= COPY_PART * free
 
