@@ -33,14 +33,13 @@ from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.free_memory import free_bytes
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units
+from peagle_jax.kernels.tiled_products import can_be_tiled, is_available, to_tiles
 from peagle_jax.layers.matrix_layouts import (
-    COLUMNS,
     PLAIN,
     in_layout,
     is_copied,
     layout_of,
     matrices,
-    to_blocks,
     to_transposed,
 )
 from peagle_jax.layers.products import product_of_layout
@@ -146,9 +145,7 @@ def _fastest_layout(
     shapes: tuple[tuple[int, int], ...], dtype: str, num_rows: int, num_threads: int
 ) -> str:
     """As kept of an earlier process, or measured; what the numbers are makes no difference."""
-    layouts = [PLAIN, "transposed"]
-    if num_threads > 1 and not has_bfloat16_matrix_units():
-        layouts.append("blocks")
+    layouts = [PLAIN, "transposed", *(["tiles"] if is_available() else [])]
     about = {
         "device": device_name(),
         "versions": versions(),
@@ -235,6 +232,6 @@ def _fastest_seconds(
 
 
 def _in_layout(w: jax.Array, layout: str) -> jax.Array:
-    if layout == "blocks" and w.shape[1] % COLUMNS == 0:
-        return to_blocks(w)
+    if layout == "tiles" and can_be_tiled(w):
+        return to_tiles(w)
     return to_transposed(w) if layout == "transposed" else w

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units, has_bfloat16_products
+from peagle_jax.kernels.tiled_products import tiled_products
 from peagle_jax.layers.matrix_layouts import PLAIN, layout_of_matrix
 from peagle_jax.types import Model
 
@@ -57,14 +58,12 @@ def product_of_layout(x: Float[Array, "rows K"], w: Float[Array, "..."]) -> Floa
     layout = layout_of_matrix(w)
     if layout == PLAIN:
         return product(x, w)
+    if layout == "tiles":
+        import os
+        return tiled_products(x.astype(jnp.float32), [w], int(os.environ.get("TH","2")))[0]
     num_rows, wider = len(x), jnp.promote_types(x.dtype, w.dtype)
-    # converted once, and not once for each block
-    x = _with_least_rows(x, w).astype(w.dtype)
-    if layout == "transposed":
-        inputs = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(x, w[..., 0], inputs, preferred_element_type=wider)[:num_rows]
-    y = jnp.matmul(jnp.broadcast_to(x, (len(w), *x.shape)), w, preferred_element_type=wider)
-    return y[:, :num_rows].swapaxes(0, 1).reshape(num_rows, -1)
+    x, inputs = _with_least_rows(x, w).astype(w.dtype), (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, w[..., 0], inputs, preferred_element_type=wider)[:num_rows]
 
 
 def _with_least_rows(x: Array, w: Array) -> Array:

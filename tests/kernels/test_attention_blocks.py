@@ -172,7 +172,7 @@ def test_narrowed_is_rounded_to_the_nearest_and_even():
 )
 def test_what_is_multiplied_in_16_bits(flags, prompts, steps, monkeypatch):
     """By AVX-512 only prompts: a step would convert the cache for it."""
-    monkeypatch.setattr(processor, "_processor", lambda: flags)
+    monkeypatch.setattr(processor, "instructions", lambda: flags)
     assert attention_operands(jnp.float32) is attention_operands(jnp.float16) is None
     operands = attention_operands(jnp.bfloat16)
     assert operands == prompts and attention.step_operands(operands) == steps
@@ -195,7 +195,7 @@ def test_what_is_multiplied_in_16_bits(flags, prompts, steps, monkeypatch):
 
 @pytest.mark.parametrize("flags, is_rounded", [("avx512_bf16", False), ("amx_bf16", True)])
 def test_what_a_step_multiplies_in_16_bits_was_rounded_when_written(flags, is_rounded, monkeypatch):
-    monkeypatch.setattr(processor, "_processor", lambda: flags)
+    monkeypatch.setattr(processor, "instructions", lambda: flags)
     cache = KVCache.empty(tiny.target().config.cache_shapes(), 1, 16, jnp.float32)
     _, heads, _, width = cache.groups[0].k[0].shape
     new = jnp.full((1, 1, heads, width), 1 + 2**-10, jnp.float32)
