@@ -183,7 +183,8 @@ void Pause() {
 }
 
 template <typename Kind>
-void Run(ffi::ThreadPool& pool, int64_t threads, std::shared_ptr<Work<Kind>> work) {
+void Run(ffi::ThreadPool& pool, std::shared_ptr<Work<Kind>> work) {
+  int64_t threads = pool.num_threads();
   for (const Matrix& matrix : work->matrices) work->num_tiles += matrix.count;
   if (work->num_tiles * work->parts * kColumns * 4 < kLeastBytes) threads = 1;
   const int64_t turns = threads > 1 ? threads * kTurnsPerThread : 1;
@@ -202,10 +203,9 @@ uint16_t Rounded(float x) {
   return x == x ? rounded : 0x7fc0;
 }
 
-ffi::Error Multiply(ffi::ThreadPool pool, int32_t most_threads, ffi::Buffer<ffi::F32> x,
+ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                     ffi::RemainingArgs matrices, ffi::RemainingRets products) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
-  const int64_t threads = std::min<int64_t>(most_threads, pool.num_threads());
   std::vector<Matrix> all;
   bool is_bfloat16 = false;
   for (size_t i = 0; i < matrices.size(); ++i) {
@@ -238,12 +238,12 @@ ffi::Error Multiply(ffi::ThreadPool pool, int32_t most_threads, ffi::Buffer<ffi:
     auto work = std::make_shared<Work<OfBfloat16Pairs>>();
     work->x = {scratch.data(), stride};
     work->rows = rows, work->parts = parts, work->matrices = std::move(all);
-    Run(pool, threads, std::move(work));
+    Run(pool, std::move(work));
   } else {
     auto work = std::make_shared<Work<OfFloats>>();
     work->x = {reinterpret_cast<const float*>(scratch.data()), stride};
     work->rows = rows, work->parts = parts, work->matrices = std::move(all);
-    Run(pool, threads, std::move(work));
+    Run(pool, std::move(work));
   }
   return ffi::Error::Success();
 }
@@ -253,7 +253,6 @@ ffi::Error Multiply(ffi::ThreadPool pool, int32_t most_threads, ffi::Buffer<ffi:
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PeagleTiledProducts, Multiply,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Attr<int32_t>("most_threads")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .RemainingArgs()
                                   .RemainingRets());

@@ -22,7 +22,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import jaxlib
-import numpy as np
 from jaxtyping import Array, Float
 
 from peagle_jax.kernels.launch import platform
@@ -62,14 +61,13 @@ def numbers_of_part(w: Array) -> int:
 
 
 def tiled_products(
-    x: Float[Array, "R K"], matrices: Sequence[Float[Array, "N/32 K/P 32 P"]], most_threads: int
+    x: Float[Array, "R K"], matrices: Sequence[Float[Array, "N/32 K/P 32 P"]]
 ) -> list[Float[Array, "R N"]]:
     """`x @ w` of each matrix in tiles, in float32, with operands in the dtype of the matrices.
 
     Args:
       x: float32.
       matrices: all of one dtype.
-      most_threads: threads of XLA's pool that share the work, if they have nothing else to do.
 
     Raises:
       RuntimeError: there is no machine code; `is_available` tells.
@@ -78,7 +76,7 @@ def tiled_products(
         raise RuntimeError("matrices in tiles need a C++ compiler")
     results = [jax.ShapeDtypeStruct((len(x), len(w) * COLUMNS), jnp.float32) for w in matrices]
     call = jax.ffi.ffi_call(NAME, results, vmap_method="sequential")
-    return call(x, *matrices, most_threads=np.int32(most_threads))
+    return call(x, *matrices)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.kernels import attention, cache_write, fp8_matmul, norm_rotate
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
-from peagle_jax.layers.basic import Linear, RMSNorm
+from peagle_jax.layers.basic import Linear, RMSNorm, joint_tiled_products
 from peagle_jax.layers.products import attention_operands
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import Attend, AttentionRule, KVCache, KVGroup
@@ -221,7 +221,8 @@ class Attention(nnx.Module):
             x_q, positions_q = take_rows(x, rows), jnp.take_along_axis(positions, rows, axis=1)
         projected = None
         if rows is None and kv_input is None:
-            projected = joint_products(x, (self.q, self.k, self.v))
+            layers = self.q, self.k, self.v
+            projected = joint_fp8_products(x, layers) or joint_tiled_products(x, layers)
         if projected is None:
             x_kv = x if kv_input is None else kv_input
             projected = self.q(x_q), self.k(x_kv), self.v(x_kv)
@@ -258,7 +259,7 @@ class Attention(nnx.Module):
         return self.rope(q, positions_q), self.rope(k, positions)
 
 
-def joint_products(
+def joint_fp8_products(
     x: Float[Array, "B T I"], layers: Sequence[nnx.Module]
 ) -> tuple[Float[Array, "B T O"], ...] | None:
     """What FP8 layers make of `x`, in one launch; None where a kernel does not take them."""

@@ -4,7 +4,7 @@ Numerics follow transformers: norms are computed in float32, everything else in 
 on a CPU everything but products is float32, see `products`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.row_sums import with_one_axis_of_rows
+from peagle_jax.kernels.tiled_products import tiled_products
+from peagle_jax.layers.matrix_layouts import layout_of_matrix
 from peagle_jax.layers.products import activation_dtype, product_of_layout
 
 
@@ -57,6 +59,25 @@ class Linear(nnx.Module):
     def argmax_by_kernel(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"] | None:
         """`argmax_logits` where a kernel finds it without the product in memory; else None."""
         return None if self.bias is not None else vocab.argmax_logits(x, self.kernel[...])
+
+
+def joint_tiled_products(
+    x: Float[Array, "*rows inputs"], layers: Sequence[nnx.Module]
+) -> tuple[Float[Array, "*rows outputs"], ...] | None:
+    """What layers with matrices in tiles make of `x`, in one call; None where one has others.
+
+    Between calls threads wait for each other.
+    """
+    kernels = [layer.kernel[...] for layer in layers if isinstance(layer, Linear)]
+    if len(kernels) < len(layers) or not all(layout_of_matrix(w) == "tiles" for w in kernels):
+        return None
+    results = tiled_products(x.reshape(-1, x.shape[-1]).astype(jnp.float32), kernels)
+    products = (y.reshape(*x.shape[:-1], -1) for y in results)
+    biases = (layer.bias for layer in layers)
+    return tuple(
+        y if bias is None else y + along_last(bias[...], y)
+        for y, bias in zip(products, biases, strict=True)
+    )
 
 
 def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
@@ -141,7 +162,8 @@ class MLP(nnx.Module):
         self.act = act
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        gate, up = joint_tiled_products(x, (self.gate, self.up)) or (self.gate(x), self.up(x))
+        return self.down(self.act(gate) * up)
 
 
 def soft_cap(logits: Float[Array, "*rows V"], cap: float | None) -> Float[Array, "*rows V"]:

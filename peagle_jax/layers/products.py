@@ -59,8 +59,7 @@ def product_of_layout(x: Float[Array, "rows K"], w: Float[Array, "..."]) -> Floa
     if layout == PLAIN:
         return product(x, w)
     if layout == "tiles":
-        import os
-        return tiled_products(x.astype(jnp.float32), [w], int(os.environ.get("TH","2")))[0]
+        return tiled_products(x.astype(jnp.float32), [w])[0]
     num_rows, wider = len(x), jnp.promote_types(x.dtype, w.dtype)
     x, inputs = _with_least_rows(x, w).astype(w.dtype), (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, w[..., 0], inputs, preferred_element_type=wider)[:num_rows]
