@@ -32,8 +32,9 @@ import jax.numpy as jnp
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.free_memory import free_bytes
+from peagle_jax.kernels import native_code
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units
-from peagle_jax.kernels.tiled_products import can_be_tiled, is_available, to_tiles
+from peagle_jax.kernels.tiled_products import can_be_tiled, to_tiles
 from peagle_jax.layers.matrix_layouts import (
     PLAIN,
     in_layout,
@@ -145,7 +146,7 @@ def _fastest_layout(
     shapes: tuple[tuple[int, int], ...], dtype: str, num_rows: int, num_threads: int
 ) -> str:
     """As kept of an earlier process, or measured; what the numbers are makes no difference."""
-    layouts = [PLAIN, "transposed", *(["tiles"] if is_available() else [])]
+    layouts = [PLAIN, "transposed", *(["tiles"] if native_code.is_available() else [])]
     about = {
         "device": device_name(),
         "versions": versions(),

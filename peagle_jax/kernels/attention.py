@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax.kernels import step_attention
 from peagle_jax.kernels.choose import choose, multi_device_reason, non_16bit_reason
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units
@@ -68,14 +69,10 @@ def reference(
     # transposed, and a CPU takes twice the time (LOG.md).
     q = q.reshape(B, T, G, R, H).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, H)
     scores = _scores(round_to(operands, q).astype(k.dtype), k, num_tokens=T)
-    if visible is None:
-        slot_position, query_position = kv_positions[:, None], positions[..., None]
-        visible = (slot_position >= 0) & (slot_position <= query_position)
-        if window is not None:
-            visible &= slot_position > query_position - window
     # The mask is added, and has the axes of the scores: XLA then computes it once for all layers.
     # By `where` on scores with an axis for R, attention takes up to twice the time on a CPU.
-    mask = jnp.broadcast_to(jnp.where(visible, 0, MASKED)[:, None, None], (B, 1, R, T, S))
+    mask = _mask(positions, kv_positions, window, visible)
+    mask = jnp.broadcast_to(mask[:, None, None], (B, 1, R, T, S))
     scores = scores * scale + mask.reshape(B, 1, R * T, S)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
@@ -87,6 +84,41 @@ def reference(
     weights = round_to(operands, weights).astype(v.dtype)
     y = jnp.matmul(weights, v, preferred_element_type=dtype)
     return y.reshape(B, G, R, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _mask(
+    positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"],
+    window: int | None,
+    visible: Bool[Array, "B T S"] | None,
+) -> Float[Array, "B T S"]:
+    """What is added to the scores: 0 where a query sees a slot, by the rule of `reference`."""
+    if visible is None:
+        slot_position, query_position = kv_positions[:, None], positions[..., None]
+        visible = (slot_position >= 0) & (slot_position <= query_position)
+        if window is not None:
+            visible &= slot_position > query_position - window
+    return jnp.where(visible, 0.0, MASKED)
+
+
+def native(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    v: Float[Array, "B G S H"],
+    positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"] | None,
+    *,
+    window: int | None,
+    scale: float,
+    sinks: Float[Array, " N"] | None,
+    visible: Bool[Array, "B T S"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """As `reference`, of few queries in float32 on a CPU, by our own machine code."""
+    if kv_positions is None:
+        kv_positions = jnp.arange(k.shape[2])[None]
+    mask = _mask(positions, kv_positions, window, visible)
+    mask = jnp.broadcast_to(mask, (*q.shape[:2], k.shape[2]))
+    return step_attention.attend(q, k, v, mask, scale, sinks)
 
 
 def _scores(
@@ -195,6 +227,10 @@ def attend(
         from peagle_jax.kernels.attention_blocks import attend_in_blocks
 
         return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)
+    is_step = is_here and T < LEAST_QUERIES and "k_scale" not in rule
+    if form == "auto" and is_step and step_operands(operands) is None:
+        if step_attention.can_attend(q, k):
+            return native(q, k, v, positions, kv_positions, visible=visible, **rule)
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)
     reason = non_16bit_reason(*arrays)

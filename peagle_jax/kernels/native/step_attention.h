@@ -1,0 +1,176 @@
+// Attention of a few queries of each sequence over its KV cache, for decoding on a CPU.
+//
+//     scores[t, s] = scale * q[t] . k[s] + mask[t, s];  y[t] = softmax(scores[t]) v
+//
+// Shapes: q and y [B, T, N, H]; k and v [B, G, S, H]; mask [B, T, S], which is 0 where a query sees
+// a slot and at most -1e30 elsewhere. All are float32. Heads are grouped, N / G of them to a KV
+// head. Only slots that a query of the sequence sees are read, from the first to the last. What a
+// query gets depends on nothing but its row of the mask and the slots that it sees.
+
+#ifndef PEAGLE_STEP_ATTENTION_H_
+#define PEAGLE_STEP_ATTENTION_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "turns.h"
+#include "vectors.h"
+
+namespace step_attention {
+
+constexpr int kScoreRows = kRegisters - 8;      // queries whose scores fill the registers
+constexpr int kPieces = 4;                      // vectors of a value that are summed at once
+constexpr int kValueRows = kRegisters / 5;      // queries whose sums of values do
+constexpr int64_t kSlots = 128;                 // whose values stay in the fastest cache
+constexpr int64_t kLeastNumbers = 16 << 10;     // fewer are read sooner than a thread wakes up
+
+struct Problem {
+  int64_t batch, tokens, heads, kv_heads, slots, head_dim;
+  const float *q, *k, *v, *mask;
+  const float* sinks;  // [N], or null: one more logit of each head, without a value
+  float scale;
+  float* y;
+};
+
+// Scores of kRows queries and kLanes slots, whose keys are columns: `keys` is [H, kLanes].
+template <int kRows>
+void Scores(int64_t rows, const float* q, const float* keys, int64_t head_dim, float* scores,
+            int64_t stride) {
+  if constexpr (kRows > 1)
+    if (rows < kRows) return Scores<kRows - 1>(rows, q, keys, head_dim, scores, stride);
+  Floats sums[kRows] = {};
+  for (int64_t h = 0; h < head_dim; ++h) {
+    const Floats key = Load<Floats>(keys + h * kLanes);
+    for (int r = 0; r < kRows; ++r) sums[r] += q[r * head_dim + h] * key;
+  }
+  for (int r = 0; r < kRows; ++r) Store(scores + r * stride, sums[r]);
+}
+
+// Adds to kRows sums of values those of `count` slots, by their weights; kVectors of each value.
+template <int kRows, int kVectors>
+void AddValues(int64_t rows, const float* weights, int64_t stride, const float* v, int64_t count,
+               int64_t head_dim, float* sums) {
+  if constexpr (kRows > 1)
+    if (rows < kRows)
+      return AddValues<kRows - 1, kVectors>(rows, weights, stride, v, count, head_dim, sums);
+  Floats all[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kVectors; ++i) all[r][i] = Load<Floats>(sums + r * head_dim + i * kLanes);
+  for (int64_t s = 0; s < count; ++s) {
+    Floats value[kVectors];
+    for (int i = 0; i < kVectors; ++i) value[i] = Load<Floats>(v + s * head_dim + i * kLanes);
+    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < kVectors; ++i) all[r][i] += weights[r * stride + s] * value[i];
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kVectors; ++i) Store(sums + r * head_dim + i * kLanes, all[r][i]);
+}
+
+// Scores become weights exp(score - largest), and their sum is returned; `sink` may be null.
+inline float Weigh(float* scores, int64_t count, const float* mask, float scale,
+                   const float* sink) {
+  Floats largest = Floats{} - 3e38f;
+  for (int64_t s = 0; s < count; s += kLanes) {
+    const Floats score = Load<Floats>(scores + s) * scale + Load<Floats>(mask + s);
+    Store(scores + s, score);
+    largest = Larger(largest, score);
+  }
+  float top = sink ? *sink : -3e38f;
+  for (int i = 0; i < kLanes; ++i) top = std::max(top, largest[i]);
+  Floats sums = {};
+  for (int64_t s = 0; s < count; s += kLanes) {
+    // a query that sees nothing has no weights, where all scores are equal
+    const Floats seen = Load<Floats>(mask + s);
+    const Floats weight = seen < -1e29f ? Floats{} : Exp(Load<Floats>(scores + s) - top);
+    Store(scores + s, weight);
+    sums += weight;
+  }
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += sums[i];
+  return sink ? sum + Exp(Floats{} + (*sink - top))[0] : sum;
+}
+
+// One KV head of one sequence, and the query heads that read it.
+inline void Attend(const Problem& p, int64_t b, int64_t g) {
+  static thread_local std::vector<float> scratch;
+  const int64_t group = p.heads / p.kv_heads, rows = group * p.tokens, H = p.head_dim;
+  const float* mask = p.mask + b * p.tokens * p.slots;
+  int64_t begin = p.slots, end = 0;  // of the slots that any query sees
+  for (int64_t t = 0; t < p.tokens; ++t) {
+    const float* row = mask + t * p.slots;
+    int64_t first = 0, last = p.slots;
+    while (first < begin && row[first] != 0) ++first;
+    while (last > end && row[last - 1] != 0) --last;
+    begin = std::min(begin, first), end = std::max(end, last);
+  }
+  begin = std::min(begin, end) / kLanes * kLanes;
+  const int64_t count = end - begin, stride = (count + kLanes - 1) / kLanes * kLanes + kLanes;
+  // queries, sums of values, scores, the mask with whole vectors, keys as columns
+  const int64_t size = rows * (2 * H + stride) + p.tokens * stride + H * kLanes;
+  if (scratch.size() < static_cast<size_t>(size)) scratch.resize(size);
+  float* q = scratch.data();
+  float* sums = q + rows * H;
+  float* scores = sums + rows * H;
+  float* seen = scores + rows * stride;
+  float* keys = seen + p.tokens * stride;
+  for (int64_t t = 0; t < p.tokens; ++t) {
+    std::memcpy(seen + t * stride, mask + t * p.slots + begin, count * sizeof(float));
+    std::fill(seen + t * stride + count, seen + (t + 1) * stride, -1e30f);
+    for (int64_t r = 0; r < group; ++r)
+      std::memcpy(q + (r * p.tokens + t) * H,
+                  p.q + ((b * p.tokens + t) * p.heads + g * group + r) * H, H * sizeof(float));
+  }
+  std::fill(sums, sums + rows * H, 0.0f);
+  const float* k = p.k + (b * p.kv_heads + g) * p.slots * H;
+  const float* v = p.v + (b * p.kv_heads + g) * p.slots * H;
+  for (int64_t s = 0; s < count; s += kLanes) {
+    for (int64_t h = 0; h < H; h += kLanes) {
+      Floats square[kLanes];
+      for (int i = 0; i < kLanes; ++i)  // after the last slot it once more
+        square[i] = Load<Floats>(k + std::min(begin + s + i, p.slots - 1) * H + h);
+      Transpose(square);
+      for (int i = 0; i < kLanes; ++i) Store(keys + (h + i) * kLanes, square[i]);
+    }
+    for (int64_t r = 0; r < rows; r += kScoreRows)
+      Scores<kScoreRows>(std::min<int64_t>(kScoreRows, rows - r), q + r * H, keys, H,
+                         scores + r * stride + s, stride);
+  }
+  static thread_local std::vector<float> totals;
+  totals.resize(rows);
+  for (int64_t r = 0; r < rows; ++r)
+    totals[r] = Weigh(scores + r * stride, count, seen + r % p.tokens * stride, p.scale,
+                      p.sinks ? p.sinks + g * group + r / p.tokens : nullptr);
+  constexpr int64_t kWidth = kPieces * kLanes;
+  for (int64_t s = 0; s < count; s += kSlots) {
+    const int64_t some = std::min(kSlots, count - s);
+    const float* from = v + (begin + s) * H;
+    for (int64_t r = 0; r < rows; r += kValueRows) {
+      const int64_t few = std::min<int64_t>(kValueRows, rows - r);
+      const float* weights = scores + r * stride + s;
+      int64_t h = 0;
+      for (; h + kWidth <= H; h += kWidth)
+        AddValues<kValueRows, kPieces>(few, weights, stride, from + h, some, H, sums + r * H + h);
+      for (; h < H; h += kLanes)
+        AddValues<kValueRows, 1>(few, weights, stride, from + h, some, H, sums + r * H + h);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    float* y = p.y + ((b * p.tokens + r % p.tokens) * p.heads + g * group + r / p.tokens) * H;
+    const float factor = totals[r] == 0 ? 0 : 1 / totals[r];
+    for (int64_t h = 0; h < H; ++h) y[h] = sums[r * H + h] * factor;
+  }
+}
+
+// All sequences and heads, which threads take in turns.
+inline void Run(xla::ffi::ThreadPool& pool, const Problem& p) {
+  const int64_t turns = p.batch * p.kv_heads;
+  const bool is_small = turns * p.slots * p.head_dim * 2 < kLeastNumbers;
+  TakeTurns(pool, turns, is_small ? 1 : turns,
+            [&](int64_t turn) { Attend(p, turn / p.kv_heads, turn % p.kv_heads); });
+}
+
+}  // namespace step_attention
+
+#endif  // PEAGLE_STEP_ATTENTION_H_

@@ -1,0 +1,48 @@
+"""Attention of a few queries over a KV cache on a CPU, by our own code (native/step_attention.h).
+
+XLA calls its library four times a layer, for the scores, the softmax and the values, and each call
+has to be handed to threads: some 100 us a layer for one text of 200 tokens, of which the arithmetic
+takes 10 (LOG.md, 2026-11-29, late).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from peagle_jax.kernels import native_code
+from peagle_jax.kernels.choose import multi_device_reason
+from peagle_jax.kernels.launch import platform
+
+
+def can_attend(q: Float[Array, "B T N H"], k: Float[Array, "B G S H"]) -> bool:
+    """Whether our code can do it: on one CPU, in float32, with heads of whole vectors."""
+    if platform() != "cpu" or q.dtype != jnp.float32 or k.dtype != jnp.float32:
+        return False
+    if multi_device_reason() is not None:
+        return False
+    library = native_code.load()
+    return library is not None and q.shape[3] % library.peagle_lanes() == 0
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    v: Float[Array, "B G S H"],
+    mask: Float[Array, "B T S"],
+    scale: float,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "B T N H"]:
+    """Softmax attention with grouped heads, in float32.
+
+    A query's result depends on the slots that it sees, and on no other query.
+
+    Args:
+      mask: what is added to scores: 0 where a query sees a slot, and -1e30 elsewhere. A query that
+        sees none gets zeros.
+      sinks: one more logit a head, which takes part in the softmax and has no value.
+    """
+    sinks = jnp.zeros(0) if sinks is None else sinks
+    result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    call = native_code.function("peagle_step_attention", result)
+    return call(q, k, v, mask, sinks.astype(jnp.float32), scale=np.float32(scale))
