@@ -43,8 +43,10 @@ void Scores(int64_t rows, const float* q, const float* keys, int64_t head_dim, f
   Floats sums[kRows] = {};
   for (int64_t h = 0; h < head_dim; ++h) {
     const Floats key = Load<Floats>(keys + h * kLanes);
+    PEAGLE_UNROLL
     for (int r = 0; r < kRows; ++r) sums[r] += q[r * head_dim + h] * key;
   }
+  PEAGLE_UNROLL
   for (int r = 0; r < kRows; ++r) Store(scores + r * stride, sums[r]);
 }
 
@@ -56,15 +58,22 @@ void AddValues(int64_t rows, const float* weights, int64_t stride, const float* 
     if (rows < kRows)
       return AddValues<kRows - 1, kVectors>(rows, weights, stride, v, count, head_dim, sums);
   Floats all[kRows][kVectors];
+  PEAGLE_UNROLL
   for (int r = 0; r < kRows; ++r)
+    PEAGLE_UNROLL
     for (int i = 0; i < kVectors; ++i) all[r][i] = Load<Floats>(sums + r * head_dim + i * kLanes);
   for (int64_t s = 0; s < count; ++s) {
     Floats value[kVectors];
+    PEAGLE_UNROLL
     for (int i = 0; i < kVectors; ++i) value[i] = Load<Floats>(v + s * head_dim + i * kLanes);
+    PEAGLE_UNROLL
     for (int r = 0; r < kRows; ++r)
+      PEAGLE_UNROLL
       for (int i = 0; i < kVectors; ++i) all[r][i] += weights[r * stride + s] * value[i];
   }
+  PEAGLE_UNROLL
   for (int r = 0; r < kRows; ++r)
+    PEAGLE_UNROLL
     for (int i = 0; i < kVectors; ++i) Store(sums + r * head_dim + i * kLanes, all[r][i]);
 }
 
@@ -78,6 +87,7 @@ inline float Weigh(float* scores, int64_t count, const float* mask, float scale,
     largest = Larger(largest, score);
   }
   float top = sink ? *sink : -3e38f;
+  PEAGLE_UNROLL
   for (int i = 0; i < kLanes; ++i) top = std::max(top, largest[i]);
   Floats sums = {};
   for (int64_t s = 0; s < count; s += kLanes) {
@@ -88,6 +98,7 @@ inline float Weigh(float* scores, int64_t count, const float* mask, float scale,
     sums += weight;
   }
   float sum = 0;
+  PEAGLE_UNROLL
   for (int i = 0; i < kLanes; ++i) sum += sums[i];
   return sink ? sum + Exp(Floats{} + (*sink - top))[0] : sum;
 }
@@ -128,9 +139,11 @@ inline void Attend(const Problem& p, int64_t b, int64_t g) {
   for (int64_t s = 0; s < count; s += kLanes) {
     for (int64_t h = 0; h < H; h += kLanes) {
       Floats square[kLanes];
+      PEAGLE_UNROLL
       for (int i = 0; i < kLanes; ++i)  // after the last slot it once more
         square[i] = Load<Floats>(k + std::min(begin + s + i, p.slots - 1) * H + h);
       Transpose(square);
+      PEAGLE_UNROLL
       for (int i = 0; i < kLanes; ++i) Store(keys + (h + i) * kLanes, square[i]);
     }
     for (int64_t r = 0; r < rows; r += kScoreRows)

@@ -75,22 +75,30 @@ void MultiplyTiles(Rows<Kind> x, const uint32_t* tiles, int64_t parts, float* y,
     Floats sums[kRows][kTiles][2] = {};
     for (int64_t k = 0; k < parts; ++k) {
       Words w[kTiles][2];
+      PEAGLE_UNROLL
       for (int t = 0; t < kTiles; ++t) {
         const uint32_t* from = tiles + (t * parts + k) * kColumns + pass;
         w[t][0] = Load<Words>(from);
         w[t][1] = Load<Words>(from + kLanes);
       }
+      PEAGLE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const auto number = x.first[r * x.stride + k];
+        PEAGLE_UNROLL
         for (int t = 0; t < kTiles; ++t) {
           sums[r][t][0] = Kind::Add(sums[r][t][0], number, w[t][0]);
           sums[r][t][1] = Kind::Add(sums[r][t][1], number, w[t][1]);
         }
       }
     }
+    PEAGLE_UNROLL
     for (int r = 0; r < kRows; ++r)
-      for (int t = 0; t < kTiles; ++t)
-        std::memcpy(y + r * width + t * kColumns + pass, sums[r][t], sizeof(sums[r][t]));
+      PEAGLE_UNROLL
+      for (int t = 0; t < kTiles; ++t) {  // one by one: a block of memory would not be registers
+        float* to = y + r * width + t * kColumns + pass;
+        Store(to, sums[r][t][0]);
+        Store(to + kLanes, sums[r][t][1]);
+      }
   }
 }
 
@@ -140,7 +148,8 @@ void MultiplyAll(xla::ffi::ThreadPool& pool, Rows<Kind> x, int64_t rows, int64_t
   int64_t num_tiles = 0;
   for (const Matrix& matrix : matrices) num_tiles += matrix.count;
   const bool is_small = num_tiles * parts * kColumns * 4 < kLeastBytes;
-  const int64_t turns = is_small ? 1 : pool.num_threads() * kTurnsPerThread;
+  // without a pool, on one core, there are 0 threads
+  const int64_t turns = is_small ? 1 : std::max<int64_t>(1, pool.num_threads()) * kTurnsPerThread;
   const int64_t size = std::max<int64_t>(1, (num_tiles + turns - 1) / turns);
   TakeTurns(pool, (num_tiles + size - 1) / size, turns, [&](int64_t turn) {
     int64_t begin = turn * size, end = std::min(begin + size, num_tiles);

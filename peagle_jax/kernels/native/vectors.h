@@ -13,6 +13,13 @@ constexpr int kLanes = 16, kRegisters = 32;
 constexpr int kLanes = 8, kRegisters = 16;
 #endif
 
+// before a loop whose numbers shall stay in registers
+#if defined(__clang__)
+#define PEAGLE_UNROLL _Pragma("unroll")
+#else
+#define PEAGLE_UNROLL _Pragma("GCC unroll 32")
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -55,6 +62,7 @@ inline void Exchange(Floats& a, Floats& b, std::integer_sequence<int, J...>) {
 // Rows become columns.
 template <int D = 1>
 inline void Transpose(Floats (&rows)[kLanes]) {
+  PEAGLE_UNROLL
   for (int i = 0; i < kLanes; ++i)
     if (!(i & D)) Exchange<D>(rows[i], rows[i + D], std::make_integer_sequence<int, kLanes>());
   if constexpr (2 * D < kLanes) Transpose<2 * D>(rows);
