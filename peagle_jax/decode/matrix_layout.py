@@ -41,6 +41,7 @@ from peagle_jax.layers.matrix_layouts import (
     is_copied,
     layout_of,
     matrices,
+    tied_table,
     to_transposed,
 )
 from peagle_jax.layers.products import product_of_layout
@@ -99,7 +100,8 @@ def in_fastest_layout(
         dtype, shapes = _sample(found)
         num_rows = min(rows * num_places, MOST_ROWS)
         layout = _layout_for(shapes, dtype, num_rows, num_threads)
-    new = [w for w in matrices(models, layout) if not is_copied(w, layout)]
+    tied = tied_table(target.params)
+    new = [w for w in matrices(models, layout, tied) if not is_copied(w, layout)]
     if any(w.is_deleted() for w in (new if layout != PLAIN else found)):
         rule, next_step = "an engine was given them for itself", "load the models again"
         raise InputError("target", rule, "matrices that were freed", next_step)
@@ -107,7 +109,7 @@ def in_fastest_layout(
     sizes = [w.nbytes for w in new]
     if layout == PLAIN or not _may_copy(max(sizes, default=0) if donate else sum(sizes)):
         return target, draft_params
-    params, head = (in_layout(model, layout, donate=donate) for model in models)
+    params, head = (in_layout(model, layout, donate=donate, tied=tied) for model in models)
     draft_params = draft_params if head is None else head
     return dataclasses.replace(target, params=params), draft_params
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import native_code
 
@@ -30,6 +30,16 @@ def to_tiles(w: Float[Array, "K N"]) -> Float[Array, "tiles parts columns number
 def from_tiles(w: Float[Array, "tiles parts columns numbers"]) -> Float[Array, "K N"]:
     """The matrix as `Linear` has it."""
     return w.transpose(1, 3, 0, 2).reshape(w.shape[1] * w.shape[3], -1)
+
+
+def rows_of_tiles(
+    w: Float[Array, "tiles parts columns numbers"], tokens: Int[Array, "*rows"]
+) -> Float[Array, "*rows K"]:
+    """The columns `tokens` of a matrix in tiles: rows of an embedding whose transpose it is."""
+    # as integers: XLA would convert all of a bfloat16 array, and not what it reads
+    bits = jax.lax.bitcast_convert_type(w, jnp.uint16 if w.dtype.itemsize == 2 else jnp.uint32)
+    found = bits[tokens // COLUMNS, :, tokens % COLUMNS].reshape(*tokens.shape, -1)
+    return jax.lax.bitcast_convert_type(found, w.dtype)
 
 
 def can_be_tiled(w: Float[Array, "K N"]) -> bool:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.row_sums import with_one_axis_of_rows
-from peagle_jax.kernels.tiled_products import tiled_products
+from peagle_jax.kernels.tiled_products import rows_of_tiles, tiled_products
 from peagle_jax.layers.matrix_layouts import layout_of_matrix
 from peagle_jax.layers.products import activation_dtype, product_of_layout
 
@@ -115,14 +115,18 @@ class LateRMSNorm(RMSNorm):
 
 
 class Embedding(nnx.Module):
-    """One row of the table a token, in the dtype of activations."""
+    """One row of the table a token, in the dtype of activations.
+
+    For decoding on a CPU the table may be in the tiles of its transpose (`matrix_layouts`).
+    """
 
     def __init__(self, vocab: int, dim: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.table = normal(rngs, (vocab, dim), dtype)
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         table = self.table[...]
-        return _rows(table, tokens).astype(activation_dtype(table.dtype))
+        rows = _rows if table.ndim == 2 else rows_of_tiles
+        return rows(table, tokens).astype(activation_dtype(table.dtype))
 
 
 @jax.custom_jvp

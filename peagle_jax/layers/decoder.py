@@ -12,7 +12,7 @@ from peagle_jax.kernels import vocab
 from peagle_jax.layers.attention import Attention
 from peagle_jax.layers.basic import Embedding, Linear, RMSNorm, soft_cap
 from peagle_jax.layers.matrix_layouts import to_plain
-from peagle_jax.layers.products import product
+from peagle_jax.layers.products import product_of_layout
 from peagle_jax.types import Attend, TargetOutput
 
 # The id of an aux hidden state that is no layer's input: what the output matrix reads, after the
@@ -109,7 +109,9 @@ class Decoder(nnx.Module):
     def compute_logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits of hidden states that the final norm has been applied to."""
         if self.lm_head is None:
-            logits = product(hidden.reshape(-1, hidden.shape[-1]), self.lm_head_weight())
+            table = self.embed.table[...]
+            weight = table.T if table.ndim == 2 else table
+            logits = product_of_layout(hidden.reshape(-1, hidden.shape[-1]), weight)
             logits = logits.reshape(*hidden.shape[:-1], -1)
         else:
             logits = self.lm_head(hidden)
@@ -118,7 +120,9 @@ class Decoder(nnx.Module):
     def argmax_logits(self, hidden: Float[Array, "*rows D"]) -> Int[Array, "*rows"]:
         """The argmax of `compute_logits`, greedy decoding's next token. A cap changes no order."""
         if self.lm_head is None:
-            ids = vocab.argmax_logits(hidden, self.embed.table[...], vocab_first=True)
+            table = self.embed.table[...]
+            is_plain = table.ndim == 2
+            ids = vocab.argmax_logits(hidden, table, vocab_first=True) if is_plain else None
         else:
             ids = self.lm_head.argmax_by_kernel(hidden)
         return vocab.argmax(self.compute_logits(hidden)) if ids is None else ids
@@ -126,5 +130,6 @@ class Decoder(nnx.Module):
     def lm_head_weight(self) -> Float[Array, "D V"]:
         """The output matrix; the embedding's transpose where they are tied."""
         if self.lm_head is None:
-            return self.embed.table[...].T
+            table = self.embed.table[...]
+            return table.T if table.ndim == 2 else to_plain(table)
         return to_plain(self.lm_head.kernel[...])

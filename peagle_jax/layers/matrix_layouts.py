@@ -28,6 +28,9 @@ PLAIN = "plain"
 # Kernels of `Linear`, those that hold nearly all weights of a target or a head. Experts have other
 # products, and routers are read by kernels.
 MATRICES = re.compile(r"(^|\.)(attn\.[qkvo]|mlp\.(gate|up|down)|lm_head|fc)\.kernel$")
+# The embedding, whose transpose is a tied target's output matrix.
+TABLE = re.compile(r"(^|\.)embed\.table$")
+TIED = "tiles of the transpose"
 # Layout and matrix, by its identity, and what was made of it: as long as a model is there, its
 # engines share one copy.
 _copies: dict[tuple[str, int], tuple[weakref.ref, Array]] = {}
@@ -49,21 +52,30 @@ def to_plain(w: Float[Array, "..."]) -> Float[Array, "K N"]:
 LAYOUTS: dict[str, Callable[[Array], Array]] = {"tiles": to_tiles, "transposed": to_transposed}
 # as one program each, which takes memory for its result alone
 _programs = {layout: jax.jit(change) for layout, change in LAYOUTS.items()}
+_programs[TIED] = jax.jit(lambda table: to_tiles(table.T))
 
 
-def matrices(params: Any, layout: str) -> list[Array]:
+def matrices(params: Any, layout: str, tied: Array | None = None) -> list[Array]:
     """The matrices of a model that `in_layout` changes, each once."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return list({id(w): w for path, w in leaves if _is_changed(path, w, layout)}.values())
+    return list({id(w): w for path, w in leaves if _kind_of_copy(path, w, layout, tied)}.values())
+
+
+def tied_table(params: Any) -> Array | None:
+    """The embedding of a target that has no other output matrix; None of one that has."""
+    leaves = {_name(path): w for path, w in jax.tree_util.tree_leaves_with_path(params)}
+    has_own = any(name.startswith("lm_head.") for name in leaves)
+    return None if has_own else leaves.get("embed.table")
 
 
 def is_copied(w: Array, layout: str) -> bool:
     """Whether `in_layout` has a copy of a matrix already."""
-    reference, _ = _copies.get((layout, id(w)), (None, None))
-    return reference is not None and reference() is w
+    kinds = ("tiles", TIED) if layout == "tiles" else (layout,)
+    references = (_copies[kind, id(w)][0] for kind in kinds if (kind, id(w)) in _copies)
+    return any(reference() is w for reference in references)
 
 
-def in_layout(params: Any, layout: str, *, donate: bool = False) -> Any:
+def in_layout(params: Any, layout: str, *, donate: bool = False, tied: Array | None = None) -> Any:
     """Parameters of a model with its large matrices in a layout.
 
     `Linear` multiplies by each (`products.product_of_layout`). Matrices that are no whole number of
@@ -72,12 +84,14 @@ def in_layout(params: Any, layout: str, *, donate: bool = False) -> Any:
     Args:
       layout: PLAIN, or a name of LAYOUTS.
       donate: free each matrix once it is copied. One that is donated already has its copy.
+      tied: the target's `tied_table`, which its head may read, too. It is transposed as it is.
     """
 
     def change(path: tuple, w: Any) -> Any:
-        if not _is_changed(path, w, layout):
+        kind = _kind_of_copy(path, w, layout, tied)
+        if kind is None:
             return w
-        copy = _copy_of(w, layout)
+        copy = _copy_of(w, kind)
         if donate and not w.is_deleted():
             jax.block_until_ready(copy)
             w.delete()
@@ -101,11 +115,11 @@ def layout_of(params: Any) -> str:
     return PLAIN
 
 
-def _copy_of(w: Array, layout: str) -> Array:
-    """The matrix in a layout, once for each array."""
-    key = layout, id(w)
-    if not is_copied(w, layout):
-        _copies[key] = weakref.ref(w, lambda _: _copies.pop(key, None)), _programs[layout](w)
+def _copy_of(w: Array, kind: str) -> Array:
+    """The copy of a matrix, once for each array."""
+    key = kind, id(w)
+    if key not in _copies or _copies[key][0]() is not w:
+        _copies[key] = weakref.ref(w, lambda _: _copies.pop(key, None)), _programs[kind](w)
     return _copies[key][1]
 
 
@@ -114,8 +128,11 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _is_changed(path: tuple, w: Any, layout: str) -> bool:
+def _kind_of_copy(path: tuple, w: Any, layout: str, tied: Array | None) -> str | None:
+    """What `in_layout` makes of an array: a name of `_programs`, or None."""
     name = _name(path)
-    if not isinstance(w, jax.Array) or w.ndim != 2 or not MATRICES.search(name):
-        return False
-    return layout != "tiles" or can_be_tiled(w)
+    if not isinstance(w, jax.Array) or w.ndim != 2:
+        return None
+    if w is tied and TABLE.search(name):
+        return TIED if layout == "tiles" and can_be_tiled(w.T) else None
+    return layout if MATRICES.search(name) and (layout != "tiles" or can_be_tiled(w)) else None
