@@ -87,11 +87,11 @@ def reference(
 
 
 def _mask(
-    positions: Int[Array, "B T"],
-    kv_positions: Int[Array, "B S"],
+    positions: Int[Array, "#B T"],
+    kv_positions: Int[Array, "#B S"],
     window: int | None,
-    visible: Bool[Array, "B T S"] | None,
-) -> Float[Array, "B T S"]:
+    visible: Bool[Array, "#B T S"] | None,
+) -> Float[Array, "#B T S"]:
     """What is added to the scores: 0 where a query sees a slot, by the rule of `reference`."""
     if visible is None:
         slot_position, query_position = kv_positions[:, None], positions[..., None]

@@ -70,7 +70,7 @@ def function(name: str, results: Any) -> Callable:
 
 def _library() -> Path | None:
     """The file of the machine code, compiled now or earlier; None where that cannot be."""
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         return None
     sources = b"\n".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
@@ -99,7 +99,7 @@ def compile_library(compiler: str, library: Path, flags: tuple[str, ...] = FLAGS
     return library
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
     """The path of the C++ compiler to use."""
     named = os.environ.get("CXX")
     found = (shutil.which(name) for name in ([named] if named else COMPILERS))

@@ -54,7 +54,7 @@ def _numbers_of_part(w: Float[Array, "K N"]) -> int:
 
 
 def tiled_products(
-    x: Float[Array, "R K"], matrices: Sequence[Float[Array, "tiles parts columns numbers"]]
+    x: Float[Array, "R K"], matrices: Sequence[Float[Array, "_ parts columns numbers"]]
 ) -> list[Float[Array, "R _"]]:
     """`x @ w` of each matrix in tiles, in one call, as float32.
 

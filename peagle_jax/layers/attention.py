@@ -225,7 +225,8 @@ class Attention(nnx.Module):
             projected = joint_fp8_products(x, layers) or joint_tiled_products(x, layers)
         if projected is None:
             x_kv = x if kv_input is None else kv_input
-            projected = self.q(x_q), self.k(x_kv), self.v(x_kv)
+            keys_and_values = joint_tiled_products(x_kv, (self.k, self.v))
+            projected = self.q(x_q), *(keys_and_values or (self.k(x_kv), self.v(x_kv)))
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in projected)
         sinks = None if self.sinks is None else self.sinks[...]
         rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands, rows)

@@ -26,8 +26,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from peagle_jax.kernels import native_code
+from peagle_jax.kernels.tiled_products import can_be_tiled, to_tiles
 from peagle_jax.layers import product
-from peagle_jax.layers.matrix_layouts import COLUMNS, to_blocks, to_transposed
+from peagle_jax.layers.matrix_layouts import to_transposed
 from peagle_jax.layers.products import product_of_layout
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import append_rows
@@ -122,8 +124,6 @@ def jax_forms(
 
     narrow = jnp.bfloat16
     joined = [merged(layer) for layer in layers]
-    are_in_columns = all(w.shape[1] % COLUMNS == 0 for layer in layers for w in layer)
-    blocks = [[to_blocks(w) for w in layer] for layer in layers if are_in_columns]
     transposed = [[to_transposed(w) for w in layer] for layer in layers]
     forms = {
         "XLA float32": (jnp.matmul, layers, jnp.float32, {}),
@@ -133,16 +133,17 @@ def jax_forms(
         "XLA bfloat16 operands, merged": (bfloat16, joined, narrow, {}),
         "XLA bfloat16 operands, no YNNPACK": (bfloat16, layers, narrow, WITHOUT_YNNPACK),
         "peagle_jax.layers.product": (product, layers, narrow, {}),
-        "in blocks of columns, bfloat16": (product_of_layout, blocks, narrow, {}),
-        "in blocks of columns, float32": (product_of_layout, blocks, jnp.float32, {}),
         "transposed, bfloat16": (product_of_layout, transposed, narrow, {}),
         "transposed, float32": (product_of_layout, transposed, jnp.float32, {}),
     }
+    if native_code.is_available():
+        forms["our own, in tiles, bfloat16"] = (product_of_layout, layers, narrow, {})
+        forms["our own, in tiles, float32"] = (product_of_layout, layers, jnp.float32, {})
     calls = {}
     for name, (multiply, matrices, dtype, options) in forms.items():
-        if not matrices:  # columns that 64 does not divide
-            continue
         weights = jax.tree.map(lambda w, dtype=dtype: jnp.asarray(w, dtype), matrices)
+        if "in tiles" in name:
+            weights = jax.tree.map(lambda w: to_tiles(w) if can_be_tiled(w) else w, weights)
 
         @functools.partial(jax.jit, compiler_options=options or None)
         def passes(weights, x, multiply=multiply):

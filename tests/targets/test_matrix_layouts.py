@@ -9,14 +9,19 @@ import pytest
 import tiny
 from flax import nnx
 
+from peagle_jax.kernels import native_code
+from peagle_jax.kernels.tiled_products import from_tiles, to_tiles
 from peagle_jax.layers import Linear, matrix_layouts
+from peagle_jax.layers.basic import joint_tiled_products
 from peagle_jax.layers.matrix_layouts import (
     LAYOUTS,
     PLAIN,
     in_layout,
+    is_copied,
     layout_of,
     layout_of_matrix,
     matrices,
+    tied_table,
     to_plain,
 )
 from peagle_jax.layers.products import product, product_of_layout
@@ -26,18 +31,23 @@ def random(*shape: int, dtype=jnp.float32, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
-@pytest.fixture
-def narrow(monkeypatch):
-    """Blocks of 8 columns, for tiny models."""
-    monkeypatch.setattr(matrix_layouts, "COLUMNS", 8)
+# of matrices with a whole number of tiles
+SIZES = {"vocab": 96, "dim": 32, "mlp_dim": 64, "head_dim": 24}
 
 
-@pytest.mark.parametrize("layout, shape", [("blocks", (3, 24, 64)), ("transposed", (192, 24, 1))])
+@pytest.fixture(autouse=True)
+def compiler():
+    if not native_code.is_available():
+        pytest.skip("there is no C++ compiler")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_are_those_of_the_plain_matrix(rows, dtype, layout, shape):
+def test_products_are_those_of_the_plain_matrix(rows, dtype, layout):
     x, w = random(rows, 24), random(24, 192, dtype=dtype, seed=1)
-    other = LAYOUTS[layout](w)
+    other, part = LAYOUTS[layout](w), 4 // w.dtype.itemsize
+    shape = {"tiles": (6, 24 // part, 32, part), "transposed": (192, 24, 1)}[layout]
     assert other.shape == shape and layout_of_matrix(other) == layout
     got = product_of_layout(x, other)
     assert got.dtype == jnp.float32 and got.shape == (rows, 192)
@@ -54,10 +64,10 @@ def test_plain_matrices_are_multiplied_as_ever():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_layer_takes_each_layout(narrow, bias, layout):
-    linear = Linear(12, 40, dtype=jnp.float32, rngs=nnx.Rngs(3), bias=bias)
+def test_a_linear_layer_takes_each_layout(bias, layout):
+    linear = Linear(12, 64, dtype=jnp.float32, rngs=nnx.Rngs(3), bias=bias)
     if bias:
-        linear.bias[...] = random(40)
+        linear.bias[...] = random(64)
     x = random(2, 5, 12, seed=2)
     want, ids = linear(x), linear.argmax_logits(x)
     linear.kernel = nnx.Param(LAYOUTS[layout](linear.kernel[...]))
@@ -65,16 +75,36 @@ def test_a_linear_layer_takes_each_layout(narrow, bias, layout):
     np.testing.assert_array_equal(linear.argmax_logits(x), ids)
 
 
+@pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
+def test_layers_together(biases):
+    """In one call, with the biases of each; and apart where one has another layout."""
+    layers = [
+        Linear(12, n, dtype=jnp.float32, rngs=nnx.Rngs(n), bias=bias)
+        for n, bias in zip((64, 32), biases, strict=True)
+    ]
+    for layer in layers:
+        if layer.bias is not None:
+            layer.bias[...] = random(*layer.bias.shape, seed=5)
+    x = random(2, 5, 12, seed=2)
+    want = [layer(x) for layer in layers]
+    assert joint_tiled_products(x, layers) is None
+    for layer in layers:
+        layer.kernel = nnx.Param(to_tiles(layer.kernel[...]))
+    for y, z in zip(joint_tiled_products(x, layers), want, strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-6, atol=1e-6)
+    assert joint_tiled_products(x, [*layers, nnx.Dropout(0.5)]) is None
+
+
 @pytest.mark.parametrize(
     "layout, names, count",
     [
-        # k and v have 20 columns, q has 40, and o is read after attention
-        ("blocks", {"q", "gate", "up", "down", "lm_head"}, 4 * 4 + 1),
+        # k and v have 48 columns, no whole number of tiles
+        ("tiles", {"q", "o", "gate", "up", "down", "lm_head"}, 4 * 5 + 1),
         ("transposed", {"q", "k", "v", "o", "gate", "up", "down", "lm_head"}, 4 * 7 + 1),
     ],
 )
-def test_large_matrices_of_a_target(narrow, layout, names, count):
-    params = tiny.target(vocab=48, head_dim=10).params
+def test_large_matrices_of_a_target(layout, names, count):
+    params = tiny.target(**SIZES).params
     changed = in_layout(params, layout)
     assert layout_of(changed) == layout and layout_of(params) == PLAIN
     found = set()
@@ -83,51 +113,79 @@ def test_large_matrices_of_a_target(narrow, layout, names, count):
         if after is before:
             continue
         found.add(jax.tree_util.keystr(path[-2:-1], simple=True))
-        back = after[..., 0].T if layout == "transposed" else after.swapaxes(0, 1)
-        np.testing.assert_array_equal(back.reshape(before.shape), before)
+        back = after[..., 0].T if layout == "transposed" else from_tiles(after)
+        np.testing.assert_array_equal(back, before)
     assert found == names
     assert len(matrices(params, layout)) == count
-    changed_target = tiny.target(vocab=48, head_dim=10).bind(changed)
+    changed_target = tiny.target(**SIZES).bind(changed)
     np.testing.assert_array_equal(changed_target.lm_head_weight(), params["lm_head"]["kernel"])
     assert in_layout(params, PLAIN) is params
 
 
-def test_heads_have_fc_too(narrow):
-    head = tiny.head(dim=24, mlp_dim=40, draft_vocab=24, vocab=41)
-    changed = in_layout(head.params, "blocks")
-    assert changed["fusion"]["fc"]["kernel"].shape == (3, 72, 8)
-    assert changed["lm_head"]["kernel"].shape == (3, 24, 8)
-    assert in_layout(head.params, "transposed")["fusion"]["fc"]["kernel"].shape == (24, 72, 1)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_tied_embedding_is_the_output_matrix(dtype):
+    """Its tiles are those of the transpose, and tokens are read from them."""
+    target = tiny.target(**SIZES, tied_embeddings=True, dtype=dtype)
+    table = tied_table(target.params)
+    assert table is target.params["embed"]["table"] and tied_table(tiny.target().params) is None
+    found = [id(w) for w in matrices(target.params, "tiles", table)]
+    assert id(table) in found and len(found) == len(matrices(target.params, "tiles")) + 1
+    changed = in_layout(target.params, "tiles", tied=table)
+    tiles = changed["embed"]["table"]
+    np.testing.assert_array_equal(tiles, to_tiles(table.T))
+    assert is_copied(table, "tiles") and not is_copied(table, "transposed")
+    # a head that reads the same table gets the same copy; an embedding of its own stays
+    head = {"embed": {"table": table}, "lm_head": {"kernel": random(8, 20)}}
+    assert in_layout(head, "tiles", tied=table)["embed"]["table"] is tiles
+    own = {"embed": {"table": jnp.copy(table)}}
+    assert in_layout(own, "tiles", tied=table) == own
+    assert in_layout(target.params, "transposed", tied=table)["embed"]["table"] is table
+    before, after = target.bind(target.params), target.bind(changed)
+    tokens, hidden = jnp.array([[95, 3, 64]]), random(2, 3, 32)
+    np.testing.assert_array_equal(after.embed(tokens), before.embed(tokens))
+    np.testing.assert_allclose(
+        after.compute_logits(hidden), before.compute_logits(hidden), rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_array_equal(after.argmax_logits(hidden), before.argmax_logits(hidden))
+    np.testing.assert_array_equal(after.lm_head_weight(), before.lm_head_weight())
+
+
+def test_heads_have_fc_too():
+    head = tiny.head(dim=32, mlp_dim=40, draft_vocab=32, vocab=41)
+    changed = in_layout(head.params, "tiles")
+    assert changed["fusion"]["fc"]["kernel"].shape == (1, 72, 32, 1)
+    assert changed["lm_head"]["kernel"].shape == (1, 32, 32, 1)
+    assert in_layout(head.params, "transposed")["fusion"]["fc"]["kernel"].shape == (32, 72, 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["mlp.experts.up", "mlp.router", "markov.w2", "old_lm_head"])
-def test_other_matrices_stay(narrow, name, layout):
-    params = {name + ".kernel": random(3, 8, 16) if "experts" in name else random(8, 16)}
+def test_other_matrices_stay(name, layout):
+    params = {name + ".kernel": random(3, 8, 64) if "experts" in name else random(8, 64)}
     assert in_layout(params, layout) == params
     assert layout_of(params) == PLAIN
 
 
-def test_arrays_of_numpy_stay(narrow):
-    params = {"lm_head.kernel": np.ones((8, 16), np.float32)}
-    assert in_layout(params, "blocks") == params
+def test_arrays_of_numpy_stay():
+    params = {"lm_head.kernel": np.ones((8, 64), np.float32)}
+    assert in_layout(params, "tiles") == params
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies_are_shared_and_leave_with_their_matrices(narrow, monkeypatch, layout):
+def test_copies_are_shared_and_leave_with_their_matrices(monkeypatch, layout):
     monkeypatch.setattr(matrix_layouts, "_copies", {})
-    params = {"attn": {"q": {"kernel": random(4, 16)}}}
+    params = {"attn": {"q": {"kernel": random(4, 64)}}}
     first = in_layout(params, layout)["attn"]["q"]["kernel"]
     assert in_layout(params, layout)["attn"]["q"]["kernel"] is first
     assert len(matrix_layouts._copies) == 1
-    other = {"attn": {"q": {"kernel": random(4, 16, seed=1)}}}
+    other = {"attn": {"q": {"kernel": random(4, 64, seed=1)}}}
     assert in_layout(other, layout)["attn"]["q"]["kernel"] is not first
     params["attn"]["q"]["kernel"] = None
     gc.collect()
     assert len(matrix_layouts._copies) == 1
 
 
-def test_each_layout_has_a_copy_of_its_own(narrow):
-    params = {"attn": {"q": {"kernel": random(4, 16)}}}
+def test_each_layout_has_a_copy_of_its_own():
+    params = {"attn": {"q": {"kernel": random(4, 64)}}}
     shapes = [in_layout(params, name)["attn"]["q"]["kernel"].shape for name in LAYOUTS]
-    assert shapes == [(2, 4, 8), (16, 4, 1)]
+    assert shapes == [(2, 4, 32, 1), (64, 4, 1)]

@@ -84,7 +84,7 @@ inline float Weigh(float* scores, int64_t count, const float* mask, float scale,
   for (int64_t s = 0; s < count; s += kLanes) {
     const Floats score = Load<Floats>(scores + s) * scale + Load<Floats>(mask + s);
     Store(scores + s, score);
-    largest = Larger(largest, score);
+    largest = Larger(score, largest);
   }
   float top = sink ? *sink : -3e38f;
   PEAGLE_UNROLL

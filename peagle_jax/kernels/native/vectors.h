@@ -36,6 +36,7 @@ inline void Store(void* to, T value) {
   std::memcpy(to, &value, sizeof(T));
 }
 
+// b where a is NaN
 inline Floats Larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // exp(x) for x of at most 0, to 2e-7 of itself; 0 below -87, where float32 has no normal numbers.

@@ -1,0 +1,165 @@
+"""Attention of decoding steps in our machine code against float64 loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import native
+from kernels.test_cached_attention import RULES, case, ring, slow
+
+from peagle_jax.kernels import attention, native_code, processor, step_attention
+from peagle_jax.kernels.fp8_matmul import E4M3
+
+
+@pytest.fixture(params=native.SETS, autouse=True)
+def lanes(request, monkeypatch):
+    return native.use(request.param, monkeypatch)
+
+
+def attend(q, k, v, positions, kv_positions=None, *, visible=None, **rule):
+    def call(q, k, v, positions, kv_positions, visible):
+        return attention.native(q, k, v, positions, kv_positions, visible=visible, **rule)
+
+    return np.asarray(jax.jit(call)(q, k, v, positions, kv_positions, visible))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"H": 32},
+        dict(T=1, N=2, G=2, H=16),
+        dict(T=1, N=10, G=2, H=80, S=300, lengths=(1, 200, 300)),
+        dict(T=9, N=16, G=1, H=64, S=200),
+        dict(T=63, N=4, G=4, H=128, S=151, lengths=(1, 70, 89)),
+        dict(T=5, N=28, G=4, H=48, S=161),
+    ],
+    ids=str,
+)
+def test_shapes(shape):
+    """Rows for one pass and for several, slots that fill no vector, values of several vectors."""
+    args = case(**shape)
+    rule = RULES["plain"]
+    assert np.abs(attend(*args, **rule) - slow(*args, None, **rule)).max() < 1e-5
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rules(rule):
+    args = case(H=32)
+    assert np.abs(attend(*args, **rule) - slow(*args, None, **rule)).max() < 2e-6
+
+
+@pytest.mark.parametrize("rule", ["window", "window, sinks"])
+def test_rings(rule):
+    q, k, v, positions = case(S=40, H=16)
+    rule = RULES[rule] | {"window": 30}
+    want = slow(q, k, v, positions, ring(), **rule)
+    assert np.abs(attend(q, k, v, positions, ring(), **rule) - want).max() < 2e-6
+
+
+def test_masks_of_trees():
+    q, k, v, positions = case(H=32)
+    visible = jnp.asarray(np.random.default_rng(3).random((3, 4, 150)) < 0.3)
+    rule = RULES["sinks"]
+    want = attention.reference(q, k, v, positions, None, visible=visible, **rule)
+    got = attend(q, k, v, positions, visible=visible, **rule)
+    assert np.abs(got - np.asarray(want)).max() < 2e-6
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+def test_weights_of_all_sizes(scale):
+    """Scores that hardly differ, and scores of which one has all the weight."""
+    args = case(H=64)
+    rule = RULES["plain"] | {"scale": scale}
+    assert np.abs(attend(*args, **rule) - slow(*args, None, **rule)).max() < 1e-5
+
+
+def test_exponentials():
+    """From 0 down to where float32 has no normal numbers, and below: two slots tell each."""
+    differences = np.float32([0, 1e-6, 0.1, 0.5, 1, 3, 10, 50, 86.9, 87.5, 200, 1e30])
+    for x in differences:
+        q = jnp.zeros((1, 1, 1, 16)).at[..., 0].set(1)
+        k = jnp.zeros((1, 1, 2, 16)).at[0, 0, 1, 0].set(-x)
+        v = jnp.zeros((1, 1, 2, 16)).at[0, 0, 1].set(1)
+        y = attend(q, k, v, jnp.ones((1, 1), jnp.int32), window=None, scale=1.0, sinks=None)
+        weight = np.exp(-np.float64(x)) if x < 87 else 0
+        np.testing.assert_allclose(y[0, 0, 0, 3], weight / (1 + weight), rtol=1e-6, atol=0)
+
+
+def test_sinks_far_above_and_below_all_scores():
+    args = case(H=32)
+    rule = RULES["plain"] | {"sinks": jnp.asarray([300.0, -300, 0, 0, 300, 1])}
+    got = attend(*args, **rule)
+    assert np.abs(got - slow(*args, None, **rule)).max() < 2e-6
+    assert not got[:, :, 0].any()
+
+
+def test_a_query_is_the_same_beside_any_others():
+    """To the bit: of several tokens, or alone, and whatever the other sequences have."""
+    q, k, v, positions = case(T=13, N=8, H=64, S=180)
+    rule = RULES["window"] | {"window": 60}
+    together = attend(q, k, v, positions, **rule)
+    for b, t in [(0, 0), (1, 7), (2, 12)]:
+        alone = attend(
+            q[b : b + 1, t : t + 1],
+            k[b : b + 1],
+            v[b : b + 1],
+            positions[b : b + 1, t : t + 1],
+            **rule,
+        )
+        np.testing.assert_array_equal(alone[0, 0], together[b, t])
+
+
+def test_what_lies_past_a_sequence_is_not_read():
+    """Not even NaN there; and a sequence with NaN concerns itself alone."""
+    q, k, v, positions = case(H=32)
+    rule = RULES["plain"]
+    clean = attend(q, k, v, positions, **rule)
+    past = jnp.arange(150)[None, None, :, None] > positions[:, -1][:, None, None, None]
+    dirty = (jnp.where(past, np.nan, x) for x in (k, v))
+    np.testing.assert_array_equal(attend(q, *dirty, positions, **rule), clean)
+    got = attend(q, k.at[1, :, 3].set(np.nan), v, positions, **rule)
+    assert np.isnan(got[1]).all()
+    np.testing.assert_array_equal(got[[0, 2]], clean[[0, 2]])
+
+
+def test_a_query_that_sees_nothing_gets_zeros():
+    q, k, v, positions = case(H=32)
+    got = attend(q, k, v, positions.at[0, 1].set(-1), **RULES["plain"])
+    assert not got[0, 1].any()
+    np.testing.assert_array_equal(got[1:], attend(q, k, v, positions, **RULES["plain"])[1:])
+
+
+def calls(*args, **rule) -> bool:
+    """Whether attention that may choose its form calls our code."""
+    rule = RULES["plain"] | rule
+
+    def attend(q, k, v, positions):
+        return attention.attend(q, k, v, positions, None, form="auto", **rule)
+
+    return "peagle_step_attention" in jax.jit(attend).lower(*args).as_text()
+
+
+def test_which_steps_are_ours(lanes, monkeypatch):
+    q, k, v, positions = args = case(H=2 * lanes)
+    assert calls(*args)
+    assert calls(*args, visible=jnp.ones((3, 4, 150), bool))
+    assert not calls(*case(H=lanes + 4))
+    assert not calls(*case(H=lanes, T=64))  # a prompt
+    assert not calls(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), positions)
+    scales = {"k_scale": jnp.ones((3, 2, 150)), "v_scale": jnp.ones((3, 2, 150))}
+    assert not calls(q, k.astype(E4M3), v.astype(E4M3), positions, **scales)
+    assert not calls(*args, operands=jnp.bfloat16) or processor.has_bfloat16_matrix_units() is False
+    monkeypatch.setattr(processor, "instructions", lambda: "amx_bf16")
+    assert not calls(*args, operands=jnp.bfloat16) and calls(*args, operands=None)
+    monkeypatch.setattr(step_attention, "multi_device_reason", lambda: "a mesh")
+    assert not calls(*args)
+    monkeypatch.undo()
+    monkeypatch.setattr(native_code, "load", lambda: None)
+    assert not calls(*args)
+
+
+def test_heads_that_are_no_whole_vectors_are_refused(lanes):
+    q = jnp.zeros((1, 1, 2, lanes + 4))
+    k = jnp.zeros((1, 1, 8, lanes + 4))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no whole number of vectors"):
+        step_attention.attend(q, k, k, jnp.zeros((1, 1, 8)), 1.0, None)

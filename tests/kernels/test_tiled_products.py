@@ -1,0 +1,134 @@
+"""Products with matrices in tiles against float64, for several sets of instructions."""
+
+import concurrent.futures
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import native
+
+from peagle_jax.kernels import native_code
+from peagle_jax.kernels.tiled_products import (
+    can_be_tiled,
+    from_tiles,
+    rows_of_tiles,
+    tiled_products,
+    to_tiles,
+)
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+@pytest.fixture(params=native.SETS, autouse=True)
+def instructions(request, monkeypatch):
+    native.use(request.param, monkeypatch)
+    return request.param
+
+
+def random(*shape: int, dtype=jnp.float32, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def multiply(x, *ws):
+    return jax.jit(lambda x, ws: tiled_products(x, ws))(x, [to_tiles(w) for w in ws])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 64, 67])
+def test_products(dtype, rows):
+    """Of each number of rows that has a function, and of more; one call with three matrices."""
+    x = random(rows, 70)
+    ws = [random(70, n, dtype=dtype, seed=n) for n in (352, 32, 96)]
+    products = multiply(x, *ws)
+    rounded = np.asarray(x.astype(dtype), np.float64)
+    for y, w in zip(products, ws, strict=True):
+        assert y.dtype == jnp.float32 and y.shape == (rows, w.shape[1])
+        want = rounded @ np.asarray(w, np.float64)
+        np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_is_the_same_beside_any_others(dtype):
+    """To the bit, whatever the rows, the matrices, and the threads that share them."""
+    x, w = random(67, 1024), random(1024, 416, dtype=dtype, seed=1)
+    (all_rows,) = multiply(x, w)
+    for rows in (slice(0, 1), slice(3, 5), slice(20, 33), slice(66, 67)):
+        _, beside_another = multiply(x[rows], w[:, 32:64], w)
+        np.testing.assert_array_equal(beside_another, all_rows[rows])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nan_and_infinity_stay_in_their_rows(dtype):
+    x, w = random(7, 64), random(64, 64, dtype=dtype, seed=1)
+    (clean,) = multiply(x, w)
+    # whose bits are all ones: rounding must not make a number of it
+    worst = np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+    bad = x.at[2, 5].set(worst[0]).at[4, 9].set(worst[1]).at[5, 3].set(np.inf)
+    (y,) = multiply(bad, w)
+    assert np.isnan(y[2]).all() and np.isnan(y[4]).all() and np.isinf(y[5]).all()
+    for row in (0, 1, 3, 6):
+        np.testing.assert_array_equal(y[row], clean[row])
+
+
+def test_rows_are_rounded_to_the_nearest_and_halves_to_even():
+    """As JAX rounds: by a matrix that picks each number."""
+    exact = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-7 + 2**-12, 3e38, -1e-3], np.float32)
+    x = jnp.zeros((1, 32)).at[0, :6].set(exact)
+    (y,) = multiply(x, jnp.eye(32, dtype=BF16))
+    np.testing.assert_array_equal(y[0], x[0].astype(BF16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("inputs", [2048, 4096])
+def test_rows_far_apart(inputs):
+    x, w = random(12, inputs), random(inputs, 64, seed=1)
+    (y,) = multiply(x, w)
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-3)
+
+
+def test_several_threads_at_once():
+    """As several engines multiply, over the same pool."""
+    x, w = random(9, 512), random(512, 1024, seed=1)
+    tiles, call = to_tiles(w), jax.jit(lambda x, w: tiled_products(x, [w])[0])
+    want = call(x, tiles)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for y in pool.map(lambda _: call(x, tiles), range(200)):
+            np.testing.assert_array_equal(y, want)
+
+
+def test_under_vmap():
+    x, w = random(3, 5, 64), random(64, 32, seed=1)
+    found = jax.vmap(lambda x: tiled_products(x, [to_tiles(w)])[0])(x)
+    for i in range(3):
+        np.testing.assert_array_equal(found[i], multiply(x[i], w)[0])
+
+
+@pytest.mark.parametrize("shape", [(2, 31, 32, 1), (2, 32, 16, 1), (2, 16, 32, 2), (64, 32)])
+def test_other_tiles_are_refused(shape):
+    x, w = jnp.zeros((3, 32)), jnp.zeros(shape)
+    result = [jax.ShapeDtypeStruct((3, 64), jnp.float32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a matrix in other tiles"):
+        native_code.function("peagle_tiled_products", result)(x, w)
+
+
+@pytest.mark.parametrize("dtype, shape", [(jnp.float32, (3, 5, 32, 1)), (BF16, (3, 3, 32, 2))])
+def test_tiles(dtype, shape):
+    inputs = shape[1] * shape[3]
+    w = random(inputs, 96, dtype=dtype)
+    tiles = to_tiles(w)
+    assert tiles.shape == shape
+    part = shape[3]
+    for k, n in [(0, 0), (inputs - 1, 95), (2, 33)]:
+        assert tiles[n // 32, k // part, n % 32, k % part] == w[k, n]
+    np.testing.assert_array_equal(from_tiles(tiles), w)
+    tokens = jnp.array([[0, 95], [33, 31]])
+    np.testing.assert_array_equal(rows_of_tiles(tiles, tokens), w.T[tokens])
+
+
+def test_which_matrices_have_tiles():
+    sizes = {(5, 64): (True, False), (6, 64): (True, True), (6, 48): (False, False)}
+    for shape, (of_float32, of_bfloat16) in sizes.items():
+        assert can_be_tiled(jnp.zeros(shape)) == of_float32
+        assert can_be_tiled(jnp.zeros(shape, BF16)) == of_bfloat16
+        assert not can_be_tiled(jnp.zeros(shape, jnp.float16))
