@@ -8,15 +8,17 @@ It is compiled for the processor at hand when it is wanted first, by the C++ com
 Without a compiler everything runs on XLA's own operations, more slowly.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform as machine
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +45,26 @@ def is_available() -> bool:
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, whose functions programs can call from now on; None where there can be none."""
-    path = _library() if platform() == "cpu" else None
-    if path is None:
+    library = _loaded() if platform() == "cpu" else None
+    if library is None:
         return None
-    library = ctypes.CDLL(str(path))
     for name in FUNCTIONS:
         function = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(name, function, platform="cpu")
     return library
+
+
+def _loaded() -> ctypes.CDLL | None:
+    """The library. A file that is damaged is made anew."""
+    path = _library()
+    for _ in range(2):
+        try:
+            return None if path is None else ctypes.CDLL(str(path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            path = _library()
+    return None
 
 
 def function(name: str, results: Any) -> Callable:
@@ -74,7 +88,7 @@ def _library() -> Path | None:
     if compiler is None:
         return None
     sources = b"\n".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
-    about = compiler, *FLAGS, jaxlib.__version__, machine.machine(), instructions()
+    about = *compiler, *FLAGS, jaxlib.__version__, machine.machine(), instructions()
     digest = hashlib.sha256(sources + "\n".join(about).encode()).hexdigest()[:20]
     try:
         library = user_cache("native") / f"{digest}.so"
@@ -87,20 +101,30 @@ def _library() -> Path | None:
     return library
 
 
-def compile_library(compiler: str, library: Path, flags: tuple[str, ...] = FLAGS) -> Path:
+def compile_library(compiler: Sequence[str], library: Path, flags: tuple[str, ...] = FLAGS) -> Path:
     """Writes the library, and returns its path.
+
+    Args:
+      compiler: its path, and what its command begins with.
+      library: the file to write.
+      flags: further words of the command.
 
     Raises:
       OSError, subprocess.SubprocessError: it cannot be compiled.
     """
     source = str(SOURCES / "native.cc")
-    command = [compiler, *flags, "-isystem", jax.ffi.include_dir(), source, "-o", str(library)]
+    command = [*compiler, *flags, "-isystem", jax.ffi.include_dir(), source, "-o", str(library)]
     subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
     return library
 
 
-def find_compiler() -> str | None:
-    """The path of the C++ compiler to use."""
-    named = os.environ.get("CXX")
-    found = (shutil.which(name) for name in ([named] if named else COMPILERS))
-    return next((path for path in found if path), None)
+def find_compiler() -> list[str] | None:
+    """The C++ compiler to use: its path, and what its command begins with."""
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation mark too many
+        return None
+    for command in [named] if named else [[name] for name in COMPILERS]:
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
+    return None

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.kernels import vocab
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.row_sums import with_one_axis_of_rows
-from peagle_jax.kernels.tiled_products import rows_of_tiles, tiled_products
+from peagle_jax.kernels.tiled_products import rows_of_tiles
 from peagle_jax.layers.matrix_layouts import layout_of_matrix
-from peagle_jax.layers.products import activation_dtype, product_of_layout
+from peagle_jax.layers.products import activation_dtype, product_of_layout, products_of_tiles
 
 
 def normal(
@@ -71,7 +71,7 @@ def joint_tiled_products(
     kernels = [layer.kernel[...] for layer in layers if isinstance(layer, Linear)]
     if len(kernels) < len(layers) or not all(layout_of_matrix(w) == "tiles" for w in kernels):
         return None
-    results = tiled_products(x.reshape(-1, x.shape[-1]).astype(jnp.float32), kernels)
+    results = products_of_tiles(x.reshape(-1, x.shape[-1]), kernels)
     products = (y.reshape(*x.shape[:-1], -1) for y in results)
     biases = (layer.bias for layer in layers)
     return tuple(

@@ -6,7 +6,7 @@ from typing import Any
 
 from peagle_jax import weights
 from peagle_jax.corpus import INSTALLED
-from peagle_jax.kernels.processor import has_bfloat16_matrix_units
+from peagle_jax.kernels.processor import has_bfloat16_products
 from peagle_jax.train.cod import CodConfig
 from peagle_jax.train.config import (
     DataConfig,
@@ -367,5 +367,5 @@ def budget_here(name: str) -> Budget:
     budget = BUDGETS[name]
     if budget.dtype != FASTEST:
         return budget
-    has_units = has_bfloat16_matrix_units()
-    return dataclasses.replace(budget, dtype="bfloat16" if has_units else "float32")
+    is_faster = has_bfloat16_products()
+    return dataclasses.replace(budget, dtype="bfloat16" if is_faster else "float32")

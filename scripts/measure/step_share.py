@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,12 @@ from rich.table import Table
 from peagle_jax import Model, Request, load_pair
 from peagle_jax.decode import loop
 from peagle_jax.decode.generate import make_drafter
+from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.rows import Row, row_options
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.layers import products
+from peagle_jax.layers.matrix_layouts import LAYOUTS, PLAIN, layout_of, layout_of_matrix
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows
@@ -45,11 +48,12 @@ METHODS = ("plain", "eagle3", "peagle")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product of a step: rows of activations, inputs and outputs of the matrix, and dtypes."""
+    """A product of a step: rows of activations, the matrix as it is stored, and dtypes."""
 
     rows: int
     inputs: int
     outputs: int
+    layout: str
     x_dtype: str
     w_dtype: str
 
@@ -57,11 +61,12 @@ class Product:
 @contextmanager
 def products_by(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> Iterator[None]:
     """A context in which models that are traced multiply by `multiply`."""
-    names = "_matmul", "_narrowed"
+    names = "_matmul", "_narrowed", "_by_transposed", "_by_tiles"
     kept = {name: getattr(products, name) for name in names}
     try:
         for name in names:
             setattr(products, name, multiply)
+        products._by_tiles = lambda x, matrices: [multiply(x, w) for w in matrices]
         yield
     finally:
         for name in names:
@@ -95,7 +100,9 @@ def outer_product(x: jax.Array, w: jax.Array) -> jax.Array:
 
     A single column of activations would let XLA leave out what computes the others.
     """
-    return x.sum(axis=-1, keepdims=True) * w[0].astype(x.dtype)
+    row = {"plain": lambda: w[0], "transposed": lambda: w[:, 0, 0], "tiles": lambda: w[:, 0, :, 0]}
+    first = row[layout_of_matrix(w)]().reshape(1, -1)
+    return x.sum(axis=-1, keepdims=True) * first.astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +111,12 @@ class Decoding:
 
     spec: DecodeSpec
     target: Model
-    head: Model | None
+    draft_params: Any
     options: RowOptions
     state: DecodeState
 
     def params(self) -> tuple:
-        return self.target.params, self.head.params if self.head else None
+        return self.target.params, self.draft_params
 
     def steps(self) -> Callable[[DecodeState], None]:
         """A call that takes STEPS steps from a state, which it uses up as decoding does.
@@ -136,7 +143,9 @@ class Decoding:
         found = []
 
         def note(x, w):
-            found.append(Product(x.size // x.shape[-1], *w.shape, x.dtype.name, w.dtype.name))
+            rows, inputs = x.size // x.shape[-1], x.shape[-1]
+            dtypes = x.dtype.name, w.dtype.name
+            found.append(Product(rows, inputs, w.size // inputs, layout_of_matrix(w), *dtypes))
             return outer_product(x, w)
 
         with products_by(note), unrolled_scans():  # the body of a scan is traced once
@@ -158,11 +167,17 @@ def start(method: str, dtype: str, batch: int, k: int, temperature: float) -> De
     requests = [Request(prompt=row.tolist(), **wanted) for row in prompts]
     rows = [Row(i, request, {}) for i, request in enumerate(requests)]
     options = row_options(rows, target.config.vocab)
-    spec = DecodeSpec(target.graph, target.config, drafter, sample_drafts=True)
-    lengths = np.full(batch, CONTEXT, np.int32)
+    # as an engine for so many requests reads them
+    about = {"rows": batch, "num_places": k + 1, "num_threads": 1}
     draft_params = head.params if drafter else None
+    target, draft_params = in_fastest_layout(target, drafter, draft_params, **about)
+    layout = layout_of(target.params)
+    spec = DecodeSpec(
+        target.graph, target.config, drafter, sample_drafts=True, matrix_layout=layout
+    )
+    lengths = np.full(batch, CONTEXT, np.int32)
     steps = prefill(spec, slots, target.params, draft_params, prompts, lengths, options)
-    return Decoding(spec, target, head if drafter else None, options, run_to_end(steps))
+    return Decoding(spec, target, draft_params, options, run_to_end(steps))
 
 
 def products_alone(found: list[Product]) -> Callable[[DecodeState], None]:
@@ -171,17 +186,17 @@ def products_alone(found: list[Product]) -> Callable[[DecodeState], None]:
     It takes a state, for which it has no use, as `Decoding.steps` does.
     """
     keys = iter(jax.random.split(jax.random.key(0), len(found)))
-    weights = [
-        (0.02 * jax.random.normal(next(keys), (p.inputs, p.outputs))).astype(p.w_dtype)
-        for p in found
-    ]
+    weights = []
+    for p in found:
+        w = (0.02 * jax.random.normal(next(keys), (p.inputs, p.outputs))).astype(p.w_dtype)
+        weights.append(w if p.layout == PLAIN else LAYOUTS[p.layout](w))
 
     @jax.jit
     def run(weights):
         def step(_, number):
             for p, w in zip(found, weights, strict=True):
                 x = jnp.full((p.rows, p.inputs), number).astype(p.x_dtype)
-                number = 0.5 + 0.001 * products.product(x, w)[0, 0].astype(jnp.float32)
+                number = 0.5 + 0.001 * products.product_of_layout(x, w)[0, 0].astype(jnp.float32)
             return number
 
         return jax.lax.fori_loop(0, STEPS, step, jnp.float32(0.5))
@@ -211,6 +226,7 @@ def measure(decoding: Decoding, rounds: int) -> dict:
         "rest_share": ms["rest"] / ms["step"],
         "share_less_products": 1 - ms["products"] / ms["step"],
         "products": len(found),
+        "matrix_layout": decoding.spec.matrix_layout,
         "flops_with_padding": sum(2 * p.rows * p.inputs * p.outputs for p in found),
     }
 

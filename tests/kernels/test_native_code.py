@@ -30,7 +30,7 @@ def compiled(cache, monkeypatch):
         Path(command[-1]).write_text("machine code")
 
     monkeypatch.setattr(native_code.subprocess, "run", run)
-    monkeypatch.setattr(native_code, "find_compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setattr(native_code, "find_compiler", lambda: ["/usr/bin/c++"])
     return commands
 
 
@@ -53,7 +53,7 @@ def test_another_machine_has_another_file(cache, compiled, change, monkeypatch, 
             (sources / path.name).write_bytes(path.read_bytes() + b"// changed")
         monkeypatch.setattr(native_code, "SOURCES", sources)
     elif change == "compiler":
-        monkeypatch.setattr(native_code, "find_compiler", lambda: "/usr/bin/clang++")
+        monkeypatch.setattr(native_code, "find_compiler", lambda: ["/usr/bin/clang++"])
     elif change == "processor":
         monkeypatch.setattr(native_code, "instructions", lambda: "another")
     else:
@@ -82,6 +82,19 @@ def test_a_folder_that_cannot_be_written(cache, compiled):
     assert native_code._library() is None
 
 
+def test_a_damaged_library_is_made_anew(cache):
+    if native_code.find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    path = native_code._library()
+    path.write_bytes(path.read_bytes()[:1000])
+    assert native_code._loaded().peagle_lanes() in (8, 16)
+
+
+def test_a_folder_from_which_nothing_can_be_loaded(cache, compiled):
+    """Such as one of a disk without the right to execute."""
+    assert native_code._loaded() is None and len(compiled) == 3
+
+
 def test_without_a_compiler(cache, monkeypatch):
     monkeypatch.setenv("PATH", str(cache))
     assert native_code.find_compiler() is None and native_code._library() is None
@@ -92,11 +105,12 @@ def test_which_compiler(cache, monkeypatch, tmp_path):
     for name in ("clang++", "g++", "mine"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    assert native_code.find_compiler() == str(tmp_path / "g++")
-    monkeypatch.setenv("CXX", "mine")
-    assert native_code.find_compiler() == str(tmp_path / "mine")
-    monkeypatch.setenv("CXX", "nobody")
-    assert native_code.find_compiler() is None
+    assert native_code.find_compiler() == [str(tmp_path / "g++")]
+    monkeypatch.setenv("CXX", "mine --fast 'a b'")
+    assert native_code.find_compiler() == [str(tmp_path / "mine"), "--fast", "a b"]
+    for nothing in ("nobody", "g++ '"):
+        monkeypatch.setenv("CXX", nothing)
+        assert native_code.find_compiler() is None
 
 
 def test_other_devices_have_none(monkeypatch):

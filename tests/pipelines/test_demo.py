@@ -141,6 +141,6 @@ def test_a_folder_has_one_demo(tmp_path):
 
 @pytest.mark.parametrize("has_units, want", [(True, "bfloat16"), (False, "float32")])
 def test_the_small_demo_runs_in_the_dtype_that_is_faster_here(has_units, want, monkeypatch):
-    monkeypatch.setattr(budgets, "has_bfloat16_matrix_units", lambda: has_units)
+    monkeypatch.setattr(budgets, "has_bfloat16_products", lambda: has_units)
     assert budgets.budget_here("small").dtype == want
     assert budgets.budget_here("smoke").dtype == "float32"

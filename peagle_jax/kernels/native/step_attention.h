@@ -24,7 +24,7 @@ constexpr int kScoreRows = kRegisters - 8;      // queries whose scores fill the
 constexpr int kPieces = 4;                      // vectors of a value that are summed at once
 constexpr int kValueRows = kRegisters / 5;      // queries whose sums of values do
 constexpr int64_t kSlots = 128;                 // whose values stay in the fastest cache
-constexpr int64_t kLeastNumbers = 16 << 10;     // fewer are read sooner than a thread wakes up
+constexpr int64_t kLeastNumbers = 8 << 10;      // fewer are read sooner than a thread wakes up
 
 struct Problem {
   int64_t batch, tokens, heads, kv_heads, slots, head_dim;
@@ -179,8 +179,8 @@ inline void Attend(const Problem& p, int64_t b, int64_t g) {
 // All sequences and heads, which threads take in turns.
 inline void Run(xla::ffi::ThreadPool& pool, const Problem& p) {
   const int64_t turns = p.batch * p.kv_heads;
-  const bool is_small = turns * p.slots * p.head_dim * 2 < kLeastNumbers;
-  TakeTurns(pool, turns, is_small ? 1 : turns,
+  const int64_t numbers = turns * p.slots * p.head_dim * 2;
+  TakeTurns(pool, turns, NumThreads(pool, numbers, kLeastNumbers),
             [&](int64_t turn) { Attend(p, turn / p.kv_heads, turn % p.kv_heads); });
 }
 

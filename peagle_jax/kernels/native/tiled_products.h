@@ -36,8 +36,8 @@ constexpr int kMostRows = kRegisters == 32 ? 12 : 6;
 // Few rows take several tiles at once: a sum waits for the one before it, and others fill the time.
 constexpr int kMostTiles = std::max(1, kMostRows / 3);
 
-// Fewer bytes are multiplied sooner than another thread wakes up.
-constexpr int64_t kLeastBytes = 96 << 10;
+// Fewer bytes are multiplied sooner than a further thread wakes up.
+constexpr int64_t kLeastBytes = 64 << 10;
 constexpr int kTurnsPerThread = 4;
 
 // A number of a row, or two neighbours in bfloat16, times as many of each of kLanes columns.
@@ -147,11 +147,10 @@ void MultiplyAll(xla::ffi::ThreadPool& pool, Rows<Kind> x, int64_t rows, int64_t
                  const std::vector<Matrix>& matrices) {
   int64_t num_tiles = 0;
   for (const Matrix& matrix : matrices) num_tiles += matrix.count;
-  const bool is_small = num_tiles * parts * kColumns * 4 < kLeastBytes;
-  // without a pool, on one core, there are 0 threads
-  const int64_t turns = is_small ? 1 : std::max<int64_t>(1, pool.num_threads()) * kTurnsPerThread;
-  const int64_t size = std::max<int64_t>(1, (num_tiles + turns - 1) / turns);
-  TakeTurns(pool, (num_tiles + size - 1) / size, turns, [&](int64_t turn) {
+  const int64_t threads = NumThreads(pool, num_tiles * parts * kColumns * 4, kLeastBytes);
+  const int64_t turns = threads > 1 ? threads * kTurnsPerThread : 1;
+  const int64_t size = (num_tiles + turns - 1) / turns;
+  TakeTurns(pool, (num_tiles + size - 1) / size, threads, [&](int64_t turn) {
     int64_t begin = turn * size, end = std::min(begin + size, num_tiles);
     for (const Matrix& matrix : matrices) {
       Multiply(x, rows, parts, matrix, std::max<int64_t>(begin, 0), std::min(end, matrix.count));

@@ -55,8 +55,13 @@ inline Floats Exp(Floats x) {
 // The numbers J of a, or of b where a bit D of J is set, so that D-th neighbours change places.
 template <int D, int... J>
 inline void Exchange(Floats& a, Floats& b, std::integer_sequence<int, J...>) {
+#if defined(__clang__)
   const Floats first = __builtin_shufflevector(a, b, (J & D ? kLanes + J - D : J)...);
   b = __builtin_shufflevector(a, b, (J & D ? kLanes + J : J + D)...);
+#else  // GCC knows the other name since version 12 alone
+  const Floats first = __builtin_shuffle(a, b, Integers{(J & D ? kLanes + J - D : J)...});
+  b = __builtin_shuffle(a, b, Integers{(J & D ? kLanes + J : J + D)...});
+#endif
   a = first;
 }
 
