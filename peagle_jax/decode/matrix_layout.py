@@ -1,13 +1,12 @@
 """In which layout engines on a CPU read their models' matrices.
 
-Torch's layout, or blocks of columns, are up to three times as fast as ours (`layers/
-matrix_layouts.py`), by how much depends on the processor, the sizes and the rows of a step. So all
-are measured before engines are made, with matrices of the model's sizes and on all cores at once,
-as the engines will multiply. That takes a second or two, most of it for compiling. Matrix units are
-fed fastest by torch's layout with 1 to 512 rows of all sizes that were tried (LOG.md, 2026-11-29,
-night), and with them two engines of the packaged models take 1.0 to 1.3 times as long in blocks: no
-blocks are made there, and bfloat16 is not measured. What was measured is kept, so that later
-processes of a machine take the same layout, and sums have the same order in each:
+Tiles, or torch's layout, are up to three times as fast as ours (`layers/matrix_layouts.py`), by how
+much depends on the processor, the sizes and the rows of a step. So all are measured before engines
+are made, with matrices of the model's sizes and on all cores at once, as the engines will multiply.
+That takes a second or two, most of it for compiling. Matrix units are fed fastest by torch's layout
+of those that XLA takes, with 1 to 512 rows of all sizes that were tried (LOG.md, 2026-11-29,
+night); tiles were not tried on them, and bfloat16 is not measured there. What was measured is kept,
+so that later processes of a machine take the same layout, and sums have the same order in each:
 
     ~/.cache/peagle_jax/matrix_layouts/9c1d...json      one file for each kind of step
 
@@ -54,9 +53,9 @@ LEAST_BYTES = 4 << 20
 # What is measured: matrices of so many bytes and at most so many numbers along an axis, and at most
 # so many rows, in rounds of passes over the matrices, until some bytes were read. The passes are
 # one program, as decoding steps are, because every call takes its memory anew. And each product
-# reads what the one before wrote: blocks' has to be put into the order of columns.
+# reads what the one before wrote, as in a model.
 SAMPLE_BYTES, MOST_NUMBERS, MOST_ROWS, ROUNDS, READ_BYTES = 12 << 20, 4096, 64, 4, 192 << 20
-# Of the time of plain matrices. The copy takes memory, and prompts are read more slowly in blocks.
+# Of the time of plain matrices, for the copy takes memory.
 WORTH_IT = 0.9
 # A copy may have as many bytes, or this part of the memory that is free.
 SMALL_COPY_BYTES, COPY_PART = 96 << 20, 0.25
@@ -235,6 +234,6 @@ def _fastest_seconds(
 
 
 def _in_layout(w: jax.Array, layout: str) -> jax.Array:
-    if layout == "tiles" and can_be_tiled(w):
+    if layout == "tiles" and can_be_tiled(*w.shape, w.dtype):
         return to_tiles(w)
     return to_transposed(w) if layout == "transposed" else w

@@ -98,7 +98,7 @@ def _mask(
         visible = (slot_position >= 0) & (slot_position <= query_position)
         if window is not None:
             visible &= slot_position > query_position - window
-    return jnp.where(visible, 0.0, MASKED)
+    return jnp.where(visible, jnp.float32(0), jnp.float32(MASKED))
 
 
 def native(
@@ -113,7 +113,7 @@ def native(
     sinks: Float[Array, " N"] | None,
     visible: Bool[Array, "B T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """As `reference`, of few queries in float32 on a CPU, by our own machine code."""
+    """As `reference`, of few queries in float32 on a CPU, by a C++ kernel. It has no gradient."""
     if kv_positions is None:
         kv_positions = jnp.arange(k.shape[2])[None]
     mask = _mask(positions, kv_positions, window, visible)
@@ -227,10 +227,9 @@ def attend(
         from peagle_jax.kernels.attention_blocks import attend_in_blocks
 
         return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)
-    is_step = is_here and T < LEAST_QUERIES and "k_scale" not in rule
-    if form == "auto" and is_step and step_operands(operands) is None:
-        if step_attention.can_attend(q, k):
-            return native(q, k, v, positions, kv_positions, visible=visible, **rule)
+    is_step = T < LEAST_QUERIES and "k_scale" not in rule and step_operands(operands) is None
+    if form == "auto" and is_step and step_attention.can_attend(q, k):
+        return native(q, k, v, positions, kv_positions, visible=visible, **rule)
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)
     reason = non_16bit_reason(*arrays)

@@ -1,7 +1,7 @@
-"""Our own machine code for decoding on a CPU, as XLA's programs call it (native/*.h, native.cc).
+"""C++ kernels for decoding on a CPU, which XLA's programs call (native/).
 
-It is compiled for the processor at hand when it is wanted first, by the C++ compiler that there is
-($CXX, c++, g++ or clang++; some 5 s), and kept:
+They are compiled for the processor at hand when a program first wants them, by the C++ compiler
+that there is ($CXX, c++, g++ or clang++; some 5 s), and kept:
 
     ~/.cache/peagle_jax/native/4be1...so        may be deleted at any time
 
@@ -12,13 +12,15 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform as machine
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,10 @@ SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 120
+LOG = logging.getLogger(__name__)
 # of the library, and of what programs call
 FUNCTIONS = ("peagle_tiled_products", "peagle_step_attention")
+_lock = threading.Lock()
 
 
 def is_available() -> bool:
@@ -42,33 +46,16 @@ def is_available() -> bool:
     return load() is not None
 
 
-@functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, whose functions programs can call from now on; None where there can be none."""
-    library = _loaded() if platform() == "cpu" else None
-    if library is None:
+    if platform() != "cpu":
         return None
-    for name in FUNCTIONS:
-        function = jax.ffi.pycapsule(getattr(library, name))
-        jax.ffi.register_ffi_target(name, function, platform="cpu")
-    return library
-
-
-def _loaded() -> ctypes.CDLL | None:
-    """The library. A file that is damaged is made anew."""
-    path = _library()
-    for _ in range(2):
-        try:
-            return None if path is None else ctypes.CDLL(str(path))
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            path = _library()
-    return None
+    with _lock:  # engines in several threads may want it first
+        return _registered()
 
 
 def function(name: str, results: Any) -> Callable:
-    """A function of ours for traced arrays.
+    """A function of ours for traced arrays. It has no gradient, and jax.export refuses it.
 
     Args:
       name: of FUNCTIONS.
@@ -82,40 +69,63 @@ def function(name: str, results: Any) -> Callable:
     return jax.ffi.ffi_call(name, results, vmap_method="sequential")
 
 
-def _library() -> Path | None:
-    """The file of the machine code, compiled now or earlier; None where that cannot be."""
-    compiler = find_compiler()
-    if compiler is None:
-        return None
-    sources = b"\n".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
-    about = *compiler, *FLAGS, jaxlib.__version__, machine.machine(), instructions()
-    digest = hashlib.sha256(sources + "\n".join(about).encode()).hexdigest()[:20]
-    try:
-        library = user_cache("native") / f"{digest}.so"
-        if not library.exists():
-            library.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-                compile_library(compiler, Path(folder) / library.name).replace(library)
-    except (OSError, RuntimeError, subprocess.SubprocessError):
-        return None
+@functools.cache
+def _registered() -> ctypes.CDLL | None:
+    library = _library()
+    if library is not None:
+        for name in FUNCTIONS:
+            function = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, function, platform="cpu")
     return library
 
 
-def compile_library(compiler: Sequence[str], library: Path, flags: tuple[str, ...] = FLAGS) -> Path:
-    """Writes the library, and returns its path.
+def _library() -> ctypes.CDLL | None:
+    """The machine code, of an earlier process or compiled now; None where that cannot be."""
+    try:
+        path = _path()
+        if path is None:
+            return None
+        with contextlib.suppress(OSError):  # there is none, or it is damaged
+            return ctypes.CDLL(str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            compile_library(made)
+            made.replace(path)
+        return ctypes.CDLL(str(path))
+    except subprocess.CalledProcessError as error:
+        line = next((x for x in error.stderr.splitlines() if "error" in x), error)
+        LOG.warning("no C++ kernels, so that decoding on this CPU is slower: %s", line)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        LOG.info("no C++ kernels, so that decoding on this CPU is slower: %s", error)
+    return None
+
+
+def _path() -> Path | None:
+    """The file of the machine code; None where no compiler can write it."""
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.*")))
+    about = *compiler, *FLAGS, jaxlib.__version__, machine.platform(), instructions()
+    digest = hashlib.sha256(sources + "\n".join(about).encode()).hexdigest()[:20]
+    return user_cache("native") / f"{digest}.so"
+
+
+def compile_library(library: Path, flags: tuple[str, ...] = FLAGS) -> None:
+    """Writes the library with the compiler that there is.
 
     Args:
-      compiler: its path, and what its command begins with.
       library: the file to write.
-      flags: further words of the command.
+      flags: further words of the compiler's command.
 
     Raises:
       OSError, subprocess.SubprocessError: it cannot be compiled.
     """
-    source = str(SOURCES / "native.cc")
-    command = [*compiler, *flags, "-isystem", jax.ffi.include_dir(), source, "-o", str(library)]
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-    return library
+    command = [*(find_compiler() or COMPILERS[:1]), *flags, "-isystem", jax.ffi.include_dir()]
+    command += [str(SOURCES / "native.cc"), "-o", str(library)]
+    options: Any = {"check": True, "capture_output": True, "text": True}
+    subprocess.run(command, timeout=COMPILE_SECONDS, **options)
 
 
 def find_compiler() -> list[str] | None:

@@ -1,7 +1,7 @@
-"""Attention of a few queries over a KV cache on a CPU, by our own code (native/step_attention.h).
+"""Attention of a few queries over a KV cache on a CPU, in C++ (native/step_attention.h).
 
 XLA calls its library four times a layer, for the scores, the softmax and the values, and each call
-has to be handed to threads: some 100 us a layer for one text of 200 tokens, of which the arithmetic
+has to be handed to threads: some 100 us a layer for one text of 200 tokens, of which arithmetic
 takes 10 (LOG.md, 2026-11-29, late).
 """
 
@@ -16,7 +16,7 @@ from peagle_jax.kernels.launch import platform
 
 
 def can_attend(q: Float[Array, "B T N H"], k: Float[Array, "B G S H"]) -> bool:
-    """Whether our code can do it: on one CPU, in float32, with heads of whole vectors."""
+    """Whether the kernel can do it: on one CPU, in float32, with heads of whole vectors."""
     if platform() != "cpu" or q.dtype != jnp.float32 or k.dtype != jnp.float32:
         return False
     if multi_device_reason() is not None:

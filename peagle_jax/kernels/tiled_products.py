@@ -1,14 +1,15 @@
-"""Products with matrices in tiles on a CPU, by our own machine code (native/tiled_products.h).
+"""Products with matrices in tiles on a CPU, in C++ (native/tiled_products.h).
 
-XLA packs a matrix anew in every product, which takes longer than to multiply a few rows by it. Our
-code reads one that is stored as registers want it: both cores of an AMD EPYC multiply 8 rows by 13
-million bfloat16 numbers in 1.1 ms, where XLA takes 3.3 (LOG.md, 2026-11-29, late).
+XLA packs a matrix anew in every product, which takes longer than to multiply a few rows by it. The
+kernel reads one that is stored as registers want it: both cores of an AMD EPYC multiply 8 rows by
+13.7 million bfloat16 numbers in 1.0 ms, where XLA takes 3.4 (LOG.md, 2026-11-29, late).
 """
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import native_code
@@ -22,7 +23,7 @@ def to_tiles(w: Float[Array, "K N"]) -> Float[Array, "tiles parts columns number
 
     P is 2 in bfloat16 and 1 in float32. `can_be_tiled` says of which matrices there are tiles.
     """
-    part = _numbers_of_part(w)
+    part = 4 // w.dtype.itemsize
     inputs, outputs = w.shape
     return w.reshape(inputs // part, part, outputs // COLUMNS, COLUMNS).transpose(2, 0, 3, 1)
 
@@ -38,19 +39,15 @@ def rows_of_tiles(
     """The columns `tokens` of a matrix in tiles: rows of an embedding whose transpose it is."""
     # as integers: XLA would convert all of a bfloat16 array, and not what it reads
     bits = jax.lax.bitcast_convert_type(w, jnp.uint16 if w.dtype.itemsize == 2 else jnp.uint32)
+    tokens = jnp.minimum(tokens, len(w) * COLUMNS - 1)  # as XLA reads a table
     found = bits[tokens // COLUMNS, :, tokens % COLUMNS].reshape(*tokens.shape, -1)
     return jax.lax.bitcast_convert_type(found, w.dtype)
 
 
-def can_be_tiled(w: Float[Array, "K N"]) -> bool:
-    """Whether there are tiles for such a matrix."""
-    is_known = w.dtype in (jnp.bfloat16, jnp.float32)
-    return is_known and w.shape[0] % _numbers_of_part(w) == 0 and w.shape[1] % COLUMNS == 0
-
-
-def _numbers_of_part(w: Float[Array, "K N"]) -> int:
-    """Numbers of a column that lie beside each other: as many as have 32 bits."""
-    return 4 // w.dtype.itemsize
+def can_be_tiled(inputs: int, outputs: int, dtype: DTypeLike) -> bool:
+    """Whether there are tiles for a matrix [inputs, outputs]."""
+    numbers = {jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.float32): 1}.get(jnp.dtype(dtype))
+    return bool(numbers and outputs) and inputs % numbers == 0 and outputs % COLUMNS == 0
 
 
 def tiled_products(

@@ -69,7 +69,9 @@ def joint_tiled_products(
     Between calls threads wait for each other.
     """
     kernels = [layer.kernel[...] for layer in layers if isinstance(layer, Linear)]
-    if len(kernels) < len(layers) or not all(layout_of_matrix(w) == "tiles" for w in kernels):
+    if len(kernels) < len(layers) or len({w.dtype for w in kernels}) > 1:
+        return None
+    if any(layout_of_matrix(w) != "tiles" for w in kernels):
         return None
     results = products_of_tiles(x.reshape(-1, x.shape[-1]), kernels)
     products = (y.reshape(*x.shape[:-1], -1) for y in results)

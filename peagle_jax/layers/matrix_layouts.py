@@ -3,15 +3,14 @@
 XLA's library for products on a CPU (YNNPACK) packs a matrix [K N] in every call, which takes longer
 than to multiply a few rows by it.
 
-    "tiles"        [N/32 K/P 32 P]  as our own machine code reads them, which packs nothing
-                                    (`kernels.tiled_products`); it takes a C++ compiler
+    "tiles"        [N/32 K/P 32 P]  for a C++ kernel that packs nothing (`kernels.tiled_products`)
     "transposed"   [N K 1]          torch's [out, in], of which XLA packs whole rows. The last axis,
                                     of one, tells the layout from others.
 
-Both cores of an AMD EPYC multiply 8 rows by 13 million bfloat16 numbers in 1.1 ms in tiles, and in
-3.3 as they are (LOG.md, 2026-11-29, late). Both cores of an Intel Xeon with AMX multiply 4 rows by
-two matrices of 2,048 x 6,144 numbers, one after the other, in 5.5 ms transposed and in 12.8 as they
-are (bfloat16; 2026-11-29, night). `decode.matrix_layout` measures which layout is the fastest.
+Both cores of an AMD EPYC multiply 8 rows by 13.7 million bfloat16 numbers in 1.0 ms in tiles, and
+in 3.4 as they are (LOG.md, 2026-11-29, late). Both cores of an Intel Xeon with AMX multiply 4 rows
+by two matrices of 2,048 x 6,144 numbers, one after the other, in 5.5 ms transposed and in 12.8 as
+they are (bfloat16; 2026-11-29, night). `decode.matrix_layout` measures which layout is the fastest.
 """
 
 import re
@@ -134,5 +133,9 @@ def _kind_of_copy(path: tuple, w: Any, layout: str, tied: Array | None) -> str |
     if not isinstance(w, jax.Array) or w.ndim != 2:
         return None
     if w is tied and TABLE.search(name):
-        return TIED if layout == "tiles" and can_be_tiled(w.T) else None
-    return layout if MATRICES.search(name) and (layout != "tiles" or can_be_tiled(w)) else None
+        return TIED if layout == "tiles" and can_be_tiled(*w.shape[::-1], w.dtype) else None
+    return (
+        layout
+        if MATRICES.search(name) and (layout != "tiles" or can_be_tiled(*w.shape, w.dtype))
+        else None
+    )

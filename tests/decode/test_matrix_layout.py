@@ -204,6 +204,28 @@ def test_donated_matrices_are_freed(asked, monkeypatch, owned):
         answers(False)
 
 
+def test_a_tied_target_can_be_donated(asked, owned):
+    """With a head that reads the same embedding."""
+    of_target = {key: SIZES[key] for key in ("vocab", "dim", "mlp_dim", "head_dim")}
+    target, head = tiny.target(tied_embeddings=True, **of_target), owned[1]
+    target = dataclasses.replace(target, params=jax.tree.map(jnp.copy, target.params))
+    head.params["embed"] = target.params["embed"]
+    drafter = make_drafter(head, 3, "peagle")
+    requests = [Request(prompt=[5, 3, 40, n], max_new_tokens=12) for n in range(3)]
+
+    def answers(donate):
+        engine = make_engine(
+            target, drafter, head.params, max_batch=4, num_threads=1, donate_models=donate
+        )
+        return {i: answer.output_token_ids for i, answer in engine.run(requests)}
+
+    layout, asked.layout = asked.layout, PLAIN
+    want = answers(False)
+    asked.layout = layout
+    assert answers(True) == want == answers(True)
+    assert target.params["embed"]["table"].is_deleted() == (layout == "tiles")
+
+
 def test_nothing_is_donated_where_options_are_refused(asked, owned):
     target, head = owned
     for options in ({"num_tree_nodes": 5}, {"prefill_chunk": 0}, {"adaptive_k": True}):

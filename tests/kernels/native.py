@@ -1,4 +1,4 @@
-"""Our machine code for a CPU, compiled for several sets of instructions."""
+"""C++ kernels, compiled for several sets of instructions."""
 
 import ctypes
 import functools
@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from peagle_jax.kernels import native_code
+from peagle_jax.kernels import native_code, processor
 
-# what this processor has; AVX2 and 16-bit numbers by shifts; SSE2
-SETS = ["native", "x86-64-v3", "x86-64"]
+# what this processor has; AVX-512 and AVX2, without products of bfloat16; SSE2
+SETS = ["native", "x86-64-v4", "x86-64-v3", "x86-64"]
+NEEDED = {"x86-64-v4": {"avx512vl", "avx512dq", "avx512bw"}, "x86-64-v3": {"avx2", "fma"}}
 
 
 @functools.cache
@@ -22,13 +23,13 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
         pytest.skip("there is no C++ compiler")
     if instructions == "native":
         return native_code.load()
-    if platform.machine() != "x86_64":
-        pytest.skip("these instructions are another processor's")
+    has = set(processor.instructions().split())
+    if platform.machine() != "x86_64" or not NEEDED.get(instructions, set()) <= has:
+        pytest.skip("this processor has not these instructions")
     flags = tuple(x.replace("=native", f"={instructions}") for x in native_code.FLAGS)
     with tempfile.TemporaryDirectory() as folder:
-        file = native_code.compile_library(
-            native_code.find_compiler(), Path(folder) / "x.so", flags
-        )
+        file = Path(folder) / "x.so"
+        native_code.compile_library(file, flags)
         library = ctypes.CDLL(str(file))
     for name in native_code.FUNCTIONS:
         function = jax.ffi.pycapsule(getattr(library, name))
@@ -37,7 +38,7 @@ def compiled_for(instructions: str) -> ctypes.CDLL:
 
 
 def use(instructions: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Lets programs call the library for a set of instructions; returns its numbers of a vector."""
+    """Lets programs call the library for a set of instructions; its vectors' lanes."""
     library, function = compiled_for(instructions), native_code.function
     if instructions != "native":
         monkeypatch.setattr(native_code, "load", lambda: library)

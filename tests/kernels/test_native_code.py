@@ -1,6 +1,9 @@
-"""Our machine code is compiled once, kept, and done without where it cannot be."""
+"""C++ kernels are compiled once, kept, and done without where they cannot be."""
 
+import concurrent.futures
+import ctypes
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiled(cache, monkeypatch):
-    """The commands of compilers, which write what they were asked to."""
+    """The commands of compilers, which write what they were asked to; and what is loaded."""
     commands = []
 
     def run(command, **options):
@@ -29,23 +32,30 @@ def compiled(cache, monkeypatch):
         commands.append(command)
         Path(command[-1]).write_text("machine code")
 
+    class Library(ctypes.CDLL):
+        def __init__(self, path):
+            if Path(path).read_text() != "machine code":
+                raise OSError("invalid ELF header")
+            self._name = path
+
     monkeypatch.setattr(native_code.subprocess, "run", run)
     monkeypatch.setattr(native_code, "find_compiler", lambda: ["/usr/bin/c++"])
+    monkeypatch.setattr(native_code.ctypes, "CDLL", Library)
     return commands
 
 
 def test_it_is_compiled_once(cache, compiled):
-    library = native_code._library()
-    assert library.read_text() == "machine code" and native_code._library() == library
-    assert [*cache.iterdir()] == [library]  # and nothing half-written
+    library = native_code._library()._name
+    assert native_code._library()._name == library
+    assert [*map(str, cache.iterdir())] == [library]  # and nothing half-written
     (command,) = compiled
     assert command[0] == "/usr/bin/c++" and str(native_code.SOURCES / "native.cc") in command
     assert set(native_code.FLAGS) < set(command)
 
 
-@pytest.mark.parametrize("change", ["source", "compiler", "processor", "flags"])
+@pytest.mark.parametrize("change", ["source", "compiler", "processor", "flags", "machine"])
 def test_another_machine_has_another_file(cache, compiled, change, monkeypatch, tmp_path):
-    first = native_code._library()
+    first = native_code._library()._name
     if change == "source":
         sources = tmp_path / "native"
         sources.mkdir()
@@ -56,25 +66,30 @@ def test_another_machine_has_another_file(cache, compiled, change, monkeypatch, 
         monkeypatch.setattr(native_code, "find_compiler", lambda: ["/usr/bin/clang++"])
     elif change == "processor":
         monkeypatch.setattr(native_code, "instructions", lambda: "another")
+    elif change == "machine":
+        monkeypatch.setattr(native_code.machine, "platform", lambda: "macOS-14.5-arm64")
     else:
         monkeypatch.setattr(native_code, "FLAGS", (*native_code.FLAGS, "-g"))
-    assert native_code._library() != first and len(compiled) == 2
+    assert native_code._library()._name != first and len(compiled) == 2
 
 
 @pytest.mark.parametrize(
-    "error",
+    "error, is_told",
     [
-        OSError("no space"),
-        subprocess.CalledProcessError(1, "c++"),
-        subprocess.TimeoutExpired("c++", 120),
+        (OSError("no space"), False),
+        (subprocess.CalledProcessError(1, "c++", stderr="a\nnative.cc:3: error: b\nc"), True),
+        (subprocess.CalledProcessError(1, "c++", stderr=""), True),
+        (subprocess.TimeoutExpired("c++", 120), False),
     ],
 )
-def test_a_compiler_that_fails(cache, compiled, error, monkeypatch):
+def test_a_compiler_that_fails(cache, compiled, error, is_told, monkeypatch, caplog):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(native_code.subprocess, "run", fail)
     assert native_code._library() is None and not [*cache.iterdir()]
+    assert ("native.cc:3: error: b" in caplog.text) == ("native.cc" in str(vars(error)))
+    assert bool(caplog.text) == is_told
 
 
 def test_a_folder_that_cannot_be_written(cache, compiled):
@@ -82,22 +97,36 @@ def test_a_folder_that_cannot_be_written(cache, compiled):
     assert native_code._library() is None
 
 
-def test_a_damaged_library_is_made_anew(cache):
-    if native_code.find_compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    path = native_code._library()
-    path.write_bytes(path.read_bytes()[:1000])
-    assert native_code._loaded().peagle_lanes() in (8, 16)
+def test_a_damaged_library_is_made_anew(cache, compiled):
+    library = native_code._library()._name
+    Path(library).write_text("half")
+    assert native_code._library()._name == library and len(compiled) == 2
 
 
-def test_a_folder_from_which_nothing_can_be_loaded(cache, compiled):
-    """Such as one of a disk without the right to execute."""
-    assert native_code._loaded() is None and len(compiled) == 3
+def test_a_folder_from_which_nothing_can_be_loaded(cache, compiled, monkeypatch):
+    """Such as one of a disk without the right to execute: compiled once by each process."""
+
+    def load(path):
+        raise OSError("failed to map segment")
+
+    monkeypatch.setattr(native_code.ctypes, "CDLL", load)
+    assert native_code._library() is None and len(compiled) == 1
+
+
+def test_several_threads_load_it_once(cache, compiled, monkeypatch):
+    monkeypatch.setattr(native_code, "FUNCTIONS", ())
+    native_code._registered.cache_clear()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            found = {*pool.map(lambda _: native_code.load(), range(32))}
+        assert len(found) == 1 == len(compiled)
+    finally:
+        native_code._registered.cache_clear()
 
 
 def test_without_a_compiler(cache, monkeypatch):
     monkeypatch.setenv("PATH", str(cache))
-    assert native_code.find_compiler() is None and native_code._library() is None
+    assert native_code.find_compiler() is None and native_code._path() is None
 
 
 def test_which_compiler(cache, monkeypatch, tmp_path):
@@ -115,19 +144,16 @@ def test_which_compiler(cache, monkeypatch, tmp_path):
 
 def test_other_devices_have_none(monkeypatch):
     monkeypatch.setattr(native_code, "platform", lambda: "gpu")
-    native_code.load.cache_clear()
-    try:
-        assert not native_code.is_available()
-        with pytest.raises(RuntimeError, match="peagle_tiled_products needs a CPU"):
-            native_code.function("peagle_tiled_products", jax.ShapeDtypeStruct((1,), jnp.float32))
-    finally:
-        native_code.load.cache_clear()
+    assert not native_code.is_available()
+    with pytest.raises(RuntimeError, match="peagle_tiled_products needs a CPU"):
+        native_code.function("peagle_tiled_products", jax.ShapeDtypeStruct((1,), jnp.float32))
 
 
-def test_warnings_are_errors():
-    """Of both compilers, where they are here; those in XLA's headers are not ours."""
-    compiler = native_code.find_compiler()
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    flags = (*native_code.FLAGS, "-fsyntax-only", "-Wall", "-Wextra", "-Werror")
-    native_code.compile_library(compiler, Path(os.devnull), flags)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_there_are_no_warnings(compiler, monkeypatch):
+    """But in XLA's headers, which are not ours."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    monkeypatch.setenv("CXX", compiler)
+    flags = "-fsyntax-only", "-Wall", "-Wextra", "-Werror"
+    native_code.compile_library(Path(os.devnull), (*native_code.FLAGS, *flags))

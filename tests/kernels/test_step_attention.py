@@ -1,4 +1,4 @@
-"""Attention of decoding steps in our machine code against float64 loops."""
+"""Attention of decoding steps in C++ against float64 loops."""
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +93,10 @@ def test_sinks_far_above_and_below_all_scores():
     assert not got[:, :, 0].any()
 
 
-def test_a_query_is_the_same_beside_any_others():
-    """To the bit: of several tokens, or alone, and whatever the other sequences have."""
-    q, k, v, positions = case(T=13, N=8, H=64, S=180)
+@pytest.mark.parametrize("sizes", [dict(N=8, H=64), dict(N=2, H=48), dict(N=2, H=16)], ids=str)
+def test_a_query_is_the_same_beside_any_others(sizes):
+    """To the bit: of several tokens and heads, or alone, and whatever other sequences have."""
+    q, k, v, positions = case(T=13, S=180, **sizes)
     rule = RULES["window"] | {"window": 60}
     together = attend(q, k, v, positions, **rule)
     for b, t in [(0, 0), (1, 7), (2, 12)]:
@@ -143,12 +144,13 @@ def test_which_steps_are_ours(lanes, monkeypatch):
     q, k, v, positions = args = case(H=2 * lanes)
     assert calls(*args)
     assert calls(*args, visible=jnp.ones((3, 4, 150), bool))
-    assert not calls(*case(H=lanes + 4))
+    assert not calls(*case(H=lanes + 2))
     assert not calls(*case(H=lanes, T=64))  # a prompt
     assert not calls(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), positions)
     scales = {"k_scale": jnp.ones((3, 2, 150)), "v_scale": jnp.ones((3, 2, 150))}
     assert not calls(q, k.astype(E4M3), v.astype(E4M3), positions, **scales)
-    assert not calls(*args, operands=jnp.bfloat16) or processor.has_bfloat16_matrix_units() is False
+    monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16")
+    assert calls(*args, operands=jnp.bfloat16)
     monkeypatch.setattr(processor, "instructions", lambda: "amx_bf16")
     assert not calls(*args, operands=jnp.bfloat16) and calls(*args, operands=None)
     monkeypatch.setattr(step_attention, "multi_device_reason", lambda: "a mesh")
@@ -158,8 +160,27 @@ def test_which_steps_are_ours(lanes, monkeypatch):
     assert not calls(*args)
 
 
+def test_with_64_bits_switched_on():
+    """The mask is float32 all the same."""
+    q, k, v, positions = case(H=32)
+    want = attend(q, k, v, positions, **RULES["sinks"])
+    with jax.enable_x64(True):
+        got = attend(q, k, v, jnp.asarray(positions, jnp.int64), **RULES["sinks"])
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("wrong", ["heads", "slots", "tokens", "sinks"])
+def test_arrays_that_do_not_fit_are_refused(wrong):
+    q, k = jnp.zeros((1, 2, 5 if wrong == "heads" else 6, 16)), jnp.zeros((1, 2, 8, 16))
+    mask = jnp.zeros((1, 3 if wrong == "tokens" else 2, 9 if wrong == "slots" else 8))
+    sinks = jnp.zeros(5 if wrong == "sinks" else 0)
+    call = native_code.function("peagle_step_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="sizes do not fit"):
+        call(q, k, k, mask, sinks, scale=np.float32(1))
+
+
 def test_heads_that_are_no_whole_vectors_are_refused(lanes):
-    q = jnp.zeros((1, 1, 2, lanes + 4))
-    k = jnp.zeros((1, 1, 8, lanes + 4))
+    q = jnp.zeros((1, 1, 2, lanes + 2))
+    k = jnp.zeros((1, 1, 8, lanes + 2))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no whole number of vectors"):
         step_attention.attend(q, k, k, jnp.zeros((1, 1, 8)), 1.0, None)

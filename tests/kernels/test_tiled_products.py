@@ -50,7 +50,7 @@ def test_products(dtype, rows):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_is_the_same_beside_any_others(dtype):
-    """To the bit, whatever the rows, the matrices, and the threads that share them."""
+    """To the bit, whatever the rows and the matrices."""
     x, w = random(67, 1024), random(1024, 416, dtype=dtype, seed=1)
     (all_rows,) = multiply(x, w)
     for rows in (slice(0, 1), slice(3, 5), slice(20, 33), slice(66, 67)):
@@ -106,10 +106,32 @@ def test_under_vmap():
 
 @pytest.mark.parametrize("shape", [(2, 31, 32, 1), (2, 32, 16, 1), (2, 16, 32, 2), (64, 32)])
 def test_other_tiles_are_refused(shape):
-    x, w = jnp.zeros((3, 32)), jnp.zeros(shape)
-    result = [jax.ShapeDtypeStruct((3, 64), jnp.float32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match="a matrix in other tiles"):
-        native_code.function("peagle_tiled_products", result)(x, w)
+        call_with([jnp.zeros(shape)])
+
+
+@pytest.mark.parametrize(
+    "shapes, dtypes, reason",
+    [
+        ([(2, 32, 32, 1), (2, 16, 32, 2)], [jnp.float32, BF16], "or all bfloat16"),
+        ([(2, 32, 32, 1)], [jnp.int32], "or all bfloat16"),
+        ([(3, 32, 32, 1)], [jnp.float32], "a product of another size"),
+    ],
+)
+def test_other_operands_are_refused(shapes, dtypes, reason):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+        call_with([jnp.zeros(*of) for of in zip(shapes, dtypes, strict=True)])
+
+
+def call_with(matrices):
+    """Three rows of 32 numbers times matrices of 64 columns."""
+    results = [jax.ShapeDtypeStruct((3, 64), jnp.float32)] * len(matrices)
+    return native_code.function("peagle_tiled_products", results)(jnp.zeros((3, 32)), *matrices)
+
+
+def test_without_rows():
+    (y,) = multiply(jnp.zeros((0, 32)), random(32, 64))
+    assert y.shape == (0, 64)
 
 
 @pytest.mark.parametrize("dtype, shape", [(jnp.float32, (3, 5, 32, 1)), (BF16, (3, 3, 32, 2))])
@@ -124,11 +146,18 @@ def test_tiles(dtype, shape):
     np.testing.assert_array_equal(from_tiles(tiles), w)
     tokens = jnp.array([[0, 95], [33, 31]])
     np.testing.assert_array_equal(rows_of_tiles(tiles, tokens), w.T[tokens])
+    past = jnp.array([95, 96, 300])  # as JAX reads what is out of range
+    np.testing.assert_array_equal(rows_of_tiles(tiles, past), w.T[past])
 
 
 def test_which_matrices_have_tiles():
-    sizes = {(5, 64): (True, False), (6, 64): (True, True), (6, 48): (False, False)}
+    sizes = {
+        (5, 64): (True, False),
+        (6, 64): (True, True),
+        (6, 48): (False, False),
+        (6, 0): (False, False),
+    }
     for shape, (of_float32, of_bfloat16) in sizes.items():
-        assert can_be_tiled(jnp.zeros(shape)) == of_float32
-        assert can_be_tiled(jnp.zeros(shape, BF16)) == of_bfloat16
-        assert not can_be_tiled(jnp.zeros(shape, jnp.float16))
+        assert can_be_tiled(*shape, jnp.float32) == of_float32
+        assert can_be_tiled(*shape, BF16) == of_bfloat16
+        assert not can_be_tiled(*shape, jnp.float16)

@@ -139,8 +139,8 @@ def test_a_folder_has_one_demo(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("has_units, want", [(True, "bfloat16"), (False, "float32")])
-def test_the_small_demo_runs_in_the_dtype_that_is_faster_here(has_units, want, monkeypatch):
-    monkeypatch.setattr(budgets, "has_bfloat16_products", lambda: has_units)
+@pytest.mark.parametrize("is_faster, want", [(True, "bfloat16"), (False, "float32")])
+def test_the_small_demo_runs_in_the_dtype_that_is_faster_here(is_faster, want, monkeypatch):
+    monkeypatch.setattr(budgets, "has_bfloat16_products", lambda: is_faster)
     assert budgets.budget_here("small").dtype == want
     assert budgets.budget_here("smoke").dtype == "float32"

@@ -4,8 +4,9 @@
 //
 // Shapes: q and y [B, T, N, H]; k and v [B, G, S, H]; mask [B, T, S], which is 0 where a query sees
 // a slot and at most -1e30 elsewhere. All are float32. Heads are grouped, N / G of them to a KV
-// head. Only slots that a query of the sequence sees are read, from the first to the last. What a
-// query gets depends on nothing but its row of the mask and the slots that it sees.
+// head. Of a sequence slots are read from the first to the last that any of its queries sees. A
+// query's result depends on its row of the mask and these slots, and on no other query. (The weight
+// of a slot that only others see is 0, and 0 times NaN is NaN.)
 
 #ifndef PEAGLE_STEP_ATTENTION_H_
 #define PEAGLE_STEP_ATTENTION_H_
@@ -15,7 +16,7 @@
 #include <cstring>
 #include <vector>
 
-#include "turns.h"
+#include "parallel_for.h"
 #include "vectors.h"
 
 namespace step_attention {
@@ -44,7 +45,8 @@ void Scores(int64_t rows, const float* q, const float* keys, int64_t head_dim, f
   for (int64_t h = 0; h < head_dim; ++h) {
     const Floats key = Load<Floats>(keys + h * kLanes);
     PEAGLE_UNROLL
-    for (int r = 0; r < kRows; ++r) sums[r] += q[r * head_dim + h] * key;
+    for (int r = 0; r < kRows; ++r)
+      sums[r] = MultiplyAdd(Broadcast(q[r * head_dim + h]), key, sums[r]);
   }
   PEAGLE_UNROLL
   for (int r = 0; r < kRows; ++r) Store(scores + r * stride, sums[r]);
@@ -69,7 +71,8 @@ void AddValues(int64_t rows, const float* weights, int64_t stride, const float* 
     PEAGLE_UNROLL
     for (int r = 0; r < kRows; ++r)
       PEAGLE_UNROLL
-      for (int i = 0; i < kVectors; ++i) all[r][i] += weights[r * stride + s] * value[i];
+      for (int i = 0; i < kVectors; ++i)
+        all[r][i] = MultiplyAdd(Broadcast(weights[r * stride + s]), value[i], all[r][i]);
   }
   PEAGLE_UNROLL
   for (int r = 0; r < kRows; ++r)
@@ -78,13 +81,13 @@ void AddValues(int64_t rows, const float* weights, int64_t stride, const float* 
 }
 
 // Scores become weights exp(score - largest), and their sum is returned; `sink` may be null.
-inline float Weigh(float* scores, int64_t count, const float* mask, float scale,
-                   const float* sink) {
-  Floats largest = Floats{} - 3e38f;
+inline float Softmax(float* scores, int64_t count, const float* mask, float scale,
+                     const float* sink) {
+  Floats largest = Broadcast(-3e38f);
   for (int64_t s = 0; s < count; s += kLanes) {
     const Floats score = Load<Floats>(scores + s) * scale + Load<Floats>(mask + s);
     Store(scores + s, score);
-    largest = Larger(score, largest);
+    largest = Max(score, largest);
   }
   float top = sink ? *sink : -3e38f;
   PEAGLE_UNROLL
@@ -100,32 +103,40 @@ inline float Weigh(float* scores, int64_t count, const float* mask, float scale,
   float sum = 0;
   PEAGLE_UNROLL
   for (int i = 0; i < kLanes; ++i) sum += sums[i];
-  return sink ? sum + Exp(Floats{} + (*sink - top))[0] : sum;
+  return sink ? sum + Exp(Broadcast(*sink - top))[0] : sum;
 }
 
-// One KV head of one sequence, and the query heads that read it.
-inline void Attend(const Problem& p, int64_t b, int64_t g) {
-  static thread_local std::vector<float> scratch;
-  const int64_t group = p.heads / p.kv_heads, rows = group * p.tokens, H = p.head_dim;
-  const float* mask = p.mask + b * p.tokens * p.slots;
-  int64_t begin = p.slots, end = 0;  // of the slots that any query sees
+// The slots that any query of a sequence sees, from a whole number of vectors on.
+struct Span {
+  int64_t begin, end;
+};
+
+inline Span Visible(const Problem& p, int64_t b) {
+  int64_t begin = p.slots, end = 0;
   for (int64_t t = 0; t < p.tokens; ++t) {
-    const float* row = mask + t * p.slots;
+    const float* row = p.mask + (b * p.tokens + t) * p.slots;
     int64_t first = 0, last = p.slots;
     while (first < begin && row[first] != 0) ++first;
     while (last > end && row[last - 1] != 0) --last;
     begin = std::min(begin, first), end = std::max(end, last);
   }
-  begin = std::min(begin, end) / kLanes * kLanes;
-  const int64_t count = end - begin, stride = (count + kLanes - 1) / kLanes * kLanes + kLanes;
-  // queries, sums of values, scores, the mask with whole vectors, keys as columns
-  const int64_t size = rows * (2 * H + stride) + p.tokens * stride + H * kLanes;
-  if (scratch.size() < static_cast<size_t>(size)) scratch.resize(size);
+  return {std::min(begin, end) / kLanes * kLanes, end};
+}
+
+// One KV head of one sequence, and the query heads that read it.
+inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
+  const int64_t group = p.heads / p.kv_heads, rows = group * p.tokens, H = p.head_dim;
+  const float* mask = p.mask + b * p.tokens * p.slots;
+  const int64_t begin = span.begin, count = span.end - span.begin;
+  const int64_t stride = (count + kLanes - 1) / kLanes * kLanes + kLanes;
+  // queries, sums of values, scores, the mask with whole vectors, keys as columns, sums of weights
+  Scratch<float> scratch(rows * (2 * H + stride + 1) + p.tokens * stride + H * kLanes);
   float* q = scratch.data();
   float* sums = q + rows * H;
   float* scores = sums + rows * H;
   float* seen = scores + rows * stride;
   float* keys = seen + p.tokens * stride;
+  float* totals = keys + H * kLanes;
   for (int64_t t = 0; t < p.tokens; ++t) {
     std::memcpy(seen + t * stride, mask + t * p.slots + begin, count * sizeof(float));
     std::fill(seen + t * stride + count, seen + (t + 1) * stride, -1e30f);
@@ -150,10 +161,8 @@ inline void Attend(const Problem& p, int64_t b, int64_t g) {
       Scores<kScoreRows>(std::min<int64_t>(kScoreRows, rows - r), q + r * H, keys, H,
                          scores + r * stride + s, stride);
   }
-  static thread_local std::vector<float> totals;
-  totals.resize(rows);
   for (int64_t r = 0; r < rows; ++r)
-    totals[r] = Weigh(scores + r * stride, count, seen + r % p.tokens * stride, p.scale,
+    totals[r] = Softmax(scores + r * stride, count, seen + r % p.tokens * stride, p.scale,
                       p.sinks ? p.sinks + g * group + r / p.tokens : nullptr);
   constexpr int64_t kWidth = kPieces * kLanes;
   for (int64_t s = 0; s < count; s += kSlots) {
@@ -176,12 +185,17 @@ inline void Attend(const Problem& p, int64_t b, int64_t g) {
   }
 }
 
-// All sequences and heads, which threads take in turns.
+// All sequences and heads, which threads divide.
 inline void Run(xla::ffi::ThreadPool& pool, const Problem& p) {
-  const int64_t turns = p.batch * p.kv_heads;
-  const int64_t numbers = turns * p.slots * p.head_dim * 2;
-  TakeTurns(pool, turns, NumThreads(pool, numbers, kLeastNumbers),
-            [&](int64_t turn) { Attend(p, turn / p.kv_heads, turn % p.kv_heads); });
+  std::vector<Span> spans;
+  int64_t numbers = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    spans.push_back(Visible(p, b));
+    numbers += 2 * p.kv_heads * p.head_dim * (spans[b].end - spans[b].begin);
+  }
+  ParallelFor(pool, p.batch * p.kv_heads, NumThreads(pool, numbers, kLeastNumbers), [&](int64_t i) {
+    Attend(p, i / p.kv_heads, i % p.kv_heads, spans[i / p.kv_heads]);
+  });
 }
 
 }  // namespace step_attention

@@ -18,11 +18,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
-#include "turns.h"
+#include "parallel_for.h"
 #include "vectors.h"
 
 namespace tiled_products {
@@ -38,12 +34,14 @@ constexpr int kMostTiles = std::max(1, kMostRows / 3);
 
 // Fewer bytes are multiplied sooner than a further thread wakes up.
 constexpr int64_t kLeastBytes = 64 << 10;
-constexpr int kTurnsPerThread = 4;
+constexpr int kPartsOfThread = 4;  // so that no thread waits long for another
 
 // A number of a row, or two neighbours in bfloat16, times as many of each of kLanes columns.
 struct OfFloats {
   using Number = float;
-  static Floats Add(Floats sum, float x, Words w) { return sum + x * (Floats)w; }
+  static Floats Add(Floats sum, float x, Words w) {
+    return MultiplyAdd(Broadcast(x), (Floats)w, sum);
+  }
 };
 
 struct OfBfloat16Pairs {
@@ -55,8 +53,8 @@ struct OfBfloat16Pairs {
 #else
   static Floats Add(Floats sum, uint32_t x, Words w) {
     const uint32_t low = x << 16, high = x & 0xffff0000u;
-    sum += Load<float>(&low) * (Floats)(w << 16);
-    return sum + Load<float>(&high) * (Floats)(w & 0xffff0000u);
+    sum = MultiplyAdd(Broadcast(Load<float>(&low)), (Floats)(w << 16), sum);
+    return MultiplyAdd(Broadcast(Load<float>(&high)), (Floats)(w & 0xffff0000u), sum);
   }
 #endif
 };
@@ -68,16 +66,16 @@ struct Rows {
   int64_t stride;
 };
 
-// kRows rows by kTiles tiles, `parts` numbers (or pairs) deep; y has `width` columns.
+// kRows rows by kTiles tiles; `depth` numbers, or pairs, are summed. y has `width` columns.
 template <typename Kind, int kRows, int kTiles>
-void MultiplyTiles(Rows<Kind> x, const uint32_t* tiles, int64_t parts, float* y, int64_t width) {
+void MultiplyTiles(Rows<Kind> x, const uint32_t* tiles, int64_t depth, float* y, int64_t width) {
   for (int pass = 0; pass < kColumns; pass += kPass) {
     Floats sums[kRows][kTiles][2] = {};
-    for (int64_t k = 0; k < parts; ++k) {
+    for (int64_t k = 0; k < depth; ++k) {
       Words w[kTiles][2];
       PEAGLE_UNROLL
       for (int t = 0; t < kTiles; ++t) {
-        const uint32_t* from = tiles + (t * parts + k) * kColumns + pass;
+        const uint32_t* from = tiles + (t * depth + k) * kColumns + pass;
         w[t][0] = Load<Words>(from);
         w[t][1] = Load<Words>(from + kLanes);
       }
@@ -104,18 +102,18 @@ void MultiplyTiles(Rows<Kind> x, const uint32_t* tiles, int64_t parts, float* y,
 
 // `rows` rows, at most kRows, by the function for that number, and by `count` tiles.
 template <typename Kind, int kRows>
-void MultiplyRows(int64_t rows, Rows<Kind> x, const uint32_t* tiles, int64_t count, int64_t parts,
+void MultiplyRows(int64_t rows, Rows<Kind> x, const uint32_t* tiles, int64_t count, int64_t depth,
                   float* y, int64_t width) {
   if constexpr (kRows > 1)
     if (rows < kRows)
-      return MultiplyRows<Kind, kRows - 1>(rows, x, tiles, count, parts, y, width);
+      return MultiplyRows<Kind, kRows - 1>(rows, x, tiles, count, depth, y, width);
   constexpr int kTiles = std::max(1, kMostTiles / kRows);
   int64_t t = 0;
   for (; t + kTiles <= count; t += kTiles)
-    MultiplyTiles<Kind, kRows, kTiles>(x, tiles + t * parts * kColumns, parts, y + t * kColumns,
+    MultiplyTiles<Kind, kRows, kTiles>(x, tiles + t * depth * kColumns, depth, y + t * kColumns,
                                        width);
   for (; t < count; ++t)
-    MultiplyTiles<Kind, kRows, 1>(x, tiles + t * parts * kColumns, parts, y + t * kColumns, width);
+    MultiplyTiles<Kind, kRows, 1>(x, tiles + t * depth * kColumns, depth, y + t * kColumns, width);
 }
 
 struct Matrix {
@@ -126,7 +124,7 @@ struct Matrix {
 
 // All rows by some tiles of a matrix, of which a few stay in the fastest cache while rows pass.
 template <typename Kind>
-void Multiply(Rows<Kind> x, int64_t rows, int64_t parts, const Matrix& matrix, int64_t begin,
+void Multiply(Rows<Kind> x, int64_t rows, int64_t depth, const Matrix& matrix, int64_t begin,
               int64_t end) {
   const int64_t width = matrix.count * kColumns;
   const int64_t blocks = (rows + kMostRows - 1) / kMostRows;
@@ -134,26 +132,26 @@ void Multiply(Rows<Kind> x, int64_t rows, int64_t parts, const Matrix& matrix, i
     for (int64_t b = 0; b < blocks; ++b) {  // of nearly equal sizes
       const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
       MultiplyRows<Kind, kMostRows>(
-          last - first, {x.first + first * x.stride, x.stride}, matrix.tiles + t * parts * kColumns,
-          std::min<int64_t>(kMostTiles, end - t), parts,
+          last - first, {x.first + first * x.stride, x.stride}, matrix.tiles + t * depth * kColumns,
+          std::min<int64_t>(kMostTiles, end - t), depth,
           matrix.y + first * width + t * kColumns, width);
     }
   }
 }
 
-// All rows by all matrices, whose tiles, counted through all of them, threads take in turns.
+// All rows by all matrices, whose tiles, counted through all of them, threads divide.
 template <typename Kind>
-void MultiplyAll(xla::ffi::ThreadPool& pool, Rows<Kind> x, int64_t rows, int64_t parts,
+void MultiplyAll(xla::ffi::ThreadPool& pool, Rows<Kind> x, int64_t rows, int64_t depth,
                  const std::vector<Matrix>& matrices) {
   int64_t num_tiles = 0;
   for (const Matrix& matrix : matrices) num_tiles += matrix.count;
-  const int64_t threads = NumThreads(pool, num_tiles * parts * kColumns * 4, kLeastBytes);
-  const int64_t turns = threads > 1 ? threads * kTurnsPerThread : 1;
-  const int64_t size = (num_tiles + turns - 1) / turns;
-  TakeTurns(pool, (num_tiles + size - 1) / size, threads, [&](int64_t turn) {
-    int64_t begin = turn * size, end = std::min(begin + size, num_tiles);
+  const int64_t threads = NumThreads(pool, num_tiles * depth * kColumns * 4, kLeastBytes);
+  const int64_t count = threads > 1 ? threads * kPartsOfThread : 1;
+  const int64_t size = std::max<int64_t>(1, (num_tiles + count - 1) / count);
+  ParallelFor(pool, (num_tiles + size - 1) / size, threads, [&](int64_t part) {
+    int64_t begin = part * size, end = std::min(begin + size, num_tiles);
     for (const Matrix& matrix : matrices) {
-      Multiply(x, rows, parts, matrix, std::max<int64_t>(begin, 0), std::min(end, matrix.count));
+      Multiply(x, rows, depth, matrix, std::max<int64_t>(begin, 0), std::min(end, matrix.count));
       begin -= matrix.count;
       end -= matrix.count;
     }
@@ -169,26 +167,25 @@ inline uint32_t Rounded(float x) {
 // x [rows, inputs] by the matrices, which are all bfloat16, or all float32.
 inline void Run(xla::ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t inputs,
                 bool is_bfloat16, const std::vector<Matrix>& matrices) {
-  static thread_local std::vector<uint32_t> scratch;
-  const int64_t parts = is_bfloat16 ? inputs / 2 : inputs;
+  const int64_t depth = is_bfloat16 ? inputs / 2 : inputs;
   // rows that lie a multiple of 4,096 bytes apart would drive each other out of the fastest cache
-  const int64_t stride = parts + 16;
-  if (scratch.size() < static_cast<size_t>(rows * stride)) scratch.resize(rows * stride);
+  const int64_t stride = depth + 16;
+  Scratch<uint32_t> scratch(rows * stride);
   for (int64_t r = 0; r < rows; ++r) {
     const float* from = x + r * inputs;
     uint32_t* to = scratch.data() + r * stride;
     if (is_bfloat16) {
-      for (int64_t k = 0; k < parts; ++k)
+      for (int64_t k = 0; k < depth; ++k)
         to[k] = Rounded(from[2 * k]) | Rounded(from[2 * k + 1]) << 16;
     } else {
       std::memcpy(to, from, inputs * sizeof(float));
     }
   }
   if (is_bfloat16) {
-    MultiplyAll<OfBfloat16Pairs>(pool, {scratch.data(), stride}, rows, parts, matrices);
+    MultiplyAll<OfBfloat16Pairs>(pool, {scratch.data(), stride}, rows, depth, matrices);
   } else {
     const auto* numbers = reinterpret_cast<const float*>(scratch.data());
-    MultiplyAll<OfFloats>(pool, {numbers, stride}, rows, parts, matrices);
+    MultiplyAll<OfFloats>(pool, {numbers, stride}, rows, depth, matrices);
   }
 }
 
