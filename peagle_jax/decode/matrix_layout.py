@@ -234,6 +234,6 @@ def _fastest_seconds(
 
 
 def _in_layout(w: jax.Array, layout: str) -> jax.Array:
-    if layout == "tiles" and can_be_tiled(*w.shape, w.dtype):
+    if layout == "tiles" and can_be_tiled(w.shape, w.dtype):
         return to_tiles(w)
     return to_transposed(w) if layout == "transposed" else w

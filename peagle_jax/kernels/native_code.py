@@ -21,11 +21,11 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import instructions
@@ -107,7 +107,7 @@ def _path() -> Path | None:
     if compiler is None:
         return None
     sources = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.*")))
-    about = *compiler, *FLAGS, jaxlib.__version__, machine.platform(), instructions()
+    about = *compiler, *FLAGS, version("jaxlib"), machine.machine(), instructions()
     digest = hashlib.sha256(sources + "\n".join(about).encode()).hexdigest()[:20]
     return user_cache("native") / f"{digest}.so"
 

@@ -44,10 +44,12 @@ def rows_of_tiles(
     return jax.lax.bitcast_convert_type(found, w.dtype)
 
 
-def can_be_tiled(inputs: int, outputs: int, dtype: DTypeLike) -> bool:
-    """Whether there are tiles for a matrix [inputs, outputs]."""
-    numbers = {jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.float32): 1}.get(jnp.dtype(dtype))
-    return bool(numbers and outputs) and inputs % numbers == 0 and outputs % COLUMNS == 0
+def can_be_tiled(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
+    """Whether there are tiles for a matrix of shape [K, N]."""
+    inputs, outputs = shape
+    is_known = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32)
+    part = max(1, 4 // jnp.dtype(dtype).itemsize)
+    return is_known and outputs > 0 and inputs % part == 0 and outputs % COLUMNS == 0
 
 
 def tiled_products(

@@ -68,14 +68,15 @@ def joint_tiled_products(
 
     Between calls threads wait for each other.
     """
-    kernels = [layer.kernel[...] for layer in layers if isinstance(layer, Linear)]
+    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    kernels = [layer.kernel[...] for layer in linears]
     if len(kernels) < len(layers) or len({w.dtype for w in kernels}) > 1:
         return None
     if any(layout_of_matrix(w) != "tiles" for w in kernels):
         return None
     results = products_of_tiles(x.reshape(-1, x.shape[-1]), kernels)
     products = (y.reshape(*x.shape[:-1], -1) for y in results)
-    biases = (layer.bias for layer in layers)
+    biases = (layer.bias for layer in linears)
     return tuple(
         y if bias is None else y + along_last(bias[...], y)
         for y, bias in zip(products, biases, strict=True)

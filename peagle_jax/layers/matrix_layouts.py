@@ -133,9 +133,9 @@ def _kind_of_copy(path: tuple, w: Any, layout: str, tied: Array | None) -> str |
     if not isinstance(w, jax.Array) or w.ndim != 2:
         return None
     if w is tied and TABLE.search(name):
-        return TIED if layout == "tiles" and can_be_tiled(*w.shape[::-1], w.dtype) else None
+        return TIED if layout == "tiles" and can_be_tiled(w.shape[::-1], w.dtype) else None
     return (
         layout
-        if MATRICES.search(name) and (layout != "tiles" or can_be_tiled(*w.shape, w.dtype))
+        if MATRICES.search(name) and (layout != "tiles" or can_be_tiled(w.shape, w.dtype))
         else None
     )

@@ -67,7 +67,7 @@ def test_another_machine_has_another_file(cache, compiled, change, monkeypatch, 
     elif change == "processor":
         monkeypatch.setattr(native_code, "instructions", lambda: "another")
     elif change == "machine":
-        monkeypatch.setattr(native_code.machine, "platform", lambda: "macOS-14.5-arm64")
+        monkeypatch.setattr(native_code.machine, "machine", lambda: "aarch64")
     else:
         monkeypatch.setattr(native_code, "FLAGS", (*native_code.FLAGS, "-g"))
     assert native_code._library()._name != first and len(compiled) == 2

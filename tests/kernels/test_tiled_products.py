@@ -158,6 +158,6 @@ def test_which_matrices_have_tiles():
         (6, 0): (False, False),
     }
     for shape, (of_float32, of_bfloat16) in sizes.items():
-        assert can_be_tiled(*shape, jnp.float32) == of_float32
-        assert can_be_tiled(*shape, BF16) == of_bfloat16
-        assert not can_be_tiled(*shape, jnp.float16)
+        assert can_be_tiled(shape, jnp.float32) == of_float32
+        assert can_be_tiled(shape, BF16) == of_bfloat16
+        assert not can_be_tiled(shape, jnp.float16)
