@@ -155,5 +155,5 @@ def test_there_are_no_warnings(compiler, monkeypatch):
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler}")
     monkeypatch.setenv("CXX", compiler)
-    flags = "-fsyntax-only", "-Wall", "-Wextra", "-Werror"
+    flags = "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-unused-command-line-argument"
     native_code.compile_library(Path(os.devnull), (*native_code.FLAGS, *flags))
