@@ -54,12 +54,14 @@ def wheel(folder):
 
 
 def test_a_wheel_runs_without_the_repository(wheel, tmp_path):
-    """It has the packaged models and the mark of a typed package, and decodes."""
+    """With the packaged models, the mark of a typed package, and kernels to compile."""
     installed = tmp_path / "installed"
     words = ["install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", installed]
     subprocess.run([sys.executable, "-m", "pip", *words, wheel], check=True)
     names = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
     assert "peagle_jax/py.typed" in names and "peagle_jax/assets/peagle/config.json" in names
+    kernels = (ROOT / "peagle_jax" / "kernels" / "native").iterdir()
+    assert {f"peagle_jax/kernels/native/{path.name}" for path in kernels} <= names
     assert not [name for name in names if name.startswith(("tests", "scripts", "experiments"))]
     models = installed / "peagle_jax" / "assets"
     words = ["generate", "--target", str(models / "target"), "--drafter", str(models / "peagle")]

@@ -93,6 +93,9 @@ def test_layers_together(biases):
     for y, z in zip(joint_tiled_products(x, layers), want, strict=True):
         np.testing.assert_allclose(y, z, rtol=1e-6, atol=1e-6)
     assert joint_tiled_products(x, [*layers, nnx.Dropout(0.5)]) is None
+    narrow = Linear(12, 32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    narrow.kernel = nnx.Param(to_tiles(narrow.kernel[...]))
+    assert joint_tiled_products(x, [*layers, narrow]) is None
 
 
 @pytest.mark.parametrize(
