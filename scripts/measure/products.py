@@ -143,7 +143,9 @@ def jax_forms(
     for name, (multiply, matrices, dtype, options) in forms.items():
         weights = jax.tree.map(lambda w, dtype=dtype: jnp.asarray(w, dtype), matrices)
         if "in tiles" in name:
-            weights = jax.tree.map(lambda w: to_tiles(w) if can_be_tiled(w.shape, w.dtype) else w, weights)
+            weights = jax.tree.map(
+                lambda w: to_tiles(w) if can_be_tiled(w.shape, w.dtype) else w, weights
+            )
 
         @functools.partial(jax.jit, compiler_options=options or None)
         def passes(weights, x, multiply=multiply):
