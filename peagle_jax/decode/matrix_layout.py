@@ -1,6 +1,6 @@
 """In which layout engines on a CPU read their models' matrices.
 
-Tiles, or torch's layout, are up to three times as fast as ours (`layers/matrix_layouts.py`), by how
+Tiles, or torch's layout, are up to four times as fast as ours (`layers/matrix_layouts.py`), by how
 much depends on the processor, the sizes and the rows of a step. So all are measured before engines
 are made, with matrices of the model's sizes and on all cores at once, as the engines will multiply.
 That takes a second or two, most of it for compiling. Matrix units are fed fastest by torch's layout

@@ -37,7 +37,7 @@ COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 120
 LOG = logging.getLogger(__name__)
 # of the library, and of what programs call
-FUNCTIONS = ("peagle_tiled_products", "peagle_step_attention")
+FUNCTIONS = ("peagle_tiled_products", "peagle_tiled_product_of", "peagle_step_attention")
 _lock = threading.Lock()
 
 
@@ -84,6 +84,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         path = _path()
         if path is None:
+            LOG.warning("no C++ compiler, so that decoding on this CPU is slower (docs/decode.md)")
             return None
         with contextlib.suppress(OSError):  # there is none, or it is damaged
             return ctypes.CDLL(str(path))
@@ -97,7 +98,7 @@ def _library() -> ctypes.CDLL | None:
         line = next((x for x in error.stderr.splitlines() if "error" in x), error)
         LOG.warning("no C++ kernels, so that decoding on this CPU is slower: %s", line)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        LOG.info("no C++ kernels, so that decoding on this CPU is slower: %s", error)
+        LOG.warning("no C++ kernels, so that decoding on this CPU is slower: %s", error)
     return None
 
 

@@ -35,7 +35,8 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with grouped heads, in float32.
 
-    A query's result depends on the slots that it sees, and on no other query.
+    A query's result depends on the slots that it sees, and on no other query; but for NaN in a
+    slot that another query of its sequence sees.
 
     Args:
       mask: what is added to scores: 0 where a query sees a slot, and -1e30 elsewhere. A query that

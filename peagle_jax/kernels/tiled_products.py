@@ -65,3 +65,19 @@ def tiled_products(
     """
     results = [jax.ShapeDtypeStruct((len(x), len(w) * COLUMNS), jnp.float32) for w in matrices]
     return native_code.function("peagle_tiled_products", results)(x, *matrices)
+
+
+def tiled_product_of(
+    x: Float[Array, "R K"],
+    matrices: Float[Array, "E tiles parts columns numbers"],
+    number: Int[Array, ""],
+) -> Float[Array, "R N"]:
+    """`x @ w` of one of E matrices in tiles, as `tiled_products` multiplies.
+
+    XLA would copy the matrix before it multiplies by it.
+
+    Args:
+      number: of the matrix; one that is out of range is that of the nearest.
+    """
+    result = jax.ShapeDtypeStruct((len(x), matrices.shape[1] * COLUMNS), jnp.float32)
+    return native_code.function("peagle_tiled_product_of", result)(x, matrices, number)

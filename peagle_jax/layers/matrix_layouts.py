@@ -24,12 +24,15 @@ from jaxtyping import Array, Float
 from peagle_jax.kernels.tiled_products import can_be_tiled, from_tiles, to_tiles
 
 PLAIN = "plain"
-# Kernels of `Linear`, those that hold nearly all weights of a target or a head. Experts have other
-# products, and routers are read by kernels.
+# Kernels of `Linear`, those that hold nearly all weights of a dense target or a head. Routers are
+# read by kernels.
 MATRICES = re.compile(r"(^|\.)(attn\.[qkvo]|mlp\.(gate|up|down)|lm_head|fc)\.kernel$")
 # The embedding, whose transpose is a tied target's output matrix.
 TABLE = re.compile(r"(^|\.)embed\.table$")
 TIED = "tiles of the transpose"
+# One matrix an expert, [E K N], which become [E N/32 K/P 32 P].
+EXPERTS = re.compile(r"(^|\.)experts\.(gate_up|down)\.kernel$")
+OF_EXPERTS = "tiles of each"
 # Layout and matrix, by its identity, and what was made of it: as long as a model is there, its
 # engines share one copy.
 _copies: dict[tuple[str, int], tuple[weakref.ref, Array]] = {}
@@ -52,6 +55,7 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {"tiles": to_tiles, "transposed":
 # as one program each, which takes memory for its result alone
 _programs = {layout: jax.jit(change) for layout, change in LAYOUTS.items()}
 _programs[TIED] = jax.jit(lambda table: to_tiles(table.T))
+_programs[OF_EXPERTS] = jax.jit(jax.vmap(to_tiles))
 
 
 def matrices(params: Any, layout: str, tied: Array | None = None) -> list[Array]:
@@ -69,7 +73,7 @@ def tied_table(params: Any) -> Array | None:
 
 def is_copied(w: Array, layout: str) -> bool:
     """Whether `in_layout` has a copy of a matrix already."""
-    kinds = ("tiles", TIED) if layout == "tiles" else (layout,)
+    kinds = ("tiles", TIED, OF_EXPERTS) if layout == "tiles" else (layout,)
     references = (_copies[kind, id(w)][0] for kind in kinds if (kind, id(w)) in _copies)
     return any(reference() is w for reference in references)
 
@@ -130,7 +134,11 @@ def _name(path: tuple) -> str:
 def _kind_of_copy(path: tuple, w: Any, layout: str, tied: Array | None) -> str | None:
     """What `in_layout` makes of an array: a name of `_programs`, or None."""
     name = _name(path)
-    if not isinstance(w, jax.Array) or w.ndim != 2:
+    if not isinstance(w, jax.Array):
+        return None
+    if w.ndim == 3 and EXPERTS.search(name):
+        return OF_EXPERTS if layout == "tiles" and can_be_tiled(w.shape[1:], w.dtype) else None
+    if w.ndim != 2:
         return None
     if w is tied and TABLE.search(name):
         return TIED if layout == "tiles" and can_be_tiled(w.shape[::-1], w.dtype) else None

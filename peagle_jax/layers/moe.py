@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from peagle_jax.kernels import experts, fp8_matmul
 from peagle_jax.kernels.choose import non_16bit_reason
 from peagle_jax.kernels.experts import StoredMatrices
 from peagle_jax.kernels.launch import platform
+from peagle_jax.kernels.tiled_products import from_tiles, tiled_product_of
 from peagle_jax.layers.basic import normal
 from peagle_jax.layers.products import product
 
@@ -29,7 +31,10 @@ E2M1_VALUES = (
 
 
 class ExpertLinear(nnx.Module):
-    """One matrix an expert, [E in out], and a bias where the checkpoint has one."""
+    """One matrix an expert, [E in out], and a bias where the checkpoint has one.
+
+    For decoding on a CPU the matrices may be in tiles (`matrix_layouts`).
+    """
 
     def __init__(
         self,
@@ -52,7 +57,16 @@ class ExpertLinear(nnx.Module):
         Args:
           dtype: of matrices that are decoded; these here have their own.
         """
-        return self.kernel[...][which]
+        chosen = self.kernel[...][which]
+        if self.kernel.ndim == 3:
+            return chosen
+        return from_tiles(chosen) if chosen.ndim == 4 else jax.vmap(from_tiles)(chosen)
+
+    def product_of(self, expert: Int[Array, ""], x: Float[Array, "M _"]) -> Float[Array, "M _"]:
+        """`x` times the matrix of one expert."""
+        if self.kernel.ndim == 5:
+            return tiled_product_of(x.astype(jnp.float32), self.kernel[...], expert)
+        return _product_of(self, expert, x)
 
     def bias_of(self, which: int | slice | jax.Array) -> Float[Array, "*which outputs"] | None:
         """The biases of some experts; None where there are none."""
@@ -61,6 +75,11 @@ class ExpertLinear(nnx.Module):
     def stored(self) -> StoredMatrices:
         """All experts as they are stored, for kernels."""
         return StoredMatrices("plain", self.kernel[...], None, self.bias_of(slice(None)))
+
+
+def _product_of(linear: Any, expert: Int[Array, ""], x: Float[Array, "M _"]) -> Float[Array, "M _"]:
+    """`x` times the matrix of one expert, which is a slice: a gather of one would copy more."""
+    return product(x, linear.matrices(expert, x.dtype))
 
 
 class Mxfp4ExpertLinear(nnx.Module):
@@ -94,6 +113,7 @@ class Mxfp4ExpertLinear(nnx.Module):
         return StoredMatrices("mxfp4", self.blocks[...], self.scales[...], bias)
 
     bias_of = ExpertLinear.bias_of
+    product_of = _product_of
 
 
 class Fp8ExpertLinear(nnx.Module):
@@ -129,6 +149,7 @@ class Fp8ExpertLinear(nnx.Module):
         return StoredMatrices(kind, self.values[...], self.scale[...], bias)
 
     bias_of = ExpertLinear.bias_of
+    product_of = _product_of
 
 
 AnyExpertLinear = ExpertLinear | Mxfp4ExpertLinear | Fp8ExpertLinear
@@ -270,8 +291,7 @@ class ExpertWeights:
 
     def run_expert(self, expert: Int[Array, ""], rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
         def apply(linear: AnyExpertLinear, x):
-            # of one expert, which is a slice: XLA copies less for it than for a gather of one
-            y, bias = product(x, linear.matrices(expert, x.dtype)), linear.bias_of(expert)
+            y, bias = linear.product_of(expert, x), linear.bias_of(expert)
             return y if bias is None else y + bias[None]
 
         return apply(self.down, self.act(apply(self.gate_up, rows)))

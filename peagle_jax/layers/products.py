@@ -68,11 +68,7 @@ def products_of_tiles(
     x: Float[Array, "rows K"], matrices: Sequence[Float[Array, "_ parts columns numbers"]]
 ) -> list[Float[Array, "rows _"]]:
     """`x` times each of several matrices in tiles, in one call."""
-    return _by_tiles(x.astype(jnp.float32), matrices)
-
-
-def _by_tiles(x: Array, matrices: Sequence[Array]) -> list[Array]:
-    return tiled_products(x, matrices)
+    return tiled_products(x.astype(jnp.float32), matrices)
 
 
 def _by_transposed(x: Array, w: Array) -> Array:

@@ -34,7 +34,7 @@ from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.rows import Row, row_options
 from peagle_jax.decode.spec import DecodeSpec
-from peagle_jax.layers import products
+from peagle_jax.layers import basic, products
 from peagle_jax.layers.matrix_layouts import LAYOUTS, PLAIN, layout_of, layout_of_matrix
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.progress import ProgressReport
@@ -61,16 +61,18 @@ class Product:
 @contextmanager
 def products_by(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> Iterator[None]:
     """A context in which models that are traced multiply by `multiply`."""
-    names = "_matmul", "_narrowed", "_by_transposed", "_by_tiles"
-    kept = {name: getattr(products, name) for name in names}
+    changed = {(products, name): multiply for name in ("_matmul", "_narrowed", "_by_transposed")}
+    for module in (products, basic):
+        of_tiles = module, "products_of_tiles"
+        changed[of_tiles] = lambda x, matrices: [multiply(x, w) for w in matrices]
+    kept = {(module, name): getattr(module, name) for module, name in changed}
     try:
-        for name in names:
-            setattr(products, name, multiply)
-        products._by_tiles = lambda x, matrices: [multiply(x, w) for w in matrices]
+        for (module, name), function in changed.items():
+            setattr(module, name, function)
         yield
     finally:
-        for name in names:
-            setattr(products, name, kept[name])
+        for (module, name), function in kept.items():
+            setattr(module, name, function)
 
 
 @contextmanager

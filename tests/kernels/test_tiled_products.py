@@ -13,6 +13,7 @@ from peagle_jax.kernels.tiled_products import (
     can_be_tiled,
     from_tiles,
     rows_of_tiles,
+    tiled_product_of,
     tiled_products,
     to_tiles,
 )
@@ -127,6 +128,39 @@ def call_with(matrices):
     """Three rows of 32 numbers times matrices of 64 columns."""
     results = [jax.ShapeDtypeStruct((3, 64), jnp.float32)] * len(matrices)
     return native_code.function("peagle_tiled_products", results)(jnp.zeros((3, 32)), *matrices)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_product_with_one_of_several_matrices(dtype):
+    """Also with numbers that are out of range, and inside of a loop."""
+    x, w = random(5, 64), random(3, 64, 96, dtype=dtype, seed=1)
+    tiles = jax.vmap(to_tiles)(w)
+    want = [multiply(x, one)[0] for one in w]
+    for number, which in [(0, 0), (2, 2), (1, 1), (-4, 0), (7, 2)]:
+        got = jax.jit(lambda *args: tiled_product_of(*args))(x, tiles, jnp.int32(number))
+        np.testing.assert_array_equal(got, want[which])
+
+    def add(i, total):
+        return total + tiled_product_of(x, tiles, i)
+
+    total = jax.lax.fori_loop(0, 3, add, jnp.zeros((5, 96)))
+    np.testing.assert_allclose(total, sum(want), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape, numbers, reason",
+    [
+        ((2, 32, 32, 1), 1, "matrices and the number of one"),
+        ((0, 2, 32, 32, 1), 1, "matrices and the number of one"),
+        ((3, 2, 32, 32, 1), 2, "matrices and the number of one"),
+        ((3, 2, 31, 32, 1), 1, "a matrix in other tiles"),
+        ((3, 3, 32, 32, 1), 1, "a product of another size"),
+    ],
+)
+def test_other_matrices_of_several_are_refused(shape, numbers, reason):
+    call = native_code.function("peagle_tiled_product_of", jax.ShapeDtypeStruct((3, 64), "float32"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+        call(jnp.zeros((3, 32)), jnp.zeros(shape), jnp.zeros(numbers, jnp.int32))
 
 
 def test_without_rows():

@@ -24,6 +24,7 @@ from peagle_jax.layers.matrix_layouts import (
     tied_table,
     to_plain,
 )
+from peagle_jax.layers.moe import GLU, Experts
 from peagle_jax.layers.products import product, product_of_layout
 
 
@@ -151,6 +152,39 @@ def test_a_tied_embedding_is_the_output_matrix(dtype):
     )
     np.testing.assert_array_equal(after.argmax_logits(hidden), before.argmax_logits(hidden))
     np.testing.assert_array_equal(after.lm_head_weight(), before.lm_head_weight())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_experts_have_tiles(dtype, bias):
+    """One matrix after the other; torch's layout is for others."""
+    experts = Experts(
+        5, 32, 64, GLU(jax.nn.silu), bias=bias, packed=False, dtype=dtype, rngs=nnx.Rngs(1)
+    )
+    if bias:
+        experts.gate_up.bias[...] = random(5, 128, dtype=dtype)
+    graph, state = nnx.split(experts)
+    params = {"experts": nnx.to_pure_dict(state)}
+    assert in_layout(params, "transposed") == params
+    changed = in_layout(params, "tiles")["experts"]
+    part = 4 // jnp.dtype(dtype).itemsize
+    assert changed["gate_up"]["kernel"].shape == (5, 4, 32 // part, 32, part)
+    assert changed["down"]["kernel"].shape == (5, 1, 64 // part, 32, part)
+    assert is_copied(params["experts"]["down"]["kernel"], "tiles")
+    nnx.replace_by_pure_dict(state, changed)
+    tiled = nnx.merge(graph, state)
+    x, ids = random(7, 32), jnp.asarray(np.random.default_rng(2).integers(0, 5, (7, 2)))
+    weights = jnp.abs(random(7, 2, seed=4))
+    want, got = experts(x, ids, weights), tiled(x, ids, weights)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for which in (3, slice(1, 4), jnp.array([4, 0])):
+        for one, other in ((experts.gate_up, tiled.gate_up), (experts.down, tiled.down)):
+            np.testing.assert_array_equal(other.matrices(which, dtype), one.matrices(which, dtype))
+
+
+def test_experts_without_whole_tiles_stay():
+    params = {"experts": {"gate_up": {"kernel": random(3, 8, 48)}}}
+    assert in_layout(params, "tiles") == params
 
 
 def test_heads_have_fc_too():

@@ -21,11 +21,17 @@
 
 namespace step_attention {
 
-constexpr int kScoreRows = kRegisters - 8;      // queries whose scores fill the registers
-constexpr int kPieces = 4;                      // vectors of a value that are summed at once
-constexpr int kValueRows = kRegisters / 5;      // queries whose sums of values do
-constexpr int64_t kSlots = 128;                 // whose values stay in the fastest cache
-constexpr int64_t kLeastNumbers = 8 << 10;      // fewer are read sooner than a thread wakes up
+// Queries of a block, whose scores of kLanes slots fill the registers.
+constexpr int kScoreRows = kRegisters - 8;
+// Vectors of a value, and queries of a block, whose sums of such pieces of values do.
+constexpr int kPieces = 4;
+constexpr int kValueRows = kRegisters / 5;
+// Slots whose values stay in the fastest cache while all queries pass.
+constexpr int64_t kSlots = 128;
+// Numbers of keys and values for each thread: fewer are read sooner than another one wakes up.
+constexpr int64_t kLeastNumbers = 8 << 10;
+// What the mask adds where nothing is seen, and a bound that tells this from 0.
+constexpr float kMasked = -1e30f, kSeesNothing = -1e29f;
 
 struct Problem {
   int64_t batch, tokens, heads, kv_heads, slots, head_dim;
@@ -80,9 +86,9 @@ void AddValues(int64_t rows, const float* weights, int64_t stride, const float* 
     for (int i = 0; i < kVectors; ++i) Store(sums + r * head_dim + i * kLanes, all[r][i]);
 }
 
-// Scores become weights exp(score - largest), and their sum is returned; `sink` may be null.
-inline float Softmax(float* scores, int64_t count, const float* mask, float scale,
-                     const float* sink) {
+// Scores become weights exp(score - largest), whose sum is returned; `sink` may be null.
+inline float ToWeights(float* scores, int64_t count, const float* mask, float scale,
+                       const float* sink) {
   Floats largest = Broadcast(-3e38f);
   for (int64_t s = 0; s < count; s += kLanes) {
     const Floats score = Load<Floats>(scores + s) * scale + Load<Floats>(mask + s);
@@ -94,9 +100,9 @@ inline float Softmax(float* scores, int64_t count, const float* mask, float scal
   for (int i = 0; i < kLanes; ++i) top = std::max(top, largest[i]);
   Floats sums = {};
   for (int64_t s = 0; s < count; s += kLanes) {
-    // a query that sees nothing has no weights, where all scores are equal
-    const Floats seen = Load<Floats>(mask + s);
-    const Floats weight = seen < -1e29f ? Floats{} : Exp(Load<Floats>(scores + s) - top);
+    // a query that sees nothing gets no weights, though all of its scores are the largest
+    const Floats score = Load<Floats>(scores + s), masked = Load<Floats>(mask + s);
+    const Floats weight = masked < kSeesNothing ? Floats{} : Exp(score - top);
     Store(scores + s, weight);
     sums += weight;
   }
@@ -134,12 +140,13 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
   float* q = scratch.data();
   float* sums = q + rows * H;
   float* scores = sums + rows * H;
-  float* seen = scores + rows * stride;
-  float* keys = seen + p.tokens * stride;
+  float* mask_rows = scores + rows * stride;
+  float* keys = mask_rows + p.tokens * stride;
   float* totals = keys + H * kLanes;
   for (int64_t t = 0; t < p.tokens; ++t) {
-    std::memcpy(seen + t * stride, mask + t * p.slots + begin, count * sizeof(float));
-    std::fill(seen + t * stride + count, seen + (t + 1) * stride, -1e30f);
+    float* mask_row = mask_rows + t * stride;
+    std::memcpy(mask_row, mask + t * p.slots + begin, count * sizeof(float));
+    std::fill(mask_row + count, mask_row + stride, kMasked);
     for (int64_t r = 0; r < group; ++r)
       std::memcpy(q + (r * p.tokens + t) * H,
                   p.q + ((b * p.tokens + t) * p.heads + g * group + r) * H, H * sizeof(float));
@@ -162,20 +169,22 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
                          scores + r * stride + s, stride);
   }
   for (int64_t r = 0; r < rows; ++r)
-    totals[r] = Softmax(scores + r * stride, count, seen + r % p.tokens * stride, p.scale,
+    totals[r] = ToWeights(scores + r * stride, count, mask_rows + r % p.tokens * stride, p.scale,
                       p.sinks ? p.sinks + g * group + r / p.tokens : nullptr);
   constexpr int64_t kWidth = kPieces * kLanes;
   for (int64_t s = 0; s < count; s += kSlots) {
-    const int64_t some = std::min(kSlots, count - s);
+    const int64_t num_slots = std::min(kSlots, count - s);
     const float* from = v + (begin + s) * H;
     for (int64_t r = 0; r < rows; r += kValueRows) {
-      const int64_t few = std::min<int64_t>(kValueRows, rows - r);
+      const int64_t num_rows = std::min<int64_t>(kValueRows, rows - r);
       const float* weights = scores + r * stride + s;
       int64_t h = 0;
       for (; h + kWidth <= H; h += kWidth)
-        AddValues<kValueRows, kPieces>(few, weights, stride, from + h, some, H, sums + r * H + h);
+        AddValues<kValueRows, kPieces>(num_rows, weights, stride, from + h, num_slots, H,
+                                       sums + r * H + h);
       for (; h < H; h += kLanes)
-        AddValues<kValueRows, 1>(few, weights, stride, from + h, some, H, sums + r * H + h);
+        AddValues<kValueRows, 1>(num_rows, weights, stride, from + h, num_slots, H,
+                                 sums + r * H + h);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {

@@ -36,7 +36,8 @@ constexpr int kMostTiles = std::max(1, kMostRows / 3);
 constexpr int64_t kLeastBytes = 64 << 10;
 constexpr int kPartsOfThread = 4;  // so that no thread waits long for another
 
-// A number of a row, or two neighbours in bfloat16, times as many of each of kLanes columns.
+// How a number of a row, or two neighbours in bfloat16, is multiplied with as many of each of
+// kLanes columns, and added to their sums.
 struct OfFloats {
   using Number = float;
   static Floats Add(Floats sum, float x, Words w) {

@@ -49,6 +49,7 @@ inline void Store(void* to, T value) {
   std::memcpy(to, &value, sizeof(T));
 }
 
+// x in every lane: x - 0 is x, where x + 0 would make 0 of -0.
 inline Floats Broadcast(float x) { return x - Floats{}; }
 
 // The larger number of each lane; b where a is NaN.
@@ -106,7 +107,8 @@ inline void Transpose(Floats (&rows)[kLanes]) {
   if constexpr (2 * D < kLanes) Transpose<2 * D>(rows);
 }
 
-// Memory of a call. A thread keeps it for its next one, unless it is much.
+// Memory of a call, not initialized. Up to kMostKept numbers of it are the thread's, for its next
+// call, too: a thread may have one Scratch of a type at a time.
 template <typename T>
 class Scratch {
  public:
