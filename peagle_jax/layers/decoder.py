@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
         """Logits of hidden states that the final norm has been applied to."""
         if self.lm_head is None:
             table = self.embed.table[...]
-            weight = table.T if table.ndim == 2 else table
+            weight = self.lm_head_weight() if table.ndim == 2 else table
             logits = product_of_layout(hidden.reshape(-1, hidden.shape[-1]), weight)
             logits = logits.reshape(*hidden.shape[:-1], -1)
         else:
