@@ -33,7 +33,6 @@ from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.free_memory import free_bytes
 from peagle_jax.kernels import native_code
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units
-from peagle_jax.kernels.tiled_products import can_be_tiled, to_tiles
 from peagle_jax.layers.matrix_layouts import (
     PLAIN,
     in_layout,
@@ -41,7 +40,6 @@ from peagle_jax.layers.matrix_layouts import (
     layout_of,
     matrices,
     tied_table,
-    to_transposed,
 )
 from peagle_jax.layers.products import product_of_layout
 from peagle_jax.provenance import device_name, versions
@@ -234,6 +232,4 @@ def _fastest_seconds(
 
 
 def _in_layout(w: jax.Array, layout: str) -> jax.Array:
-    if layout == "tiles" and can_be_tiled(w.shape, w.dtype):
-        return to_tiles(w)
-    return to_transposed(w) if layout == "transposed" else w
+    return in_layout({"lm_head": {"kernel": w}}, layout)["lm_head"]["kernel"]

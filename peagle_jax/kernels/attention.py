@@ -209,7 +209,7 @@ def attend(
     **rule: Any,
 ) -> Float[Array, "B T N H"]:
     """As `reference`, which has the keywords of `rule`, too; on a CPU in blocks where scores are
-    many (`attention_blocks`).
+    many (`attention_blocks`), and by a C++ kernel where queries are few (`native`).
 
     Args:
       visible: as of `reference`, which alone can take it.

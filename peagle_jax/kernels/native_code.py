@@ -84,7 +84,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         path = _path()
         if path is None:
-            LOG.warning("no C++ compiler, so that decoding on this CPU is slower (docs/decode.md)")
+            LOG.warning("no C++ compiler, so that decoding is slower; install g++, or set CXX")
             return None
         with contextlib.suppress(OSError):  # there is none, or it is damaged
             return ctypes.CDLL(str(path))

@@ -16,9 +16,9 @@ from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
 from peagle_jax.kernels import native_code
-from peagle_jax.layers import Rope, products
+from peagle_jax.layers import Rope
 from peagle_jax.layers.matrix_layouts import PLAIN, layout_of, matrices
-from peagle_jax.types import DraftState, InputError
+from peagle_jax.types import InputError
 
 # matrices with whole numbers of tiles, and heads that our own attention takes
 SIZES = {
@@ -175,17 +175,21 @@ def test_a_copy_that_exists_takes_no_memory(asked, monkeypatch, owned):
     assert make_engine(target, drafter, head.params, max_batch=2, num_threads=1).target is target
 
 
+def answers_of(target, head, *, donate, num_threads):
+    """The tokens of three requests, by engines of their own."""
+    drafter = make_drafter(head, 3, "peagle")
+    options = dict(max_batch=4, num_threads=num_threads, donate_models=donate)
+    engine = make_engine(target, drafter, head.params, **options)
+    requests = [Request(prompt=[5, 3, 40, n], max_new_tokens=12) for n in range(3)]
+    return {i: answer.output_token_ids for i, answer in engine.run(requests)}
+
+
 def test_donated_matrices_are_freed(asked, monkeypatch, owned):
     """Then the memory of one of them suffices."""
     target, head = owned
-    drafter = make_drafter(head, 3, "peagle")
-    requests = [Request(prompt=[5, 3, 40, n], max_new_tokens=12) for n in range(3)]
 
     def answers(donate):
-        engine = make_engine(
-            target, drafter, head.params, max_batch=4, num_threads=2, donate_models=donate
-        )
-        return {i: answer.output_token_ids for i, answer in engine.run(requests)}
+        return answers_of(target, head, donate=donate, num_threads=2)
 
     largest = max(w.nbytes for w in matrices((target.params, head.params), "transposed"))
     monkeypatch.setattr(matrix_layout, "SMALL_COPY_BYTES", largest)
@@ -210,14 +214,9 @@ def test_a_tied_target_can_be_donated(asked, owned):
     target, head = tiny.target(tied_embeddings=True, **of_target), owned[1]
     target = dataclasses.replace(target, params=jax.tree.map(jnp.copy, target.params))
     head.params["embed"] = target.params["embed"]
-    drafter = make_drafter(head, 3, "peagle")
-    requests = [Request(prompt=[5, 3, 40, n], max_new_tokens=12) for n in range(3)]
 
     def answers(donate):
-        engine = make_engine(
-            target, drafter, head.params, max_batch=4, num_threads=1, donate_models=donate
-        )
-        return {i: answer.output_token_ids for i, answer in engine.run(requests)}
+        return answers_of(target, head, donate=donate, num_threads=1)
 
     layout, asked.layout = asked.layout, PLAIN
     want = answers(False)
@@ -425,27 +424,3 @@ def test_the_slower_form_is_recognized(monkeypatch):
     shapes = (256, 512), (512, 256)
     found = matrix_layout._fastest_seconds(["transposed", "plain"], shapes, "float32", 8, 2)
     assert 0 < found["plain"] < found["transposed"]
-
-
-def test_the_first_pass_of_eagle3_computes_one_row(monkeypatch):
-    """Of its last layer; keys and values are those of all rows."""
-    target, head = tiny.target(), tiny.head(layers=1)
-    drafter = make_drafter(head, 3, "eagle3")
-    found = []
-
-    def note(x, w):
-        found.append((x.size // x.shape[-1], *w.shape))
-        return x.sum(axis=-1, keepdims=True) * w[:1].astype(x.dtype)
-
-    monkeypatch.setattr(products, "_matmul", note)
-    state = DraftState(drafter.init(5, 64), None)
-    aux = jnp.zeros((5, 4, 3 * target.config.dim))
-    tokens, count = jnp.ones((5, 4), jnp.int32), jnp.full(5, 2)
-
-    def drafts(tokens, aux):
-        return drafter.step(head.params, state, tokens, aux, count)[0]
-
-    jax.eval_shape(drafts, tokens, aux)
-    gate = 20, 36
-    assert (5, *gate) in found and (20, *gate) not in found
-    assert (20, 40, 20) in found  # keys, from embedding and hidden state

@@ -23,7 +23,7 @@ namespace step_attention {
 
 // Queries of a block, whose scores of kLanes slots fill the registers.
 constexpr int kScoreRows = kRegisters - 8;
-// Vectors of a value, and queries of a block, whose sums of such pieces of values do.
+// Vectors of a value that are summed at once, and queries of a block, whose sums then fill them.
 constexpr int kPieces = 4;
 constexpr int kValueRows = kRegisters / 5;
 // Slots whose values stay in the fastest cache while all queries pass.
@@ -158,7 +158,7 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
     for (int64_t h = 0; h < H; h += kLanes) {
       Floats square[kLanes];
       PEAGLE_UNROLL
-      for (int i = 0; i < kLanes; ++i)  // after the last slot it once more
+      for (int i = 0; i < kLanes; ++i)  // past the end of the cache its last slot again
         square[i] = Load<Floats>(k + std::min(begin + s + i, p.slots - 1) * H + h);
       Transpose(square);
       PEAGLE_UNROLL
@@ -170,7 +170,7 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
   }
   for (int64_t r = 0; r < rows; ++r)
     totals[r] = ToWeights(scores + r * stride, count, mask_rows + r % p.tokens * stride, p.scale,
-                      p.sinks ? p.sinks + g * group + r / p.tokens : nullptr);
+                          p.sinks ? p.sinks + g * group + r / p.tokens : nullptr);
   constexpr int64_t kWidth = kPieces * kLanes;
   for (int64_t s = 0; s < count; s += kSlots) {
     const int64_t num_slots = std::min(kSlots, count - s);
