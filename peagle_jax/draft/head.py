@@ -214,10 +214,9 @@ class DraftLayer(nnx.Module):
         is_placeholder: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """Only layers with norms of their own for them read `embeddings` and `fused`."""
-        if self.input_norm is None:
-            attn_input, residual = x, x
-        elif self.hidden_norm is None:
-            attn_input, residual = self.input_norm(x), x
+        norm = None  # that `attn` is to compute
+        if self.input_norm is None or self.hidden_norm is None:
+            attn_input, residual, norm = x, x, self.input_norm
         else:
             normed = self.hidden_norm(x)
             attn_input = jnp.concatenate([self.input_norm(embeddings), normed], axis=-1)
@@ -225,13 +224,15 @@ class DraftLayer(nnx.Module):
         kv_input = None
         if self.context_norm is not None and self.context_token_norm is not None:
             assert fused is not None
+            if norm is not None:
+                attn_input, norm = norm(attn_input), None
             kv_input = self.context_norm(fused) + self.context_token_norm(embeddings)
             kv_input = kv_input.astype(attn_input.dtype)
             if is_placeholder is not None:
                 kv_input = jnp.where(is_placeholder[..., None], attn_input, kv_input)
-        y, state = self.attn(attn_input, positions, layer, attend, state, rows, kv_input)
+        y, state = self.attn(attn_input, positions, layer, attend, state, rows, kv_input, norm)
         x = (residual if rows is None else take_rows(residual, rows)) + y
-        return x + self.mlp(self.mlp_norm(x)), state
+        return x + self.mlp(x, self.mlp_norm), state
 
 
 class DraftHead(nnx.Module):

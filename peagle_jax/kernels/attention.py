@@ -114,11 +114,55 @@ def native(
     visible: Bool[Array, "B T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """As `reference`, of few queries in float32 on a CPU, by a C++ kernel. It has no gradient."""
+    mask = _whole_mask(q, k, positions, kv_positions, window, visible)
+    return step_attention.attend(q, k, v, mask, scale, sinks)
+
+
+def native_write(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    v: Float[Array, "B G S H"],
+    positions: Int[Array, "B T"],
+    new_k: Float[Array, "B I G H"],
+    new_v: Float[Array, "B I G H"],
+    first: Int[Array, " B"],
+    *,
+    window: int | None,
+    scale: float,
+    sinks: Float[Array, " N"] | None,
+    visible: Bool[Array, "B T S"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B G S H"], Float[Array, "B G S H"]]:
+    """As `native`, after new keys and values were written to the slots from `first` on.
+
+    Returns:
+      What `native` returns, and both caches, which are written in place.
+    """
+    mask = _whole_mask(q, k, positions, None, window, visible)
+    new = new_k, new_v, first
+    return step_attention.write_and_attend(q, k, v, mask, scale, sinks, *new)
+
+
+def is_native(
+    q: Float[Array, "B T N H"], k: Float[Array, "B G S H"], operands: DTypeLike | None
+) -> bool:
+    """Whether `attend` chooses `native`, but for a float8 cache."""
+    is_step = q.shape[1] < LEAST_QUERIES and step_operands(operands) is None
+    return is_step and step_attention.can_attend(q, k)
+
+
+def _whole_mask(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"] | None,
+    window: int | None,
+    visible: Bool[Array, "B T S"] | None,
+) -> Float[Array, "B T S"]:
+    """`_mask` with a row for each query."""
     if kv_positions is None:
         kv_positions = jnp.arange(k.shape[2])[None]
     mask = _mask(positions, kv_positions, window, visible)
-    mask = jnp.broadcast_to(mask, (*q.shape[:2], k.shape[2]))
-    return step_attention.attend(q, k, v, mask, scale, sinks)
+    return jnp.broadcast_to(mask, (*q.shape[:2], k.shape[2]))
 
 
 def _scores(
@@ -227,8 +271,7 @@ def attend(
         from peagle_jax.kernels.attention_blocks import attend_in_blocks
 
         return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)
-    is_step = T < LEAST_QUERIES and "k_scale" not in rule and step_operands(operands) is None
-    if form == "auto" and is_step and step_attention.can_attend(q, k):
+    if form == "auto" and "k_scale" not in rule and is_native(q, k, operands):
         return native(q, k, v, positions, kv_positions, visible=visible, **rule)
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)

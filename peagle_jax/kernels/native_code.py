@@ -37,7 +37,9 @@ COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 120
 LOG = logging.getLogger(__name__)
 # of the library, and of what programs call
-FUNCTIONS = ("peagle_tiled_products", "peagle_tiled_product_of", "peagle_step_attention")
+FUNCTIONS = ("peagle_tiled_products", "peagle_gated_products", "peagle_tiled_product_of")
+FUNCTIONS += ("peagle_embedding_rows", "peagle_rotate_heads")
+FUNCTIONS += ("peagle_step_attention", "peagle_write_and_attend")
 _lock = threading.Lock()
 
 
@@ -54,19 +56,20 @@ def load() -> ctypes.CDLL | None:
         return _registered()
 
 
-def function(name: str, results: Any) -> Callable:
+def function(name: str, results: Any, **options: Any) -> Callable:
     """A function of ours for traced arrays. It has no gradient, and jax.export refuses it.
 
     Args:
       name: of FUNCTIONS.
       results: shapes and dtypes of what it returns.
+      options: of `jax.ffi.ffi_call`.
 
     Raises:
       RuntimeError: there is no machine code, and no compiler to make it.
     """
     if not is_available():
         raise RuntimeError(f"{name} needs a CPU and a C++ compiler")
-    return jax.ffi.ffi_call(name, results, vmap_method="sequential")
+    return jax.ffi.ffi_call(name, results, vmap_method="sequential", **options)
 
 
 @functools.cache

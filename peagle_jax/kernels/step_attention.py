@@ -8,7 +8,7 @@ takes 10 (LOG.md, 2026-11-29, late).
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import native_code
 from peagle_jax.kernels.choose import multi_device_reason
@@ -43,7 +43,35 @@ def attend(
         sees none gets zeros.
       sinks: one more logit a head, which takes part in the softmax and has no value.
     """
-    sinks = jnp.zeros(0) if sinks is None else sinks
-    result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    call = native_code.function("peagle_step_attention", result)
-    return call(q, k, v, mask, sinks.astype(jnp.float32), scale=np.float32(scale))
+    call = native_code.function("peagle_step_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    return call(q, k, v, mask, _or_none(sinks), scale=np.float32(scale))
+
+
+def write_and_attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    v: Float[Array, "B G S H"],
+    mask: Float[Array, "B T S"],
+    scale: float,
+    sinks: Float[Array, " N"] | None,
+    new_k: Float[Array, "B I G H"],
+    new_v: Float[Array, "B I G H"],
+    first: Int[Array, " B"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B G S H"], Float[Array, "B G S H"]]:
+    """As `attend`, after new keys and values were written to the caches, in place.
+
+    Args:
+      first: the slot of a sequence's first new token; the others follow.
+
+    Returns:
+      What `attend` returns, and both caches.
+    """
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    options = {"input_output_aliases": {1: 1, 2: 2}}
+    call = native_code.function("peagle_write_and_attend", results, **options)
+    new = new_k, new_v, first.astype(jnp.int32)
+    return tuple(call(q, k, v, mask, _or_none(sinks), *new, scale=np.float32(scale)))
+
+
+def _or_none(sinks: Float[Array, " N"] | None) -> Float[Array, "..."]:
+    return jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)

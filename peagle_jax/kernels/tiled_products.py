@@ -6,9 +6,11 @@ kernel reads one that is stored as registers want it: both cores of an AMD EPYC 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +18,15 @@ from peagle_jax.kernels import native_code
 
 # Columns of a tile; `kColumns` of native/tiled_products.h.
 COLUMNS = 32
+# Of the gate of an MLP; their numbers are `Activation`'s of native/row_preparation.h.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+class Norm(NamedTuple):
+    """An RMS norm of rows, in float32: what they are multiplied by then, and its epsilon."""
+
+    gain: Float[Array, " K"]
+    eps: float
 
 
 def to_tiles(w: Float[Array, "K N"]) -> Float[Array, "tiles parts columns numbers"]:
@@ -33,17 +44,6 @@ def from_tiles(w: Float[Array, "tiles parts columns numbers"]) -> Float[Array, "
     return w.transpose(1, 3, 0, 2).reshape(w.shape[1] * w.shape[3], -1)
 
 
-def rows_of_tiles(
-    w: Float[Array, "tiles parts columns numbers"], tokens: Int[Array, "*rows"]
-) -> Float[Array, "*rows K"]:
-    """The columns `tokens` of a matrix in tiles: rows of an embedding whose transpose it is."""
-    # as integers: XLA would convert all of a bfloat16 array, and not what it reads
-    bits = jax.lax.bitcast_convert_type(w, jnp.uint16 if w.dtype.itemsize == 2 else jnp.uint32)
-    tokens = jnp.minimum(tokens, len(w) * COLUMNS - 1)  # as XLA reads a table
-    found = bits[tokens // COLUMNS, :, tokens % COLUMNS].reshape(*tokens.shape, -1)
-    return jax.lax.bitcast_convert_type(found, w.dtype)
-
-
 def can_be_tiled(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     """Whether there are tiles for a matrix of shape [K, N]."""
     inputs, outputs = shape
@@ -53,7 +53,9 @@ def can_be_tiled(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
 
 
 def tiled_products(
-    x: Float[Array, "R K"], matrices: Sequence[Float[Array, "_ parts columns numbers"]]
+    x: Float[Array, "R K"],
+    matrices: Sequence[Float[Array, "_ parts columns numbers"]],
+    norm: Norm | None = None,
 ) -> list[Float[Array, "R _"]]:
     """`x @ w` of each matrix in tiles, in one call, as float32.
 
@@ -62,9 +64,30 @@ def tiled_products(
     Args:
       x: float32. With bfloat16 matrices it is rounded to bfloat16.
       matrices: all of one dtype.
+      norm: of the rows, before they are rounded and multiplied.
     """
-    results = [jax.ShapeDtypeStruct((len(x), len(w) * COLUMNS), jnp.float32) for w in matrices]
-    return native_code.function("peagle_tiled_products", results)(x, *matrices)
+    gain, eps = norm or Norm(jnp.zeros(0), 0.0)
+    call = native_code.function("peagle_tiled_products", _products(x, matrices))
+    return call(x, gain.astype(jnp.float32), *matrices, eps=np.float32(eps))
+
+
+def gated_products(
+    gate: Float[Array, "R K"],
+    up: Float[Array, "R K"],
+    matrices: Sequence[Float[Array, "_ parts columns numbers"]],
+    activation: str,
+) -> list[Float[Array, "R _"]]:
+    """`(activation(gate) * up) @ w`, as `tiled_products` multiplies.
+
+    Args:
+      activation: of ACTIVATIONS.
+    """
+    call = native_code.function("peagle_gated_products", _products(gate, matrices))
+    return call(gate, up, *matrices, activation=np.int32(ACTIVATIONS[activation]))
+
+
+def _products(x: Array, matrices: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((len(x), len(w) * COLUMNS), jnp.float32) for w in matrices]
 
 
 def tiled_product_of(

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.kernels import attention, cache_write, fp8_matmul, norm_rotate
+from peagle_jax.kernels import attention, cache_write, fp8_matmul, head_rotation, norm_rotate
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
 from peagle_jax.layers.basic import Linear, RMSNorm, joint_tiled_products
 from peagle_jax.layers.products import attention_operands
@@ -53,18 +53,28 @@ class CachedAttention:
         """
         g, i = state.find(layer)
         group = state.groups[g]
+        positions = self.positions
+        if rule.rows is not None:
+            assert self.ancestors is None, "all tokens of a tree have queries"
+            positions = jnp.take_along_axis(positions, rule.rows, axis=1)
+        visible = self._visible(group, state.length, rule.window)
+        about = {"window": rule.window, "scale": rule.scale, "sinks": rule.sinks}
+        about |= {"visible": visible}
+        is_plain = not group.ring and not group.k_scale
+        if k is not None and v is not None and is_plain:
+            if attention.is_native(q, group.k[i], rule.operands):
+                caches = group.k[i], group.v[i]
+                first = self._places(state.length)[:, 0]
+                y, *written = attention.native_write(q, *caches, positions, k, v, first, **about)
+                return y, _with_written(state, g, i, dict(zip("kv", written, strict=True)))
         if k is not None and v is not None:
             operands = attention.step_operands(rule.operands)
             is_converted = attention.converts_cache(group.k[i].dtype, operands, k.shape[1])
             if operands is not None:
                 k, v = (attention.round_to(operands, x) for x in (k, v))
-            group = self._write(group, i, k, v, state.length, is_converted)
-            groups = (*state.groups[:g], group, *state.groups[g + 1 :])
-            state = dataclasses.replace(state, groups=groups)
-        positions = self.positions
-        if rule.rows is not None:
-            assert self.ancestors is None, "all tokens of a tree have queries"
-            positions = jnp.take_along_axis(positions, rule.rows, axis=1)
+            written = self._write(group, i, k, v, state.length, is_converted)
+            state = _with_written(state, g, i, written)
+            group = state.groups[g]
         scales = {}
         if group.k_scale:
             scales = {"k_scale": group.k_scale[i], "v_scale": group.v_scale[i]}
@@ -74,12 +84,9 @@ class CachedAttention:
             group.v[i],
             positions,
             self._slot_positions(group, state.length),
-            visible=self._visible(group, state.length, rule.window),
-            window=rule.window,
-            scale=rule.scale,
-            sinks=rule.sinks,
             operands=rule.operands,
             form="auto",
+            **about,
             **scales,
         )
         return y, state
@@ -92,8 +99,8 @@ class CachedAttention:
 
     def _write(
         self, group: KVGroup, i: int, k, v, length: Int[Array, " B"], is_converted: bool
-    ) -> KVGroup:
-        """The group with new keys and values of its i-th layer."""
+    ) -> dict[str, Array]:
+        """Keys and values of the group's i-th layer with the new ones, and their scales."""
         size = group.k[i].shape[2]
         places = self._places(length)
         slots = places % size if group.ring else places
@@ -101,14 +108,10 @@ class CachedAttention:
             slots = jnp.where(self.real, slots, size)  # there is no such slot
         names = ("k", "v", "k_scale", "v_scale") if group.k_scale else ("k", "v")
         old = tuple(getattr(group, name)[i] for name in names)
-        changes = {}
         written = cache_write.write(
             k, v, slots, old, are_consecutive=not group.ring, is_converted=is_converted
         )
-        for name, array in zip(names, written, strict=True):
-            layers = getattr(group, name)
-            changes[name] = (*layers[:i], array, *layers[i + 1 :])
-        return dataclasses.replace(group, **changes)
+        return dict(zip(names, written, strict=True))
 
     def _slot_positions(self, group: KVGroup, length: Int[Array, " B"]) -> Int[Array, "B S"] | None:
         """The position whose key and value lie in each slot; None: slot s holds position s.
@@ -147,6 +150,18 @@ class CachedAttention:
             kv_positions = jnp.where(in_tree, of_nodes, places[:, None])
             visible &= kv_positions > self.positions[..., None] - window
         return visible
+
+
+def _with_written(state: KVCache, g: int, i: int, written: dict[str, Array]) -> KVCache:
+    """The cache with other arrays of the i-th layer of its g-th group."""
+    group = state.groups[g]
+    changes = {}
+    for name, array in written.items():
+        layers = getattr(group, name)
+        changes[name] = (*layers[:i], array, *layers[i + 1 :])
+    group = dataclasses.replace(group, **changes)
+    groups = (*state.groups[:g], group, *state.groups[g + 1 :])
+    return dataclasses.replace(state, groups=groups)
 
 
 def keep_path(cache: KVCache, path: Int[Array, "B R"]) -> KVCache:
@@ -211,18 +226,23 @@ class Attention(nnx.Module):
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
         kv_input: Float[Array, "B T I"] | None = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """The layer's output, for all tokens or for `rows`, and the state that `attend` returns.
 
-        Keys and values are made of `kv_input` where it is given, and of `x` where not.
+        Keys and values are made of `kv_input` where it is given, and of `x` where not. The input is
+        `norm(x)` where a norm is given, which a kernel may compute beside the products.
         """
+        projected = None
+        if rows is None and kv_input is None:
+            projected = joint_tiled_products(x, (self.q, self.k, self.v), norm)
+        if projected is None and norm is not None:
+            x = norm(x)
         x_q, positions_q = x, positions
         if rows is not None:
             x_q, positions_q = take_rows(x, rows), jnp.take_along_axis(positions, rows, axis=1)
-        projected = None
-        if rows is None and kv_input is None:
-            layers = self.q, self.k, self.v
-            projected = joint_fp8_products(x, layers) or joint_tiled_products(x, layers)
+        if projected is None and rows is None and kv_input is None:
+            projected = joint_fp8_products(x, (self.q, self.k, self.v))
         if projected is None:
             x_kv = x if kv_input is None else kv_input
             keys_and_values = joint_tiled_products(x_kv, (self.k, self.v))
@@ -230,9 +250,23 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in projected)
         sinks = None if self.sinks is None else self.sinks[...]
         rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands, rows)
-        q, k = self._norm_and_rotate(q, k, positions_q, positions)
+        if isinstance(attend, CachedAttention) and head_rotation.can_rotate(q):
+            q = self._rotate_by_kernel(q, self.q_norm, positions_q)
+            k = self._rotate_by_kernel(k, self.k_norm, positions)
+        else:
+            q, k = self._norm_and_rotate(q, k, positions_q, positions)
         y, state = attend(layer, q, k, v, state, rule)
         return self.o(y.reshape(*y.shape[:2], -1)), state
+
+    def _rotate_by_kernel(
+        self, x: Float[Array, "B T N H"], norm: RMSNorm | None, positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T N H"]:
+        """Heads with their norm, where they have one, and rotated, by a kernel for a CPU."""
+        gain, eps = (None, 0.0) if norm is None else (norm.scale[...], norm.eps)
+        positions = jnp.broadcast_to(positions, x.shape[:2]).reshape(-1)
+        cos, sin = self.rope.tables(positions)
+        y = head_rotation.rotate(x.reshape(-1, *x.shape[2:]), gain, cos, sin, eps)
+        return y.reshape(x.shape)
 
     def _norm_and_rotate(
         self,

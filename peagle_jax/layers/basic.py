@@ -12,12 +12,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.kernels import vocab
+from peagle_jax.kernels import embedding_rows, vocab
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.row_sums import with_one_axis_of_rows
-from peagle_jax.kernels.tiled_products import rows_of_tiles
+from peagle_jax.kernels.tiled_products import Norm
 from peagle_jax.layers.matrix_layouts import layout_of_matrix
-from peagle_jax.layers.products import activation_dtype, product_of_layout, products_of_tiles
+from peagle_jax.layers.products import (
+    activation_dtype,
+    gated_product_of_tiles,
+    product_of_layout,
+    products_of_tiles,
+)
 
 
 def normal(
@@ -48,7 +53,27 @@ class Linear(nnx.Module):
         # All rows in one axis: on a CPU XLA's gradient of a matrix contracts one axis of rows twice
         # as fast as two (LOG.md).
         rows, kernel = x.reshape(-1, x.shape[-1]), self.kernel[...]
-        y = product_of_layout(rows, kernel).reshape(*x.shape[:-1], -1)
+        return self.add_bias(product_of_layout(rows, kernel).reshape(*x.shape[:-1], -1))
+
+    def of_gate(
+        self,
+        gate: Float[Array, "*rows inputs"],
+        up: Float[Array, "*rows inputs"],
+        activation: str,
+    ) -> Float[Array, "*rows outputs"] | None:
+        """What it makes of `activation(gate) * up`, by a kernel; None where there is none.
+
+        Args:
+          activation: of `tiled_products.ACTIVATIONS`.
+        """
+        kernel = self.kernel[...]
+        if layout_of_matrix(kernel) != "tiles" or gate.dtype != jnp.float32:
+            return None
+        rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
+        y = gated_product_of_tiles(*rows, kernel, activation)
+        return self.add_bias(y.reshape(*gate.shape[:-1], -1))
+
+    def add_bias(self, y: Float[Array, "*rows outputs"]) -> Float[Array, "*rows outputs"]:
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
     def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
@@ -62,11 +87,14 @@ class Linear(nnx.Module):
 
 
 def joint_tiled_products(
-    x: Float[Array, "*rows inputs"], layers: Sequence[nnx.Module]
+    x: Float[Array, "*rows inputs"], layers: Sequence[nnx.Module], norm: "RMSNorm | None" = None
 ) -> tuple[Float[Array, "*rows outputs"], ...] | None:
     """What layers with matrices in tiles make of `x`, in one call; None where one has others.
 
     Between calls threads wait for each other.
+
+    Args:
+      norm: of `x` before the products, in the same call; None where there is none.
     """
     linears = [layer for layer in layers if isinstance(layer, Linear)]
     kernels = [layer.kernel[...] for layer in linears]
@@ -74,13 +102,14 @@ def joint_tiled_products(
         return None
     if any(layout_of_matrix(w) != "tiles" for w in kernels):
         return None
-    results = products_of_tiles(x.reshape(-1, x.shape[-1]), kernels)
+    first = None
+    if norm is not None and x.dtype == jnp.float32:
+        first = Norm(norm.scale[...], norm.eps)
+    elif norm is not None:
+        x = norm(x)
+    results = products_of_tiles(x.reshape(-1, x.shape[-1]), kernels, first)
     products = (y.reshape(*x.shape[:-1], -1) for y in results)
-    biases = (layer.bias for layer in linears)
-    return tuple(
-        y if bias is None else y + along_last(bias[...], y)
-        for y, bias in zip(products, biases, strict=True)
-    )
+    return tuple(layer.add_bias(y) for layer, y in zip(linears, products, strict=True))
 
 
 def normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
@@ -128,26 +157,31 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         table = self.table[...]
-        rows = _rows if table.ndim == 2 else rows_of_tiles
-        return rows(table, tokens).astype(activation_dtype(table.dtype))
+        return embedding_rows.read(table, tokens) if table.ndim == 4 else _rows(table, tokens)
 
 
 @jax.custom_jvp
 def _rows(table: Float[Array, "V D"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-    """`table[tokens]`. XLA reads rows of a bfloat16 table on a CPU after it has converted all of it
-    to float32, which is kept through the decoding loop: twice the table's memory. It reads rows of
-    integers as they are.
+    """`table[tokens]`, in the dtype of activations.
+
+    XLA reads rows of a bfloat16 table on a CPU after it has converted all of it to float32, which
+    is kept through the decoding loop: twice the table's memory. It reads rows of integers as they
+    are, but copies the table, too.
     """
+    dtype = activation_dtype(table.dtype)
     if table.dtype != jnp.bfloat16 or platform() != "cpu":
-        return table[tokens]
+        return table[tokens].astype(dtype)
+    if embedding_rows.can_read(table):
+        return embedding_rows.read(table, tokens)
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
-    return jax.lax.bitcast_convert_type(bits[tokens], jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(bits[tokens], jnp.bfloat16).astype(dtype)
 
 
 @_rows.defjvp
 def _(primals: tuple, tangents: tuple) -> tuple:
     (table, tokens), (d_table, _) = primals, tangents
-    return _rows(table, tokens), d_table[tokens]
+    rows = _rows(table, tokens)
+    return rows, d_table[tokens].astype(rows.dtype)
 
 
 class MLP(nnx.Module):
@@ -168,9 +202,19 @@ class MLP(nnx.Module):
         self.down = Linear(mlp_dim, dim, bias=bias, dtype=dtype, rngs=rngs)
         self.act = act
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = joint_tiled_products(x, (self.gate, self.up)) or (self.gate(x), self.up(x))
-        return self.down(self.act(gate) * up)
+    def __call__(
+        self, x: Float[Array, "B T D"], norm: RMSNorm | None = None
+    ) -> Float[Array, "B T D"]:
+        """The output for `x`, or for `norm(x)`, which a kernel may compute beside the products."""
+        gate_and_up = joint_tiled_products(x, (self.gate, self.up), norm)
+        if gate_and_up is None:
+            x = x if norm is None else norm(x)
+            gate_and_up = self.gate(x), self.up(x)
+        gate, up = gate_and_up
+        y = None
+        if (activation := NAMES_OF_ACTIVATIONS.get(self.act)) and isinstance(self.down, Linear):
+            y = self.down.of_gate(gate, up, activation)
+        return self.down(self.act(gate) * up) if y is None else y
 
 
 def soft_cap(logits: Float[Array, "*rows V"], cap: float | None) -> Float[Array, "*rows V"]:
@@ -181,3 +225,6 @@ def soft_cap(logits: Float[Array, "*rows V"], cap: float | None) -> Float[Array,
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """GELU by its tanh approximation, `gelu_pytorch_tanh` in a config.json."""
     return jax.nn.gelu(x, approximate=True)
+
+
+NAMES_OF_ACTIVATIONS: dict[Callable, str] = {jax.nn.silu: "silu", gelu_tanh: "gelu_tanh"}

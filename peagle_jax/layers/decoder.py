@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import vocab
 from peagle_jax.layers.attention import Attention
-from peagle_jax.layers.basic import Embedding, Linear, RMSNorm, soft_cap
+from peagle_jax.layers.basic import MLP, Embedding, Linear, RMSNorm, soft_cap
 from peagle_jax.layers.matrix_layouts import to_plain
 from peagle_jax.layers.products import product_of_layout
 from peagle_jax.types import Attend, TargetOutput
@@ -34,8 +34,10 @@ class PreNormBlock(nnx.Module):
         attend: Attend,
         state: Any,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        y, state = self.attn(self.attn_norm(x), positions, layer, attend, state)
+        y, state = self.attn(x, positions, layer, attend, state, norm=self.attn_norm)
         x = x + y
+        if isinstance(self.mlp, MLP):
+            return x + self.mlp(x, self.mlp_norm), state
         return x + self.mlp(self.mlp_norm(x)), state
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units, has_bfloat16_products
-from peagle_jax.kernels.tiled_products import tiled_products
+from peagle_jax.kernels.tiled_products import Norm, gated_products, tiled_products
 from peagle_jax.layers.matrix_layouts import layout_of_matrix
 from peagle_jax.types import Model
 
@@ -65,10 +65,22 @@ def product_of_layout(x: Float[Array, "rows K"], w: Float[Array, "..."]) -> Floa
 
 
 def products_of_tiles(
-    x: Float[Array, "rows K"], matrices: Sequence[Float[Array, "_ parts columns numbers"]]
+    x: Float[Array, "rows K"],
+    matrices: Sequence[Float[Array, "_ parts columns numbers"]],
+    norm: Norm | None = None,
 ) -> list[Float[Array, "rows _"]]:
-    """`x` times each of several matrices in tiles, in one call."""
-    return tiled_products(x.astype(jnp.float32), matrices)
+    """`x`, or its norm, times each of several matrices in tiles, in one call."""
+    return tiled_products(x.astype(jnp.float32), matrices, norm)
+
+
+def gated_product_of_tiles(
+    gate: Float[Array, "rows K"],
+    up: Float[Array, "rows K"],
+    matrix: Float[Array, "_ parts columns numbers"],
+    activation: str,
+) -> Float[Array, "rows _"]:
+    """`activation(gate) * up` times a matrix in tiles, in one call."""
+    return gated_products(gate, up, [matrix], activation)[0]
 
 
 def _by_transposed(x: Array, w: Array) -> Array:

@@ -84,14 +84,20 @@ class Rope:
 
         Angles are float32, because bfloat16 cannot tell position 257 from 256.
         """
-        frequencies = jnp.asarray(self.frequencies, jnp.float32)[None, None, None]
-        angle = positions[..., None, None].astype(jnp.float32) * frequencies
-        cos = (self.scale * jnp.cos(angle)).astype(x.dtype)
-        sin = (self.scale * jnp.sin(angle)).astype(x.dtype)
+        cos, sin = (table.astype(x.dtype) for table in self.tables(positions[..., None]))
         # Tables as wide as a head, which XLA computes once for all heads and layers. From the
         # halves of x, cos and sin it makes one loop, with a cosine for each number of x (LOG.md).
         cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
         return x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin
+
+    def tables(
+        self, positions: Int[Array, "*tokens"]
+    ) -> tuple[Float[Array, "*tokens h"], Float[Array, "*tokens h"]]:
+        """Cosines and sines of each pair's angle, times `scale`, in float32."""
+        frequencies = jnp.asarray(self.frequencies, jnp.float32)
+        frequencies = frequencies.reshape((1,) * positions.ndim + frequencies.shape)
+        angle = positions[..., None].astype(jnp.float32) * frequencies
+        return self.scale * jnp.cos(angle), self.scale * jnp.sin(angle)
 
 
 def _read_spec(config: Mapping, where: str, default_theta: float | None) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Block(nnx.Module):
         return x * self.scale[...][None, None], state
 
     def _mlp_and_experts(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        y = self.mlp(self.mlp_norm(x))
+        y = self.mlp(x, self.mlp_norm)
         if self.moe is None:
             return y
         # made together with the experts

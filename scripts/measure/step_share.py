@@ -1,20 +1,32 @@
-"""How much of a decoding step is not its products with matrices, in two ways.
+"""How much of a decoding step is not its products with matrices.
 
     .venv/bin/python scripts/measure/step_share.py [--temperature 0]
         [--record results/step_share.jsonl]
 
-The packaged models decode with every method. Their step is timed three times, in turns: as it is;
-with every product by an outer product of summed activations and a row of weights, which costs next
-to nothing; and its products alone, one after the other, on weights of the same shapes. What is
-left of the step where products cost nothing is one estimate of what lies outside of them, and the
-step less its products is another. They differ by what runs side by side, and by what of the rest is
-a part of XLA's products. Scores and sums of attention are not counted as products with matrices.
+The packaged models decode with every method. Where their matrices are in tiles (as decoding
+measures which layout is fastest), a profile of XLA says how long each operation takes: products are
+calls of C++ kernels, which also normalize the rows that they read, and multiply the two halves of
+an MLP. A profile slows down short operations most, so that the share of what is no product is at
+most the one reported.
+
+In other layouts a step is timed three times, in turns: as it is; with every product by an outer
+product of summed activations and a row of weights, which costs next to nothing; and its products
+alone, one after the other, on weights of the same shapes. What is left of the step where products
+cost nothing is one estimate of what lies outside of them, and the step less its products is
+another. They differ by what runs side by side, and by what of the rest is a part of XLA's products.
+
+Scores and sums of attention are not counted as products with matrices.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
+import gzip
+import json
+import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +46,7 @@ from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.rows import Row, row_options
 from peagle_jax.decode.spec import DecodeSpec
-from peagle_jax.layers import basic, products
+from peagle_jax.layers import products
 from peagle_jax.layers.matrix_layouts import LAYOUTS, PLAIN, layout_of, layout_of_matrix
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.progress import ProgressReport
@@ -61,18 +73,15 @@ class Product:
 @contextmanager
 def products_by(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> Iterator[None]:
     """A context in which models that are traced multiply by `multiply`."""
-    changed = {(products, name): multiply for name in ("_matmul", "_narrowed", "_by_transposed")}
-    for module in (products, basic):
-        of_tiles = module, "products_of_tiles"
-        changed[of_tiles] = lambda x, matrices: [multiply(x, w) for w in matrices]
-    kept = {(module, name): getattr(module, name) for module, name in changed}
+    names = "_matmul", "_narrowed", "_by_transposed"
+    kept = {name: getattr(products, name) for name in names}
     try:
-        for (module, name), function in changed.items():
-            setattr(module, name, function)
+        for name in names:
+            setattr(products, name, multiply)
         yield
     finally:
-        for (module, name), function in kept.items():
-            setattr(module, name, function)
+        for name, function in kept.items():
+            setattr(products, name, function)
 
 
 @contextmanager
@@ -102,9 +111,19 @@ def outer_product(x: jax.Array, w: jax.Array) -> jax.Array:
 
     A single column of activations would let XLA leave out what computes the others.
     """
-    row = {"plain": lambda: w[0], "transposed": lambda: w[:, 0, 0], "tiles": lambda: w[:, 0, :, 0]}
-    first = row[layout_of_matrix(w)]().reshape(1, -1)
-    return x.sum(axis=-1, keepdims=True) * first.astype(x.dtype)
+    first = w[0] if layout_of_matrix(w) == PLAIN else w[:, 0, 0]
+    return x.sum(axis=-1, keepdims=True) * first.reshape(1, -1).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """A call that takes STEPS steps from a state, which it uses up as decoding does."""
+
+    compiled: Any
+    args: tuple
+
+    def __call__(self, state: DecodeState) -> None:
+        jax.block_until_ready(self.compiled(*self.args, state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +139,8 @@ class Decoding:
     def params(self) -> tuple:
         return self.target.params, self.draft_params
 
-    def steps(self) -> Callable[[DecodeState], None]:
-        """A call that takes STEPS steps from a state, which it uses up as decoding does.
-
-        It is compiled with the products that are in force now.
-        """
+    def steps(self) -> Steps:
+        """A call that takes STEPS steps, compiled with the products that are in force now."""
 
         def run(params, options, state):
             batch = len(state.tokens)
@@ -134,7 +150,8 @@ class Decoding:
         compiled = jax.jit(run, donate_argnums=2).lower(*args, self.state).compile()
         count, _ = jax.block_until_ready(compiled(*args, self.fresh_state()))
         assert int(count) == STEPS, f"{int(count)} steps of {STEPS} fit"
-        return lambda state: jax.block_until_ready(compiled(*args, state)) and None
+
+        return Steps(compiled, args)
 
     def fresh_state(self) -> DecodeState:
         """A copy of the state."""
@@ -206,6 +223,48 @@ def products_alone(found: list[Product]) -> Callable[[DecodeState], None]:
     return lambda state: jax.block_until_ready(run(weights)) and None
 
 
+# what is no operation, but has operations, in a profile of XLA
+NO_OPERATIONS = ("end:", "Thunk", "Threadpool", "while", "Common", "Execute")
+PRODUCTS = ("peagle_tiled_products", "peagle_gated_products", "peagle_tiled_product_of")
+
+
+def measure_in_tiles(decoding: Decoding, rounds: int) -> dict:
+    """Milliseconds of a step, and from profiles the share of what is not products in tiles."""
+    call = decoding.steps()
+    targets = dict(re.findall(r'%(\S+) = .*?custom_call_target="(\w+)"', call.compiled.as_text()))
+    seconds, shares, all_profiles = [], [], collections.Counter()
+    for number in range(rounds + 1):
+        state = decoding.fresh_state()
+        began = time.perf_counter()
+        call(state)
+        if number:  # the first one warms up
+            seconds.append((time.perf_counter() - began) / STEPS)
+            profile = collections.Counter()
+            for name, duration in profile_of(call, decoding.fresh_state()):
+                profile[targets.get(name, "XLA's own")] += duration
+            shares.append(1 - sum(profile[name] for name in PRODUCTS) / profile.total())
+            all_profiles += profile
+    return {
+        "step_ms": 1e3 * statistics.median(seconds),
+        "outside_share": statistics.median(shares),
+        "shares": {name: x / all_profiles.total() for name, x in all_profiles.most_common()},
+        "matrix_layout": decoding.spec.matrix_layout,
+    }
+
+
+def profile_of(call: Steps, state: DecodeState) -> list[tuple[str, float]]:
+    """The name of each operation of XLA in a call, and how long it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call(state)
+        (file,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    is_name = [x for x in events if x.get("name") == "thread_name"]
+    of_xla = {(x["pid"], x["tid"]) for x in is_name if "XLA" in x["args"]["name"]}
+    complete = [x for x in events if x.get("ph") == "X" and (x["pid"], x["tid"]) in of_xla]
+    return [(x["name"], x["dur"]) for x in complete if not x["name"].startswith(NO_OPERATIONS)]
+
+
 def measure(decoding: Decoding, rounds: int) -> dict:
     """Milliseconds of a step, of one whose products cost nothing, and of products alone."""
     found = decoding.products()
@@ -225,7 +284,7 @@ def measure(decoding: Decoding, rounds: int) -> dict:
         "step_ms": ms["step"],
         "rest_ms": ms["rest"],
         "products_ms": ms["products"],
-        "rest_share": ms["rest"] / ms["step"],
+        "outside_share": ms["rest"] / ms["step"],
         "share_less_products": 1 - ms["products"] / ms["step"],
         "products": len(found),
         "matrix_layout": decoding.spec.matrix_layout,
@@ -253,13 +312,15 @@ def main() -> None:
             case = {"name": "step_share", "method": method, "k": k, "dtype": dtype}
             case |= {"batch_size": batch, "temperature": args.temperature}
             decoding = start(method, dtype, batch, k, args.temperature)
-            rows.append(case | measure(decoding, args.rounds))
+            in_tiles = decoding.spec.matrix_layout == "tiles"
+            rows.append(case | (measure_in_tiles if in_tiles else measure)(decoding, args.rounds))
             progress.update(len(rows), note=f"{method}, {dtype}, batch {batch}")
-    columns = ("step_ms", "rest_ms", "products_ms", "rest_share", "share_less_products")
-    table = Table("method", "dtype", "batch", *(name.replace("_", " ") for name in columns))
+    table = Table("method", "dtype", "batch", "layout", "ms", "outside of products", "of these")
     for row in rows:
-        cells = (f"{row[name]:.2f}" for name in columns)
-        table.add_row(row["method"], row["dtype"], str(row["batch_size"]), *cells)
+        shares = row.get("shares", {}).items()
+        parts = (f"{name.removeprefix('peagle_')} {share:.0%}" for name, share in shares)
+        cells = row["matrix_layout"], f"{row['step_ms']:.2f}", f"{row['outside_share']:.0%}"
+        table.add_row(row["method"], row["dtype"], str(row["batch_size"]), *cells, ", ".join(parts))
     Console(width=110).print(table)
     if args.record:
         append_rows(args.record, rows, "scripts/measure/step_share.py")

@@ -43,6 +43,8 @@ def use(instructions: str, monkeypatch: pytest.MonkeyPatch) -> int:
     if instructions != "native":
         monkeypatch.setattr(native_code, "load", lambda: library)
         monkeypatch.setattr(
-            native_code, "function", lambda name, *rest: function(f"{name}_{instructions}", *rest)
+            native_code,
+            "function",
+            lambda name, *rest, **options: function(f"{name}_{instructions}", *rest, **options),
         )
     return library.peagle_lanes()

@@ -7,7 +7,13 @@ import pytest
 from kernels import native
 from kernels.test_cached_attention import RULES, case, ring, slow
 
-from peagle_jax.kernels import attention, native_code, processor, step_attention
+from peagle_jax.kernels import (
+    attention,
+    cache_write,
+    native_code,
+    processor,
+    step_attention,
+)
 from peagle_jax.kernels.fp8_matmul import E4M3
 
 
@@ -167,6 +173,73 @@ def test_with_64_bits_switched_on():
     with jax.enable_x64(True):
         got = attend(q, k, v, jnp.asarray(positions, jnp.int64), **RULES["sinks"])
     np.testing.assert_array_equal(got, want)
+
+
+NEW = dict(window=None, scale=0.3, sinks=None)
+
+
+def write(q, k, v, positions, new_k, new_v, first, **rule):
+    def call(*args):
+        return attention.native_write(*args, **(NEW | rule))
+
+    return jax.jit(call)(q, k, v, positions, new_k, new_v, first)
+
+
+def new_tokens(num: int, size: int, seed: int = 5):
+    rng = np.random.default_rng(seed)
+    return (jnp.asarray(rng.standard_normal((3, num, 2, size)), jnp.float32) for _ in range(2))
+
+
+@pytest.mark.parametrize("num, rule", [(1, {}), (4, {"window": 20}), (13, {})])
+def test_new_keys_and_values_are_written_first(num, rule):
+    """As XLA's updates write them, also where they would reach past the end."""
+    q, k, v, positions = case(H=32)
+    new_k, new_v = new_tokens(num, 32)
+    first = jnp.array([0, 70, 149])
+    old = cache_write.consecutive(new_k, new_v, first[:, None] + jnp.arange(num)[None], (k, v))
+    want = attend(q, *old, positions, **(NEW | rule))
+    y, written_k, written_v = write(q, k, v, positions, new_k, new_v, first, **rule)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(written_k, old[0])
+    np.testing.assert_array_equal(written_v, old[1])
+
+
+def test_a_donated_cache_is_written_in_place():
+    q, k, v, positions = case(H=32)
+    new, first = tuple(new_tokens(2, 32)), jnp.array([3, 9, 1])
+
+    def steps(k, v):
+        def step(i, caches):
+            y, *caches = attention.native_write(q, *caches, positions, *new, first + i, **NEW)
+            return tuple(caches)
+
+        return jax.lax.fori_loop(0, 4, step, (k, v))
+
+    compiled = jax.jit(steps, donate_argnums=(0, 1)).lower(k, v).compile()
+    cache = f"f32[{','.join(map(str, k.shape))}]"
+    copies = [
+        line
+        for line in compiled.as_text().splitlines()
+        if cache in line and " copy(" in line or "copy-start" in line
+    ]
+    assert not copies
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "heads", "rows", "values", "first"])
+def test_new_tokens_that_do_not_fit_are_refused(wrong):
+    q, k = jnp.zeros((2, 2, 6, 32)), jnp.zeros((2, 2, 8, 32))
+    shape = [2, 3, 2, 32]
+    for name, axis, size in [("tokens", 1, 9), ("heads", 2, 1), ("rows", 0, 1)]:
+        if wrong == name:
+            shape[axis] = size
+    new_v = jnp.zeros((2, 4, 2, 32) if wrong == "values" else shape)
+    first = jnp.zeros(3 if wrong == "first" else 2, jnp.int32)
+    mask = jnp.zeros((2, 2, 8))
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, k)]
+    aliases = {"input_output_aliases": {1: 1, 2: 2}}
+    call = native_code.function("peagle_write_and_attend", results, **aliases)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="sizes do not fit"):
+        call(q, k, k, mask, jnp.zeros(0), jnp.zeros(shape), new_v, first, scale=np.float32(1))
 
 
 @pytest.mark.parametrize("wrong", ["heads", "slots", "tokens", "sinks"])

@@ -10,13 +10,15 @@ from kernels import native
 
 from peagle_jax.kernels import native_code
 from peagle_jax.kernels.tiled_products import (
+    Norm,
     can_be_tiled,
     from_tiles,
-    rows_of_tiles,
+    gated_products,
     tiled_product_of,
     tiled_products,
     to_tiles,
 )
+from peagle_jax.layers import gelu_tanh
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -31,8 +33,14 @@ def random(*shape: int, dtype=jnp.float32, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
-def multiply(x, *ws):
-    return jax.jit(lambda x, ws: tiled_products(x, ws))(x, [to_tiles(w) for w in ws])
+def multiply(x, *ws, norm=None):
+    tiles = [to_tiles(w) for w in ws]
+    return jax.jit(lambda x, ws: tiled_products(x, ws, norm))(x, tiles)
+
+
+def multiply_gated(gate, up, *ws, activation="silu"):
+    call = jax.jit(gated_products, static_argnames="activation")
+    return call(gate, up, [to_tiles(w) for w in ws], activation=activation)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -70,6 +78,82 @@ def test_nan_and_infinity_stay_in_their_rows(dtype):
     assert np.isnan(y[2]).all() and np.isnan(y[4]).all() and np.isinf(y[5]).all()
     for row in (0, 1, 3, 6):
         np.testing.assert_array_equal(y[row], clean[row])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [384, 70, 6])
+def test_norms_before_products(dtype, size):
+    """Of whole vectors and of others; rows of very different sizes; a gain in the matrices' dtype."""
+    x = random(5, size) * jnp.float32([1, 1e-4, 300, 1, 0])[:, None]
+    gain, eps = 1 + 0.3 * random(size, dtype=dtype, seed=2), 1e-3
+    w = random(size, 64, dtype=dtype, seed=1)
+    y, z = multiply(x, w, w[:, :32], norm=Norm(gain, eps))
+    exact = np.asarray(x, np.float64)
+    exact /= np.sqrt((exact**2).mean(axis=1, keepdims=True) + eps)
+    rows = (exact * np.asarray(gain, np.float64)).astype(np.float32)
+    want = np.asarray(rows.astype(dtype), np.float64) @ np.asarray(w, np.float64)
+    # a number that lies between two of bfloat16 may become the other one
+    room = 1e-5 if dtype == jnp.float32 else 5e-3
+    np.testing.assert_allclose(y, want, rtol=room, atol=room * np.abs(want).max())
+    np.testing.assert_array_equal(z, y[:, :32])
+    assert not y[4].any()
+    alone = multiply(x[2:3], w, norm=Norm(gain, eps))[0]
+    np.testing.assert_array_equal(alone[0], y[2])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("activation, reference", [("silu", jax.nn.silu), ("gelu_tanh", gelu_tanh)])
+@pytest.mark.parametrize("rows, size", [(1, 1024), (40, 1024), (3, 70), (2, 6)])
+def test_gates_before_products(dtype, activation, reference, rows, size):
+    """Of few and of many numbers, from far below 0 to far above."""
+    gate, up = 4 * random(rows, size), random(rows, size, seed=3)
+    gate = gate.at[0, :5].set(jnp.float32([-200, -88, 0, 60, 300]))
+    w = random(size, 64, dtype=dtype, seed=1)
+    (y,) = multiply_gated(gate, up, w, activation=activation)
+    rows = np.asarray((reference(gate) * up).astype(dtype), np.float64)
+    want = rows @ np.asarray(w, np.float64)
+    room = 1e-5 if dtype == jnp.float32 else 5e-3
+    np.testing.assert_allclose(y, want, rtol=room, atol=room * np.abs(want).max())
+    (alone,) = multiply_gated(gate[-1:], up[-1:], w, activation=activation)
+    np.testing.assert_array_equal(alone[0], y[-1])
+
+
+@pytest.mark.parametrize("activation, reference", [("silu", jax.nn.silu), ("gelu_tanh", gelu_tanh)])
+def test_each_activation(activation, reference):
+    """By a matrix that picks each number."""
+    values = np.float32([-300, -90, -86, -20, -3, -1, -1e-3, 0, 1e-6, 0.7, 2, 15, 88, 90, 1e4])
+    gate = jnp.zeros((1, 32)).at[0, : len(values)].set(values)
+    (y,) = multiply_gated(gate, jnp.ones((1, 32)), jnp.eye(32), activation=activation)
+    with jax.enable_x64(True):
+        want = reference(jnp.asarray(np.asarray(gate[0], np.float64)))
+    np.testing.assert_allclose(y[0], want, rtol=2e-6, atol=1e-30)
+
+
+def test_nan_and_infinity_of_gates_and_norms():
+    """In their own rows, and nowhere else."""
+    gate, up, w = random(5, 64), random(5, 64, seed=1), random(64, 32, seed=2)
+    (clean,) = multiply_gated(gate, up, w)
+    bad = gate.at[1, 3].set(np.nan).at[3, 7].set(np.inf)
+    (y,) = multiply_gated(bad, up, w)
+    assert np.isnan(y[1]).all() and np.isinf(y[3]).all()
+    norm = Norm(jnp.ones(64), 1e-6)
+    (normed,) = multiply(gate, w, norm=norm)
+    (z,) = multiply(bad, w, norm=norm)
+    assert np.isnan(z[1]).all() and np.isnan(z[3]).all()
+    for row in (0, 2, 4):
+        np.testing.assert_array_equal(y[row], clean[row])
+        np.testing.assert_array_equal(z[row], normed[row])
+
+
+def test_gains_and_gates_of_other_sizes_are_refused():
+    w = to_tiles(random(32, 64))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a gain of another size"):
+        tiled_products(jnp.zeros((3, 32)), [w], Norm(jnp.ones(31), 1e-6))
+    call = native_code.function("peagle_gated_products", jax.ShapeDtypeStruct((3, 64), "float32"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a gate of another size"):
+        call(jnp.zeros((3, 32)), jnp.zeros((2, 32)), w, activation=np.int32(0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an unknown activation"):
+        call(jnp.zeros((3, 32)), jnp.zeros((3, 32)), w, activation=np.int32(2))
 
 
 def test_rows_are_rounded_to_the_nearest_and_halves_to_even():
@@ -127,7 +211,8 @@ def test_other_operands_are_refused(shapes, dtypes, reason):
 def call_with(matrices):
     """Three rows of 32 numbers times matrices of 64 columns."""
     results = [jax.ShapeDtypeStruct((3, 64), jnp.float32)] * len(matrices)
-    return native_code.function("peagle_tiled_products", results)(jnp.zeros((3, 32)), *matrices)
+    call = native_code.function("peagle_tiled_products", results)
+    return call(jnp.zeros((3, 32)), jnp.zeros(0), *matrices, eps=np.float32(0))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -178,10 +263,6 @@ def test_tiles(dtype, shape):
     for k, n in [(0, 0), (inputs - 1, 95), (2, 33)]:
         assert tiles[n // 32, k // part, n % 32, k % part] == w[k, n]
     np.testing.assert_array_equal(from_tiles(tiles), w)
-    tokens = jnp.array([[0, 95], [33, 31]])
-    np.testing.assert_array_equal(rows_of_tiles(tiles, tokens), w.T[tokens])
-    past = jnp.array([95, 96, 300])  # as JAX reads what is out of range
-    np.testing.assert_array_equal(rows_of_tiles(tiles, past), w.T[past])
 
 
 def test_which_matrices_have_tiles():

@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "embedding_rows.h"
+#include "head_rotation.h"
+#include "row_preparation.h"
 #include "step_attention.h"
 #include "tiled_products.h"
 #include "xla/ffi/api/ffi.h"
@@ -34,8 +37,9 @@ const char* Misfit(const F32& x, const ffi::AnyBuffer& w, ffi::Span<const int64_
   return nullptr;
 }
 
-ffi::Error TiledProducts(ffi::ThreadPool pool, F32 x, ffi::RemainingArgs matrices,
-                         ffi::RemainingRets products) {
+// The products of rows, made of a source, with matrices in tiles.
+ffi::Error Multiply(ffi::ThreadPool& pool, const F32& x, const row_preparation::Source& source,
+                    ffi::RemainingArgs& matrices, ffi::RemainingRets& products) {
   std::vector<tiled_products::Matrix> all;
   ffi::DataType type = ffi::F32;
   for (size_t i = 0; i < matrices.size(); ++i) {
@@ -50,9 +54,35 @@ ffi::Error TiledProducts(ffi::ThreadPool pool, F32 x, ffi::RemainingArgs matrice
     all.push_back(
         {static_cast<const uint32_t*>(w->untyped_data()), w->dimensions()[0], (*y)->typed_data()});
   }
-  tiled_products::Run(pool, x.typed_data(), x.dimensions()[0], x.dimensions()[1],
-                      type == ffi::BF16, all);
+  tiled_products::Run(pool, source, x.dimensions()[0], type == ffi::BF16, all);
   return ffi::Error::Success();
+}
+
+// Where rows come from that nothing is done to.
+row_preparation::Source AsTheyAre(const F32& x) {
+  return {x.typed_data(), x.dimensions().size() == 0 ? 0 : x.dimensions().back()};
+}
+
+// Rows are normalized first where there is a gain.
+ffi::Error TiledProducts(ffi::ThreadPool pool, F32 x, F32 gain, ffi::RemainingArgs matrices,
+                         ffi::RemainingRets products, float eps) {
+  row_preparation::Source source = AsTheyAre(x);
+  const int64_t size = gain.element_count();
+  if (size && size != source.size) return Refused("a gain of another size");
+  if (size) source.gain = gain.typed_data();
+  source.eps = eps;
+  return Multiply(pool, x, source, matrices, products);
+}
+
+// Rows are activation(gate) * up.
+ffi::Error GatedProducts(ffi::ThreadPool pool, F32 gate, F32 up, ffi::RemainingArgs matrices,
+                         ffi::RemainingRets products, int32_t activation) {
+  if (!AreSame(gate.dimensions(), up.dimensions())) return Refused("a gate of another size");
+  if (activation < 0 || activation > 1) return Refused("an unknown activation");
+  row_preparation::Source source = AsTheyAre(gate);
+  source.up = up.typed_data();
+  source.activation = static_cast<row_preparation::Activation>(activation);
+  return Multiply(pool, gate, source, matrices, products);
 }
 
 // The product with one of several matrices, by its number, which is read where it lies.
@@ -66,13 +96,49 @@ ffi::Error TiledProductOf(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer matrices,
   const int64_t which = std::clamp<int64_t>(number.typed_data()[0], 0, shape[0] - 1);
   const int64_t words = tiles[0] * tiles[1] * tiles[2];
   const auto* first = static_cast<const uint32_t*>(matrices.untyped_data()) + which * words;
-  tiled_products::Run(pool, x.typed_data(), x.dimensions()[0], x.dimensions()[1],
-                      matrices.element_type() == ffi::BF16, {{first, tiles[0], y->typed_data()}});
+  tiled_products::Run(pool, AsTheyAre(x), x.dimensions()[0], matrices.element_type() == ffi::BF16,
+                      {{first, tiles[0], y->typed_data()}});
   return ffi::Error::Success();
 }
 
-ffi::Error StepAttention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 mask, F32 sinks,
-                         ffi::Result<F32> y, float scale) {
+// Rows of a table [V, K], or in the tiles of its transpose.
+ffi::Error EmbeddingRows(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::Buffer<ffi::S32> tokens,
+                         ffi::Result<F32> y) {
+  const auto T = table.dimensions(), Y = y->dimensions();
+  const bool is_bfloat16 = table.element_type() == ffi::BF16, is_tiled = T.size() == 4;
+  const int64_t part = is_bfloat16 ? 2 : 1;
+  if (!is_bfloat16 && table.element_type() != ffi::F32)
+    return Refused("a table must be float32 or bfloat16");
+  if ((T.size() != 2 && !is_tiled) || Y.size() != 2 || Y[1] % part || T[0] < 1 ||
+      Y[0] != static_cast<int64_t>(tokens.element_count()) ||
+      Y[1] != (is_tiled ? T[1] * part : T[1]) ||
+      (is_tiled && (T[2] != tiled_products::kColumns || T[3] != part)))
+    return Refused("arrays whose sizes do not fit each other");
+  const int64_t vocab = is_tiled ? T[0] * T[2] : T[0];
+  embedding_rows::Run(pool, {table.untyped_data(), vocab, Y[1], is_bfloat16, is_tiled},
+                      tokens.typed_data(), Y[0], y->typed_data());
+  return ffi::Error::Success();
+}
+
+// Heads of queries or keys with their norm, where there is a gain, and rotated.
+ffi::Error RotateHeads(ffi::ThreadPool pool, F32 x, F32 gain, F32 cos, F32 sin, ffi::Result<F32> y,
+                       float eps) {
+  const auto X = x.dimensions(), C = cos.dimensions();
+  const int64_t size = gain.element_count();
+  if (X.size() != 3 || C.size() != 2 || !AreSame(C, sin.dimensions()) || X[0] != C[0] ||
+      X[2] != 2 * C[1] || (size && size != X[2]) || !AreSame(X, y->dimensions()))
+    return Refused("arrays whose sizes do not fit each other");
+  if (C[1] % kLanes) return Refused("halves of heads that are no whole number of vectors");
+  head_rotation::Run(pool, {x.typed_data(), size ? gain.typed_data() : nullptr, cos.typed_data(),
+                            sin.typed_data(), X[0], X[1], X[2], eps, y->typed_data()});
+  return ffi::Error::Success();
+}
+
+// Attention over caches that are read, and to which `new_k` and `new_v` are written first if there
+// are any.
+ffi::Error Attend(ffi::ThreadPool& pool, const F32& q, const F32& k, const F32& v, const F32& mask,
+                  const F32& sinks, ffi::Result<F32>& y, float scale,
+                  step_attention::Problem p = {}) {
   const auto Q = q.dimensions(), K = k.dimensions(), M = mask.dimensions();
   const int64_t num_sinks = sinks.element_count();
   if (Q.size() != 4 || K.size() != 4 || M.size() != 3 || !AreSame(K, v.dimensions()) ||
@@ -80,7 +146,6 @@ ffi::Error StepAttention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 mask, F3
       M[0] != Q[0] || M[1] != Q[1] || M[2] != K[2] || (num_sinks && num_sinks != Q[2]))
     return Refused("arrays whose sizes do not fit each other");
   if (Q[3] % kLanes) return Refused("heads that are no whole number of vectors");
-  step_attention::Problem p;
   p.batch = Q[0], p.tokens = Q[1], p.heads = Q[2], p.head_dim = Q[3];
   p.kv_heads = K[1], p.slots = K[2];
   p.q = q.typed_data(), p.k = k.typed_data(), p.v = v.typed_data(), p.mask = mask.typed_data();
@@ -89,6 +154,28 @@ ffi::Error StepAttention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 mask, F3
   p.y = y->typed_data();
   step_attention::Run(pool, p);
   return ffi::Error::Success();
+}
+
+ffi::Error StepAttention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 mask, F32 sinks,
+                         ffi::Result<F32> y, float scale) {
+  return Attend(pool, q, k, v, mask, sinks, y, scale);
+}
+
+// The caches are operands and results in one.
+ffi::Error WriteAndAttend(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 mask, F32 sinks, F32 new_k,
+                          F32 new_v, ffi::Buffer<ffi::S32> first, ffi::Result<F32> y,
+                          ffi::Result<F32> k_result, ffi::Result<F32> v_result, float scale) {
+  const auto K = k.dimensions(), N = new_k.dimensions();
+  if (K.size() != 4 || N.size() != 4 || !AreSame(N, new_v.dimensions()) || N[0] != K[0] ||
+      N[1] > K[2] || N[2] != K[1] || N[3] != K[3] ||
+      static_cast<int64_t>(first.element_count()) != N[0])
+    return Refused("arrays whose sizes do not fit each other");
+  if (k.typed_data() != k_result->typed_data() || v.typed_data() != v_result->typed_data())
+    return Refused("caches that are not written in place");
+  step_attention::Problem p = {};
+  p.new_k = new_k.typed_data(), p.new_v = new_v.typed_data(), p.first = first.typed_data();
+  p.num_new = N[1];
+  return Attend(pool, q, k, v, mask, sinks, y, scale, p);
 }
 
 }  // namespace
@@ -100,8 +187,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_tiled_products, TiledProducts,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<F32>()
+                                  .Arg<F32>()
                                   .RemainingArgs()
-                                  .RemainingRets());
+                                  .RemainingRets()
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_gated_products, GatedProducts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int32_t>("activation"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_tiled_product_of, TiledProductOf,
                               ffi::Ffi::Bind()
@@ -111,6 +209,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_tiled_product_of, TiledProductOf,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<F32>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_embedding_rows, EmbeddingRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<F32>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_rotate_heads, RotateHeads,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Ret<F32>()
+                                  .Attr<float>("eps"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_step_attention, StepAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -119,5 +234,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_step_attention, StepAttention,
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
+                                  .Ret<F32>()
+                                  .Attr<float>("scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_write_and_attend, WriteAndAttend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
                                   .Ret<F32>()
                                   .Attr<float>("scale"));

@@ -1,9 +1,11 @@
 // Attention of a few queries of each sequence over its KV cache, for decoding on a CPU.
 //
+//     k[first + i], v[first + i] = new_k[i], new_v[i]
 //     scores[t, s] = scale * q[t] . k[s] + mask[t, s];  y[t] = softmax(scores[t]) v
 //
-// Shapes: q and y [B, T, N, H]; k and v [B, G, S, H]; mask [B, T, S], which is 0 where a query sees
-// a slot and at most -1e30 elsewhere. All are float32. Heads are grouped, N / G of them to a KV
+// Shapes: q and y [B, T, N, H]; new_k and new_v [B, I, G, H], or null where nothing is new; first
+// [B]; k and v [B, G, S, H]; mask [B, T, S], which is 0 where a query sees a slot and at most -1e30
+// elsewhere. All but `first` are float32. Heads are grouped, N / G of them to a KV
 // head. Of a sequence slots are read from the first to the last that any of its queries sees. A
 // query's result depends on its row of the mask and these slots, and on no other query. (The weight
 // of a slot that only others see is 0, and 0 times NaN is NaN.)
@@ -35,7 +37,11 @@ constexpr float kMasked = -1e30f, kSeesNothing = -1e29f;
 
 struct Problem {
   int64_t batch, tokens, heads, kv_heads, slots, head_dim;
-  const float *q, *k, *v, *mask;
+  const float *q, *mask;
+  float *k, *v;
+  const float *new_k = nullptr, *new_v = nullptr;
+  const int32_t* first = nullptr;
+  int64_t num_new = 0;
   const float* sinks;  // [N], or null: one more logit of each head, without a value
   float scale;
   float* y;
@@ -129,6 +135,18 @@ inline Span Visible(const Problem& p, int64_t b) {
   return {std::min(begin, end) / kLanes * kLanes, end};
 }
 
+// Keys and values of new tokens of one KV head of one sequence go to its cache.
+inline void Write(const Problem& p, int64_t b, int64_t g) {
+  const int64_t last = std::max<int64_t>(0, p.slots - p.num_new), H = p.head_dim;
+  const int64_t first = std::clamp<int64_t>(p.first[b], 0, last);  // as XLA's updates
+  for (int64_t i = 0; i < std::min(p.num_new, p.slots); ++i) {
+    const int64_t from = ((b * p.num_new + i) * p.kv_heads + g) * H;
+    const int64_t to = ((b * p.kv_heads + g) * p.slots + first + i) * H;
+    std::memcpy(p.k + to, p.new_k + from, H * sizeof(float));
+    std::memcpy(p.v + to, p.new_v + from, H * sizeof(float));
+  }
+}
+
 // One KV head of one sequence, and the query heads that read it.
 inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
   const int64_t group = p.heads / p.kv_heads, rows = group * p.tokens, H = p.head_dim;
@@ -203,7 +221,9 @@ inline void Run(xla::ffi::ThreadPool& pool, const Problem& p) {
     numbers += 2 * p.kv_heads * p.head_dim * (spans[b].end - spans[b].begin);
   }
   ParallelFor(pool, p.batch * p.kv_heads, NumThreads(pool, numbers, kLeastNumbers), [&](int64_t i) {
-    Attend(p, i / p.kv_heads, i % p.kv_heads, spans[i / p.kv_heads]);
+    const int64_t b = i / p.kv_heads, g = i % p.kv_heads;
+    if (p.num_new) Write(p, b, g);
+    Attend(p, b, g, spans[b]);
   });
 }
 

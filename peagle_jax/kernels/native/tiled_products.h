@@ -2,7 +2,7 @@
 //
 //     y[r, n] = sum over k of x[r, k] * w[k, n]
 //
-// x is float32 [R, K]. A matrix is bfloat16 [N/32, K/2, 32, 2] or float32 [N/32, K, 32, 1], so that
+// x is float32 [R, K], and may be made of other rows first (row_preparation.h). A matrix is bfloat16 [N/32, K/2, 32, 2] or float32 [N/32, K, 32, 1], so that
 // it is read from its first byte to its last, in the order in which registers want it, and nothing
 // has to be packed. With bfloat16 the rows are rounded to bfloat16, and sums are float32. A number
 // of y depends on its row of x and its column of w alone: not on the other rows, nor on how many
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "parallel_for.h"
+#include "row_preparation.h"
 #include "vectors.h"
 
 namespace tiled_products {
@@ -34,6 +35,8 @@ constexpr int kMostTiles = std::max(1, kMostRows / 3);
 
 // Fewer bytes are multiplied sooner than a further thread wakes up.
 constexpr int64_t kLeastBytes = 64 << 10;
+// Activations for each thread that computes them.
+constexpr int64_t kLeastActivations = 8 << 10;
 constexpr int kPartsOfThread = 4;  // so that no thread waits long for another
 
 // How a number of a row, or two neighbours in bfloat16, is multiplied with as many of each of
@@ -165,27 +168,28 @@ inline uint32_t Rounded(float x) {
   return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
 
-// x [rows, inputs] by the matrices, which are all bfloat16, or all float32.
-inline void Run(xla::ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t inputs,
+// The rows of a source by the matrices, which are all bfloat16, or all float32.
+inline void Run(xla::ffi::ThreadPool& pool, const row_preparation::Source& source, int64_t rows,
                 bool is_bfloat16, const std::vector<Matrix>& matrices) {
-  const int64_t depth = is_bfloat16 ? inputs / 2 : inputs;
+  const int64_t inputs = source.size, depth = is_bfloat16 ? inputs / 2 : inputs;
   // rows that lie a multiple of 4,096 bytes apart would drive each other out of the fastest cache
   const int64_t stride = depth + 16;
   Scratch<uint32_t> scratch(rows * stride);
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* from = x + r * inputs;
-    uint32_t* to = scratch.data() + r * stride;
-    if (is_bfloat16) {
-      for (int64_t k = 0; k < depth; ++k)
-        to[k] = Rounded(from[2 * k]) | Rounded(from[2 * k + 1]) << 16;
-    } else {
-      std::memcpy(to, from, inputs * sizeof(float));
-    }
-  }
+  uint32_t* prepared = scratch.data();
+  const int64_t work = source.up ? rows * inputs : 0;  // the rest takes next to no time
+  ParallelFor(pool, rows, NumThreads(pool, work, kLeastActivations), [&](int64_t r) {
+    uint32_t* to = prepared + r * stride;
+    if (!is_bfloat16) return row_preparation::Prepare(source, r, reinterpret_cast<float*>(to));
+    Scratch<float> row(inputs);
+    row_preparation::Prepare(source, r, row.data());
+    const float* from = row.data();
+    for (int64_t k = 0; k < depth; ++k)
+      to[k] = Rounded(from[2 * k]) | Rounded(from[2 * k + 1]) << 16;
+  });
   if (is_bfloat16) {
-    MultiplyAll<OfBfloat16Pairs>(pool, {scratch.data(), stride}, rows, depth, matrices);
+    MultiplyAll<OfBfloat16Pairs>(pool, {prepared, stride}, rows, depth, matrices);
   } else {
-    const auto* numbers = reinterpret_cast<const float*>(scratch.data());
+    const auto* numbers = reinterpret_cast<const float*>(prepared);
     MultiplyAll<OfFloats>(pool, {numbers, stride}, rows, depth, matrices);
   }
 }

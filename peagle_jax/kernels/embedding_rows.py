@@ -1,0 +1,36 @@
+"""Rows of an embedding on a CPU, in C++ (native/embedding_rows.h).
+
+XLA converts all of a bfloat16 table before it reads rows of it: to float32, or where it is read as
+integers, to another copy of the table, once in each call of a program.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.kernels import native_code
+from peagle_jax.kernels.choose import multi_device_reason
+from peagle_jax.kernels.launch import platform
+
+
+def can_read(table: Float[Array, "..."]) -> bool:
+    """Whether the kernel can do it: on one CPU, of whole words of 32 bits."""
+    width = table.shape[1] * (1 if table.ndim == 2 else table.shape[3])
+    is_known = table.dtype in (jnp.bfloat16, jnp.float32) and table.dtype.itemsize * width % 4 == 0
+    if not is_known or not len(table) or platform() != "cpu" or multi_device_reason() is not None:
+        return False
+    return native_code.is_available()
+
+
+def read(table: Float[Array, "..."], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows K"]:
+    """`table[tokens]`, as float32. It has no gradient.
+
+    Args:
+      table: [V K], or in the tiles of its transpose (`tiled_products.to_tiles`).
+      tokens: counted from the end where they are negative; one that is out of range is the
+        nearest. So XLA reads a table, too.
+    """
+    width = table.shape[1] * (1 if table.ndim == 2 else table.shape[3])
+    result = jax.ShapeDtypeStruct((tokens.size, width), jnp.float32)
+    call = native_code.function("peagle_embedding_rows", result)
+    return call(table, tokens.reshape(-1).astype(jnp.int32)).reshape(*tokens.shape, width)
