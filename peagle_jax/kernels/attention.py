@@ -190,6 +190,11 @@ def step_operands(operands: DTypeLike | None) -> DTypeLike | None:
     return operands if has_bfloat16_matrix_units() else None
 
 
+def read_operands(operands: DTypeLike | None, num_queries: int) -> DTypeLike | None:
+    """The dtype in which `attend` multiplies so many queries of a sequence with a cache."""
+    return operands if num_queries >= LEAST_QUERIES else step_operands(operands)
+
+
 def converts_cache(dtype: DTypeLike, operands: DTypeLike | None, num_tokens: int) -> bool:
     """Whether `reference` converts a cache of `dtype` to `operands`.
 
@@ -280,7 +285,6 @@ def attend(
         reason = "a mask says which keys are seen (a tree, or other attention of placeholders)"
     form = choose("attention", form, FORMS, reason)
     if form == "reference":
-        is_prompt = T >= LEAST_QUERIES  # by the tokens alone, and not by the rows beside them
-        operands = operands if is_prompt else step_operands(operands)
-        rule |= {"visible": visible, "operands": operands}
+        # by the tokens alone, and not by the rows beside them
+        rule |= {"visible": visible, "operands": read_operands(operands, T)}
     return FORMS[form](q, k, v, positions, kv_positions, **rule)

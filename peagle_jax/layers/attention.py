@@ -69,7 +69,8 @@ class CachedAttention:
                 return y, _with_written(state, g, i, dict(zip("kv", written, strict=True)))
         if k is not None and v is not None:
             operands = attention.step_operands(rule.operands)
-            is_converted = attention.converts_cache(group.k[i].dtype, operands, k.shape[1])
+            read_as = attention.read_operands(rule.operands, q.shape[1])
+            is_converted = attention.converts_cache(group.k[i].dtype, read_as, q.shape[1])
             if operands is not None:
                 k, v = (attention.round_to(operands, x) for x in (k, v))
             written = self._write(group, i, k, v, state.length, is_converted)
