@@ -26,41 +26,32 @@ COLORS = {"peagle_jax": "#0b6e4f", "vllm": "#8d99ae", "transformers": "#d9c27e"}
 
 
 def newest(path: Path, dtype: str = "bfloat16") -> list[dict]:
-    """The rows of the newest comparison in `dtype` in which vLLM ran without torch.compile.
+    """The rows of the newest comparison in `dtype` with vLLM at its best, with torch.compile.
 
     Empty where there is no file or no such row.
     """
-    rows = _comparisons(path, dtype, compiled=False)
-    last = max((row["time"] for row in rows), default=None)
-    return [row for row in rows if row["time"] == last]
+    return next(iter(newest_of_devices(path, dtype).values()), [])
 
 
-def newest_compiled(
-    path: Path, dtype: str = "bfloat16", count: int = 3
-) -> dict[str, list[list[dict]]]:
-    """Device -> the rows of each of its newest comparisons with torch.compile, newest last.
+def newest_of_devices(
+    path: Path, dtype: str = "bfloat16", *, compiled: bool = True
+) -> dict[str, list[dict]]:
+    """Device -> the rows of its newest comparison; that of the newest of all is the first.
 
-    The device of the newest comparison is the first. Of a device those of the newest commit count.
-    Where vLLM has run with what it says to preload, comparisons without that do not.
+    Where vLLM has run on a device with what it says to preload, comparisons without that do not
+    count.
+
+    Args:
+      compiled: those in which vLLM ran with torch.compile, or those without.
     """
-    rows = sorted(_comparisons(path, dtype, compiled=True), key=lambda row: row["time"])
+    rows = sorted(_comparisons(path, dtype, compiled), key=lambda row: row["time"])
     found = {}
     for device in dict.fromkeys(row["device"] for row in reversed(rows)):
         of_device = [row for row in rows if row["device"] == device]
-        preloaded = [row for row in of_device if row.get("vllm_preload")]
-        of_device = preloaded or of_device
-        newest_commit = of_device[-1]["commit"]
-        times = sorted({r["time"] for r in of_device if r["commit"] == newest_commit})[-count:]
-        found[device] = [[row for row in rows if row["time"] == time] for time in times]
+        preloaded = {row["time"] for row in of_device if row.get("vllm_preload")}
+        last = max(preloaded or {row["time"] for row in of_device})
+        found[device] = [row for row in of_device if row["time"] == last]
     return found
-
-
-def newest_elsewhere(path: Path, dtype: str = "bfloat16") -> list[list[dict]]:
-    """The rows of the newest comparison on every other device than that of `newest`."""
-    rows = _comparisons(path, dtype, compiled=False)
-    last = {row["device"]: row["time"] for row in sorted(rows, key=lambda row: row["time"])}
-    others = sorted(last, key=lambda device: last[device])[:-1]
-    return [[r for r in rows if (r["device"], r["time"]) == (d, last[d])] for d in others]
 
 
 def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
@@ -79,39 +70,28 @@ def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
     return [r for r in rows if r.get("vllm_compiled", option in r["command"]) == compiled]
 
 
-def ratios(comparisons: Sequence[Sequence[dict]], where: str | None = None) -> str:
+def ratios(rows: Sequence[dict], where: str | None = None) -> str:
     """A sentence to follow `caption`: our speed over vLLM's, at every batch size.
 
     It leaves out methods that were not timed at all of them.
 
     Args:
-      comparisons: the rows of each; of several, the smallest and the largest ratio are said, at
-        the batch sizes that all of them have.
       where: its first words; None for the device.
     """
-    sizes = ({row["batch_size"] for row in rows} for rows in comparisons)
-    batches = sorted(set.intersection(*sizes))
+    batches = sorted({row["batch_size"] for row in rows})
     parts = []
     for method in METHODS:
-        over = [_ratios(rows, method) for rows in comparisons]
-        if all(batch in one for one in over for batch in batches):
-            parts.append(f"{METHODS[method]} {' and '.join(_span(over, b) for b in batches)}")
-    *others, last = dict.fromkeys(rows[0]["commit"] for rows in comparisons)
-    commits = f"{', '.join(others)} and {last}" if others else last
-    commits = f"commit{'s' if ' ' in commits else ''} {commits}"
-    if not any(row.get("vllm_preload") for rows in comparisons for row in rows):
-        commits += ", vLLM without tcmalloc"
-    number = f"{len(comparisons)} runs, " if len(comparisons) > 1 else ""
+        over = _ratios(rows, method)
+        if all(batch in over for batch in batches):
+            spans = " and ".join(f"{over[batch]:.2f}x" for batch in batches)
+            parts.append(f"{METHODS[method]} {spans}")
+    commit = f"commit {rows[0]['commit']}"
+    if not any(row.get("vllm_preload") for row in rows):
+        commit += ", vLLM without tcmalloc"
     return (
-        f"{where or 'On ' + comparisons[0][0]['device']} ({number}{commits}) at batch "
+        f"{where or 'On ' + rows[0]['device']} ({commit}) at batch "
         f"{' and '.join(map(str, batches))}: {', '.join(parts)}."
     )
-
-
-def _span(over: Sequence[dict[int, float]], batch: int) -> str:
-    """`1.42 to 2.14x`: the smallest and the largest ratio at a batch size."""
-    low, high = (f"{end(one[batch] for one in over):.2f}x" for end in (min, max))
-    return low if low == high else f"{low.removesuffix('x')} to {high}"
 
 
 def _ratios(rows: Sequence[dict], method: str) -> dict[int, float]:
@@ -169,9 +149,12 @@ def caption(rows: Sequence[dict]) -> str:
     """What was compared, on what machine."""
     row = next(row for row in rows if row["engine"] == "vllm")
     version = ".".join(row["engine_version"].split(".")[:2])
+    others = f"vLLM {version} (with torch.compile)"
+    if any(row["engine"] == "transformers" for row in rows):
+        others += " and transformers"
     return (
         f"Greedy tokens/s on {row['device']}, {row['dtype']}, commit {row['commit']}, "
-        f"{row['time'][:10]}, in turns with vLLM {version} (uncompiled) and transformers; "
+        f"{row['time'][:10]}, in turns with {others}; "
         "in brackets, our speed over vLLM's, the median over rounds."
     )
 

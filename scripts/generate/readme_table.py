@@ -3,7 +3,7 @@
     python scripts/generate/readme_table.py [--check]
 
 The first table is the newest comparison with vLLM and transformers (results/peers.jsonl), which is
-also drawn to docs/pictures/peers.png; below it stand the ratios to vLLM with its compiler, and
+also drawn to docs/pictures/peers.png; below it stand the ratios to vLLM without its compiler, and
 those on other devices. The second is the small demo (results/demo.jsonl): of every device the
 newest `make demo` counts, with its greedy rows. Each stands between two markers.
 `--check` writes nothing and exits with 1 if a table is not what the rows say.
@@ -118,11 +118,11 @@ def peers_block() -> str:
     rows = peers.newest(path)
     header, *lines = peers.table(rows)
     table_lines = [_row(header), _row(["---"] * len(header)), *map(_row, lines)]
-    sentences = [peers.caption(rows)]
-    sentences += [peers.ratios([others]) for others in peers.newest_elsewhere(path)]
-    where = "**Beside vLLM with torch.compile** on"
-    for device, compiled in peers.newest_compiled(path).items():
-        sentences.append(peers.ratios(compiled, f"{where} {short_name(device)}"))
+    here, *elsewhere = peers.newest_of_devices(path).values()
+    sentences = [peers.caption(here), *map(peers.ratios, elsewhere)]
+    where = "Beside vLLM without torch.compile on"
+    for device, others in peers.newest_of_devices(path, compiled=False).items():
+        sentences.append(peers.ratios(others, f"{where} {short_name(device)}"))
         where = "On"
     caption = textwrap.wrap(" ".join(sentences), 100)
     return "\n".join([PEERS_BEGIN, *table_lines, "", *caption, PEERS_END])

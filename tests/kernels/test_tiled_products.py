@@ -83,7 +83,7 @@ def test_nan_and_infinity_stay_in_their_rows(dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("size", [384, 70, 6])
 def test_norms_before_products(dtype, size):
-    """Of whole vectors and of others; rows of very different sizes; a gain in the matrices' dtype."""
+    """Of whole vectors and of others, of very different sizes; gains in the matrices' dtype."""
     x = random(5, size) * jnp.float32([1, 1e-4, 300, 1, 0])[:, None]
     gain, eps = 1 + 0.3 * random(size, dtype=dtype, seed=2), 1e-3
     w = random(size, 64, dtype=dtype, seed=1)

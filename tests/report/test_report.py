@@ -67,6 +67,7 @@ def peer_row(engine: str, method: str, batch_size: int, speed: float, **changes)
         "target": "target",
         "num_prompts": 8,
         "max_new_tokens": 128,
+        "vllm_compiled": True,
     }
     return row | changes
 
@@ -80,7 +81,7 @@ def test_a_ratio_of_speeds_is_the_median_over_rounds():
     # twice the tokens in the same seconds
     assert peers.speed_ratio(ours | {"tokens_per_second": 20.0}, vllm) == 3.0
     assert peers.speed_ratio(ours, vllm | {"seconds": [1.0, 4.0]}) == 1.0  # not of the same rounds
-    assert "1.50x" in peers.table([ours, vllm])[1][2] and "1.50x" in peers.ratios([[ours, vllm]])
+    assert "1.50x" in peers.table([ours, vllm])[1][2] and "1.50x" in peers.ratios([ours, vllm])
 
 
 def test_the_newest_comparison_with_other_engines(tmp_path):
@@ -108,6 +109,7 @@ def test_the_newest_comparison_with_other_engines(tmp_path):
         peer_row("vllm", "plain", 1, 1.0, num_prompts=4, **later),
         peer_row("vllm", "plain", 1, 1.0, max_new_tokens=64, **later),
         peer_row("vllm", "plain", 1, 1.0, target="mine", **later),
+        peer_row("vllm", "plain", 1, 1.0, vllm_compiled=False, time="2026-11-23T10:00:00Z"),
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows + others))
     assert peers.newest(file) == newest
@@ -139,54 +141,47 @@ def test_ratios_of_other_devices(tmp_path):
     file = tmp_path / "peers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert peers.newest(file) == rows[6:12]
-    (elsewhere,) = peers.newest_elsewhere(file)
-    assert elsewhere == rows[12:]
-    assert peers.ratios([rows[6:12]]) == (
+    found = peers.newest_of_devices(file)
+    assert list(found) == ["Old CPU", "Some <CPU>, 2 cores"]
+    assert list(found.values()) == [rows[6:12], rows[12:]]
+    assert peers.ratios(rows[6:12]) == (
         "On Old CPU (commit abc1234, vLLM without tcmalloc) at batch 1 and 4: plain decoding 2.50x "
         "and 1.50x."
     )
-    assert peers.newest_elsewhere(tmp_path / "none") == []
+    assert peers.newest_of_devices(tmp_path / "none") == {}
 
 
-def test_vllm_with_a_compiler_is_another_comparison(tmp_path):
-    compiled = {"time": "2026-11-27T10:00:00Z", "vllm_compiled": True}
+def test_vllm_without_its_compiler_is_another_comparison(tmp_path):
     command = {"time": "2026-11-28T10:00:00Z", "command": "x.py --vllm-compile --rounds 5"}
+    eager = {"time": "2026-11-29T10:00:00Z", "vllm_compiled": False}
     elsewhere = {"device": "Old CPU", "time": "2026-11-01T10:00:00Z"}
     rows = [
-        peer_row("vllm", "plain", 1, 100.0),
-        peer_row("vllm", "plain", 1, 150.0, **compiled),
-        peer_row("peagle_jax", "plain", 1, 200.0, **compiled),
+        peer_row("vllm", "plain", 1, 150.0),
+        peer_row("peagle_jax", "plain", 1, 200.0),
         peer_row("vllm", "plain", 1, 160.0, commit="def5678", **command),
         peer_row("peagle_jax", "plain", 1, 400.0, commit="def5678", **command),
+        peer_row("vllm", "plain", 1, 100.0, **eager),
         peer_row("vllm", "plain", 1, 90.0, **elsewhere),
-        peer_row("vllm", "plain", 1, 90.0, **elsewhere, vllm_compiled=True),
+        peer_row("vllm", "plain", 1, 90.0, **elsewhere),
     ]
+    for silent in (rows[2], rows[3], rows[6]):  # which do not say it but in their command
+        del silent["vllm_compiled"]
     file = tmp_path / "peers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert peers.newest(file) == rows[:1] and peers.newest_elsewhere(file) == [rows[5:6]]
+    assert peers.newest(file) == rows[2:4]
     here = rows[0]["device"]
-    both = {here: [rows[3:5]], "Old CPU": [rows[6:7]]}  # of the newest commit
-    assert peers.newest_compiled(file) == both and list(peers.newest_compiled(file))[0] == here
-    later = [row | {"time": "2026-11-29T10:00:00Z"} for row in rows[3:5]]
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*later, *rows]))
-    assert peers.newest_compiled(file) == both | {here: [rows[3:5], later]}
-    assert peers.newest_compiled(file, count=1) == both | {here: [later]}
-    assert peers.newest_compiled(file, "float32") == {}
+    assert peers.newest_of_devices(file) == {here: rows[2:4], "Old CPU": [rows[5]]}
+    of_eager = peers.newest_of_devices(file, compiled=False)
+    assert of_eager == {here: [rows[4]], "Old CPU": [rows[6]]} and list(of_eager)[0] == here
+    assert peers.newest_of_devices(file, "float32") == {}
     # vLLM at its best counts alone
-    best = [row | {"vllm_preload": "libtcmalloc_minimal.so.4"} for row in rows[1:3]]
-    file.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], *best, *rows[3:]]))
-    assert peers.newest_compiled(file) == {here: [best], "Old CPU": [rows[6:7]]}
-    assert "(commit abc1234) at batch 1" in peers.ratios([best])
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert peers.ratios([rows[1:3]], "Compiled") == (
-        "Compiled (commit abc1234, vLLM without tcmalloc) at batch 1: plain decoding 1.33x."
+    best = [row | {"vllm_preload": "libtcmalloc_minimal.so.4"} for row in rows[:2]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*best, *rows[2:]]))
+    assert peers.newest_of_devices(file) == {here: best, "Old CPU": [rows[5]]}
+    assert "(commit abc1234) at batch 1" in peers.ratios(best)
+    assert peers.ratios(rows[2:4], "Compiled") == (
+        "Compiled (commit def5678, vLLM without tcmalloc) at batch 1: plain decoding 2.50x."
     )
-    assert peers.ratios([rows[3:5], rows[1:3]]) == (
-        "On Some <CPU>, 2 cores (2 runs, commits def5678 and abc1234, vLLM without "
-        "tcmalloc) at batch 1: plain decoding 1.33 to 2.50x."
-    )
-    third = [row | {"commit": "0123abc"} for row in rows[3:5]]
-    assert "commits abc1234, def5678 and 0123abc, " in peers.ratios([rows[1:3], rows[3:5], third])
 
 
 def test_numbers_of_the_page_are_rounded(tmp_path):
