@@ -140,6 +140,7 @@ def attend_in_blocks(monkeypatch) -> list[int]:
         return in_blocks(*args, **rule)
 
     monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    monkeypatch.setattr(attention, "MAX_MASK", 0)
     monkeypatch.setattr(attention, "LEAST_QUERIES", 2)
     monkeypatch.setattr(attention_blocks, "attend_in_blocks", note)
     return calls

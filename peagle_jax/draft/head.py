@@ -214,7 +214,7 @@ class DraftLayer(nnx.Module):
         is_placeholder: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """Only layers with norms of their own for them read `embeddings` and `fused`."""
-        norm = None  # that `attn` is to compute
+        norm = None  # that `attn` applies to its input
         if self.input_norm is None or self.hidden_norm is None:
             attn_input, residual, norm = x, x, self.input_norm
         else:

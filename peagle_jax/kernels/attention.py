@@ -17,6 +17,10 @@ MASKED = -1e30  # a finite score: a row that sees nothing must give numbers, not
 MAX_SCORES = 2**21
 # Those of fewer queries are not: a verification then rounds its weights as plain decoding does.
 LEAST_QUERIES = 64
+# Prompts with more slots are not for the C++ kernel where XLA multiplies bfloat16, which is faster
+# then (LOG.md, 2026-11-30); nor are those whose masks have more numbers.
+MAX_NATIVE_SLOTS = 1024
+MAX_MASK = 2**23
 
 
 def reference(
@@ -113,7 +117,7 @@ def native(
     sinks: Float[Array, " N"] | None,
     visible: Bool[Array, "B T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """As `reference`, of few queries in float32 on a CPU, by a C++ kernel. It has no gradient."""
+    """As `reference`, in float32 on a CPU, by a C++ kernel. It has no gradient."""
     mask = _whole_mask(q, k, positions, kv_positions, window, visible)
     return step_attention.attend(q, k, v, mask, scale, sinks)
 
@@ -145,9 +149,16 @@ def native_write(
 def is_native(
     q: Float[Array, "B T N H"], k: Float[Array, "B G S H"], operands: DTypeLike | None
 ) -> bool:
-    """Whether `attend` chooses `native`, but for a float8 cache."""
-    is_step = q.shape[1] < LEAST_QUERIES and step_operands(operands) is None
-    return is_step and step_attention.can_attend(q, k)
+    """Whether `attend` chooses `native` for a cache that is not float8."""
+    if step_operands(operands) is not None or not step_attention.can_attend(q, k):
+        return False
+    (B, T), S = q.shape[:2], k.shape[2]
+    is_narrow = operands is not None and jnp.dtype(operands) != k.dtype
+    if T < LEAST_QUERIES:
+        return True
+    if is_narrow:  # what is rounded must not depend on the rows beside it
+        return T * S <= MAX_MASK and S <= MAX_NATIVE_SLOTS
+    return B * T * S <= MAX_MASK
 
 
 def _whole_mask(
@@ -257,8 +268,8 @@ def attend(
     operands: DTypeLike | None = None,
     **rule: Any,
 ) -> Float[Array, "B T N H"]:
-    """As `reference`, which has the keywords of `rule`, too; on a CPU in blocks where scores are
-    many (`attention_blocks`), and by a C++ kernel where queries are few (`native`).
+    """As `reference`, which has the keywords of `rule`, too; on a CPU by a C++ kernel where one can
+    do it (`native`), and elsewhere in blocks where scores are many (`attention_blocks`).
 
     Args:
       visible: as of `reference`, which alone can take it.
@@ -269,6 +280,8 @@ def attend(
     Raises:
       InputError: the form does not exist or cannot run here.
     """
+    if form == "auto" and "k_scale" not in rule and is_native(q, k, operands):
+        return native(q, k, v, positions, kv_positions, visible=visible, **rule)
     (B, T, N, _), S = q.shape, k.shape[2]
     is_long = T >= LEAST_QUERIES and B * T * N * S > MAX_SCORES
     is_here = platform() == "cpu" and multi_device_reason() is None
@@ -276,8 +289,6 @@ def attend(
         from peagle_jax.kernels.attention_blocks import attend_in_blocks
 
         return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)
-    if form == "auto" and "k_scale" not in rule and is_native(q, k, operands):
-        return native(q, k, v, positions, kv_positions, visible=visible, **rule)
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)
     reason = non_16bit_reason(*arrays)

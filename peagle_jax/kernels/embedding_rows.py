@@ -1,7 +1,7 @@
 """Rows of an embedding on a CPU, in C++ (native/embedding_rows.h).
 
-XLA converts all of a bfloat16 table before it reads rows of it: to float32, or where it is read as
-integers, to another copy of the table, once in each call of a program.
+XLA copies a whole bfloat16 table before it reads rows of it, once in each call of a program: as
+float32, or as integers where it is read as such.
 """
 
 import jax
@@ -28,7 +28,7 @@ def read(table: Float[Array, "..."], tokens: Int[Array, "*rows"]) -> Float[Array
     Args:
       table: [V K], or in the tiles of its transpose (`tiled_products.to_tiles`).
       tokens: counted from the end where they are negative; one that is out of range is the
-        nearest. So XLA reads a table, too.
+        nearest. XLA does the same.
     """
     width = table.shape[1] * (1 if table.ndim == 2 else table.shape[3])
     result = jax.ShapeDtypeStruct((tokens.size, width), jnp.float32)

@@ -87,7 +87,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         path = _path()
         if path is None:
-            LOG.warning("no C++ compiler, so that decoding is slower; install g++, or set CXX")
+            LOG.warning("no C++ compiler: programs on this CPU are slower; install g++, or set CXX")
             return None
         with contextlib.suppress(OSError):  # there is none, or it is damaged
             return ctypes.CDLL(str(path))
@@ -99,9 +99,9 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
         line = next((x for x in error.stderr.splitlines() if "error" in x), error)
-        LOG.warning("no C++ kernels, so that decoding on this CPU is slower: %s", line)
+        LOG.warning("no C++ kernels: programs on this CPU are slower: %s", line)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        LOG.warning("no C++ kernels, so that decoding on this CPU is slower: %s", error)
+        LOG.warning("no C++ kernels: programs on this CPU are slower: %s", error)
     return None
 
 

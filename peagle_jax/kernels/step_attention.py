@@ -1,4 +1,4 @@
-"""Attention of a few queries over a KV cache on a CPU, in C++ (native/step_attention.h).
+"""Attention over a KV cache on a CPU, in C++ (native/step_attention.h).
 
 XLA calls its library four times a layer, for the scores, the softmax and the values, and each call
 has to be handed to threads: some 100 us a layer for one text of 200 tokens, of which arithmetic
@@ -69,7 +69,7 @@ def write_and_attend(
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     options = {"input_output_aliases": {1: 1, 2: 2}}
     call = native_code.function("peagle_write_and_attend", results, **options)
-    new = new_k, new_v, first.astype(jnp.int32)
+    new = new_k.astype(k.dtype), new_v.astype(v.dtype), first.astype(jnp.int32)
     return tuple(call(q, k, v, mask, _or_none(sinks), *new, scale=np.float32(scale)))
 
 

@@ -23,7 +23,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 class Norm(NamedTuple):
-    """An RMS norm of rows, in float32: what they are multiplied by then, and its epsilon."""
+    """An RMS norm of rows, in float32: what normalized rows are multiplied by, and its epsilon."""
 
     gain: Float[Array, " K"]
     eps: float

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.kernels import attention, cache_write, fp8_matmul, head_rotation, norm_rotate
 from peagle_jax.kernels.fp8_matmul import Fp8Matrix
-from peagle_jax.layers.basic import Linear, RMSNorm, joint_tiled_products
+from peagle_jax.layers.basic import Linear, RMSNorm, joint_tiled_products, norm_of_kernel
 from peagle_jax.layers.products import attention_operands
 from peagle_jax.layers.rope import Rope
 from peagle_jax.types import Attend, AttentionRule, KVCache, KVGroup
@@ -231,9 +231,10 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """The layer's output, for all tokens or for `rows`, and the state that `attend` returns.
 
-        Keys and values are made of `kv_input` where it is given, and of `x` where not. The input is
-        `norm(x)` where a norm is given, which a kernel may compute beside the products.
+        Keys and values are made of `kv_input` where it is given, and of `x` where not. Without
+        `kv_input` there may be a norm of `x`, which a kernel may compute beside the products.
         """
+        assert norm is None or kv_input is None
         projected = None
         if rows is None and kv_input is None:
             projected = joint_tiled_products(x, (self.q, self.k, self.v), norm)
@@ -263,7 +264,12 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T N H"], norm: RMSNorm | None, positions: Int[Array, "B T"]
     ) -> Float[Array, "B T N H"]:
         """Heads with their norm, where they have one, and rotated, by a kernel for a CPU."""
-        gain, eps = (None, 0.0) if norm is None else (norm.scale[...], norm.eps)
+        gain, eps = None, 0.0
+        if norm is not None:
+            if (of_kernel := norm_of_kernel(norm, x)) is None:
+                x = norm(x)
+            else:
+                gain, eps = of_kernel
         positions = jnp.broadcast_to(positions, x.shape[:2]).reshape(-1)
         cos, sin = self.rope.tables(positions)
         y = head_rotation.rotate(x.reshape(-1, *x.shape[2:]), gain, cos, sin, eps)

@@ -55,7 +55,7 @@ class Linear(nnx.Module):
         rows, kernel = x.reshape(-1, x.shape[-1]), self.kernel[...]
         return self.add_bias(product_of_layout(rows, kernel).reshape(*x.shape[:-1], -1))
 
-    def of_gate(
+    def product_of_gate(
         self,
         gate: Float[Array, "*rows inputs"],
         up: Float[Array, "*rows inputs"],
@@ -103,9 +103,7 @@ def joint_tiled_products(
     if any(layout_of_matrix(w) != "tiles" for w in kernels):
         return None
     first = None
-    if norm is not None and x.dtype == jnp.float32:
-        first = Norm(norm.scale[...], norm.eps)
-    elif norm is not None:
+    if norm is not None and (first := norm_of_kernel(norm, x)) is None:
         x = norm(x)
     results = products_of_tiles(x.reshape(-1, x.shape[-1]), kernels, first)
     products = (y.reshape(*x.shape[:-1], -1) for y in results)
@@ -144,6 +142,16 @@ class LateRMSNorm(RMSNorm):
         rows = with_one_axis_of_rows(x)
         scale = along_last(self.scale[...].astype(jnp.float32), rows)
         return (scale * normalize(rows, self.eps)).astype(x.dtype).reshape(x.shape)
+
+
+def norm_of_kernel(norm: RMSNorm, x: Float[Array, "*rows D"]) -> Norm | None:
+    """The norm as kernels for a CPU take it; None where they do not compute what the layer does.
+
+    In float32 both kinds of norm are the same.
+    """
+    if x.dtype != jnp.float32 or type(norm) not in (RMSNorm, LateRMSNorm):
+        return None
+    return Norm(norm.scale[...], norm.eps)
 
 
 class Embedding(nnx.Module):
@@ -213,7 +221,7 @@ class MLP(nnx.Module):
         gate, up = gate_and_up
         y = None
         if (activation := NAMES_OF_ACTIVATIONS.get(self.act)) and isinstance(self.down, Linear):
-            y = self.down.of_gate(gate, up, activation)
+            y = self.down.product_of_gate(gate, up, activation)
         return self.down(self.act(gate) * up) if y is None else y
 
 

@@ -5,8 +5,8 @@
 
 The packaged models decode with every method. Where their matrices are in tiles (as decoding
 measures which layout is fastest), a profile of XLA says how long each operation takes: products are
-calls of C++ kernels, which also normalize the rows that they read, and multiply the two halves of
-an MLP. A profile slows down short operations most, so that the share of what is no product is at
+calls of C++ kernels, which also normalize the rows that they read, and compute an MLP's
+activation(gate) * up. A profile slows down short operations most, so that the share of what is no product is at
 most the one reported.
 
 In other layouts a step is timed three times, in turns: as it is; with every product by an outer
@@ -223,8 +223,8 @@ def products_alone(found: list[Product]) -> Callable[[DecodeState], None]:
     return lambda state: jax.block_until_ready(run(weights)) and None
 
 
-# what is no operation, but has operations, in a profile of XLA
-NO_OPERATIONS = ("end:", "Thunk", "Threadpool", "while", "Common", "Execute")
+# events of a profile that contain operations and are none themselves
+NO_OPERATIONS = ("end:", "Thunk", "Threadpool", "while", "call", "conditional", "Common", "Execute")
 PRODUCTS = ("peagle_tiled_products", "peagle_gated_products", "peagle_tiled_product_of")
 
 
@@ -232,6 +232,7 @@ def measure_in_tiles(decoding: Decoding, rounds: int) -> dict:
     """Milliseconds of a step, and from profiles the share of what is not products in tiles."""
     call = decoding.steps()
     targets = dict(re.findall(r'%(\S+) = .*?custom_call_target="(\w+)"', call.compiled.as_text()))
+    assert set(targets.values()) & set(PRODUCTS), "the program has no products in tiles"
     seconds, shares, all_profiles = [], [], collections.Counter()
     for number in range(rounds + 1):
         state = decoding.fresh_state()

@@ -38,11 +38,14 @@ def attend(q, k, v, positions, kv_positions=None, *, visible=None, **rule):
         dict(T=9, N=16, G=1, H=64, S=200),
         dict(T=63, N=4, G=4, H=128, S=151, lengths=(1, 70, 89)),
         dict(T=5, N=28, G=4, H=48, S=161),
+        dict(T=130, N=6, G=2, H=32, S=300, lengths=(1, 70, 170)),
+        dict(T=70, N=80, G=1, H=16, S=99, lengths=(1, 7, 29)),
     ],
     ids=str,
 )
 def test_shapes(shape):
-    """Rows for one pass and for several, slots that fill no vector, values of several vectors."""
+    """Rows for one pass and for several, slots that fill no vector, values of several vectors;
+    tokens of one block and of several, also of one token each."""
     args = case(**shape)
     rule = RULES["plain"]
     assert np.abs(attend(*args, **rule) - slow(*args, None, **rule)).max() < 1e-5
@@ -151,12 +154,17 @@ def test_which_steps_are_ours(lanes, monkeypatch):
     assert calls(*args)
     assert calls(*args, visible=jnp.ones((3, 4, 150), bool))
     assert not calls(*case(H=lanes + 2))
-    assert not calls(*case(H=lanes, T=64))  # a prompt
     assert not calls(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), positions)
     scales = {"k_scale": jnp.ones((3, 2, 150)), "v_scale": jnp.ones((3, 2, 150))}
     assert not calls(q, k.astype(E4M3), v.astype(E4M3), positions, **scales)
     monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16")
     assert calls(*args, operands=jnp.bfloat16)
+    # prompts: where products of bfloat16 are faster, and where a mask is large, it is XLA's turn
+    short, long = (case(H=lanes, T=64, S=S) for S in (1024, 1025))
+    assert calls(*short, operands=jnp.bfloat16) and not calls(*long, operands=jnp.bfloat16)
+    assert calls(*long, operands=None) and calls(*long, operands=jnp.float32)
+    monkeypatch.setattr(attention, "MAX_MASK", 3 * 64 * 1024)
+    assert calls(*short) and not calls(*long)
     monkeypatch.setattr(processor, "instructions", lambda: "amx_bf16")
     assert not calls(*args, operands=jnp.bfloat16) and calls(*args, operands=None)
     monkeypatch.setattr(step_attention, "multi_device_reason", lambda: "a mesh")
@@ -175,12 +183,12 @@ def test_with_64_bits_switched_on():
     np.testing.assert_array_equal(got, want)
 
 
-NEW = dict(window=None, scale=0.3, sinks=None)
+RULE = dict(window=None, scale=0.3, sinks=None)
 
 
 def write(q, k, v, positions, new_k, new_v, first, **rule):
     def call(*args):
-        return attention.native_write(*args, **(NEW | rule))
+        return attention.native_write(*args, **(RULE | rule))
 
     return jax.jit(call)(q, k, v, positions, new_k, new_v, first)
 
@@ -197,8 +205,11 @@ def test_new_keys_and_values_are_written_first(num, rule):
     new_k, new_v = new_tokens(num, 32)
     first = jnp.array([0, 70, 149])
     old = cache_write.consecutive(new_k, new_v, first[:, None] + jnp.arange(num)[None], (k, v))
-    want = attend(q, *old, positions, **(NEW | rule))
+    want = attend(q, *old, positions, **(RULE | rule))
+    kept = np.array(k), np.array(v)
     y, written_k, written_v = write(q, k, v, positions, new_k, new_v, first, **rule)
+    np.testing.assert_array_equal(k, kept[0])  # it was not donated
+    np.testing.assert_array_equal(v, kept[1])
     np.testing.assert_array_equal(y, want)
     np.testing.assert_array_equal(written_k, old[0])
     np.testing.assert_array_equal(written_v, old[1])
@@ -210,7 +221,7 @@ def test_a_donated_cache_is_written_in_place():
 
     def steps(k, v):
         def step(i, caches):
-            y, *caches = attention.native_write(q, *caches, positions, *new, first + i, **NEW)
+            y, *caches = attention.native_write(q, *caches, positions, *new, first + i, **RULE)
             return tuple(caches)
 
         return jax.lax.fori_loop(0, 4, step, (k, v))
@@ -220,7 +231,7 @@ def test_a_donated_cache_is_written_in_place():
     copies = [
         line
         for line in compiled.as_text().splitlines()
-        if cache in line and " copy(" in line or "copy-start" in line
+        if cache in line and (" copy(" in line or "copy-start" in line)
     ]
     assert not copies
 

@@ -21,7 +21,7 @@ struct Table {
   bool is_bfloat16, is_tiled;
 };
 
-// Numbers for each thread: fewer are read sooner than another one wakes up.
+// Numbers for each thread: fewer are read sooner than another thread wakes up.
 constexpr int64_t kLeastNumbers = 64 << 10;
 
 // The row of a token, as JAX counts: from the end where it is negative, and of one that is out of

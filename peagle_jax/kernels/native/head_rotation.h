@@ -16,7 +16,7 @@
 
 namespace head_rotation {
 
-// Numbers for each thread: fewer are rotated sooner than another one wakes up.
+// Numbers for each thread: fewer are rotated sooner than another thread wakes up.
 constexpr int64_t kLeastNumbers = 16 << 10;
 
 struct Problem {

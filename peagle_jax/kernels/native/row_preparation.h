@@ -16,11 +16,11 @@ enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 // Where rows come from. At most one of `gain` and `up` is there.
 struct Source {
-  const float* x;              // [rows, size]
+  const float* x;  // [rows, size]
   int64_t size;
   const float* gain = nullptr;  // [size]: rows are normalized, and then multiplied by it
-  float eps = 0;               // of the norm
-  const float* up = nullptr;   // [rows, size]: a row becomes activation(x) * up
+  float eps = 0;                // of the norm
+  const float* up = nullptr;    // [rows, size]: a row becomes activation(x) * up
   Activation activation = Activation::kSilu;
 };
 

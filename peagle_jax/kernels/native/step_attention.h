@@ -1,14 +1,14 @@
-// Attention of a few queries of each sequence over its KV cache, for decoding on a CPU.
+// Attention of queries over the KV caches of their sequences, for decoding on a CPU.
 //
 //     k[first + i], v[first + i] = new_k[i], new_v[i]
 //     scores[t, s] = scale * q[t] . k[s] + mask[t, s];  y[t] = softmax(scores[t]) v
 //
 // Shapes: q and y [B, T, N, H]; new_k and new_v [B, I, G, H], or null where nothing is new; first
 // [B]; k and v [B, G, S, H]; mask [B, T, S], which is 0 where a query sees a slot and at most -1e30
-// elsewhere. All but `first` are float32. Heads are grouped, N / G of them to a KV
-// head. Of a sequence slots are read from the first to the last that any of its queries sees. A
-// query's result depends on its row of the mask and these slots, and on no other query. (The weight
-// of a slot that only others see is 0, and 0 times NaN is NaN.)
+// elsewhere. All but `first` are float32. Heads are grouped, N / G of them to a KV head. Tokens are
+// divided into blocks, of which each reads slots from the first to the last that any of its queries
+// sees. A query's result depends on its row of the mask and these slots, and on no other query.
+// (The weight of a slot that only others see is 0, and 0 times NaN is NaN.)
 
 #ifndef PEAGLE_STEP_ATTENTION_H_
 #define PEAGLE_STEP_ATTENTION_H_
@@ -30,7 +30,9 @@ constexpr int kPieces = 4;
 constexpr int kValueRows = kRegisters / 5;
 // Slots whose values stay in the fastest cache while all queries pass.
 constexpr int64_t kSlots = 128;
-// Numbers of keys and values for each thread: fewer are read sooner than another one wakes up.
+// Queries of a block of tokens, all heads that read a KV head, whose scores stay in a larger cache.
+constexpr int64_t kBlockRows = 64;
+// Numbers of keys and values for each thread: fewer are read sooner than another thread wakes up.
 constexpr int64_t kLeastNumbers = 8 << 10;
 // What the mask adds where nothing is seen, and a bound that tells this from 0.
 constexpr float kMasked = -1e30f, kSeesNothing = -1e29f;
@@ -118,14 +120,14 @@ inline float ToWeights(float* scores, int64_t count, const float* mask, float sc
   return sink ? sum + Exp(Broadcast(*sink - top))[0] : sum;
 }
 
-// The slots that any query of a sequence sees, from a whole number of vectors on.
 struct Span {
   int64_t begin, end;
 };
 
-inline Span Visible(const Problem& p, int64_t b) {
+// The slots that any query of these tokens sees, from a whole number of vectors on.
+inline Span Visible(const Problem& p, int64_t b, Span tokens) {
   int64_t begin = p.slots, end = 0;
-  for (int64_t t = 0; t < p.tokens; ++t) {
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     const float* row = p.mask + (b * p.tokens + t) * p.slots;
     int64_t first = 0, last = p.slots;
     while (first < begin && row[first] != 0) ++first;
@@ -138,7 +140,7 @@ inline Span Visible(const Problem& p, int64_t b) {
 // Keys and values of new tokens of one KV head of one sequence go to its cache.
 inline void Write(const Problem& p, int64_t b, int64_t g) {
   const int64_t last = std::max<int64_t>(0, p.slots - p.num_new), H = p.head_dim;
-  const int64_t first = std::clamp<int64_t>(p.first[b], 0, last);  // as XLA's updates
+  const int64_t first = std::clamp<int64_t>(p.first[b], 0, last);  // as XLA's updates, from 0 on
   for (int64_t i = 0; i < std::min(p.num_new, p.slots); ++i) {
     const int64_t from = ((b * p.num_new + i) * p.kv_heads + g) * H;
     const int64_t to = ((b * p.kv_heads + g) * p.slots + first + i) * H;
@@ -147,27 +149,28 @@ inline void Write(const Problem& p, int64_t b, int64_t g) {
   }
 }
 
-// One KV head of one sequence, and the query heads that read it.
-inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
-  const int64_t group = p.heads / p.kv_heads, rows = group * p.tokens, H = p.head_dim;
-  const float* mask = p.mask + b * p.tokens * p.slots;
+// One KV head of one sequence, and the query heads that read it, of some tokens.
+inline void Attend(const Problem& p, int64_t b, int64_t g, Span tokens, Span span) {
+  const int64_t group = p.heads / p.kv_heads, T = tokens.end - tokens.begin, rows = group * T;
+  const int64_t H = p.head_dim, first_token = b * p.tokens + tokens.begin;
+  const float* mask = p.mask + first_token * p.slots;
   const int64_t begin = span.begin, count = span.end - span.begin;
   const int64_t stride = (count + kLanes - 1) / kLanes * kLanes + kLanes;
   // queries, sums of values, scores, the mask with whole vectors, keys as columns, sums of weights
-  Scratch<float> scratch(rows * (2 * H + stride + 1) + p.tokens * stride + H * kLanes);
+  Scratch<float> scratch(rows * (2 * H + stride + 1) + T * stride + H * kLanes);
   float* q = scratch.data();
   float* sums = q + rows * H;
   float* scores = sums + rows * H;
   float* mask_rows = scores + rows * stride;
-  float* keys = mask_rows + p.tokens * stride;
+  float* keys = mask_rows + T * stride;
   float* totals = keys + H * kLanes;
-  for (int64_t t = 0; t < p.tokens; ++t) {
+  for (int64_t t = 0; t < T; ++t) {
     float* mask_row = mask_rows + t * stride;
     std::memcpy(mask_row, mask + t * p.slots + begin, count * sizeof(float));
     std::fill(mask_row + count, mask_row + stride, kMasked);
     for (int64_t r = 0; r < group; ++r)
-      std::memcpy(q + (r * p.tokens + t) * H,
-                  p.q + ((b * p.tokens + t) * p.heads + g * group + r) * H, H * sizeof(float));
+      std::memcpy(q + (r * T + t) * H,
+                  p.q + ((first_token + t) * p.heads + g * group + r) * H, H * sizeof(float));
   }
   std::fill(sums, sums + rows * H, 0.0f);
   const float* k = p.k + (b * p.kv_heads + g) * p.slots * H;
@@ -187,8 +190,8 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
                          scores + r * stride + s, stride);
   }
   for (int64_t r = 0; r < rows; ++r)
-    totals[r] = ToWeights(scores + r * stride, count, mask_rows + r % p.tokens * stride, p.scale,
-                          p.sinks ? p.sinks + g * group + r / p.tokens : nullptr);
+    totals[r] = ToWeights(scores + r * stride, count, mask_rows + r % T * stride, p.scale,
+                          p.sinks ? p.sinks + g * group + r / T : nullptr);
   constexpr int64_t kWidth = kPieces * kLanes;
   for (int64_t s = 0; s < count; s += kSlots) {
     const int64_t num_slots = std::min(kSlots, count - s);
@@ -206,24 +209,32 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span span) {
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
-    float* y = p.y + ((b * p.tokens + r % p.tokens) * p.heads + g * group + r / p.tokens) * H;
+    float* y = p.y + ((first_token + r % T) * p.heads + g * group + r / T) * H;
     const float factor = totals[r] == 0 ? 0 : 1 / totals[r];
     for (int64_t h = 0; h < H; ++h) y[h] = sums[r * H + h] * factor;
   }
 }
 
-// All sequences and heads, which threads divide.
+// All sequences, heads and blocks of tokens, which threads divide.
 inline void Run(xla::ffi::ThreadPool& pool, const Problem& p) {
-  std::vector<Span> spans;
+  const int64_t group = p.heads / p.kv_heads, size = std::max<int64_t>(1, kBlockRows / group);
+  const int64_t blocks = (p.tokens + size - 1) / size, heads = p.batch * p.kv_heads;
+  std::vector<Span> tokens, spans;
   int64_t numbers = 0;
-  for (int64_t b = 0; b < p.batch; ++b) {
-    spans.push_back(Visible(p, b));
-    numbers += 2 * p.kv_heads * p.head_dim * (spans[b].end - spans[b].begin);
-  }
-  ParallelFor(pool, p.batch * p.kv_heads, NumThreads(pool, numbers, kLeastNumbers), [&](int64_t i) {
-    const int64_t b = i / p.kv_heads, g = i % p.kv_heads;
-    if (p.num_new) Write(p, b, g);
-    Attend(p, b, g, spans[b]);
+  for (int64_t b = 0; b < p.batch; ++b)
+    for (int64_t i = 0; i < blocks; ++i) {  // of nearly equal sizes
+      tokens.push_back({p.tokens * i / blocks, p.tokens * (i + 1) / blocks});
+      spans.push_back(Visible(p, b, tokens.back()));
+      numbers += 2 * p.kv_heads * p.head_dim * (spans.back().end - spans.back().begin);
+    }
+  const int64_t threads = NumThreads(pool, numbers, kLeastNumbers);
+  const auto write = [&](int64_t i) { Write(p, i / p.kv_heads, i % p.kv_heads); };
+  if (p.num_new && blocks != 1) ParallelFor(pool, heads, threads, write);
+  ParallelFor(pool, heads * blocks, threads, [&](int64_t i) {
+    const int64_t head = i % heads, b = head / p.kv_heads, g = head % p.kv_heads;
+    if (p.num_new && blocks == 1) write(head);
+    const int64_t block = b * blocks + i / heads;
+    Attend(p, b, g, tokens[block], spans[block]);
   });
 }
 

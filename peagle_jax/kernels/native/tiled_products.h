@@ -2,11 +2,12 @@
 //
 //     y[r, n] = sum over k of x[r, k] * w[k, n]
 //
-// x is float32 [R, K], and may be made of other rows first (row_preparation.h). A matrix is bfloat16 [N/32, K/2, 32, 2] or float32 [N/32, K, 32, 1], so that
-// it is read from its first byte to its last, in the order in which registers want it, and nothing
-// has to be packed. With bfloat16 the rows are rounded to bfloat16, and sums are float32. A number
-// of y depends on its row of x and its column of w alone: not on the other rows, nor on how many
-// there are, nor on the threads, because the sum over k always has the same order.
+// x is float32 [R, K], and may be made of other rows first (row_preparation.h). A matrix is
+// bfloat16 [N/32, K/2, 32, 2] or float32 [N/32, K, 32, 1], so that it is read from its first byte
+// to its last, in the order in which registers want it, and nothing has to be packed. With bfloat16
+// the rows are rounded to bfloat16, and sums are float32. A number of y depends on its row of x and
+// its column of w alone: not on the other rows, nor on how many there are, nor on the threads,
+// because the sum over k always has the same order.
 //
 // One call multiplies several matrices by the same rows.
 
@@ -35,8 +36,8 @@ constexpr int kMostTiles = std::max(1, kMostRows / 3);
 
 // Fewer bytes are multiplied sooner than a further thread wakes up.
 constexpr int64_t kLeastBytes = 64 << 10;
-// Activations for each thread that computes them.
-constexpr int64_t kLeastActivations = 8 << 10;
+// Numbers of rows that a thread prepares: activations, and others.
+constexpr int64_t kLeastActivations = 8 << 10, kLeastNumbers = 64 << 10;
 constexpr int kPartsOfThread = 4;  // so that no thread waits long for another
 
 // How a number of a row, or two neighbours in bfloat16, is multiplied with as many of each of
@@ -176,8 +177,8 @@ inline void Run(xla::ffi::ThreadPool& pool, const row_preparation::Source& sourc
   const int64_t stride = depth + 16;
   Scratch<uint32_t> scratch(rows * stride);
   uint32_t* prepared = scratch.data();
-  const int64_t work = source.up ? rows * inputs : 0;  // the rest takes next to no time
-  ParallelFor(pool, rows, NumThreads(pool, work, kLeastActivations), [&](int64_t r) {
+  const int64_t least = source.up ? kLeastActivations : kLeastNumbers;
+  ParallelFor(pool, rows, NumThreads(pool, rows * inputs, least), [&](int64_t r) {
     uint32_t* to = prepared + r * stride;
     if (!is_bfloat16) return row_preparation::Prepare(source, r, reinterpret_cast<float*>(to));
     Scratch<float> row(inputs);
