@@ -69,8 +69,8 @@ class Linear(nnx.Module):
         kernel = self.kernel[...]
         if layout_of_matrix(kernel) != "tiles" or gate.dtype != jnp.float32:
             return None
-        rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
-        y = gated_product_of_tiles(*rows, kernel, activation)
+        gate_rows, up_rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
+        y = gated_product_of_tiles(gate_rows, up_rows, kernel, activation)
         return self.add_bias(y.reshape(*gate.shape[:-1], -1))
 
     def add_bias(self, y: Float[Array, "*rows outputs"]) -> Float[Array, "*rows outputs"]:

@@ -6,8 +6,8 @@
 The packaged models decode with every method. Where their matrices are in tiles (as decoding
 measures which layout is fastest), a profile of XLA says how long each operation takes: products are
 calls of C++ kernels, which also normalize the rows that they read, and compute an MLP's
-activation(gate) * up. A profile slows down short operations most, so that the share of what is no product is at
-most the one reported.
+activation(gate) * up. A profile slows down short operations most, so that the share of what is no
+product is at most the one reported.
 
 In other layouts a step is timed three times, in turns: as it is; with every product by an outer
 product of summed activations and a row of weights, which costs next to nothing; and its products

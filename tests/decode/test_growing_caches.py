@@ -8,7 +8,7 @@ import tiny
 
 from peagle_jax.decode import growth, loop, prefill
 from peagle_jax.decode.generate import generate
-from peagle_jax.kernels import cache_write
+from peagle_jax.kernels import cache_write, processor
 from peagle_jax.layers import CachedAttention
 from peagle_jax.types import AttentionRule, CacheShape, KVCache
 
@@ -135,7 +135,8 @@ def test_no_cache_is_copied(method, batch, dtype):
 
 @pytest.mark.parametrize("batch, dtype", [(1, "float32"), (8, "bfloat16")])
 def test_no_cache_is_copied_by_attention_in_blocks(batch, dtype, monkeypatch):
-    """The loop over blocks reads caches that the loop over steps writes."""
+    """The loop over blocks reads caches, as bfloat16 or as they are, that the other one writes."""
+    monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16")
     calls = tiny.attend_in_blocks(monkeypatch)
     text, arrays = cache_copies.compiled_loop("peagle", batch, dtype)
     assert 6 in calls  # the tokens of a verification

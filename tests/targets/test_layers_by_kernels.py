@@ -1,14 +1,12 @@
 """Layers that call C++ kernels on a CPU, beside the same layers without them."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from peagle_jax.kernels import attention, head_rotation, native_code, processor
+from peagle_jax.kernels import attention, head_rotation, native_code
 from peagle_jax.kernels.tiled_products import to_tiles
 from peagle_jax.layers import (
     MLP,
@@ -21,7 +19,7 @@ from peagle_jax.layers import (
     gelu_tanh,
 )
 from peagle_jax.layers.basic import joint_tiled_products
-from peagle_jax.types import AttentionRule, CacheShape, KVCache
+from peagle_jax.types import CacheShape, KVCache
 
 
 @pytest.fixture(autouse=True)
@@ -138,28 +136,3 @@ def test_a_norm_that_kernels_do_not_know_is_a_layer_of_its_own():
         np.testing.assert_allclose(
             layer._rotate_by_kernel(x, norm, positions), want, rtol=1e-5, atol=1e-5
         )
-
-
-def test_a_long_prompts_cache_is_not_copied(monkeypatch):
-    """Where XLA multiplies prompts in bfloat16, and reads a cache of float32."""
-    monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16")
-    monkeypatch.setattr(attention, "MAX_NATIVE_SLOTS", 0)
-    monkeypatch.setattr(attention, "MAX_SCORES", 0)
-    q, k = random(2, 64, 2, 32), random(2, 64, 2, 32)
-    rule = AttentionRule(None, 0.2, operands=jnp.dtype(jnp.bfloat16))
-
-    cache = KVCache.empty((CacheShape((0,), 2, 32, None),), 2, 256, jnp.float32)
-    leaves, structure = jax.tree.flatten(cache)
-
-    def chunks(leaves):
-        def chunk(i, cache):
-            positions = 64 * i + jnp.broadcast_to(jnp.arange(64)[None], (2, 64))
-            return CachedAttention(positions)(0, q, k, k, cache, rule)[1]
-
-        cache = jax.tree.unflatten(structure, leaves)
-        return jax.tree.leaves(jax.lax.fori_loop(0, 3, chunk, cache))
-
-    compiled = jax.jit(chunks, donate_argnums=0).lower(leaves).compile()
-    assert 'custom_call_target="peagle_' not in compiled.as_text()
-    copies = re.findall(r"= f32\[2,2,256,32\]\S* copy\(", compiled.as_text())
-    assert not copies
