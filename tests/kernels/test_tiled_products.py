@@ -118,6 +118,17 @@ def test_gates_before_products(dtype, activation, reference, rows, size):
     np.testing.assert_array_equal(alone[0], y[-1])
 
 
+@pytest.mark.parametrize("size", [1, 5, 9, 17])
+def test_rows_of_vectors_and_one_number(size):
+    """Which is prepared as the others are."""
+    x, up, w = random(2, size), random(2, size, seed=1), random(size, 32, seed=2)
+    normed = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-3)
+    (y,) = multiply(x, w, norm=Norm(jnp.full(size, 0.7), 1e-3))
+    np.testing.assert_allclose(y, 0.7 * normed @ w, rtol=1e-5, atol=1e-5)
+    (z,) = multiply_gated(x, up, w)
+    np.testing.assert_allclose(z, (jax.nn.silu(x) * up) @ w, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation, reference", [("silu", jax.nn.silu), ("gelu_tanh", gelu_tanh)])
 def test_each_activation(activation, reference):
     """By a matrix that picks each number."""
