@@ -74,8 +74,15 @@ class DecodeSpec:
 
     def with_k(self, k: int) -> "DecodeSpec":
         """The same with K drafts per step, by a drafter that is a dataclass."""
-        drafter = dataclasses.replace(cast(Any, self.drafter), k=k) if k else None
-        return dataclasses.replace(self, drafter=drafter)
+        if k not in self._by_k:
+            drafter = dataclasses.replace(cast(Any, self.drafter), k=k) if k else None
+            self._by_k[k] = dataclasses.replace(self, drafter=drafter)
+        return self._by_k[k]
+
+    @functools.cached_property
+    def _by_k(self) -> dict[int, "DecodeSpec"]:
+        """What `with_k` made, which is kept with its hash."""
+        return {}
 
     @property
     def ring_block(self) -> int | None:
