@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import embedding_rows, vocab
-from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.row_sums import with_one_axis_of_rows
 from peagle_jax.kernels.tiled_products import Norm
 from peagle_jax.layers.matrix_layouts import layout_of_matrix
@@ -177,7 +176,7 @@ def _rows(table: Float[Array, "V D"], tokens: Int[Array, "*rows"]) -> Float[Arra
     are, but copies the table, too.
     """
     dtype = activation_dtype(table.dtype)
-    if table.dtype != jnp.bfloat16 or platform() != "cpu":
+    if table.dtype != jnp.bfloat16 or dtype == table.dtype:
         return table[tokens].astype(dtype)
     if embedding_rows.can_read(table):
         return embedding_rows.read(table, tokens)
