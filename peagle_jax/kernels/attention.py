@@ -153,10 +153,10 @@ def is_native(
     if step_operands(operands) is not None or not step_attention.can_attend(q, k):
         return False
     (B, T), S = q.shape[:2], k.shape[2]
-    is_narrow = operands is not None and jnp.dtype(operands) != k.dtype
     if T < LEAST_QUERIES:
         return True
-    if is_narrow:  # what is rounded must not depend on the rows beside it
+    if operands is not None and jnp.dtype(operands) != k.dtype:
+        # XLA rounds to `operands`, and what it does that to must not depend on the rows beside it
         return T * S <= MAX_MASK and S <= MAX_NATIVE_SLOTS
     return B * T * S <= MAX_MASK
 
@@ -272,7 +272,7 @@ def attend(
     do it (`native`), and elsewhere in blocks where scores are many (`attention_blocks`).
 
     Args:
-      visible: as of `reference`, which alone can take it.
+      visible: as of `reference`, which alone can take it beside `native`.
       operands: as of `reference`, for prompts; of steps see `step_operands`. Triton multiplies keys
         and values as they are.
       form: a name of FORMS, or "auto".

@@ -15,8 +15,8 @@ from peagle_jax.kernels.launch import platform
 
 def can_read(table: Float[Array, "..."]) -> bool:
     """Whether the kernel can do it: on one CPU, of whole words of 32 bits."""
-    width = table.shape[1] * (1 if table.ndim == 2 else table.shape[3])
-    is_known = table.dtype in (jnp.bfloat16, jnp.float32) and table.dtype.itemsize * width % 4 == 0
+    is_known = table.dtype in (jnp.bfloat16, jnp.float32)
+    is_known = is_known and table.dtype.itemsize * _width(table) % 4 == 0
     if not is_known or not len(table) or platform() != "cpu" or multi_device_reason() is not None:
         return False
     return native_code.is_available()
@@ -30,7 +30,12 @@ def read(table: Float[Array, "..."], tokens: Int[Array, "*rows"]) -> Float[Array
       tokens: counted from the end where they are negative; one that is out of range is the
         nearest. XLA does the same.
     """
-    width = table.shape[1] * (1 if table.ndim == 2 else table.shape[3])
+    width = _width(table)
     result = jax.ShapeDtypeStruct((tokens.size, width), jnp.float32)
     call = native_code.function("peagle_embedding_rows", result)
     return call(table, tokens.reshape(-1).astype(jnp.int32)).reshape(*tokens.shape, width)
+
+
+def _width(table: Float[Array, "..."]) -> int:
+    """Numbers of a row."""
+    return table.shape[1] * (1 if table.ndim == 2 else table.shape[3])

@@ -44,7 +44,7 @@ def attend(
       sinks: one more logit a head, which takes part in the softmax and has no value.
     """
     call = native_code.function("peagle_step_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, k, v, mask, _or_none(sinks), scale=np.float32(scale))
+    return call(q, k, v, mask, _or_empty(sinks), scale=np.float32(scale))
 
 
 def write_and_attend(
@@ -70,8 +70,8 @@ def write_and_attend(
     options = {"input_output_aliases": {1: 1, 2: 2}}
     call = native_code.function("peagle_write_and_attend", results, **options)
     new = new_k.astype(k.dtype), new_v.astype(v.dtype), first.astype(jnp.int32)
-    return tuple(call(q, k, v, mask, _or_none(sinks), *new, scale=np.float32(scale)))
+    return tuple(call(q, k, v, mask, _or_empty(sinks), *new, scale=np.float32(scale)))
 
 
-def _or_none(sinks: Float[Array, " N"] | None) -> Float[Array, "..."]:
+def _or_empty(sinks: Float[Array, " N"] | None) -> Float[Array, "..."]:
     return jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)

@@ -64,8 +64,8 @@ def test_mlps(bias, act, kind):
     want = mlp(x if norm is None else norm(x))
     np.testing.assert_array_equal(mlp(x, norm), want)
     in_tiles(mlp.gate, mlp.up, mlp.down)
-    names = "peagle_gated_products" in jax.jit(lambda x: mlp(x, norm)).lower(x).as_text()
-    assert names == (act is not jnp.tanh)
+    calls = "peagle_gated_products" in jax.jit(lambda x: mlp(x, norm)).lower(x).as_text()
+    assert calls == (act is not jnp.tanh)
     np.testing.assert_allclose(mlp(x, norm), want, rtol=1e-5, atol=1e-5)
 
 
