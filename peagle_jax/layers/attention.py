@@ -58,15 +58,15 @@ class CachedAttention:
             assert self.ancestors is None, "all tokens of a tree have queries"
             positions = jnp.take_along_axis(positions, rule.rows, axis=1)
         visible = self._visible(group, state.length, rule.window)
-        about = {"window": rule.window, "scale": rule.scale, "sinks": rule.sinks}
+        about: dict[str, Any] = {"window": rule.window, "scale": rule.scale, "sinks": rule.sinks}
         about |= {"visible": visible}
         is_plain = not group.ring and not group.k_scale
-        if k is not None and v is not None and is_plain:
-            if attention.is_native(q, group.k[i], rule.operands):
-                caches = group.k[i], group.v[i]
-                first = self._places(state.length)[:, 0]
-                y, *written = attention.native_write(q, *caches, positions, k, v, first, **about)
-                return y, _with_written(state, g, i, dict(zip("kv", written, strict=True)))
+        can_write = is_plain and attention.is_native(q, group.k[i], rule.operands)
+        if k is not None and v is not None and can_write:  # in one call: between two, threads wait
+            caches = group.k[i], group.v[i]
+            first = self._places(state.length)[:, 0]
+            y, *written = attention.native_write(q, *caches, positions, k, v, first, **about)
+            return y, _with_written(state, g, i, dict(zip("kv", written, strict=True)))
         if k is not None and v is not None:
             operands = attention.step_operands(rule.operands)
             read_as = attention.read_operands(rule.operands, q.shape[1])

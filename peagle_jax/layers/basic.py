@@ -73,6 +73,7 @@ class Linear(nnx.Module):
         return self.add_bias(y.reshape(*gate.shape[:-1], -1))
 
     def add_bias(self, y: Float[Array, "*rows outputs"]) -> Float[Array, "*rows outputs"]:
+        """A product with the layer's bias, where it has one."""
         return y if self.bias is None else y + along_last(self.bias[...], y)
 
     def argmax_logits(self, x: Float[Array, "*rows inputs"]) -> Int[Array, "*rows"]:
@@ -234,4 +235,5 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
 
 
+# what kernels call them (`tiled_products.ACTIVATIONS`); an MLP with others computes its gate itself
 NAMES_OF_ACTIVATIONS: dict[Callable, str] = {jax.nn.silu: "silu", gelu_tanh: "gelu_tanh"}
