@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 from numpy import ndarray
 
 Params = dict[Any, Any]  # nested dicts of arrays, and nothing else: what jit, optax, Orbax share
@@ -127,7 +127,8 @@ class KVGroup:
     1,024 slots takes 2.9 ms, and 5.8 ms with one array, of which each layer's part is copied out.
 
     Attributes:
-      k: keys, one array per layer of `layers`.
+      k: keys, one array per layer of `layers`. Of bfloat16 keys on a CPU it is the bits
+        (`kernels.cache_write.stored_dtype`).
       v: values, likewise.
       layers: the model's numbers of the layers, in the order of `k`.
       ring: in a ring cache position p is in slot p mod S, and overwrites position p - S. Otherwise
@@ -137,8 +138,8 @@ class KVGroup:
       v_scale: likewise for values.
     """
 
-    k: tuple[Float[Array, "B G S H"], ...]
-    v: tuple[Float[Array, "B G S H"], ...]
+    k: tuple[Num[Array, "B G S H"], ...]
+    v: tuple[Num[Array, "B G S H"], ...]
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     ring: bool = dataclasses.field(metadata={"static": True})
     k_scale: tuple[Float[Array, "B G S"], ...] = ()

@@ -21,7 +21,6 @@ NUM_SENSITIVE = 2  # inputs that are named in a row of the table
 def plan(arguments: argparse.Namespace) -> int:
     """Plans decoding on a device, prints a table, and draws it with --out."""
     import jax
-    import jax.numpy as jnp
 
     from peagle_jax.pipelines.acceptance_rates import PUBLISHED, read_rates
     from peagle_jax.pipelines.decoding_plan import Models, plan_row
@@ -42,7 +41,6 @@ def plan(arguments: argparse.Namespace) -> int:
     path = find_config(arguments.target, TARGET_CONFIGS)
     on_cpu = arguments.device == THIS_MACHINE and jax.default_backend() == "cpu"
     target = planned_target(path, arguments.dtype, arguments.kv_cache_dtype, on_cpu)
-    cache_dtype = jnp.float32 if on_cpu else jnp.bfloat16  # of heads
     if max(contexts) > target.config.context:
         rule = f"must be at most {target.config.context}, the target's longest sequence"
         next_step = f"give --context {min(1024, target.config.context)}"
@@ -51,11 +49,11 @@ def plan(arguments: argparse.Namespace) -> int:
     device = find_device(arguments.device)
     models = Models(
         target=target.costs,
-        heads={method: head_costs(c, cache_dtype=cache_dtype) for method, c in heads.items()},
+        heads={method: head_costs(c, on_cpu=on_cpu) for method, c in heads.items()},
         rates={**rates, **given},
         routing=arguments.routing,
     )
-    size = cache_sizes(target, heads, cache_dtype)
+    size = cache_sizes(target, heads, on_cpu)
     rows = [
         plan_row(models, device, concurrency, context, size(concurrency, context))
         for context in contexts

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from peagle_jax.kernels import step_attention
+from peagle_jax.kernels import cache_write, step_attention
 from peagle_jax.kernels.choose import choose, multi_device_reason, non_16bit_reason
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units
@@ -107,8 +107,8 @@ def _mask(
 
 def native(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B G S H"],
-    v: Float[Array, "B G S H"],
+    k: Num[Array, "B G S H"],
+    v: Num[Array, "B G S H"],
     positions: Int[Array, "B T"],
     kv_positions: Int[Array, "B S"] | None,
     *,
@@ -124,8 +124,8 @@ def native(
 
 def native_write(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B G S H"],
-    v: Float[Array, "B G S H"],
+    k: Num[Array, "B G S H"],
+    v: Num[Array, "B G S H"],
     positions: Int[Array, "B T"],
     new_k: Float[Array, "B I G H"],
     new_v: Float[Array, "B I G H"],
@@ -135,7 +135,7 @@ def native_write(
     scale: float,
     sinks: Float[Array, " N"] | None,
     visible: Bool[Array, "B T S"] | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B G S H"], Float[Array, "B G S H"]]:
+) -> tuple[Float[Array, "B T N H"], Num[Array, "B G S H"], Num[Array, "B G S H"]]:
     """As `native`, after new keys and values were written to the slots from `first` on.
 
     Returns:
@@ -147,7 +147,7 @@ def native_write(
 
 
 def is_native(
-    q: Float[Array, "B T N H"], k: Float[Array, "B G S H"], operands: DTypeLike | None
+    q: Float[Array, "B T N H"], k: Num[Array, "B G S H"], operands: DTypeLike | None
 ) -> bool:
     """Whether `attend` chooses `native` for a cache that is not float8."""
     if step_operands(operands) is not None or not step_attention.can_attend(q, k):
@@ -155,7 +155,7 @@ def is_native(
     (B, T), S = q.shape[:2], k.shape[2]
     if T < LEAST_QUERIES:
         return True
-    if operands is not None and jnp.dtype(operands) != k.dtype:
+    if operands is not None and jnp.dtype(operands) != jnp.float32:
         # XLA rounds to `operands`, and what it does that to must not depend on the rows beside it
         return T * S <= MAX_MASK and S <= MAX_NATIVE_SLOTS
     return B * T * S <= MAX_MASK
@@ -163,7 +163,7 @@ def is_native(
 
 def _whole_mask(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B G S H"],
+    k: Num[Array, "B G S H"],
     positions: Int[Array, "B T"],
     kv_positions: Int[Array, "B S"] | None,
     window: int | None,
@@ -207,12 +207,13 @@ def read_operands(operands: DTypeLike | None, num_queries: int) -> DTypeLike | N
 
 
 def converts_cache(dtype: DTypeLike, operands: DTypeLike | None, num_tokens: int) -> bool:
-    """Whether `reference` converts a cache of `dtype` to `operands`.
+    """Whether `reference` converts a cache of `dtype` to `operands`, or from its bits.
 
     For one token that costs more than it saves. Its products read the cache as it is, and differ
     only in the order of sums, because all operands have been rounded.
     """
-    return operands is not None and jnp.dtype(operands) != dtype and num_tokens > 1
+    is_other = operands is not None and jnp.dtype(operands) != dtype
+    return (is_other or jnp.dtype(dtype) == jnp.uint16) and num_tokens > 1
 
 
 def round_to(dtype: DTypeLike, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -258,8 +259,8 @@ FORMS = {"reference": reference, "triton": triton}
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B G S H"],
-    v: Float[Array, "B G S H"],
+    k: Num[Array, "B G S H"],
+    v: Num[Array, "B G S H"],
     positions: Int[Array, "B T"],
     kv_positions: Int[Array, "B S"] | None,
     *,
@@ -272,6 +273,7 @@ def attend(
     do it (`native`), and elsewhere in blocks where scores are many (`attention_blocks`).
 
     Args:
+      k, v: as of `reference`, or a cache's arrays (`cache_write.stored_dtype`).
       visible: as of `reference`, which alone can take it beside `native`.
       operands: as of `reference`, for prompts; of steps see `step_operands`. Triton multiplies keys
         and values as they are.
@@ -289,6 +291,7 @@ def attend(
         from peagle_jax.kernels.attention_blocks import attend_in_blocks
 
         return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)
+    k, v = cache_write.numbers(k), cache_write.numbers(v)
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)
     reason = non_16bit_reason(*arrays)

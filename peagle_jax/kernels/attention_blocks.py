@@ -9,9 +9,10 @@ and not what the cache can hold.
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from peagle_jax.kernels.attention import MASKED, narrowed, round_to
+from peagle_jax.kernels.cache_write import numbers
 
 # Keys of a block: as many as make so many scores, at least and at most these (LOG.md, 2026-11-27).
 BLOCK_SCORES, LEAST_KEYS, MOST_KEYS = 2**21, 128, 512
@@ -25,8 +26,8 @@ def block_keys(num_queries: int) -> int:
 
 def attend_in_blocks(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B G S H"],
-    v: Float[Array, "B G S H"],
+    k: Num[Array, "B G S H"],
+    v: Num[Array, "B G S H"],
     positions: Int[Array, "B T"],
     kv_positions: Int[Array, "B S"] | None,
     *,
@@ -37,20 +38,20 @@ def attend_in_blocks(
     v_scale: Float[Array, "B G S"] | None = None,
     operands: DTypeLike | None = None,
 ) -> Float[Array, "B T N H"]:
-    """As `kernels.attention.reference`, up to the order of sums.
+    """As `kernels.attention.attend`, up to the order of sums.
 
     With 16-bit operands weights are rounded before they are divided by their sum, and not after.
     """
     (B, T, N, H), (_, G, S, _) = q.shape, k.shape
     size, dtype = min(block_keys(B * T * N), S), q.dtype
-    read_dtype = k.dtype if operands is None else jnp.dtype(operands)
+    read_dtype = numbers(k).dtype if operands is None else jnp.dtype(operands)
     if k_scale is not None and operands is None:
         read_dtype = dtype
     q = q.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     q = round_to(read_dtype, q).astype(read_dtype)
 
     def read(x: Array, x_scale: Array | None, start: Array) -> Array:
-        x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
+        x = numbers(jax.lax.dynamic_slice_in_dim(x, start, size, axis=2))
         if x_scale is not None:
             part = jax.lax.dynamic_slice_in_dim(x_scale, start, size, axis=2)
             x = x.astype(jnp.float32) * part[..., None]

@@ -1,19 +1,38 @@
 """Writes keys and values of new tokens into a layer's cache.
 
-A float8 cache gets one scale for each token and head.
+A float8 cache gets one scale for each token and head. On a CPU a bfloat16 cache is an array of
+16-bit integers, the bits of its numbers.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Num
 
 from peagle_jax.kernels import fp8_matmul
 from peagle_jax.kernels.choose import choose, non_16bit_reason
+from peagle_jax.kernels.launch import platform
 
 # Rows of a batch that are written by an operation each; with more, a loop writes them.
 MAX_UNROLLED = 16
 # keys and values [B G S H]; where they are float8, then the scales of both [B G S]
-CacheArrays = tuple[Float[Array, "..."], ...]
+CacheArrays = tuple[Num[Array, "..."], ...]
+
+
+def stored_dtype(dtype: DTypeLike) -> DTypeLike:
+    """The dtype of the arrays of a cache whose keys and values are of `dtype`.
+
+    XLA moves no bfloat16 numbers on a CPU: it makes whole arrays float32 and writes them back, be
+    it for one new token. It does move integers.
+    """
+    return jnp.uint16 if platform() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else dtype
+
+
+def numbers(stored: Num[Array, "..."]) -> Float[Array, "..."]:
+    """Keys or values of which `stored` may be the bits (`stored_dtype`)."""
+    if stored.dtype != jnp.uint16:
+        return stored
+    return jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
 
 
 def reference(
@@ -53,11 +72,11 @@ def consecutive(
 
 
 def _update_rows(
-    cache: Float[Array, "B G S ..."],
-    new: Float[Array, "B G T ..."],
+    cache: Num[Array, "B G S ..."],
+    new: Num[Array, "B G T ..."],
     first: Int[Array, " B"],
     is_converted: bool = False,
-) -> Float[Array, "B G S ..."]:
+) -> Num[Array, "B G S ..."]:
     """The cache with `new` in the slots from `first` on."""
 
     def update_row(row, cache):
@@ -76,12 +95,12 @@ def _update_rows(
 
 
 def move(
-    cache: Float[Array, "B G S ..."],
+    cache: Num[Array, "B G S ..."],
     sources: Int[Array, "B T"],
     targets: Int[Array, "B T"],
     *,
     ring: bool,
-) -> Float[Array, "B G S ..."]:
+) -> Num[Array, "B G S ..."]:
     """The cache with what lies at `sources` also at `targets`, which follow each other in a row.
 
     Args:
@@ -99,8 +118,8 @@ def move(
 
 
 def _with_neighbour(
-    cache: Float[Array, "B G S ..."], new: Float[Array, "1 G 1 ..."], start: tuple
-) -> tuple[Float[Array, "1 G 2 ..."], tuple]:
+    cache: Num[Array, "B G S ..."], new: Num[Array, "1 G 1 ..."], start: tuple
+) -> tuple[Num[Array, "1 G 2 ..."], tuple]:
     """`new` together with what a slot beside it holds.
 
     XLA on a CPU updates a cache in place if it can fuse something with the update. Of an update
@@ -123,7 +142,13 @@ def _as_stored(
         k_values, k_scale = fp8_matmul.scaled(k, axis=-1)
         v_values, v_scale = fp8_matmul.scaled(v, axis=-1)
         new = (k_values, v_values, k_scale, v_scale)
-    return tuple(x.astype(old.dtype) for old, x in zip(cache, new, strict=True))
+    return tuple(_as(old.dtype, x) for old, x in zip(cache, new, strict=True))
+
+
+def _as(dtype: DTypeLike, x: Float[Array, "..."]) -> Num[Array, "..."]:
+    if jnp.dtype(dtype) != jnp.uint16:
+        return x.astype(dtype)
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
 
 
 def triton(

@@ -8,27 +8,35 @@ takes 10 (LOG.md, 2026-11-29, late).
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from peagle_jax.kernels import native_code
 from peagle_jax.kernels.choose import multi_device_reason
 from peagle_jax.kernels.launch import platform
 
 
-def can_attend(q: Float[Array, "B T N H"], k: Float[Array, "B G S H"]) -> bool:
-    """Whether the kernel can do it: on one CPU, in float32, with heads of whole vectors."""
-    if platform() != "cpu" or q.dtype != jnp.float32 or k.dtype != jnp.float32:
+def can_attend(q: Float[Array, "B T N H"], k: Num[Array, "B G S H"]) -> bool:
+    """Whether the kernel can do it: on one CPU, in float32, with heads of whole vectors.
+
+    Caches may be bfloat16 (`cache_write.stored_dtype`).
+    """
+    if platform() != "cpu" or q.dtype != jnp.float32:
         return False
-    if multi_device_reason() is not None:
+    if k.dtype not in (jnp.float32, jnp.uint16) or multi_device_reason() is not None:
         return False
+    return takes_heads(q.shape[3])
+
+
+def takes_heads(head_dim: int) -> bool:
+    """Whether there is a kernel on this machine, and heads are whole vectors."""
     library = native_code.load()
-    return library is not None and q.shape[3] % library.peagle_lanes() == 0
+    return library is not None and head_dim % library.peagle_lanes() == 0
 
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B G S H"],
-    v: Float[Array, "B G S H"],
+    k: Num[Array, "B G S H"],
+    v: Num[Array, "B G S H"],
     mask: Float[Array, "B T S"],
     scale: float,
     sinks: Float[Array, " N"] | None,
@@ -49,15 +57,15 @@ def attend(
 
 def write_and_attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B G S H"],
-    v: Float[Array, "B G S H"],
+    k: Num[Array, "B G S H"],
+    v: Num[Array, "B G S H"],
     mask: Float[Array, "B T S"],
     scale: float,
     sinks: Float[Array, " N"] | None,
     new_k: Float[Array, "B I G H"],
     new_v: Float[Array, "B I G H"],
     first: Int[Array, " B"],
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B G S H"], Float[Array, "B G S H"]]:
+) -> tuple[Float[Array, "B T N H"], Num[Array, "B G S H"], Num[Array, "B G S H"]]:
     """As `attend`, after new keys and values were written to the caches, in place.
 
     Args:
@@ -69,7 +77,7 @@ def write_and_attend(
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     options = {"input_output_aliases": {1: 1, 2: 2}}
     call = native_code.function("peagle_write_and_attend", results, **options)
-    new = new_k.astype(k.dtype), new_v.astype(v.dtype), first.astype(jnp.int32)
+    new = new_k, new_v, first.astype(jnp.int32)
     return tuple(call(q, k, v, mask, _or_empty(sinks), *new, scale=np.float32(scale)))
 
 

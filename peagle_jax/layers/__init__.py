@@ -20,6 +20,7 @@ from peagle_jax.layers.moe import GLU, Experts
 from peagle_jax.layers.products import (
     activation_dtype,
     attention_operands,
+    default_cache_dtype,
     float32_product,
     full_precision,
     product,
@@ -42,6 +43,7 @@ __all__ = [
     "Rope",
     "activation_dtype",
     "attention_operands",
+    "default_cache_dtype",
     "float32_product",
     "full_precision",
     "gelu_tanh",

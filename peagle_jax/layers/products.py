@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from peagle_jax.kernels import step_attention
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units, has_bfloat16_products
 from peagle_jax.kernels.tiled_products import Norm, gated_products, tiled_products
@@ -31,6 +32,22 @@ def activation_dtype(param_dtype: DTypeLike) -> jnp.dtype:
     """The dtype of activations in a model whose parameters have `param_dtype`."""
     dtype = jnp.dtype(param_dtype)
     return jnp.dtype(jnp.float32) if dtype.itemsize == 2 and platform() == "cpu" else dtype
+
+
+def default_cache_dtype(param_dtype: DTypeLike, head_dims: Sequence[int]) -> jnp.dtype:
+    """The dtype of cached keys and values in a model whose parameters have `param_dtype`.
+
+    That of activations; but bfloat16 models have bfloat16 caches also on a CPU, where a kernel of
+    ours reads them: half the bytes. XLA would convert them in every step, and Intel's matrix units,
+    which that kernel does not use, want what XLA makes of float32 caches.
+
+    Args:
+      head_dims: of all layers.
+    """
+    dtype, wanted = activation_dtype(param_dtype), jnp.dtype(param_dtype)
+    if wanted != jnp.bfloat16 or dtype == wanted or has_bfloat16_matrix_units():
+        return dtype
+    return wanted if all(map(step_attention.takes_heads, head_dims)) else dtype
 
 
 def attention_operands(param_dtype: DTypeLike) -> jnp.dtype | None:

@@ -52,8 +52,8 @@ def planned_target(
       path: the config.json.
       dtype: of its weights, one of DTYPES; "auto" is what the config says of its quantization, or
         else bfloat16.
-      kv_cache_dtype: "auto", that of the activations, or "fp8".
-      on_cpu: where activations are float32, whatever the weights are.
+      kv_cache_dtype: "auto", that of `dtype`, or "fp8".
+      on_cpu: whether "auto" is what this machine's processor takes.
 
     Raises:
       InputError: it is no config of a target, its experts cannot be MXFP4, or "auto" does not
@@ -76,8 +76,9 @@ def planned_target(
             packed=dtype == "mxfp4",
             fp8="rows" if dtype == "fp8" else None,
         )
-    activations = jnp.dtype("float32") if on_cpu else numbers
-    cache_dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else activations
+    cache_dtype = plain.config.kv_cache_dtype if on_cpu else numbers
+    if kv_cache_dtype == "fp8":
+        cache_dtype = jnp.float8_e4m3fn
     costs = model_costs(stored, plain, cache_dtype)
     return PlannedTarget(plain.config, dtype, costs, cache_dtype)
 
@@ -169,20 +170,25 @@ def planned_heads(
 
 
 def head_costs(
-    config: HeadConfig, dtype: DTypeLike = jnp.bfloat16, cache_dtype: DTypeLike = jnp.bfloat16
+    config: HeadConfig, dtype: DTypeLike = jnp.bfloat16, on_cpu: bool = False
 ) -> ModelCosts:
-    """The costs of a head whose weights have one dtype, and keys and values another."""
+    """The costs of a head whose weights have a dtype; `on_cpu` as of `planned_target`."""
     model = abstract_head(dataclasses.replace(config, dtype=dtype))
-    return model_costs(model, model, cache_dtype)
+    return model_costs(model, model, model.config.kv_cache_dtype if on_cpu else dtype)
 
 
 def cache_sizes(
-    target: PlannedTarget, heads: dict[str, HeadConfig], dtype: DTypeLike = jnp.bfloat16
+    target: PlannedTarget, heads: dict[str, HeadConfig], on_cpu: bool = False
 ) -> Callable[[int, int], int]:
-    """(concurrency, context) -> bytes of all caches, of the target and of its largest head."""
+    """(concurrency, context) -> bytes of all caches, of the target and of its largest head.
+
+    Heads are in bfloat16; `on_cpu` as of `planned_target`.
+    """
+    configs = [dataclasses.replace(head, dtype=jnp.bfloat16) for head in heads.values()]
+    caches = [(c, c.kv_cache_dtype if on_cpu else c.dtype) for c in configs]
 
     def size(rows: int, tokens: int) -> int:
-        of_heads = [cached_bytes(head, dtype, rows, tokens) for head in heads.values()]
+        of_heads = [cached_bytes(head, dtype, rows, tokens) for head, dtype in caches]
         of_target = cached_bytes(target.config, target.cache_dtype, rows, tokens)
         return of_target + max(of_heads, default=0)
 

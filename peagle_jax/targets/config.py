@@ -12,7 +12,8 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope, activation_dtype
+from peagle_jax.kernels.cache_write import stored_dtype
+from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope, default_cache_dtype
 from peagle_jax.types import CacheShape, InputError, KVCache
 from peagle_jax.weights import Fields
 
@@ -46,7 +47,7 @@ class TargetConfig(abc.ABC):
       dtype: of weights; and of activations, see `layers.activation_dtype`.
       stop_ids: tokens that end a text.
       source: the config.json that this was read from, for exports; None for a model made here.
-      cache_dtype: of keys and values in the cache; None: that of activations. It is a choice of
+      cache_dtype: of keys and values in the cache; None: `default_cache_dtype`. It is a choice of
         who runs the model, and not the checkpoint's.
     """
 
@@ -108,8 +109,10 @@ class TargetConfig(abc.ABC):
 
     @property
     def kv_cache_dtype(self) -> DTypeLike:
-        """The dtype of keys and values in the cache: that of activations, or `cache_dtype`."""
-        return activation_dtype(self.dtype) if self.cache_dtype is None else self.cache_dtype
+        """The dtype of keys and values in the cache: `cache_dtype`, or what suits the weights."""
+        if self.cache_dtype is not None:
+            return self.cache_dtype
+        return default_cache_dtype(self.dtype, [shape.head_dim for shape in self.cache_shapes()])
 
     def empty_cache(
         self, batch: int, cache_size: int, *, block: int | None = None, slots: int | None = None
@@ -121,7 +124,7 @@ class TargetConfig(abc.ABC):
             see KVCache.empty. None: no rings.
           slots: with which layers without a ring begin; None for `cache_size`.
         """
-        shapes, dtype = self.cache_shapes(), self.kv_cache_dtype
+        shapes, dtype = self.cache_shapes(), stored_dtype(self.kv_cache_dtype)
         return KVCache.empty(shapes, batch, cache_size, dtype, block=block, slots=slots)
 
 

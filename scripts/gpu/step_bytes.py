@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from peagle_jax.decode import loop
 from peagle_jax.decode.memory import cache_bytes
 from peagle_jax.kernels import experts
-from peagle_jax.layers import activation_dtype
 from peagle_jax.types import CacheShape, DecodeState, Model, Params
 from peagle_jax.weights import flatten_params
 
@@ -70,13 +69,12 @@ def floor_bytes(case: Case, target: Model, head: Model | None, num_experts: floa
     c = target.config
     for shape in c.cache_shapes():
         visible = min(CONTEXT, shape.window or CONTEXT)
-        dtype = c.cache_dtype or activation_dtype(c.dtype)
-        total += cache_bytes([shape], case.batch, visible, dtype)
+        total += cache_bytes([shape], case.batch, visible, c.kv_cache_dtype)
     if head:
         c = head.config
         passes = 1 if case.method == "peagle" else case.k
         for path, size in weights_of(head):
             total += size * (1 if path.startswith("fusion") else passes)
         layers = CacheShape(tuple(range(c.layers)), c.kv_heads, c.head_dim, None)
-        total += passes * cache_bytes([layers], case.batch, CONTEXT, activation_dtype(c.dtype))
+        total += passes * cache_bytes([layers], case.batch, CONTEXT, c.kv_cache_dtype)
     return total

@@ -29,7 +29,7 @@ NUM_NODES = 9
 # operations that make no array; what is called has lines of its own
 PASSED_ON = ("parameter", "get-tuple-element", "bitcast", "tuple", "while", "call")
 # XLA's names of dtypes
-DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "u16": "uint16"}
 
 
 def compiled_loop(
@@ -121,7 +121,7 @@ def operations(text: str, arrays: set[tuple]) -> list[tuple[str, str, bool]]:
         name, results, operation = found.groups()
         results = {
             (DTYPES[dtype], tuple(map(int, shape.split(","))))
-            for dtype, shape in re.findall(r"\b(f32|bf16)\[([\d,]+)\]", results)
+            for dtype, shape in re.findall(r"\b(f32|bf16|u16)\[([\d,]+)\]", results)
         }
         if results & (arrays | merged):
             in_place = (

@@ -9,7 +9,7 @@ import tiny
 from peagle_jax.decode import growth, loop, prefill
 from peagle_jax.decode.generate import generate
 from peagle_jax.kernels import cache_write, processor
-from peagle_jax.layers import CachedAttention
+from peagle_jax.layers import CachedAttention, default_cache_dtype
 from peagle_jax.types import AttentionRule, CacheShape, KVCache
 
 CONTEXT = {"context": 640}
@@ -127,7 +127,8 @@ def test_no_cache_is_copied(method, batch, dtype):
     Matrix units read keys and values in bfloat16: that conversion is not of the cache's dtype.
     """
     text, arrays = cache_copies.compiled_loop(method, batch, dtype)
-    assert {dtype for dtype, _ in arrays} == {"float32"}
+    stored = cache_write.stored_dtype(default_cache_dtype(dtype, [16]))
+    assert {dtype for dtype, _ in arrays} == {jnp.dtype(stored).name}
     made = cache_copies.operations(text, arrays)
     assert made  # else nothing was looked at
     assert not [operation for operation in made if not operation[-1]]
@@ -149,7 +150,8 @@ def test_no_cache_is_copied_by_attention_in_blocks(batch, dtype, monkeypatch):
 def test_consecutive_slots(T, dtype):
     """As the scatter, up to the last slot."""
     rng = np.random.default_rng(4)
-    cache = tuple(jnp.asarray(rng.normal(size=(3, 2, 9, 6)), dtype) for _ in range(2))
+    dtype = cache_write.stored_dtype(dtype)
+    cache = tuple(jnp.asarray(99 * rng.normal(size=(3, 2, 9, 6)), dtype) for _ in range(2))
     k, v = (jnp.asarray(rng.normal(size=(3, T, 2, 6)), jnp.float32) for _ in range(2))
     slots = jnp.array([0, 3, 9 - T])[:, None] + jnp.arange(T)[None]
     got = cache_write.write(k, v, slots, cache, are_consecutive=True)

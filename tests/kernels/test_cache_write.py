@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -64,6 +65,18 @@ def test_all_agree(B, T, G, S, H, dtype):
                 assert np.allclose(a, b, rtol=2e-7, atol=0)
             else:
                 assert np.mean(a != b) < 0.01 and (np.abs(a - b) <= np.abs(b) / 8).all()
+
+
+def test_the_bits_of_bfloat16():
+    """On a CPU, where XLA would make a whole cache float32 to move a part of it."""
+    k, v, slots, cache = case(3, 5, 3, 20, 24, jnp.bfloat16)
+    stored = tuple(jax.lax.bitcast_convert_type(x, jnp.uint16) for x in cache)
+    assert cache_write.stored_dtype(jnp.bfloat16) == stored[0].dtype
+    assert cache_write.stored_dtype(jnp.float32) == jnp.float32
+    want = cache_write.reference(k, v, slots, cache)
+    for got, expected in zip(cache_write.write(k, v, slots, stored), want, strict=True):
+        assert got.dtype == jnp.uint16
+        assert np.array_equal(cache_write.numbers(got), expected)
 
 
 def test_nan_is_in_the_scale_of_what_is_written_in_float8():

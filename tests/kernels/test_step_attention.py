@@ -139,6 +139,23 @@ def test_a_query_that_sees_nothing_gets_zeros():
     np.testing.assert_array_equal(got[1:], attend(q, k, v, positions, **RULES["plain"])[1:])
 
 
+def stored(x):
+    """As a bfloat16 cache on a CPU has it."""
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+@pytest.mark.parametrize("shape", [{"H": 32}, dict(T=70, N=6, G=2, H=80, S=151)], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_bfloat16_caches(shape, rule):
+    """To the bit what float32 caches of the same numbers give."""
+    q, k, v, positions = case(**shape)
+    rounded = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (k, v))
+    want = attend(q, *rounded, positions, **RULES[rule])
+    got = attend(q, stored(k), stored(v), positions, **RULES[rule])
+    np.testing.assert_array_equal(got, want)
+    assert np.abs(want - attend(q, k, v, positions, **RULES[rule])).max() > 1e-4
+
+
 def calls(*args, **rule) -> bool:
     """Whether attention that may choose its form calls our code."""
     rule = RULES["plain"] | rule
@@ -155,6 +172,7 @@ def test_which_steps_are_ours(lanes, monkeypatch):
     assert calls(*args, visible=jnp.ones((3, 4, 150), bool))
     assert not calls(*case(H=lanes + 2))
     assert not calls(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), positions)
+    assert calls(q, stored(k), stored(v), positions, operands=jnp.bfloat16)
     scales = {"k_scale": jnp.ones((3, 2, 150)), "v_scale": jnp.ones((3, 2, 150))}
     assert not calls(q, k.astype(E4M3), v.astype(E4M3), positions, **scales)
     monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16")
@@ -162,6 +180,9 @@ def test_which_steps_are_ours(lanes, monkeypatch):
     # prompts: where products of bfloat16 are faster, and where a mask is large, it is XLA's turn
     short, long = (case(H=lanes, T=64, S=S) for S in (1024, 1025))
     assert calls(*short, operands=jnp.bfloat16) and not calls(*long, operands=jnp.bfloat16)
+    q, k, v, positions = long
+    assert not calls(q, stored(k), stored(v), positions, operands=jnp.bfloat16)
+    assert calls(q, stored(k), stored(v), positions)
     assert calls(*long, operands=None) and calls(*long, operands=jnp.float32)
     monkeypatch.setattr(attention, "MAX_MASK", 3 * 64 * 1024)
     assert calls(*short) and not calls(*long)
@@ -215,8 +236,28 @@ def test_new_keys_and_values_are_written_first(num, rule):
     np.testing.assert_array_equal(written_v, old[1])
 
 
-def test_a_donated_cache_is_written_in_place():
+def test_new_keys_and_values_are_rounded_to_bfloat16():
+    """To the nearest, ties to even, as XLA rounds them; NaN and infinities are kept."""
     q, k, v, positions = case(H=32)
+    new_k, new_v = new_tokens(2, 32)
+    ties = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, 1e-40, np.inf, -np.inf])
+    new_k = new_k.at[0, 1, 0, :7].set(ties).at[2, 0, 1, 3].set(np.nan)
+    new_v = new_v.at[2, 1].set(jax.lax.bitcast_convert_type(jnp.int32(-1), jnp.float32))
+    first, old = jnp.array([3, 9, 140]), (stored(k), stored(v))
+    slots = first[:, None] + jnp.arange(2)[None]
+    want = cache_write.consecutive(new_k, new_v, slots, old)
+    y, *written = write(q, *old, positions, new_k, new_v, first)
+    for got, expected in zip(written, want, strict=True):
+        assert got.dtype == jnp.uint16
+        got, expected = cache_write.numbers(got), cache_write.numbers(expected)
+        np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
+    assert np.isnan(y[2]).any() and np.isfinite(y[1]).all()
+
+
+@pytest.mark.parametrize("stored", [lambda x: x, stored], ids=["float32", "bfloat16"])
+def test_a_donated_cache_is_written_in_place(stored):
+    q, k, v, positions = case(H=32)
+    k, v = stored(k), stored(v)
     new, first = tuple(new_tokens(2, 32)), jnp.array([3, 9, 1])
 
     def steps(k, v):
@@ -227,7 +268,7 @@ def test_a_donated_cache_is_written_in_place():
         return jax.lax.fori_loop(0, 4, step, (k, v))
 
     compiled = jax.jit(steps, donate_argnums=(0, 1)).lower(k, v).compile()
-    cache = f"f32[{','.join(map(str, k.shape))}]"
+    cache = f"[{','.join(map(str, k.shape))}]"
     copies = [
         line
         for line in compiled.as_text().splitlines()
@@ -251,6 +292,15 @@ def test_new_tokens_that_do_not_fit_are_refused(wrong):
     call = native_code.function("peagle_write_and_attend", results, **aliases)
     with pytest.raises(jax.errors.JaxRuntimeError, match="sizes do not fit"):
         call(q, k, k, mask, jnp.zeros(0), jnp.zeros(shape), new_v, first, scale=np.float32(1))
+
+
+@pytest.mark.parametrize("wrong", [(jnp.uint16, jnp.float32), (jnp.bfloat16, jnp.bfloat16)])
+def test_caches_of_other_numbers_are_refused(wrong):
+    q, mask = jnp.zeros((1, 2, 6, 16)), jnp.zeros((1, 2, 8))
+    k, v = (jnp.zeros((1, 2, 8, 16), dtype) for dtype in wrong)
+    call = native_code.function("peagle_step_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="caches must be"):
+        call(q, k, v, mask, jnp.zeros(0), scale=np.float32(1))
 
 
 @pytest.mark.parametrize("wrong", ["heads", "slots", "tokens", "sinks"])

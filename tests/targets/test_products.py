@@ -8,10 +8,11 @@ import tiny
 from flax import nnx
 
 from peagle_jax.decode.generate import generate
-from peagle_jax.kernels import launch
+from peagle_jax.kernels import launch, native_code, processor
 from peagle_jax.layers import (
     Embedding,
     activation_dtype,
+    default_cache_dtype,
     float32_product,
     product,
     products,
@@ -27,6 +28,24 @@ def test_activations_are_float32_on_a_cpu_and_16_bit_on_a_gpu(monkeypatch):
     assert activation_dtype(jnp.float32) == jnp.float32
     table = Embedding(5, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert table(jnp.array([[1, 2]])).dtype == jnp.bfloat16
+
+
+def test_caches_are_bfloat16_where_a_kernel_reads_them(monkeypatch):
+    assert default_cache_dtype(jnp.float16, [32]) == jnp.float32
+    assert default_cache_dtype(jnp.float32, [32]) == jnp.float32
+    assert default_cache_dtype(jnp.bfloat16, [32, 18]) == jnp.float32  # no whole vectors
+    monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16")
+    has_kernel = native_code.is_available()
+    for head_dims in ([32], [64, 512]):
+        wanted = jnp.bfloat16 if has_kernel else jnp.float32
+        assert default_cache_dtype(jnp.bfloat16, head_dims) == wanted
+    monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16 amx_bf16")
+    assert default_cache_dtype(jnp.bfloat16, [32]) == jnp.float32
+    monkeypatch.undo()
+    monkeypatch.setattr(native_code, "load", lambda: None)
+    assert default_cache_dtype(jnp.bfloat16, [32]) == jnp.float32
+    monkeypatch.setattr(products, "platform", lambda: "gpu")
+    assert default_cache_dtype(jnp.bfloat16, [18]) == jnp.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

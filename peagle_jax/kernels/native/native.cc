@@ -134,11 +134,34 @@ ffi::Error RotateHeads(ffi::ThreadPool pool, F32 x, F32 gain, F32 cos, F32 sin, 
   return ffi::Error::Success();
 }
 
-// Attention over caches that are read, and to which `new_k` and `new_v` are written first if there
-// are any.
-ffi::Error Attend(ffi::ThreadPool& pool, const F32& q, const F32& k, const F32& v, const F32& mask,
-                  const F32& sinks, ffi::Result<F32>& y, float scale,
-                  step_attention::Problem p = {}) {
+// New keys and values, and the slot of the first of each sequence.
+struct New {
+  const float *k, *v;
+  const int32_t* first;
+  int64_t count;
+};
+
+// Attention over caches of `Number`s that are read, and to which new keys and values, if there are
+// any, are written first.
+template <typename Number>
+void Attend(ffi::ThreadPool& pool, const F32& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v,
+            const F32& mask, const F32& sinks, float* y, float scale, const New& written) {
+  const auto Q = q.dimensions(), K = k.dimensions();
+  step_attention::Problem<Number> p = {};
+  p.batch = Q[0], p.tokens = Q[1], p.heads = Q[2], p.head_dim = Q[3];
+  p.kv_heads = K[1], p.slots = K[2];
+  p.q = q.typed_data(), p.mask = mask.typed_data();
+  p.k = static_cast<Number*>(k.untyped_data()), p.v = static_cast<Number*>(v.untyped_data());
+  p.new_k = written.k, p.new_v = written.v, p.first = written.first, p.num_new = written.count;
+  p.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  p.scale = scale;
+  p.y = y;
+  step_attention::Run(pool, p);
+}
+
+ffi::Error AttendAny(ffi::ThreadPool& pool, const F32& q, const ffi::AnyBuffer& k,
+                     const ffi::AnyBuffer& v, const F32& mask, const F32& sinks,
+                     ffi::Result<F32>& y, float scale, const New& written = {}) {
   const auto Q = q.dimensions(), K = k.dimensions(), M = mask.dimensions();
   const int64_t num_sinks = sinks.element_count();
   if (Q.size() != 4 || K.size() != 4 || M.size() != 3 || !AreSame(K, v.dimensions()) ||
@@ -146,36 +169,33 @@ ffi::Error Attend(ffi::ThreadPool& pool, const F32& q, const F32& k, const F32& 
       M[0] != Q[0] || M[1] != Q[1] || M[2] != K[2] || (num_sinks && num_sinks != Q[2]))
     return Refused("arrays whose sizes do not fit each other");
   if (Q[3] % kLanes) return Refused("heads that are no whole number of vectors");
-  p.batch = Q[0], p.tokens = Q[1], p.heads = Q[2], p.head_dim = Q[3];
-  p.kv_heads = K[1], p.slots = K[2];
-  p.q = q.typed_data(), p.k = k.typed_data(), p.v = v.typed_data(), p.mask = mask.typed_data();
-  p.sinks = num_sinks ? sinks.typed_data() : nullptr;
-  p.scale = scale;
-  p.y = y->typed_data();
-  step_attention::Run(pool, p);
+  const bool is_bfloat16 = k.element_type() == ffi::U16;
+  if (k.element_type() != v.element_type() || (!is_bfloat16 && k.element_type() != ffi::F32))
+    return Refused("caches must be float32, or both the bits of bfloat16");
+  const auto attend = is_bfloat16 ? Attend<uint16_t> : Attend<float>;
+  attend(pool, q, k, v, mask, sinks, y->typed_data(), scale, written);
   return ffi::Error::Success();
 }
 
-ffi::Error StepAttention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 mask, F32 sinks,
-                         ffi::Result<F32> y, float scale) {
-  return Attend(pool, q, k, v, mask, sinks, y, scale);
+ffi::Error StepAttention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 mask,
+                         F32 sinks, ffi::Result<F32> y, float scale) {
+  return AttendAny(pool, q, k, v, mask, sinks, y, scale);
 }
 
 // The caches are operands and results in one.
-ffi::Error WriteAndAttend(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 mask, F32 sinks, F32 new_k,
-                          F32 new_v, ffi::Buffer<ffi::S32> first, ffi::Result<F32> y,
-                          ffi::Result<F32> k_result, ffi::Result<F32> v_result, float scale) {
+ffi::Error WriteAndAttend(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 mask,
+                          F32 sinks, F32 new_k, F32 new_v, ffi::Buffer<ffi::S32> first,
+                          ffi::Result<F32> y, ffi::Result<ffi::AnyBuffer> k_result,
+                          ffi::Result<ffi::AnyBuffer> v_result, float scale) {
   const auto K = k.dimensions(), N = new_k.dimensions();
   if (K.size() != 4 || N.size() != 4 || !AreSame(N, new_v.dimensions()) || N[0] != K[0] ||
       N[1] > K[2] || N[2] != K[1] || N[3] != K[3] ||
       static_cast<int64_t>(first.element_count()) != N[0])
     return Refused("arrays whose sizes do not fit each other");
-  if (k.typed_data() != k_result->typed_data() || v.typed_data() != v_result->typed_data())
+  if (k.untyped_data() != k_result->untyped_data() || v.untyped_data() != v_result->untyped_data())
     return Refused("caches that are not written in place");
-  step_attention::Problem p = {};
-  p.new_k = new_k.typed_data(), p.new_v = new_v.typed_data(), p.first = first.typed_data();
-  p.num_new = N[1];
-  return Attend(pool, q, k, v, mask, sinks, y, scale, p);
+  return AttendAny(pool, q, k, v, mask, sinks, y, scale,
+                   {new_k.typed_data(), new_v.typed_data(), first.typed_data(), N[1]});
 }
 
 }  // namespace
@@ -230,8 +250,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_step_attention, StepAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<F32>()
-                                  .Arg<F32>()
-                                  .Arg<F32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Ret<F32>()
@@ -241,14 +261,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_write_and_attend, WriteAndAttend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<F32>()
-                                  .Arg<F32>()
-                                  .Arg<F32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<F32>()
-                                  .Ret<F32>()
-                                  .Ret<F32>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale"));

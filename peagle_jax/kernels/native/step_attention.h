@@ -5,7 +5,8 @@
 //
 // Shapes: q and y [B, T, N, H]; new_k and new_v [B, I, G, H], or null where nothing is new; first
 // [B]; k and v [B, G, S, H]; mask [B, T, S], which is 0 where a query sees a slot and at most -1e30
-// elsewhere. All but `first` are float32. Heads are grouped, N / G of them to a KV head. Tokens are
+// elsewhere. Numbers are float32; those of k and v may be bfloat16, to which new ones are rounded
+// then. `first` has whole numbers. Heads are grouped, N / G of them to a KV head. Tokens are
 // divided into blocks, of which each reads slots from the first to the last that any of its queries
 // sees. A query's result depends on its row of the mask and these slots, and on no other query.
 // (The weight of a slot that only others see is 0, and 0 times NaN is NaN.)
@@ -37,10 +38,12 @@ constexpr int64_t kLeastNumbers = 8 << 10;
 // What the mask adds where nothing is seen, and a bound that tells this from 0.
 constexpr float kMasked = -1e30f, kSeesNothing = -1e29f;
 
+// The caches' numbers are `Number`s: float, or uint16_t for the bits of bfloat16.
+template <typename Number>
 struct Problem {
   int64_t batch, tokens, heads, kv_heads, slots, head_dim;
   const float *q, *mask;
-  float *k, *v;
+  Number *k, *v;
   const float *new_k = nullptr, *new_v = nullptr;
   const int32_t* first = nullptr;
   int64_t num_new = 0;
@@ -67,8 +70,8 @@ void Scores(int64_t rows, const float* q, const float* keys, int64_t head_dim, f
 }
 
 // Adds to kRows sums of values those of `count` slots, by their weights; kVectors of each value.
-template <int kRows, int kVectors>
-void AddValues(int64_t rows, const float* weights, int64_t stride, const float* v, int64_t count,
+template <int kRows, int kVectors, typename Number>
+void AddValues(int64_t rows, const float* weights, int64_t stride, const Number* v, int64_t count,
                int64_t head_dim, float* sums) {
   if constexpr (kRows > 1)
     if (rows < kRows)
@@ -81,7 +84,7 @@ void AddValues(int64_t rows, const float* weights, int64_t stride, const float* 
   for (int64_t s = 0; s < count; ++s) {
     Floats value[kVectors];
     PEAGLE_UNROLL
-    for (int i = 0; i < kVectors; ++i) value[i] = Load<Floats>(v + s * head_dim + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) value[i] = LoadNumbers(v + s * head_dim + i * kLanes);
     PEAGLE_UNROLL
     for (int r = 0; r < kRows; ++r)
       PEAGLE_UNROLL
@@ -92,6 +95,23 @@ void AddValues(int64_t rows, const float* weights, int64_t stride, const float* 
   for (int r = 0; r < kRows; ++r)
     PEAGLE_UNROLL
     for (int i = 0; i < kVectors; ++i) Store(sums + r * head_dim + i * kLanes, all[r][i]);
+}
+
+// Adds to the sums of all rows the values of some slots, by their weights.
+template <typename Number>
+void AddSlots(int64_t rows, const float* weights, int64_t stride, const Number* v, int64_t count,
+              int64_t head_dim, float* sums) {
+  constexpr int64_t kWidth = kPieces * kLanes;
+  for (int64_t r = 0; r < rows; r += kValueRows) {
+    const int64_t num_rows = std::min<int64_t>(kValueRows, rows - r);
+    const float* of_rows = weights + r * stride;
+    float* to = sums + r * head_dim;
+    int64_t h = 0;
+    for (; h + kWidth <= head_dim; h += kWidth)
+      AddValues<kValueRows, kPieces>(num_rows, of_rows, stride, v + h, count, head_dim, to + h);
+    for (; h < head_dim; h += kLanes)
+      AddValues<kValueRows, 1>(num_rows, of_rows, stride, v + h, count, head_dim, to + h);
+  }
 }
 
 // Scores become weights exp(score - largest), whose sum is returned; `sink` may be null.
@@ -125,7 +145,8 @@ struct Span {
 };
 
 // The slots that any query of these tokens sees, from a whole number of vectors on.
-inline Span Visible(const Problem& p, int64_t b, Span tokens) {
+template <typename Number>
+Span Visible(const Problem<Number>& p, int64_t b, Span tokens) {
   int64_t begin = p.slots, end = 0;
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     const float* row = p.mask + (b * p.tokens + t) * p.slots;
@@ -137,33 +158,45 @@ inline Span Visible(const Problem& p, int64_t b, Span tokens) {
   return {std::min(begin, end) / kLanes * kLanes, end};
 }
 
+template <typename Number>
+inline Number AsStored(float x) {
+  if constexpr (sizeof(Number) == 4) return x;
+  return static_cast<Number>(Rounded(x));
+}
+
 // Keys and values of new tokens of one KV head of one sequence go to its cache.
-inline void Write(const Problem& p, int64_t b, int64_t g) {
+template <typename Number>
+void Write(const Problem<Number>& p, int64_t b, int64_t g) {
   const int64_t last = std::max<int64_t>(0, p.slots - p.num_new), H = p.head_dim;
   const int64_t first = std::clamp<int64_t>(p.first[b], 0, last);  // as XLA's updates, from 0 on
   for (int64_t i = 0; i < std::min(p.num_new, p.slots); ++i) {
     const int64_t from = ((b * p.num_new + i) * p.kv_heads + g) * H;
     const int64_t to = ((b * p.kv_heads + g) * p.slots + first + i) * H;
-    std::memcpy(p.k + to, p.new_k + from, H * sizeof(float));
-    std::memcpy(p.v + to, p.new_v + from, H * sizeof(float));
+    for (int64_t h = 0; h < H; ++h) {
+      p.k[to + h] = AsStored<Number>(p.new_k[from + h]);
+      p.v[to + h] = AsStored<Number>(p.new_v[from + h]);
+    }
   }
 }
 
 // One KV head of one sequence, and the query heads that read it, of some tokens.
-inline void Attend(const Problem& p, int64_t b, int64_t g, Span tokens, Span span) {
+template <typename Number>
+void Attend(const Problem<Number>& p, int64_t b, int64_t g, Span tokens, Span span) {
   const int64_t group = p.heads / p.kv_heads, T = tokens.end - tokens.begin, rows = group * T;
   const int64_t H = p.head_dim, first_token = b * p.tokens + tokens.begin;
   const float* mask = p.mask + first_token * p.slots;
   const int64_t begin = span.begin, count = span.end - span.begin;
   const int64_t stride = (count + kLanes - 1) / kLanes * kLanes + kLanes;
-  // queries, sums of values, scores, the mask with whole vectors, keys as columns, sums of weights
-  Scratch<float> scratch(rows * (2 * H + stride + 1) + T * stride + H * kLanes);
+  // queries, sums of values, scores, the mask with whole vectors, keys as columns, sums of weights,
+  // values of kSlots
+  Scratch<float> scratch(rows * (2 * H + stride + 1) + T * stride + H * (kLanes + kSlots));
   float* q = scratch.data();
   float* sums = q + rows * H;
   float* scores = sums + rows * H;
   float* mask_rows = scores + rows * stride;
   float* keys = mask_rows + T * stride;
   float* totals = keys + H * kLanes;
+  float* values = totals + rows;
   for (int64_t t = 0; t < T; ++t) {
     float* mask_row = mask_rows + t * stride;
     std::memcpy(mask_row, mask + t * p.slots + begin, count * sizeof(float));
@@ -173,14 +206,14 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span tokens, Span spa
                   p.q + ((first_token + t) * p.heads + g * group + r) * H, H * sizeof(float));
   }
   std::fill(sums, sums + rows * H, 0.0f);
-  const float* k = p.k + (b * p.kv_heads + g) * p.slots * H;
-  const float* v = p.v + (b * p.kv_heads + g) * p.slots * H;
+  const Number* k = p.k + (b * p.kv_heads + g) * p.slots * H;
+  const Number* v = p.v + (b * p.kv_heads + g) * p.slots * H;
   for (int64_t s = 0; s < count; s += kLanes) {
     for (int64_t h = 0; h < H; h += kLanes) {
       Floats square[kLanes];
       PEAGLE_UNROLL
       for (int i = 0; i < kLanes; ++i)  // past the end of the cache its last slot again
-        square[i] = Load<Floats>(k + std::min(begin + s + i, p.slots - 1) * H + h);
+        square[i] = LoadNumbers(k + std::min(begin + s + i, p.slots - 1) * H + h);
       Transpose(square);
       PEAGLE_UNROLL
       for (int i = 0; i < kLanes; ++i) Store(keys + (h + i) * kLanes, square[i]);
@@ -192,21 +225,16 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span tokens, Span spa
   for (int64_t r = 0; r < rows; ++r)
     totals[r] = ToWeights(scores + r * stride, count, mask_rows + r % T * stride, p.scale,
                           p.sinks ? p.sinks + g * group + r / T : nullptr);
-  constexpr int64_t kWidth = kPieces * kLanes;
   for (int64_t s = 0; s < count; s += kSlots) {
     const int64_t num_slots = std::min(kSlots, count - s);
-    const float* from = v + (begin + s) * H;
-    for (int64_t r = 0; r < rows; r += kValueRows) {
-      const int64_t num_rows = std::min<int64_t>(kValueRows, rows - r);
-      const float* weights = scores + r * stride + s;
-      int64_t h = 0;
-      for (; h + kWidth <= H; h += kWidth)
-        AddValues<kValueRows, kPieces>(num_rows, weights, stride, from + h, num_slots, H,
-                                       sums + r * H + h);
-      for (; h < H; h += kLanes)
-        AddValues<kValueRows, 1>(num_rows, weights, stride, from + h, num_slots, H,
-                                 sums + r * H + h);
+    const Number* from = v + (begin + s) * H;
+    if (sizeof(Number) == 4 || rows <= kValueRows) {
+      AddSlots(rows, scores + s, stride, from, num_slots, H, sums);
+      continue;
     }
+    for (int64_t h = 0; h < num_slots * H; h += kLanes)  // once for all passes
+      Store(values + h, LoadNumbers(from + h));
+    AddSlots(rows, scores + s, stride, values, num_slots, H, sums);
   }
   for (int64_t r = 0; r < rows; ++r) {
     float* y = p.y + ((first_token + r % T) * p.heads + g * group + r / T) * H;
@@ -216,7 +244,8 @@ inline void Attend(const Problem& p, int64_t b, int64_t g, Span tokens, Span spa
 }
 
 // All sequences, heads and blocks of tokens, which threads divide.
-inline void Run(xla::ffi::ThreadPool& pool, const Problem& p) {
+template <typename Number>
+void Run(xla::ffi::ThreadPool& pool, const Problem<Number>& p) {
   const int64_t group = p.heads / p.kv_heads, size = std::max<int64_t>(1, kBlockRows / group);
   const int64_t blocks = (p.tokens + size - 1) / size, heads = p.batch * p.kv_heads;
   std::vector<Span> tokens, spans;

@@ -163,12 +163,6 @@ void MultiplyAll(xla::ffi::ThreadPool& pool, Rows<Kind> x, int64_t rows, int64_t
   });
 }
 
-// A float32 number rounded to bfloat16, to the nearest, ties to even.
-inline uint32_t Rounded(float x) {
-  const uint32_t bits = Load<uint32_t>(&x);
-  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
-
 // The rows of a source by the matrices, which are all bfloat16, or all float32.
 inline void Run(xla::ffi::ThreadPool& pool, const row_preparation::Source& source, int64_t rows,
                 bool is_bfloat16, const std::vector<Matrix>& matrices) {

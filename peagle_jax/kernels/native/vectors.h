@@ -1,4 +1,4 @@
-// Vectors of float32: the extensions of GCC and Clang, and what they lack.
+// Vectors of float32: the extensions of GCC and Clang, and what they lack; bfloat16 in memory.
 
 #ifndef PEAGLE_VECTORS_H_
 #define PEAGLE_VECTORS_H_
@@ -36,6 +36,7 @@ constexpr int kLanes = 4, kRegisters = 16;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 template <typename T>
 inline T Load(const void* from) {
@@ -47,6 +48,19 @@ inline T Load(const void* from) {
 template <typename T>
 inline void Store(void* to, T value) {
   std::memcpy(to, &value, sizeof(T));
+}
+
+// A vector of numbers that lie in memory as float32, or as the upper halves of such: bfloat16.
+template <typename Number>
+inline Floats LoadNumbers(const Number* from) {
+  if constexpr (sizeof(Number) == 4) return Load<Floats>(from);
+  return (Floats)(__builtin_convertvector(Load<Halves>(from), Words) << 16);
+}
+
+// A float32 number rounded to bfloat16, to the nearest, ties to even.
+inline uint32_t Rounded(float x) {
+  const uint32_t bits = Load<uint32_t>(&x);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
 
 // x in every lane: x - 0 is x, where x + 0 would make 0 of -0.
