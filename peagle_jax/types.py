@@ -127,8 +127,7 @@ class KVGroup:
     1,024 slots takes 2.9 ms, and 5.8 ms with one array, of which each layer's part is copied out.
 
     Attributes:
-      k: keys, one array per layer of `layers`. Of bfloat16 keys on a CPU it is the bits
-        (`kernels.cache_write.stored_dtype`).
+      k: keys, one array per layer of `layers`; bits of bfloat16 on a CPU (`kernels.cache_write`).
       v: values, likewise.
       layers: the model's numbers of the layers, in the order of `k`.
       ring: in a ring cache position p is in slot p mod S, and overwrites position p - S. Otherwise

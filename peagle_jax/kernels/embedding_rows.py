@@ -9,17 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.kernels import native_code
-from peagle_jax.kernels.choose import multi_device_reason
-from peagle_jax.kernels.launch import platform
 
 
 def can_read(table: Float[Array, "..."]) -> bool:
     """Whether the kernel can do it: on one CPU, of whole words of 32 bits."""
     is_known = table.dtype in (jnp.bfloat16, jnp.float32)
     is_known = is_known and table.dtype.itemsize * _width(table) % 4 == 0
-    if not is_known or not len(table) or platform() != "cpu" or multi_device_reason() is not None:
-        return False
-    return native_code.is_available()
+    return is_known and len(table) > 0 and native_code.is_callable_here()
 
 
 def read(table: Float[Array, "..."], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows K"]:

@@ -9,16 +9,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from peagle_jax.kernels import native_code
-from peagle_jax.kernels.choose import multi_device_reason
-from peagle_jax.kernels.launch import platform
 
 
 def can_rotate(x: Float[Array, "*rows H"]) -> bool:
     """Whether the kernel can do it: on one CPU, in float32, with half heads of whole vectors."""
-    if platform() != "cpu" or x.dtype != jnp.float32 or multi_device_reason() is not None:
+    if x.dtype != jnp.float32 or x.shape[-1] % 2 or not native_code.is_callable_here():
         return False
-    library = native_code.load()
-    return library is not None and x.shape[-1] % (2 * library.peagle_lanes()) == 0
+    return native_code.are_vectors(x.shape[-1] // 2)
 
 
 def rotate(

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from peagle_jax.kernels.choose import multi_device_reason
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import instructions
 from peagle_jax.user_cache import user_cache
@@ -46,6 +47,17 @@ _lock = threading.Lock()
 def is_available() -> bool:
     """Whether programs on this CPU can call our code. Compiles what is not compiled yet."""
     return load() is not None
+
+
+def is_callable_here() -> bool:
+    """Whether the program that is traced now can call our code: on one CPU."""
+    return multi_device_reason() is None and is_available()
+
+
+def are_vectors(size: int) -> bool:
+    """Whether there is code of ours, and so many numbers are whole vectors of it."""
+    library = load()
+    return library is not None and size % library.peagle_lanes() == 0
 
 
 def load() -> ctypes.CDLL | None:

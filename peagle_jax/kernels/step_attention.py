@@ -11,8 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from peagle_jax.kernels import native_code
-from peagle_jax.kernels.choose import multi_device_reason
-from peagle_jax.kernels.launch import platform
 
 
 def can_attend(q: Float[Array, "B T N H"], k: Num[Array, "B G S H"]) -> bool:
@@ -20,17 +18,9 @@ def can_attend(q: Float[Array, "B T N H"], k: Num[Array, "B G S H"]) -> bool:
 
     Caches may be bfloat16 (`cache_write.stored_dtype`).
     """
-    if platform() != "cpu" or q.dtype != jnp.float32:
+    if q.dtype != jnp.float32 or k.dtype not in (jnp.float32, jnp.uint16):
         return False
-    if k.dtype not in (jnp.float32, jnp.uint16) or multi_device_reason() is not None:
-        return False
-    return takes_heads(q.shape[3])
-
-
-def takes_heads(head_dim: int) -> bool:
-    """Whether there is a kernel on this machine, and heads are whole vectors."""
-    library = native_code.load()
-    return library is not None and head_dim % library.peagle_lanes() == 0
+    return native_code.is_callable_here() and native_code.are_vectors(q.shape[3])
 
 
 def attend(

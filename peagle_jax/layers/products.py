@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from peagle_jax.kernels import step_attention
+from peagle_jax.kernels import native_code
 from peagle_jax.kernels.launch import platform
 from peagle_jax.kernels.processor import has_bfloat16_matrix_units, has_bfloat16_products
 from peagle_jax.kernels.tiled_products import Norm, gated_products, tiled_products
@@ -47,7 +47,7 @@ def default_cache_dtype(param_dtype: DTypeLike, head_dims: Sequence[int]) -> jnp
     dtype, wanted = activation_dtype(param_dtype), jnp.dtype(param_dtype)
     if wanted != jnp.bfloat16 or dtype == wanted or has_bfloat16_matrix_units():
         return dtype
-    return wanted if all(map(step_attention.takes_heads, head_dims)) else dtype
+    return wanted if all(map(native_code.are_vectors, head_dims)) else dtype
 
 
 def attention_operands(param_dtype: DTypeLike) -> jnp.dtype | None:

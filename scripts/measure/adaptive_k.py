@@ -7,13 +7,16 @@
 Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
 at temperature 1, where drafting does not pay; and random tokens at temperature 2. Every decoder
 decodes all prompts in each round, with a new engine: 8 prompts one by one, 48 in a batch of 8.
-Answers have drawn lengths, half of `--max-new-tokens` to one and a half, the same for all: of equal
-lengths plain decoding would keep all rows of a batch as long as each other, and so its caches
-small, as no server's requests do.
+Decoders take turns at every prompt, or every 24 of a batch, and each of them begins as often as any
+other, for a machine that others use, too, has another speed some seconds later. Answers have drawn
+lengths, half of `--max-new-tokens` to one and a half, the same for all: of equal lengths plain
+decoding would keep all rows of a batch as long as each other, and so its caches small, as no
+server's requests do.
 
-Speeds are compared within a round. Before, every program is compiled, and an adaptive engine
-decodes other prompts of the kind, twice, so that step times are known, changes of K compiled and
-something is known of the drafts, as in every run but a user's first.
+Speeds are compared within a round (`over_plain`, the median), and over all (`total_over_plain`).
+Before, every program is compiled, and an adaptive engine decodes other prompts of the kind, twice,
+so that step times are known, changes of K compiled and something is known of the drafts, as in
+every run but a user's first.
 
 The expected calibration error compares, for every K drafts between two choices, the chance that was
 estimated before for the first 1, 2, ..., K drafts to be accepted with the share that was.
@@ -40,6 +43,7 @@ from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows
 
 PROMPT_TOKENS = 48  # of a random prompt
+TURN = 24  # prompts of a batch that are decoded in a turn
 BINS = 10  # of the calibration error
 
 
@@ -73,12 +77,12 @@ class Always(KChooser):
 
 
 class Decoder:
-    """Decodes the prompts of a text with one K, once a round."""
+    """Decodes the prompts of a text with one K, a part of them in each turn."""
 
     def __init__(self, args, models, k: int | str, batch_size: int, step_times: Path) -> None:
         self.args, self.models, self.k = args, models, k
         self.batch_size, self.step_times = batch_size, step_times
-        self.seconds: list[float] = []
+        self.rounds: list[tuple[float, int]] = []  # seconds and tokens of each
         # (chance estimated, share accepted, steps) of every position between two choices
         self.judged: list[tuple[float, float, int]] = []
         self.steps_by_k: dict[int, int] = {}
@@ -87,14 +91,40 @@ class Decoder:
         """Compiles every program, and decodes other prompts."""
         if self.k == "auto":
             for k in candidates(max(self.args.ks)):
-                self.run(prompts, temperature, timed=False, always=k)
+                self.decode(self.engine(k), list(enumerate(prompts)), temperature)
         for _ in range(2 if self.k == "auto" else 1):
-            self.run(others, temperature, timed=False)
+            self.decode(self.engine(), list(enumerate(others)), temperature)
 
-    def run(
-        self, prompts: list, temperature: float, timed: bool = True, always: int | None = None
-    ) -> None:
-        """One round; an adaptive engine can be made to draft `always` as many tokens."""
+    def begin(self) -> None:
+        """A round, with a new engine."""
+        self.rounds.append((0.0, 0))
+        self.of_round = self.engine()
+        for one in self.engines_of(self.of_round):
+            if self.k == "auto":
+                self._watch(one)
+
+    def turn(self, prompts: list, temperature: float) -> None:
+        """A part of a round.
+
+        Args:
+          prompts: with their numbers.
+        """
+        seconds, tokens = self.decode(self.of_round, prompts, temperature)
+        before = self.rounds[-1]
+        self.rounds[-1] = before[0] + seconds, before[1] + tokens
+
+    def end(self) -> None:
+        """The round is over."""
+        for k, steps in self.of_round.stats.steps_by_k.items():
+            self.steps_by_k[k] = self.steps_by_k.get(k, 0) + steps
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of a token, by rounds."""
+        return [seconds / tokens for seconds, tokens in self.rounds]
+
+    def engine(self, always: int | None = None):
+        """A new engine; an adaptive one can be made to draft `always` as many tokens."""
         target, head = self.models
         engine = make_engine(
             target,
@@ -106,28 +136,31 @@ class Decoder:
             step_times=self.step_times,
             max_batch=self.batch_size,
         )
-        for one in engine.engines if isinstance(engine, ParallelEngine) else [engine]:
-            if self.k == "auto" and timed:
-                self._watch(one)
+        for one in self.engines_of(engine):
             if always is not None:
                 one.chooser = Always(max(self.args.ks), always)
-        lengths = answer_lengths(len(prompts), self.args.max_new_tokens)
+        return engine
+
+    def engines_of(self, engine) -> list[Engine]:
+        """Those that share the requests."""
+        return engine.engines if isinstance(engine, ParallelEngine) else [engine]
+
+    def decode(self, engine, prompts: list, temperature: float) -> tuple[float, int]:
+        """Seconds and new tokens of prompts, given with their numbers."""
+        lengths = answer_lengths(num_prompts(self.args, self.batch_size), self.args.max_new_tokens)
         requests = [
             Request(
                 prompt=prompt,
-                max_new_tokens=length,
+                max_new_tokens=lengths[number],
                 temperature=temperature,
-                seed=seed,
+                seed=number,
                 stop_ids=(),
             )
-            for seed, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+            for number, prompt in prompts
         ]
         start = time.perf_counter()
         num_tokens = sum(len(answer.output_token_ids) for _, answer in engine.run(requests))
-        if timed:
-            self.seconds.append((time.perf_counter() - start) / num_tokens)
-            for k, steps in engine.stats.steps_by_k.items():
-                self.steps_by_k[k] = self.steps_by_k.get(k, 0) + steps
+        return time.perf_counter() - start, num_tokens
 
     def _watch(self, engine: Engine) -> None:
         """Keeps what the engine expected of its drafts, and what became of them."""
@@ -197,20 +230,33 @@ def main() -> None:
                 group = [Decoder(args, models, k, batch_size, Path(folder)) for k in decoders]
                 count = num_prompts(args, batch_size)
                 own, others = prompts[:count], prompts[most : most + min(count, 8)]
-                for number in range(1 + args.rounds):
-                    for decoder in group:
-                        if number:
-                            decoder.run(own, temperature)
-                        else:
-                            decoder.warm_up(own, others, temperature)
-                        note = f"{name}, batch {batch_size}, K = {decoder.k}"
-                        progress.update(progress.completed + 1, note=note)
+                for decoder in group:
+                    decoder.warm_up(own, others, temperature)
+                    note = f"{name}, batch {batch_size}, K = {decoder.k}"
+                    progress.update(progress.completed + 1, note=note)
+                for number in range(args.rounds):
+                    one_round(group, list(enumerate(own)), temperature, number)
+                    note = f"{name}, batch {batch_size}, round {number + 1}"
+                    progress.update(progress.completed + len(group), note=note)
                 rows += rows_of(args, name, group)
                 if args.record:
                     append_rows(args.record, rows[-len(group) :], "scripts/measure/adaptive_k.py")
     Console(width=120).print(table_of(rows))
     if args.picture:
         draw(rows, args.picture)
+
+
+def one_round(group: list[Decoder], prompts: list, temperature: float, number: int) -> None:
+    """All decoders decode all prompts, in turns."""
+    size = TURN if group[0].batch_size > 1 else 1
+    for decoder in group:
+        decoder.begin()
+    for i in range(0, len(prompts), size):
+        first = (number + i // size) % len(group)
+        for decoder in group[first:] + group[:first]:
+            decoder.turn(prompts[i : i + size], temperature)
+    for decoder in group:
+        decoder.end()
 
 
 def num_prompts(args, batch_size: int) -> int:
@@ -229,6 +275,9 @@ def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:
         pairs = zip(other.seconds, decoder.seconds, strict=True)
         return [theirs / ours for theirs, ours in pairs]
 
+    def total(decoder: Decoder, other: Decoder) -> float:
+        return sum(other.seconds) / sum(decoder.seconds)
+
     return [
         {
             "name": "adaptive_k",
@@ -245,7 +294,10 @@ def rows_of(args, name: str, group: list[Decoder]) -> list[dict]:
             "over_plain_quartiles": quartiles(ratios(decoder, plain)),
             "over_best_fixed": statistics.median(ratios(decoder, best)),
             "over_best_fixed_quartiles": quartiles(ratios(decoder, best)),
+            "total_over_plain": total(decoder, plain),
+            "total_over_best_fixed": total(decoder, best),
             "rounds": len(decoder.seconds),
+            "in_turns_of_prompts": TURN if decoder.batch_size > 1 else 1,
             "best_fixed_k": best.k,
             "calibration_error": decoder.calibration_error() if decoder is auto else None,
             "steps_by_k": {str(k): n for k, n in sorted(decoder.steps_by_k.items())},

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from step_time import METHODS, load, request
 
-from peagle_jax import Engine
+from peagle_jax import make_engine
 from peagle_jax.decode import loop
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows
@@ -58,7 +58,8 @@ def measure(decoder: tuple, batch_size: int, context: int) -> dict:
     """Bytes of the program that decodes `batch_size` prompts of `context` tokens."""
     target, drafter, head = decoder
     params = head.params if drafter else None
-    engine = Engine(target, drafter, params, max_batch=batch_size, max_steps=1)
+    options = {"max_batch": batch_size, "max_steps": 1, "num_threads": 1}
+    engine = make_engine(target, drafter, params, **options)
     for row in range(batch_size):
         engine.add(request(target, row, context, 64))
     while not engine.stats.num_steps:

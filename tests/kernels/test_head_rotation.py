@@ -45,7 +45,7 @@ def test_which_heads(lanes, monkeypatch):
     assert head_rotation.can_rotate(jnp.zeros((1, 2, 2 * lanes)))
     assert not head_rotation.can_rotate(jnp.zeros((1, 2, lanes)))
     assert not head_rotation.can_rotate(jnp.zeros((1, 2, 2 * lanes), jnp.bfloat16))
-    monkeypatch.setattr(head_rotation, "multi_device_reason", lambda: "a mesh")
+    monkeypatch.setattr(native_code, "multi_device_reason", lambda: "a mesh")
     assert not head_rotation.can_rotate(jnp.zeros((1, 2, 2 * lanes)))
     monkeypatch.undo()
     monkeypatch.setattr(native_code, "load", lambda: None)

@@ -188,7 +188,7 @@ def test_which_steps_are_ours(lanes, monkeypatch):
     assert calls(*short) and not calls(*long)
     monkeypatch.setattr(processor, "instructions", lambda: "amx_bf16")
     assert not calls(*args, operands=jnp.bfloat16) and calls(*args, operands=None)
-    monkeypatch.setattr(step_attention, "multi_device_reason", lambda: "a mesh")
+    monkeypatch.setattr(native_code, "multi_device_reason", lambda: "a mesh")
     assert not calls(*args)
     monkeypatch.undo()
     monkeypatch.setattr(native_code, "load", lambda: None)
