@@ -2,11 +2,13 @@
 
     make=".venv/bin/python scripts/generate/make_assets.py"
     $make target configs/train/demo_target.yaml
-    $make peagle configs/train/demo_peagle.yaml
+    $make peagle configs/train/demo_peagle{,_longer}.yaml
     $make eagle3 configs/train/demo_eagle3{,_greedy}.yaml
 
-With several recipes, each run began where the one before had stopped. The target is made first,
-because heads are trained on its folder here, whose weights are rounded to bf16. The card says what
+With several recipes, each run began where the one before had stopped. Where the second began from
+the packaged folder itself (`init_from`), the first run's folder is not needed any more: its metrics
+are in the package. The target is made first, because heads are trained on its folder here, whose
+weights are rounded to bf16. The card says what
 trained the model, on what, for how long, and what was measured on held-out files. The metrics of
 the training are written beside it as training.jsonl.
 """
@@ -43,12 +45,16 @@ TITLES = {
 
 def main(kind: str, *configs: str) -> None:
     runs = [load_run(Path(config)) for config in configs]
+    is_packaged = {run.out: run is runs[0] and begins_as(runs, kind) for run in runs}
     for config, run in zip(configs, runs, strict=True):
+        if is_packaged[run.out]:
+            continue
         if changed := differences(load_run(Path(run.out) / "config.yaml"), run):
             raise SystemExit(f"{config} is not what trained {run.out}: {'; '.join(changed)}")
     last, out = Path(runs[-1].out), ASSETS / kind
     result = json.loads((last / "result.json").read_text())
-    rows = training(runs)
+    metrics = [metrics_of(run, ASSETS / kind if is_packaged[run.out] else None) for run in runs]
+    rows = joined(metrics)
     with tempfile.TemporaryDirectory(dir=ASSETS.parent) as work:
         work = Path(work) / kind
         if kind == "target":
@@ -71,7 +77,7 @@ def main(kind: str, *configs: str) -> None:
             "minutes": round(rows[-1]["seconds"] / 60, 1),
         }
         (work / "README.md").write_text(
-            card(kind, work, out, configs, runs, result), encoding="utf-8"
+            card(kind, work, out, configs, runs, metrics, result), encoding="utf-8"
         )
         shutil.rmtree(out, ignore_errors=True)
         work.rename(out)
@@ -79,29 +85,38 @@ def main(kind: str, *configs: str) -> None:
     print(f"{out}: {sum(p.stat().st_size for p in out.iterdir()):,} bytes; all assets {size:,}")
 
 
-def training(runs) -> list[dict]:
-    """The metrics of all runs as of one.
+def begins_as(runs, kind: str) -> bool:
+    """Whether the second run began from the packaged folder."""
+    return len(runs) > 1 and Path(runs[1].init_from or "").resolve() == (ASSETS / kind).resolve()
 
-    Steps and seconds run on. What a run did after its last checkpoint is left out.
-    """
-    rows, step, seconds = [], 0, 0.0
-    for run in runs:
-        newest = last_step(run)
-        lines = (Path(run.out) / "metrics.jsonl").read_text().splitlines()
+
+def metrics_of(run, packaged: Path | None) -> list[dict]:
+    """A run's metrics, without what it did after its last checkpoint, or those of the package."""
+    if packaged is not None:
+        return read_lines(packaged / "training.jsonl")
+    folder = Path(run.out)
+    newest = max(int(path.name) for path in (folder / "checkpoints").glob("[0-9]*"))
+    return [row for row in read_lines(folder / "metrics.jsonl") if row["step"] <= newest]
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def joined(metrics: list[list[dict]]) -> list[dict]:
+    """The metrics of all runs as of one: steps and seconds run on."""
+    rows: list[dict] = []
+    step, seconds = 0, 0.0
+    for of_run in metrics:
         rows += [
             row | {"step": step + row["step"], "seconds": round(seconds + row["seconds"], 3)}
-            for row in map(json.loads, lines)
-            if row["step"] <= newest
+            for row in of_run
         ]
-        step, seconds = step + newest, rows[-1]["seconds"]
+        step, seconds = rows[-1]["step"], rows[-1]["seconds"]
     return rows
 
 
-def last_step(run) -> int:
-    return max(int(p.name) for p in (Path(run.out) / "checkpoints").glob("[0-9]*"))
-
-
-def card(kind: str, folder: Path, out: Path, configs, runs, result: dict) -> str:
+def card(kind: str, folder: Path, out: Path, configs, runs, metrics, result: dict) -> str:
     origin = json.loads((Path(runs[-1].out) / "origin.json").read_text())
     path = out.relative_to(ASSETS.parent.parent)
     facts = printable_rows(describe(folder))
@@ -118,8 +133,8 @@ def card(kind: str, folder: Path, out: Path, configs, runs, result: dict) -> str
         return "".join(f"| {key.replace('_', ' ')} | {value} |\n" for key, value in rows.items())
 
     commands = ",\nthen ".join(
-        f"`peagle train {config}` ({last_step(run):,} steps)"
-        for config, run in zip(configs, runs, strict=True)
+        f"`peagle train {config}` ({of_run[-1]['step']:,} steps)"
+        for config, of_run in zip(configs, metrics, strict=True)
     )
     corpus = CORPUS.format(python=origin["python"])
     if sources := sorted({run.data.source for run in runs if run.data.source}):

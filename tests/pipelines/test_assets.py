@@ -91,7 +91,7 @@ def test_training_curves_come_along(kind):
     assert [r["seconds"] for r in rows] == sorted(r["seconds"] for r in rows)
 
 
-def test_runs_that_follow_each_other_make_one_curve(tmp_path):
+def test_runs_that_follow_each_other_make_one_curve(tmp_path, monkeypatch):
     """Steps and seconds are counted on from run to run.
 
     What a run did after its last checkpoint is left out, because the next one began there.
@@ -107,13 +107,17 @@ def test_runs_that_follow_each_other_make_one_curve(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         for step in checkpoints:
             (tmp_path / name / "checkpoints" / str(step)).mkdir(parents=True)
-        runs.append(types.SimpleNamespace(out=str(tmp_path / name)))
-    assert [(r["step"], r["seconds"]) for r in make_assets.training(runs)] == [
-        (2, 20),
-        (4, 40),
-        (6, 60),
-        (8, 80),
-    ]
+        runs.append(types.SimpleNamespace(out=str(tmp_path / name), init_from=None))
+    metrics = [make_assets.metrics_of(run, None) for run in runs]
+    curve = [(r["step"], r["seconds"]) for r in make_assets.joined(metrics)]
+    assert curve == [(2, 20), (4, 40), (6, 60), (8, 80)]
+    # a first run whose folder is gone
+    monkeypatch.setattr(make_assets, "ASSETS", tmp_path)
+    assert not make_assets.begins_as(runs, "a") and not make_assets.begins_as(runs[:1], "a")
+    runs[1].init_from = str(tmp_path / "b" / ".." / "a")
+    assert make_assets.begins_as(runs, "a") and not make_assets.begins_as(runs, "b")
+    (tmp_path / "a" / "metrics.jsonl").rename(tmp_path / "a" / "training.jsonl")
+    assert [r["step"] for r in make_assets.metrics_of(runs[0], tmp_path / "a")] == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
