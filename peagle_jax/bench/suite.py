@@ -1,15 +1,15 @@
 """Measures decoders: every method at every K and batch size, as result rows.
 
-Decoders of one batch size are timed in rounds, each of which runs every decoder once. A speedup
-compares a decoder with plain decoding of the same round, so that a slow moment of the machine
-concerns both.
+Decoders of one batch size are timed in rounds, each of which runs every decoder once and begins
+with another one. A speedup compares a decoder with plain decoding of the same round, so that a slow
+moment of the machine concerns both.
 """
 
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from peagle_jax.decode.requests import Generation, Request, acceptance_length, c
 from peagle_jax.provenance import provenance
 from peagle_jax.types import Model
 
+T = TypeVar("T")
 METHODS = ("eagle", "eagle3", "peagle")
 # The sample text is decoded with the largest K that is not above this.
 MAX_SAMPLE_K = 7
@@ -367,8 +368,18 @@ def _run_rounds(group: Sequence[Decoding], repeats: int, progress: Callable[[str
     for number in range(1, repeats + 1):
         where = f"batch size {batch_size}, temperature {temperature:g}"
         progress(f"{where}: round {number} of {repeats}")
-        for decoding in group:
+        for decoding in in_turns(group, number):
             decoding.run(timed=True)
+
+
+def in_turns(group: Sequence[T], number: int) -> list[T]:
+    """The order of a round: each begins a third of the group later than the one before.
+
+    A machine that others use may be slow for some seconds in every round: that shall not always be
+    the same decoder's turn.
+    """
+    first = number * max(1, len(group) // 3) % len(group)
+    return [*group[first:], *group[:first]]
 
 
 def _group_records(

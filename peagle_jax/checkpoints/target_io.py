@@ -180,8 +180,8 @@ def load_target(
         layers/fp8.py names, quantized while they are read; everything else in `dtype`.
       mxfp4: "packed" keeps experts that are stored in 4 bits as they are and decodes those that
         are used; "plain" stores them in `dtype`.
-      kv_cache_dtype: of cached keys and values, for example `jnp.float8_e4m3fn`; None: that of
-        activations.
+      kv_cache_dtype: of cached keys and values, for example `jnp.float8_e4m3fn`; None: what
+        suits the weights (`layers.default_cache_dtype`).
       mesh: devices with an axis "model", over which heads, MLPs and experts are spread
         (targets/sharding.py). Every device reads its own slices from the files, and no process
         reads another's. None: the default device.

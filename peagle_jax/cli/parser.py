@@ -192,5 +192,6 @@ def add_precision(parser: Parser) -> None:
         "--kv-cache-dtype",
         choices=("auto", "fp8"),
         default="auto",
-        help="of the target's KV cache; auto is the dtype of the activations",
+        help="of the target's KV cache; auto: that of the weights, and on a CPU without a C++ "
+        "compiler, or with AMX, float32",
     )

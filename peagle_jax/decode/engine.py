@@ -183,7 +183,8 @@ class Engine(BaseEngine):
         # a copy: the caller's list may change
         request = dataclasses.replace(request, prompt=tuple(map(int, request.prompt)))
         stop_ids = end_tokens(where, request, self.target.config.stop_ids, self.tokenizer)
-        self._memory.check([request], self.held_bytes + held_elsewhere)
+        with self._on_devices():  # on a mesh caches may be of another dtype
+            self._memory.check([request], self.held_bytes + held_elsewhere)
         text = None if self.tokenizer is None else AnswerText(self.tokenizer, request)
         return Row(number, request, stop_ids, text)
 
@@ -196,7 +197,8 @@ class Engine(BaseEngine):
         return self._waiting.take_all()
 
     def check_memory(self, requests: Sequence[Request]) -> None:
-        self._memory.check(requests, self.held_bytes)
+        with self._on_devices():
+            self._memory.check(requests, self.held_bytes)
 
     def cancel(self, request_id: int) -> None:
         self._waiting.cancel(request_id)

@@ -207,7 +207,7 @@ def read_operands(operands: DTypeLike | None, num_queries: int) -> DTypeLike | N
 
 
 def converts_cache(dtype: DTypeLike, operands: DTypeLike | None, num_tokens: int) -> bool:
-    """Whether `reference` converts a cache of `dtype` to `operands`, or from its bits.
+    """Whether `attend` converts a cache of `dtype` to `operands`, or makes numbers of its bits.
 
     For one token that costs more than it saves. Its products read the cache as it is, and differ
     only in the order of sums, because all operands have been rounded.
@@ -291,6 +291,9 @@ def attend(
         from peagle_jax.kernels.attention_blocks import attend_in_blocks
 
         return attend_in_blocks(q, k, v, positions, kv_positions, operands=operands, **rule)
+    if k.dtype == jnp.uint16 and read_operands(operands, T) is None:
+        # in the dtype of the queries, as elsewhere: what is rounded must not depend on the form
+        k, v = (cache_write.numbers(x).astype(q.dtype) for x in (k, v))
     k, v = cache_write.numbers(k), cache_write.numbers(v)
     # with scales, keys and values are float8 and are multiplied in the dtype of the queries
     arrays = (q,) if "k_scale" in rule else (q, k, v)

@@ -44,8 +44,8 @@ def attend_in_blocks(
     """
     (B, T, N, H), (_, G, S, _) = q.shape, k.shape
     size, dtype = min(block_keys(B * T * N), S), q.dtype
-    read_dtype = numbers(k).dtype if operands is None else jnp.dtype(operands)
-    if k_scale is not None and operands is None:
+    read_dtype = k.dtype if operands is None else jnp.dtype(operands)
+    if operands is None and (k_scale is not None or k.dtype == jnp.uint16):
         read_dtype = dtype
     q = q.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     q = round_to(read_dtype, q).astype(read_dtype)

@@ -22,8 +22,8 @@ CacheArrays = tuple[Num[Array, "..."], ...]
 def stored_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype of the arrays of a cache whose keys and values are of `dtype`.
 
-    XLA moves no bfloat16 numbers on a CPU: it makes whole arrays float32 and writes them back, be
-    it for one new token. It does move integers.
+    XLA moves no bfloat16 numbers on a CPU: even to write one token it makes float32 of the whole
+    array, and then bfloat16 again. It does move integers.
     """
     return jnp.uint16 if platform() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else dtype
 
@@ -142,10 +142,10 @@ def _as_stored(
         k_values, k_scale = fp8_matmul.scaled(k, axis=-1)
         v_values, v_scale = fp8_matmul.scaled(v, axis=-1)
         new = (k_values, v_values, k_scale, v_scale)
-    return tuple(_as(old.dtype, x) for old, x in zip(cache, new, strict=True))
+    return tuple(_converted(old.dtype, x) for old, x in zip(cache, new, strict=True))
 
 
-def _as(dtype: DTypeLike, x: Float[Array, "..."]) -> Num[Array, "..."]:
+def _converted(dtype: DTypeLike, x: Float[Array, "..."]) -> Num[Array, "..."]:
     if jnp.dtype(dtype) != jnp.uint16:
         return x.astype(dtype)
     return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
@@ -187,7 +187,10 @@ def write(
     Raises:
       InputError: the form does not exist or cannot run here.
     """
-    form = choose("cache writing", form, FORMS, non_16bit_reason(k, v))
+    reason = non_16bit_reason(k, v)
+    if cache[0].dtype == jnp.uint16:
+        reason = "a cache of bits is a CPU's (stored_dtype)"
+    form = choose("cache writing", form, FORMS, reason)
     if form == "reference" and are_consecutive:
         return consecutive(k, v, slots, cache, is_converted=is_converted)
     return FORMS[form](k, v, slots, cache)

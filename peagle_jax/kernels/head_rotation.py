@@ -15,7 +15,7 @@ def can_rotate(x: Float[Array, "*rows H"]) -> bool:
     """Whether the kernel can do it: on one CPU, in float32, with half heads of whole vectors."""
     if x.dtype != jnp.float32 or x.shape[-1] % 2 or not native_code.is_callable_here():
         return False
-    return native_code.are_vectors(x.shape[-1] // 2)
+    return native_code.fills_vectors(x.shape[-1] // 2)
 
 
 def rotate(

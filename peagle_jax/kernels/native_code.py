@@ -54,8 +54,8 @@ def is_callable_here() -> bool:
     return multi_device_reason() is None and is_available()
 
 
-def are_vectors(size: int) -> bool:
-    """Whether there is code of ours, and so many numbers are whole vectors of it."""
+def fills_vectors(size: int) -> bool:
+    """Whether there is code of ours, and so many numbers fill whole vectors of it."""
     library = load()
     return library is not None and size % library.peagle_lanes() == 0
 

@@ -20,7 +20,7 @@ def can_attend(q: Float[Array, "B T N H"], k: Num[Array, "B G S H"]) -> bool:
     """
     if q.dtype != jnp.float32 or k.dtype not in (jnp.float32, jnp.uint16):
         return False
-    return native_code.is_callable_here() and native_code.are_vectors(q.shape[3])
+    return native_code.is_callable_here() and native_code.fills_vectors(q.shape[3])
 
 
 def attend(
@@ -67,7 +67,7 @@ def write_and_attend(
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     options = {"input_output_aliases": {1: 1, 2: 2}}
     call = native_code.function("peagle_write_and_attend", results, **options)
-    new = new_k, new_v, first.astype(jnp.int32)
+    new = new_k.astype(jnp.float32), new_v.astype(jnp.float32), first.astype(jnp.int32)
     return tuple(call(q, k, v, mask, _or_empty(sinks), *new, scale=np.float32(scale)))
 
 

@@ -37,9 +37,9 @@ def activation_dtype(param_dtype: DTypeLike) -> jnp.dtype:
 def default_cache_dtype(param_dtype: DTypeLike, head_dims: Sequence[int]) -> jnp.dtype:
     """The dtype of cached keys and values in a model whose parameters have `param_dtype`.
 
-    That of activations; but bfloat16 models have bfloat16 caches also on a CPU, where a kernel of
-    ours reads them: half the bytes. XLA would convert them in every step, and Intel's matrix units,
-    which that kernel does not use, want what XLA makes of float32 caches.
+    That of activations; but bfloat16 models have bfloat16 caches, half as large, on a CPU where a
+    C++ kernel reads them. XLA would convert them in every step. On a CPU with matrix units, which
+    that kernel does not use, XLA attends, to float32 caches.
 
     Args:
       head_dims: of all layers.
@@ -47,7 +47,8 @@ def default_cache_dtype(param_dtype: DTypeLike, head_dims: Sequence[int]) -> jnp
     dtype, wanted = activation_dtype(param_dtype), jnp.dtype(param_dtype)
     if wanted != jnp.bfloat16 or dtype == wanted or has_bfloat16_matrix_units():
         return dtype
-    return wanted if all(map(native_code.are_vectors, head_dims)) else dtype
+    has_kernel = native_code.is_callable_here() and all(map(native_code.fills_vectors, head_dims))
+    return wanted if has_kernel else dtype
 
 
 def attention_operands(param_dtype: DTypeLike) -> jnp.dtype | None:

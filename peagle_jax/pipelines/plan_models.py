@@ -52,8 +52,8 @@ def planned_target(
       path: the config.json.
       dtype: of its weights, one of DTYPES; "auto" is what the config says of its quantization, or
         else bfloat16.
-      kv_cache_dtype: "auto", that of `dtype`, or "fp8".
-      on_cpu: whether "auto" is what this machine's processor takes.
+      kv_cache_dtype: "auto", bfloat16 or, with float32 weights, float32; or "fp8".
+      on_cpu: "auto" is instead what engines take on this machine.
 
     Raises:
       InputError: it is no config of a target, its experts cannot be MXFP4, or "auto" does not

@@ -8,9 +8,8 @@
 With several recipes, each run began where the one before had stopped. Where the second began from
 the packaged folder itself (`init_from`), the first run's folder is not needed any more: its metrics
 are in the package. The target is made first, because heads are trained on its folder here, whose
-weights are rounded to bf16. The card says what
-trained the model, on what, for how long, and what was measured on held-out files. The metrics of
-the training are written beside it as training.jsonl.
+weights are rounded to bf16. The card says what trained the model, on what, for how long, and what
+was measured on held-out files. The metrics of the training are written beside it as training.jsonl.
 """
 
 import json
@@ -53,8 +52,8 @@ def main(kind: str, *configs: str) -> None:
             raise SystemExit(f"{config} is not what trained {run.out}: {'; '.join(changed)}")
     last, out = Path(runs[-1].out), ASSETS / kind
     result = json.loads((last / "result.json").read_text())
-    metrics = [metrics_of(run, ASSETS / kind if is_packaged[run.out] else None) for run in runs]
-    rows = joined(metrics)
+    parts = [part_of(run, ASSETS / kind if is_packaged[run.out] else None) for run in runs]
+    rows = joined(parts)
     with tempfile.TemporaryDirectory(dir=ASSETS.parent) as work:
         work = Path(work) / kind
         if kind == "target":
@@ -77,7 +76,7 @@ def main(kind: str, *configs: str) -> None:
             "minutes": round(rows[-1]["seconds"] / 60, 1),
         }
         (work / "README.md").write_text(
-            card(kind, work, out, configs, runs, metrics, result), encoding="utf-8"
+            card(kind, work, out, configs, runs, parts, result), encoding="utf-8"
         )
         shutil.rmtree(out, ignore_errors=True)
         work.rename(out)
@@ -90,33 +89,37 @@ def begins_as(runs, kind: str) -> bool:
     return len(runs) > 1 and Path(runs[1].init_from or "").resolve() == (ASSETS / kind).resolve()
 
 
-def metrics_of(run, packaged: Path | None) -> list[dict]:
-    """A run's metrics, without what it did after its last checkpoint, or those of the package."""
+def part_of(run, packaged: Path | None) -> tuple[int, list[dict]]:
+    """The steps of a run up to its last checkpoint, and their metrics.
+
+    Those of a run that is `packaged` are the first ones there.
+    """
     if packaged is not None:
-        return read_lines(packaged / "training.jsonl")
-    folder = Path(run.out)
-    newest = max(int(path.name) for path in (folder / "checkpoints").glob("[0-9]*"))
-    return [row for row in read_lines(folder / "metrics.jsonl") if row["step"] <= newest]
+        steps, file = run.optimizer.steps, packaged / "training.jsonl"
+    else:
+        checkpoints = (Path(run.out) / "checkpoints").glob("[0-9]*")
+        steps, file = max(int(path.name) for path in checkpoints), Path(run.out) / "metrics.jsonl"
+    return steps, [row for row in read_lines(file) if row["step"] <= steps]
 
 
 def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def joined(metrics: list[list[dict]]) -> list[dict]:
+def joined(parts: list[tuple[int, list[dict]]]) -> list[dict]:
     """The metrics of all runs as of one: steps and seconds run on."""
     rows: list[dict] = []
     step, seconds = 0, 0.0
-    for of_run in metrics:
+    for steps, of_run in parts:
         rows += [
             row | {"step": step + row["step"], "seconds": round(seconds + row["seconds"], 3)}
             for row in of_run
         ]
-        step, seconds = rows[-1]["step"], rows[-1]["seconds"]
+        step, seconds = step + steps, rows[-1]["seconds"]
     return rows
 
 
-def card(kind: str, folder: Path, out: Path, configs, runs, metrics, result: dict) -> str:
+def card(kind: str, folder: Path, out: Path, configs, runs, parts, result: dict) -> str:
     origin = json.loads((Path(runs[-1].out) / "origin.json").read_text())
     path = out.relative_to(ASSETS.parent.parent)
     facts = printable_rows(describe(folder))
@@ -133,8 +136,8 @@ def card(kind: str, folder: Path, out: Path, configs, runs, metrics, result: dic
         return "".join(f"| {key.replace('_', ' ')} | {value} |\n" for key, value in rows.items())
 
     commands = ",\nthen ".join(
-        f"`peagle train {config}` ({of_run[-1]['step']:,} steps)"
-        for config, of_run in zip(configs, metrics, strict=True)
+        f"`peagle train {config}` ({steps:,} steps)"
+        for config, (steps, _) in zip(configs, parts, strict=True)
     )
     corpus = CORPUS.format(python=origin["python"])
     if sources := sorted({run.data.source for run in runs if run.data.source}):

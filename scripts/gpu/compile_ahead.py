@@ -149,7 +149,8 @@ def drafting(recipe: str, device) -> dict:
         config = dataclasses.replace(head.config, dtype=jnp.bfloat16, markov_rank=rank)
         drafts = tracing.abstract_head(config)
         drafter = ParallelDrafter(drafts.graph, config, K)
-        state = jax.eval_shape(lambda: DraftState(drafter.init(1, CACHE_SIZE), None))
+        with jax.default_device(device):
+            state = jax.eval_shape(lambda: DraftState(drafter.init(1, CACHE_SIZE), None))
         ids = jax.ShapeDtypeStruct((1, K + 1), jnp.int32)
         aux = jax.ShapeDtypeStruct((1, K + 1, config.sizes.aux_dim), jnp.bfloat16)
         count = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -198,7 +198,10 @@ def initial_state(
     def fill(x):
         if x.dtype == jnp.int32:  # lengths
             return jnp.full_like(x, CONTEXT - 1)
-        return jax.random.normal(next(keys), x.shape, jnp.bfloat16).astype(x.dtype)
+        numbers = jax.random.normal(next(keys), x.shape, jnp.bfloat16)
+        if x.dtype == jnp.uint16:  # a CPU's cache
+            return jax.lax.bitcast_convert_type(numbers, jnp.uint16)
+        return numbers.astype(x.dtype)
 
     config, R, K = target.config, spec.k + 1, spec.k
     zero = jnp.zeros(batch, jnp.int32)

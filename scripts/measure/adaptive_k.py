@@ -7,11 +7,11 @@
 Three texts: Python source that the packaged models were not trained on, decoded greedily; the same
 at temperature 1, where drafting does not pay; and random tokens at temperature 2. Every decoder
 decodes all prompts in each round, with a new engine: 8 prompts one by one, 48 in a batch of 8.
-Decoders take turns at every prompt, or every 24 of a batch, and each of them begins as often as any
-other, for a machine that others use, too, has another speed some seconds later. Answers have drawn
-lengths, half of `--max-new-tokens` to one and a half, the same for all: of equal lengths plain
-decoding would keep all rows of a batch as long as each other, and so its caches small, as no
-server's requests do.
+Decoders take turns at every prompt, or every 24 of a batch, and each turn begins with another one:
+a machine that others use, too, has another speed some seconds later. Answers have drawn lengths,
+half of `--max-new-tokens` to one and a half, the same for all: of equal lengths plain decoding
+would keep all rows of a batch as long as each other, and so its caches small, as no server's
+requests do.
 
 Speeds are compared within a round (`over_plain`, the median), and over all (`total_over_plain`).
 Before, every program is compiled, and an adaptive engine decodes other prompts of the kind, twice,
@@ -252,7 +252,7 @@ def one_round(group: list[Decoder], prompts: list, temperature: float, number: i
     for decoder in group:
         decoder.begin()
     for i in range(0, len(prompts), size):
-        first = (number + i // size) % len(group)
+        first = (number * -(-len(prompts) // size) + i // size) % len(group)
         for decoder in group[first:] + group[:first]:
             decoder.turn(prompts[i : i + size], temperature)
     for decoder in group:
@@ -260,8 +260,8 @@ def one_round(group: list[Decoder], prompts: list, temperature: float, number: i
 
 
 def num_prompts(args, batch_size: int) -> int:
-    """How many prompts are decoded: a batch is filled six times, so that rows are replaced, and the
-    last ones, which are decoded in a smaller batch, count little.
+    """How many prompts are decoded: each row of a batch has six, three in a turn, so that most of
+    the time all rows are in use.
     """
     return max(args.num_prompts, 6 * batch_size if batch_size > 1 else 1)
 

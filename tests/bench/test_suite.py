@@ -1,6 +1,7 @@
 """Result rows: every case decodes every prompt, exactness is noticed, ratios are of one round."""
 
 import dataclasses
+import itertools
 
 import jax
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from peagle_jax.bench import suite as suites
 from peagle_jax.bench.answer_statistics import repeated_share
 from peagle_jax.bench.exact import compare
-from peagle_jax.bench.suite import Case, Decoding, choose_sample, run_suite
+from peagle_jax.bench.suite import Case, Decoding, choose_sample, in_turns, run_suite
 from peagle_jax.decode import loop, parallel_engine
 from peagle_jax.decode.generate import generate
 from peagle_jax.decode.requests import Generation
@@ -152,6 +153,15 @@ def test_an_adaptive_k_and_trees_are_measured_beside_chains(tmp_path, monkeypatc
         timed_new = sum(count for timed, count in new if timed)
         assert record["programs_compiled_while_timed"] == timed_new
     assert made.sample.k == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 11])
+def test_every_round_begins_with_another_decoder(size):
+    orders = [in_turns(range(size), number) for number in range(1, 8)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    firsts = [order[0] for order in orders]
+    assert size == 1 or all(a != b for a, b in itertools.pairwise(firsts))
+    assert len(set(firsts)) == min(size, 7)
 
 
 def test_programs_that_a_timed_round_compiles_are_counted():

@@ -10,6 +10,7 @@ from peagle_jax.decode import growth, loop, prefill
 from peagle_jax.decode.generate import generate
 from peagle_jax.kernels import cache_write, processor
 from peagle_jax.layers import CachedAttention, default_cache_dtype
+from peagle_jax.layers.rope import Rope
 from peagle_jax.types import AttentionRule, CacheShape, KVCache
 
 CONTEXT = {"context": 640}
@@ -75,15 +76,20 @@ def test_sizes_while_a_prompt_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("method", [None, "peagle", "eagle3"])
-@pytest.mark.parametrize("kind", ["full", "window", "float8"])
+@pytest.mark.parametrize("kind", ["full", "window", "float8", "bfloat16", "bfloat16 window"])
 def test_growth_in_prefill_does_not_change_the_text(method, kind, monkeypatch):
     """Beside a cache that has all slots when the first chunk is read; a ring keeps its slots."""
     changes = {
         "full": {},
         "window": {"windows": (None, 13, 13, None)},
         "float8": {"cache_dtype": jnp.dtype(jnp.float8_e4m3fn)},
+        "bfloat16": {"dtype": jnp.dtype(jnp.bfloat16)},
+        "bfloat16 window": {"dtype": jnp.dtype(jnp.bfloat16), "windows": (None, 13, 13, None)},
     }[kind]
-    target, head = tiny.target(**CONTEXT, **changes), tiny.head(**CONTEXT)
+    size = {"head_dim": 16, "rope": Rope.from_hf({"rope_theta": 777.0}, 16, "")}  # for the kernels
+    size = {**CONTEXT, **(size if "dtype" in changes else {})}
+    of_head = {name: value for name, value in changes.items() if name == "dtype"}
+    target, head = tiny.target(**size, **changes), tiny.head(**size, **of_head)
     prompts = [np.random.default_rng(n).integers(1, 41, n).tolist() for n in (9, 45)]
     sizes = []
     read_chunk = prefill.read_chunk
@@ -106,7 +112,7 @@ def test_growth_in_prefill_does_not_change_the_text(method, kind, monkeypatch):
             method=method,
             max_new_tokens=11,
             prefill_chunk=8,
-            sliding_cache=kind == "window",
+            sliding_cache="window" in kind,
             num_threads=1,
         )
 

@@ -144,7 +144,11 @@ def stored(x):
     return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
 
 
-@pytest.mark.parametrize("shape", [{"H": 32}, dict(T=70, N=6, G=2, H=80, S=151)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [{"H": 32}, dict(T=1, N=6, G=6, H=80), dict(T=70, N=6, G=2, H=80, S=151)],
+    ids=str,
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_bfloat16_caches(shape, rule):
     """To the bit what float32 caches of the same numbers give."""
@@ -154,6 +158,34 @@ def test_bfloat16_caches(shape, rule):
     got = attend(q, stored(k), stored(v), positions, **RULES[rule])
     np.testing.assert_array_equal(got, want)
     assert np.abs(want - attend(q, k, v, positions, **RULES[rule])).max() > 1e-4
+
+
+@pytest.mark.parametrize("operands", [None, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["reference", "blocks"])
+def test_bfloat16_caches_that_xla_reads(form, operands, monkeypatch):
+    """Without a kernel: as float32 caches of the same numbers. Only operands round queries."""
+    monkeypatch.setattr(attention, "is_native", lambda *_: False)
+    q, k, v, positions = case(H=32, T=70, S=151, lengths=(1, 7, 80))
+    rule = RULES["plain"] | {"form": "auto", "operands": operands}
+    if form == "blocks":
+        monkeypatch.setattr(attention, "MAX_SCORES", 0)
+    rounded = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (k, v))
+    want = attention.attend(q, *rounded, positions, None, **rule)
+    got = attention.attend(q, stored(k), stored(v), positions, None, **rule)
+    assert np.abs(got - want).max() < 1e-6
+    assert (
+        np.abs(attention.attend(q, k, v, positions, None, **rule) - want).max() > 1e-4 or operands
+    )
+
+
+def test_a_step_that_xla_reads_rounds_no_queries(monkeypatch):
+    monkeypatch.setattr(attention, "is_native", lambda *_: False)
+    q, k, v, positions = case(H=32, T=1)
+    rounded = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (k, v))
+    rule = RULES["plain"] | {"form": "auto"}
+    want = attention.attend(q, *rounded, positions, None, **rule)
+    got = attention.attend(q, stored(k), stored(v), positions, None, **rule)
+    assert np.abs(got - want).max() < 1e-6
 
 
 def calls(*args, **rule) -> bool:
@@ -254,10 +286,10 @@ def test_new_keys_and_values_are_rounded_to_bfloat16():
     assert np.isnan(y[2]).any() and np.isfinite(y[1]).all()
 
 
-@pytest.mark.parametrize("stored", [lambda x: x, stored], ids=["float32", "bfloat16"])
-def test_a_donated_cache_is_written_in_place(stored):
+@pytest.mark.parametrize("kept", [lambda x: x, stored], ids=["float32", "bfloat16"])
+def test_a_donated_cache_is_written_in_place(kept):
     q, k, v, positions = case(H=32)
-    k, v = stored(k), stored(v)
+    k, v = kept(k), kept(v)
     new, first = tuple(new_tokens(2, 32)), jnp.array([3, 9, 1])
 
     def steps(k, v):

@@ -108,8 +108,8 @@ def test_runs_that_follow_each_other_make_one_curve(tmp_path, monkeypatch):
         for step in checkpoints:
             (tmp_path / name / "checkpoints" / str(step)).mkdir(parents=True)
         runs.append(types.SimpleNamespace(out=str(tmp_path / name), init_from=None))
-    metrics = [make_assets.metrics_of(run, None) for run in runs]
-    curve = [(r["step"], r["seconds"]) for r in make_assets.joined(metrics)]
+    parts = [make_assets.part_of(run, None) for run in runs]
+    curve = [(r["step"], r["seconds"]) for r in make_assets.joined(parts)]
     assert curve == [(2, 20), (4, 40), (6, 60), (8, 80)]
     # a first run whose folder is gone
     monkeypatch.setattr(make_assets, "ASSETS", tmp_path)
@@ -117,7 +117,9 @@ def test_runs_that_follow_each_other_make_one_curve(tmp_path, monkeypatch):
     runs[1].init_from = str(tmp_path / "b" / ".." / "a")
     assert make_assets.begins_as(runs, "a") and not make_assets.begins_as(runs, "b")
     (tmp_path / "a" / "metrics.jsonl").rename(tmp_path / "a" / "training.jsonl")
-    assert [r["step"] for r in make_assets.metrics_of(runs[0], tmp_path / "a")] == [2, 4, 6]
+    runs[0].optimizer = types.SimpleNamespace(steps=4)  # later steps are of another run
+    steps, rows = make_assets.part_of(runs[0], tmp_path / "a")
+    assert steps == 4 and [row["step"] for row in rows] == [2, 4]
 
 
 @pytest.mark.parametrize(

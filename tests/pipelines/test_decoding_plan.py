@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from peagle_jax.cli import main, plan_options
+from peagle_jax.draft import head as draft_head
 from peagle_jax.kernels import attention
 from peagle_jax.layers import CachedAttention
 from peagle_jax.pipelines import decoding_plan
@@ -39,6 +40,7 @@ from peagle_jax.pipelines.plan_models import (
     planned_heads,
     planned_target,
 )
+from peagle_jax.targets import config as targets_config
 from peagle_jax.types import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -310,6 +312,25 @@ def test_sensitivity():
     assert "cost of layers" not in sensitivity(models((0.7,)), floor, 1, 4)
     # a share cannot exceed 1
     assert sensitivity(models((1.0,)), DEVICE, 1, 4)["acceptance"] == 0
+
+
+def test_caches_on_this_machine(cut, tmp_path, monkeypatch):
+    """What engines take here, in the place of the weights' dtype."""
+    cut("gpt-oss-20b")
+    path = tmp_path / "gpt-oss-20b.json"
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for module in (targets_config, draft_head):
+            monkeypatch.setattr(module, "default_cache_dtype", lambda *_, d=dtype: jnp.dtype(d))
+        here = planned_target(path, "auto", "auto", on_cpu=True)
+        assert here.cache_dtype == dtype
+        assert planned_target(path, "auto", "auto").cache_dtype == jnp.bfloat16
+        heads = planned_heads(here, 4, [])
+        bytes_each = jnp.dtype(dtype).itemsize
+        of_head = 4 * 2 * 8 * 64
+        size = cache_sizes(here, heads, on_cpu=True)(3, 100)
+        assert size == 3 * 100 * (LAYERS * 2 * 8 * 64 + of_head) * bytes_each
+        costs = head_costs(heads["peagle"], on_cpu=True)
+        assert sum(layer.token_bytes for layer in costs.caches) == of_head * bytes_each
 
 
 def test_memory(cut):

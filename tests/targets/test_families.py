@@ -67,6 +67,17 @@ def test_logits_hidden_states_and_cache(case):
     assert_equal(logits_by_blocks(target, tokens, positions, cache), logits)
 
 
+@pytest.mark.parametrize("block", [None, 7], ids=["whole", "rings"])
+def test_bfloat16_caches(case, block):
+    """Logits are those of float32 caches but for the rounding of keys and values."""
+    target, (tokens, logits, _) = ours(case), truth(case)
+    config = dataclasses.replace(target.config, cache_dtype=jnp.dtype(jnp.bfloat16))
+    cache = config.empty_cache(2, 40, block=block)
+    tokens, positions = jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(T), (2, T))
+    error = np.abs(logits_by_blocks(target, tokens, positions, cache) - logits).max()
+    assert 1e-5 < error < 0.03 * np.abs(logits).max()
+
+
 def test_exported_folder_is_what_transformers_wrote(case, tmp_path):
     _, folder = make(case)
     save_target(load_target(folder), tmp_path / "out")

@@ -39,6 +39,9 @@ def test_caches_are_bfloat16_where_a_kernel_reads_them(monkeypatch):
     for head_dims in ([32], [64, 512]):
         wanted = jnp.bfloat16 if has_kernel else jnp.float32
         assert default_cache_dtype(jnp.bfloat16, head_dims) == wanted
+    monkeypatch.setattr(native_code, "multi_device_reason", lambda: "a mesh")
+    assert default_cache_dtype(jnp.bfloat16, [32]) == jnp.float32
+    monkeypatch.undo()
     monkeypatch.setattr(processor, "instructions", lambda: "avx512_bf16 amx_bf16")
     assert default_cache_dtype(jnp.bfloat16, [32]) == jnp.float32
     monkeypatch.undo()
