@@ -29,9 +29,9 @@ FIRST_WAIT, LAST_WAIT = 128, 4096
 # Of so many choices that leave K as it is, one takes another K that promises so much of the best,
 # for a few steps. A time that was measured at a bad moment would otherwise keep a K from ever being
 # taken, and so from being observed.
-CHOICES_PER_TRIAL, NEARLY = 8, 0.9
+CHOICES_PER_TRIAL, NEARLY = 16, 0.9
 # Another K must promise so much more than the present one.
-MIN_GAIN = 1.01
+MIN_GAIN = 1.02
 # After so many drafts, of all rows, what was observed of the positions that they tried counts half.
 # Fewer tell little of a text, more are of other texts: with 128 the estimates err least
 # (scripts/measure/survival.py).
@@ -50,8 +50,10 @@ RECALLED_TOKENS = 512
 # With fewer, a head that is known to pay is given up after its first steps, which follow the prompt
 # and are worse than others.
 MAX_LOSS, LOSS_ALLOWANCE = 0.015, 24.0
-# Plain steps that it takes to begin drafting, and to end it.
-CHANGE_STEPS = 1.0
+# What it takes to begin drafting and to end it, beside the steps: calls of programs, and reading by
+# the head of tokens that plain steps have left. So many plain steps, but at least so many seconds:
+# 4.6 ms on an AMD EPYC with plain steps of 0.6 (LOG.md, 2026-11-30, morning).
+CHANGE_STEPS, CHANGE_SECONDS = 1.0, 0.004
 # Plain steps that drafting may have gained before, and lose again.
 MAX_CREDIT = 64.0
 # Numbers of drafts to choose from, beside 0 and the largest.
@@ -237,10 +239,10 @@ class KChooser:
 
     def _take(self, k: int, num_steps: int | None = None) -> None:
         """Takes `k` for the next steps; more of them, the longer it is taken without a break."""
-        if k and not self.k:
-            self._lost += CHANGE_STEPS * self._seconds[0]
-        self._steps = min(2 * self._steps, LAST_STEPS) if k == self.k else FIRST_STEPS
         most = max(self._affordable_steps(k), FIRST_STEPS) if k else PLAIN_STEPS
+        if k and not self.k:
+            self._lost += self._seconds_of_change()
+        self._steps = min(2 * self._steps, LAST_STEPS) if k == self.k else FIRST_STEPS
         self.k, self.steps_left = k, num_steps or (min(self._steps, most) if k else most)
 
     def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
@@ -259,7 +261,13 @@ class KChooser:
         if of_a_step <= 0:
             return LAST_STEPS  # no slower than plain decoding
         budget = MAX_LOSS * self._total + LOSS_ALLOWANCE * plain - self._lost
+        if not self.k:
+            budget -= self._seconds_of_change()
         return min(LAST_STEPS, int(budget / of_a_step))
+
+    def _seconds_of_change(self) -> float:
+        """Of beginning to draft, and of ending it."""
+        return max(CHANGE_STEPS * self._seconds[0], CHANGE_SECONDS)
 
 
 def rates_of(seconds: Mapping[int, float], survival: Survival) -> dict[int, float]:

@@ -198,6 +198,31 @@ def test_what_drafting_may_lose_is_bounded(is_known):
     assert begins > 10 and lost < budget + adaptive_k.FIRST_STEPS * (SECONDS[7] - SECONDS[0]) + 1
 
 
+def test_changes_cost_seconds_where_plain_steps_are_short():
+    """On the text above. A change takes as long as eight short steps: looks are then fewer."""
+    begins = []
+    for plain in (1.0, 0.5e-3):
+        chooser, seconds = KChooser(7), {k: plain * taken for k, taken in SECONDS.items()}
+        total = lost = 0.0
+        begins.append(0)
+        was_plain = True
+        for _ in range(4000):
+            k = chooser.choose(seconds)
+            if k == 0:
+                chooser.survival.recall([1e6] * 7, [1e6] * 7)
+            count = chooser.steps_left
+            chooser.observe(count, count if k else 0, np.zeros(7, int))
+            total += count * seconds[k]
+            lost += count * (seconds[k] - plain) if k else 0
+            begins[-1] += k > 0 and was_plain
+            was_plain = k == 0
+        change = max(plain, adaptive_k.CHANGE_SECONDS)
+        lost += change * begins[-1]
+        budget = adaptive_k.MAX_LOSS * total + adaptive_k.LOSS_ALLOWANCE * plain
+        assert lost < budget + adaptive_k.FIRST_STEPS * (seconds[7] - plain) + change
+    assert 10 < begins[1] < 0.7 * begins[0]
+
+
 def test_a_known_head_may_draft_at_once():
     """Also where its best K has slow steps; and no time, however odd, ends a choice."""
     chooser = KChooser(7)
