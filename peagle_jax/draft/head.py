@@ -20,7 +20,7 @@ from peagle_jax.draft import placeholders
 from peagle_jax.draft.confidence import Calibration, ConfidenceHead, check_confidence
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.draft.markov import MarkovHead, check_kind, check_rank
-from peagle_jax.kernels.cache_write import stored_dtype
+from peagle_jax.kernels.cache_write import array_dtype
 from peagle_jax.layers import (
     FINAL_HIDDEN_STATE,
     MLP,
@@ -158,7 +158,7 @@ class HeadConfig:
         Sliding windows are applied by the attention mask: the cache is too small for rings to pay.
         """
         shape = CacheShape(tuple(range(self.layers)), self.kv_heads, self.head_dim, None)
-        return KVCache.empty((shape,), batch, slots, stored_dtype(self.kv_cache_dtype))
+        return KVCache.empty((shape,), batch, slots, array_dtype(self.kv_cache_dtype))
 
     @property
     def kv_cache_dtype(self) -> DTypeLike:

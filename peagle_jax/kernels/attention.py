@@ -273,7 +273,7 @@ def attend(
     do it (`native`), and elsewhere in blocks where scores are many (`attention_blocks`).
 
     Args:
-      k, v: as of `reference`, or a cache's arrays (`cache_write.stored_dtype`).
+      k, v: as of `reference`, or a cache's arrays (`cache_write.array_dtype`).
       visible: as of `reference`, which alone can take it beside `native`.
       operands: as of `reference`, for prompts; of steps see `step_operands`. Triton multiplies keys
         and values as they are.

@@ -19,7 +19,7 @@ MAX_UNROLLED = 16
 CacheArrays = tuple[Num[Array, "..."], ...]
 
 
-def stored_dtype(dtype: DTypeLike) -> DTypeLike:
+def array_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype of the arrays of a cache whose keys and values are of `dtype`.
 
     XLA moves no bfloat16 numbers on a CPU: even to write one token it makes float32 of the whole
@@ -29,7 +29,7 @@ def stored_dtype(dtype: DTypeLike) -> DTypeLike:
 
 
 def numbers(stored: Num[Array, "..."]) -> Float[Array, "..."]:
-    """Keys or values of which `stored` may be the bits (`stored_dtype`)."""
+    """Keys or values of which `stored` may be the bits (`array_dtype`)."""
     if stored.dtype != jnp.uint16:
         return stored
     return jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
@@ -189,7 +189,7 @@ def write(
     """
     reason = non_16bit_reason(k, v)
     if cache[0].dtype == jnp.uint16:
-        reason = "a cache of bits is a CPU's (stored_dtype)"
+        reason = "a cache of bits is a CPU's (array_dtype)"
     form = choose("cache writing", form, FORMS, reason)
     if form == "reference" and are_consecutive:
         return consecutive(k, v, slots, cache, is_converted=is_converted)

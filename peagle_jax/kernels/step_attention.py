@@ -16,7 +16,7 @@ from peagle_jax.kernels import native_code
 def can_attend(q: Float[Array, "B T N H"], k: Num[Array, "B G S H"]) -> bool:
     """Whether the kernel can do it: on one CPU, in float32, with heads of whole vectors.
 
-    Caches may be bfloat16 (`cache_write.stored_dtype`).
+    Caches may be bfloat16 (`cache_write.array_dtype`).
     """
     if q.dtype != jnp.float32 or k.dtype not in (jnp.float32, jnp.uint16):
         return False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from peagle_jax.kernels.cache_write import stored_dtype
+from peagle_jax.kernels.cache_write import array_dtype
 from peagle_jax.layers import FINAL_HIDDEN_STATE, Rope, default_cache_dtype
 from peagle_jax.types import CacheShape, InputError, KVCache
 from peagle_jax.weights import Fields
@@ -124,7 +124,7 @@ class TargetConfig(abc.ABC):
             see KVCache.empty. None: no rings.
           slots: with which layers without a ring begin; None for `cache_size`.
         """
-        shapes, dtype = self.cache_shapes(), stored_dtype(self.kv_cache_dtype)
+        shapes, dtype = self.cache_shapes(), array_dtype(self.kv_cache_dtype)
         return KVCache.empty(shapes, batch, cache_size, dtype, block=block, slots=slots)
 
 

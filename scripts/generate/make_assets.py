@@ -18,12 +18,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.flax import load_file, save_file
+
 from peagle_jax.checkpoints.convert import convert
 from peagle_jax.checkpoints.inspect import describe, printable, printable_rows
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.train.config import load_run
 from peagle_jax.train.settings import differences
 
+ROOT = ASSETS.parent.parent
 SHARD = 12_000_000  # bytes
 CORPUS = (
     "The source code of the Python {python} standard library, its tests included, exact\n"
@@ -68,6 +72,7 @@ def main(kind: str, *configs: str) -> None:
                 max_shard_bytes=SHARD,
                 share_embedding=not runs[-1].train_embedding,
             )
+            name_target(work / "model.safetensors")
         (work / "training.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
         )
@@ -82,6 +87,14 @@ def main(kind: str, *configs: str) -> None:
         work.rename(out)
     size = sum(p.stat().st_size for p in ASSETS.rglob("*") if p.is_file())
     print(f"{out}: {sum(p.stat().st_size for p in out.iterdir()):,} bytes; all assets {size:,}")
+
+
+def name_target(file: Path) -> None:
+    """The metadata name the target by its place in the project, not by a folder of this machine."""
+    with safe_open(file, "flax") as opened:
+        metadata = opened.metadata()
+    metadata["target"] = (ASSETS / "target").relative_to(ROOT).as_posix()
+    save_file(load_file(file), file, metadata)
 
 
 def begins_as(runs, kind: str) -> bool:
@@ -121,7 +134,7 @@ def joined(parts: list[tuple[int, list[dict]]]) -> list[dict]:
 
 def card(kind: str, folder: Path, out: Path, configs, runs, parts, result: dict) -> str:
     origin = json.loads((Path(runs[-1].out) / "origin.json").read_text())
-    path = out.relative_to(ASSETS.parent.parent)
+    path = out.relative_to(ROOT)
     facts = printable_rows(describe(folder))
     numbers = {
         key: round(value, 3) if isinstance(value, float) else printable(value)

@@ -171,55 +171,52 @@ def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
     assert waits[0] <= 2 * adaptive_k.FIRST_WAIT + adaptive_k.PLAIN_STEPS
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_what_drafting_may_lose_is_bounded(is_known):
-    """On a text that makes every estimate wrong: easy while plain, hopeless as soon as drafted."""
-    chooser = KChooser(7)
-    if is_known:
-        chooser.recall([1e6] * 7, [1e6] * 7)
-    total = lost = 0.0
-    begins = 0  # of drafting
+def decode_deceptive_text(chooser, seconds):
+    """A text that makes every estimate wrong: easy while plain, hopeless as soon as drafted.
+
+    Returns:
+      The seconds of all steps; what drafting lost of them against plain decoding, with what it
+      takes to begin and to end it; and how often it began.
+    """
+    total = lost = begins = 0
     was_plain = True
     for _ in range(4000):
-        k = chooser.choose(SECONDS)
+        k = chooser.choose(seconds)
         if k == 0:
             # as if whatever was known before had been good
             chooser.survival.recall([1e6] * 7, [1e6] * 7)
         count = chooser.steps_left
         chooser.observe(count, count if k else 0, np.zeros(7, int))
-        total += count * SECONDS[k]
-        lost += count * (SECONDS[k] - SECONDS[0]) if k else 0
+        total += count * seconds[k]
+        lost += count * (seconds[k] - seconds[0]) if k else 0
         begins += k > 0 and was_plain
         was_plain = k == 0
-    budget = adaptive_k.MAX_LOSS * total + adaptive_k.LOSS_ALLOWANCE
-    # each beginning costs, too; and a look is never shorter than its first steps
-    lost += adaptive_k.CHANGE_STEPS * begins
+    change = max(adaptive_k.CHANGE_STEPS * seconds[0], adaptive_k.CHANGE_SECONDS)
+    return total, lost + change * begins, begins
+
+
+def seconds_with(plain):
+    """Of steps, where a plain one takes so long."""
+    return {k: plain * taken for k, taken in SECONDS.items()}
+
+
+@pytest.mark.parametrize("plain", [1.0, 0.5e-3])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_drafting_may_lose_is_bounded(is_known, plain):
+    chooser, seconds = KChooser(7), seconds_with(plain)
+    if is_known:
+        chooser.recall([1e6] * 7, [1e6] * 7)
+    total, lost, begins = decode_deceptive_text(chooser, seconds)
+    budget = adaptive_k.MAX_LOSS * total + adaptive_k.LOSS_ALLOWANCE * plain
     assert 0.5 * adaptive_k.MAX_LOSS * total < lost
-    assert begins > 10 and lost < budget + adaptive_k.FIRST_STEPS * (SECONDS[7] - SECONDS[0]) + 1
+    # a look is never shorter than its first steps
+    longest = adaptive_k.FIRST_STEPS * (seconds[7] - plain) + max(plain, adaptive_k.CHANGE_SECONDS)
+    assert begins > 10 and lost < budget + longest
 
 
-def test_changes_cost_seconds_where_plain_steps_are_short():
-    """On the text above. A change takes as long as eight short steps: looks are then fewer."""
-    begins = []
-    for plain in (1.0, 0.5e-3):
-        chooser, seconds = KChooser(7), {k: plain * taken for k, taken in SECONDS.items()}
-        total = lost = 0.0
-        begins.append(0)
-        was_plain = True
-        for _ in range(4000):
-            k = chooser.choose(seconds)
-            if k == 0:
-                chooser.survival.recall([1e6] * 7, [1e6] * 7)
-            count = chooser.steps_left
-            chooser.observe(count, count if k else 0, np.zeros(7, int))
-            total += count * seconds[k]
-            lost += count * (seconds[k] - plain) if k else 0
-            begins[-1] += k > 0 and was_plain
-            was_plain = k == 0
-        change = max(plain, adaptive_k.CHANGE_SECONDS)
-        lost += change * begins[-1]
-        budget = adaptive_k.MAX_LOSS * total + adaptive_k.LOSS_ALLOWANCE * plain
-        assert lost < budget + adaptive_k.FIRST_STEPS * (seconds[7] - plain) + change
+def test_there_are_fewer_looks_where_plain_steps_are_short():
+    """A change of K takes as long as eight of them."""
+    begins = [decode_deceptive_text(KChooser(7), seconds_with(x))[2] for x in (1.0, 0.5e-3)]
     assert 10 < begins[1] < 0.7 * begins[0]
 
 

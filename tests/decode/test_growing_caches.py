@@ -133,7 +133,7 @@ def test_no_cache_is_copied(method, batch, dtype):
     Matrix units read keys and values in bfloat16: that conversion is not of the cache's dtype.
     """
     text, arrays = cache_copies.compiled_loop(method, batch, dtype)
-    stored = cache_write.stored_dtype(default_cache_dtype(dtype, [16]))
+    stored = cache_write.array_dtype(default_cache_dtype(dtype, [16]))
     assert {dtype for dtype, _ in arrays} == {jnp.dtype(stored).name}
     made = cache_copies.operations(text, arrays)
     assert made  # else nothing was looked at
@@ -156,7 +156,7 @@ def test_no_cache_is_copied_by_attention_in_blocks(batch, dtype, monkeypatch):
 def test_consecutive_slots(T, dtype):
     """As the scatter, up to the last slot."""
     rng = np.random.default_rng(4)
-    dtype = cache_write.stored_dtype(dtype)
+    dtype = cache_write.array_dtype(dtype)
     cache = tuple(jnp.asarray(99 * rng.normal(size=(3, 2, 9, 6)), dtype) for _ in range(2))
     k, v = (jnp.asarray(rng.normal(size=(3, T, 2, 6)), jnp.float32) for _ in range(2))
     slots = jnp.array([0, 3, 9 - T])[:, None] + jnp.arange(T)[None]

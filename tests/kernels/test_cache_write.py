@@ -71,8 +71,8 @@ def test_the_bits_of_bfloat16():
     """On a CPU, where XLA would make a whole cache float32 to move a part of it."""
     k, v, slots, cache = case(3, 5, 3, 20, 24, jnp.bfloat16)
     stored = tuple(jax.lax.bitcast_convert_type(x, jnp.uint16) for x in cache)
-    assert cache_write.stored_dtype(jnp.bfloat16) == stored[0].dtype
-    assert cache_write.stored_dtype(jnp.float32) == jnp.float32
+    assert cache_write.array_dtype(jnp.bfloat16) == stored[0].dtype
+    assert cache_write.array_dtype(jnp.float32) == jnp.float32
     want = cache_write.reference(k, v, slots, cache)
     for got, expected in zip(cache_write.write(k, v, slots, stored), want, strict=True):
         assert got.dtype == jnp.uint16

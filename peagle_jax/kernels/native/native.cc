@@ -159,6 +159,7 @@ void Attend(ffi::ThreadPool& pool, const F32& q, const ffi::AnyBuffer& k, const 
   step_attention::Run(pool, p);
 }
 
+// As `Attend`, over caches of the numbers that they have.
 ffi::Error AttendAny(ffi::ThreadPool& pool, const F32& q, const ffi::AnyBuffer& k,
                      const ffi::AnyBuffer& v, const F32& mask, const F32& sinks,
                      ffi::Result<F32>& y, float scale, const New& written = {}) {
