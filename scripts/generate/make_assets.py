@@ -48,7 +48,7 @@ TITLES = {
 
 def main(kind: str, *configs: str) -> None:
     runs = [load_run(Path(config)) for config in configs]
-    is_packaged = {run.out: run is runs[0] and begins_as(runs, kind) for run in runs}
+    is_packaged = {run.out: run is runs[0] and began_from_package(runs, kind) for run in runs}
     for config, run in zip(configs, runs, strict=True):
         if is_packaged[run.out]:
             continue
@@ -97,7 +97,7 @@ def name_target(file: Path) -> None:
     save_file(load_file(file), file, metadata)
 
 
-def begins_as(runs, kind: str) -> bool:
+def began_from_package(runs, kind: str) -> bool:
     """Whether the second run began from the packaged folder."""
     return len(runs) > 1 and Path(runs[1].init_from or "").resolve() == (ASSETS / kind).resolve()
 

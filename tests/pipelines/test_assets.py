@@ -115,9 +115,13 @@ def test_runs_that_follow_each_other_make_one_curve(tmp_path, monkeypatch):
     assert curve == [(2, 20), (4, 40), (6, 60), (8, 80)]
     # a first run whose folder is gone
     monkeypatch.setattr(make_assets, "ASSETS", tmp_path)
-    assert not make_assets.begins_as(runs, "a") and not make_assets.begins_as(runs[:1], "a")
+    assert not make_assets.began_from_package(runs, "a") and not make_assets.began_from_package(
+        runs[:1], "a"
+    )
     runs[1].init_from = str(tmp_path / "b" / ".." / "a")
-    assert make_assets.begins_as(runs, "a") and not make_assets.begins_as(runs, "b")
+    assert make_assets.began_from_package(runs, "a") and not make_assets.began_from_package(
+        runs, "b"
+    )
     (tmp_path / "a" / "metrics.jsonl").rename(tmp_path / "a" / "training.jsonl")
     runs[0].optimizer = types.SimpleNamespace(steps=4)  # later steps are of another run
     steps, rows = make_assets.part_of(runs[0], tmp_path / "a")
