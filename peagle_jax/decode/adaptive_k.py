@@ -20,8 +20,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 # Steps between two choices: at first, and at most. Each choice of the same K doubles them. Plain
-# steps tell nothing new, so that they may be more. A return to the host takes half a step or one.
-FIRST_STEPS, LAST_STEPS, PLAIN_STEPS = 4, 64, 128
+# steps tell nothing new: they go on until drafting is looked at again, for a return to the host
+# takes as long as one to three of them.
+FIRST_STEPS, LAST_STEPS = 4, 64
 # Steps of a look at drafting where plain decoding is taken to be faster.
 PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
@@ -81,9 +82,10 @@ class Survival:
     """
 
     def __init__(self, k_max: int) -> None:
+        # in lists, for arrays of so few numbers take ten times as long
         self.k_max = k_max
-        self._tried = np.zeros(k_max)
-        self._accepted = np.zeros(k_max)
+        self._tried = [0.0] * k_max
+        self._accepted = [0.0] * k_max
 
     def observe(
         self,
@@ -103,19 +105,20 @@ class Survival:
         of_unseen = num_steps / UNSEEN_STEPS
         if k:
             of_unseen = min(of_unseen, num_drafts / UNSEEN_HALF_LIFE)
-        half_lives = np.full(self.k_max, of_unseen)
-        half_lives[:k] = num_drafts / HALF_LIFE
-        self._tried *= 0.5**half_lives
-        self._accepted *= 0.5**half_lives
-        reached = np.array([num_drafts, *accepted[:k], 0])
-        tokens = -np.diff(reached) * np.arange(1, k + 2)  # of steps that accepted 0, 1, ..., k
-        tokens_reached = tokens[::-1].cumsum()[::-1]
-        self._tried[:k] += tokens_reached[:k]
-        self._accepted[:k] += tokens_reached[1:]
+        for j in range(self.k_max):
+            kept = 0.5 ** (num_drafts / HALF_LIFE if j < k else of_unseen)
+            self._tried[j] *= kept
+            self._accepted[j] *= kept
+        reached = [float(num_drafts), *map(float, accepted[:k]), 0.0]
+        tokens_reached = (k + 1) * (reached[k] - reached[k + 1])  # of steps that accepted all k
+        for j in reversed(range(k)):
+            self._accepted[j] += tokens_reached
+            tokens_reached += (j + 1) * (reached[j] - reached[j + 1])
+            self._tried[j] += tokens_reached
 
     def counts(self) -> tuple[list[float], list[float]]:
         """How many tokens tried each position, and how many accepted it."""
-        return self._tried.tolist(), self._accepted.tolist()
+        return list(self._tried), list(self._accepted)
 
     def recall(self, tried: Sequence[float], accepted: Sequence[float]) -> None:
         """Begins with what another run has observed, as a guess.
@@ -124,25 +127,26 @@ class Survival:
           tried, accepted: its `counts`.
         """
         share = min(1.0, RECALLED_TOKENS / max(*tried, 1.0))
-        self._tried, self._accepted = share * np.array(tried), share * np.array(accepted)
+        self._tried = [share * x for x in tried]
+        self._accepted = [share * x for x in accepted]
 
     def length(self, k: int) -> float:
         """The expected tokens of a step with `k` drafts."""
-        return 1 / float(self._steps_per_token(k).sum())
+        return 1 / sum(self._steps_per_token(k))
 
     def chances(self, k: int) -> Float[np.ndarray, " k"]:
         """The chance that a step with `k` drafts accepts its first 1, 2, ..., k drafts."""
-        steps = self._steps_per_token(k)
+        steps = np.array(self._steps_per_token(k))
         return steps[::-1].cumsum()[::-1][1:] / steps.sum()
 
-    def _steps_per_token(self, k: int) -> Float[np.ndarray, " counts"]:
+    def _steps_per_token(self, k: int) -> list[float]:
         """How many steps with `k` drafts that accept exactly 0, 1, ..., k there are for a token."""
-        guess, share, shares = FIRST_GUESS, 1.0, [1.0]
-        for tried, accepted in zip(self._tried[:k], self._accepted[:k], strict=True):
-            guess = (accepted + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT)
+        guess, share, steps = FIRST_GUESS, 1.0, []
+        for j in range(k):
+            guess = (self._accepted[j] + GUESS_WEIGHT * guess) / (self._tried[j] + GUESS_WEIGHT)
+            steps.append((share - share * guess) / (j + 1))
             share *= guess
-            shares.append(share)
-        return -np.diff([*shares, 0.0]) / np.arange(1, k + 2)
+        return [*steps, share / (k + 1)]
 
 
 @dataclasses.dataclass
@@ -239,11 +243,14 @@ class KChooser:
 
     def _take(self, k: int, num_steps: int | None = None) -> None:
         """Takes `k` for the next steps; more of them, the longer it is taken without a break."""
-        most = max(self._affordable_steps(k), FIRST_STEPS) if k else PLAIN_STEPS
         if k and not self.k:
             self._lost += self._seconds_of_change()
         self._steps = min(2 * self._steps, LAST_STEPS) if k == self.k else FIRST_STEPS
-        self.k, self.steps_left = k, num_steps or (min(self._steps, most) if k else most)
+        self.k = k
+        if not k:
+            until_look = self._wait - self._plain_steps
+            num_steps = until_look if until_look > 0 else FIRST_WAIT  # a look was not affordable
+        self.steps_left = num_steps or min(self._steps, max(self._affordable_steps(k), FIRST_STEPS))
 
     def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
         """Now and then a number of drafts that is nearly as good, for its time to be observed."""

@@ -156,6 +156,7 @@ class Engine(BaseEngine):
         super().__init__()
         self._new_ids = itertools.count()
         self.others_wait = False  # requests that this engine may get next
+        self._more_to_come = False  # after the last step
 
     def share_step_times(self, other: "Engine") -> None:
         """Chooses K by the times of another engine, so that each is measured once."""
@@ -262,8 +263,10 @@ class Engine(BaseEngine):
                 self._choose_k(self.chooser)
             self._decode()
             is_one_done |= self._collect()
-        more_to_come = self._waiting or self.others_wait or self._prefill is not None
-        if not self._batch.running or not more_to_come or is_refused:
+        more_to_come = bool(self._waiting or self.others_wait or self._prefill is not None)
+        has_changed = is_one_done or more_to_come != self._more_to_come
+        self._more_to_come = more_to_come
+        if not self._batch.running or is_refused or (has_changed and not more_to_come):
             self._batch.shrink()  # spare rows take memory that others wait for
         elif self._prefill is None and is_one_done:
             self._batch.shrink_caches()  # a long request may have left
@@ -290,10 +293,12 @@ class Engine(BaseEngine):
         """
         running = [row.request for row in self._batch.rows if row is not None]
         group = self._waiting.first(self.max_batch - len(running))
-        requests, is_asked = [row.request for row in group], bool(group)
+        if not group:
+            return True
+        requests = [row.request for row in group]
         group = group[: self._memory.num_allowed(requests, running, self._held_by_rows())]
         if not group:
-            return not is_asked
+            return False
         error = None
         try:
             reading = self._reading(group)  # after Ctrl-C they still wait
@@ -371,13 +376,14 @@ class Engine(BaseEngine):
             limits.append(self.chooser.steps_left)
         begin = time.perf_counter()
         self._batch.make_room()  # which may leave rows out
-        before, shape = self._batch.drafts(), self._batch.shape
+        shape = self._batch.shape
+        before = None if self.chooser is None else self._batch.drafts()
         start = time.perf_counter()
         num_steps = self._batch.decode(min(limits))
         end = time.perf_counter()
         self._stats.decode_seconds += end - begin
         k, program = self._batch.k, ("decode", *self._batch.shape)
-        if self.chooser is not None:
+        if self.chooser is not None and before is not None:
             program = *program, k
             seen = self._batch.drafts().since(before)
             self.chooser.observe(num_steps, seen.num_drafts, seen.accepted, seen.expected)

@@ -23,8 +23,9 @@ def output_of_row(
     request, is_done = row.request, bool(numbers.done[i])
     if not (is_done or request.stream or request.stop or is_cancelled):
         return None
-    token_ids, is_draft, logprobs = batch.tokens(i)
-    reason, stop_reason, written = None, None, is_draft
+    written = batch.tokens(i)
+    token_ids, num_tokens = written.token_ids, len(written.token_ids)
+    reason, stop_reason = None, None
     if numbers.failed[i]:
         reason = "error"
     elif is_done:
@@ -43,14 +44,14 @@ def output_of_row(
             found, reason, why = None, "error", str(error)
         if found is not None:
             reason, stop_reason, why = "stop", found.string, None
-            token_ids, is_draft = token_ids[: found.num_tokens], is_draft[: found.num_tokens]
+            num_tokens = found.num_tokens
     is_told = request.stream or reason is not None
-    new_ids = token_ids[row.num_reported :] if is_told else []
+    new_ids = token_ids[row.num_reported : num_tokens] if is_told else []
     new_text = row.text.news() if is_told and row.text is not None else ""
     if reason is None:
         return Output(row.id, new_ids, None, now, new_text) if new_ids else None
     text = None if row.text is None else row.text.text
-    answer = batch.answer(i, reason, (token_ids, is_draft, logprobs), text, why, stop_reason)
+    answer = batch.answer(i, reason, num_tokens, text, why, stop_reason)
     if not k_changes:
-        answer = without_steps_behind(answer, written, batch.spec)
+        answer = without_steps_behind(answer, written.is_draft, batch.spec)
     return Output(row.id, new_ids, answer, now, new_text)

@@ -18,6 +18,21 @@ STOP_IDS_STEP = 4
 
 
 @dataclasses.dataclass
+class WrittenTokens:
+    """What was written in a row.
+
+    Attributes:
+      token_ids: the answer so far, and behind its end what steps wrote before that was known.
+      is_draft: which of them are accepted drafts.
+      logprobs: of all of them; zeros where no row of the batch wants them.
+    """
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    is_draft: list[bool] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
 class Row:
     """A request on its way.
 
@@ -27,6 +42,7 @@ class Row:
       stop_ids: the tokens that end its answer, with what `Generation.stop_reason` then is.
       text: the answer's; None where the engine has no tokenizer.
       num_reported: tokens of the answer that outputs had.
+      written: what the host has read of the answer.
     """
 
     id: int
@@ -34,6 +50,7 @@ class Row:
     stop_ids: Mapping[int, int | str | None]
     text: AnswerText | None = None
     num_reported: int = 0
+    written: WrittenTokens = dataclasses.field(default_factory=WrittenTokens)
 
 
 def output_without_answer(row: Row, reason: str, error: str | None = None) -> Output:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from peagle_jax.kernels.tiled_products import can_be_tiled, from_tiles, to_tiles
@@ -33,6 +34,10 @@ TIED = "tiles of the transpose"
 # One matrix an expert, [E K N], which become [E N/32 K/P 32 P].
 EXPERTS = re.compile(r"(^|\.)experts\.(gate_up|down)\.kernel$")
 OF_EXPERTS = "tiles of each"
+# What norms multiply by. C++ kernels read them in float32, to which every call of a program would
+# convert those of a bfloat16 model: 110 us of 320 that a call costs (LOG.md, 2026-11-30).
+SCALE = re.compile(r"(^|\.|_)norm\.scale$")
+OF_SCALES = "float32"
 # Layout and matrix, by its identity, and what was made of it: as long as a model is there, its
 # engines share one copy.
 _copies: dict[tuple[str, int], tuple[weakref.ref, Array]] = {}
@@ -56,10 +61,12 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {"tiles": to_tiles, "transposed":
 _programs = {layout: jax.jit(change) for layout, change in LAYOUTS.items()}
 _programs[TIED] = jax.jit(lambda table: to_tiles(table.T))
 _programs[OF_EXPERTS] = jax.jit(jax.vmap(to_tiles))
+_programs[OF_SCALES] = jax.jit(lambda scale: scale.astype(jnp.float32))
+_KINDS = {"tiles": ("tiles", TIED, OF_EXPERTS, OF_SCALES), "transposed": ("transposed",)}
 
 
 def matrices(params: Any, layout: str, tied: Array | None = None) -> list[Array]:
-    """The matrices of a model that `in_layout` changes, each once."""
+    """What `in_layout` changes of a model, each once: matrices, and with tiles norms' scales."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return list({id(w): w for path, w in leaves if _kind_of_copy(path, w, layout, tied)}.values())
 
@@ -73,8 +80,8 @@ def tied_table(params: Any) -> Array | None:
 
 def is_copied(w: Array, layout: str) -> bool:
     """Whether `in_layout` has a copy of a matrix already."""
-    kinds = ("tiles", TIED, OF_EXPERTS) if layout == "tiles" else (layout,)
-    references = (_copies[kind, id(w)][0] for kind in kinds if (kind, id(w)) in _copies)
+    kinds = [kind for kind in _KINDS.get(layout, ()) if (kind, id(w)) in _copies]
+    references = (_copies[kind, id(w)][0] for kind in kinds)
     return any(reference() is w for reference in references)
 
 
@@ -82,7 +89,8 @@ def in_layout(params: Any, layout: str, *, donate: bool = False, tied: Array | N
     """Parameters of a model with its large matrices in a layout.
 
     `Linear` multiplies by each (`products.product_of_layout`). Matrices that are no whole number of
-    tiles stay as they are. Copies are kept as long as the matrices.
+    tiles stay as they are. Where kernels multiply, norms have their scales in float32. Copies are
+    kept as long as the matrices.
 
     Args:
       layout: PLAIN, or a name of LAYOUTS.
@@ -136,6 +144,8 @@ def _kind_of_copy(path: tuple, w: Any, layout: str, tied: Array | None) -> str |
     name = _name(path)
     if not isinstance(w, jax.Array):
         return None
+    if w.ndim == 1 and SCALE.search(name):
+        return OF_SCALES if layout == "tiles" and w.dtype == jnp.bfloat16 else None
     if w.ndim == 3 and EXPERTS.search(name):
         return OF_EXPERTS if layout == "tiles" and can_be_tiled(w.shape[1:], w.dtype) else None
     if w.ndim != 2:

@@ -160,7 +160,7 @@ def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
     waits = [len(list(g)) for k, g in itertools.groupby(chosen) if not k]
     # one that is accepted by chance may be followed by a second look
     assert probes.count(adaptive_k.PROBE_STEPS) > 0.8 * len(probes) > 5
-    assert max(waits) <= adaptive_k.LAST_WAIT + adaptive_k.PLAIN_STEPS
+    assert max(waits) <= adaptive_k.LAST_WAIT + adaptive_k.FIRST_WAIT
     assert waits[-2] > 4 * waits[0]
     # text that becomes easy is noticed
     again = decode_simulated(chooser, SECONDS, [0.9] * 7, 12_000, rng)
@@ -168,7 +168,26 @@ def test_hopeless_text_is_decoded_plainly_and_seldom_tried():
     # and the next look comes as soon as at first
     after = decode_simulated(chooser, SECONDS, [0.02] * 7, 2_000, rng)
     waits = [len(list(g)) for k, g in itertools.groupby(after) if not k]
-    assert waits[0] <= 2 * adaptive_k.FIRST_WAIT + adaptive_k.PLAIN_STEPS
+    assert waits[0] <= 3 * adaptive_k.FIRST_WAIT
+
+
+def test_plain_steps_are_interrupted_by_looks_alone():
+    """Every return to the host takes as long as a step or more, and plain steps teach nothing."""
+    chooser, waits = KChooser(3), []
+    seconds = {0: 1.0, 1: 3.0, 3: 5.0}
+    for _ in range(12):
+        k, count = chooser.choose(seconds), chooser.steps_left
+        waits.append(0 if k else count)
+        chooser.observe(count, count if k else 0, np.zeros(3, int))
+    first = adaptive_k.FIRST_WAIT
+    assert [n for n in waits if n][:3] == [first, 2 * first, 4 * first]
+    assert all(bool(one) != bool(other) for one, other in itertools.pairwise(waits))
+    # steps of which others were done sooner are not taken again
+    chooser = KChooser(3)
+    assert chooser.choose(seconds) == 0
+    chooser.observe(first - 28, 0, np.zeros(3, int))
+    chooser.steps_left = 0
+    assert chooser.choose(seconds) == 0 and chooser.steps_left == 28
 
 
 def decode_deceptive_text(chooser, seconds):
@@ -299,7 +318,7 @@ def test_other_seconds_are_a_new_choice():
     chooser = KChooser(3)
     dear = {0: 1.0, 1: 3.0, 3: 5.0}
     cheap = {0: 1.0, 1: 1.1, 3: 1.2}
-    assert chooser.choose(dear) == 0 and chooser.steps_left == adaptive_k.PLAIN_STEPS
+    assert chooser.choose(dear) == 0 and chooser.steps_left == adaptive_k.FIRST_WAIT
     chooser.observe(chooser.steps_left - 1, 0, np.zeros(3, int))
     assert chooser.choose(dear) == 0 and chooser.steps_left == 1
     assert chooser.choose(cheap) == 3 and chooser.steps_left == adaptive_k.FIRST_STEPS

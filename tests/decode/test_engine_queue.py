@@ -42,6 +42,45 @@ def test_slots_follow_what_is_in_use_where_others_wait():
     assert len(slots) - long[-1] > 6  # most of the others came after it
 
 
+def test_spare_rows_leave_as_soon_as_nobody_waits_for_them():
+    """Not only where a request is done: the one that waited may have gone elsewhere."""
+    server = make_engine(None, max_batch=4, max_steps=1)
+    server.others_wait = True
+    for i, length in enumerate((60, 4, 4, 4)):
+        server.add(Request(prompt=[i + 1, 3], max_new_tokens=length, stop_ids=()))
+    while server.num_running != 1 or server.num_waiting:
+        server.step()
+    server.step()
+    assert len(server._batch.rows) == 4
+    server.others_wait = False
+    server.step()
+    assert len(server._batch.rows) == 1
+
+
+def test_the_host_reads_each_token_once():
+    """Lists of a long answer that streams are not made anew in every step."""
+    server = make_engine(3, max_batch=2)
+    asked = Request(prompt=[5, 3], max_new_tokens=40, stop_ids=(), logprobs=True)
+    server.add(asked)
+    number = server.add(dataclasses.replace(asked, stream=True))
+    answers, streamed, lists = {}, [], set()
+    while server.has_work:
+        for output in server.step():
+            if output.request_id == number:
+                streamed += output.new_token_ids
+            if output.answer is not None:
+                answers[output.request_id] = output.answer
+        for row in filter(None, server._batch.rows):
+            if row.id == number:
+                lists.add(id(row.written.token_ids))
+                assert row.written.token_ids == streamed
+    one, other = answers[0], answers[number]
+    assert len(lists) == 1
+    assert streamed == other.output_token_ids == one.output_token_ids and len(streamed) == 40
+    assert other.is_draft == one.is_draft and len(one.is_draft) == 40 and any(one.is_draft)
+    assert other.logprobs == one.logprobs and len(one.logprobs) == 40
+
+
 def test_other_threads_add_and_cancel_while_the_queue_is_looked_at():
     server = make_engine(None, max_batch=1)
     request = Request(prompt=[3], max_new_tokens=1)

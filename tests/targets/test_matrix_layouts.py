@@ -126,6 +126,28 @@ def test_large_matrices_of_a_target(layout, names, count):
     assert in_layout(params, PLAIN) is params
 
 
+@pytest.mark.parametrize("layout", ["tiles", "transposed"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_norms_that_kernels_compute_have_scales_in_float32(dtype, layout):
+    """Every call of a program would convert each of them."""
+    params = jax.tree.map(lambda x: x.astype(dtype), tiny.target(**SIZES).params)
+    changed = in_layout(params, layout)
+    is_widened = layout == "tiles" and dtype == jnp.bfloat16
+    scales = {
+        jax.tree_util.keystr(path[-2:], simple=True, separator="."): x
+        for path, x in jax.tree_util.tree_leaves_with_path(changed)
+        if x.ndim == 1
+    }
+    norms = {"attn_norm.scale", "mlp_norm.scale", "q_norm.scale", "k_norm.scale", "norm.scale"}
+    assert norms <= set(scales)
+    for name, x in scales.items():
+        is_scale = name.endswith("norm.scale")
+        assert x.dtype == (jnp.float32 if is_widened and is_scale else dtype)
+    before, after = params["norm"]["scale"], changed["norm"]["scale"]
+    np.testing.assert_array_equal(after.astype(jnp.float32), before.astype(jnp.float32))
+    assert is_copied(before, layout) == is_widened
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_tied_embedding_is_the_output_matrix(dtype):
     """Its tiles are those of the transpose, and tokens are read from them."""
