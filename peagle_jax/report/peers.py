@@ -63,7 +63,8 @@ def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
-    rows = [row for row in rows if STANDARD.items() <= row.items() and not row.get("continuous")]
+    rows = [row for row in rows if STANDARD.items() <= row.items()]
+    rows = [row for row in rows if not row.get("continuous") and not row.get("stream")]
     with_vllm = {(row["device"], row["time"]) for row in rows if row["engine"] == "vllm"}
     rows = [row for row in rows if (row["device"], row["time"]) in with_vllm]
     option = "--vllm-compile"

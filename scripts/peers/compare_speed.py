@@ -10,7 +10,8 @@ concerns all of them. Without options the packaged models continue excerpts of P
 
 Batches follow one another, each begun when the last is done. With `--continuous` all prompts wait
 from the start, and one enters wherever another is done, as at a server; transformers cannot do that
-and is left out. `--target FOLDER --methods plain` compares plain decoding of any target.
+and is left out. `--target FOLDER --methods plain` compares plain decoding of any target. With
+`--stream` the host gets the new tokens of every step, as a server hands them out; vLLM and ours.
 
 Texts are compared with our own plain decoding in the same dtype. Only in float32 is equality
 promised; a text that differs first at a near tie (two best logits within 1e-4) is counted apart.
@@ -54,8 +55,8 @@ METHODS = {
     "vllm": ("plain", "eagle3", "peagle"),
     "transformers": ("plain", "prompt_lookup"),
 }
-# engines in which a prompt enters while others are decoded
-CONTINUOUS = {name: WORKERS[name] for name in ("peagle_jax", "vllm")}
+# engines in which a prompt enters while others are decoded, and which hand out tokens by steps
+ENGINES = {name: WORKERS[name] for name in ("peagle_jax", "vllm")}
 # what an engine decodes with where --static-cache asks for it
 STATIC = {"transformers": ("static",)}
 
@@ -126,6 +127,7 @@ def measure(
             "max_new_tokens": args.max_new_tokens,
             "batch_size": batch_size,
             "continuous": args.continuous,
+            "stream": args.stream,
         }
         for number in range(args.rounds + 1):
             for engine in taking_part:
@@ -172,6 +174,7 @@ def rows_of(
                     "dtype": dtype,
                     "batch_size": batch_size,
                     "continuous": args.continuous,
+                    "stream": args.stream,
                     "target": args.target.name,
                     "num_prompts": len(prompts),
                     "max_new_tokens": args.max_new_tokens,
@@ -262,11 +265,16 @@ def run(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def check_engines(args: argparse.Namespace, option: str) -> None:
+    """Raises InputError where an engine cannot do what an option asks for."""
+    if not set(args.engines) <= ENGINES.keys():
+        rule, next_step = f"{option} has {' and '.join(ENGINES)}", "leave out transformers"
+        raise InputError("--engines", rule, " ".join(args.engines), next_step)
+
+
 def check_continuous(args: argparse.Namespace) -> None:
     """Raises InputError where prompts cannot enter while others are decoded."""
-    if not set(args.engines) <= CONTINUOUS.keys():
-        rule, next_step = f"--continuous has {' and '.join(CONTINUOUS)}", "leave out transformers"
-        raise InputError("--engines", rule, " ".join(args.engines), next_step)
+    check_engines(args, "--continuous")
     if len(args.batch_sizes) > 1:  # vLLM has one for all its requests
         rule, next_step = "--continuous takes one", "call compare_speed once for each"
         raise InputError("--batch-sizes", rule, args.batch_sizes, next_step)
@@ -307,6 +315,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--continuous", action="store_true", help="a prompt enters where another is done (batch: 8)"
     )
+    parser.add_argument("--stream", action="store_true", help="the host gets the tokens by steps")
     parser.add_argument(
         "--vllm-compile", action="store_true", help="vLLM with torch.compile (default: eager)"
     )
@@ -330,7 +339,7 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args: Any = options().parse_args(argv)
-    args.engines = args.engines or list(CONTINUOUS if args.continuous else WORKERS)
+    args.engines = args.engines or list(ENGINES if args.continuous or args.stream else WORKERS)
     args.batch_sizes = args.batch_sizes or ([8] if args.continuous else [1, 8])
     try:
         if "vllm" in args.engines and args.vllm is None:
@@ -346,6 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise InputError(option, "must be 1 or more", value, f"give {option} 1 or more")
         if args.continuous:
             check_continuous(args)
+        if args.stream:
+            check_engines(args, "--stream")
         rows = run(args)
     except InputError as error:
         print(f"compare_speed: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from line_worker import batches, serve  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm_generate import COUNTERS, count  # noqa: E402
 
 
@@ -43,6 +44,9 @@ def start(job: dict):
         began = time.perf_counter()
         for prompts in batches(request):
             inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+            if request["stream"]:
+                outputs += stream_tokens(llm, inputs, sampling)
+                continue
             answers = llm.generate(inputs, sampling, use_tqdm=False)
             outputs += [list(answer.outputs[0].token_ids) for answer in answers]
         seconds = time.perf_counter() - began  # without the counters, which only this script reads
@@ -62,6 +66,18 @@ def start(job: dict):
         }
 
     return decode
+
+
+def stream_tokens(llm: LLM, inputs: list[dict], sampling: SamplingParams) -> list[list[int]]:
+    """The answers to prompts, from the new tokens of every step."""
+    sampling.output_kind = RequestOutputKind.DELTA
+    tokens = {str(number): [] for number in range(len(inputs))}
+    for name, one in zip(tokens, inputs, strict=True):
+        llm.llm_engine.add_request(name, one, sampling)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            tokens[output.request_id] += output.outputs[0].token_ids
+    return list(tokens.values())
 
 
 if __name__ == "__main__":

@@ -56,6 +56,36 @@ def test_a_prompt_enters_where_another_is_done(tmp_path):
         assert row["engine"] == "peagle_jax" and row["continuous"] and row["same"] == 5
 
 
+@pytest.mark.slow
+def test_tokens_step_by_step(tmp_path):
+    """The same tokens and counters as whole answers have."""
+    rows = {}
+    for stream in ([], ["--stream"]):
+        file = tmp_path / f"rows{len(stream)}.jsonl"
+        code, _, _ = compare_speed(
+            *("--engines", "peagle_jax", "--dtypes", "float32", "--methods", "peagle", "plain"),
+            *("--batch-sizes", 2, "--rounds", 1, "--num-prompts", 3, "--max-new-tokens", 9),
+            *("-k", 3, "--record", file, *stream),
+        )
+        assert code == 0
+        rows[bool(stream)] = [json.loads(line) for line in file.read_text().splitlines()]
+    for whole, streamed in zip(rows[False], rows[True], strict=True):
+        assert streamed["stream"] and not whole["stream"]
+        assert streamed["same"] == 3 and whole["method"] == streamed["method"]
+        for name in ("num_drafts", "num_accepted_per_pos", "acceptance_length"):
+            assert streamed[name] == whole[name]
+        tokens = [row["tokens_per_second"] * row["seconds"][0] for row in (whole, streamed)]
+        assert tokens == pytest.approx([27, 27])
+
+
+def test_transformers_hands_out_no_steps(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import compare_speed as script
+
+    assert script.main(["--stream", "--engines", "transformers"]) == 2
+    assert "--engines: --stream has peagle_jax and vllm; got tran" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
