@@ -47,9 +47,9 @@ FIRST_GUESS = 0.7
 GUESS_WEIGHT = 4.0
 # Tokens that the drafts of earlier engines count as, where there were more.
 RECALLED_TOKENS = 512
-# What drafting may lose against plain decoding: a share of all time, and plain steps beside it.
-# With fewer, a head that is known to pay is given up after its first steps, which follow the prompt
-# and are worse than others.
+# What drafting may lose against plain decoding: a share of all time, and beside it plain steps, and
+# once what it takes to begin and to end. With fewer, a head that is known to pay is given up after
+# its first steps, which follow the prompt and are worse than others.
 MAX_LOSS, LOSS_ALLOWANCE = 0.015, 24.0
 # What it takes to begin drafting and to end it, beside the steps: calls of programs, and reading by
 # the head of tokens that plain steps have left. So many plain steps, but at least so many seconds:
@@ -268,8 +268,8 @@ class KChooser:
         if of_a_step <= 0:
             return LAST_STEPS  # no slower than plain decoding
         budget = MAX_LOSS * self._total + LOSS_ALLOWANCE * plain - self._lost
-        if not self.k:
-            budget -= self._seconds_of_change()
+        if self.k:
+            budget += self._seconds_of_change()  # of the first time, which is free
         return min(LAST_STEPS, int(budget / of_a_step))
 
     def _seconds_of_change(self) -> float:

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.decode.spec import DecodeSpec
-from peagle_jax.decode.switching import append_unread, pad
+from peagle_jax.decode.switching import append_unread, replace_unread
 from peagle_jax.types import DecodeState, DraftState, KVCache, RowOptions, TargetOutput
 
 
@@ -39,12 +39,13 @@ def commit(
     emitted = emit(state, tokens, is_draft, accepted + 1, options, logprobs)
     is_read = jnp.arange(spec.k + 1)[None] <= accepted[:, None]
     failed = ~(is_finite(out.hidden) | ~is_read).all(axis=1)
-    keeps_unread = spec.lookback > 0 and not spec.k
-    if keeps_unread:
+    k_changes = spec.lookback > 0
+    if k_changes and not spec.k:
         unread = append_unread(state, tokens, out.aux_hidden_states)
+    elif k_changes:
+        unread = replace_unread(state, tokens, out.aux_hidden_states, accepted + 1)
     else:
-        places = spec.num_places
-        unread = pad(tokens, places), pad(out.aux_hidden_states, places), accepted + 1
+        unread = tokens, out.aux_hidden_states, accepted + 1
     num_positions = state.num_accepted_per_pos.shape[1]
     new = dataclasses.replace(
         emitted,
@@ -62,15 +63,16 @@ def commit(
         num_accepted_per_pos=state.num_accepted_per_pos
         + jnp.pad(is_accepted, [(0, 0), (0, num_positions - spec.k)]),
     )
-    return _freeze_done_rows(state, new, keeps_unread)
+    return _freeze_done_rows(state, new, k_changes)
 
 
-def _freeze_done_rows(old: DecodeState, new: DecodeState, keeps_unread: bool) -> DecodeState:
+def _freeze_done_rows(old: DecodeState, new: DecodeState, k_changes: bool) -> DecodeState:
     """`new` for rows that were still running in `old`; the others stay as they were.
 
     Of the caches only the lengths are restored: what a step wrote for a finished row lies beyond
-    its length. `output`, `is_draft` and `logprobs` are not written for finished rows anyway, and
-    what plain steps keep for the draft head (`keeps_unread`) nobody reads of a finished row.
+    its length. `output`, `is_draft` and `logprobs` are not written for finished rows anyway. What
+    the draft head reads next nobody reads of a finished row: where K changes (`k_changes`), and it
+    has more places than a step writes, it is not restored either.
     """
 
     def unless_done(new_value: Array, old_value: Array) -> Array:
@@ -86,7 +88,7 @@ def _freeze_done_rows(old: DecodeState, new: DecodeState, keeps_unread: bool) ->
     if draft.cache is not None and old.draft.cache is not None:
         draft = dataclasses.replace(draft, cache=with_frozen_length(draft.cache, old.draft.cache))
     written = {"cache", "draft", "output", "is_draft", "logprobs", "num_expected_per_pos"}
-    if keeps_unread:
+    if k_changes:
         written |= {"tokens", "aux_hidden_states"}
     # in the fields' order: a set's differs between processes, which would then share no programs
     names = [field.name for field in dataclasses.fields(new) if field.name not in written]
